@@ -33,7 +33,9 @@ class Oracle:
     name: ClassVar[str] = "oracle"
     costs_drafts: ClassVar[bool] = False
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = name) -> None:
+        """`kind`: of the drafter whose guesses these stand for."""
+        self._kind = kind
         self.acceptance: float | None = None
         self.answer: list[int] = []
         self._rng = random.Random(0)
@@ -45,7 +47,7 @@ class Oracle:
         return self.acceptance is not None
 
     def kind(self, seq: Sequence) -> str:
-        return self.name
+        return self._kind
 
     def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
         if self.acceptance is None:
@@ -66,7 +68,7 @@ def run_speculation(
     args: argparse.Namespace, ceilings: Ceilings, header: dict[str, Any], make_llm: Callable[..., LLM]
 ) -> dict[str, Any]:
     """One sequence of --max-model-len tokens, with --num-gpu-blocks slots, or with 0 all on the GPU."""
-    oracle = Oracle() if args.speculation == "prompt_lookup" else DraftingOracle()
+    oracle = (Oracle if args.speculation == "prompt_lookup" else DraftingOracle)(args.speculation)
     num_slots, longest = args.num_gpu_blocks, 8 * args.decode_tokens
     options: dict[str, Any] = {"speculation": args.speculation, "num_speculative_tokens": args.num_speculative_tokens}
     if args.speculation == "shadow":

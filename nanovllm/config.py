@@ -200,7 +200,8 @@ class Config:
         help="guess the next tokens and verify all guesses in one step, which changes no token; prompt_lookup: what "
         "followed the same words before in prompt or answer; resident: the model over the keys on the GPU, with CPU "
         "offload; shadow: the model over a copy of all keys in 2 to 4 bits on the GPU; auto: prompt_lookup and, with "
-        "CPU offload, resident, whichever gains more; off: never",
+        "CPU offload, shadow where it takes a quarter of the memory or less, else resident, whichever gains more; "
+        "off: never",
         group=_SCHEDULING,
         choices=SPECULATION,
     )
@@ -259,8 +260,11 @@ class Config:
                 "use 'prompt_lookup' or 'auto', or add enable_cpu_offload=True"
             )
         for name in ("shadow_bits", "shadow_memory_gb"):
-            if getattr(self, name) is not None and not self.has_shadow:
-                raise ConfigError(f"{name} applies only to speculation='shadow'; leave it out, or set speculation")
+            if getattr(self, name) is not None and not self.wants_shadow:
+                raise ConfigError(
+                    f"{name} applies only to speculation='shadow' and, with CPU offload, to 'auto'; leave it out, or "
+                    "set speculation"
+                )
         if self.max_step_ms is not None and not self.chunked_prefill:
             raise ConfigError(
                 "max_step_ms applies only to chunked prefill; leave it out, or leave out chunked_prefill=False"
@@ -305,16 +309,16 @@ class Config:
             raise ConfigError("cpu_attention_threads has no effect with cpu_attention='off'; leave one of them out")
 
     @property
-    def has_shadow(self) -> bool:
-        """True if drafts read a copy of the KV in a few bits."""
-        return self.speculation == "shadow"
+    def wants_shadow(self) -> bool:
+        """True if drafts read a copy of the KV in a few bits. With "auto" they do where there is room for it."""
+        return self.speculation == "shadow" or (self.speculation == "auto" and self.enable_cpu_offload)
 
     @property
     def max_guesses(self) -> int:
         """Guesses of a sequence in one step; 0 without speculation."""
         if self.speculation == "off":
             return 0
-        return self.num_speculative_tokens or (MAX_GUESSES if self.has_shadow else DEFAULT_GUESSES)
+        return self.num_speculative_tokens or (MAX_GUESSES if self.wants_shadow else DEFAULT_GUESSES)
 
     @property
     def block_size(self) -> int:

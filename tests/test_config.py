@@ -119,7 +119,7 @@ def test_value_out_of_range_is_refused_with_the_limit() -> None:
         *(({"num_speculative_tokens": n}, f"speculative_tokens={n} must be between 1 and 63") for n in (0, -1, 64)),
         *(({"speculation": "shadow", "shadow_bits": n}, f"shadow_bits={n} must be between 2 and 4") for n in (1, 5)),
         ({"speculation": "shadow", "shadow_memory_gb": 0.0}, "shadow_memory_gb=0.0 must be above 0"),
-        ({"speculation": "auto", "shadow_bits": 4}, "shadow_bits applies only to speculation='shadow'; leave it out"),
+        ({"speculation": "auto", "shadow_bits": 4}, "shadow_bits applies only to speculation='shadow' and"),
         (OFFLOAD | {"speculation": "resident", "shadow_memory_gb": 2.0}, "shadow_memory_gb applies only to"),
         *((OFFLOAD | {"num_gpu_blocks": n}, f"num_gpu_blocks={n} must be 2 or more") for n in (1, -3)),
         ({"max_num_batched_tokens": -1}, "max_num_batched_tokens=-1 must be 1 or more"),
@@ -162,7 +162,11 @@ def test_device_that_may_exist_is_kept() -> None:
 def test_a_sequence_with_all_its_guesses_fits_a_step() -> None:
     """By default also the decode kernel."""
     assert 1 + MAX_GUESSES == MAX_VERIFYING_ROWS and 1 + DEFAULT_GUESSES == MAX_DECODE_QUERIES
-    for options, most in (({}, 0), ({"speculation": "prompt_lookup"}, DEFAULT_GUESSES), ({"speculation": "auto"}, 15)):
-        assert Config(model="m", **options).max_guesses == most
-        assert Config(model="m", **(OFFLOAD | options)).max_guesses == most
-    assert Config(model="m", speculation="shadow").max_guesses == MAX_GUESSES
+    for name, most, with_offload in (
+        ("off", 0, 0),
+        ("prompt_lookup", DEFAULT_GUESSES, DEFAULT_GUESSES),
+        ("auto", DEFAULT_GUESSES, MAX_GUESSES),
+        ("shadow", MAX_GUESSES, MAX_GUESSES),
+    ):
+        assert Config(model="m", speculation=name).max_guesses == most
+        assert Config(model="m", speculation=name, **OFFLOAD).max_guesses == with_offload

@@ -306,7 +306,7 @@ def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows
     """
     whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
     sizes = [graph_sizes(num_rows), *([verifying_graph_sizes(num_rows)] if config.max_guesses else [])]
-    sizes += [draft_graph_sizes(num_rows)] if config.has_shadow else []
+    sizes += [draft_graph_sizes(num_rows)] if config.wants_shadow else []
     num_nodes, num_pools = sum(map(len, sizes)) * whole, len(sizes)
     if config.enable_cpu_offload:
         per_size = whole + COPIES_PER_CUT * model.num_layers + spec.staging.num_groups * NODES_PER_GROUP

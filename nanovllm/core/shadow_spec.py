@@ -89,15 +89,17 @@ def divide_memory(
 
     `given`: blocks that the user asks for, 0 for as many as fit, of which no more than `useful` are. The blocks may be
     too few to start with, and the pages may be none. With offload the shadow should hold all CPU blocks, and if the
-    slots are not given, it gets half of the room for that. Without, there is a page for each block.
+    slots are not given, it gets half of the room for that. Without, there is a page for each block. With "auto" it
+    gets a quarter, and holds all blocks or does not exist: a step without guesses is slower with fewer slots.
     """
-    if not config.has_shadow:
+    if not config.wants_shadow:
         return KVCacheSizes(given or min(room_bytes // spec.block_bytes, useful), num_cpu_blocks)
     page_bytes = {bits: ShadowSpec.of(spec, bits).page_bytes for bits in SHADOW_BITS}
     most = room_bytes if config.shadow_memory_gb is None else int(config.shadow_memory_gb * 2**30)
     if config.enable_cpu_offload:
         wanted = num_cpu_blocks
-        most = min(most, room_bytes - given * spec.block_bytes if given else room_bytes // 2)
+        share = 4 if config.speculation == "auto" else 2
+        most = min(most, room_bytes - given * spec.block_bytes if given else room_bytes // share)
     else:
         bits = config.shadow_bits or SHADOW_BITS[0]
         wanted = given or min(useful, room_bytes // (spec.block_bytes + page_bytes[bits]))
@@ -105,5 +107,7 @@ def divide_memory(
     fitting = [bits for bits in SHADOW_BITS if wanted * page_bytes[bits] <= most]
     bits = config.shadow_bits or next(iter(fitting), SHADOW_BITS[-1])
     num_pages = max(0, min(wanted, most // page_bytes[bits]))
+    if config.speculation == "auto" and num_pages < wanted:
+        num_pages = 0
     num_blocks = given or min(useful, (room_bytes - num_pages * page_bytes[bits]) // spec.block_bytes)
     return KVCacheSizes(num_blocks, num_cpu_blocks, num_pages, bits)

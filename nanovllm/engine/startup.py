@@ -94,7 +94,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
         executor.call(Runner.capture_graphs, sizes.num_gpu_blocks)
     split = setup.internals.cpu_split or executor.call(Runner.measure_cpu_split)
     kv = _make_kv_manager(setup.config, sizes, setup.plan.spec.staging_group_blocks, split)
-    speculator = _make_speculator(setup, executor, kv)
+    speculator = _make_speculator(setup, executor, kv, has_shadow=sizes.num_pages > 0)
     times = _chunk_times(setup)
     disk = _open_disk(setup, executor, kv, times)
     if is_gpu:
@@ -148,7 +148,7 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
                 f"{format_bytes(spec.block_bytes)}: {room}; {lower}, lower max_num_batched_tokens or "
                 "max_num_seqs, raise gpu_memory_utilization, or use a smaller model or more ranks"
             )
-    if config.has_shadow and not sizes.num_pages:
+    if config.speculation == "shadow" and not sizes.num_pages:
         page = format_bytes(ShadowSpec.of(spec, sizes.shadow_bits).page_bytes)
         raise ConfigError(
             f"there is no room for the shadow: a block takes {page} in {sizes.shadow_bits} bits; {room}; lower {name} "
@@ -157,7 +157,9 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
     return sizes
 
 
-def _make_speculator(setup: EngineSetup, executor: Executor, kv: KVCacheManager) -> Speculator | None:
+def _make_speculator(
+    setup: EngineSetup, executor: Executor, kv: KVCacheManager, *, has_shadow: bool
+) -> Speculator | None:
     """Make the speculator, and measure a draft if there can be any. None without speculation."""
     config, internals = setup.config, setup.internals
     if config.speculation == "off":
@@ -165,10 +167,10 @@ def _make_speculator(setup: EngineSetup, executor: Executor, kv: KVCacheManager)
     drafters: list[Drafter] = []
     if config.speculation in ("prompt_lookup", "auto"):
         drafters.append(PromptLookupDrafter())
-    if config.speculation in ("resident", "auto") and config.enable_cpu_offload:
-        drafters.append(ModelDrafter("resident", kv.misses_keys))
-    if config.speculation == "shadow":
+    if has_shadow:
         drafters.append(ModelDrafter("shadow", kv.has_shadow))
+    elif config.speculation in ("resident", "auto") and config.enable_cpu_offload:
+        drafters.append(ModelDrafter("resident", kv.misses_keys))
     chosen = drafters if internals.drafters is None else internals.drafters
     times = None
     if not internals.always_guesses:
@@ -238,6 +240,6 @@ def _make_kv_manager(
         staging_group_blocks,
         config.enable_prefix_caching,
         split,
-        keeps_first_blocks=config.speculation in ("resident", "auto"),
+        keeps_first_blocks=config.speculation in ("resident", "auto") and shadow is None,
         shadow=shadow,
     )

@@ -6,7 +6,7 @@ A page of a head consists of int32 words: codes of K, codes of V, scales and off
 
 Codes of b bits are packed so that a shift and a mask leave two of them in the halves of a register, as neighbours in
 the dimension that the tensor cores sum over: channels for K, tokens for V. Word (t, c) of a unit of 16 * 16 / b tokens
-of K has, from bit b * s + 16 * h on, the code of token 16 * s + t and channel 2 * c + h. Word (u, d) of V has there the
+of K has, from bit b * s + 16 * h on, the code of token 16 * s + t and channel 2 * c + h. Word (d, u) of V has there the
 code of token 16 * s + 2 * u + h and channel d. The tokens with the same s are a slice.
 
 The scales of K are [P / 64, D] in fp16, those of V [groups of channels, P]. So a word holds the scales of two
@@ -59,9 +59,11 @@ class ShadowTile(NamedTuple):
 
 
 def choose_tile(spec: ShadowSpec, target: KernelTarget) -> ShadowTile:
-    """With fewer bits a unit has more tokens, and two of them at once need more shared memory."""
-    has_room = spec.head_dim <= 128 or spec.bits == 4 or target.shared_bytes >= 160 * 1024
-    return ShadowTile(4, 2 if has_room else 1)
+    """Let copies run two units ahead where two programs of an SM have room for them, else one, else none."""
+    unit_bytes = 4 * spec.head_words // spec.page_size * (SLICE_TOKENS * 16 // spec.value_bits)
+    num_warps = 4
+    room = target.shared_bytes // (num_warps * unit_bytes + 2048)
+    return ShadowTile(num_warps, 3 if room >= 4 else 2 if room >= 1 else 1)
 
 
 @triton.jit
@@ -203,11 +205,14 @@ def _attend_kernel(
     accs = tl.tuple(())
     for _ in tl.static_range(NUM_VALUE_GROUPS):
         accs += (tl.zeros((WARPS, VALUE_GROUP, ROWS), tl.float32),)
+    table_ptr = block_tables_ptr + sequence * table_stride
+    next_page = tl.load(table_ptr + tl.minimum(first + warp, last - 1) * UNIT // PAGE, mask=first < last, other=0)
     for start in tl.range(first, last, WARPS, num_stages=STAGES):
         is_unit = start + warp < last
         unit = tl.minimum(start + warp, last - 1)  # a warp without a unit reads one, but does not count it
-        page = tl.load(block_tables_ptr + sequence * table_stride + unit * UNIT // PAGE)
-        base = pages_ptr + (page.to(tl.int64) * NUM_KV_HEADS + kv_head) * HEAD_WORDS
+        base = pages_ptr + (next_page.to(tl.int64) * NUM_KV_HEADS + kv_head) * HEAD_WORDS
+        # Look up one unit ahead, so that copies do not wait for a look-up
+        next_page = tl.load(table_ptr + tl.minimum(start + WARPS + warp, last - 1) * UNIT // PAGE)
         unit = unit % (PAGE // UNIT)
         masked = tl.broadcast_to(tl.where(is_unit, 0.0, float("-inf")), (WARPS, _SLICE, ROWS))  # what scores begin with
         scores = tl.tuple(())
@@ -244,7 +249,7 @@ def _attend_kernel(
         new_accs = tl.tuple(())
         for g in tl.static_range(NUM_VALUE_GROUPS):
             d = g * VALUE_GROUP + channel
-            at = (unit * (_SLICE // 2) + couple) * D + d
+            at = (unit * D + d) * (_SLICE // 2) + couple
             v_words = _load(base + KEY_WORDS + at, d < D, D % VALUE_GROUP == 0)
             v_scale_ptr = base + KEY_WORDS + VALUE_WORDS + 2 * KEY_SCALE_WORDS + (g * PAGE + unit * UNIT) // 2 + couple
             acc = accs[g] * rescale
@@ -344,15 +349,16 @@ def _quantize(x, inside, AXIS: tl.constexpr, SECOND_AXIS: tl.constexpr, BITS: tl
     highest = tl.max(tl.where(inside, x, float("-inf")), AXIS, keep_dims=True)
     if SECOND_AXIS >= 0:
         lowest, highest = tl.min(lowest, SECOND_AXIS, keep_dims=True), tl.max(highest, SECOND_AXIS, keep_dims=True)
-    scale = tl.minimum((highest - lowest) / (2**BITS - 1), 65504.0 / 2**BITS).to(tl.float16)
+    scale = tl.minimum(tl.div_rn(highest - lowest, 2.0**BITS - 1), 65504.0 / 2**BITS).to(tl.float16)
     wide = scale.to(tl.float32)
     offset = tl.minimum(tl.maximum(lowest - wide * 2**BITS, -65504.0), 65504.0).to(tl.float16)
-    code = (x - offset.to(tl.float32)) / tl.where(wide == 0.0, 1.0, wide) - 2**BITS + 0.5
+    inverse = tl.div_rn(tl.full(wide.shape, 1.0, tl.float32), tl.where(wide == 0.0, 1.0, wide))
+    code = (x - offset.to(tl.float32)) * inverse + (0.5 - 2**BITS)
     code = tl.minimum(tl.maximum(code, 0.0), 2**BITS - 1).to(tl.int32)  # rounded, as code is not negative
     return code, scale, offset
 
 
-@triton.jit(do_not_specialize=["source_stride", "page_stride"], do_not_specialize_on_alignment=["moves_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["moves_ptr"])  # the strides are multiples of 16, so loads are wide
 def _quantize_kernel(
     k_ptr,  # [L, N, P, K, D]
     v_ptr,
@@ -386,17 +392,17 @@ def _quantize_kernel(
     GROUP_SLICES: tl.constexpr = 4
     KEY_UNIT: tl.constexpr = 4 // KEY_BITS  # groups of 64 tokens in a unit of K
     VALUE_UNIT: tl.constexpr = 4 // VALUE_BITS
-    # [slices, tokens of a slice, pairs, halves]
+    # Tiles are loaded as they lie, and then seen as [slices, tokens of a slice, pairs, halves]
     s = tl.arange(0, GROUP_SLICES)[:, None, None, None]
     token, pair = tl.arange(0, _SLICE), tl.arange(0, BLOCK_D // 2)
-    half = tl.arange(0, 2)
-    k_token = s * _SLICE + token[None, :, None, None]
+    half, row, dim = tl.arange(0, 2), tl.arange(0, _GROUP)[:, None], tl.arange(0, BLOCK_D)[None, :]
     k_dim = pair[None, None, :, None] * 2 + half[None, None, None, :]
     is_pair = pair < D // 2
     words = tl.zeros((_SLICE, BLOCK_D // 2), tl.int32)
     scale_ptr = (pages_ptr + KEY_WORDS + VALUE_WORDS).to(tl.pointer_type(tl.float16))
     for group in tl.static_range(CHUNK // _GROUP):
-        k = tl.load(k_ptr + (group * _GROUP + k_token) * (NUM_KV_HEADS * D) + k_dim, mask=k_dim < D, other=0.0)
+        k = tl.load(k_ptr + (group * _GROUP + row) * (NUM_KV_HEADS * D) + dim, mask=dim < D, other=0.0)
+        k = k.reshape([GROUP_SLICES, _SLICE, BLOCK_D // 2, 2])
         code, scale, offset = _quantize(k.to(tl.float32), k_dim < D, 0, 1, KEY_BITS)
         at = (part * (CHUNK // _GROUP) + group) * D + k_dim
         tl.store(scale_ptr + at, scale, mask=k_dim < D)
@@ -418,7 +424,10 @@ def _quantize_kernel(
         v_dim = d[None, None, None, :]
         words = tl.zeros((_SLICE // 2, VALUE_GROUP), tl.int32)
         for group in tl.static_range(CHUNK // _GROUP):
-            v = tl.load(v_ptr + (group * _GROUP + v_token) * (NUM_KV_HEADS * D) + v_dim, mask=v_dim < D, other=0.0)
+            v = tl.load(
+                v_ptr + (group * _GROUP + row) * (NUM_KV_HEADS * D) + d[None, :], mask=d[None, :] < D, other=0.0
+            )
+            v = v.reshape([GROUP_SLICES, _SLICE // 2, 2, VALUE_GROUP])
             code, scale, offset = _quantize(v.to(tl.float32), v_dim < D, 3, -1, VALUE_BITS)
             at = g * PAGE + part * CHUNK + group * _GROUP + v_token
             tl.store(scale_ptr + at, scale)
@@ -427,7 +436,7 @@ def _quantize_kernel(
             words |= tl.sum(tl.sum(code << place, 2), 0)
             if (group + 1) % VALUE_UNIT == 0:
                 unit = part * (CHUNK // _GROUP // VALUE_UNIT) + group // VALUE_UNIT
-                at = pages_ptr + KEY_WORDS + (unit * (_SLICE // 2) + couple[:, None]) * D + d[None, :]
+                at = pages_ptr + KEY_WORDS + (unit * D + d[None, :]) * (_SLICE // 2) + couple[:, None]
                 tl.store(at, words, mask=d[None, :] < D)
                 words = tl.zeros((_SLICE // 2, VALUE_GROUP), tl.int32)
 
@@ -454,4 +463,5 @@ def quantize(
         BLOCK_D=triton.next_power_of_2(head_dim),
         **_layout(spec),
         num_warps=4,
+        enable_fp_fusion=False,  # the reference does not fuse, and a code may depend on the last bit
     )

@@ -202,6 +202,7 @@ class DraftGraphs(DecodeGraphs):
     def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
         batch = self.buffers.decode_batch(size, 1)
         shadow = replace(batch, context_lens=self._lens[:size], block_tables=self._tables[:size], causal=False)
+        batch = replace(batch, max_context_len=2 * self.memory.spec.block_size)  # the newest keys need few programs
         slot_mapping = self.buffers.tensors(GraphShape.decode(size)).slot_mapping
         self.buffers.forward(model, size, self.memory.draft_attention(slot_mapping, batch, shadow))
 

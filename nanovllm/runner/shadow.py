@@ -26,8 +26,8 @@ def _quantized(x: torch.Tensor, dim: int, bits: int) -> tuple[torch.Tensor, torc
     lowest, highest = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     scale = ((highest - lowest) / (2**bits - 1)).clamp(max=_MAX_HALF / 2**bits).half()
     offset = (lowest - scale.float() * 2**bits).clamp(-_MAX_HALF, _MAX_HALF).half()
-    divisor = torch.where(scale == 0, 1.0, scale.float())
-    codes = ((x - offset.float()) / divisor - 2**bits + 0.5).clamp(0, 2**bits - 1).int()
+    inverse = 1.0 / torch.where(scale == 0, 1.0, scale.float())
+    codes = ((x - offset.float()) * inverse + (0.5 - 2**bits)).clamp(0, 2**bits - 1).int()
     return codes, scale, offset
 
 
@@ -39,7 +39,8 @@ def _packed_keys(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _packed_values(codes: torch.Tensor, bits: int) -> torch.Tensor:
     slices = codes.unflatten(-2, (-1, 16 // bits, SLICE_TOKENS // 2, 2))
-    return (slices << _places(bits)[:, None, :, None]).sum((-4, -2), dtype=torch.int32).flatten(-3)
+    words = (slices << _places(bits)[:, None, :, None]).sum((-4, -2), dtype=torch.int32)
+    return words.transpose(-1, -2).flatten(-3)
 
 
 def _unpacked_keys(words: torch.Tensor, bits: int, head_dim: int) -> torch.Tensor:
@@ -50,7 +51,7 @@ def _unpacked_keys(words: torch.Tensor, bits: int, head_dim: int) -> torch.Tenso
 
 
 def _unpacked_values(words: torch.Tensor, bits: int, head_dim: int) -> torch.Tensor:
-    slices = words.unflatten(-1, (-1, 1, SLICE_TOKENS // 2, 1, head_dim))
+    slices = words.unflatten(-1, (-1, 1, head_dim, SLICE_TOKENS // 2)).transpose(-1, -2).unsqueeze(-2)
     return (slices >> _places(bits)[:, None, :, None] & 2**bits - 1).flatten(-5, -2)
 
 

@@ -159,7 +159,7 @@ def profile_memory(runner: MeasuredRunner, num_cpu_blocks: int, most_gpu_blocks:
     `most_gpu_blocks`: the largest number of blocks that the engine could use.
     """
     config, spec = runner.config, runner.spec
-    num_pages = int(config.has_shadow)
+    num_pages = int(config.wants_shadow)
     sizes = KVCacheSizes(1, num_cpu_blocks, num_pages, config.shadow_bits or SHADOW_BITS[0])
     runner.allocate_kv_cache(sizes)
     steps = largest_steps(

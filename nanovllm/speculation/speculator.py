@@ -3,6 +3,7 @@
 import logging
 from collections import defaultdict, deque
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -18,7 +19,9 @@ PRIORS = {"quote": 0.95, "shadow": 0.95}  # of the kinds of guesses that are nea
 DECAY, COMMON_DECAY = 0.9, 0.98  # of the acceptance of a sequence and of all together
 MIN_GAIN = 1.02  # in tokens per second; less is within the error of the times
 REST_STEPS = 64  # from one trial of all resting sequences to the next
+MAX_REST_DOUBLINGS = 2  # of a rest, while trials fail without a right guess
 NUM_FEW = 4  # up to so many sequences, each begins with the prior acceptance; beyond, with that of all
+RECENT_DECAY = 0.8  # of what a sequence's passes have brought; each pass multiplies the weight of older ones by this
 NUM_KNOWN_PASSES = 3  # the time of a pass is known after so many passes: the first one may be slow
 MAX_TRIAL_GUESSES = 4  # in each of these passes
 PASS_EXPIRY_STEPS = 2048  # times measured longer ago are forgotten
@@ -26,20 +29,17 @@ NUM_TIMES = 5  # a step's time is the median of so many, so that a single slow s
 REMEASURE_PASSES = 256  # after so many passes with guesses, the time of a step without them is measured again
 
 
-class Load(NamedTuple):
-    """A class of steps that take about as long."""
+@dataclass(frozen=True)
+class Load:
+    """Steps that take about as long are equal."""
 
     num_seqs: int
     magnitude: int  # the number of binary digits of the number of keys
-
-    @property
-    def num_keys(self) -> float:
-        """About how many keys the sequences have."""
-        return 0.75 * 2**self.magnitude
+    num_keys: int = field(compare=False)
 
 
 def load_of(num_seqs: int, num_keys: int) -> Load:
-    return Load(num_seqs, num_keys.bit_length())
+    return Load(num_seqs, num_keys.bit_length(), num_keys)
 
 
 class StepTimes:
@@ -50,7 +50,8 @@ class StepTimes:
     run before the other step ended. The time of a draft was measured at start-up.
 
     With more guesses a pass takes longer, so its time is known by the number of binary digits of the most guesses that
-    a sequence has. A number with one digit more than those that are known may be tried.
+    a sequence has. A number with one digit more than those that are known may be tried. The numbers below that count
+    as MAX_TRIAL_GUESSES, so that guesses which prove wrong need not be tried in each of these numbers.
     """
 
     def __init__(self, drafts: DraftTimes | None = None) -> None:
@@ -75,7 +76,7 @@ class StepTimes:
         load = load_of(len(plan.sequences), sum(step.position for step in plan.sequences))
         if plan.has_guesses:
             self._num_passes += 1
-            key = load, max(step.num_guesses for step in plan.sequences).bit_length()
+            key = load, _num_digits(max(step.num_guesses for step in plan.sequences))
             if self._is_expired(key):
                 self._pass_s[key].clear()
             self._last_pass[key] = self.num_steps
@@ -100,7 +101,7 @@ class StepTimes:
     def _pass_times(self, load: Load) -> dict[int, float]:
         """By digits, in rising order."""
         times = {}
-        for digits in range(1, MAX_GUESSES.bit_length() + 1):
+        for digits in range(_num_digits(1), _num_digits(MAX_GUESSES) + 1):
             known = self._pass_s.get((load, digits), ())
             if len(known) >= NUM_KNOWN_PASSES and not self._is_expired((load, digits)):
                 times[digits] = median(known)
@@ -113,8 +114,8 @@ class StepTimes:
         """Return True if the time of a step without guesses is known and recent."""
         return load in self._plain_s and self._num_passes < REMEASURE_PASSES
 
-    def best_guesses(self, load: Load, acceptance: float, max_guesses: int, *, costs_drafts: bool) -> "Gain":
-        """Find the number of guesses with the most tokens per second; 0 if guesses gain nothing.
+    def choices(self, load: Load, acceptance: float, max_guesses: int, *, costs_drafts: bool) -> "list[Choice]":
+        """Return the numbers of guesses that bring more tokens per second than none, with what they bring.
 
         `costs_drafts`: each guess is drafted. While the time of a pass is unknown, it is taken to be that of a step
         without guesses, and there are only a few guesses.
@@ -124,30 +125,36 @@ class StepTimes:
         known = self._pass_times(load)
         most = min(max_guesses, 2 ** (max(known) + 1) - 1 if known else MAX_TRIAL_GUESSES)
         draft_s = self.draft_s(load) if costs_drafts else 0.0
-        best, num_tokens, chance = Gain(0, MIN_GAIN / max(1e-9, plain_s)), 1.0, 1.0
+        choices, num_tokens, chance = [], 1.0, 1.0
         for num_guesses in range(1, most + 1):
             chance *= acceptance
             num_tokens += chance
-            pass_s = max(plain_s, _nearest(known, num_guesses) or 0.0)
-            best = max(best, Gain(num_guesses, num_tokens / max(1e-9, pass_s + num_guesses * draft_s)), key=_rate)
-        return best
+            seconds = max(plain_s, _nearest(known, num_guesses) or 0.0) + num_guesses * draft_s
+            if num_tokens * plain_s > MIN_GAIN * seconds:
+                choices.append(Choice(num_guesses, num_tokens, seconds))
+        return choices
 
 
-class Gain(NamedTuple):
-    """A number of guesses, and the tokens per second that they are expected to bring."""
+class Choice(NamedTuple):
+    """A number of guesses, and what they are expected to bring."""
 
     num_guesses: int
-    tokens_per_s: float
+    num_tokens: float
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / max(1e-9, self.seconds)
+
+
+def _num_digits(num_guesses: int) -> int:
+    return max(num_guesses, MAX_TRIAL_GUESSES).bit_length()
 
 
 def _nearest(times: dict[int, float], num_guesses: int) -> float | None:
     """See StepTimes.pass_s."""
-    below = [digits for digits in times if digits <= num_guesses.bit_length()]
+    below = [digits for digits in times if digits <= _num_digits(num_guesses)]
     return times[below[-1] if below else min(times)] if times else None
-
-
-def _rate(gain: Gain) -> float:
-    return gain.tokens_per_s
 
 
 def _newest_times() -> deque[float]:
@@ -179,8 +186,15 @@ class Pace:
     """
 
     def __init__(self, prior_acceptance: float) -> None:
+        self._prior = prior_acceptance
         self.acceptance = Acceptance(prior_acceptance, DECAY)
         self._rest_end: int | None = None  # number of a step
+        self._num_failed = 0  # rests since a guess was right
+
+    def verified(self, num_guesses: int, num_accepted: int) -> None:
+        self.acceptance.verified(num_guesses, num_accepted)
+        if num_accepted:
+            self._num_failed = 0
 
     def rests(self, num_steps: int) -> bool:
         """Return True if the sequence must wait for the next trial, at which it starts afresh.
@@ -188,18 +202,48 @@ class Pace:
         `num_steps`: the number of steps that have ended.
         """
         if self._rest_end is not None and num_steps >= self._rest_end:
-            self.acceptance, self._rest_end = Acceptance(PRIOR_ACCEPTANCE, DECAY), None
+            self.acceptance, self._rest_end = Acceptance(self._prior, DECAY), None
         return self._rest_end is not None
 
     def rest(self, num_steps: int) -> None:
-        self._rest_end = (num_steps // REST_STEPS + 1) * REST_STEPS
+        steps = REST_STEPS << min(self._num_failed, MAX_REST_DOUBLINGS)
+        self._rest_end = (num_steps // steps + 1) * steps
+        self._num_failed += 1
+
+
+@dataclass(slots=True)
+class _Answer:
+    """A sequence's paces by kind of guesses, and what its passes have brought lately."""
+
+    paces: dict[str, Pace] = field(default_factory=dict)
+    num_tokens: float = 0.0
+    seconds: float = 0.0
+
+    def passed(self, num_tokens: int, seconds: float) -> None:
+        self.num_tokens = self.num_tokens * RECENT_DECAY + num_tokens
+        self.seconds = self.seconds * RECENT_DECAY + seconds
+
+
+class _Pass(NamedTuple):
+    """Guesses that are being verified."""
+
+    drafter: str  # whose they are
+    num_known: int  # tokens of the sequence before them
+    seconds: float  # that the pass is expected to take
+    kind: str
+    proposed: dict[str, tuple[int, ...]]  # by kind: guesses that could have been made without drafts
 
 
 class Speculator:
     """Gives the scheduler guesses. Each drafter has its own pace.
 
-    A pass with k guesses yields `expected_tokens` on average, and takes the time of the pass and of k drafts. The k
-    with the most tokens per second is chosen, or 0 if that gains nothing.
+    Of the numbers of guesses by all drafters, the one is chosen that brings the most tokens beyond those that its time
+    is worth: what the sequence's passes have brought per second lately, or what the fastest choice brings, if that is
+    more. The fastest choice alone would be too patient: before a quote that a lookup continues at no cost, a long chain
+    of drafts is faster than a plain step, and slower than a short chain with the quote after it.
+
+    Guesses that cost no drafts are also compared with the answer where others were verified in their place. So a
+    drafter that erred once is asked again as soon as it would have been right.
     """
 
     def __init__(self, drafters: Seq[Drafter], *, vocab_size: int, max_guesses: int, times: StepTimes | None) -> None:
@@ -208,21 +252,19 @@ class Speculator:
         self._vocab_size = vocab_size
         # By kind of guesses: the acceptance of all sequences together
         self._acceptances: dict[str, Acceptance] = defaultdict(lambda: Acceptance(PRIOR_ACCEPTANCE, COMMON_DECAY))
-        self._paces: dict[int, dict[str, Pace]] = {}  # by seq_id and kind of guesses
-        self._asked: dict[int, str] = {}  # by seq_id: the kind of guesses that are being verified
-        self._guessed_by: dict[int, str] = {}  # by seq_id: whose they are
+        self._answers: dict[int, _Answer] = {}  # by seq_id
+        self._passes: dict[int, _Pass] = {}  # by seq_id
         self.num_passes = self.num_guesses = self.num_accepted = 0
         self._counts: dict[str, list[list[int]]] = {}  # by drafter: for each position, passes, and those that kept it
         self._refused: set[str] = set()  # drafters that have guessed tokens that do not exist
 
     def add(self, seq: Sequence) -> None:
-        self._paces[seq.seq_id] = {}
+        self._answers[seq.seq_id] = _Answer()
 
     def forget(self, seq: Sequence) -> None:
-        del self._paces[seq.seq_id]
-        self._asked.pop(seq.seq_id, None)
+        del self._answers[seq.seq_id]
         if seq.num_pending_guesses:  # they will not be verified
-            self._guessed_by.pop(seq.seq_id, None)
+            self._passes.pop(seq.seq_id, None)
         for drafter in self.drafters:
             drafter.forget(seq)
 
@@ -238,7 +280,7 @@ class Speculator:
         return self.times.is_measured(load) and not self._pace(drafter, seq, load).rests(self.times.num_steps)
 
     def _pace(self, drafter: Drafter, seq: Sequence, load: Load) -> Pace:
-        kind, paces = drafter.kind(seq), self._paces[seq.seq_id]
+        kind, paces = drafter.kind(seq), self._answers[seq.seq_id].paces
         if kind not in paces:
             prior = PRIORS.get(kind, PRIOR_ACCEPTANCE)
             paces[kind] = Pace(prior if load.num_seqs <= NUM_FEW else self._acceptances[kind].estimate)
@@ -247,29 +289,38 @@ class Speculator:
     def guess(self, seq: Sequence, max_guesses: int, load: Load) -> Guesses:
         """Return up to `max_guesses` guesses, by the drafter whose guesses gain most. `load`: of the step."""
         most = min(max_guesses, self.max_guesses)
-        active = [drafter for drafter in self.drafters if most > 0 and self._is_active(drafter, seq, load)]
-        gains = [self._gain(drafter, seq, most, load) for drafter in active]
-        for (num_guesses, _), drafter in sorted(
-            zip(gains, active, strict=True), key=lambda pair: -pair[0].tokens_per_s
-        ):
-            guesses = drafter.guess(seq, num_guesses).first(num_guesses) if num_guesses else NO_GUESSES
-            if _must_know_guesses(seq):
-                guesses = guesses.without_drafts()
-            if (guesses := self._existing(drafter, guesses)).token_ids:
-                if self.times is not None:
-                    self._asked[seq.seq_id] = drafter.kind(seq)
-                self._guessed_by[seq.seq_id] = drafter.name
-                return guesses
-        return NO_GUESSES
+        proposals = {}
+        for drafter in self.drafters:
+            if most > 0 and self._is_active(drafter, seq, load):
+                guesses = drafter.guess(seq, most).first(most)
+                if _must_know_guesses(seq):
+                    guesses = guesses.without_drafts()
+                if (guesses := self._existing(drafter, guesses)).token_ids:
+                    proposals[drafter] = guesses
+        best = self._best(proposals, seq, load)
+        if best is None:
+            return NO_GUESSES
+        drafter, choice = best
+        proposed = {by.kind(seq): its.token_ids for by, its in proposals.items() if not its.num_drafts}
+        self._passes[seq.seq_id] = _Pass(drafter.name, len(seq.token_ids), choice.seconds, drafter.kind(seq), proposed)
+        return proposals[drafter].first(choice.num_guesses)
 
-    def _gain(self, drafter: Drafter, seq: Sequence, most: int, load: Load) -> Gain:
+    def _best(self, proposals: dict[Drafter, Guesses], seq: Sequence, load: Load) -> tuple[Drafter, Choice] | None:
         if self.times is None:
-            return Gain(most, 0.0)
-        pace = self._pace(drafter, seq, load)
-        gain = self.times.best_guesses(load, pace.acceptance.estimate, most, costs_drafts=drafter.costs_drafts)
-        if not gain.num_guesses:
-            pace.rest(self.times.num_steps)
-        return gain
+            return next(((by, Choice(len(its.token_ids), 0.0, 0.0)) for by, its in proposals.items()), None)
+        choices = []
+        for drafter, guesses in proposals.items():
+            pace = self._pace(drafter, seq, load)
+            its = self.times.choices(
+                load, pace.acceptance.estimate, len(guesses.token_ids), costs_drafts=drafter.costs_drafts
+            )
+            choices += [(drafter, choice) for choice in its]
+            if not its:
+                pace.rest(self.times.num_steps)
+        answer = self._answers[seq.seq_id]
+        lately = answer.num_tokens / max(1e-9, answer.seconds)
+        tokens_per_s = max([lately, *(choice.tokens_per_s for _, choice in choices)])
+        return max(choices, key=lambda pair: pair[1].num_tokens - tokens_per_s * pair[1].seconds, default=None)
 
     def _existing(self, drafter: Drafter, guesses: Guesses) -> Guesses:
         """Return the guesses before the first one that is not in the vocabulary."""
@@ -288,14 +339,27 @@ class Speculator:
         self.num_passes += 1
         self.num_guesses += num_guesses
         self.num_accepted += num_accepted
-        if (drafter := self._guessed_by.pop(seq.seq_id, None)) is not None:
-            counts = self._counts.setdefault(drafter, [[0, 0] for _ in range(self.max_guesses)])
-            for position in range(num_guesses):
-                counts[position][0] += 1
-                counts[position][1] += position < num_accepted
-        if (kind := self._asked.pop(seq.seq_id, None)) is not None:
-            for acceptance in (self._paces[seq.seq_id][kind].acceptance, self._acceptances[kind]):
-                acceptance.verified(num_guesses, num_accepted)
+        if (verified := self._passes.pop(seq.seq_id, None)) is None:
+            return
+        counts = self._counts.setdefault(verified.drafter, [[0, 0] for _ in range(self.max_guesses)])
+        for position in range(num_guesses):
+            counts[position][0] += 1
+            counts[position][1] += position < num_accepted
+        answer = self._answers.get(seq.seq_id)
+        if answer is None or self.times is None:
+            return
+        answer.passed(1 + num_accepted, verified.seconds)
+        self._learn(answer, verified.kind, num_guesses, num_accepted)
+        tokens = seq.token_ids[verified.num_known : verified.num_known + num_accepted + 1]
+        for kind, proposed in verified.proposed.items():
+            if kind != verified.kind:
+                num_compared = min(len(proposed), len(tokens))
+                num_right = next((i for i in range(num_compared) if proposed[i] != tokens[i]), num_compared)
+                self._learn(answer, kind, num_compared, num_right)
+
+    def _learn(self, answer: _Answer, kind: str, num_guesses: int, num_right: int) -> None:
+        answer.paces[kind].verified(num_guesses, num_right)
+        self._acceptances[kind].verified(num_guesses, num_right)
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of LLM.stats. tokens_per_pass is over the passes that had guesses."""

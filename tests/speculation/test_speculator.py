@@ -55,12 +55,13 @@ def make(*drafters: ListedDrafter, times: StepTimes | None = None) -> tuple[Spec
     return speculator, seq
 
 
-def test_the_first_drafter_with_a_guess_is_asked() -> None:
+def test_the_first_drafter_with_a_guess_is_chosen() -> None:
     first, second, third = silent(), fives(), fives("other")
     speculator, seq = make(first, second, third)
     assert speculator.wants_to_guess(seq, load(1))
     assert speculator.guess(seq, 3, load(1)) == Guesses((5, 5, 5))
-    assert (first.asked, second.asked, third.asked) == ([3], [3], [])
+    speculator.verified(seq, 3, 0)
+    assert list(speculator.stats()["drafters"]) == ["fives"]
     assert speculator.guess(seq, 9, load(1)) == Guesses((5,) * 4)
     assert speculator.guess(seq, 0, load(1)) == speculator.guess(seq, -2, load(1)) == NO_GUESSES
     speculator.forget(seq)
