@@ -151,6 +151,28 @@ class DraftKeys(NamedTuple):
     num_paged_keys: int
 
 
+class StateSave(NamedTuple):
+    """The state after the first `num_tokens` new tokens of a sequence goes to a snapshot, from `slot`.
+
+    That is the slot of the sequence, if its new tokens end there, or else one in which the pass leaves the state too.
+    """
+
+    num_tokens: int
+    slot: int
+    snapshot: int
+
+
+class StateStep(NamedTuple):
+    """The recurrent state that a sequence's new tokens start from and leave (attention/base.py: StateRows)."""
+
+    slot: int  # of the sequence
+    is_new: bool  # the new tokens start from zeros instead of what is in the slot
+    num_replayed: int = 0
+    draft_slot: int = -1  # what drafts leave their states in; -1: there are none
+    load: int = -1  # the snapshot that is first copied to the slot; -1: none
+    saves: tuple[StateSave, ...] = ()  # in order of num_tokens
+
+
 class SequenceStep(NamedTuple):
     """The new tokens of one sequence and where its paged keys are.
 
@@ -176,6 +198,7 @@ class SequenceStep(NamedTuple):
     edits: LogitEdits | None = None
     num_logprobs: int | None = None  # most likely tokens to report beside each sampled one; None: no log-probabilities
     scores: PromptScores | None = None
+    state: StateStep | None = None  # None: no layer is recurrent
 
     @property
     def num_tokens(self) -> int:

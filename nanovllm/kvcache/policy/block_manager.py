@@ -6,15 +6,17 @@ A manager decides which sequence owns which block. It works on integers only.
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import NamedTuple
 
 from nanovllm.core.cpu_split import FollowingSplit
 from nanovllm.core.kv_spec import BlockState
-from nanovllm.core.sequence import Sequence
-from nanovllm.core.step_plan import DraftKeys, KVMoves
+from nanovllm.core.sequence import Sequence, SequenceStatus
+from nanovllm.core.step_plan import DraftKeys, KVMoves, StateStep
 from nanovllm.errors import RequestError
-from nanovllm.kvcache.policy.block_pool import Block, BlockPool
+from nanovllm.kvcache.policy.block_pool import Block, BlockPool, PrefixMatch
 from nanovllm.kvcache.policy.shadow_pages import Fills, ShadowPages
+from nanovllm.kvcache.policy.states import RecurrentStates
 from nanovllm.utils.arithmetic import ceil_div
 
 # Fraction of the blocks that admission leaves free, so that running sequences can grow for a while. Without it a newly
@@ -44,6 +46,7 @@ class KVCacheManager(ABC):
 
     cpu_split: FollowingSplit | None = None  # how missing keys are divided; None if the CPU attends to none
     shadow: ShadowPages | None = None  # None: there is no shadow
+    states: RecurrentStates | None = None  # None: no layer is recurrent
     pool: BlockPool
     block_size: int
     num_watermark_blocks: int
@@ -52,8 +55,10 @@ class KVCacheManager(ABC):
     def check_fits(self, seq: Sequence) -> None:
         """Raise RequestError if the request could not run even alone."""
 
-    def begin_step(self, running: Seq[Sequence]) -> None:  # noqa: B027  # only a manager with per-step state needs it
+    def begin_step(self, running: Seq[Sequence]) -> None:
         """Start planning a step for the `running` sequences, and drop all that a failed step may have left behind."""
+        if self.states is not None:
+            self.states.begin_step()
 
     @abstractmethod
     def num_known_tokens(self, seq: Sequence) -> int:
@@ -116,6 +121,37 @@ class KVCacheManager(ABC):
         that the step copies from.
         """
 
+    # -- states of recurrent layers ------------------------------------------------------------------------------
+
+    def _admit_state(self, seq: Sequence, match: PrefixMatch) -> None:
+        """Give a sequence that has just got its blocks the state after its computed tokens."""
+        if self.states is not None:
+            self.states.admit(seq, match.prefix_id, match.num_known_tokens, self.pool.index.grain)
+
+    def _free_state(self, seq: Sequence) -> None:
+        if self.states is not None:
+            self.states.free(seq)
+
+    def state_step(self, seq: Sequence, num_tokens: int, *, has_drafts: bool) -> StateStep | None:
+        """What the step does with the state of a sequence that has `num_tokens` new tokens in it, without guesses.
+        Called once after finish_step.
+        """
+        if self.states is None:
+            return None
+        return self.states.step(seq, num_tokens, partial(self.pool.prefix_id, seq), has_drafts=has_drafts)
+
+    def _check_states(self, sequences: Seq[Sequence]) -> None:
+        if self.states is not None:
+            running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
+            self.states.check_integrity(running, self.pool.index.prefix_ids())
+
+    def can_draft(self, seq: Sequence) -> bool:
+        """Return True if the ranks can draft for a placed sequence: its keys are where drafts look for them, and there
+        is a slot for the states of drafts.
+        """
+        is_filling = self.shadow is not None and self.shadow.is_filling(seq)  # a page that drafts would miss
+        return not is_filling and (self.states is None or self.states.can_draft)
+
     # -- the shadow ----------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -141,14 +177,12 @@ class KVCacheManager(ABC):
             self.shadow.fill(seq, seq.num_computed_tokens // size, self.pool.blocks, gpu_block, fills)
         return fills
 
-    def is_filling_pages(self, seq: Sequence) -> bool:
-        """Return True if the step streams blocks of the sequence into the shadow, where its drafts would miss them."""
-        return self.shadow is not None and self.shadow.is_filling(seq)
-
-    def _shadow_stats(self) -> dict[str, float | None]:
-        if self.shadow is None:
-            return {}
-        return {"num_shadow_pages": len(self.shadow), "num_used_shadow_pages": self.shadow.num_used}
+    def _stats_of_parts(self) -> dict[str, float | None]:
+        """Those of the shadow and of the states, where there are any."""
+        stats = {} if self.states is None else self.states.stats()
+        if self.shadow is not None:
+            stats |= {"num_shadow_pages": len(self.shadow), "num_used_shadow_pages": self.shadow.num_used}
+        return stats
 
     def draft_keys(self, seq: Sequence, num_tokens: int) -> DraftKeys | None:
         """The keys for drafts of a sequence that has `num_tokens` new tokens in the step. Called after finish_step."""
@@ -234,9 +268,11 @@ class BlockManager(KVCacheManager):
         *,
         watermark: float = WATERMARK,
         shadow: ShadowPages | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
-        self.block_size, self.shadow = block_size, shadow
-        self.pool = BlockPool([Block(i) for i in range(num_blocks)], block_size, block_size, enable_prefix_caching)
+        self.block_size, self.shadow, self.states = block_size, shadow, states
+        blocks, snapshots = [Block(i) for i in range(num_blocks)], states and states.snapshots
+        self.pool = BlockPool(blocks, block_size, block_size, enable_prefix_caching, snapshots=snapshots)
         self.num_watermark_blocks = int(watermark * num_blocks)
 
     def _num_blocks(self, num_tokens: int) -> int:
@@ -259,12 +295,14 @@ class BlockManager(KVCacheManager):
 
     def admit(self, seq: Sequence) -> None:
         assert not seq.block_table, f"sequence {seq.seq_id} already holds blocks"
-        for block_id in self.pool.match(seq).full_blocks:
+        match = self.pool.match(seq)
+        for block_id in match.full_blocks:
             self.pool.retain(self.pool.blocks[block_id])
             seq.block_table.append(block_id)
         seq.num_computed_tokens = seq.num_registered_tokens = len(seq.block_table) * self.block_size
         if seq.num_hit_tokens is None:
             seq.num_hit_tokens = seq.num_computed_tokens
+        self._admit_state(seq, match)
         self._grow(seq, seq.num_tokens)
 
     def _grow(self, seq: Sequence, num_tokens: int) -> None:
@@ -287,8 +325,11 @@ class BlockManager(KVCacheManager):
         seq.num_computed_tokens = seq.num_registered_tokens = 0
 
     def free(self, seq: Sequence) -> None:
+        if not seq.block_table:
+            return  # it waits
         if self.shadow is not None:
             self.shadow.forget(seq)
+        self._free_state(seq)
         self.pool.register(seq, seq.num_computed_tokens)
         for block_id in reversed(seq.block_table):  # so that the tail of a prefix is evicted before its head
             self.pool.release(self.pool.blocks[block_id])
@@ -310,6 +351,7 @@ class BlockManager(KVCacheManager):
 
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
         self.pool.check_integrity(list(sequences))
+        self._check_states(sequences)
 
     def block_states(self) -> bytes:
         # With prefix caching, a block without a hash is not full yet
@@ -320,4 +362,4 @@ class BlockManager(KVCacheManager):
 
     def stats(self) -> dict[str, float | None]:
         stats = {"num_gpu_blocks": len(self.pool.blocks), "num_free_gpu_blocks": self.pool.num_free}
-        return stats | self._shadow_stats()
+        return stats | self._stats_of_parts()
