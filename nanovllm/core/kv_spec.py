@@ -17,7 +17,7 @@ class StagingSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec:
-    """Shape of a state: what the recurrent layers of one rank keep of a sequence (see attention/base.py: LayerStates).
+    """Shape of a state: what the recurrent layers of one rank keep of a sequence (see layers/states.py).
 
     A slot on the GPU holds a state and the inputs of the last guesses, a snapshot in CPU memory only the state.
     """
@@ -88,7 +88,7 @@ class KVCacheSpec:
 
 @dataclass(frozen=True)
 class KVCacheSizes:
-    """Blocks on the GPU, in CPU memory with offload, pages of the shadow, and places for states, as measured at start-up
+    """Blocks on the GPU, in CPU memory with offload, pages of the shadow, and places of states, as measured at start-up
     or set by the user.
     """
 
@@ -138,10 +138,24 @@ def _state_spec(config: Config, model: ModelConfig, tp_size: int, itemsize: int)
 
 
 def num_spare_state_slots(config: Config) -> int:
-    """State slots beyond those of running sequences: one for states that are saved in the middle of a chunk, and one for
-    drafts. More of both are possible while fewer sequences run.
+    """State slots beyond those of running sequences and slot 0: one for states that are saved in the middle of a chunk,
+    and one for drafts. More of both are possible while fewer sequences run.
     """
     return int(config.enable_prefix_caching) + int(config.max_guesses > 0)
+
+
+def max_stateful_seqs(config: Config, num_state_slots: int) -> int:
+    """Number of sequences that can run together with so many state slots."""
+    return num_state_slots - 1 - num_spare_state_slots(config)
+
+
+def num_state_slots(config: Config, states: StateSpec, room_bytes: int) -> int:
+    """Slots for max_num_seqs sequences, or as many as there is room for, but at least enough for one sequence."""
+    others = 1 + num_spare_state_slots(config)
+    return max(others + 1, min(others + config.max_num_seqs, room_bytes // states.slot_bytes))
+
+
+SNAPSHOT_TOKENS = 8192  # a prompt leaves a snapshot of its state in each multiple of this
 
 
 class BlockState(IntEnum):

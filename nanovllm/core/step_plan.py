@@ -163,13 +163,13 @@ class StateSave(NamedTuple):
 
 
 class StateStep(NamedTuple):
-    """The recurrent state that a sequence's new tokens start from and leave (attention/base.py: StateRows)."""
+    """The recurrent state that a sequence's new tokens start from and leave (layers/states.py: StateRows)."""
 
-    slot: int  # of the sequence
-    is_new: bool  # the new tokens start from zeros instead of what is in the slot
+    source: int  # the slot whose state the new tokens start from; -1: zeros
+    target: int  # the sequence's slot
     num_replayed: int = 0
-    draft_slot: int = -1  # what drafts leave their states in; -1: there are none
-    load: int = -1  # the snapshot that is first copied to the slot; -1: none
+    draft_slot: int = -1  # where drafts leave their states; -1: there are none
+    load: int = -1  # the snapshot that is first copied to the source; -1: none
     saves: tuple[StateSave, ...] = ()  # in order of num_tokens
 
 

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.attention.base import LayerStates, StepAttention
 from nanovllm.checkpoint.model_config import RecurrentConfig
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
@@ -31,6 +30,7 @@ from nanovllm.layers.linear import (
     new_parameter,
     share,
 )
+from nanovllm.layers.states import HasStates, LayerStates
 
 CHUNK_TOKENS = 64  # computed at once
 L2_EPS = 1e-6  # added to the squared length of q and k before the root
@@ -104,7 +104,7 @@ class GatedDeltaNet(nn.Module):
         )
 
     def forward(
-        self, hidden: torch.Tensor, cos_sin: torch.Tensor, attn: StepAttention, rows: torch.Tensor | None
+        self, hidden: torch.Tensor, cos_sin: torch.Tensor, attn: HasStates, rows: torch.Tensor | None
     ) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size], or [S, hidden_size] if `rows` [S] selects tokens. Hot: once per layer.
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
 from tiny_models import HYBRIDS, ROPES, greedy_reference, reference_model, write_tiny_model
 
-from nanovllm.attention.base import StateSave
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.layers.states import StateSave
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import build_model
 

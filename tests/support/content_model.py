@@ -118,7 +118,7 @@ class _Content:
 
 class _State(NamedTuple):
     tag: int
-    pending: list[int] = []
+    pending: tuple[int, ...] = ()
 
 
 class ContentRunner:
@@ -155,7 +155,7 @@ class ContentRunner:
         self.pages |= {page: self.gpu[block].tolist() for block, page in plan.moves.page_fills}
         for step in plan.sequences:
             if step.state is not None and step.state.load >= 0:
-                self.states[step.state.slot] = _State(self.snapshots[step.state.load])
+                self.states[step.state.source] = _State(self.snapshots[step.state.load])
         drafted = self._draft(plan)
         runs = [self._tokens(row, step, drafted) for row, step in enumerate(plan.sequences)]
         self._copy_in(plan.moves)
@@ -190,12 +190,12 @@ class ContentRunner:
             if state is None:
                 continue
             self._check_state(step, run)
-            self.states[state.slot] = _State(run.tags[end - 1], run.tags[end : end + step.num_guesses])
-            written.append(state.slot)
+            self.states[state.target] = _State(run.tags[end - 1], tuple(run.tags[end : end + step.num_guesses]))
+            written.append(state.target)
             for save in state.saves:
                 assert save.num_tokens <= end - step.position, "a state is saved after guesses"
                 is_end = step.position + save.num_tokens == end
-                assert (save.slot == state.slot) == is_end, "only a state at the end is where the sequence's is"
+                assert (save.slot == state.target) == is_end, "only a state at the end is where the sequence's is"
                 if not is_end:
                     self.states[save.slot] = _State(run.tags[step.position + save.num_tokens - 1])
                     written.append(save.slot)
@@ -207,14 +207,11 @@ class ContentRunner:
     def _check_state(self, step: SequenceStep, run: _Content) -> None:
         """The state that the new tokens start from is that of all tokens before them."""
         assert step.state is not None
-        slot, is_new, num_replayed = step.state[:3]
-        expected = run.tags[: step.position]
-        if is_new:
-            seen = []
-        else:
-            state = self.states[slot]
-            seen = [state.tag, *state.pending[:num_replayed]]
-        if seen != expected[len(expected) - len(seen) :] or is_new != (step.position == 0):
+        expected, seen = run.tags[: step.position], []
+        if step.state.source >= 0:
+            tag, pending = self.states[step.state.source]
+            seen = [tag, *pending[: step.state.num_replayed]]
+        if seen != expected[len(expected) - len(seen) :] or bool(seen) != bool(expected):
             raise ContentError(f"sequence {step.seq_id} starts at {step.position} from the state {seen}")
 
     def _draft(self, plan: StepPlan) -> list[dict[int, int]]:

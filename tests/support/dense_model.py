@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.attention.base import HostStateRows, LayerStates, StateRows, StateSave
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.rotary_embedding import KVCells
+from nanovllm.layers.states import HostStateRows, LayerStates, StateRows, StateSave
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import build_model, load_weights
 

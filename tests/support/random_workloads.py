@@ -211,8 +211,6 @@ def play_dense(
     simulation = Simulation(kv, **((schedule or dense_schedule(rng)) | options))
     if hash_bytes is not None:
         old = simulation.pool.index
-        simulation.pool.index = PrefixIndex(
-            old.block_size, old.grain, hash_bytes=hash_bytes, snapshots=old.snapshots
-        )
+        simulation.pool.index = PrefixIndex(old.block_size, old.grain, hash_bytes=hash_bytes, snapshots=old.snapshots)
     play(simulation, dense_operations(rng))
     return simulation

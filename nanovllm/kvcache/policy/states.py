@@ -14,11 +14,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from nanovllm.core.kv_spec import SNAPSHOT_TOKENS
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import StateSave, StateStep
 from nanovllm.utils.arithmetic import ceil_div
-
-SNAPSHOT_TOKENS = 8192  # in each multiple of this, a prompt leaves a snapshot
 
 
 class Snapshots:
@@ -131,8 +130,8 @@ class RecurrentStates:
                 saves.append(StateSave(point - start, slot, self.snapshots.add(prefix)))
         self.num_saves += len(saves)
         step = StateStep(
+            held.slot if start else -1,
             held.slot,
-            is_new=start == 0,
             num_replayed=start - held.num_tokens,
             draft_slot=self._borrow() if has_drafts else -1,
             load=held.load,
@@ -157,7 +156,7 @@ class RecurrentStates:
 
     def check_integrity(self, running: Iterable[Sequence], known_prefixes: Iterable[int]) -> None:
         running = list(running)
-        assert self._held.keys() == {seq.seq_id for seq in running}, "a running sequence has no slot, or another one has"
+        assert self._held.keys() == {seq.seq_id for seq in running}, "slots belong to others than those who run"
         slots = [*self._free, *self._borrowed, *(held.slot for held in self._held.values())]
         assert sorted(slots) == list(range(1, self.num_slots)), "a state slot is lost or used twice"
         for seq in running:
