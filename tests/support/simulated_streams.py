@@ -39,6 +39,7 @@ from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttenti
 from nanovllm.cpu_attention.job import AttentionJob, CpuKernel
 from nanovllm.kvcache.transfer.streams import Event
 from nanovllm.layers.rotary_embedding import KVCells
+from nanovllm.layers.states import LayerStates
 
 Mode = Literal["late", "early", "random"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -330,6 +331,9 @@ class TrackedAttention(StepAttention):
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         return self._attention.attend(layer, q_THD)
+
+    def states(self, layer: int) -> LayerStates:
+        return self._attention.states(layer)
 
 
 def write_cells(streams: SimulatedStreams, cells: KVCells) -> None:
