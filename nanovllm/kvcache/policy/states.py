@@ -10,6 +10,7 @@ prefix hit ends where there is one. States are kept where they pay:
 A snapshot belongs to a prefix of the index and goes with it. Without room for a new one, the least recently used goes.
 """
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -37,8 +38,13 @@ class Snapshots:
 
     def use(self, prefix_id: int) -> int:
         """Return the snapshot of a prefix, which becomes the most recently used one."""
-        self._by_prefix.move_to_end(prefix_id)
+        self.touch(prefix_id)
         return self._by_prefix[prefix_id]
+
+    def touch(self, prefix_id: int) -> None:
+        """Make the snapshot of a prefix, if it has one, the most recently used one."""
+        if prefix_id in self._by_prefix:
+            self._by_prefix.move_to_end(prefix_id)
 
     def add(self, prefix_id: int) -> int:
         """Choose the snapshot for a prefix that has none."""
@@ -117,17 +123,19 @@ class RecurrentStates:
         `prefix_id`: returns the id of the sequence's prefix of so many tokens, if the index knows it.
         """
         held, start = self._held[seq.seq_id], seq.num_computed_tokens
-        end, saves = start + num_tokens, []
-        while held.save_points and held.save_points[0] <= end:
-            point = held.save_points.pop(0)
-            prefix = prefix_id(point)
-            if prefix is None:
-                continue
-            if prefix in self.snapshots:
-                self.snapshots.use(prefix)
-            elif point == end or self._free:
-                slot = held.slot if point == end else self._borrow()
-                saves.append(StateSave(point - start, slot, self.snapshots.add(prefix)))
+        end = start + num_tokens
+        num_points = bisect_right(held.save_points, end)
+        points, held.save_points = held.save_points[:num_points], held.save_points[num_points:]
+        wanted = {point: prefix for point in points if (prefix := prefix_id(point)) is not None}
+        for prefix in wanted.values():
+            self.snapshots.touch(prefix)
+        # If slots are short, the last states count most: that of the whole prompt, or where it parts from others
+        new = [point for point, prefix in wanted.items() if prefix not in self.snapshots]
+        num_free = len(self._free) + (end in new)
+        saves = [
+            StateSave(point - start, held.slot if point == end else self._borrow(), self.snapshots.add(wanted[point]))
+            for point in new[len(new) - min(len(new), num_free) :]
+        ]
         self.num_saves += len(saves)
         step = StateStep(
             held.slot if start else -1,
