@@ -194,7 +194,7 @@ def decode_bytes(
     weights = _layers_bytes(config, model, num_sequences, is_packed=True)
     weights += model.hidden_size * model.vocab_size * itemsize(config, model)
     states = kv_cache_spec(config, model, config.tensor_parallel_size).states
-    state_bytes = 0 if states is None else 2 * num_sequences * states.snapshot_bytes
+    state_bytes = 0 if states is None else 2 * num_sequences * (states.conv_bytes + states.matrix_bytes)
     return weights / config.tensor_parallel_size + num_keys * kv_bytes_per_token + state_bytes
 
 

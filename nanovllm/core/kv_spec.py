@@ -19,7 +19,7 @@ class StagingSizes:
 class StateSpec:
     """Shape of a state: what the recurrent layers of one rank keep of a sequence (see layers/states.py).
 
-    A slot on the GPU holds a state and the inputs of the last guesses, a snapshot in CPU memory only the state.
+    A slot on the GPU and a snapshot in CPU memory hold a state, and the inputs of the last guesses.
     """
 
     num_layers: int  # recurrent ones
@@ -45,12 +45,13 @@ class StateSpec:
         return self.num_layers * self.num_value_heads * self.key_head_dim * self.value_head_dim * 4
 
     @property
-    def snapshot_bytes(self) -> int:
-        return self.conv_bytes + self.matrix_bytes
+    def pending_bytes(self) -> int:
+        return self.num_layers * self.max_guesses * self.input_size * self.itemsize
 
     @property
     def slot_bytes(self) -> int:
-        return self.snapshot_bytes + self.num_layers * self.max_guesses * self.input_size * self.itemsize
+        """Size of a slot, and of a snapshot."""
+        return self.conv_bytes + self.matrix_bytes + self.pending_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,6 +77,13 @@ class PageFill(NamedTuple):
     page: int
 
 
+class StateFlush(NamedTuple):
+    """The state in a slot, whose sequence gives way, goes to a snapshot before anything overwrites it."""
+
+    slot: int
+    snapshot: int
+
+
 @dataclass(frozen=True)
 class KVMoves:
     """Moves between CPU memory and the GPU in a step, and into the shadow. Without either, there are none.
@@ -95,6 +102,7 @@ class KVMoves:
     cpu_spans: tuple[tuple[CpuSpan, ...], ...] = ()
     taken_slots: tuple[int, ...] = ()  # slots given to another block in this step, which writes to them
     page_fills: tuple[PageFill, ...] = ()
+    state_flushes: tuple[StateFlush, ...] = ()  # before the step's states are loaded
 
     @property
     def brings_in_keys(self) -> bool:

@@ -30,8 +30,8 @@ class StepStates(NamedTuple):
 
 
 class StateMemory:
-    """A slot is contiguous over all layers, so that a state moves in two copies: the convolution's inputs, and the
-    matrices.
+    """A slot is contiguous over all layers, so that a state moves in three copies: the convolution's inputs, the
+    matrices, and what is pending.
     """
 
     def __init__(
@@ -42,34 +42,38 @@ class StateMemory:
         conv_shape = (s.num_layers, s.conv_channels, s.conv_tokens)
         matrix_shape = (s.num_layers, s.num_value_heads, s.key_head_dim, s.value_head_dim)
         pending_shape = (s.num_layers, s.max_guesses, s.input_size)
-        self._conv = torch.zeros(num_slots, *conv_shape, dtype=dtype, device=device)
-        self._matrix = torch.zeros(num_slots, *matrix_shape, device=device)
-        self._pending = torch.zeros(num_slots, *pending_shape, dtype=dtype, device=device)
-        self.layers = [
-            (self._conv[:, layer], self._matrix[:, layer], self._pending[:, layer]) for layer in range(s.num_layers)
-        ]
+        shapes = ((conv_shape, dtype), (matrix_shape, torch.float32), (pending_shape, dtype))
+        self._slots = [torch.zeros(num_slots, *shape, dtype=kind, device=device) for shape, kind in shapes]
+        self.layers = [tuple(each[:, layer] for each in self._slots) for layer in range(s.num_layers)]
         pinned_for = device if device.type == "cuda" else None
-        self._buffers = [HostBuffer(max(1, num_snapshots * n), pinned_for) for n in (s.conv_bytes, s.matrix_bytes)]
-        conv, matrix = (buffer.tensor for buffer in self._buffers)
-        self._saved_conv = conv[: num_snapshots * s.conv_bytes].view(dtype).view(num_snapshots, *conv_shape)
-        self._saved_matrix = matrix[: num_snapshots * s.matrix_bytes].view(torch.float32).view(-1, *matrix_shape)
+        sizes = [num_snapshots * n for n in (s.conv_bytes, s.matrix_bytes, s.pending_bytes)]
+        self._buffers = [HostBuffer(max(1, size), pinned_for) for size in sizes]
+        self._snapshots = [
+            buffer.tensor[:size].view(kind).view(num_snapshots, *shape)
+            for buffer, size, (shape, kind) in zip(self._buffers, sizes, shapes, strict=True)
+        ]
         self._saves: list[StateSave] = []  # of the step
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Load the states that the step starts from."""
+        """Keep the states of sequences that have given way, and load those that the step starts from."""
+        for slot, snapshot in plan.moves.state_flushes:
+            self._save(slot, snapshot)
         states = [step.state for step in plan.sequences if step.state is not None]
         self._saves = [save for state in states for save in state.saves]
         for state in states:
             if state.load >= 0:
-                self._conv[state.source].copy_(self._saved_conv[state.load], non_blocking=True)
-                self._matrix[state.source].copy_(self._saved_matrix[state.load], non_blocking=True)
+                for slots, snapshots in zip(self._slots, self._snapshots, strict=True):
+                    slots[state.source].copy_(snapshots[state.load], non_blocking=True)
 
     def end_step(self) -> None:
         """Save the states that are kept, after all layers have run."""
         for _, slot, snapshot in self._saves:
-            self._saved_conv[snapshot].copy_(self._conv[slot], non_blocking=True)
-            self._saved_matrix[snapshot].copy_(self._matrix[slot], non_blocking=True)
+            self._save(slot, snapshot)
         self._saves = []
+
+    def _save(self, slot: int, snapshot: int) -> None:
+        for slots, snapshots in zip(self._slots, self._snapshots, strict=True):
+            snapshots[snapshot].copy_(slots[slot], non_blocking=True)
 
     def close(self) -> None:
         """Unpin the snapshots. The memory must not be used afterwards."""
@@ -89,5 +93,6 @@ def state_rows(plan: StepPlan, tensors: StepInputs) -> StateRows | None:
         if save.slot != step.state.target
     )
     num_tokens = [step.num_tokens for step in plan.sequences]
-    host = HostStateRows(num_tokens, *map(list, zip(*state_numbers(plan), strict=True)), saves)
+    sources, targets, num_replayed, num_guesses = zip(*state_numbers(plan), strict=True)
+    host = HostStateRows(num_tokens, sources, targets, num_replayed, num_guesses, saves)
     return StateRows(tensors.cu_seqlens_q, *tensors.states, max(num_tokens), host)

@@ -98,6 +98,26 @@ def test_a_long_prompt_leaves_states_on_its_way(hybrid: Reference) -> None:
         assert output["num_cached_tokens"] == 2 * BLOCK
 
 
+@pytest.mark.parametrize(("num_gpu_blocks", "speculation"), [(None, "off"), (3, "auto")])
+def test_a_preempted_sequence_goes_on_where_it_was(
+    hybrid: Reference, answers: list[list[int]], num_gpu_blocks: int | None, speculation: str
+) -> None:
+    """Nothing is computed twice, and the inputs of right guesses that its state does not cover come back too."""
+    internals = Internals() if speculation == "off" else speculating(drafter_of("right", answers))
+    options = cache_options(num_gpu_blocks) | ({} if speculation == "off" else {"num_speculative_tokens": 3})
+    options |= {"speculation": speculation}
+    with CheckedLLM(hybrid, internals=internals, **options) as llm:
+
+        def preempt(num_step: int) -> None:
+            if llm.plans and llm.plans[-1].is_decode and not llm.stats()["num_preemptions"]:
+                llm.preempt_next()
+
+        llm.answer_and_check(PROMPTS[:2], max_tokens=NUM_TOKENS, before_step=preempt)
+        assert llm.stats()["num_preemptions"] == 1
+        assert llm.num_computed_tokens == sum(map(len, PROMPTS[:2])) + 2 * (NUM_TOKENS - 1)
+        llm.assert_nothing_left()
+
+
 @pytest.mark.parametrize(("num_snapshots", "num_hits"), [(0, 0), (1, 1)])
 def test_few_snapshots(hybrid: Reference, num_snapshots: int, num_hits: int) -> None:
     prompts = prompts_of(BLOCK + 5, BLOCK + 7)

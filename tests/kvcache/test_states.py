@@ -10,7 +10,7 @@ from content_model import Simulation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from odd_drafters import KINDS
-from random_workloads import play_dense
+from random_workloads import odd_drafter, play_dense
 from tiers import examples
 
 from nanovllm.core.step_plan import SequenceStep, StateSave, StateStep, StepPlan
@@ -110,6 +110,36 @@ def test_a_sequence_that_needs_every_block_computes_what_it_could_only_copy() ->
     seq = sim.add([*DOCUMENT[:13], 0, *DOCUMENT[:9]], 1)  # three blocks: 12 tokens match, four of them in a block
     sim.run()
     assert seq.num_hit_tokens == 8
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("drafter", ["", "right"])
+def test_a_preempted_sequence_goes_on_where_it_was(hybrid: bool, drafter: str, depth: int) -> None:
+    """Also if guesses of its last step have proved right, which its state does not cover yet."""
+    states = RecurrentStates(6, 20)
+    kv = HybridKVCacheManager(20, 8, 4, 2, grain=2, states=states) if hybrid else BlockManager(20, 4, states=states)
+    sim = Simulation(kv, max_num_seqs=3, depth=depth, make_drafter=odd_drafter(drafter, 0) if drafter else None)
+    sequences = [sim.add([last, *DOCUMENT[:8]], 10) for last in (1, 2)]
+    for _ in range(3):
+        sim.step()
+    sim.preempt_next()
+    sim.run()
+    assert sim.scheduler.num_preemptions == 1
+    rows = [step for plan in sim.plans for step in plan.sequences if step.seq_id == sequences[1].seq_id]
+    assert states.num_loads == 1 and sum(step.num_tokens - step.num_guesses for step in rows) <= 9 + 10
+    positions = [position for step in rows for position in range(step.position, step.position + step.num_tokens)]
+    assert drafter or len(set(positions)) == len(positions)
+
+
+def test_a_preempted_sequence_whose_last_block_is_gone_goes_back_to_the_last_snapshot() -> None:
+    states = RecurrentStates(4, 20)
+    sim = Simulation(BlockManager(9, 4, states=states, watermark=0), max_num_seqs=3)
+    for last in (1, 2):
+        sim.add([last, *DOCUMENT[:8]], 20)
+    sim.run()
+    rows = [step for plan in sim.plans for step in plan.sequences if step.seq_id == 1]
+    assert sim.scheduler.num_preemptions > 0 and sum(step.position in (0, 8) for step in rows) > 1
 
 
 # -- random workloads, and faults that must be noticed ---------------------------------------------------------------

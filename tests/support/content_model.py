@@ -145,7 +145,7 @@ class ContentRunner:
         self._sampled: list[int] = []
         # A state is the tag of the last token that it covers. Slots have the tags of pending guesses, too
         self.states: dict[int, _State] = {}  # by slot
-        self.snapshots: dict[int, int] = {}
+        self.snapshots: dict[int, _State] = {}
 
     def add(self, seq_id: int, prompt: list[int]) -> None:
         self.contents[seq_id] = _Content(list(prompt))
@@ -153,9 +153,11 @@ class ContentRunner:
     def launch(self, plan: StepPlan) -> list[int]:
         """The sampled tokens, then the drafted ones. Raises ContentError. Order of effects: see KVMoves."""
         self.pages |= {page: self.gpu[block].tolist() for block, page in plan.moves.page_fills}
+        for slot, snapshot in plan.moves.state_flushes:
+            self.snapshots[snapshot] = self.states[slot]
         for step in plan.sequences:
             if step.state is not None and step.state.load >= 0:
-                self.states[step.state.source] = _State(self.snapshots[step.state.load])
+                self.states[step.state.source] = self.snapshots[step.state.load]
         drafted = self._draft(plan)
         runs = [self._tokens(row, step, drafted) for row, step in enumerate(plan.sequences)]
         self._copy_in(plan.moves)
@@ -202,7 +204,7 @@ class ContentRunner:
         assert 0 not in written and len(set(written)) == len(written), f"slots {written} are written"
         for step in plan.sequences:
             for save in step.state.saves if step.state is not None else ():
-                self.snapshots[save.snapshot] = self.states[save.slot].tag
+                self.snapshots[save.snapshot] = self.states[save.slot]
 
     def _check_state(self, step: SequenceStep, run: _Content) -> None:
         """The state that the new tokens start from is that of all tokens before them."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from nanovllm.core.cpu_split import FollowingSplit
 from nanovllm.core.kv_spec import BlockState
 from nanovllm.core.sequence import Sequence, SequenceStatus
-from nanovllm.core.step_plan import DraftKeys, KVMoves, StateStep
+from nanovllm.core.step_plan import DraftKeys, KVMoves, StateFlush, StateStep
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.block_pool import Block, BlockPool, PrefixMatch
 from nanovllm.kvcache.policy.shadow_pages import Fills, ShadowPages
@@ -35,6 +35,13 @@ class PagedKeys(NamedTuple):
 
     block_table: tuple[int, ...]
     num_paged_keys: int
+
+
+class Resumption(NamedTuple):
+    """What a preempted sequence with a state still has: blocks, of which the last may not be full, and their tokens."""
+
+    block_ids: list[int]
+    num_tokens: int
 
 
 class KVCacheManager(ABC):
@@ -123,10 +130,39 @@ class KVCacheManager(ABC):
 
     # -- states of recurrent layers ------------------------------------------------------------------------------
 
-    def _admit_state(self, seq: Sequence, match: PrefixMatch) -> None:
+    def _admit_state(self, seq: Sequence, match: PrefixMatch, *, is_resumed: bool) -> None:
         """Give a sequence that has just got its blocks the state after its computed tokens."""
         if self.states is not None:
-            self.states.admit(seq, match.prefix_id, match.num_known_tokens, self.pool.index.grain)
+            prefix_id = None if is_resumed else match.prefix_id
+            self.states.admit(seq, prefix_id, match.num_known_tokens, self.pool.index.grain, is_resumed=is_resumed)
+            self._forget_pause(seq)
+
+    def _pause(self, seq: Sequence) -> None:
+        """Keep the state of a sequence that is about to be preempted, and what its last block holds."""
+        if self.states is None or not self.states.snapshots.count or not seq.num_computed_tokens:
+            return
+        block_idx, num_tail_tokens = divmod(seq.num_computed_tokens, self.block_size)
+        tail = seq.block_table[block_idx] if num_tail_tokens else -1
+        if tail >= 0:
+            self.pool.blocks[tail].tail_of = seq.seq_id
+        self.states.pause(seq, tail)
+
+    def _resumption(self, seq: Sequence, match: PrefixMatch) -> Resumption | None:
+        """How a preempted sequence goes on where it was. None for others, and if its state or a block is gone."""
+        paused = None if self.states is None else self.states.find_paused(seq)
+        if paused is None:
+            return None
+        num_full, num_tail_tokens = divmod(paused.num_tokens, self.block_size)
+        tail = [paused.tail_block] if num_tail_tokens else []
+        if len(match.known_blocks) < num_full or any(self.pool.blocks[i].tail_of != seq.seq_id for i in tail):
+            return None
+        return Resumption([*match.known_blocks[:num_full], *tail], paused.num_tokens)
+
+    def _forget_pause(self, seq: Sequence) -> None:
+        """The sequence does not wait any more."""
+        if self.states is not None and (paused := self.states.forget_paused(seq)) and paused.tail_block >= 0:
+            block = self.pool.blocks[paused.tail_block]
+            block.tail_of = -1 if block.tail_of == seq.seq_id else block.tail_of
 
     def _free_state(self, seq: Sequence) -> None:
         if self.states is not None:
@@ -139,6 +175,9 @@ class KVCacheManager(ABC):
         if self.states is None:
             return None
         return self.states.step(seq, num_tokens, partial(self.pool.prefix_id, seq), has_drafts=has_drafts)
+
+    def _state_flushes(self) -> tuple[StateFlush, ...]:
+        return () if self.states is None else self.states.take_flushes()
 
     def _check_states(self, sequences: Seq[Sequence]) -> None:
         if self.states is not None:
@@ -271,7 +310,7 @@ class BlockManager(KVCacheManager):
         states: RecurrentStates | None = None,
     ) -> None:
         self.block_size, self.shadow, self.states = block_size, shadow, states
-        blocks, snapshots = [Block(i) for i in range(num_blocks)], states and states.snapshots
+        blocks, snapshots = [Block(i) for i in range(num_blocks)], None if states is None else states.snapshots
         self.pool = BlockPool(blocks, block_size, block_size, enable_prefix_caching, snapshots=snapshots)
         self.num_watermark_blocks = int(watermark * num_blocks)
 
@@ -288,7 +327,9 @@ class BlockManager(KVCacheManager):
             )
 
     def num_known_tokens(self, seq: Sequence) -> int:
-        return len(self.pool.match(seq).full_blocks) * self.block_size
+        match = self.pool.match(seq)
+        resumption = self._resumption(seq, match)
+        return len(match.full_blocks) * self.block_size if resumption is None else resumption.num_tokens
 
     def can_admit(self, seq: Sequence) -> bool:
         return self.pool.has_room_for(seq, self.num_watermark_blocks)
@@ -296,13 +337,16 @@ class BlockManager(KVCacheManager):
     def admit(self, seq: Sequence) -> None:
         assert not seq.block_table, f"sequence {seq.seq_id} already holds blocks"
         match = self.pool.match(seq)
-        for block_id in match.full_blocks:
+        resumption = self._resumption(seq, match)
+        for block_id in match.full_blocks if resumption is None else resumption.block_ids:
             self.pool.retain(self.pool.blocks[block_id])
             seq.block_table.append(block_id)
-        seq.num_computed_tokens = seq.num_registered_tokens = len(seq.block_table) * self.block_size
+        num_tokens = len(match.full_blocks) * self.block_size if resumption is None else resumption.num_tokens
+        seq.num_computed_tokens = num_tokens
+        seq.num_registered_tokens = num_tokens // self.block_size * self.block_size
         if seq.num_hit_tokens is None:
             seq.num_hit_tokens = seq.num_computed_tokens
-        self._admit_state(seq, match)
+        self._admit_state(seq, match, is_resumed=resumption is not None)
         self._grow(seq, seq.num_tokens)
 
     def _grow(self, seq: Sequence, num_tokens: int) -> None:
@@ -321,12 +365,14 @@ class BlockManager(KVCacheManager):
         seq.num_computed_tokens += 1
 
     def preempt(self, seq: Sequence) -> None:
+        self._pause(seq)
         self.free(seq)
         seq.num_computed_tokens = seq.num_registered_tokens = 0
 
     def free(self, seq: Sequence) -> None:
         if not seq.block_table:
-            return  # it waits
+            self._forget_pause(seq)
+            return
         if self.shadow is not None:
             self.shadow.forget(seq)
         self._free_state(seq)
@@ -340,8 +386,8 @@ class BlockManager(KVCacheManager):
         for seq, num_tokens in placed:
             num_keys = seq.num_computed_tokens + num_tokens
             keys.append(PagedKeys(tuple(seq.block_table[: self._num_blocks(num_keys)]), num_keys))
-        fills = self._fill_shadow(placed).resident
-        return keys, KVMoves(page_fills=tuple(fills)) if fills else _NO_MOVES
+        fills, flushes = self._fill_shadow(placed).resident, self._state_flushes()
+        return keys, KVMoves(page_fills=tuple(fills), state_flushes=flushes) if fills or flushes else _NO_MOVES
 
     def _gpu_block(self, block: Block) -> int | None:
         return block.block_id

@@ -40,6 +40,7 @@ class Block:
     grain_hashes: list[int] = field(default_factory=list)
     prefix_ids: list[int] = field(default_factory=list)
     page: int = -1  # of the shadow; -1: none
+    tail_of: int = -1  # seq_id of a preempted sequence that can go on behind its tokens; -1: none
 
     @property
     def hash(self) -> int:
@@ -50,7 +51,7 @@ class Block:
         del self.token_ids[:]
         self.grain_hashes.clear()
         self.prefix_ids.clear()
-        self.page = -1
+        self.page = self.tail_of = -1
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ class PrefixMatch:
     partial_block: int | None = None
     num_partial_tokens: int = 0
     prefix_id: int | None = None  # of all matching tokens, whose snapshot there is
-    num_known_tokens: int = 0  # with recurrent layers: matching tokens, also those behind the last snapshot
+    # With recurrent layers, also what matches behind the last snapshot
+    known_blocks: tuple[int, ...] = ()  # whole ones
+    num_known_tokens: int = 0
 
 
 class _Search(NamedTuple):
@@ -175,7 +178,8 @@ class PrefixIndex:
         next_hash = self._hash(seq, num_matched // self.grain) if num_matched < num_known else None
         block_ids = frozenset(block.block_id for block in blocks)
         if self.snapshots is not None:
-            match = self._last_with_state(blocks, num_matched)
+            known = {"known_blocks": match.full_blocks, "num_known_tokens": num_matched}
+            match = replace(self._last_with_state(blocks, num_matched), **known)
         return _Search(seq, len(seq.token_ids), match, block_ids, next_hash, self._version)
 
     def shorter(self, match: PrefixMatch, full_blocks: list[Block]) -> PrefixMatch:
@@ -183,7 +187,7 @@ class PrefixIndex:
         if self.snapshots is None:
             return PrefixMatch(match.full_blocks)
         shorter = self._last_with_state(full_blocks, len(full_blocks) * self.block_size)
-        return replace(shorter, num_known_tokens=match.num_known_tokens)
+        return replace(shorter, known_blocks=match.known_blocks, num_known_tokens=match.num_known_tokens)
 
     def _last_with_state(self, blocks: Seq[Block], num_tokens: int) -> PrefixMatch:
         """The longest part of the `num_tokens` tokens in `blocks` behind which there is a snapshot."""
@@ -195,8 +199,8 @@ class PrefixIndex:
                 full, num_partial = divmod(end, self.block_size)
                 partial = blocks[full].block_id if num_partial else None
                 full_ids = tuple([block.block_id for block in blocks[:full]])
-                return PrefixMatch(full_ids, partial, num_partial, prefix_id, num_tokens)
-        return PrefixMatch(num_known_tokens=num_tokens)
+                return PrefixMatch(full_ids, partial, num_partial, prefix_id)
+        return PrefixMatch()
 
     def _find(self, grain_hash: int, parent_id: int, token_ids: TokenIds, start: int = 0) -> Block | None:
         """The newest block that holds `token_ids` from its `start` on, behind the prefix `parent_id`."""
@@ -469,7 +473,9 @@ class BlockPool:
         self.spare_ids.move_to_end(block.block_id, last=False)
 
     def is_redundant(self, block: Block) -> bool:
-        """Return True if every prompt that matches the block's content would match without it too."""
+        """Return True if nothing is lost with the block's content: every prompt that matches it matches another."""
+        if block.tail_of >= 0:
+            return False
         return not block.grain_hashes or self.index.find_duplicate(block) is not None
 
     def discard(self, block: Block) -> None:

@@ -16,7 +16,7 @@ What always holds:
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.core.cpu_split import CpuSplit, FollowingSplit
@@ -146,7 +146,7 @@ class HybridKVCacheManager(KVCacheManager):
         self.keeps_first_blocks = keeps_first_blocks
         self.group_blocks = group_blocks  # streamed blocks that are attended to in one call
         blocks = [HybridBlock(i) for i in range(num_cpu_blocks)]
-        snapshots = states and states.snapshots
+        snapshots = None if states is None else states.snapshots
         self.pool = BlockPool(list(blocks), block_size, grain, enable_prefix_caching, long_chunk_blocks, snapshots)
         self.blocks = blocks
         self.ring = SlotRing(num_gpu_blocks)
@@ -193,6 +193,9 @@ class HybridKVCacheManager(KVCacheManager):
 
     def num_known_tokens(self, seq: Sequence) -> int:
         match = self.pool.match(seq)
+        resumption = self._resumption(seq, match)
+        if resumption is not None:
+            return resumption.num_tokens
         return len(match.full_blocks) * self.block_size + match.num_partial_tokens
 
     def can_admit(self, seq: Sequence) -> bool:
@@ -210,14 +213,16 @@ class HybridKVCacheManager(KVCacheManager):
 
     def admit(self, seq: Sequence) -> None:
         match = self._usable_match(seq)
-        for block_id in match.full_blocks:
+        resumption = self._resumption(seq, match)
+        for block_id in match.full_blocks if resumption is None else resumption.block_ids:
             block = self.blocks[block_id]
             self.pool.retain(block)
             self.slots.add_running_owner(block)
             seq.block_table.append(block_id)
-        seq.num_registered_tokens = len(seq.block_table) * self.block_size
-        seq.num_computed_tokens = seq.num_registered_tokens
-        if match.partial_block is not None:
+        num_tokens = len(match.full_blocks) * self.block_size if resumption is None else resumption.num_tokens
+        seq.num_computed_tokens = num_tokens
+        seq.num_registered_tokens = num_tokens // self.block_size * self.block_size
+        if match.partial_block is not None and resumption is None:
             source = self.blocks[match.partial_block]
             self.pool.retain(source)  # until finish_step
             self._copy_sources.append(source)
@@ -225,7 +230,7 @@ class HybridKVCacheManager(KVCacheManager):
             seq.num_computed_tokens += match.num_partial_tokens
         if seq.num_hit_tokens is None:
             seq.num_hit_tokens = seq.num_computed_tokens
-        self._admit_state(seq, match)
+        self._admit_state(seq, match, is_resumed=resumption is not None)
         self._grow(seq, seq.num_tokens)
         self._running[seq.seq_id] = seq
 
@@ -311,12 +316,14 @@ class HybridKVCacheManager(KVCacheManager):
 
     def preempt(self, seq: Sequence) -> None:
         self._slotless_ids.discard(seq.seq_id)
+        self._pause(seq)
         self.free(seq)
         seq.num_computed_tokens = seq.num_registered_tokens = 0
 
     def free(self, seq: Sequence) -> None:
         if not seq.block_table:
-            return  # it waits
+            self._forget_pause(seq)
+            return
         self.pool.register(seq, seq.num_computed_tokens)
         del self._running[seq.seq_id]
         self.histories.forget(seq)
@@ -370,7 +377,8 @@ class HybridKVCacheManager(KVCacheManager):
             missing_keys = missing_keys.filling(fills.streamed)
         self.num_cpu_tokens += sum(span.end - span.start for row in missing_keys.cpu_spans for span in row)
         self.slots.copy_out_accepted()
-        self._last_moves = moves = self.slots.moves(missing_keys, tuple(fills.resident))
+        moves = replace(self.slots.moves(missing_keys, tuple(fills.resident)), state_flushes=self._state_flushes())
+        self._last_moves = moves
         for source in self._copy_sources:
             self.pool.release(source)
         self._copy_sources.clear()

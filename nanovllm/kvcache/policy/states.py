@@ -7,6 +7,8 @@ prefix hit ends where there is one. States are kept where they pay:
 - where a prompt parts from what is known: others may part there, too;
 - every SNAPSHOT_TOKENS tokens, so that little has to be computed again wherever a later prompt parts.
 
+A preempted sequence leaves its state too, and goes on where it was if its blocks are still there.
+
 A snapshot belongs to a prefix of the index and goes with it. Without room for a new one, the least recently used goes.
 """
 
@@ -14,10 +16,11 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nanovllm.core.kv_spec import SNAPSHOT_TOKENS
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.step_plan import StateSave, StateStep
+from nanovllm.core.step_plan import StateFlush, StateSave, StateStep
 from nanovllm.utils.arithmetic import ceil_div
 
 
@@ -64,7 +67,16 @@ class Snapshots:
         """`known`: ids of all prefixes of the index."""
         used = list(self._by_prefix.values())
         assert sorted(used + self._unused) == list(range(self.count)), "a snapshot is lost or used twice"
-        assert self._by_prefix.keys() <= set(known), "a snapshot has outlived its prefix"
+        of_prefixes = {prefix_id for prefix_id in self._by_prefix if prefix_id >= 0}
+        assert of_prefixes <= set(known), "a snapshot has outlived its prefix"
+
+
+class Paused(NamedTuple):
+    """A preempted sequence that can go on where it was, as long as its K and V and its snapshot are there."""
+
+    num_tokens: int  # computed
+    num_state_tokens: int  # that the state covers; the others were guesses, and are pending
+    tail_block: int  # the block of the last tokens if it is not full; -1: it is
 
 
 @dataclass(slots=True)
@@ -77,6 +89,11 @@ class _Held:
     save_points: list[int] = field(default_factory=list)  # numbers of tokens, ascending
 
 
+def _pause_key(seq: Sequence) -> int:
+    """In the place of a prefix id, which is never negative: the snapshot of a preempted sequence."""
+    return ~seq.seq_id
+
+
 class RecurrentStates:
     def __init__(self, num_slots: int, num_snapshots: int, *, snapshot_tokens: int = SNAPSHOT_TOKENS) -> None:
         """`num_slots`: with slot 0, which is nobody's. There must be one for each sequence that runs."""
@@ -85,19 +102,24 @@ class RecurrentStates:
         self._free = list(range(num_slots - 1, 0, -1))
         self._borrowed: list[int] = []  # in the step being planned
         self._held: dict[int, _Held] = {}  # by seq_id
+        self._paused: dict[int, Paused] = {}  # likewise
+        self._flushes: list[StateFlush] = []  # for the next step
         self.num_loads = self.num_saves = 0
 
     def begin_step(self) -> None:
         self._free += self._borrowed
         self._borrowed.clear()
 
-    def admit(self, seq: Sequence, prefix_id: int | None, num_matched_tokens: int, grain: int) -> None:
-        """Give a sequence a slot. Its computed tokens are the prefix `prefix_id`; None if there are none.
-
-        `num_matched_tokens`: those whose K and V are known.
+    def admit(
+        self, seq: Sequence, prefix_id: int | None, num_matched_tokens: int, grain: int, *, is_resumed: bool
+    ) -> None:
+        """Give a sequence a slot. Its computed tokens are the prefix `prefix_id`, or those of its pause if it is
+        resumed, or else there are none. `num_matched_tokens`: those whose K and V are known.
         """
         start = seq.num_computed_tokens
         held = self._held[seq.seq_id] = _Held(self._free.pop(), start)
+        if is_resumed:
+            prefix_id, held.num_tokens = _pause_key(seq), self._paused[seq.seq_id].num_state_tokens
         if prefix_id is not None:
             held.load = self.snapshots.use(prefix_id)
             self.num_loads += 1
@@ -105,6 +127,25 @@ class RecurrentStates:
             interval, last = ceil_div(self.snapshot_tokens, grain) * grain, (len(seq.token_ids) - 1) // grain * grain
             points = {last, num_matched_tokens, *range(interval, last, interval)}
             held.save_points = sorted(point for point in points if point > start)
+
+    def pause(self, seq: Sequence, tail_block: int) -> None:
+        """The sequence is about to be preempted: keep its state. `free` follows."""
+        held = self._held[seq.seq_id]
+        self._paused[seq.seq_id] = Paused(seq.num_computed_tokens, held.num_tokens, tail_block)
+        self._flushes.append(StateFlush(held.slot, self.snapshots.add(_pause_key(seq))))
+
+    def find_paused(self, seq: Sequence) -> Paused | None:
+        """How to resume a waiting sequence, if it was preempted and its state is still there."""
+        return self._paused.get(seq.seq_id) if _pause_key(seq) in self.snapshots else None
+
+    def forget_paused(self, seq: Sequence) -> Paused | None:
+        """The sequence does not wait any more."""
+        self.snapshots.forget(_pause_key(seq))
+        return self._paused.pop(seq.seq_id, None)
+
+    def take_flushes(self) -> tuple[StateFlush, ...]:
+        flushes, self._flushes = tuple(self._flushes), []
+        return flushes
 
     def free(self, seq: Sequence) -> None:
         """The sequence no longer runs."""
