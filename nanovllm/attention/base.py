@@ -15,8 +15,8 @@ from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from nanovllm.layers.delta_net import HasStates
 from nanovllm.layers.rotary_embedding import KVCells
-from nanovllm.layers.states import LayerStates
 
 
 class PartialAttention(NamedTuple):
@@ -147,7 +147,7 @@ class AttentionBackend(ABC):
         return 0
 
 
-class StepAttention(Protocol):
+class StepAttention(HasStates, Protocol):
     """The attention of one step, an argument of `model(...)`. Layers call it in order.
 
     An attention layer calls `cells`, then `attend`, with its number among the attention layers. A recurrent layer calls
@@ -164,10 +164,6 @@ class StepAttention(Protocol):
         In the model's last layer q may hold only the rows whose result is wanted, [S, H, D]. Outside captures, q may be
         empty in any layer, and is then returned as it is. Hot: once per layer.
         """
-        ...
-
-    def states(self, layer: int) -> LayerStates:
-        """Return the states of a recurrent layer, which it updates in place. Hot: once per layer."""
         ...
 
 

@@ -67,7 +67,7 @@ def _layers_sum(
     c = model
     q, kv, hidden = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
     attention = of_linear(q * (1 + c.attention_gate), hidden) + 2 * of_linear(kv, hidden) + of_linear(hidden, q)
-    others = 2 * c.head_dim * c.qk_norm + (q + 2 * kv) * c.qkv_bias + hidden * c.o_bias
+    others = 2 * c.head_dim * c.qk_norm + (q * (1 + c.attention_gate) + 2 * kv) * c.qkv_bias + hidden * c.o_bias
     in_all = c.num_attention_layers * (attention + of_other * others) + c.num_layers * of_other * 2 * hidden
     if c.recurrent is not None:
         r = c.recurrent

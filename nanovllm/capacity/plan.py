@@ -505,7 +505,7 @@ def _states_remark(plan: CapacityPlan) -> str:
     if plan.spec.states is None:
         return ""
     num_seqs = max_stateful_seqs(plan.config, plan.num_state_slots)
-    return f"of {num_seqs} sequences, {format_bytes(plan.spec.states.slot_bytes)} each"
+    return f"of {num_seqs} sequence{'s' * (num_seqs > 1)}, {format_bytes(plan.spec.states.slot_bytes)} each"
 
 
 def _sequence_rows(plan: CapacityPlan) -> list[Row]:

@@ -17,7 +17,7 @@ class StagingSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec:
-    """Shape of a state: what the recurrent layers of one rank keep of a sequence (see layers/states.py).
+    """Shape of a state: what the recurrent layers of one rank keep of a sequence (see kernels/state_tensors.py).
 
     A slot on the GPU and a snapshot in CPU memory hold a state, and the inputs of the last guesses.
     """

@@ -171,7 +171,7 @@ class StateSave(NamedTuple):
 
 
 class StateStep(NamedTuple):
-    """The recurrent state that a sequence's new tokens start from and leave (layers/states.py: StateRows)."""
+    """The recurrent state that a sequence's new tokens start from and leave (kernels/state_tensors.py: StateRows)."""
 
     source: int  # the slot whose state the new tokens start from; -1: zeros
     target: int  # the sequence's slot

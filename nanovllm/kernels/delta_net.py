@@ -35,8 +35,8 @@ from nanovllm.device import kernel_target
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
 
 if TYPE_CHECKING:
-    from nanovllm.layers.states import LayerStates, StateRows
-    from nanovllm.layers.delta_net import DeltaWeights
+    from nanovllm.kernels.state_tensors import LayerStates, StateRows
+    from nanovllm.kernels.state_tensors import DeltaWeights
 
 MAX_FEW_TOKENS = 16  # new tokens of a row up to which a step outside of CUDA graphs goes through them one by one
 L2_EPS = tl.constexpr(1e-6)  # as in layers/delta_net.py

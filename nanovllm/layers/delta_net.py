@@ -13,7 +13,7 @@ this rank, K key head dim, V value head dim. Value head h uses key head h * Q //
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch import nn
 from nanovllm.checkpoint.model_config import RecurrentConfig
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
+from nanovllm.kernels.state_tensors import DeltaWeights, LayerStates
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     NamedShard,
@@ -30,22 +31,17 @@ from nanovllm.layers.linear import (
     new_parameter,
     share,
 )
-from nanovllm.layers.states import HasStates, LayerStates
 
 CHUNK_TOKENS = 64  # computed at once
 L2_EPS = 1e-6  # added to the squared length of q and k before the root
 
 
-class DeltaWeights(NamedTuple):
-    """The parameters of a layer beside its projections, and its sizes on this rank."""
+class HasStates(Protocol):
+    """The part of StepAttention (attention/base.py) that recurrent layers use."""
 
-    conv_CX: torch.Tensor  # X = W + 1
-    decay_log_H: torch.Tensor  # fp32: g = -exp(decay_log) softplus(a + dt_bias)
-    dt_bias_H: torch.Tensor  # fp32
-    norm_V: torch.Tensor
-    eps: float
-    num_key_heads: int
-    key_head_dim: int
+    def states(self, layer: int) -> LayerStates:
+        """Return the states of a recurrent layer, which it updates in place. Hot: once per layer."""
+        ...
 
 
 class GatedDeltaNet(nn.Module):

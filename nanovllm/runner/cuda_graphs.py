@@ -25,9 +25,9 @@ from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.cuda import new_stream
+from nanovllm.kernels.state_tensors import LayerStates, StateRows
 from nanovllm.kvcache.transfer.cpu_attention import CpuRows
 from nanovllm.layers.rotary_embedding import KVCells
-from nanovllm.layers.states import LayerStates, StateRows
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import StepInputs, to_device

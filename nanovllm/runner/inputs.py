@@ -34,7 +34,7 @@ class GroupInputs(NamedTuple):
 
 
 class StateInputs(NamedTuple):
-    """The fields of these names of StateRows (layers/states.py), each int32 [B]."""
+    """The fields of these names of StateRows (kernels/state_tensors.py), each int32 [B]."""
 
     source_slots: Array
     target_slots: Array

@@ -26,12 +26,12 @@ from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.shadow_spec import ShadowSpec
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.cpu_attention.job import AttentionJob
+from nanovllm.kernels.state_tensors import LayerStates, StateRows
 from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows
 from nanovllm.kvcache.transfer.disk_worker import KVPool
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import make_streams
 from nanovllm.layers.rotary_embedding import KVCells
-from nanovllm.layers.states import LayerStates, StateRows
 from nanovllm.runner.inputs import StepInputs
 from nanovllm.runner.shadow import Shadow
 from nanovllm.runner.states import StateMemory, StepStates

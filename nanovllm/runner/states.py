@@ -1,6 +1,6 @@
 """StateMemory: one rank's states of recurrent layers, in slots on the GPU and in snapshots in CPU memory.
 
-Legend: see LayerStates in layers/states.py.
+Legend: see LayerStates in kernels/state_tensors.py.
 
 All copies are enqueued on the compute stream, in order with the steps. A state takes a millisecond to cross the link,
 and few steps move one.
@@ -12,9 +12,9 @@ import torch
 
 from nanovllm.core.kv_spec import StateSpec
 from nanovllm.core.step_plan import StateSave, StepPlan
+from nanovllm.kernels.state_tensors import HostStateRows, LayerStates, StateRows
+from nanovllm.kernels.state_tensors import StateSave as RowSave
 from nanovllm.kvcache.transfer.pinned_memory import HostBuffer
-from nanovllm.layers.states import HostStateRows, LayerStates, StateRows
-from nanovllm.layers.states import StateSave as RowSave
 from nanovllm.runner.inputs import StepInputs, state_numbers
 
 

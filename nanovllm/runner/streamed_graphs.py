@@ -23,10 +23,10 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, running_dtype
 from nanovllm.cpu_attention.job import AttentionJob
+from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.layers.rotary_embedding import KVCells
-from nanovllm.layers.states import LayerStates
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.cuda_graphs import MakeAttention, StepGraphs, capture
 from nanovllm.runner.graph_inputs import GraphBuffers

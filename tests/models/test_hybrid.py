@@ -14,7 +14,7 @@ from tiny_models import HYBRIDS, ROPES, greedy_reference, reference_model, write
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.layers.states import StateSave
+from nanovllm.kernels.state_tensors import StateSave
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import build_model
 

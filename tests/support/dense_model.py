@@ -8,7 +8,7 @@ import torch
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.rotary_embedding import KVCells
-from nanovllm.layers.states import HostStateRows, LayerStates, StateRows, StateSave
+from nanovllm.kernels.state_tensors import HostStateRows, LayerStates, StateRows, StateSave
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import build_model, load_weights
 

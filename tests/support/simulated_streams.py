@@ -37,9 +37,9 @@ from race_detector import Access, RaceDetector, Site
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, StepAttention
 from nanovllm.cpu_attention.job import AttentionJob, CpuKernel
+from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.kvcache.transfer.streams import Event
 from nanovllm.layers.rotary_embedding import KVCells
-from nanovllm.layers.states import LayerStates
 
 Mode = Literal["late", "early", "random"]
 MODES: tuple[Mode, ...] = get_args(Mode)

@@ -1,7 +1,7 @@
-"""The states of recurrent layers: what a layer keeps of each sequence, and how the rows of a step use it."""
+"""Tensors of recurrent layers: what a layer keeps of each sequence, how the rows of a step use it, and its weights."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -66,9 +66,13 @@ class LayerStates(NamedTuple):
     rows: StateRows
 
 
-class HasStates(Protocol):
-    """The part of StepAttention (attention/base.py) that recurrent layers use."""
+class DeltaWeights(NamedTuple):
+    """The parameters of a layer beside its projections, and its sizes on this rank."""
 
-    def states(self, layer: int) -> LayerStates:
-        """Return the states of a recurrent layer, which it updates in place. Hot: once per layer."""
-        ...
+    conv_CX: torch.Tensor  # X = W + 1
+    decay_log_H: torch.Tensor  # fp32: g = -exp(decay_log) softplus(a + dt_bias)
+    dt_bias_H: torch.Tensor  # fp32
+    norm_V: torch.Tensor
+    eps: float
+    num_key_heads: int
+    key_head_dim: int
