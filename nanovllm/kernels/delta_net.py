@@ -35,23 +35,34 @@ from nanovllm.device import kernel_target
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.state_tensors import LayerStates, StateRows
-    from nanovllm.kernels.state_tensors import DeltaWeights
+    from nanovllm.kernels.state_tensors import DeltaWeights, LayerStates, StateRows
 
 MAX_FEW_TOKENS = 16  # new tokens of a row up to which a step outside of CUDA graphs goes through them one by one
 L2_EPS = tl.constexpr(1e-6)  # as in layers/delta_net.py
 _BLOCK = tl.constexpr(16)  # rows of the triangular matrix that are inverted row by row
+_NUMBERS = (  # arrays that lie anywhere within others
+    *("cu_seqlens_ptr", "sources_ptr", "targets_ptr", "num_replayed_ptr", "num_guesses_ptr"),
+    *("tile_rows_ptr", "tile_starts_ptr", "tile_lens_ptr", "tile_slots_ptr", "first_tiles_ptr", "first_tokens_ptr"),
+)
 
 
 def delta_net(
-    qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, states: LayerStates, weights: DeltaWeights
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    ba: torch.Tensor,
+    states: LayerStates,
+    weights: DeltaWeights,
+    config: PassConfig | None = None,
 ) -> torch.Tensor:
-    """See layers/delta_net.py. The rows of `qkv`, `z` and `ba` may be strided. Hot: once per layer."""
+    """See layers/delta_net.py. The rows of `qkv`, `z` and `ba` may be strided. `config` is for chunks of prompts; by
+    default the device decides. Hot: once per layer.
+    """
     rows = states.rows
     assert qkv.stride(1) == z.stride(1) == ba.stride(1) == 1, "the last dimension must be contiguous"
     if rows.host is None or (rows.max_num_tokens <= MAX_FEW_TOKENS and not rows.host.saves):
         return _run_tokens(qkv, z, ba, states, weights)
-    return _run_chunks(qkv, z, ba, states, weights)
+    config = config or _choose(qkv.device, qkv.dtype, states.matrix_NHKV.shape[3])
+    return _run_chunks(qkv, z, ba, states, weights, config)
 
 
 # -- parts of kernels --------------------------------------------------------------------------------------------------
@@ -105,7 +116,7 @@ def _strength(b):
 # -- few tokens --------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_new", "max_pending"], do_not_specialize_on_alignment=_NUMBERS)
 def _mix_kernel(
     qkv_ptr,
     conv_weight_ptr,
@@ -211,7 +222,7 @@ def _recur(
     return matrix, tl.sum(matrix * q[:, None], 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_new", "max_pending"], do_not_specialize_on_alignment=_NUMBERS)
 def _recur_kernel(
     mixed_ptr,
     z_ptr,
@@ -361,7 +372,7 @@ class Tiles(NamedTuple):
     num_tokens: int  # E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_pending"], do_not_specialize_on_alignment=_NUMBERS)
 def _mix_tiles_kernel(
     qkv_ptr,
     conv_weight_ptr,
@@ -425,12 +436,13 @@ def _mix_tiles_kernel(
             start + length - WIDTH + place, channel[:, None], kept, new_ptr, qkv_stride, window_ptr, replayed_ptr,
             num_replayed, source >= 0, INPUTS, WIDTH,
         )  # fmt: skip
-        out_ptr = conv_ptr + slot * conv_stride + channel[:, None] * WIDTH + place
-        tl.store(out_ptr, window.to(conv_ptr.dtype.element_ty), mask=kept)
+        kept_ptr = conv_ptr + slot * conv_stride + channel[:, None] * WIDTH + place
+        tl.store(kept_ptr, window.to(conv_ptr.dtype.element_ty), mask=kept)
     if start >= num_certain:
         pending_ptr += tl.load(targets_ptr + row).to(tl.int64) * pending_stride
-        x = tl.load(new_ptr + (at - num_replayed).to(tl.int64)[:, None] * qkv_stride + channel[None, :], mask=within)
-        tl.store(pending_ptr + (at - num_certain)[:, None] * INPUTS + channel[None, :], x, mask=within)
+        guess_ptr = new_ptr + (at - num_replayed).to(tl.int64)[:, None] * qkv_stride + channel[None, :]
+        guess = tl.load(guess_ptr, mask=within)
+        tl.store(pending_ptr + (at - num_certain)[:, None] * INPUTS + channel[None, :], guess, mask=within)
 
 
 @triton.jit
@@ -476,7 +488,7 @@ def _join_blocks(ptr, S: tl.constexpr, HALF: tl.constexpr):
         tl.store(corner_ptr + HALF * S + offset, -product)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_pending"], do_not_specialize_on_alignment=_NUMBERS)
 def _solve_kernel(
     mixed_ptr,
     ba_ptr,
@@ -557,14 +569,15 @@ def _solve_kernel(
     tl.store(decays_ptr + place, tl.exp(whole))
     tl.debug_barrier()  # what one thread stores, others load
     _invert_blocks(inverse_ptr + place * (S * S), S)
-    tl.debug_barrier()
-    _join_blocks(inverse_ptr + place * (S * S), S, 16)
+    if S >= 32:
+        tl.debug_barrier()
+        _join_blocks(inverse_ptr + place * (S * S), S, 16)
     if S >= 64:
         tl.debug_barrier()
         _join_blocks(inverse_ptr + place * (S * S), S, 32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_NUMBERS)
 def _pass_kernel(
     mixed_ptr,
     inverse_ptr,
@@ -656,6 +669,24 @@ def _norm_kernel(
     tl.store(out_ptr + token * (HEADS * V) + offset, scaled.to(dtype), mask=inside)
 
 
+class PassConfig(NamedTuple):
+    """Tokens of a tile, and how `_pass_kernel` is run."""
+
+    tile_tokens: int
+    block_v: int  # values of a head that a program has
+    num_warps: int
+    num_stages: int
+
+
+def _choose(device: torch.device, dtype: torch.dtype, value_dim: int) -> PassConfig:
+    if dtype == torch.float32:  # no matrix units
+        return PassConfig(16, min(16, value_dim), 8, 1)
+    target = kernel_target.target_of(device)
+    if target.has_shared_operands:
+        return PassConfig(64, min(32, value_dim), 4, 2)
+    return PassConfig(64, min(32, value_dim), 8, 1)
+
+
 def _cut(rows: StateRows, tile_tokens: int, device: torch.device) -> Tiles:
     """Cut the rows into tiles. All layers of a step ask for the same ones, so the last are kept."""
     host = rows.host
@@ -702,13 +733,18 @@ def _cut_rows(
 
 
 def _run_chunks(
-    qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, states: LayerStates, weights: DeltaWeights
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    ba: torch.Tensor,
+    states: LayerStates,
+    weights: DeltaWeights,
+    config: PassConfig,
 ) -> torch.Tensor:
     conv, matrix, pending, rows = states
     device, dtype, (num_new, num_channels) = qkv.device, qkv.dtype, qkv.shape
     num_rows, max_pending, width = len(rows.source_slots), pending.shape[1], conv.shape[2]
     num_heads, key_dim, value_dim = matrix.shape[1:]
-    size = 64 if dtype.itemsize == 2 else 32
+    size, block_v, num_warps, num_stages = config
     tiles = _cut(rows, size, device)
     num_tiles = len(tiles.rows)
     assert rows.host is not None
@@ -782,8 +818,6 @@ def _run_chunks(
         **pdl,
     )
     out = torch.empty((num_new, num_heads * value_dim), dtype=dtype, device=device)
-    block_v = min(32, value_dim)
-    has_room = kernel_target.target_of(device).shared_bytes >= 160 * 1024
     on_grid(_pass_kernel, (value_dim // block_v, num_heads, num_rows))(
         mixed,
         inverse,
@@ -800,8 +834,8 @@ def _run_chunks(
         **sizes,
         V=value_dim,
         BLOCK_V=block_v,
-        STAGES=2 if has_room else 1,
-        num_warps=4,
+        STAGES=num_stages,
+        num_warps=num_warps,
         **pdl,
     )
     group = max(1, min(1024 // value_dim, triton.next_power_of_2(num_heads)))

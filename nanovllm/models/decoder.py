@@ -215,6 +215,7 @@ class Decoder(nn.Module):
         *before_last, last = self.layers
         for number, layer in enumerate(before_last):
             if self.skips_inner_layers and number not in self._first_of_kind:
+                assert isinstance(layer, DecoderLayer)
                 layer.skip(hidden, attn)
             else:
                 hidden, residual = layer(hidden, residual, cos_sin, attn, None)

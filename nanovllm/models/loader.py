@@ -275,4 +275,5 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
                 _store(weight.part(of_drawn, *columns), part, name)
             else:
                 assert isinstance(part, torch.Tensor), "only quantized layers are packed"
-                part.copy_(drawn[(of_drawn, *columns)])
+                index = of_drawn, *columns
+                part.copy_(drawn[index])

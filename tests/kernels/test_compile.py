@@ -40,8 +40,7 @@ from nanovllm.kernels import (
     small_linear,
 )
 from nanovllm.kernels.sampling_tensors import NUM_EDIT_COLUMNS, EditTensors, SamplingTensors
-from nanovllm.kernels.state_tensors import DeltaWeights
-from nanovllm.kernels.state_tensors import LayerStates, StateSave
+from nanovllm.kernels.state_tensors import DeltaWeights, LayerStates, StateSave
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 

@@ -8,9 +8,8 @@ import torch
 from dense_model import state_rows
 from interpreter import INTERPRETED, needs_triton, on_device
 
-from nanovllm.kernels.state_tensors import LayerStates, StateRows, StateSave
+from nanovllm.kernels.state_tensors import DeltaWeights, LayerStates, StateRows, StateSave
 from nanovllm.layers import delta_net as layer
-from nanovllm.kernels.state_tensors import DeltaWeights
 
 pytestmark = needs_triton
 NUM_SLOTS, MAX_GUESSES, WIDTH = 7, 4, 3

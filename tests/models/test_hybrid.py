@@ -9,7 +9,7 @@ from dense_model import DenseAttention, load_model, random_prompt, run_greedy, r
 from quantized_models import write_quantized
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
-from tiny_models import HYBRIDS, ROPES, greedy_reference, reference_model, write_tiny_model
+from tiny_models import HYBRIDS, RECURRENT, ROPES, greedy_reference, reference_model, write_tiny_model
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.device.tp_group import TPGroup
@@ -138,6 +138,26 @@ def test_quantized_checkpoints_have_the_logits_of_their_values(tmp_path: Path, a
     assert (expected - expected_logits(values, prompt)).abs().max() < TOLERANCE
     for of_rank in run_ranks(2, lambda tp: run_logits(load_model(quantized, tp), prompt)):
         torch.testing.assert_close(of_rank, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_kernels_have_the_logits_of_transformers(tmp_path: Path, architecture: str) -> None:
+    """In fp32, and in bf16 with at most twice the error of transformers; heads as large as in published models."""
+    sizes = {name: 128 if name.endswith("dim") else number for name, number in RECURRENT.items()}
+    options = {"num_layers": 4, "hidden_size": 256, "head_dim": 256, "max_position_embeddings": 512}
+    write_tiny_model(tmp_path, architecture, recurrent=sizes, dtype=torch.bfloat16, **options)  # type: ignore[arg-type]
+    prompt = random_prompt(300)
+    reference = reference_model(tmp_path)
+    with torch.no_grad():
+        exact = reference(torch.tensor([prompt])).logits[0].cuda()
+        plain = reference.bfloat16()(torch.tensor([prompt])).logits[0].cuda()
+    for dtype, most in ((torch.float32, 1e-4), (torch.bfloat16, 2 * (plain - exact).abs().mean())):
+        model = load_model(tmp_path, max_model_len=512, dtype=dtype, device="cuda")
+        for chunk in (1000, 100, 1):
+            with torch.device("cuda"), torch.no_grad():
+                ours = run_logits(model, prompt, chunk)
+            assert (ours - exact).abs().mean() <= most, (dtype, chunk)
 
 
 # -- states ------------------------------------------------------------------------------------------------------------

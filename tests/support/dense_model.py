@@ -7,8 +7,8 @@ import torch
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.device.tp_group import TPGroup
-from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.kernels.state_tensors import HostStateRows, LayerStates, StateRows, StateSave
+from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import build_model, load_weights
 
@@ -20,14 +20,13 @@ def state_rows(
     num_replayed: Sequence[int],
     num_guesses: Sequence[int],
     saves: Sequence[StateSave] = (),
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
 ) -> StateRows:
     """Rows of these numbers, on the device and on the host."""
     numbers = num_tokens, source_slots, target_slots, num_replayed, num_guesses
-    tensors = [torch.tensor(each, dtype=torch.int32) for each in numbers]
+    tensors = [torch.tensor(each, dtype=torch.int32, device=device) for each in numbers]
     cu_seqlens = torch.nn.functional.pad(tensors[0].cumsum(0, dtype=torch.int32), (1, 0))
-    on_device = [tensor.to(device) for tensor in (cu_seqlens, *tensors[1:])]
-    return StateRows(*on_device, max(num_tokens), HostStateRows(*numbers, tuple(saves)))
+    return StateRows(cu_seqlens, *tensors[1:], max(num_tokens), HostStateRows(*numbers, tuple(saves)))
 
 
 class DenseAttention:
@@ -85,10 +84,11 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     quantization: str | None = None,
     load_format: str = "auto",
+    device: str = "cpu",
 ) -> CausalLM:
     stored, path = ModelConfig.from_pretrained(str(directory))
     config = stored.quantized(quantization)
-    model = build_model(config, tp or TPGroup(), max_model_len=max_model_len, dtype=dtype, device="cpu")
+    model = build_model(config, tp or TPGroup(), max_model_len=max_model_len, dtype=dtype, device=device)
     load_weights(model, path, load_format=load_format)
     return model
 
