@@ -729,7 +729,7 @@ def _cut_rows(
     if device.type == "cuda":  # an ordinary copy would wait for the GPU
         packed = packed.pin_memory()
     sizes = [len(column) for column in columns]
-    return Tiles(*packed.to(device, non_blocking=True).split(sizes), num_done)
+    return Tiles._make((*packed.to(device, non_blocking=True).split(sizes), num_done))
 
 
 def _run_chunks(

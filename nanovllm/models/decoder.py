@@ -7,7 +7,7 @@ Shapes: T packed tokens, H query heads, K kv heads of this rank, D head dim, S s
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from nanovllm.layers.moe import SparseMLP
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotary_order, rotate_and_store
 
 
-def _quantization(config: ModelConfig, parent: str, *names: str) -> Quantization | None:
+def quantization_of(config: ModelConfig, parent: str, *names: str) -> Quantization | None:
     """The format of a module that consists of these layers of the checkpoint, if all of them are quantized."""
     quantization = config.quantization
     if quantization is None or not all(quantization.covers(f"{parent}.{name}") for name in names):
@@ -55,7 +55,7 @@ class Attention(nn.Module):
             bias=config.qkv_bias,
             tp=tp,
             dtype=dtype,
-            quantization=_quantization(config, name, "q_proj", "k_proj", "v_proj"),
+            quantization=quantization_of(config, name, "q_proj", "k_proj", "v_proj"),
             gated=config.attention_gate,
             head_rows=order,
         )
@@ -65,13 +65,13 @@ class Attention(nn.Module):
             bias=config.o_bias,
             tp=tp,
             dtype=dtype,
-            quantization=_quantization(config, name, "o_proj"),
+            quantization=quantization_of(config, name, "o_proj"),
         )
         self.eps = config.rms_norm_eps
         self.qk_norm, self.is_gated = config.qk_norm, config.attention_gate
         if config.qk_norm:
-            self.q_norm = _norm(config, dtype, config.head_dim, order)
-            self.k_norm = _norm(config, dtype, config.head_dim, order)
+            self.q_norm = new_norm(config, dtype, config.head_dim, order)
+            self.k_norm = new_norm(config, dtype, config.head_dim, order)
 
     def forward(
         self, hidden: torch.Tensor, cos_sin: torch.Tensor, attn: StepAttention, rows: torch.Tensor | None
@@ -103,7 +103,7 @@ class MLP(nn.Module):
             bias=config.mlp_bias,
             tp=tp,
             dtype=dtype,
-            quantization=_quantization(config, name, "gate_proj", "up_proj"),
+            quantization=quantization_of(config, name, "gate_proj", "up_proj"),
         )
         self.down_proj = RowParallelLinear(
             config.intermediate_size,
@@ -111,7 +111,7 @@ class MLP(nn.Module):
             bias=config.mlp_bias,
             tp=tp,
             dtype=dtype,
-            quantization=_quantization(config, name, "down_proj"),
+            quantization=quantization_of(config, name, "down_proj"),
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -125,19 +125,19 @@ class DecoderLayer(nn.Module):
         self, config: ModelConfig, name: str, kind: str, number: int, is_sparse: bool, tp: TPGroup, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.input_layernorm = _norm(config, dtype)
+        self.input_layernorm = new_norm(config, dtype)
         self.self_attn: Attention | None = None
         self.linear_attn: GatedDeltaNet | None = None
         if kind == "attention":
             self.self_attn = Attention(config, f"{name}.self_attn", number, tp, dtype)
         else:
             self.linear_attn = _delta_net(config, f"{name}.linear_attn", number, tp, dtype)
-        self.post_attention_layernorm = _norm(config, dtype)
+        self.post_attention_layernorm = new_norm(config, dtype)
         name = f"{name}.mlp"
         if config.experts is not None and is_sparse:
             kinds = ("gate_proj", "up_proj", "down_proj")
             names = [f"experts.{expert}.{kind}" for expert in range(config.experts.num_experts) for kind in kinds]
-            quantization = _quantization(config, name, *names)
+            quantization = quantization_of(config, name, *names)
             shared = MLP(config, f"{name}.shared_expert", tp, dtype) if config.experts.shared_size else None
             self.mlp: nn.Module = SparseMLP(config.hidden_size, config.experts, tp, dtype, quantization, shared)
         else:
@@ -168,7 +168,7 @@ class DecoderLayer(nn.Module):
             attn.attend(self.self_attn.layer, hidden.new_empty(0, 1, 1))
 
 
-def _norm(
+def new_norm(
     config: ModelConfig, dtype: torch.dtype, size: int | None = None, order: Sequence[slice] | None = None
 ) -> RMSNorm:
     size = size or config.hidden_size
@@ -178,7 +178,7 @@ def _norm(
 def _delta_net(config: ModelConfig, name: str, number: int, tp: TPGroup, dtype: torch.dtype) -> GatedDeltaNet:
     assert config.recurrent is not None
     stacked = ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"), ("out_proj",)
-    qkvz, ba, out = (_quantization(config, name, *names) for names in stacked)
+    qkvz, ba, out = (quantization_of(config, name, *names) for names in stacked)
     return GatedDeltaNet(config.hidden_size, config.recurrent, number, config.rms_norm_eps, tp, dtype, (qkvz, ba, out))
 
 
@@ -196,7 +196,7 @@ class Decoder(nn.Module):
             DecoderLayer(config, f"model.layers.{i}", kind, kinds[:i].count(kind), i in sparse, tp, dtype)
             for i, kind in enumerate(kinds)
         )
-        self.norm = _norm(config, dtype)
+        self.norm = new_norm(config, dtype)
         self.skips_inner_layers = False
         modules = [tuple(map(_kind, layer.modules())) for layer in self.layers]
         self._first_of_kind = {modules.index(each) for each in modules}
@@ -253,6 +253,25 @@ class CausalLM(nn.Module):
             dtype=dtype,
             tied_to=self.model.embed_tokens.weight if config.tie_word_embeddings else None,
         )
+        self.mtp: nn.Module | None = None  # an MTPHead, if there is one
+
+    def draft(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        attn: StepAttention,
+        rope_lens: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states of the draft head (models/mtp.py), from which `compute_logits` makes guesses.
+
+        `hidden` [T, hidden_size]: of the token before each of `input_ids` [T], from `forward` or from this function.
+        `positions`: those of the hidden states. The others are as in `forward`.
+        """
+        assert self.mtp is not None, "the model was built without its draft head"
+        cos_sin = self.model.rotary_emb.cos_sin(positions, rope_lens)
+        return cast(torch.Tensor, self.mtp(self.model.embed_tokens(input_ids), hidden, cos_sin, attn, rows))
 
     @contextmanager
     def skipping_inner_layers(self) -> Iterator[None]:

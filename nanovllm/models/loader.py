@@ -22,6 +22,7 @@ from nanovllm.errors import CheckpointError
 from nanovllm.layers.linear import WeightShard
 from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.mtp import MTPHead
 from nanovllm.models.quantized import StoredTensor, quantize, read_quantized, stored_parts
 from nanovllm.utils.progress import progress_bar
 
@@ -42,19 +43,24 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str,
     directory: Path | None = None,
+    with_mtp: bool = False,
 ) -> CausalLM:
     """Allocate this rank's part of the model on `device` in `dtype`. `load_weights` fills it.
 
     max_model_len: tokens of the longest sequence. directory: where the weights are, which tells what a quantized
-    checkpoint leaves unquantized. Raises ConfigError if the heads or the MLP's features are not divisible by the number
-    of ranks.
+    checkpoint leaves unquantized. with_mtp: with the head that drafts; `config.has_mtp` tells whether there is one.
+    Raises ConfigError if the heads or the MLP's features are not divisible by the number of ranks.
     """
     quantization = config.quantization
     if quantization is not None and directory is not None and not quantization.is_online:
         ignored = (*quantization.ignored, *_unquantized_layers(directory))
         config = replace(config, quantization=replace(quantization, ignored=ignored))
     with torch.device(device):
-        return CausalLM(config, tp, max_model_len=max_model_len, dtype=dtype)
+        model = CausalLM(config, tp, max_model_len=max_model_len, dtype=dtype)
+        if with_mtp:
+            assert config.has_mtp, "the checkpoint has no draft head"
+            model.mtp = MTPHead(config, tp, dtype)
+    return model
 
 
 def _unquantized_layers(directory: Path) -> list[str]:
@@ -64,7 +70,7 @@ def _unquantized_layers(directory: Path) -> list[str]:
         return [
             name.removesuffix(".weight")
             for name, tensor in stored.items()
-            if name.endswith(".weight") and "_proj" in name and tensor.dtype in _FLOAT_DTYPES
+            if name.endswith(".weight") and len(tensor.shape) == 2 and tensor.dtype in _FLOAT_DTYPES
         ]
 
 
@@ -232,7 +238,8 @@ def _may_be_ignored(name: str, tensor: StoredTensor, model: CausalLM) -> bool:
     it, or it belongs to a quantized KV cache, where ours has the model's dtype, or it is a bias of zeros, which some
     tools write beside every quantized weight, or part of the model that reads images or drafts.
     """
-    if model.config.recurrent and name.startswith(("model.visual.", "mtp.")):
+    unused = ("model.visual.",) if model.mtp is not None else ("model.visual.", "mtp.")
+    if model.config.recurrent and name.startswith(unused):
         return True
     if model.config.quantization and name.endswith(_KV_SCALES):
         return True

@@ -41,7 +41,7 @@ class DenseAttention:
     def __init__(self, model: CausalLM, num_tokens: int) -> None:
         config, layers = model.config, model.model.layers
         (qkv_proj, *_) = [layer.self_attn.qkv_proj for layer in layers if layer.self_attn is not None]
-        shape = (2, config.num_attention_layers, 1, num_tokens, qkv_proj.heads_per_part[1], qkv_proj.head_dim)
+        shape = (2, config.num_attention_layers + 1, 1, num_tokens, qkv_proj.heads_per_part[1], qkv_proj.head_dim)
         dtype = qkv_proj.weight.dtype
         self.k_cache, self.v_cache = torch.zeros(shape, dtype=dtype)
         self.positions = torch.arange(0)
@@ -85,10 +85,13 @@ def load_model(
     quantization: str | None = None,
     load_format: str = "auto",
     device: str = "cpu",
+    with_mtp: bool = False,
 ) -> CausalLM:
     stored, path = ModelConfig.from_pretrained(str(directory))
     config = stored.quantized(quantization)
-    model = build_model(config, tp or TPGroup(), max_model_len=max_model_len, dtype=dtype, device=device)
+    model = build_model(
+        config, tp or TPGroup(), max_model_len=max_model_len, dtype=dtype, device=device, with_mtp=with_mtp
+    )
     load_weights(model, path, load_format=load_format)
     return model
 

@@ -50,6 +50,7 @@ def write_tiny_model(
     experts: dict[str, Any] | None = None,
     recurrent: dict[str, Any] | None = None,
     with_vision: bool = False,
+    with_mtp: bool = False,
 ) -> Path:
     """Write config.json and safetensors to `directory` and return it. The same arguments write the same weights.
 
@@ -58,7 +59,8 @@ def write_tiny_model(
     linear layer, qwen3: attention). Qwen2 has biases on q, k, v always, and head_dim = hidden_size / num_heads.
 
     Every fourth layer of a hybrid model is attention, or every second one if 4 does not divide their number.
-    `with_vision`: its text part is nested, beside a vision tower.
+    `with_vision`: its text part is nested, beside a vision tower. `with_mtp`: it has a draft head, which transformers
+    does not read.
     """
     import transformers
 
@@ -82,6 +84,7 @@ def write_tiny_model(
             eos_token_id=vocab_size - 1,
             **(recurrent or RECURRENT),
             **(sparse if architecture == "qwen3_5_moe" else {"intermediate_size": intermediate_size}),
+            **({"mtp_num_hidden_layers": 1} if with_mtp else {}),
         )
         if with_vision:
             vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 2}
@@ -89,10 +92,13 @@ def write_tiny_model(
             whole = getattr(transformers, f"{kind}Config")(
                 text_config=text.to_dict(), vision_config=vision, tie_word_embeddings=tied
             )
-            return _write(
-                getattr(transformers, f"{kind}ForConditionalGeneration")(whole), directory, seed, dtype, sharded
-            )
-        return _write(getattr(transformers, f"{kind}ForCausalLM")(text), directory, seed, dtype, sharded)
+            model = getattr(transformers, f"{kind}ForConditionalGeneration")(whole)
+        else:
+            model = getattr(transformers, f"{kind}ForCausalLM")(text)
+        _write(model, directory, seed, dtype, sharded)
+        if with_mtp:
+            _add_mtp_head(model, directory, seed)
+        return directory
     kinds = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral", "seed_oss": "SeedOss"}
     kinds["qwen3_moe"] = "Qwen3Moe"
     options: dict[str, Any] = {
@@ -126,6 +132,25 @@ def _write(model: Any, directory: Path, seed: int, dtype: torch.dtype, sharded: 
     _randomise(model, seed)
     model.to(dtype).save_pretrained(directory, max_shard_size="100KB" if sharded else "5GB")
     return directory
+
+
+def _add_mtp_head(model: Any, directory: Path, seed: int) -> None:
+    """Add the tensors of a draft head: the model's first layer of attention once more, with other weights."""
+    from safetensors.torch import load_file, save_file
+
+    file, text = directory / "model.safetensors", model.config.get_text_config()
+    tensors, number = load_file(file), text.layer_types.index("full_attention")
+    prefix = next(name for name in tensors if f".layers.{number}." in name and ".visual." not in name)
+    prefix = prefix.partition(f".layers.{number}.")[0] + f".layers.{number}."
+    shapes = {
+        f"mtp.layers.0.{n.removeprefix(prefix)}": each.shape for n, each in tensors.items() if n.startswith(prefix)
+    }
+    names = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
+    shapes |= {f"mtp.{name}.weight": torch.Size([text.hidden_size]) for name in names}
+    shapes["mtp.fc.weight"] = torch.Size([text.hidden_size, 2 * text.hidden_size])
+    generator = torch.Generator().manual_seed(seed + 1)
+    head = {name: (torch.randn(shape, generator=generator) * 0.13).to(model.dtype) for name, shape in shapes.items()}
+    save_file(tensors | head, file, metadata={"format": "pt"})
 
 
 def _randomise(model: torch.nn.Module, seed: int) -> None:
