@@ -12,11 +12,13 @@ from thread_ranks import run_ranks
 from tiny_models import HYBRIDS, RECURRENT, ROPES, greedy_reference, reference_model, write_tiny_model
 
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import QUANTIZATIONS
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels.state_tensors import StateSave
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import build_model
+from nanovllm.models.quantized import quantize
 
 PROMPT = random_prompt(150)
 TOLERANCE = 1e-4
@@ -138,6 +140,22 @@ def test_quantized_checkpoints_have_the_logits_of_their_values(tmp_path: Path, a
     assert (expected - expected_logits(values, prompt)).abs().max() < TOLERANCE
     for of_rank in run_ranks(2, lambda tp: run_logits(load_model(quantized, tp), prompt)):
         torch.testing.assert_close(of_rank, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_all_but_the_gates_of_states_are_quantized_while_loading(tmp_path: Path, architecture: str, name: str) -> None:
+    write_tiny_model(tmp_path, architecture, head_dim=32)
+    prompt, file = PROMPT[:40], tmp_path / "model.safetensors"
+    logits = run_logits(load_model(tmp_path, quantization=name), prompt)
+    for of_rank in run_ranks(2, lambda tp: run_logits(load_model(tmp_path, tp, quantization=name), prompt)):
+        torch.testing.assert_close(of_rank, logits, rtol=1e-4, atol=1e-4)
+    tensors = load_file(file)
+    for key, tensor in tensors.items():
+        if "_proj." in key and "in_proj_a." not in key and "in_proj_b." not in key:
+            quantize(tensor.clone(), QUANTIZATIONS[name]).copy_values(tensor)
+    save_file(tensors, file)
+    assert torch.equal(run_logits(load_model(tmp_path), prompt), logits)
 
 
 @pytest.mark.gpu
