@@ -26,7 +26,8 @@ class StepStates(NamedTuple):
 
     def of_layer(self, layer: int) -> LayerStates:
         """Hot: once per layer."""
-        return LayerStates(*self.memory.layers[layer], self.rows)
+        conv_NCW, matrix_NHKV, pending_NGI = self.memory.layers[layer]
+        return LayerStates(conv_NCW, matrix_NHKV, pending_NGI, self.rows)
 
 
 class StateMemory:

@@ -178,8 +178,8 @@ class PrefixIndex:
         next_hash = self._hash(seq, num_matched // self.grain) if num_matched < num_known else None
         block_ids = frozenset(block.block_id for block in blocks)
         if self.snapshots is not None:
-            known = {"known_blocks": match.full_blocks, "num_known_tokens": num_matched}
-            match = replace(self._last_with_state(blocks, num_matched), **known)
+            last = self._last_with_state(blocks, num_matched)
+            match = replace(last, known_blocks=match.full_blocks, num_known_tokens=num_matched)
         return _Search(seq, len(seq.token_ids), match, block_ids, next_hash, self._version)
 
     def shorter(self, match: PrefixMatch, full_blocks: list[Block]) -> PrefixMatch:
