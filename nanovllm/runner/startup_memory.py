@@ -242,13 +242,14 @@ def launch_sampler(model: CausalLM) -> None:
 
 @contextmanager
 def _warm_up_products(model: CausalLM, num_tokens: int) -> Iterator[None]:
-    """In another thread, multiply up to `num_tokens` rows by the weights of a layer, until the block ends.
+    """In another thread, multiply up to `num_tokens` rows by a weight of each shape, until the block ends.
 
     cuBLAS chooses a kernel by the number of rows, and loads it when it is first used, which takes 15 to 140 ms.
     """
     head = model.lm_head.weight
-    given = [getattr(module, "weight", None) for module in model.model.layers[0].modules()]
-    weights = [weight for weight in given if weight is not None and len(weight.shape) == 2]
+    given = [getattr(module, "weight", None) for module in model.model.layers.modules()]
+    of_shape = {tuple(weight.shape): weight for weight in given if weight is not None and len(weight.shape) == 2}
+    weights = list(of_shape.values())
     has_ended = threading.Event()
 
     @torch.inference_mode()
