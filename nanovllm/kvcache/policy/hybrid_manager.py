@@ -16,7 +16,7 @@ What always holds:
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.core.cpu_split import CpuSplit, FollowingSplit
@@ -377,8 +377,7 @@ class HybridKVCacheManager(KVCacheManager):
             missing_keys = missing_keys.filling(fills.streamed)
         self.num_cpu_tokens += sum(span.end - span.start for row in missing_keys.cpu_spans for span in row)
         self.slots.copy_out_accepted()
-        moves = replace(self.slots.moves(missing_keys, tuple(fills.resident)), state_flushes=self._state_flushes())
-        self._last_moves = moves
+        self._last_moves = moves = self.slots.moves(missing_keys, tuple(fills.resident), self._state_flushes())
         for source in self._copy_sources:
             self.pool.release(source)
         self._copy_sources.clear()
