@@ -420,12 +420,17 @@ def _mix_tiles_kernel(
     at, within = start + token, (token < length)[:, None] & inside[None, :]
     acc = tl.zeros((TOKENS, BLOCK), tl.float32)
     for tap in tl.static_range(WIDTH + 1):
-        x = _inputs(
-            (at - WIDTH + tap)[:, None], channel[None, :], within, new_ptr, qkv_stride, window_ptr, replayed_ptr,
-            num_replayed, source >= 0, INPUTS, WIDTH,
-        )  # fmt: skip
-        weight = tl.load(conv_weight_ptr + channel * (WIDTH + 1) + tap, mask=inside, other=0.0)
-        acc += x * weight.to(tl.float32)[None, :]
+        weight = tl.load(conv_weight_ptr + channel * (WIDTH + 1) + tap, mask=inside, other=0.0).to(tl.float32)
+        seen = (at - WIDTH + tap)[:, None]
+        if start - WIDTH >= num_replayed:
+            seen_ptr = new_ptr + (seen - num_replayed).to(tl.int64) * qkv_stride + channel[None, :]
+            acc += tl.load(seen_ptr, mask=within, other=0.0).to(tl.float32) * weight[None, :]
+        else:  # the row's first tile
+            x = _inputs(
+                seen, channel[None, :], within, new_ptr, qkv_stride, window_ptr, replayed_ptr, num_replayed,
+                source >= 0, INPUTS, WIDTH,
+            )  # fmt: skip
+            acc += x * weight[None, :]
     first_token = tl.load(first_tokens_ptr + row)
     out_ptr = mixed_ptr + (first_token + at).to(tl.int64)[:, None] * CHANNELS + channel[None, :]
     tl.store(out_ptr, _silu(acc, mixed_ptr.dtype.element_ty), mask=within)
