@@ -158,6 +158,14 @@ def test_every_step_starts_from_the_states_of_its_sequences(
     play_dense(seed, hybrid=hybrid, with_cpu=with_cpu, drafter=drafter, has_states=True)
 
 
+@pytest.mark.parametrize(("seed", "hybrid", "drafter"), [(3285, False, "drafts"), (3492, True, "outside")])
+def test_a_preempted_sequence_uses_what_another_one_has_computed_meanwhile(
+    seed: int, hybrid: bool, drafter: str
+) -> None:
+    """Regression: it went on with fewer of its own blocks than it had counted on when it was admitted."""
+    play_dense(seed, hybrid=hybrid, with_cpu=seed % 3 == 0, drafter=drafter, has_states=True)
+
+
 def change_states(**changes: Callable[[StateStep], Any]) -> Callable[[StepPlan], StepPlan]:
     """Change fields of each state's step."""
 

@@ -148,9 +148,11 @@ class KVCacheManager(ABC):
         self.states.pause(seq, tail)
 
     def _resumption(self, seq: Sequence, match: PrefixMatch) -> Resumption | None:
-        """How a preempted sequence goes on where it was. None for others, and if its state or a block is gone."""
+        """How a preempted sequence goes on where it was. None for others, if its state or a block is gone, and if
+        another sequence has computed more of the same tokens: then it can use that.
+        """
         paused = None if self.states is None else self.states.find_paused(seq)
-        if paused is None:
+        if paused is None or paused.num_tokens <= len(match.full_blocks) * self.block_size + match.num_partial_tokens:
             return None
         num_full, num_tail_tokens = divmod(paused.num_tokens, self.block_size)
         tail = [paused.tail_block] if num_tail_tokens else []
