@@ -3,16 +3,18 @@
 A row goes through *its tokens*: the pending ones that are replayed, then the step's new ones. Two paths lead through a
 layer.
 
-Few tokens in every row, which is what a captured step has (`_run_tokens`). `_mix_kernel` computes the convolution and
-leaves its new window and the pending inputs. `_recur_kernel` has one program for each row and head. It holds the head's
-matrix in registers, goes through the tokens one by one, and applies the gated norm. So it reads the matrix once and
-writes it once.
+Rows with few tokens, which are all that a captured step has (`_run_tokens`). `_mix_kernel` computes the convolution and
+leaves its new window and the pending inputs. `_recur_kernel` has one program for each row, head and part of the values.
+It holds its part of the head's matrix in registers and goes through the tokens one by one. So it reads the matrix once
+and writes it once.
 
 Chunks of prompts (`_run_chunks`). Rows are cut into tiles of tokens, also wherever a state is kept. `_mix_tiles_kernel`
-computes the convolution of all tiles. `_solve_kernel` inverts, for each tile and head, the unit triangular matrix I + L
-that tells how tokens of the tile depend on each other (the UT transform of arXiv 2406.06484, with the decay of arXiv
-2412.06464). `_pass_kernel` has one program for each row, head and part of the values; it goes through the row's tiles
-with the matrix in registers, in fp32. `_norm_kernel` applies the gated norm.
+computes the convolution of all tiles. For each tile and head, `_solve_kernel` computes how its tokens depend on each
+other and read each other, and `_invert_kernel` the inverse of that unit triangular matrix, I + L (the UT transform of
+arXiv 2406.06484, with the decay of arXiv 2412.06464). `_pass_kernel` has one program for each row, head and part of the
+values; it goes through the row's tiles with the matrix in registers, in fp32.
+
+Both leave outputs for `_norm_kernel`, which applies the gated norm.
 
 q and k stay as the convolution yields them until they are multiplied, in the model's dtype. Their norms are factors
 of the products, in fp32.
@@ -59,10 +61,18 @@ def delta_net(
     """
     rows = states.rows
     assert qkv.stride(1) == z.stride(1) == ba.stride(1) == 1, "the last dimension must be contiguous"
-    if rows.host is None or (rows.max_num_tokens <= MAX_FEW_TOKENS and not rows.host.saves):
-        return _run_tokens(qkv, z, ba, states, weights)
-    config = config or _choose(qkv.device, qkv.dtype, states.matrix_NHKV.shape[3])
-    return _run_chunks(qkv, z, ba, states, weights, config)
+    num_heads, _, value_dim = states.matrix_NHKV.shape[1:]
+    out = torch.empty((len(qkv), num_heads * value_dim), dtype=qkv.dtype, device=qkv.device)
+    if rows.host is None:
+        _run_tokens(qkv, ba, states, weights, out, rows.max_num_tokens)
+        return _norm(out, z, weights)
+    few = MAX_FEW_TOKENS if all(rows.host.num_tokens[save.row] > MAX_FEW_TOKENS for save in rows.host.saves) else 0
+    if rows.max_num_tokens > few:
+        config = config or _choose(qkv.device, qkv.dtype, value_dim)
+        _run_chunks(qkv, ba, states, weights, out, few, config)
+    if min(rows.host.num_tokens) <= few:
+        _run_tokens(qkv, ba, states, weights, out, max(number for number in rows.host.num_tokens if number <= few))
+    return _norm(out, z, weights)
 
 
 # -- parts of kernels --------------------------------------------------------------------------------------------------
@@ -116,30 +126,36 @@ def _strength(b):
 # -- few tokens --------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["num_new", "max_pending"], do_not_specialize_on_alignment=_NUMBERS)
+@triton.jit(do_not_specialize=["places", "max_tokens"], do_not_specialize_on_alignment=_NUMBERS)
 def _mix_kernel(
     qkv_ptr,
+    ba_ptr,
     conv_weight_ptr,
     conv_ptr,
     pending_ptr,
-    mixed_ptr,  # [T + B * max_pending, C]: those of new tokens, then of each row's replayed ones
+    mixed_ptr,  # [B, places, C]
+    gates_ptr,  # [B, places, 2 * H]
     cu_seqlens_ptr,
     sources_ptr,
     targets_ptr,
     num_replayed_ptr,
     num_guesses_ptr,
     qkv_stride,
+    ba_stride,
     conv_stride,
     pending_stride,
-    num_new,
-    max_pending,
+    places,
+    max_tokens,
     CHANNELS: tl.constexpr,
     INPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_PLACES: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
+    BLOCK_GATES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """The last program of a row copies the inputs of the gates, all others mix a block of channels."""
     let_next_start(PDL)
     row = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -150,112 +166,105 @@ def _mix_kernel(
     source, target = tl.load(sources_ptr + row), tl.load(targets_ptr + row)
     num_replayed, num_guesses = tl.load(num_replayed_ptr + row), tl.load(num_guesses_ptr + row)
     total, num_certain = num_replayed + num_tokens, num_replayed + num_tokens - num_guesses
+    is_chunk = num_tokens > max_tokens  # of a prompt
+    total, target = tl.where(is_chunk, 0, total), tl.where(is_chunk, 0, target)
     slot = tl.maximum(source, 0).to(tl.int64)
     new_ptr = qkv_ptr + first.to(tl.int64) * qkv_stride
     window_ptr, replayed_ptr = conv_ptr + slot * conv_stride, pending_ptr + slot * pending_stride
-    for at in range(total):
-        acc = tl.zeros((BLOCK,), tl.float32)
+    kept_ptr = pending_ptr + target.to(tl.int64) * pending_stride
+    at = tl.arange(0, BLOCK_PLACES)[:, None]
+    if tl.program_id(1) == tl.num_programs(1) - 1:
+        gates: tl.constexpr = INPUTS - CHANNELS
+        column = tl.arange(0, BLOCK_GATES)[None, :]
+        wanted = (at < total) & (column < gates)
+        gate_ptr = ba_ptr + (first + at - num_replayed).to(tl.int64) * ba_stride + column
+        new = tl.load(gate_ptr, mask=wanted & (at >= num_replayed), other=0.0)
+        old = tl.load(replayed_ptr + at * INPUTS + CHANNELS + column, mask=wanted & (at < num_replayed), other=0.0)
+        gate = tl.where(at < num_replayed, old, new)
+        tl.store(gates_ptr + (row.to(tl.int64) * places + at) * gates + column, gate, mask=wanted)
+        tl.debug_barrier()  # the target may be the source
+        is_kept = wanted & (at >= num_certain) & (target > 0)
+        tl.store(kept_ptr + (at - num_certain) * INPUTS + CHANNELS + column, gate, mask=is_kept)
+    else:
+        within = (at < total) & inside[None, :]
+        acc = tl.zeros((BLOCK_PLACES, BLOCK), tl.float32)
         for tap in tl.static_range(WIDTH + 1):
             x = _inputs(
-                at - WIDTH + tap, channel, inside, new_ptr, qkv_stride, window_ptr, replayed_ptr, num_replayed,
-                source >= 0, INPUTS, WIDTH,
+                at - WIDTH + tap, channel[None, :], within, new_ptr, qkv_stride, window_ptr, replayed_ptr,
+                num_replayed, source >= 0, INPUTS, WIDTH,
             )  # fmt: skip
             weight = tl.load(conv_weight_ptr + channel * (WIDTH + 1) + tap, mask=inside, other=0.0)
-            acc += x * weight.to(tl.float32)
-        out_row = tl.where(at < num_replayed, num_new + row * max_pending + at, first + at - num_replayed)
-        out = _silu(acc, mixed_ptr.dtype.element_ty)
-        tl.store(mixed_ptr + out_row.to(tl.int64) * CHANNELS + channel, out, mask=inside)
-    if target > 0:
-        place = tl.arange(0, BLOCK_WIDTH)[None, :]
-        window = _inputs(
-            num_certain - WIDTH + place, channel[:, None], inside[:, None] & (place < WIDTH), new_ptr, qkv_stride,
-            window_ptr, replayed_ptr, num_replayed, source >= 0, INPUTS, WIDTH,
-        )  # fmt: skip
-        tl.debug_barrier()  # the target may be the source
-        kept_ptr = conv_ptr + target.to(tl.int64) * conv_stride + channel[:, None] * WIDTH + place
-        tl.store(kept_ptr, window.to(conv_ptr.dtype.element_ty), mask=inside[:, None] & (place < WIDTH))
-        for guess in range(num_guesses):
-            x = tl.load(new_ptr + (num_tokens - num_guesses + guess) * qkv_stride + channel, mask=inside)
-            tl.store(pending_ptr + target.to(tl.int64) * pending_stride + guess * INPUTS + channel, x, mask=inside)
+            acc += x * weight.to(tl.float32)[None, :]
+        out_ptr = mixed_ptr + (row.to(tl.int64) * places + at) * CHANNELS + channel[None, :]
+        tl.store(out_ptr, _silu(acc, mixed_ptr.dtype.element_ty), mask=within)
+        if target > 0:
+            place = tl.arange(0, BLOCK_WIDTH)[None, :]
+            window = _inputs(
+                num_certain - WIDTH + place, channel[:, None], inside[:, None] & (place < WIDTH), new_ptr, qkv_stride,
+                window_ptr, replayed_ptr, num_replayed, source >= 0, INPUTS, WIDTH,
+            )  # fmt: skip
+            tl.debug_barrier()  # the target may be the source
+            target_ptr = conv_ptr + target.to(tl.int64) * conv_stride + channel[:, None] * WIDTH + place
+            tl.store(target_ptr, window.to(conv_ptr.dtype.element_ty), mask=inside[:, None] & (place < WIDTH))
+            is_guess = within & (at >= num_certain)
+            guess_ptr = new_ptr + (at - num_replayed).to(tl.int64) * qkv_stride + channel[None, :]
+            guess = tl.load(guess_ptr, mask=is_guess, other=0.0)
+            tl.store(kept_ptr + (at - num_certain) * INPUTS + channel[None, :], guess, mask=is_guess)
 
 
 @triton.jit
-def _recur(
-    matrix,  # [K, V]
+def _load_token(
     at,
+    total,
     head,
-    mixed_ptr,
-    ba_ptr,
-    replayed_ptr,
-    decay_log,
-    dt_bias,
-    num_replayed,
-    first,
-    ba_stride,
-    first_replayed,  # where `mixed` has the row's replayed tokens
+    value,
+    mixed_ptr,  # of the row
+    gates_ptr,
     CHANNELS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
 ):
-    """Let one head go through one token. Returns its matrix after it and the output."""
-    key, value = tl.arange(0, K), tl.arange(0, V)
-    is_replayed = at < num_replayed
-    token = tl.where(is_replayed, first_replayed + at, first + at - num_replayed)
-    mixed_ptr += token.to(tl.int64) * CHANNELS
-    key_head = head // (HEADS // KEY_HEADS)
-    q = tl.load(mixed_ptr + key_head * K + key).to(tl.float32)
-    k = tl.load(mixed_ptr + (KEY_HEADS + key_head) * K + key).to(tl.float32)
-    v = tl.load(mixed_ptr + 2 * KEY_HEADS * K + head * V + value).to(tl.float32)
-    q *= 1.0 / tl.sqrt(tl.sum(q * q, 0) + L2_EPS) * (K**-0.5)
-    k *= 1.0 / tl.sqrt(tl.sum(k * k, 0) + L2_EPS)
-    if is_replayed:
-        gates_ptr = replayed_ptr + at * (CHANNELS + 2 * HEADS) + CHANNELS
-    else:
-        gates_ptr = ba_ptr + (first + at - num_replayed).to(tl.int64) * ba_stride
-    beta = _strength(tl.load(gates_ptr + head))
-    g = _decay(tl.load(gates_ptr + HEADS + head), decay_log, dt_bias)
-    matrix *= tl.exp(g)
-    written = beta * (v - tl.sum(matrix * k[:, None], 0))
-    matrix += k[:, None] * written[None, :]
-    return matrix, tl.sum(matrix * q[:, None], 0)
+    """Load q, k, v, b and a of one head and token."""
+    key, key_head = tl.arange(0, K), head // (HEADS // KEY_HEADS)
+    mixed_ptr += at * CHANNELS
+    q = tl.load(mixed_ptr + key_head * K + key, mask=(key < K) & (at < total), other=0.0)
+    k = tl.load(mixed_ptr + (KEY_HEADS + key_head) * K + key, mask=(key < K) & (at < total), other=0.0)
+    v_ptr = mixed_ptr + 2 * KEY_HEADS * K + value
+    v = tl.load(v_ptr, mask=(value >= 0) & (at < total), other=0.0)
+    gates_ptr += at * (2 * HEADS) + head
+    b = tl.load(gates_ptr, mask=at < total, other=0.0)
+    a = tl.load(gates_ptr + HEADS, mask=at < total, other=0.0)
+    return q, k, v, b, a
 
 
-@triton.jit(do_not_specialize=["num_new", "max_pending"], do_not_specialize_on_alignment=_NUMBERS)
+@triton.jit(do_not_specialize=["places", "max_tokens"], do_not_specialize_on_alignment=_NUMBERS)
 def _recur_kernel(
     mixed_ptr,
-    z_ptr,
-    ba_ptr,
+    gates_ptr,
     decay_log_ptr,
     dt_bias_ptr,
-    norm_ptr,
     out_ptr,  # [T, H * V]
     matrix_ptr,
-    pending_ptr,
     cu_seqlens_ptr,
     sources_ptr,
     targets_ptr,
     num_replayed_ptr,
     num_guesses_ptr,
-    z_stride,
-    ba_stride,
     matrix_stride,
-    pending_stride,
-    num_new,
-    max_pending,
-    eps,
+    places,
+    max_tokens,
     CHANNELS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    head, row = tl.program_id(0), tl.program_id(1)
-    value = tl.arange(0, V)
-    norm = tl.load(norm_ptr + value)
+    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    value = head * V + part * BLOCK_V + tl.arange(0, BLOCK_V)
     decay_log, dt_bias = tl.load(decay_log_ptr + head), tl.load(dt_bias_ptr + head)
     wait_for_previous(PDL)
     first = tl.load(cu_seqlens_ptr + row)
@@ -263,98 +272,103 @@ def _recur_kernel(
     source, target = tl.load(sources_ptr + row), tl.load(targets_ptr + row)
     num_replayed, num_guesses = tl.load(num_replayed_ptr + row), tl.load(num_guesses_ptr + row)
     total, num_certain = num_replayed + num_tokens, num_replayed + num_tokens - num_guesses
-    slot = tl.maximum(source, 0).to(tl.int64)
-    replayed_ptr = pending_ptr + slot * pending_stride
-    first_replayed = num_new + row * max_pending
-    cell = head * (K * V) + tl.arange(0, K)[:, None] * V + value[None, :]
-    there = (source >= 0) & (cell >= 0)
-    matrix = tl.load(matrix_ptr + slot * matrix_stride + cell, mask=there, other=0.0)
-    kept_ptr = matrix_ptr + target.to(tl.int64) * matrix_stride + cell
-    dtype = out_ptr.dtype.element_ty
+    is_chunk = num_tokens > max_tokens  # of a prompt
+    total, target = tl.where(is_chunk, 0, total), tl.where(is_chunk, 0, target)
+    cell = head * (K * V) + part * BLOCK_V + tl.arange(0, K)[:, None] * V + tl.arange(0, BLOCK_V)[None, :]
+    there = (source >= 0) & (num_tokens <= max_tokens) & (cell >= 0)
+    matrix_row = matrix_ptr + tl.maximum(source, 0).to(tl.int64) * matrix_stride
+    matrix = tl.load(matrix_row + cell, mask=there, other=0.0)
+    kept_ptr = matrix_ptr + target.to(tl.int64) * matrix_stride
     if (num_certain == 0) & (target > 0):
-        tl.store(kept_ptr, matrix)
+        tl.store(kept_ptr + cell, matrix)
+    mixed_ptr += row.to(tl.int64) * places * CHANNELS
+    gates_ptr += row.to(tl.int64) * places * (2 * HEADS)
+    q, k, v, b, a = _load_token(0, total, head, value, mixed_ptr, gates_ptr, CHANNELS, HEADS, KEY_HEADS, K)
     for at in range(total):
-        matrix, out = _recur(
-            matrix, at, head, mixed_ptr, ba_ptr, replayed_ptr, decay_log, dt_bias, num_replayed, first, ba_stride,
-            first_replayed, CHANNELS, HEADS, KEY_HEADS, K, V,
-        )  # fmt: skip
+        next_q, next_k, next_v, next_b, next_a = _load_token(  # while this token is computed
+            at + 1, total, head, value, mixed_ptr, gates_ptr, CHANNELS, HEADS, KEY_HEADS, K
+        )
+        q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
+        q *= 1.0 / tl.sqrt(tl.sum(q * q, 0) + L2_EPS) * (K**-0.5)
+        k *= 1.0 / tl.sqrt(tl.sum(k * k, 0) + L2_EPS)
+        decay = tl.exp(_decay(a, decay_log, dt_bias))
+        of_k, of_q = tl.sum(matrix * k[:, None], 0), tl.sum(matrix * q[:, None], 0)
+        written = _strength(b) * (v - decay * of_k)
+        out = decay * of_q + tl.sum(q * k, 0) * written
+        matrix = decay * matrix + k[:, None] * written[None, :]
         if at >= num_replayed:
             token = (first + at - num_replayed).to(tl.int64)
-            out = out.to(dtype).to(tl.float32)  # round where torch rounds
-            normed = (out / tl.sqrt(tl.sum(out * out, 0) / V + eps)).to(dtype).to(tl.float32)
-            z = tl.load(z_ptr + token * z_stride + head * V + value).to(tl.float32)
-            scaled = (normed * norm.to(tl.float32)).to(dtype).to(tl.float32) * (z / (1.0 + tl.exp(-z)))
-            tl.store(out_ptr + token * (HEADS * V) + head * V + value, scaled.to(dtype))
+            tl.store(out_ptr + token * (HEADS * V) + value, out.to(out_ptr.dtype.element_ty))
         if (at + 1 == num_certain) & (target > 0):
-            tl.store(kept_ptr, matrix)
-    if target > 0:
-        tl.debug_barrier()  # the target may be the source
-        pending_ptr += target.to(tl.int64) * pending_stride + CHANNELS + head
-        for guess in range(num_guesses):
-            gates_ptr = ba_ptr + (first + num_tokens - num_guesses + guess).to(tl.int64) * ba_stride + head
-            tl.store(pending_ptr + guess * (CHANNELS + 2 * HEADS), tl.load(gates_ptr))
-            tl.store(pending_ptr + guess * (CHANNELS + 2 * HEADS) + HEADS, tl.load(gates_ptr + HEADS))
+            tl.store(kept_ptr + cell, matrix)
+        q, k, v, b, a = next_q, next_k, next_v, next_b, next_a
 
 
 def _run_tokens(
-    qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, states: LayerStates, weights: DeltaWeights
-) -> torch.Tensor:
+    qkv: torch.Tensor,
+    ba: torch.Tensor,
+    states: LayerStates,
+    weights: DeltaWeights,
+    out: torch.Tensor,
+    max_tokens: int,
+) -> None:
+    """Compute the rows with up to `max_tokens` new tokens."""
     conv, matrix, pending, rows = states
-    (num_new, num_channels), num_rows, max_pending = qkv.shape, len(rows.source_slots), pending.shape[1]
+    num_channels, num_rows, places = qkv.shape[1], len(rows.source_slots), max_tokens + pending.shape[1]
     num_heads, key_dim, value_dim = matrix.shape[1:]
     width = conv.shape[2]
-    mixed = torch.empty((num_new + num_rows * max_pending, num_channels), dtype=qkv.dtype, device=qkv.device)
-    out = torch.empty((num_new, num_heads * value_dim), dtype=qkv.dtype, device=qkv.device)
+    mixed = torch.empty((num_rows, places, num_channels), dtype=qkv.dtype, device=qkv.device)
+    gates = torch.empty((num_rows, places, 2 * num_heads), dtype=qkv.dtype, device=qkv.device)
     numbers = rows.cu_seqlens, rows.source_slots, rows.target_slots, rows.num_replayed, rows.num_guesses
-    block = min(512 if num_rows >= 64 else 128, triton.next_power_of_2(num_channels))
+    block_places = triton.next_power_of_2(max(1, places))
+    block = min(max(16, 2048 // block_places), 512 if num_rows >= 64 else 128, triton.next_power_of_2(num_channels))
     pdl = pdl_options(qkv.device)
-    on_grid(_mix_kernel, (num_rows, triton.cdiv(num_channels, block)))(
+    on_grid(_mix_kernel, (num_rows, triton.cdiv(num_channels, block) + 1))(
         qkv,
+        ba,
         weights.conv_CX,
         conv,
         pending,
         mixed,
+        gates,
         *numbers,
         qkv.stride(0),
+        ba.stride(0),
         conv.stride(0),
         pending.stride(0),
-        num_new,
-        max_pending,
+        places,
+        max_tokens,
         CHANNELS=num_channels,
         INPUTS=num_channels + 2 * num_heads,
         WIDTH=width,
         BLOCK=block,
+        BLOCK_PLACES=block_places,
         BLOCK_WIDTH=triton.next_power_of_2(width),
-        num_warps=max(1, block // 128),
+        BLOCK_GATES=triton.next_power_of_2(2 * num_heads),
+        num_warps=4,
         **pdl,
     )
-    on_grid(_recur_kernel, (num_heads, num_rows))(
+    block_v = min(32, value_dim)
+    on_grid(_recur_kernel, (value_dim // block_v, num_heads, num_rows))(
         mixed,
-        z,
-        ba,
+        gates,
         weights.decay_log_H,
         weights.dt_bias_H,
-        weights.norm_V,
         out,
         matrix,
-        pending,
         *numbers,
-        z.stride(0),
-        ba.stride(0),
         matrix.stride(0),
-        pending.stride(0),
-        num_new,
-        max_pending,
-        weights.eps,
+        places,
+        max_tokens,
         CHANNELS=num_channels,
         HEADS=num_heads,
         KEY_HEADS=weights.num_key_heads,
         K=key_dim,
         V=value_dim,
-        num_warps=max(1, key_dim * value_dim // 2048),
+        BLOCK_V=block_v,
+        num_warps=max(1, key_dim * block_v // 1024),
         **pdl,
     )
-    return out
 
 
 # -- chunks of prompts -------------------------------------------------------------------------------------------------
@@ -572,14 +586,21 @@ def _solve_kernel(
     tl.store(factors_ptr + 2, from_start * q_scale, mask=within)
     tl.store(factors_ptr + 3, tl.exp(whole - sums) * k_scale, mask=within)
     tl.store(decays_ptr + place, tl.exp(whole))
-    tl.debug_barrier()  # what one thread stores, others load
-    _invert_blocks(inverse_ptr + place * (S * S), S)
+
+
+@triton.jit
+def _invert_kernel(matrices_ptr, S: tl.constexpr, PDL: tl.constexpr):
+    """Replace L by (I + L)^-1 in each of the matrices [S, S]."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    ptr = matrices_ptr + tl.program_id(0).to(tl.int64) * (S * S)
+    _invert_blocks(ptr, S)
     if S >= 32:
-        tl.debug_barrier()
-        _join_blocks(inverse_ptr + place * (S * S), S, 16)
+        tl.debug_barrier()  # what one thread stores, others load
+        _join_blocks(ptr, S, 16)
     if S >= 64:
         tl.debug_barrier()
-        _join_blocks(inverse_ptr + place * (S * S), S, 32)
+        _join_blocks(ptr, S, 32)
 
 
 @triton.jit(do_not_specialize_on_alignment=_NUMBERS)
@@ -621,8 +642,10 @@ def _pass_kernel(
     dtype = mixed_ptr.dtype.element_ty
     cell = head * (K * V) + tl.arange(0, K)[:, None] * V + value[None, :]
     matrix_row = matrix_ptr + tl.maximum(source, 0).to(tl.int64) * matrix_stride
-    matrix = tl.load(matrix_row + cell, mask=(source >= 0) & (cell >= 0), other=0.0)
-    for tile in tl.range(tl.load(first_tiles_ptr + row), tl.load(first_tiles_ptr + row + 1), num_stages=STAGES):
+    first_tile, last_tile = tl.load(first_tiles_ptr + row), tl.load(first_tiles_ptr + row + 1)
+    there = (source >= 0) & (first_tile < last_tile) & (cell >= 0)
+    matrix = tl.load(matrix_row + cell, mask=there, other=0.0)
+    for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
         start, length = tl.load(tile_starts_ptr + tile), tl.load(tile_lens_ptr + tile)
         slot = tl.load(tile_slots_ptr + tile)
         at, within = start + i, i < length
@@ -692,12 +715,12 @@ def _choose(device: torch.device, dtype: torch.dtype, value_dim: int) -> PassCon
     return PassConfig(64, min(32, value_dim), 8, 1)
 
 
-def _cut(rows: StateRows, tile_tokens: int, device: torch.device) -> Tiles:
-    """Cut the rows into tiles. All layers of a step ask for the same ones, so the last are kept."""
+def _cut(rows: StateRows, few: int, tile_tokens: int, device: torch.device) -> Tiles:
+    """Cut the rows with more than `few` new tokens. All layers of a step ask for the same tiles, so they are kept."""
     host = rows.host
     assert host is not None, "chunks of prompts are not captured"
     numbers = (host.num_tokens, host.target_slots, host.num_replayed, host.num_guesses)
-    return _cut_rows(*(tuple(each) for each in numbers), tuple(host.saves), tile_tokens, device)
+    return _cut_rows(*(tuple(each) for each in numbers), tuple(host.saves), few, tile_tokens, device)
 
 
 @lru_cache(maxsize=2)
@@ -707,16 +730,17 @@ def _cut_rows(
     num_replayed: tuple[int, ...],
     num_guesses: tuple[int, ...],
     saves: tuple[tuple[int, int, int], ...],
+    few: int,
     tile_tokens: int,
     device: torch.device,
 ) -> Tiles:
     tiles: list[tuple[int, int, int, int]] = []  # row, start, length, slot
     first_tiles, first_tokens, num_done = [0], [], 0
     for row, num_new in enumerate(num_tokens):
-        total = num_replayed[row] + num_new
+        total = num_replayed[row] + num_new if num_new > few else 0
         kept = {num_replayed[row] + after: slot for of_row, after, slot in saves if of_row == row}
-        num_certain = total - num_guesses[row]
-        kept[num_certain] = target_slots[row]
+        if num_new > few:
+            kept[total - num_guesses[row]] = target_slots[row]
         start = 0
         for cut in sorted({*kept, total}):
             ends = [*range(start + tile_tokens, cut, tile_tokens), cut]
@@ -730,7 +754,7 @@ def _cut_rows(
         first_tokens.append(num_done)
         num_done += total
     columns = [*map(list, zip(*tiles, strict=True)), first_tiles, first_tokens]
-    packed = torch.tensor([number for column in columns for number in column], dtype=torch.int32)
+    packed = torch.tensor([number for column in columns for number in column], dtype=torch.int32, device="cpu")
     if device.type == "cuda":  # an ordinary copy would wait for the GPU
         packed = packed.pin_memory()
     sizes = [len(column) for column in columns]
@@ -739,18 +763,20 @@ def _cut_rows(
 
 def _run_chunks(
     qkv: torch.Tensor,
-    z: torch.Tensor,
     ba: torch.Tensor,
     states: LayerStates,
     weights: DeltaWeights,
+    out: torch.Tensor,
+    few: int,
     config: PassConfig,
-) -> torch.Tensor:
+) -> None:
+    """Compute the rows with more than `few` new tokens."""
     conv, matrix, pending, rows = states
-    device, dtype, (num_new, num_channels) = qkv.device, qkv.dtype, qkv.shape
+    device, dtype, num_channels = qkv.device, qkv.dtype, qkv.shape[1]
     num_rows, max_pending, width = len(rows.source_slots), pending.shape[1], conv.shape[2]
     num_heads, key_dim, value_dim = matrix.shape[1:]
     size, block_v, num_warps, num_stages = config
-    tiles = _cut(rows, size, device)
+    tiles = _cut(rows, few, size, device)
     num_tiles = len(tiles.rows)
     assert rows.host is not None
     # Copies, because a program may store the target's while another reads the source's, and both may be the same
@@ -784,7 +810,7 @@ def _run_chunks(
         TOKENS=size,
         BLOCK=block,
         BLOCK_WIDTH=triton.next_power_of_2(width),
-        num_warps=4,
+        num_warps=8,
         **pdl,
     )
     inverse = torch.empty((num_tiles, num_heads, size, size), dtype=torch.float32, device=device)
@@ -822,7 +848,7 @@ def _run_chunks(
         num_warps=4,
         **pdl,
     )
-    out = torch.empty((num_new, num_heads * value_dim), dtype=dtype, device=device)
+    on_grid(_invert_kernel, (num_tiles * num_heads,))(inverse, S=size, num_warps=2, **pdl)
     on_grid(_pass_kernel, (value_dim // block_v, num_heads, num_rows))(
         mixed,
         inverse,
@@ -843,18 +869,25 @@ def _run_chunks(
         num_warps=num_warps,
         **pdl,
     )
+
+
+def _norm(x: torch.Tensor, z: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
+    """The gated norm of outputs [T, H * V], which it replaces."""
+    value_dim = len(weights.norm_V)
+    num_tokens, num_heads = len(x), x.shape[1] // value_dim
     group = max(1, min(1024 // value_dim, triton.next_power_of_2(num_heads)))
-    on_grid(_norm_kernel, (num_new, triton.cdiv(num_heads, group)))(
-        out,
-        z,
-        weights.norm_V,
-        out,
-        z.stride(0),
-        weights.eps,
-        HEADS=num_heads,
-        V=value_dim,
-        GROUP=group,
-        num_warps=4,
-        **pdl,
-    )
-    return out
+    if num_tokens:
+        on_grid(_norm_kernel, (num_tokens, triton.cdiv(num_heads, group)))(
+            x,
+            z,
+            weights.norm_V,
+            x,
+            z.stride(0),
+            weights.eps,
+            HEADS=num_heads,
+            V=value_dim,
+            GROUP=group,
+            num_warps=4,
+            **pdl_options(x.device),
+        )
+    return x
