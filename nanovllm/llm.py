@@ -283,6 +283,12 @@ class LLM:
         - num_shadow_pages, num_used_shadow_pages: KV blocks that the shadow has room for, and those that it holds;
           without a shadow they are left out.
 
+        With recurrent layers:
+        - num_state_slots: states that the GPU has room for, one for each running sequence and a few more.
+        - num_snapshots, num_used_snapshots: states that CPU memory has room for, and those that it keeps for prompts
+          that begin in the same way and for preempted sequences.
+        - num_state_loads, num_state_saves: sequences that began with such a state, and states that were kept.
+
         With KV on disk, for rank 0 where it says so; an extent is K and V of 256 tokens:
         - num_disk_hit_tokens: tokens of prompts that were read from disk.
         - num_waiting_for_disk: requests that wait for that. num_cancelled_disk_loads: loads that were given up,

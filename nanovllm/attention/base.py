@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from nanovllm.layers.delta_net import HasStates
 from nanovllm.layers.rotary_embedding import KVCells
 
 
@@ -146,8 +147,12 @@ class AttentionBackend(ABC):
         return 0
 
 
-class StepAttention(Protocol):
-    """The attention of one step, an argument of `model(...)`. Called in each layer, in this order."""
+class StepAttention(HasStates, Protocol):
+    """The attention of one step, an argument of `model(...)`. Layers call it in order.
+
+    An attention layer calls `cells`, then `attend`, with its number among the attention layers. A recurrent layer calls
+    `states` with its number among the recurrent ones.
+    """
 
     def cells(self, layer: int) -> KVCells:
         """Return the cells for the layer's new K and V. They may be written once this returns. Hot: once per layer."""
@@ -156,8 +161,8 @@ class StepAttention(Protocol):
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         """Attention over all keys, including the new ones, which have been stored by now. Returns [T, H, D].
 
-        In the last layer q may hold only the rows whose result is wanted, [S, H, D]. Outside
-        captures, q may be empty in any layer, and is then returned as it is. Hot: once per layer.
+        In the model's last layer q may hold only the rows whose result is wanted, [S, H, D]. Outside captures, q may be
+        empty in any layer, and is then returned as it is. Hot: once per layer.
         """
         ...
 

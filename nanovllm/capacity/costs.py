@@ -66,9 +66,15 @@ def _layers_sum(
     """
     c = model
     q, kv, hidden = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
-    attention = of_linear(q, hidden) + 2 * of_linear(kv, hidden) + of_linear(hidden, q)
-    others = 2 * hidden + 2 * c.head_dim * c.qk_norm + (q + 2 * kv) * c.qkv_bias + hidden * c.o_bias
-    in_all = c.num_layers * (attention + of_other * others)
+    attention = of_linear(q * (1 + c.attention_gate), hidden) + 2 * of_linear(kv, hidden) + of_linear(hidden, q)
+    others = 2 * c.head_dim * c.qk_norm + (q * (1 + c.attention_gate) + 2 * kv) * c.qkv_bias + hidden * c.o_bias
+    in_all = c.num_attention_layers * (attention + of_other * others) + c.num_layers * of_other * 2 * hidden
+    if c.recurrent is not None:
+        r = c.recurrent
+        values = r.num_value_heads * r.value_head_dim
+        recurrent = of_linear(r.conv_channels + values, hidden) + of_linear(hidden, values)
+        others = 2 * r.num_value_heads * (hidden + 1) + r.conv_channels * r.conv_kernel + r.value_head_dim
+        in_all += c.num_recurrent_layers * (recurrent + of_other * others)
 
     def mlp(num_features: int) -> float:
         return 2 * of_linear(num_features, hidden) + of_linear(hidden, num_features)
@@ -80,6 +86,8 @@ def _layers_sum(
         return in_all
     e = c.experts
     share = 1.0 if num_tokens is None else 1 - (1 - e.num_experts_per_token / e.num_experts) ** num_tokens
+    if e.shared_size:
+        in_all += num_sparse * (mlp(e.shared_size) + of_other * hidden)
     return in_all + num_sparse * e.num_experts * (share * mlp(e.intermediate_size) + of_other * hidden)
 
 
@@ -121,6 +129,7 @@ def layer_bytes(config: Config, model: ModelConfig, num_tokens: int) -> int:
     """Activations that a step of `num_tokens` tokens holds at the peak of a layer.
 
     - In attention: q, two parts and a piece of a third, and in fp32 the merged result and three log-sum-exps.
+    - In a recurrent layer: what the convolution reads and yields, in fp32 too, the gate and the result.
     - In the MLP: gate, up and their product. For the experts of MAX_ROUTED_TOKENS tokens at a time also what each of
       them yields; on a CPU, where one expert may have all tokens, its input and output, and the sum in fp32.
     - In both: two hidden states and two residuals, of this layer and of the previous one, and the cosines and sines of
@@ -129,6 +138,10 @@ def layer_bytes(config: Config, model: ModelConfig, num_tokens: int) -> int:
     tp, size = config.tensor_parallel_size, itemsize(config, model)
     attention = ((4 * size + max(4, size)) * model.head_dim + 3 * 4) * model.num_heads // tp
     mlp = size * 3 * model.intermediate_size // tp
+    if model.recurrent is not None:
+        r = model.recurrent
+        values = r.num_value_heads * r.value_head_dim
+        attention = max(attention, ((2 * size + 4) * r.conv_channels + (2 * size + 4) * values) // tp)
     routed = 0
     if model.experts is not None:
         features = 3 * model.experts.intermediate_size // tp
@@ -152,12 +165,17 @@ def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max
 def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
     """Floating-point operations of one prompt of T tokens.
 
-    That is 2 per weight and token, 2 products of T^2 / 2 in causal attention, and one row of the head. The last layer
+    That is 2 per weight and token, 2 products of T^2 / 2 in causal attention, in each recurrent layer 3 products of a
+    token with the matrix of each head, which is read, updated and read again, and one row of the head. The last layer
     computes K and V for all tokens, but everything else only for the last token; this remainder is not counted.
     """
     num_layers = model.num_layers - 1
     token_params = layers_params(model, num_tokens=1) / model.num_layers
-    attention = 2 * num_tokens**2 * num_layers * model.num_heads * model.head_dim
+    attention = 2.0 * num_tokens**2 * (model.num_attention_layers - 1) * model.num_heads * model.head_dim
+    if model.recurrent is not None:
+        r = model.recurrent
+        matrix = r.num_value_heads * r.key_head_dim * r.value_head_dim
+        attention += 6 * num_tokens * model.num_recurrent_layers * matrix
     last_kv = 2 * model.hidden_size * model.num_kv_heads * model.head_dim
     weights = 2 * num_tokens * (num_layers * token_params + last_kv)
     return (weights + attention + 2 * model.hidden_size * model.vocab_size) / config.tensor_parallel_size
@@ -166,9 +184,10 @@ def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
 def token_keys(model: ModelConfig) -> int:
     """Return the number of keys that a token attends to in the time of its linear layers, at the same rate.
 
-    A layer does 2 operations per weight and token, and 4 per head, element of the head dim, token and key.
+    A layer does 2 operations per weight and token, and an attention layer 4 per head, element of the head dim, token
+    and key.
     """
-    token_params = layers_params(model, num_tokens=1) / model.num_layers
+    token_params = layers_params(model, num_tokens=1) / model.num_attention_layers
     return int(token_params // (2 * model.num_heads * model.head_dim))
 
 
@@ -176,11 +195,14 @@ def decode_bytes(
     config: Config, model: ModelConfig, num_sequences: int, num_keys: int, kv_bytes_per_token: int
 ) -> float:
     """Bytes read from GPU memory in one step: every weight that the step uses, except the embedding, and all keys and
-    values, once each. Quantized weights are read as they are stored. `num_keys`: of all sequences.
+    values, once each. Quantized weights are read as they are stored. States are read and written. `num_keys`: of all
+    sequences.
     """
     weights = _layers_bytes(config, model, num_sequences, is_packed=True)
     weights += model.hidden_size * model.vocab_size * itemsize(config, model)
-    return weights / config.tensor_parallel_size + num_keys * kv_bytes_per_token
+    states = kv_cache_spec(config, model, config.tensor_parallel_size).states
+    state_bytes = 0 if states is None else 2 * num_sequences * (states.conv_bytes + states.matrix_bytes)
+    return weights / config.tensor_parallel_size + num_keys * kv_bytes_per_token + state_bytes
 
 
 def num_full_blocks(context: int, block_size: int) -> int:
@@ -221,6 +243,7 @@ class DeviceMemory:
     weight_bytes: int
     kv_bytes: int  # all blocks: the slots, or without offload the whole cache
     shadow_bytes: int
+    state_bytes: int  # all slots of states
     staging_bytes: int
     logits_bytes: int  # one static buffer that all graphs write their logits to
     input_bytes: int  # static inputs of the graphs
@@ -231,7 +254,8 @@ class DeviceMemory:
 
     @property
     def exact_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes + self.shadow_bytes + self.staging_bytes + self.logits_bytes
+        caches = self.kv_bytes + self.shadow_bytes + self.state_bytes
+        return self.weight_bytes + caches + self.staging_bytes + self.logits_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -251,6 +275,7 @@ def device_memory(
     max_model_len: int,
     num_gpu_blocks: int,
     shadow_bytes: int = 0,
+    state_bytes: int = 0,
 ) -> DeviceMemory:
     """Memory use of an engine with `num_gpu_blocks` blocks on each GPU."""
     num_rows, is_gpu = max_step_rows(config, num_gpu_blocks), machine.gpu_bytes is not None
@@ -261,6 +286,7 @@ def device_memory(
         weight_bytes=weight_bytes(config, model, is_packed=is_gpu),
         kv_bytes=num_gpu_blocks * spec.block_bytes,
         shadow_bytes=shadow_bytes,
+        state_bytes=state_bytes,
         staging_bytes=spec.staging_bytes if config.enable_cpu_offload else 0,
         logits_bytes=num_rows * model.vocab_size * spec.itemsize if has_graphs else 0,
         input_bytes=_input_bytes(config, model, max_model_len, num_rows) if has_graphs else 0,
@@ -275,9 +301,12 @@ def device_memory(
 
 def _pool_bytes(config: Config, model: ModelConfig, num_rows: int) -> int:
     """Activations of the largest graph of each kind, which its pool keeps. See _graph_bytes for the kinds."""
-    num_kinds = (1 + config.enable_cpu_offload) * (1 + (config.max_guesses > 0)) + config.has_shadow
+    num_kinds = (1 + config.enable_cpu_offload) * (1 + (config.max_guesses > 0)) + config.wants_shadow
+    num_bytes = num_kinds * layer_bytes(config, model, num_rows)
+    if model.recurrent is not None:
+        return num_bytes
     mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)[-1].num_tokens
-    return num_kinds * layer_bytes(config, model, num_rows) + layer_bytes(config, model, mixed)
+    return num_bytes + layer_bytes(config, model, mixed)
 
 
 def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_rows: int) -> int:
@@ -292,6 +321,8 @@ def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_row
     if config.enable_cpu_offload:
         num_heads = model.num_heads // config.tensor_parallel_size
         per_row += num_heads * (model.head_dim * (size + 4) + 4)
+    if model.recurrent is not None:
+        return num_rows * (per_row + table_bytes)
     mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)
     per_token = MIXED_INPUT_BYTES_PER_TOKEN + model.hidden_size * size
     return num_rows * per_row + (num_rows + MAX_GRAPH_CHUNKS) * table_bytes + mixed[-1].num_tokens * per_token
@@ -302,18 +333,20 @@ def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows
 
     With offload these include the graphs in pieces and those of the staging groups, which are captured for fewer batch
     sizes. With speculation there is another kind of each, which verifies guesses, and with a shadow one for drafts. The
-    last kind runs steps with chunks of prompts.
+    last kind runs steps with chunks of prompts, if no layer is recurrent.
     """
     whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
     sizes = [graph_sizes(num_rows), *([verifying_graph_sizes(num_rows)] if config.max_guesses else [])]
     sizes += [draft_graph_sizes(num_rows)] if config.wants_shadow else []
     num_nodes, num_pools = sum(map(len, sizes)) * whole, len(sizes)
     if config.enable_cpu_offload:
-        per_size = whole + COPIES_PER_CUT * model.num_layers + spec.staging.num_groups * NODES_PER_GROUP
+        per_size = whole + COPIES_PER_CUT * spec.num_layers + spec.staging.num_groups * NODES_PER_GROUP
         verifying = [streamed_verifying_graph_sizes(num_rows)] if config.max_guesses else []
         streamed = [streamed_graph_sizes(num_rows), *verifying]
         num_nodes += sum(map(len, streamed)) * per_size
         num_pools += 2 * len(streamed)  # pieces, groups
-    num_mixed = len(mixed_graph_sizes(config.max_num_batched_tokens, num_rows))
-    num_nodes += num_mixed * (whole + MIXED_NODES_PER_LAYER * model.num_layers)
-    return num_nodes * GRAPH_NODE_BYTES + (num_pools + 1) * GRAPH_POOL_BYTES
+    if model.recurrent is None:
+        num_mixed = len(mixed_graph_sizes(config.max_num_batched_tokens, num_rows))
+        num_nodes += num_mixed * (whole + MIXED_NODES_PER_LAYER * model.num_layers)
+        num_pools += 1
+    return num_nodes * GRAPH_NODE_BYTES + num_pools * GRAPH_POOL_BYTES

@@ -14,10 +14,17 @@ from typing import NamedTuple, TypeAlias
 from nanovllm.capacity import costs
 from nanovllm.capacity.costs import DeviceMemory, device_memory
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.model_config import ModelConfig, RecurrentConfig
 from nanovllm.config import GPU_RESERVE_BYTES, Config
 from nanovllm.core.disk_moves import document_disk_bytes
-from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, StagingSizes, kv_cache_spec
+from nanovllm.core.kv_spec import (
+    SNAPSHOT_TOKENS,
+    KVCacheSizes,
+    KVCacheSpec,
+    StagingSizes,
+    kv_cache_spec,
+    max_stateful_seqs,
+)
 from nanovllm.core.shadow_spec import ShadowSpec, divide_memory
 from nanovllm.core.step_limits import expected_tokens, max_model_len
 from nanovllm.errors import ConfigError
@@ -25,6 +32,9 @@ from nanovllm.utils.arithmetic import ceil_div, format_bytes
 from nanovllm.utils.options import check_options, option
 
 MAX_HOST_SHARE = 0.7  # fraction of the available memory; limits a CPU pool whose size the user left open
+MAX_SNAPSHOT_SHARE = 0.85  # likewise; limits the CPU pool and the snapshots of states together
+MAX_SNAPSHOT_BYTES = 4 * 2**30  # of each rank; pinning them takes a second
+NUM_KEPT_PROMPTS = 64
 SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, for sizing a CPU pool
 ACCEPTANCES = (0.8, 0.9, 0.95, 0.98)  # shares of right guesses that the bound of decode is shown for
 MAX_TOKENS = 10**9  # of a context, which bounds the loop over its chunks
@@ -60,6 +70,8 @@ class CapacityPlan:
     num_cpu_blocks: int  # 0 without offload
     num_pages: int = 0  # of the shadow; 0 without one
     shadow_bits: int = 0
+    num_state_slots: int = 0  # with slot 0, which belongs to nobody; 0 if no layer is recurrent
+    num_snapshots: int = 0  # of states, in CPU memory
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -72,8 +84,25 @@ class CapacityPlan:
         """The GPU memory in use, part by part."""
         limit = max_model_len(self.config, self.model)
         return device_memory(
-            self.config, self.model, self.machine, self.spec, limit, self.num_gpu_blocks, self.shadow_bytes
+            self.config,
+            self.model,
+            self.machine,
+            self.spec,
+            limit,
+            self.num_gpu_blocks,
+            self.shadow_bytes,
+            self.state_bytes,
         )
+
+    @property
+    def state_bytes(self) -> int:
+        return self.num_state_slots * self.spec.states.slot_bytes if self.spec.states is not None else 0
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Size of the snapshots of all ranks together, in CPU memory."""
+        states = self.spec.states
+        return 0 if states is None else self.num_snapshots * states.slot_bytes * self.config.tensor_parallel_size
 
     @property
     def shadow_bytes(self) -> int:
@@ -103,7 +132,7 @@ class CapacityPlan:
 
     @property
     def fits_host(self) -> bool:
-        return self.cpu_pool_bytes <= self.machine.host_bytes
+        return self.cpu_pool_bytes + self.snapshot_bytes <= self.machine.host_bytes
 
     # -- sequences and blocks --------------------------------------------------------------------------------------
 
@@ -115,6 +144,8 @@ class CapacityPlan:
             by_limit |= {"the slots": self.num_gpu_blocks, "the CPU pool": self.num_cpu_blocks // each}
         else:
             by_limit |= {"the KV cache": self.num_gpu_blocks // each}
+        if self.num_state_slots:
+            by_limit["the state slots"] = max_stateful_seqs(self.config, self.num_state_slots)
         limit = min(by_limit, key=by_limit.__getitem__)
         return Capacity(by_limit[limit], limit)
 
@@ -248,6 +279,8 @@ def make_plan(
             f"num_kv_heads={model.num_kv_heads} is not divisible by tensor_parallel_size="
             f"{config.tensor_parallel_size}; choose a divisor of {model.num_kv_heads}"
         )
+    if model.recurrent is not None:
+        _check_recurrent(config, model.recurrent)
     spec = kv_cache_spec(config, model, config.tensor_parallel_size, staging)
     num_cpu_blocks = _num_cpu_blocks(config, model, machine, spec, limit) if config.enable_cpu_offload else 0
     sizes = sizes or _sizes(config, model, machine, spec, limit, num_cpu_blocks)
@@ -262,7 +295,37 @@ def make_plan(
         num_cpu_blocks=num_cpu_blocks,
         num_pages=sizes.num_pages,
         shadow_bits=sizes.shadow_bits,
+        num_state_slots=sizes.num_state_slots,
+        num_snapshots=_num_snapshots(config, machine, spec, num_cpu_blocks or sizes.num_gpu_blocks),
     )
+
+
+def _check_recurrent(config: Config, recurrent: RecurrentConfig) -> None:
+    """Raise ConfigError for options that do not work with recurrent layers."""
+    tp = config.tensor_parallel_size
+    if recurrent.num_key_heads % tp or recurrent.num_value_heads % tp:
+        raise ConfigError(
+            f"the {recurrent.num_key_heads} key heads and {recurrent.num_value_heads} value heads of recurrent layers "
+            f"are not divisible by tensor_parallel_size={tp}; choose a divisor of both"
+        )
+    if config.kv_disk_path is not None:
+        raise ConfigError(
+            f"kv_disk_path={config.kv_disk_path!r} keeps KV alone, but this model has recurrent layers, whose states "
+            "would be missing after a restart; leave kv_disk_path out"
+        )
+
+
+def _num_snapshots(config: Config, machine: Machine, spec: KVCacheSpec, num_blocks: int) -> int:
+    """Number of states that are kept in CPU memory: for every SNAPSHOT_TOKENS tokens of a cache of `num_blocks`, and
+    for the ends of NUM_KEPT_PROMPTS prompts, as far as there is room beside the CPU pool. They take at most
+    MAX_SNAPSHOT_BYTES, or an eighth of that pool if that is more.
+    """
+    if spec.states is None or not config.enable_prefix_caching:
+        return 0
+    pool_bytes = num_blocks * spec.block_bytes if config.enable_cpu_offload else 0
+    host_bytes = int(machine.host_bytes * MAX_SNAPSHOT_SHARE) // config.tensor_parallel_size - pool_bytes
+    most = min(max(MAX_SNAPSHOT_BYTES, pool_bytes // 8), host_bytes) // spec.states.slot_bytes
+    return max(1, min(num_blocks * spec.block_size // SNAPSHOT_TOKENS + NUM_KEPT_PROMPTS, most))
 
 
 def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, limit: int) -> int:
@@ -409,6 +472,7 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         ("weights", "", memory.weight_bytes, ""),
         ("slots" if offload else "KV cache", "", memory.kv_bytes, blocks),
         ("shadow", "", memory.shadow_bytes, f"{plan.num_pages} blocks in {plan.shadow_bits} bits"),
+        ("states", "", memory.state_bytes, _states_remark(plan)),
         ("staging", "", memory.staging_bytes, ""),
         ("logits", "", memory.logits_bytes, "one buffer for all graphs"),
         ("inputs", "~", memory.input_bytes, "static inputs of the graphs"),
@@ -426,12 +490,22 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         remark = f"{plan.num_cpu_blocks} blocks, {num_tokens:,} tokens of all requests together"
         remark += f"; {format_bytes(plan.machine.host_bytes)} was available"
         rows.append(("CPU pool", format_bytes(plan.cpu_pool_bytes), remark + ("" if plan.fits_host else " (!)")))
+    if plan.snapshot_bytes:
+        remark = f"{plan.num_snapshots} states for later prompts, in CPU memory"
+        rows.append(("snapshots", format_bytes(plan.snapshot_bytes), remark))
     if disk_limit := plan.config.disk_bytes:
         remark = f"a document of {plan.context:,} tokens"
         if plan.disk_bytes:
             remark += f"; there is room for {disk_limit // plan.disk_bytes:,} in {format_bytes(disk_limit)}"
         rows.append(("on disk", format_bytes(plan.disk_bytes), remark))
     return rows
+
+
+def _states_remark(plan: CapacityPlan) -> str:
+    if plan.spec.states is None:
+        return ""
+    num_seqs = max_stateful_seqs(plan.config, plan.num_state_slots)
+    return f"of {num_seqs} sequence{'s' * (num_seqs > 1)}, {format_bytes(plan.spec.states.slot_bytes)} each"
 
 
 def _sequence_rows(plan: CapacityPlan) -> list[Row]:

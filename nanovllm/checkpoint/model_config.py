@@ -17,6 +17,7 @@ from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization, parse_
 from nanovllm.checkpoint.settings import (
     GENERATION_CONFIG_FILE,
     MAX_POSITIONS,
+    MROPE_KEYS,
     ROPE_KEYS,
     apply_overrides,
     check_settings,
@@ -25,6 +26,7 @@ from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.utils.arithmetic import ceil_div
 
 DTYPES = ("float32", "bfloat16", "float16")
+RECURRENT_HEAD_DIMS = (16, 32, 64, 128)
 HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256)  # the kernels are tested with these
 
 
@@ -39,6 +41,9 @@ class Architecture:
 
     recommended_yarn: max_position_embeddings -> the length from which YaRN extends, and the longest context for which
     the model's authors recommend it, from the model cards.
+
+    is_hybrid: most layers are recurrent, the attention layers have an output gate and rotate part of a head, and norms
+    multiply by 1 + weight. fixed: entries that have to have these values if config.json has them.
     """
 
     model_type: str  # of its config.json
@@ -48,6 +53,8 @@ class Architecture:
     mlp_bias: bool | str = False
     has_experts: bool = False
     has_qk_norm: bool = False
+    is_hybrid: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     recommended_yarn: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -71,6 +78,35 @@ _SEED_OSS |= {"attention_bias": True, "eos_token_id": 2}
 _QWEN_MOE = _QWEN | {"hidden_size": 2048, "num_hidden_layers": 24, "num_key_value_heads": 4, "intermediate_size": 6144}
 _QWEN_MOE |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False}
 _QWEN_MOE |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_HYBRID = _COMMON | {"intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
+_HYBRID |= {"vocab_size": 248320, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25}
+_HYBRID |= {"full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128}
+_HYBRID |= {"linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
+_HYBRID_MOE = _HYBRID | {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "num_experts": 256}
+_HYBRID_MOE |= {"num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_HYBRID_MOE |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_HYBRID_FIXED: Mapping[str, Any] = {
+    "attn_output_gate": True,
+    "mamba_ssm_dtype": "float32",
+    "mtp_use_dedicated_embeddings": False,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+
+
+def _hybrid(model_type: str, *, has_experts: bool = False) -> Architecture:
+    return Architecture(
+        model_type=model_type,
+        defaults=_HYBRID_MOE if has_experts else _HYBRID,
+        has_qk_norm=True,
+        has_experts=has_experts,
+        is_hybrid=True,
+        fixed=_HYBRID_FIXED,
+        recommended_yarn={262144: (262144, 1010000)},
+    )
+
+
 _QWEN3_YARN = {40960: (32768, 131072)}  # these positions include the answer
 # By architectures[0]. A dense decoder that differs only in the fields of Architecture needs only an entry here; any
 # other difference goes into models/decoder.py
@@ -96,7 +132,12 @@ ARCHITECTURES = {
     "SeedOssForCausalLM": Architecture(
         model_type="seed_oss", defaults=_SEED_OSS, o_bias="attention_out_bias", mlp_bias="mlp_bias"
     ),
+    "Qwen3_5ForCausalLM": _hybrid("qwen3_5_text"),
+    "Qwen3_5ForConditionalGeneration": _hybrid("qwen3_5"),
+    "Qwen3_5MoeForCausalLM": _hybrid("qwen3_5_moe_text", has_experts=True),
+    "Qwen3_5MoeForConditionalGeneration": _hybrid("qwen3_5_moe", has_experts=True),
 }
+LAYER_KINDS = {"full_attention": "attention", "linear_attention": "recurrent"}  # by the names in config.json
 ROPE_TYPES = {  # rope type -> the keys that it needs
     "default": (),
     "linear": ("factor",),
@@ -112,6 +153,7 @@ class RopeConfig:
 
     rope_type: str = "default"  # a key of ROPE_TYPES
     rope_theta: float = 10000.0
+    partial_rotary_factor: float = 1.0  # the share of a head that is rotated
     factor: float = 1.0
     original_max_position_embeddings: int = 0  # dynamic, yarn and llama3: the length the model was trained on
     low_freq_factor: float = 1.0  # llama3
@@ -136,6 +178,25 @@ class ExpertsConfig:
     intermediate_size: int  # of one expert
     norm_topk_prob: bool  # divide the weights of the chosen experts by their sum
     layers: tuple[int, ...]  # whose MLP is sparse; the others have a dense one
+    shared_size: int = (
+        0  # features of the expert that every token uses, weighted by a gate of its own; 0: there is none
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentConfig:
+    """The recurrent layers: a causal convolution over q, k and v, then the gated delta rule (layers/delta_net.py)."""
+
+    num_key_heads: int  # of q and of k
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int  # tokens that the convolution sees: its own and those before it
+
+    @property
+    def conv_channels(self) -> int:
+        """Features of q, k and v, which the convolution mixes over time."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +223,24 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None  # the checkpoint's
     experts: ExpertsConfig | None = None  # None: every MLP is dense
+    layer_kinds: tuple[str, ...]  # of each layer: "attention" or "recurrent"
+    recurrent: RecurrentConfig | None = None  # None: every layer is attention
+    attention_gate: bool = False  # sigmoid gates multiply what attention yields
+    norms_add_one: bool = False  # norms multiply by 1 + weight
+    has_mtp: bool = False  # the checkpoint has a head that drafts (models/mtp.py)
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.layer_kinds.count("attention")
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        return self.layer_kinds.count("recurrent")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that the rotary embedding rotates: the first ones."""
+        return int(self.head_dim * self.rope.partial_rotary_factor)
 
     @property
     def max_model_len_limit(self) -> int:
@@ -215,17 +294,18 @@ class ModelConfig:
 
 def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mapping[str, Any] | None) -> ModelConfig:
     """Read and check config.json after the overrides. directory: where generation_config.json may be."""
-    given = apply_overrides(read_json(config_path), hf_overrides)
+    given = apply_overrides(_text_settings(read_json(config_path)), hf_overrides)
     name = _architecture_name(given)
     check_settings(given, config_path)
     architecture = ARCHITECTURES[name]
     settings = {**architecture.defaults, **given}
+    _check_fixed(settings, architecture)
     num_heads, num_kv_heads = _num_heads(settings)
 
     def is_set(switch: bool | str) -> bool:
         return bool(settings.get(switch)) if isinstance(switch, str) else switch
 
-    _check_layers(settings)
+    layer_kinds = _layer_kinds(settings, architecture)
     config = ModelConfig(
         architecture=name,
         hidden_size=settings["hidden_size"],
@@ -242,11 +322,16 @@ def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mappin
         o_bias=is_set(architecture.o_bias),
         mlp_bias=is_set(architecture.mlp_bias),
         qk_norm=architecture.has_qk_norm,
-        rope=_rope(settings),
+        rope=_rope(settings, architecture),
         torch_dtype=_weight_dtype(settings),
         eos_token_ids=_eos_token_ids(settings, directory),
         quantization=parse_quantization(settings.get("quantization_config")),
         experts=_experts(settings) if architecture.has_experts else None,
+        layer_kinds=layer_kinds,
+        recurrent=_recurrent(settings) if architecture.is_hybrid else None,
+        attention_gate=architecture.is_hybrid,
+        norms_add_one=architecture.is_hybrid,
+        has_mtp=architecture.is_hybrid and _num_mtp_layers(settings) > 0,
     )
     if config.max_model_len_limit > MAX_POSITIONS:
         raise CheckpointError(
@@ -255,6 +340,25 @@ def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mappin
             "positions that fp32 can tell apart; lower the factor in config.json"
         )
     return config
+
+
+def _text_settings(given: dict[str, Any]) -> dict[str, Any]:
+    """The entries of the model's text part, which may be in `text_config`, with those beside it that concern it."""
+    text = given.get("text_config")
+    if not isinstance(text, dict):
+        return given
+    outer = ("architectures", "auto_map", "model_type", "tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype")
+    names = (*outer, "quantization_config")
+    return text | {name: given[name] for name in names if given.get(name) is not None}
+
+
+def _check_fixed(settings: Mapping[str, Any], architecture: Architecture) -> None:
+    for name, value in architecture.fixed.items():
+        if settings.get(name) is not None and settings[name] != value:
+            raise CheckpointError(
+                f"{name}={settings[name]!r} is not supported for model_type={architecture.model_type!r}; use a "
+                f"checkpoint with {name}={value!r}"
+            )
 
 
 def _architecture_name(settings: Mapping[str, Any]) -> str:
@@ -288,29 +392,70 @@ def _weight_dtype(settings: Mapping[str, Any]) -> str:
     return dtype
 
 
-def _check_layers(settings: Mapping[str, Any]) -> None:
-    """Check the kinds of layers: full attention in all of them."""
+def _layer_kinds(settings: Mapping[str, Any], architecture: Architecture) -> tuple[str, ...]:
+    """The kind of each layer. Attention has no window, and only hybrid architectures have recurrent layers."""
     remedy = "only full attention is supported; use a checkpoint without a sliding window"
     # Qwen's files give a window and switch it off with use_sliding_window=false. Without that entry a window is used
     use, window = settings.get("use_sliding_window"), settings.get("sliding_window")
     if use or (window and use is None):
         raise CheckpointError(f"use_sliding_window={use}, sliding_window={window} is not supported: {remedy}")
-    if other_types := sorted(set(settings.get("layer_types") or ()) - {"full_attention"}):
-        raise CheckpointError(f"layer_types {', '.join(other_types)} are not supported: {remedy}")
     if chunks := settings.get("dual_chunk_attention_config"):  # transformers ignores it, and differs on long prompts
         raise CheckpointError(
             f"dual_chunk_attention_config={chunks} is not supported; "
             "remove the entry from config.json to run plain attention"
         )
+    num_layers = settings["num_hidden_layers"]
+    interval = settings["full_attention_interval"] if architecture.is_hybrid else 1
+    types = settings.get("layer_types") or [
+        "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)
+    ]
+    supported = LAYER_KINDS if architecture.is_hybrid else {"full_attention"}
+    if other_types := sorted({str(each) for each in types} - set(supported)):
+        raise CheckpointError(f"layer_types {', '.join(other_types)} are not supported: {remedy}")
+    if architecture.is_hybrid and (len(types) != num_layers or "full_attention" not in types):
+        raise CheckpointError(
+            f"layer_types names {len(types)} layers, {types.count('full_attention')} of them full_attention, but "
+            f"num_hidden_layers={num_layers}; give the type of every layer, at least one of them full_attention"
+        )
+    return tuple(LAYER_KINDS[each] for each in types) if architecture.is_hybrid else ("attention",) * num_layers
+
+
+def _recurrent(settings: Mapping[str, Any]) -> RecurrentConfig:
+    key_heads, value_heads = settings["linear_num_key_heads"], settings["linear_num_value_heads"]
+    if value_heads % key_heads:
+        raise CheckpointError(
+            f"linear_num_value_heads={value_heads} is not a multiple of linear_num_key_heads={key_heads}; correct "
+            "config.json"
+        )
+    for name in ("linear_key_head_dim", "linear_value_head_dim"):
+        if settings[name] not in RECURRENT_HEAD_DIMS:
+            raise CheckpointError(
+                f"{name}={settings[name]} is not supported; use a checkpoint with one of "
+                f"{', '.join(map(str, RECURRENT_HEAD_DIMS))}"
+            )
+    return RecurrentConfig(
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_head_dim=settings["linear_key_head_dim"],
+        value_head_dim=settings["linear_value_head_dim"],
+        conv_kernel=settings["linear_conv_kernel_dim"],
+    )
+
+
+def _num_mtp_layers(settings: Mapping[str, Any]) -> int:
+    num_layers: int = settings.get("mtp_num_hidden_layers") or 0
+    if num_layers > 1:
+        raise CheckpointError(f"mtp_num_hidden_layers={num_layers} is not supported; use a checkpoint with 0 or 1")
+    return num_layers
 
 
 def _mlp_size(settings: Mapping[str, Any]) -> int:
-    """Features of the MLP, which is dense and gated with SiLU."""
+    """Features of the MLP, which is dense and gated with SiLU. Beside experts it is the one that every token uses."""
     if settings["hidden_act"] != "silu":
         raise CheckpointError(
             f"hidden_act={settings['hidden_act']!r} is not supported; use a checkpoint with hidden_act='silu'"
         )
-    return int(settings["intermediate_size"])
+    return int(settings.get("shared_expert_intermediate_size") or settings["intermediate_size"])
 
 
 def _experts(settings: Mapping[str, Any]) -> ExpertsConfig:
@@ -328,6 +473,7 @@ def _experts(settings: Mapping[str, Any]) -> ExpertsConfig:
         raise CheckpointError(f"mlp_only_layers has {wrong}, but layers are 0 to {num_layers - 1}; correct config.json")
     step = settings["decoder_sparse_step"]
     return ExpertsConfig(
+        shared_size=settings.get("shared_expert_intermediate_size") or 0,
         num_experts=num_experts,
         num_experts_per_token=num_chosen,
         intermediate_size=settings["moe_intermediate_size"],
@@ -378,25 +524,27 @@ def _eos_token_ids(settings: Mapping[str, Any], directory: Path | None) -> tuple
     return tuple(token_ids)
 
 
-def _rope(settings: Mapping[str, Any]) -> RopeConfig:
+def _rope(settings: Mapping[str, Any], architecture: Architecture) -> RopeConfig:
     """The rope, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (earlier versions)."""
     entry = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     given = {name: value for name, value in entry.items() if value is not None}
     rope_type = given.get("rope_type") or given.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise CheckpointError(f"rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
-    unknown, missing = sorted(set(entry) - ROPE_KEYS.keys()), sorted(set(ROPE_TYPES[rope_type]) - given.keys())
+    known = ROPE_KEYS.keys() - (set() if architecture.is_hybrid else MROPE_KEYS)
+    unknown, missing = sorted(entry.keys() - known), sorted(set(ROPE_TYPES[rope_type]) - given.keys())
     if unknown or missing:
         raise CheckpointError(
             f"rope type {rope_type!r} has unknown keys {unknown} and lacks {missing}; correct config.json"
         )
     partial = given.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
+    if partial != 1.0 and not architecture.is_hybrid:
         raise CheckpointError(f"partial_rotary_factor={partial} is not supported; only 1.0 (rotate the whole head) is")
     names = {each.name for each in fields(RopeConfig)}
     max_position, theta = settings["max_position_embeddings"], settings.get("rope_theta")
     values = {"original_max_position_embeddings": max_position} | ({"rope_theta": theta} if theta else {})
     values |= {name: value for name, value in given.items() if name in names} | {"rope_type": rope_type}
+    values["partial_rotary_factor"] = partial
     if rope_type == "dynamic":
         values["original_max_position_embeddings"] = max_position  # transformers ignores the entry
     rope = RopeConfig(**values | {name: float(values[name]) for name in ("rope_theta", "factor") if name in values})

@@ -16,12 +16,14 @@ quantized does not matter: they keep the model's dtype, and so does the KV cache
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from nanovllm.errors import CheckpointError
 
 WORD_BITS = 32
 _ONLINE = "online"
+_NESTED, _TEXT_ALONE = "model.language_model.", "model."  # how names of layers begin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +51,30 @@ class Quantization:
         return 1 << (self.bits - 1)
 
     def covers(self, layer: str) -> bool:
-        """Return True if the linear layer of this name is quantized, as far as config.json says."""
-        return not any(
-            re.match(part[3:], layer) if part.startswith("re:") else f".{part}." in f".{layer}."
-            for part in self.ignored
-        )
+        """Return True if the linear layer of this name is quantized, as far as config.json says.
+
+        `layer` is its name in a checkpoint of text alone. In others, and in their config.json, it is nested.
+        """
+        nested = layer.replace(_TEXT_ALONE, _NESTED, 1)
+        if any(pattern.match(name) for pattern in self._ignored_patterns for name in (layer, nested)):
+            return False
+        parts = layer.split(".")  # there are tens of thousands of experts, and hundreds of names
+        ends = range(1, len(parts) + 1)
+        return not any(".".join(parts[i:j]) in self._ignored_names for j in ends for i in range(j))
+
+    @cached_property
+    def _ignored_patterns(self) -> list[re.Pattern[str]]:
+        return [re.compile(part[3:]) for part in self.ignored if part.startswith("re:")]
+
+    @cached_property
+    def _ignored_names(self) -> frozenset[str]:
+        return frozenset(part.replace(_NESTED, _TEXT_ALONE, 1) for part in self.ignored if not part.startswith("re:"))
 
 
+_GATES = ("in_proj_a", "in_proj_b")  # small layers on which states depend for thousands of tokens
 QUANTIZATIONS = {  # what a checkpoint in a float type can be quantized to while it is loaded
-    "fp8": Quantization(method=_ONLINE, bits=8, is_float=True, block=(1, 0)),
-    "int4": Quantization(method=_ONLINE, bits=4, block=(1, 128)),
+    "fp8": Quantization(method=_ONLINE, bits=8, is_float=True, block=(1, 0), ignored=_GATES),
+    "int4": Quantization(method=_ONLINE, bits=4, block=(1, 128), ignored=_GATES),
 }
 
 

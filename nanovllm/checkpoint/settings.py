@@ -37,13 +37,13 @@ _REQUIRED = {
 }
 SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "use_sliding_window"),
-    "norm_topk_prob",
+    *("norm_topk_prob", "attn_output_gate", "mtp_use_dedicated_embeddings"),
 )
 ENTRIES: dict[str, Any] = {  # the entries that model_config.py reads
     **_REQUIRED,
     **_KEPT,
     **dict.fromkeys(SWITCHES, bool),
-    **dict.fromkeys(("model_type", "hidden_act", "dtype", "torch_dtype"), str),
+    **dict.fromkeys(("model_type", "hidden_act", "dtype", "torch_dtype", "mamba_ssm_dtype"), str),
     **dict.fromkeys(("architectures", "layer_types", "mlp_only_layers"), list),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
     **dict.fromkeys(("eos_token_id", "sliding_window", "quantization_config", "dual_chunk_attention_config"), object),
@@ -51,8 +51,17 @@ ENTRIES: dict[str, Any] = {  # the entries that model_config.py reads
     "head_dim": (1, 2**10),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "decoder_sparse_step"), (1, 2**12)),
     "moe_intermediate_size": (1, 2**20),
+    "shared_expert_intermediate_size": (1, 2**20),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "full_attention_interval"), (1, 2**12)),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (1, 2**10)),
+    "linear_conv_kernel_dim": (2, 2**4),
+    "mtp_num_hidden_layers": (0, 2**12),
 }
-_NOT_OVERRIDABLE = {"auto_map": dict, "num_labels": (0, 2**20)}  # transformers makes a table of this many labels
+_NOT_OVERRIDABLE = {
+    "auto_map": dict,
+    "text_config": dict,
+    "num_labels": (0, 2**20),
+}  # transformers makes a table of this many labels
 ROPE_KEYS: dict[str, Any] = {
     **_KEPT,
     "rope_type": str,
@@ -64,7 +73,10 @@ ROPE_KEYS: dict[str, Any] = {
     "mscale": (0.0, 1e6),
     "mscale_all_dim": (0.0, 1e6),
     "truncate": bool,
+    "mrope_section": list,
+    "mrope_interleaved": bool,
 }
+MROPE_KEYS = {"mrope_section", "mrope_interleaved"}  # pairs that rotate by rows and columns of images; no text has any
 
 ROPE_ENTRIES = ("rope_parameters", "rope_scaling")  # the names in transformers 5 and in earlier versions
 KEPT_ROPE_KEYS = tuple(_KEPT)  # part of the weights; in older files outside the entry

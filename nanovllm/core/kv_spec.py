@@ -1,4 +1,4 @@
-"""The shape and size of the KV cache, and the states of its blocks. Plain data."""
+"""The shape and size of the KV cache and of recurrent states, and the states of blocks. Plain data."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -16,15 +16,55 @@ class StagingSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVCacheSpec:
-    """Shape of the KV cache of one rank."""
+class StateSpec:
+    """Shape of a state: what the recurrent layers of one rank keep of a sequence (see kernels/state_tensors.py).
 
-    num_layers: int
+    A slot on the GPU and a snapshot in CPU memory hold a state, and the inputs of the last guesses.
+    """
+
+    num_layers: int  # recurrent ones
+    conv_channels: int
+    conv_tokens: int  # inputs of the convolution that are kept: its width - 1
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    itemsize: int  # bytes per element of the convolution's inputs; the matrices are in fp32
+    max_guesses: int
+
+    @property
+    def input_size(self) -> int:
+        """Numbers that a token gives the recurrence of a layer."""
+        return self.conv_channels + 2 * self.num_value_heads
+
+    @property
+    def conv_bytes(self) -> int:
+        return self.num_layers * self.conv_channels * self.conv_tokens * self.itemsize
+
+    @property
+    def matrix_bytes(self) -> int:
+        return self.num_layers * self.num_value_heads * self.key_head_dim * self.value_head_dim * 4
+
+    @property
+    def pending_bytes(self) -> int:
+        return self.num_layers * self.max_guesses * self.input_size * self.itemsize
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of a slot, and of a snapshot."""
+        return self.conv_bytes + self.matrix_bytes + self.pending_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """Shape of the KV cache of one rank, and of its states."""
+
+    num_layers: int  # attention layers
     block_size: int  # tokens
     num_kv_heads: int  # on this rank
     head_dim: int
     itemsize: int  # bytes per element
     staging: StagingSizes = StagingSizes()
+    states: StateSpec | None = None  # None: no layer is recurrent
 
     @property
     def layer_block_bytes(self) -> int:
@@ -49,14 +89,16 @@ class KVCacheSpec:
 
 @dataclass(frozen=True)
 class KVCacheSizes:
-    """Blocks on the GPU, in CPU memory with offload, and pages of the shadow, as measured at start-up or set by the
-    user.
+    """Blocks on the GPU, in CPU memory with offload, pages of the shadow, and places of states, as measured at start-up
+    or set by the user.
     """
 
     num_gpu_blocks: int
     num_cpu_blocks: int = 0  # 0 without offload
     num_pages: int = 0  # of the shadow; 0 without one
     shadow_bits: int = 0
+    num_state_slots: int = 0  # on the GPU, with slot 0, which belongs to nobody; 0 if no layer is recurrent
+    num_snapshots: int = 0  # of states, in CPU memory
 
 
 def dtype_name(config: Config, model: ModelConfig) -> str:
@@ -68,14 +110,53 @@ def kv_cache_spec(
     config: Config, model: ModelConfig, tp_size: int, staging: StagingSizes = StagingSizes()
 ) -> KVCacheSpec:
     """Shape of the KV cache on each of `tp_size` ranks."""
+    itemsize = 4 if dtype_name(config, model) == "float32" else 2
     return KVCacheSpec(
-        num_layers=model.num_layers,
+        num_layers=model.num_attention_layers,
         block_size=config.block_size,
         num_kv_heads=model.num_kv_heads // tp_size,
         head_dim=model.head_dim,
-        itemsize=4 if dtype_name(config, model) == "float32" else 2,
+        itemsize=itemsize,
         staging=staging,
+        states=_state_spec(config, model, tp_size, itemsize),
     )
+
+
+def _state_spec(config: Config, model: ModelConfig, tp_size: int, itemsize: int) -> StateSpec | None:
+    r = model.recurrent
+    if r is None:
+        return None
+    return StateSpec(
+        num_layers=model.num_recurrent_layers,
+        conv_channels=r.conv_channels // tp_size,
+        conv_tokens=r.conv_kernel - 1,
+        num_value_heads=r.num_value_heads // tp_size,
+        key_head_dim=r.key_head_dim,
+        value_head_dim=r.value_head_dim,
+        itemsize=itemsize,
+        max_guesses=config.max_guesses,
+    )
+
+
+def num_spare_state_slots(config: Config) -> int:
+    """State slots beyond those of running sequences and slot 0: one for states that are saved in the middle of a chunk,
+    and one for drafts. More of both are possible while fewer sequences run.
+    """
+    return int(config.enable_prefix_caching) + int(config.max_guesses > 0)
+
+
+def max_stateful_seqs(config: Config, num_state_slots: int) -> int:
+    """Number of sequences that can run together with so many state slots."""
+    return num_state_slots - 1 - num_spare_state_slots(config)
+
+
+def num_state_slots(config: Config, states: StateSpec, room_bytes: int) -> int:
+    """Slots for max_num_seqs sequences, or as many as there is room for, but at least enough for one sequence."""
+    others = 1 + num_spare_state_slots(config)
+    return max(others + 1, min(others + config.max_num_seqs, room_bytes // states.slot_bytes))
+
+
+SNAPSHOT_TOKENS = 8192  # a prompt leaves a snapshot of its state in each multiple of this
 
 
 class BlockState(IntEnum):

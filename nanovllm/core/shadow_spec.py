@@ -6,10 +6,10 @@ bits, keys have 4 and values 2, because errors of keys matter more. A number is 
 scale and offset in fp16.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanovllm.config import Config
-from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec
+from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, num_state_slots
 
 SHADOW_BITS = (4, 3, 2)
 KEY_GROUP = 64  # tokens of a channel that share a scale
@@ -85,13 +85,20 @@ class ShadowSpec:
 def divide_memory(
     config: Config, spec: KVCacheSpec, room_bytes: int, *, given: int, useful: int, num_cpu_blocks: int
 ) -> KVCacheSizes:
-    """Divide the memory of a GPU between KV blocks and the shadow.
+    """Divide the memory of a GPU between KV blocks, the shadow and the slots of states.
 
-    `given`: blocks that the user asks for, 0 for as many as fit, of which no more than `useful` are. The blocks may be
-    too few to start with, and the pages may be none. With offload the shadow should hold all CPU blocks, and if the
-    slots are not given, it gets half of the room for that. Without, there is a page for each block. With "auto" it
-    gets a quarter, and holds all blocks or does not exist: a step without guesses is slower with fewer slots.
+    States get what the given blocks leave, or else half of the room, as far as they can use it. `given`: blocks that
+    the user asks for, 0 for as many as fit, of which no more than `useful` are. The blocks may be too few to start
+    with, and the pages may be none. With offload the shadow should hold all CPU blocks, and if the slots are not given,
+    it gets half of the room for that. Without, there is a page for each block. With "auto" it gets a quarter, and holds
+    all blocks or does not exist: a step without guesses is slower with fewer slots.
     """
+    if spec.states is not None:
+        free_bytes = room_bytes - given * spec.block_bytes if given else room_bytes // 2
+        num_slots = num_state_slots(config, spec.states, free_bytes)
+        stateless, rest = replace(spec, states=None), room_bytes - num_slots * spec.states.slot_bytes
+        sizes = divide_memory(config, stateless, rest, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)
+        return replace(sizes, num_state_slots=num_slots)
     if not config.wants_shadow:
         return KVCacheSizes(given or min(room_bytes // spec.block_bytes, useful), num_cpu_blocks)
     page_bytes = {bits: ShadowSpec.of(spec, bits).page_bytes for bits in SHADOW_BITS}

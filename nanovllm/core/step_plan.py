@@ -77,6 +77,13 @@ class PageFill(NamedTuple):
     page: int
 
 
+class StateFlush(NamedTuple):
+    """The state in a slot, whose sequence gives way, goes to a snapshot before anything overwrites it."""
+
+    slot: int
+    snapshot: int
+
+
 @dataclass(frozen=True)
 class KVMoves:
     """Moves between CPU memory and the GPU in a step, and into the shadow. Without either, there are none.
@@ -95,6 +102,7 @@ class KVMoves:
     cpu_spans: tuple[tuple[CpuSpan, ...], ...] = ()
     taken_slots: tuple[int, ...] = ()  # slots given to another block in this step, which writes to them
     page_fills: tuple[PageFill, ...] = ()
+    state_flushes: tuple[StateFlush, ...] = ()  # before the step's states are loaded
 
     @property
     def brings_in_keys(self) -> bool:
@@ -151,6 +159,28 @@ class DraftKeys(NamedTuple):
     num_paged_keys: int
 
 
+class StateSave(NamedTuple):
+    """The state after the first `num_tokens` new tokens of a sequence goes to a snapshot, from `slot`.
+
+    That is the slot of the sequence, if its new tokens end there, or else one in which the pass leaves the state too.
+    """
+
+    num_tokens: int
+    slot: int
+    snapshot: int
+
+
+class StateStep(NamedTuple):
+    """The recurrent state that a sequence's new tokens start from and leave (kernels/state_tensors.py: StateRows)."""
+
+    source: int  # the slot whose state the new tokens start from; -1: zeros
+    target: int  # the sequence's slot
+    num_replayed: int = 0
+    draft_slot: int = -1  # where drafts leave their states; -1: there are none
+    load: int = -1  # the snapshot that is first copied to the source; -1: none
+    saves: tuple[StateSave, ...] = ()  # in order of num_tokens
+
+
 class SequenceStep(NamedTuple):
     """The new tokens of one sequence and where its paged keys are.
 
@@ -176,6 +206,7 @@ class SequenceStep(NamedTuple):
     edits: LogitEdits | None = None
     num_logprobs: int | None = None  # most likely tokens to report beside each sampled one; None: no log-probabilities
     scores: PromptScores | None = None
+    state: StateStep | None = None  # None: no layer is recurrent
 
     @property
     def num_tokens(self) -> int:

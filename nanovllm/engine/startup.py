@@ -15,7 +15,7 @@ from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DiskSetup
-from nanovllm.core.kv_spec import KVCacheSizes
+from nanovllm.core.kv_spec import KVCacheSizes, max_stateful_seqs
 from nanovllm.core.shadow_spec import ShadowSpec, divide_memory
 from nanovllm.core.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows
 from nanovllm.device.devices import release_failed_start
@@ -28,6 +28,7 @@ from nanovllm.kvcache.disk.tier import DiskBoard, DiskTier
 from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.policy.shadow_pages import ShadowPages
+from nanovllm.kvcache.policy.states import RecurrentStates
 from nanovllm.runner.model_runner import make_runner
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.step_bound import ChunkTimes, StepBound
@@ -102,7 +103,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     report = executor.runner.start_report()
     scheduler = Scheduler(
         kv,
-        max_num_seqs=setup.config.max_num_seqs,
+        max_num_seqs=_max_num_seqs(setup.config, sizes),
         max_num_batched_tokens=setup.config.max_num_batched_tokens,
         chunked_prefill=setup.config.chunked_prefill,
         eos_token_ids=tuple(end_token_ids),
@@ -134,13 +135,16 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
     given, num_cpu_blocks = max(getattr(config, name) or 0, 0), plan.num_cpu_blocks
     if given and setup.device.type == "cpu":
         sizes, room = KVCacheSizes(given, num_cpu_blocks, plan.num_pages, plan.shadow_bits), "memory is short"
+        sizes = replace(sizes, num_state_slots=plan.num_state_slots)
     else:
         useful = config.max_num_seqs * ceil_div(setup.max_model_len, config.block_size)
         if config.enable_cpu_offload:
             useful = max(2, min(useful, num_cpu_blocks))
         num_bytes, room = executor.call(Runner.measure_kv_room, num_cpu_blocks, given or useful)
         sizes = divide_memory(config, spec, num_bytes, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)
-        fitting = num_bytes // spec.block_bytes if given else sizes.num_gpu_blocks
+        if spec.states is not None:
+            num_bytes -= sizes.num_state_slots * spec.states.slot_bytes
+        fitting = max(0, num_bytes) // spec.block_bytes if given else sizes.num_gpu_blocks
         if fitting < max(given, least):
             lower = f"lower {name} to {fitting}" if fitting >= least else "lower kvcache_block_size"
             raise ConfigError(
@@ -154,7 +158,14 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
             f"there is no room for the shadow: a block takes {page} in {sizes.shadow_bits} bits; {room}; lower {name} "
             "or kvcache_block_size, raise shadow_memory_gb or gpu_memory_utilization, or use another speculation"
         )
-    return sizes
+    return replace(sizes, num_snapshots=plan.num_snapshots)
+
+
+def _max_num_seqs(config: Config, sizes: KVCacheSizes) -> int:
+    """The most sequences that run together: each needs a slot for its state if the model keeps one."""
+    if not sizes.num_state_slots:
+        return config.max_num_seqs
+    return min(config.max_num_seqs, max_stateful_seqs(config, sizes.num_state_slots))
 
 
 def _make_speculator(
@@ -189,7 +200,7 @@ def _make_step_bound(setup: EngineSetup, times: ChunkTimes, link_byte_per_s: flo
 
 
 def _chunk_times(setup: EngineSetup) -> ChunkTimes:
-    has_graphs = setup.device.type == "cuda" and not setup.config.enforce_eager
+    has_graphs = setup.device.type == "cuda" and not setup.config.enforce_eager and setup.plan.spec.states is None
     return ChunkTimes(token_keys(setup.model_config), MAX_GRAPH_CHUNK_TOKENS if has_graphs else 0)
 
 
@@ -231,8 +242,11 @@ def _make_kv_manager(
     config: Config, sizes: KVCacheSizes, staging_group_blocks: int, split: CpuSplit | None
 ) -> KVCacheManager:
     shadow = ShadowPages(sizes.num_pages) if sizes.num_pages else None
+    states = RecurrentStates(sizes.num_state_slots, sizes.num_snapshots) if sizes.num_state_slots else None
     if not config.enable_cpu_offload:
-        return BlockManager(sizes.num_gpu_blocks, config.block_size, config.enable_prefix_caching, shadow=shadow)
+        return BlockManager(
+            sizes.num_gpu_blocks, config.block_size, config.enable_prefix_caching, shadow=shadow, states=states
+        )
     return HybridKVCacheManager(
         sizes.num_cpu_blocks,
         sizes.num_gpu_blocks,
@@ -242,4 +256,5 @@ def _make_kv_manager(
         split,
         keeps_first_blocks=config.speculation in ("resident", "auto") and shadow is None,
         shadow=shadow,
+        states=states,
     )

@@ -43,7 +43,7 @@ def _rms_norm_kernel(
         tl.store(sum_ptr + token * SIZE + column, x, mask=inside)
     x = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
-    normed = (x * scale).to(dtype).to(tl.float32)  # round where torch rounds
+    normed = (x * scale).to(weight.dtype).to(tl.float32)  # round where torch rounds
     tl.store(out_ptr + token * SIZE + column, (normed * weight.to(tl.float32)).to(dtype), mask=inside)
 
 
@@ -115,6 +115,35 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def _sigmoid_and_mul_kernel(
+    gate_ptr, x_ptr, out_ptr, gate_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    let_next_start(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    wait_for_previous(PDL)
+    gate = tl.load(gate_ptr + token * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    sigmoid = (1.0 / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # round where torch rounds
+    tl.store(out_ptr + token * SIZE + column, (sigmoid * x).to(dtype), mask=inside)
+
+
+def sigmoid_and_mul(gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """sigmoid(gate) * x: [T, size] each, where the rows of `gate` may be strided. Hot: once per layer."""
+    num_tokens, size = x.shape
+    assert gate.stride(1) == 1 and x.is_contiguous(), "the last dimension must be contiguous"
+    out = torch.empty_like(x)
+    if num_tokens:
+        block = min(1024, triton.next_power_of_2(size))
+        on_grid(_sigmoid_and_mul_kernel, (num_tokens, triton.cdiv(size, block)))(
+            gate, x, out, gate.stride(0), SIZE=size, BLOCK=block, num_warps=4, **pdl_options(x.device)
+        )
+    return out
+
+
+@triton.jit
 def _is_cell(head, num_heads, pair, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
     """Mask of the cells of a tile of half heads that exist: [heads, BLOCK_HALF], or [heads, 1] if every pair exists."""
     inside = (head < num_heads)[:, None]
@@ -163,11 +192,11 @@ def _norm_rotate(
     x1 = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptr + offset + HALF, mask=inside, other=0.0).to(tl.float32)
     if NORM:
-        weight1, weight2 = weight1.to(tl.float32), weight2.to(tl.float32)
         scale = 1.0 / tl.sqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)
         # Round where torch rounds: after the norm and after the weight.
-        x1 = ((x1 * scale[:, None]).to(dtype).to(tl.float32) * weight1).to(dtype).to(tl.float32)
-        x2 = ((x2 * scale[:, None]).to(dtype).to(tl.float32) * weight2).to(dtype).to(tl.float32)
+        x1, x2 = (x1 * scale[:, None]).to(weight1.dtype), (x2 * scale[:, None]).to(weight2.dtype)
+        x1 = (x1.to(tl.float32) * weight1.to(tl.float32)).to(dtype).to(tl.float32)
+        x2 = (x2.to(tl.float32) * weight2.to(tl.float32)).to(dtype).to(tl.float32)
     return (x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype)
 
 
@@ -303,6 +332,7 @@ def norm_rotate_store(
 @triton.jit
 def _choose_experts_kernel(
     logits_ptr,
+    row_stride,
     experts_ptr,
     weights_ptr,
     NUM_EXPERTS: tl.constexpr,
@@ -316,7 +346,7 @@ def _choose_experts_kernel(
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     expert, place = tl.arange(0, BLOCK), tl.arange(0, BLOCK_CHOSEN)
-    logits = tl.load(logits_ptr + token * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=-float("inf"))
+    logits = tl.load(logits_ptr + token * row_stride + expert, mask=expert < NUM_EXPERTS, other=-float("inf"))
     shares = tl.exp(logits - tl.max(logits, 0))
     shares /= tl.sum(shares, 0)
     chosen = tl.zeros((BLOCK_CHOSEN,), tl.int64)
@@ -334,8 +364,8 @@ def _choose_experts_kernel(
 
 
 def choose_experts(logits: torch.Tensor, num_chosen: int, norms: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts with the largest logits, fp32 [T, E], and their shares of a softmax, which with `norms` add up to 1:
-    int64 [T, C] and fp32 [T, C]. Hot: once per layer.
+    """The experts with the largest logits, fp32 [T, E] with any distance between rows, and their shares of a softmax,
+    which with `norms` add up to 1: int64 [T, C] and fp32 [T, C]. Hot: once per layer.
     """
     num_tokens, num_experts = logits.shape
     experts = torch.empty((num_tokens, num_chosen), dtype=torch.int64, device=logits.device)
@@ -343,6 +373,7 @@ def choose_experts(logits: torch.Tensor, num_chosen: int, norms: bool) -> tuple[
     if num_tokens:
         on_grid(_choose_experts_kernel, (num_tokens,))(
             logits,
+            logits.stride(0),
             experts,
             weights,
             NUM_EXPERTS=num_experts,

@@ -1,11 +1,11 @@
 """RMSNorm, alone and fused with the residual addition before it.
 
 On a GPU each function runs one fused kernel (nanovllm/kernels) that computes the same as the code here. The numbers
-equal those of transformers: the norm is computed in fp32 and rounded to the input's dtype before it is multiplied by
-the weight.
+equal those of transformers: the norm is computed in fp32 and rounded to the dtype of the weight before it is multiplied
+by it. Models whose norms multiply by 1 + weight keep that sum, in fp32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return kernels.rms_norm(x, weight, eps)
     x32 = x.float()
     normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    return (weight * normed.to(weight.dtype)).to(x.dtype)
 
 
 def add_rms_norm(
@@ -37,12 +37,18 @@ def add_rms_norm(
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last dimension, with the same weight on every rank."""
+    """RMSNorm over the last dimension, with the same weight on every rank.
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype) -> None:
+    adds_one: it multiplies by 1 + the checkpoint's weight. order: how its elements are arranged; None: as they are.
+    """
+
+    def __init__(
+        self, size: int, eps: float, *, dtype: torch.dtype, adds_one: bool = False, order: Sequence[slice] | None = None
+    ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = new_parameter(size, dtype=dtype)
+        self.weight = new_parameter(size, dtype=torch.float32 if adds_one else dtype)
+        self._plus, self._order = float(adds_one), order or [slice(0, size)]
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """[..., size] -> (normed, new residual). Without a residual, `x` becomes the residual. Hot: twice per layer."""
@@ -51,4 +57,8 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def weight_shards(self) -> Iterator[NamedShard]:
-        yield NamedShard(0, "weight", WeightShard(self.weight, tuple(self.weight.shape), (slice(None),)))
+        end = 0
+        for rows in self._order:
+            start, end = end, end + rows.stop - rows.start
+            target, shape = self.weight[start:end], tuple(self.weight.shape)
+            yield NamedShard(0, "weight", WeightShard(target, shape, (rows,), plus=self._plus))

@@ -30,10 +30,14 @@ class WeightShard:
     full_shape: tuple[int, ...]
     index: tuple[slice, ...]
     quantization: Quantization | None = None  # the format of the layer, if it is quantized
+    plus: float = 0.0  # added to what the checkpoint has
 
 
 class NamedShard(NamedTuple):
-    """`layer` is the index of the checkpoint layer among those stacked in the module (q, k, v: 0, 1, 2), else 0."""
+    """`layer` is the index of the checkpoint layer among those stacked in the module (q, k, v: 0, 1, 2), else 0.
+
+    Several shards of one name each take some of its rows.
+    """
 
     layer: int
     parameter: str  # "weight" or "bias"; of an expert with the names that lead to it
@@ -83,6 +87,15 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def gate_heads(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(gates): [T, size] each. Hot: once per layer."""
+    if x.is_cuda:
+        from nanovllm.kernels import fused as kernels
+
+        return kernels.sigmoid_and_mul(gates, x)
+    return x * gates.sigmoid()
+
+
 # On an H200 our kernel is 1.0 to 3.9 times as fast as cuBLAS for one row, but slower for two rows in 12 of 16 layers
 # (docs/measurements.md).
 MAX_GEMV_ROWS = 1
@@ -118,11 +131,25 @@ def gate_up(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch
     return silu_and_mul(F.linear(x, weight, bias))
 
 
+class Rows(NamedTuple):
+    """Some rows of a checkpoint layer, which is one of those stacked in a module."""
+
+    layer: int
+    rows: slice
+
+
+def share(layer: int, size: int, tp: TPGroup, name: str, start: int = 0) -> Rows:
+    """This rank's rows among the `size` rows from `start` on. Raises ConfigError if the ranks cannot share them."""
+    local_size = divide(size, tp.size, name)
+    return Rows(layer, slice(start + tp.rank * local_size, start + (tp.rank + 1) * local_size))
+
+
 class MergedColumnParallelLinear(nn.Module):
     """Several column-parallel layers over the same input, as one matrix product.
 
-    [T, input_size] -> [T, sum(output_sizes) / tp]: this rank's part of the first layer, then of the second, and so on.
-    Raises ConfigError if an output size is not divisible by the number of ranks.
+    [T, input_size] -> [T, features of this rank]: those that `parts` lists, in that order. By default they are this
+    rank's part of the first layer, then of the second, and so on. Raises ConfigError if an output size is not divisible
+    by the number of ranks.
     """
 
     def __init__(
@@ -134,24 +161,25 @@ class MergedColumnParallelLinear(nn.Module):
         tp: TPGroup,
         dtype: torch.dtype,
         quantization: Quantization | None = None,
+        parts: Sequence[Rows] | None = None,
     ) -> None:
         """`quantization`: the format of the weight. None: it is not quantized."""
         super().__init__()
         self.tp, self.quantization = tp, quantization
         self.input_size = input_size
         self.output_sizes = list(output_sizes)
-        self.local_sizes = [divide(size, tp.size, "output features") for size in output_sizes]
-        self.weight = new_weight(self.local_sizes, input_size, dtype=dtype, quantization=quantization)
-        self.bias = new_parameter(sum(self.local_sizes), dtype=dtype) if bias else None
+        self.parts = parts or [share(layer, size, tp, "output features") for layer, size in enumerate(output_sizes)]
+        part_sizes = [part.rows.stop - part.rows.start for part in self.parts]
+        self.weight = new_weight(part_sizes, input_size, dtype=dtype, quantization=quantization)
+        self.bias = new_parameter(sum(part_sizes), dtype=dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
 
     def weight_shards(self) -> Iterator[NamedShard]:
         end = 0
-        for layer, (size, local_size) in enumerate(zip(self.output_sizes, self.local_sizes, strict=True)):
-            rows = slice(self.tp.rank * local_size, (self.tp.rank + 1) * local_size)
-            start, end = end, end + local_size
+        for layer, rows in self.parts:
+            size, start, end = self.output_sizes[layer], end, end + rows.stop - rows.start
             target, index = weight_rows(self.weight, start, end), (rows, slice(None))
             weight = WeightShard(target, (size, self.input_size), index, self.quantization)
             yield NamedShard(layer, "weight", weight)
@@ -182,7 +210,9 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
 class QKVParallelLinear(MergedColumnParallelLinear):
     """The q, k and v projections as one product; each rank owns num_heads / tp heads and num_kv_heads / tp kv heads.
 
-    `split` returns q [T, H, D], k [T, K, D] and v [T, K, D] of this rank as views of the product.
+    `split` returns q [T, H, D], k [T, K, D] and v [T, K, D] of this rank, and gates [T, H, D] if `gated`, as views of
+    the product. With gates q_proj has, for each head, its rows and then those of its gate. `head_rows` says in which
+    order q and k have the rows of a head.
     """
 
     def __init__(
@@ -196,19 +226,45 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         tp: TPGroup,
         dtype: torch.dtype,
         quantization: Quantization | None = None,
+        gated: bool = False,
+        head_rows: Sequence[slice] | None = None,
     ) -> None:
         heads = divide(num_heads, tp.size, "num_attention_heads")
         kv_heads = divide(num_kv_heads, tp.size, "num_key_value_heads")
-        sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
-        super().__init__(hidden_size, sizes, bias=bias, tp=tp, dtype=dtype, quantization=quantization)
-        self.head_dim = head_dim
-        self.heads_per_part = [heads, kv_heads, kv_heads]
+        q_rows, whole = (2 if gated else 1) * head_dim, [slice(0, head_dim)]
 
-    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def rows(layer: int, num_heads: int, per_head: int, order: Sequence[slice]) -> list[Rows]:
+            first = tp.rank * num_heads
+            starts = [head * per_head for head in range(first, first + num_heads)]
+            return [Rows(layer, slice(start + each.start, start + each.stop)) for start in starts for each in order]
+
+        parts = rows(0, heads, q_rows, head_rows or whole) + rows(1, kv_heads, head_dim, head_rows or whole)
+        parts += rows(2, kv_heads, head_dim, whole)
+        if gated:
+            parts += rows(0, heads, q_rows, [slice(head_dim, 2 * head_dim)])
+        sizes = [num_heads * q_rows, num_kv_heads * head_dim, num_kv_heads * head_dim]
+        super().__init__(
+            hidden_size, sizes, bias=bias, tp=tp, dtype=dtype, quantization=quantization, parts=_joined(parts)
+        )
+        self.head_dim = head_dim
+        self.heads_per_part = [heads, kv_heads, kv_heads, heads if gated else 0]
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Hot: once per layer."""
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
-        q, k, v = heads.split(self.heads_per_part, dim=1)
-        return q, k, v
+        q, k, v, gates = heads.split(self.heads_per_part, dim=1)
+        return q, k, v, gates
+
+
+def _joined(parts: Sequence[Rows]) -> list[Rows]:
+    """The same rows in fewer parts."""
+    joined: list[Rows] = []
+    for layer, rows in parts:
+        if joined and joined[-1].layer == layer and joined[-1].rows.stop == rows.start:
+            joined[-1] = Rows(layer, slice(joined[-1].rows.start, rows.stop))
+        else:
+            joined.append(Rows(layer, rows))
+    return joined
 
 
 class RowParallelLinear(nn.Module):

@@ -31,28 +31,37 @@ MAX_SINGLE_PAIRS = 32  # pairs of a token and an expert up to which each reads t
 
 
 class Router(nn.Module):
-    """The probability of each expert is a softmax in fp32 of a linear layer, which is computed in fp32 as well."""
+    """The probability of each expert is a softmax in fp32 of a linear layer, which is computed in fp32 as well.
+
+    The weight of a shared expert is the sigmoid of one more feature of that layer.
+    """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
+        self.num_experts = config.num_experts
         self.num_chosen, self.norms = config.num_experts_per_token, config.norm_topk_prob
-        self.weight = new_parameter(config.num_experts, hidden_size, dtype=torch.float32)
+        num_features = config.num_experts + bool(config.shared_size)
+        self.weight = new_parameter(num_features, hidden_size, dtype=torch.float32)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, hidden_size] -> the chosen experts, int64 [T, C], and their weights, fp32 [T, C]. Hot: once per layer."""
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, hidden_size] -> the chosen experts, int64 [T, C], and their weights, fp32 [T, C]; the weight of the
+        shared expert, fp32 [T, 1], or [T, 0] if there is none. Hot: once per layer.
+        """
         if x.is_cuda:
             from nanovllm.kernels import fused, small_linear
 
             few = len(x) <= MAX_ROUTER_ROWS and self.weight.shape[1] % 8 == 0
             logits = small_linear.small_linear(x, self.weight, None) if few else F.linear(x.float(), self.weight)
-            return fused.choose_experts(logits, self.num_chosen, self.norms)
-        probabilities = F.linear(x.float(), self.weight).softmax(dim=-1)
-        weights, experts = probabilities.topk(self.num_chosen, dim=-1)
-        return experts, weights / weights.sum(dim=-1, keepdim=True) if self.norms else weights
+            logits, shared = logits.tensor_split((self.num_experts,), dim=-1)
+            return *fused.choose_experts(logits, self.num_chosen, self.norms), shared.sigmoid()
+        logits, shared = F.linear(x.float(), self.weight).tensor_split((self.num_experts,), dim=-1)
+        weights, experts = logits.softmax(dim=-1).topk(self.num_chosen, dim=-1)
+        return experts, weights / weights.sum(dim=-1, keepdim=True) if self.norms else weights, shared.sigmoid()
 
     def weight_shards(self) -> Iterator[NamedShard]:
-        shape = tuple(self.weight.shape)
-        yield NamedShard(0, "weight", WeightShard(self.weight, shape, (slice(None), slice(None))))
+        for layer, part in enumerate(self.weight.tensor_split((self.num_experts,))):
+            if len(part):
+                yield NamedShard(layer, "weight", WeightShard(part, tuple(part.shape), (slice(None), slice(None))))
 
 
 class Experts(nn.Module):
@@ -135,7 +144,10 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """Its modules have the names that they have in the checkpoint."""
+    """Its modules have the names that they have in the checkpoint.
+
+    Some models have an expert that every token uses, `shared_expert`. It is a dense MLP of its own.
+    """
 
     def __init__(
         self,
@@ -144,11 +156,17 @@ class SparseMLP(nn.Module):
         tp: TPGroup,
         dtype: torch.dtype,
         quantization: Quantization | None = None,
+        shared_expert: nn.Module | None = None,
     ) -> None:
         """`quantization`: that of the experts."""
         super().__init__()
         self.gate = Router(hidden_size, config)
         self.experts = Experts(hidden_size, config, tp, dtype, quantization)
+        self.shared_expert = shared_expert
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.experts(hidden, *self.gate(hidden))
+        experts, weights, shared_weight = self.gate(hidden)
+        out: torch.Tensor = self.experts(hidden, experts, weights)
+        if self.shared_expert is None:
+            return out
+        return torch.addcmul(out, shared_weight.to(out.dtype), self.shared_expert(hidden))

@@ -4,6 +4,10 @@ Pair i of a head (elements i and i + D/2) is rotated by the angle position * inv
 inv_freq, and yarn also scales cos and sin. Each forward computes cos and sin once for all layers, from the positions.
 There is no table, because at D = 128 it would take 512 bytes per token of context.
 
+Some models rotate only the first R elements of a head, element i with i + R/2. Their q and k keep the elements of a
+head in another order (`rotary_order`), in which these two are D/2 apart as well, and the other pairs have the angle 0.
+The order changes no product of q and k.
+
 `rotate_and_store` does everything between the qkv product and attention. On a GPU it is one fused kernel.
 """
 
@@ -11,6 +15,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.checkpoint.model_config import RopeConfig
@@ -37,6 +42,15 @@ def store_kv(k_TKD: torch.Tensor, v_TKD: torch.Tensor, cells: KVCells) -> None:
     cells.v_cache_NPKD.view(-1, *v_TKD.shape[1:])[index] = v_TKD[written_T]
 
 
+def rotary_order(head_dim: int, rotary_dim: int) -> list[slice]:
+    """The elements of a head in the order in which q and k keep them, if the first `rotary_dim` are rotated."""
+    if rotary_dim == head_dim:
+        return [slice(0, head_dim)]
+    half, middle = rotary_dim // 2, (head_dim + rotary_dim) // 2
+    bounds = (0, half), (rotary_dim, middle), (half, rotary_dim), (middle, head_dim)
+    return [slice(start, end) for start, end in bounds]
+
+
 class RotaryEmbedding(nn.Module):
     """Computes cos and sin for each position.
 
@@ -45,14 +59,16 @@ class RotaryEmbedding(nn.Module):
     p + 1. `needs_rope_lens` tells whether a sequence can be long enough for that to matter.
     """
 
-    def __init__(self, config: RopeConfig, head_dim: int, *, max_model_len: int) -> None:
+    def __init__(self, config: RopeConfig, head_dim: int, *, max_model_len: int, rotary_dim: int | None = None) -> None:
+        """rotary_dim: elements of a head that are rotated; None: all."""
         super().__init__()
         self.config = config
-        self.head_dim = head_dim
+        self.rotary_dim = rotary_dim or head_dim
+        self.num_unrotated = (head_dim - self.rotary_dim) // 2  # pairs
         self.attention_scaling = _yarn_attention_scaling(config) if config.rope_type == "yarn" else 1.0
         self.needs_rope_lens = config.rope_type == "dynamic" and max_model_len > config.original_max_position_embeddings
         # Compute on the CPU, so that every device has the same frequencies, then move to the current device.
-        inv_freq = _inv_freq(config, head_dim)
+        inv_freq = _inv_freq(config, self.rotary_dim)
         self.inv_freq = nn.Buffer(inv_freq.to(torch.get_default_device()), persistent=False)
 
     def cos_sin(self, positions: torch.Tensor, rope_lens: torch.Tensor | None = None) -> torch.Tensor:
@@ -65,12 +81,16 @@ class RotaryEmbedding(nn.Module):
             assert rope_lens is not None, "dynamic rope beyond the original length needs rope_lens"
             inv_freq = self._dynamic_inv_freq(rope_lens)
         angles = positions.unsqueeze(-1).float() * inv_freq
-        cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
-        return cos_sin if self.attention_scaling == 1.0 else cos_sin * self.attention_scaling
+        cos, sin = angles.cos(), angles.sin()
+        if self.attention_scaling != 1.0:
+            cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
+        if self.num_unrotated:
+            cos, sin = F.pad(cos, (0, self.num_unrotated), value=1.0), F.pad(sin, (0, self.num_unrotated))
+        return torch.cat((cos, sin), dim=-1)
 
     def _dynamic_inv_freq(self, rope_lens: torch.Tensor) -> torch.Tensor:
-        """[T, D/2]: theta' = theta * (factor * L / L0 - (factor - 1)) ** (D / (D - 2)), for L above the original L0."""
-        config, dim = self.config, self.head_dim
+        """[T, R/2]: theta' = theta * (factor * L / L0 - (factor - 1)) ** (R / (R - 2)), for L above the original L0."""
+        config, dim = self.config, self.rotary_dim
         original = config.original_max_position_embeddings
         stretch = config.factor * rope_lens.clamp(min=original) / original - (config.factor - 1)
         base = config.rope_theta * stretch ** (dim / (dim - 2))

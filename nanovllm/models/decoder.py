@@ -1,12 +1,13 @@
-"""The decoder that all supported architectures share: embedding, layers of attention and gated or sparse MLP, head.
+"""The decoder that all supported architectures share: embedding, layers of attention or of a recurrent kind, each with
+a gated or sparse MLP, head.
 
 Every rank runs it on its own heads and features. The argument `attn` is what the step attends to.
 Shapes: T packed tokens, H query heads, K kv heads of this rank, D head dim, S sampled rows.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from nanovllm.attention.base import StepAttention
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
+from nanovllm.layers.delta_net import GatedDeltaNet
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     GateUpParallelLinear,
@@ -24,12 +26,13 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
     VocabParallelEmbedding,
     WeightShard,
+    gate_heads,
 )
 from nanovllm.layers.moe import SparseMLP
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotate_and_store
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotary_order, rotate_and_store
 
 
-def _quantization(config: ModelConfig, parent: str, *names: str) -> Quantization | None:
+def quantization_of(config: ModelConfig, parent: str, *names: str) -> Quantization | None:
     """The format of a module that consists of these layers of the checkpoint, if all of them are quantized."""
     quantization = config.quantization
     if quantization is None or not all(quantization.covers(f"{parent}.{name}") for name in names):
@@ -38,10 +41,12 @@ def _quantization(config: ModelConfig, parent: str, *names: str) -> Quantization
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, tp: TPGroup, dtype: torch.dtype) -> None:
+    """`name`: its name in the checkpoint. `layer`: its number among the layers of attention."""
+
+    def __init__(self, config: ModelConfig, name: str, layer: int, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
         self.layer = layer
-        name = f"model.layers.{layer}.self_attn"
+        order = rotary_order(config.head_dim, config.rotary_dim)
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             config.head_dim,
@@ -50,7 +55,9 @@ class Attention(nn.Module):
             bias=config.qkv_bias,
             tp=tp,
             dtype=dtype,
-            quantization=_quantization(config, name, "q_proj", "k_proj", "v_proj"),
+            quantization=quantization_of(config, name, "q_proj", "k_proj", "v_proj"),
+            gated=config.attention_gate,
+            head_rows=order,
         )
         self.o_proj = RowParallelLinear(
             config.num_heads * config.head_dim,
@@ -58,13 +65,13 @@ class Attention(nn.Module):
             bias=config.o_bias,
             tp=tp,
             dtype=dtype,
-            quantization=_quantization(config, name, "o_proj"),
+            quantization=quantization_of(config, name, "o_proj"),
         )
         self.eps = config.rms_norm_eps
-        self.qk_norm = config.qk_norm
+        self.qk_norm, self.is_gated = config.qk_norm, config.attention_gate
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, self.eps, dtype=dtype)
-            self.k_norm = RMSNorm(config.head_dim, self.eps, dtype=dtype)
+            self.q_norm = new_norm(config, dtype, config.head_dim, order)
+            self.k_norm = new_norm(config, dtype, config.head_dim, order)
 
     def forward(
         self, hidden: torch.Tensor, cos_sin: torch.Tensor, attn: StepAttention, rows: torch.Tensor | None
@@ -73,26 +80,30 @@ class Attention(nn.Module):
 
         K and V of all tokens are written to the cache.
         """
-        q, k, v = self.qkv_proj.split(self.qkv_proj(hidden))
+        q, k, v, gates = self.qkv_proj.split(self.qkv_proj(hidden))
         q_weight, k_weight = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else (None, None)
         q = rotate_and_store(q, k, v, q_weight, k_weight, self.eps, cos_sin, attn.cells(self.layer))
-        del k, v  # the last references to the qkv product, so that its memory is free during attention
         if rows is not None:
-            q = q[rows]
-        return self.o_proj(attn.attend(self.layer, q).flatten(1))
+            q, gates = q[rows], gates[rows]
+        if not self.is_gated:
+            del gates
+        del k, v  # without gates the last references to the qkv product, so that its memory is free during attention
+        out = attn.attend(self.layer, q).flatten(1)
+        return self.o_proj(gate_heads(out, gates.flatten(1)) if self.is_gated else out)
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, tp: TPGroup, dtype: torch.dtype) -> None:
+    """`name`: its name in the checkpoint."""
+
+    def __init__(self, config: ModelConfig, name: str, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
-        name = f"model.layers.{layer}.mlp"
         self.gate_up_proj = GateUpParallelLinear(
             config.hidden_size,
             config.intermediate_size,
             bias=config.mlp_bias,
             tp=tp,
             dtype=dtype,
-            quantization=_quantization(config, name, "gate_proj", "up_proj"),
+            quantization=quantization_of(config, name, "gate_proj", "up_proj"),
         )
         self.down_proj = RowParallelLinear(
             config.intermediate_size,
@@ -100,7 +111,7 @@ class MLP(nn.Module):
             bias=config.mlp_bias,
             tp=tp,
             dtype=dtype,
-            quantization=_quantization(config, name, "down_proj"),
+            quantization=quantization_of(config, name, "down_proj"),
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -108,18 +119,29 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, tp: TPGroup, dtype: torch.dtype) -> None:
+    """`name`: its name in the checkpoint. `kind`: attention or recurrent. `number`: among the layers of that kind."""
+
+    def __init__(
+        self, config: ModelConfig, name: str, kind: str, number: int, is_sparse: bool, tp: TPGroup, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.self_attn = Attention(config, layer, tp, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        if config.experts is not None and layer in config.experts.layers:
+        self.input_layernorm = new_norm(config, dtype)
+        self.self_attn: Attention | None = None
+        self.linear_attn: GatedDeltaNet | None = None
+        if kind == "attention":
+            self.self_attn = Attention(config, f"{name}.self_attn", number, tp, dtype)
+        else:
+            self.linear_attn = _delta_net(config, f"{name}.linear_attn", number, tp, dtype)
+        self.post_attention_layernorm = new_norm(config, dtype)
+        name = f"{name}.mlp"
+        if config.experts is not None and is_sparse:
             kinds = ("gate_proj", "up_proj", "down_proj")
             names = [f"experts.{expert}.{kind}" for expert in range(config.experts.num_experts) for kind in kinds]
-            quantization = _quantization(config, f"model.layers.{layer}.mlp", *names)
-            self.mlp: nn.Module = SparseMLP(config.hidden_size, config.experts, tp, dtype, quantization)
+            quantization = quantization_of(config, name, *names)
+            shared = MLP(config, f"{name}.shared_expert", tp, dtype) if config.experts.shared_size else None
+            self.mlp: nn.Module = SparseMLP(config.hidden_size, config.experts, tp, dtype, quantization, shared)
         else:
-            self.mlp = MLP(config, layer, tp, dtype)
+            self.mlp = MLP(config, name, tp, dtype)
 
     def forward(
         self,
@@ -131,11 +153,33 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the MLP's output and the residual that it must be added to; the next norm adds them, fused."""
         hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(hidden, cos_sin, attn, rows)
+        mixer = self.self_attn or self.linear_attn
+        assert mixer is not None, "a layer is of one kind"
+        hidden = mixer(hidden, cos_sin, attn, rows)
         if rows is not None:
             residual = residual[rows]
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden), residual
+
+    def skip(self, hidden: torch.Tensor, attn: StepAttention) -> None:
+        """Let attention use up what it streams for this layer."""
+        if self.self_attn is not None:
+            attn.cells(self.self_attn.layer)
+            attn.attend(self.self_attn.layer, hidden.new_empty(0, 1, 1))
+
+
+def new_norm(
+    config: ModelConfig, dtype: torch.dtype, size: int | None = None, order: Sequence[slice] | None = None
+) -> RMSNorm:
+    size = size or config.hidden_size
+    return RMSNorm(size, config.rms_norm_eps, dtype=dtype, adds_one=config.norms_add_one, order=order)
+
+
+def _delta_net(config: ModelConfig, name: str, number: int, tp: TPGroup, dtype: torch.dtype) -> GatedDeltaNet:
+    assert config.recurrent is not None
+    stacked = ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"), ("out_proj",)
+    qkvz, ba, out = (quantization_of(config, name, *names) for names in stacked)
+    return GatedDeltaNet(config.hidden_size, config.recurrent, number, config.rms_norm_eps, tp, dtype, (qkvz, ba, out))
 
 
 class Decoder(nn.Module):
@@ -144,12 +188,18 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, tp: TPGroup, *, max_model_len: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp, dtype=dtype)
-        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, max_model_len=max_model_len)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer, tp, dtype) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.rotary_emb = RotaryEmbedding(
+            config.rope, config.head_dim, max_model_len=max_model_len, rotary_dim=config.rotary_dim
+        )
+        kinds, sparse = config.layer_kinds, config.experts.layers if config.experts else ()
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, f"model.layers.{i}", kind, kinds[:i].count(kind), i in sparse, tp, dtype)
+            for i, kind in enumerate(kinds)
+        )
+        self.norm = new_norm(config, dtype)
         self.skips_inner_layers = False
-        kinds = [tuple(map(_kind, layer.modules())) for layer in self.layers]
-        self._first_of_kind = {kinds.index(kind) for kind in kinds}
+        modules = [tuple(map(_kind, layer.modules())) for layer in self.layers]
+        self._first_of_kind = {modules.index(each) for each in modules}
 
     def forward(
         self,
@@ -165,8 +215,8 @@ class Decoder(nn.Module):
         *before_last, last = self.layers
         for number, layer in enumerate(before_last):
             if self.skips_inner_layers and number not in self._first_of_kind:
-                attn.cells(number)  # attention uses up what it streams for this layer
-                attn.attend(number, hidden.new_empty(0, 1, 1))
+                assert isinstance(layer, DecoderLayer)
+                layer.skip(hidden, attn)
             else:
                 hidden, residual = layer(hidden, residual, cos_sin, attn, None)
         hidden, residual = last(hidden, residual, cos_sin, attn, rows)
@@ -187,6 +237,9 @@ class CausalLM(nn.Module):
     stacked_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
+        "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+        "in_proj_ba": ("in_proj_b", "in_proj_a"),
+        "gate": ("gate", "shared_expert_gate"),
     }
 
     def __init__(self, config: ModelConfig, tp: TPGroup, *, max_model_len: int, dtype: torch.dtype) -> None:
@@ -200,6 +253,25 @@ class CausalLM(nn.Module):
             dtype=dtype,
             tied_to=self.model.embed_tokens.weight if config.tie_word_embeddings else None,
         )
+        self.mtp: nn.Module | None = None  # an MTPHead, if there is one
+
+    def draft(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        attn: StepAttention,
+        rope_lens: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states of the draft head (models/mtp.py), from which `compute_logits` makes guesses.
+
+        `hidden` [T, hidden_size]: of the token before each of `input_ids` [T], from `forward` or from this function.
+        `positions`: those of the hidden states. The others are as in `forward`.
+        """
+        assert self.mtp is not None, "the model was built without its draft head"
+        cos_sin = self.model.rotary_emb.cos_sin(positions, rope_lens)
+        return cast(torch.Tensor, self.mtp(self.model.embed_tokens(input_ids), hidden, cos_sin, attn, rows))
 
     @contextmanager
     def skipping_inner_layers(self) -> Iterator[None]:
@@ -228,7 +300,7 @@ class CausalLM(nn.Module):
         """Token ids [T] and their positions [T], both int64 -> hidden states [T, hidden_size] after the last norm.
 
         `rows` [S] selects the tokens whose hidden states are needed; None means all. The last layer then computes only
-        those, except that it stores K and V of all tokens, and the result is [S, hidden_size].
+        those, except that all tokens go into the KV cache or the state, and the result is [S, hidden_size].
 
         `rope_lens` [T] is max(num_prompt_tokens, position + 1) of each token. It is read only if `needs_rope_lens`.
         """
@@ -242,7 +314,9 @@ class CausalLM(nn.Module):
         return self.lm_head(hidden, out)
 
     def weight_shards(self) -> Iterator[tuple[str, WeightShard]]:
-        """Yield, for every tensor that fills this rank's parameters, its name in the checkpoint and where it goes."""
+        """Yield, for every tensor that fills this rank's parameters, its name in the checkpoint and where it goes. A
+        tensor comes several times if its parts go to several places.
+        """
         for path, module in self.named_modules():
             if module is self or not isinstance(module, HasWeightShards):
                 continue

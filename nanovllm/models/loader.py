@@ -3,8 +3,9 @@
 Every rank reads only its own slices.
 """
 
+import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from nanovllm.errors import CheckpointError
 from nanovllm.layers.linear import WeightShard
 from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.mtp import MTPHead
 from nanovllm.models.quantized import StoredTensor, quantize, read_quantized, stored_parts
 from nanovllm.utils.progress import progress_bar
 
@@ -41,27 +43,35 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str,
     directory: Path | None = None,
+    with_mtp: bool = False,
 ) -> CausalLM:
     """Allocate this rank's part of the model on `device` in `dtype`. `load_weights` fills it.
 
     max_model_len: tokens of the longest sequence. directory: where the weights are, which tells what a quantized
-    checkpoint leaves unquantized. Raises ConfigError if the heads or the MLP's features are not divisible by the number
-    of ranks.
+    checkpoint leaves unquantized. with_mtp: with the head that drafts; `config.has_mtp` tells whether there is one.
+    Raises ConfigError if the heads or the MLP's features are not divisible by the number of ranks.
     """
     quantization = config.quantization
     if quantization is not None and directory is not None and not quantization.is_online:
         ignored = (*quantization.ignored, *_unquantized_layers(directory))
         config = replace(config, quantization=replace(quantization, ignored=ignored))
     with torch.device(device):
-        return CausalLM(config, tp, max_model_len=max_model_len, dtype=dtype)
+        model = CausalLM(config, tp, max_model_len=max_model_len, dtype=dtype)
+        if with_mtp:
+            assert config.has_mtp, "the checkpoint has no draft head"
+            model.mtp = MTPHead(config, tp, dtype)
+    return model
 
 
 def _unquantized_layers(directory: Path) -> list[str]:
     """The linear layers whose weights a checkpoint has as they are."""
     with ExitStack() as files:
         stored = _open(weight_files(directory), files)
-        weights = [tensor for tensor in stored.values() if tensor.name.endswith("_proj.weight")]
-        return [tensor.name.removesuffix(".weight") for tensor in weights if tensor.dtype in _FLOAT_DTYPES]
+        return [
+            name.removesuffix(".weight")
+            for name, tensor in stored.items()
+            if name.endswith(".weight") and len(tensor.shape) == 2 and tensor.dtype in _FLOAT_DTYPES
+        ]
 
 
 def load_weights(
@@ -80,26 +90,29 @@ def load_weights(
     tensor if a file is missing or damaged, if a tensor is missing, unknown or of a wrong shape or type, and for scales
     that are not finite.
     """
-    shards = dict(model.weight_shards())
+    shards: dict[str, list[WeightShard]] = {}
+    for name, shard in model.weight_shards():
+        shards.setdefault(name, []).append(shard)
     with (
         progress_bar(total=len(shards), desc="Loading weights", unit="tensor", is_wanted=show_progress) as progress,
         ExitStack() as files,
     ):
         if load_format == "dummy":
-            for name, shard in shards.items():
-                _fill_dummy(name, shard, seed, model.lm_head.weight.dtype)
+            for name, of_name in shards.items():
+                _fill_dummy(name, of_name, seed, model.lm_head.weight.dtype)
                 progress.update()
             return
         stored = _open(weight_files(directory), files)
         missing: list[str] = []
         unused = dict.fromkeys(stored)
-        for name, shard in shards.items():
-            parts = _fill(name, shard, stored, model.config.quantization)
+        for name, of_name in shards.items():
+            for shard in of_name:
+                parts = _fill(name, shard, stored, model.config.quantization)
             missing += [] if parts else [name]
             for part in parts:
                 del unused[part]
             progress.update()
-        unknown = [name for name in unused if not _may_be_ignored(stored[name], model)]
+        unknown = [name for name in unused if not _may_be_ignored(name, stored[name], model)]
     for kind, names in (("misses weights", missing), ("has weights unknown to the model", unknown)):
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -142,19 +155,49 @@ def _open(paths: Sequence[Path], files: ExitStack) -> dict[str, StoredTensor]:
                 f"{found[twice[0]].where} is also in {stored[twice[0]].where}; keep the files of one download"
             )
         stored |= found
-    return stored
+    return {name: tensor for each in stored.values() for name, tensor in _as_named_here(each)}
+
+
+def _as_named_here(tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the tensor by its name in a checkpoint that has only a text part, and each expert by itself."""
+    name = tensor.name.replace("model.language_model.", "model.", 1)
+    parent, _, last = name.rpartition(".")
+    kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
+    if kinds is None or not parent.endswith(".experts") or len(tensor.shape) != 3:
+        yield name, tensor
+        return
+    num_experts, num_rows, _ = tensor.shape
+    size = num_rows // len(kinds)
+    for expert in range(num_experts):
+        for start, kind in zip(range(0, num_rows, size), kinds, strict=True):
+            yield f"{parent}.{expert}.{kind}.weight", _OfExpert(tensor, expert, slice(start, start + size))
+
+
+class _OfExpert:
+    """Some rows of one expert, in a tensor of all experts. See StoredTensor."""
+
+    def __init__(self, experts: StoredTensor, expert: int, rows: slice) -> None:
+        self.name, self.where, self.dtype = experts.name, experts.where, experts.dtype
+        self._experts, self._expert, self._rows = experts, slice(expert, expert + 1), rows
+        self.shape = (rows.stop - rows.start, experts.shape[2])
+
+    def read(self, *index: slice) -> torch.Tensor:
+        rows, columns = index or (slice(None), slice(None))
+        start, end, _ = rows.indices(self.shape[0])
+        first = self._rows.start
+        return self._experts.read(self._expert, slice(first + start, first + end), columns)[0]
 
 
 def _fill(
     name: str, shard: WeightShard, stored: Mapping[str, StoredTensor], quantization: Quantization | None
 ) -> list[str]:
-    """Fill a parameter. Returns the names of the tensors that it consists of; none if there are none."""
+    """Fill a parameter, or part of it. Returns the names of the tensors that it consists of; none if there are none."""
     parts = stored_parts(quantization, name, stored) if quantization else {}
     if quantization and parts:
         (num_rows, num_columns), (rows, columns) = shard.full_shape, shard.index
         weight = read_quantized(quantization, parts, num_rows, num_columns, rows, columns, shard.target.device)
         _store(weight, shard.target, next(iter(parts.values())).where)
-        return [part.name for part in parts.values()]
+        return [f"{name.rpartition('.')[0]}.{part}" for part in parts]
     if name not in stored:
         return []
     source = stored[name]
@@ -178,6 +221,8 @@ def _fill(
         raise CheckpointError(f"{source.where} is not quantized, but others of its layer are; use device='cpu'")
     else:
         shard.target.copy_(source.read(*shard.index))
+        if shard.plus:
+            shard.target.add_(shard.plus)
     return [name]
 
 
@@ -188,12 +233,14 @@ def _store(weight: QuantizedWeight, target: torch.Tensor | PackedRows, where: st
         weight.copy_values(target)
 
 
-def _may_be_ignored(tensor: StoredTensor, model: CausalLM) -> bool:
+def _may_be_ignored(name: str, tensor: StoredTensor, model: CausalLM) -> bool:
     """Return True for a tensor that some checkpoints contain although it changes nothing: the model computes or shares
     it, or it belongs to a quantized KV cache, where ours has the model's dtype, or it is a bias of zeros, which some
-    tools write beside every quantized weight.
+    tools write beside every quantized weight, or part of the model that reads images or drafts.
     """
-    name = tensor.name
+    unused = ("model.visual.",) if model.mtp is not None else ("model.visual.", "mtp.")
+    if model.config.recurrent and name.startswith(unused):
+        return True
     if model.config.quantization and name.endswith(_KV_SCALES):
         return True
     if model.config.quantization and name.endswith("_proj.bias"):
@@ -201,35 +248,39 @@ def _may_be_ignored(tensor: StoredTensor, model: CausalLM) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.config.tie_word_embeddings)
 
 
-def _fill_dummy(name: str, shard: WeightShard, seed: int, dtype: torch.dtype) -> None:
-    """Norms are 1, biases 0, matrices normal with variance 1 / input features, so that activations keep their scale.
-    Those of quantized layers are rounded to the codes of their format.
+def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torch.dtype) -> None:
+    """Norms are 1, biases and logarithms of decays 0, matrices normal with variance 1 / input features, so that
+    activations keep their scale. Those of quantized layers are rounded to the codes of their format.
 
-    Every rank draws the whole checkpoint tensor, some rows at a time, and keeps its slice, so that the model does not
+    Every rank draws the whole checkpoint tensor, some rows at a time, and keeps its slices, so that the model does not
     depend on the number of ranks.
     """
-    target = shard.target
-    if len(shard.full_shape) == 1:
-        assert isinstance(target, torch.Tensor), "only matrices are packed"
-        target.fill_(0.0 if name.endswith("bias") else 1.0)
+    num_rows, *others = shards[0].full_shape
+    if not others:
+        for shard in shards:
+            assert isinstance(shard.target, torch.Tensor), "only matrices are packed"
+            shard.target.fill_(0.0 if name.endswith(("bias", "A_log")) else 1.0)
         return
-    num_rows, num_columns = shard.full_shape
-    generator = torch.Generator(target.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-    rows, columns = shard.index
-    first_row, last_row, _ = rows.indices(num_rows)
-    has_one_scale = shard.quantization is not None and not shard.quantization.block[0]
+    device, quantization = shards[0].target.device, shards[0].quantization
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    has_one_scale = quantization is not None and not quantization.block[0]
     num_drawn = num_rows if has_one_scale else _DUMMY_ROWS
     for start in range(0, num_rows, num_drawn):
         end = min(start + num_drawn, num_rows)
-        drawn = torch.empty(end - start, num_columns, dtype=dtype, device=target.device)
-        drawn.normal_(0, num_columns**-0.5, generator=generator)
-        kept = slice(max(start, first_row), min(end, last_row))
-        if kept.start >= kept.stop:
-            continue
-        of_drawn = slice(kept.start - start, kept.stop - start)
-        part = target[kept.start - first_row : kept.stop - first_row]
-        if shard.quantization is not None:
-            _store(quantize(drawn, shard.quantization).part(of_drawn, columns), part, name)
-        else:
-            assert isinstance(part, torch.Tensor), "only quantized layers are packed"
-            part.copy_(drawn[of_drawn, columns])
+        drawn = torch.empty(end - start, *others, dtype=dtype, device=device)
+        drawn.normal_(0, math.prod(others) ** -0.5, generator=generator)
+        weight = None if quantization is None else quantize(drawn, quantization)
+        for shard in shards:
+            rows, *columns = shard.index
+            first_row, last_row, _ = rows.indices(num_rows)
+            kept = slice(max(start, first_row), min(end, last_row))
+            if kept.start >= kept.stop:
+                continue
+            of_drawn = slice(kept.start - start, kept.stop - start)
+            part = shard.target[kept.start - first_row : kept.stop - first_row]
+            if weight is not None:
+                _store(weight.part(of_drawn, *columns), part, name)
+            else:
+                assert isinstance(part, torch.Tensor), "only quantized layers are packed"
+                index = of_drawn, *columns
+                part.copy_(drawn[index])

@@ -25,6 +25,7 @@ from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.cuda import new_stream
+from nanovllm.kernels.state_tensors import LayerStates, StateRows
 from nanovllm.kvcache.transfer.cpu_attention import CpuRows
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
@@ -89,7 +90,8 @@ def _leave_capture_mode() -> None:
 
 Size = TypeVar("Size", int, MixedSize)
 Attention = TypeVar("Attention", bound=StepAttention)
-MakeAttention: TypeAlias = Callable[[torch.Tensor, PagedBatch], StepAttention]  # (slot_mapping, batch)
+# (slot_mapping, batch, how the sequences use their states)
+MakeAttention: TypeAlias = Callable[[torch.Tensor, PagedBatch, StateRows | None], StepAttention]
 
 
 class GraphKind(ABC, Generic[Size]):
@@ -159,10 +161,13 @@ class StepGraphs(GraphKind[int]):
         """The smallest size that holds `num_rows` rows."""
         return self.sizes[bisect_left(self.sizes, num_rows)]
 
-    def paged(self, make_attention: Callable[[torch.Tensor, PagedBatch], Attention], size: int) -> Attention:
+    def paged(
+        self, make_attention: Callable[[torch.Tensor, PagedBatch, StateRows | None], Attention], size: int
+    ) -> Attention:
         """The attention of a graph over the keys that are on the GPU."""
-        slot_mapping = self.buffers.tensors(GraphShape.decode(size)).slot_mapping
-        return make_attention(slot_mapping, self.buffers.decode_batch(size, self.query_len(size)))
+        slot_mapping, query_len = self.buffers.tensors(GraphShape.decode(size)).slot_mapping, self.query_len(size)
+        states = self.buffers.state_rows(size, query_len)
+        return make_attention(slot_mapping, self.buffers.decode_batch(size, query_len), states)
 
     def query_len(self, size: int) -> int:
         """The most rows of a sequence in the graph of a size. Up to 16 have a faster kernel."""
@@ -204,7 +209,8 @@ class DraftGraphs(DecodeGraphs):
         shadow = replace(batch, context_lens=self._lens[:size], block_tables=self._tables[:size], causal=False)
         batch = replace(batch, max_context_len=2 * self.memory.spec.block_size)  # the newest keys need few programs
         slot_mapping = self.buffers.tensors(GraphShape.decode(size)).slot_mapping
-        self.buffers.forward(model, size, self.memory.draft_attention(slot_mapping, batch, shadow))
+        states = self.buffers.state_rows(size, 1)
+        self.buffers.forward(model, size, self.memory.draft_attention(slot_mapping, batch, states, shadow))
 
     def replay(self, inputs: StepInputs, cpu_rows: CpuRows | None = None) -> torch.Tensor:
         assert inputs.shadow is not None, "only drafts that read the shadow run here"
@@ -233,6 +239,9 @@ class _MixedAttention:
     def cells(self, layer: int) -> KVCells:
         return self._chunks.cells(layer)
 
+    def states(self, layer: int) -> LayerStates:
+        return self._chunks.states(layer)
+
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         if len(q_THD) == 0:
             return q_THD
@@ -247,8 +256,8 @@ class MixedGraphs(GraphKind[MixedSize]):
     """Steps in which answers run beside short chunks of prompts, from token ids to hidden states.
 
     Launched kernel by kernel, such a step costs the host 0.7 ms a layer, which for a short chunk is many times what the
-    GPU needs. All of its keys must be on the GPU. Logits and sampling follow outside of the graph, because only some of
-    the tokens are sampled from.
+    GPU needs. All of its keys must be on the GPU, and no layer may be recurrent. Logits and sampling follow outside of
+    the graph, because only some of the tokens are sampled from.
 
     The tokens of a step are packed as usual, and padding follows them. Sequences with a single token come first: these
     are the step's *rows*, and the decode kernel attends to them. The sequences after them are its *chunks*, for the
@@ -282,9 +291,11 @@ class MixedGraphs(GraphKind[MixedSize]):
         row, first_chunk = self._buffers.single_queries(num_rows), shape.first_chunk
         chunk_lens = given.context_lens[first_chunk:]
         attention = _MixedAttention(
-            make_attention(given.slot_mapping, batch(row, given.context_lens[:num_rows], 1)),
+            make_attention(given.slot_mapping, batch(row, given.context_lens[:num_rows], 1), None),
             make_attention(
-                given.slot_mapping, batch(given.cu_seqlens_q, chunk_lens, size.num_chunk_tokens, first_seq=first_chunk)
+                given.slot_mapping,
+                batch(given.cu_seqlens_q, chunk_lens, size.num_chunk_tokens, first_seq=first_chunk),
+                None,
             ),
             is_row=row[:-1] < given.cu_seqlens_q[0],
         )

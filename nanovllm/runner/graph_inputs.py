@@ -14,9 +14,18 @@ import torch
 from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize, mixed_graph_sizes
 from nanovllm.kernels.sampling_tensors import SamplingTensors
+from nanovllm.kernels.state_tensors import StateRows
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.inputs import SAMPLING_DTYPES, Array, StepInputs, packed_starts, to_device, torch_dtype
+from nanovllm.runner.inputs import (
+    SAMPLING_DTYPES,
+    Array,
+    StateInputs,
+    StepInputs,
+    packed_starts,
+    to_device,
+    torch_dtype,
+)
 from nanovllm.utils.arithmetic import ceil_div
 
 NO_CELL = -1  # in the slot mapping: a token that stores nothing
@@ -57,6 +66,7 @@ class GraphInputs(NamedTuple):
     slot_mapping: Array  # int64 [T]
     context_lens: Array  # int32 [B]
     cu_seqlens_q: Array  # int32 [B - first_chunk + 1]
+    states: StateInputs  # each int32 [B]
     sampling: SamplingTensors  # each [S]
 
 
@@ -75,8 +85,9 @@ def _layout(shape: GraphShape) -> tuple[list[tuple[int, int, np.dtype]], int]:
         "context_lens": (shape.num_seqs, _INT32),
         "cu_seqlens_q": (shape.num_seqs - shape.first_chunk + 1, _INT32),
     }
-    assert (*lengths, "sampling") == GraphInputs._fields
-    arrays = [*lengths.values(), *((shape.num_sampled, dtype) for dtype in SAMPLING_DTYPES)]
+    assert (*lengths, "states", "sampling") == GraphInputs._fields
+    states = [(shape.num_seqs, _INT32)] * len(StateInputs._fields)
+    arrays = [*lengths.values(), *states, *((shape.num_sampled, dtype) for dtype in SAMPLING_DTYPES)]
     *starts, num_bytes = packed_starts(length * dtype.itemsize for length, dtype in arrays)
     places = zip(starts, arrays, strict=True)
     return [(start, start + length * dtype.itemsize, dtype) for start, (length, dtype) in places], num_bytes
@@ -87,8 +98,10 @@ def _inputs(buffer: Any, shape: GraphShape) -> GraphInputs:
     is_array = isinstance(buffer, np.ndarray)
     places, _ = _layout(shape)
     arrays = [buffer[start:end].view(dtype if is_array else torch_dtype(dtype)) for start, end, dtype in places]
-    num_own = len(arrays) - len(SAMPLING_DTYPES)
-    return GraphInputs._make((*arrays[:num_own], SamplingTensors._make(arrays[num_own:])))
+    num_own = len(GraphInputs._fields) - 2
+    num_states = num_own + len(StateInputs._fields)
+    states = StateInputs._make(arrays[num_own:num_states])
+    return GraphInputs._make((*arrays[:num_own], states, SamplingTensors._make(arrays[num_states:])))
 
 
 class GraphBuffers:
@@ -112,12 +125,13 @@ class GraphBuffers:
         padded_vocab_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        has_states: bool = False,
     ) -> None:
         """A row of logits has `padded_vocab_size` entries (see ParallelLMHead), of which the first `vocab_size` are
-        valid. `dtype` is the logits'.
+        valid. `dtype` is the logits'. `has_states`: some layers are recurrent.
         """
         self.max_num_rows, self.vocab_size, self.max_model_len = max_num_rows, vocab_size, max_model_len
-        self.device = device
+        self.device, self.has_states = device, has_states
         self.mixed_sizes = mixed_graph_sizes(max_num_tokens, max_num_rows)
         shapes = GraphShape.decode(max_num_rows), GraphShape.mixed(self.mixed_sizes[-1])
         table_shape = max(shape.num_seqs for shape in shapes), ceil_div(max_model_len, block_size)
@@ -178,6 +192,13 @@ class GraphBuffers:
         context_lens = self.tensors(GraphShape.decode(size)).context_lens
         return self.batch(self.cu_seqlens_q(size, max_query_len), context_lens, max_query_len)
 
+    def state_rows(self, size: int, max_query_len: int) -> StateRows | None:
+        """How up to `size` sequences with `size` tokens in all use their states; None if no layer is recurrent."""
+        if not self.has_states:
+            return None
+        states = self.tensors(GraphShape.decode(size)).states
+        return StateRows(self.cu_seqlens_q(size, max_query_len), *states, max_query_len)
+
     def forward(self, model: CausalLM, size: int, attention: StepAttention) -> None:
         """Run the model and the sampler on a decode step. Leaves the results in `logits` and `sampled_ids`."""
         shape = GraphShape.decode(size)
@@ -224,11 +245,16 @@ class GraphBuffers:
         given.slot_mapping[:num_tokens] = inputs.slot_mapping
         given.slot_mapping[num_tokens:] = NO_CELL
         given.cu_seqlens_q[:] = cu_seqlens_q
+        if inputs.states is not None:
+            given.states.source_slots[:] = -1  # padding starts from zeros, and leaves its states in slot 0
+            columns: Any = zip(given.states, inputs.states, strict=True)
+            for column, values in columns:
+                column[: len(values)] = values
         for place, rows in zip(places, (slice(num_rows), slice(num_rows, None)), strict=True):
             given.context_lens[place] = inputs.context_lens[rows]
             self._copy_tables(inputs.block_tables[rows], place)
         if shape.num_sampled:
-            columns: Any = zip(given.sampling, inputs.sampling, strict=True)
+            columns = zip(given.sampling, inputs.sampling, strict=True)
             for column, values in columns:
                 column[: len(values)] = values
         self._static[self._start :][: len(staging)].copy_(staging, non_blocking=True)

@@ -1,6 +1,6 @@
 """All graphs of a rank: of decode steps whose keys are all on the GPU and, with offload, of streamed ones. With
 speculation there is one more kind of each, for steps that verify guesses, and with a shadow one for drafts. The last
-kind is for steps with short chunks of prompts.
+kind is for steps with short chunks of prompts, if no layer is recurrent.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,9 @@ class GraphSet:
         self._drafts: DraftGraphs | None = None  # None: drafts attend to the keys on the GPU alone
         if memory.shadow is not None:
             self._drafts = DraftGraphs(buffers, draft_graph_sizes(rows), memory)
-        self.mixed = MixedGraphs(buffers, model.config.hidden_size, memory.dtype)
+        self.mixed: MixedGraphs | None = None  # None: chunks are launched kernel by kernel
+        if memory.spec.states is None:
+            self.mixed = MixedGraphs(buffers, model.config.hidden_size, memory.dtype)
 
     def _add(self, suffix: str, sizes: list[int], streamed_sizes: list[int], max_query_len: int = 1) -> None:
         """A kind for steps whose keys are all on the GPU and, with offload, one for those that stream."""
@@ -69,8 +71,8 @@ class GraphSet:
 
     @property
     def kinds(self) -> Sequence[GraphKind[Any]]:
-        drafts = [] if self._drafts is None else [self._drafts]
-        return [*self._by_kind.values(), *drafts, self.mixed]
+        others = [kind for kind in (self._drafts, self.mixed) if kind is not None]
+        return [*self._by_kind.values(), *others]
 
     def find(self, plan: StepPlan, is_draft: bool = False) -> StepGraphs | None:
         """The graphs that can run a decode step from token ids to sampled tokens, if there are any."""
@@ -86,7 +88,7 @@ class GraphSet:
     def find_mixed(self, plan: StepPlan) -> MixedSize | None:
         """The size of `mixed` that can run the layers of a step with chunks of prompts, if there is one."""
         needs_copies = plan.moves.brings_in_keys or plan.moves.loads or plan.moves.copies
-        return None if plan.is_decode or needs_copies else self.mixed.find_size(plan)
+        return None if self.mixed is None or plan.is_decode or needs_copies else self.mixed.find_size(plan)
 
     def __str__(self) -> str:
         """The number of sizes of each kind, such as `67 resident, 6 streamed`."""

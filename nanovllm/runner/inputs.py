@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from nanovllm.core.logit_editor import Penalties, RowEdits
-from nanovllm.core.step_plan import SamplingRow, StepPlan
+from nanovllm.core.step_plan import SamplingRow, StateStep, StepPlan
 from nanovllm.kernels.sampling_tensors import EditTensors, SamplingTensors
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -33,6 +33,15 @@ class GroupInputs(NamedTuple):
     block_tables: Array  # int32 [B, blocks of a group, or pages]
 
 
+class StateInputs(NamedTuple):
+    """The fields of these names of StateRows (kernels/state_tensors.py), each int32 [B]."""
+
+    source_slots: Array
+    target_slots: Array
+    num_replayed: Array
+    num_guesses: Array
+
+
 class StepInputs(NamedTuple):
     """The inputs of the model and the sampler in every step."""
 
@@ -50,6 +59,7 @@ class StepInputs(NamedTuple):
     sampling: SamplingTensors  # each [S]
     groups: tuple[GroupInputs, ...]
     shadow: GroupInputs | None  # pages of the shadow, in a draft that reads it
+    states: StateInputs | None  # None: no layer is recurrent
 
 
 class EditInputs(NamedTuple):
@@ -73,8 +83,11 @@ def pad_tables(tables: Sequence[Sequence[int]], num_columns: int) -> np.ndarray:
     return padded
 
 
-def build_inputs(plan: StepPlan, block_size: int, group_blocks: int) -> StepInputs:
-    """The inputs of a step, on the host. A streamed group has up to `group_blocks` blocks. Hot: once per step."""
+def build_inputs(plan: StepPlan, block_size: int, group_blocks: int, has_states: bool = False) -> StepInputs:
+    """The inputs of a step, on the host. A streamed group has up to `group_blocks` blocks. Hot: once per step.
+
+    `has_states`: some layers are recurrent.
+    """
     steps = plan.sequences
     query_lens = np.array([step.num_tokens for step in steps], dtype=np.int64)
     context_lens = np.array([step.num_paged_keys for step in steps], dtype=np.int64)
@@ -110,7 +123,21 @@ def build_inputs(plan: StepPlan, block_size: int, group_blocks: int) -> StepInpu
             for group in plan.moves.streamed
         ),
         shadow=_shadow_inputs(plan, block_size) if plan.reads_shadow else None,
+        states=_state_inputs(plan) if has_states else None,
     )
+
+
+_NO_STATE = StateStep(source=-1, target=0)  # of steps that start-up measures
+
+
+def _state_inputs(plan: StepPlan) -> StateInputs:
+    return StateInputs._make(np.ascontiguousarray(np.array(state_numbers(plan), np.int32).T))
+
+
+def state_numbers(plan: StepPlan) -> list[tuple[int, int, int, int]]:
+    """The numbers of StateInputs for each sequence."""
+    states = (step.state or _NO_STATE for step in plan.sequences)
+    return [(*state[:3], step.num_guesses) for state, step in zip(states, plan.sequences, strict=True)]
 
 
 def _shadow_inputs(plan: StepPlan, block_size: int) -> GroupInputs:

@@ -26,6 +26,7 @@ from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.shadow_spec import ShadowSpec
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.cpu_attention.job import AttentionJob
+from nanovllm.kernels.state_tensors import LayerStates, StateRows
 from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows
 from nanovllm.kvcache.transfer.disk_worker import KVPool
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
@@ -33,6 +34,7 @@ from nanovllm.kvcache.transfer.streams import make_streams
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.runner.inputs import StepInputs
 from nanovllm.runner.shadow import Shadow
+from nanovllm.runner.states import StateMemory, StepStates
 from nanovllm.runner.step_result import StepTimes
 
 
@@ -59,14 +61,21 @@ class PagedAttention:
         batch: PagedBatch,
         last_batch: PagedBatch,
         scale: float,
+        states: StepStates | None = None,
     ) -> None:
-        self.backend, self.slot_mapping_T, self.scale = backend, slot_mapping_T, scale
+        """`states`: None if no layer is recurrent."""
+        self.backend, self.slot_mapping_T, self.scale, self.step_states = backend, slot_mapping_T, scale, states
         self.k_cache, self.v_cache = cache
         self.batch, self.last_batch = batch, last_batch
         self.last_layer = len(self.k_cache) - 1
 
     def cells(self, layer: int) -> KVCells:
         return KVCells(self.k_cache[layer], self.v_cache[layer], self.slot_mapping_T)
+
+    def states(self, layer: int) -> LayerStates:
+        """Hot: once per layer."""
+        assert self.step_states is not None, "the model has recurrent layers that its config does not name"
+        return self.step_states.of_layer(layer)
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         """Hot: once per layer."""
@@ -87,10 +96,11 @@ class DraftAttention(PagedAttention):
         slot_mapping_T: torch.Tensor,
         batch: PagedBatch,
         scale: float,
+        states: StepStates | None,
         shadow: Shadow,
         shadow_batch: PagedBatch,
     ) -> None:
-        super().__init__(backend, cache, slot_mapping_T, batch, batch, scale)
+        super().__init__(backend, cache, slot_mapping_T, batch, batch, scale, states)
         self.shadow, self.shadow_batch = shadow, shadow_batch
 
     def attend_paged(self, layer: int, q_THD: torch.Tensor) -> PartialAttention:
@@ -111,12 +121,13 @@ class MergedAttention(PagedAttention):
         batches: StepBatches,
         last_batches: StepBatches,
         scale: float,
+        states: StepStates | None = None,
         fills: Sequence[torch.Tensor | None] = (),
         shadow: Shadow | None = None,
     ) -> None:
         """`fills`: for each group, the pages of the shadow that it fills; empty if none does."""
         cache = offload.k_cache_gpu, offload.v_cache_gpu
-        super().__init__(backend, cache, slot_mapping_T, batches.paged, last_batches.paged, scale)
+        super().__init__(backend, cache, slot_mapping_T, batches.paged, last_batches.paged, scale, states)
         self.offload, self.cpu = offload, cpu
         self.groups, self.last_groups = batches.groups, last_batches.groups
         self.job, self.last_job = self._job(batches.cpu), self._job(last_batches.cpu)
@@ -258,6 +269,7 @@ class KVMemory:
         self.spec, self.backend, self.dtype, self.device = spec, backend, dtype, device
         self.offload, self.cpu = offload, cpu
         self.shadow: Shadow | None = None  # until `allocate_shadow`
+        self.state_memory: StateMemory | None = None  # until `allocate_states`
         self.scale = spec.head_dim**-0.5
         self._pool = self._make_pool(num_blocks=0)
 
@@ -285,9 +297,19 @@ class KVMemory:
     def allocate_shadow(self, spec: ShadowSpec, num_pages: int) -> None:
         self.shadow = Shadow(spec, num_pages, self.device)
 
+    def allocate_states(self, num_slots: int, num_snapshots: int) -> None:
+        assert self.spec.states is not None, "no layer is recurrent"
+        self.state_memory = StateMemory(self.spec.states, self.dtype, self.device, num_slots, num_snapshots)
+
+    def _drop_states(self) -> None:
+        memory, self.state_memory = self.state_memory, None
+        if memory is not None:
+            memory.close()
+
     def drop(self) -> None:
-        """Release the blocks on the GPU and the shadow, so that others can be allocated."""
+        """Release the blocks on the GPU, the shadow and the states, so that others can be allocated."""
         self.shadow = None
+        self._drop_states()
         if self.offload is None:
             self._pool = self._make_pool(num_blocks=0)
         else:
@@ -308,10 +330,12 @@ class KVMemory:
         slot_mapping: torch.Tensor,
         batches: StepBatches,
         last_batches: StepBatches,
+        states: StateRows | None,
     ) -> StepAttention:
         """The attention of a step that is launched kernel by kernel.
 
-        `last_batches` are the batches for the rows that the last layer returns.
+        `last_batches` are the batches for the rows that the last layer returns. `states`: None if no layer is
+        recurrent.
         """
         if self.offload is not None:
             fills = [self.shadow.moves(group) for group in plan.moves.streamed] if self.shadow is not None else ()
@@ -323,23 +347,39 @@ class KVMemory:
                 batches,
                 last_batches,
                 self.scale,
+                self._step_states(states),
                 fills,
                 self.shadow,
             )
-        return PagedAttention(self.backend, self.cache, slot_mapping, batches.paged, last_batches.paged, self.scale)
+        paged, last = batches.paged, last_batches.paged
+        return PagedAttention(
+            self.backend, self.cache, slot_mapping, paged, last, self.scale, self._step_states(states)
+        )
 
-    def paged_attention(self, slot_mapping: torch.Tensor, batch: PagedBatch) -> PagedAttention:
+    def _step_states(self, rows: StateRows | None) -> StepStates | None:
+        if rows is None:
+            return None
+        assert self.state_memory is not None, "allocate_states comes first"
+        return StepStates(self.state_memory, rows)
+
+    def paged_attention(
+        self, slot_mapping: torch.Tensor, batch: PagedBatch, states: StateRows | None = None
+    ) -> PagedAttention:
         """The attention of a decode step whose keys are all on the GPU."""
-        return PagedAttention(self.backend, self.cache, slot_mapping, batch, batch, self.scale)
+        step_states = self._step_states(states)
+        return PagedAttention(self.backend, self.cache, slot_mapping, batch, batch, self.scale, step_states)
 
     def draft_attention(
-        self, slot_mapping: torch.Tensor, batch: PagedBatch, shadow: PagedBatch | None
+        self, slot_mapping: torch.Tensor, batch: PagedBatch, states: StateRows | None, shadow: PagedBatch | None
     ) -> PagedAttention:
         """The attention of a draft. `shadow`: None if drafts attend to the keys on the GPU alone."""
         if shadow is None:
-            return self.paged_attention(slot_mapping, batch)
+            return self.paged_attention(slot_mapping, batch, states)
         assert self.shadow is not None, "the plan reads the shadow, but there is none"
-        return DraftAttention(self.backend, self.cache, slot_mapping, batch, self.scale, self.shadow, shadow)
+        step_states = self._step_states(states)
+        return DraftAttention(
+            self.backend, self.cache, slot_mapping, batch, self.scale, step_states, self.shadow, shadow
+        )
 
     def begin_step(self, plan: StepPlan) -> None:
         """Called before any of the step's work is enqueued. Hot: once per step."""
@@ -348,6 +388,8 @@ class KVMemory:
         if plan.moves.page_fills:
             assert self.shadow is not None, "the plan fills pages, but there is no shadow"
             self.shadow.fill(plan.moves.page_fills, *self.cache)
+        if self.state_memory is not None:
+            self.state_memory.begin_step(plan)
 
     def begin_all_layers(self) -> None:
         """Called before a single graph that runs all layers."""
@@ -363,6 +405,8 @@ class KVMemory:
         """Called after all of the step's work is enqueued. Returns the times of its layers if they are measured."""
         if self.offload is not None:
             self.offload.end_step()
+        if self.state_memory is not None:
+            self.state_memory.end_step()
         if self.offload is None or self.cpu is None:
             return None
         return StepTimes(self.offload.streams, self.offload.timer.take(), self.cpu.timer.take())
@@ -379,6 +423,7 @@ class KVMemory:
             if self.cpu is not None:
                 self.cpu.close()
         finally:
+            self._drop_states()
             if self.offload is not None:
                 self.offload.close()
 

@@ -186,6 +186,8 @@ class ModelRunner:
                 self._memory = KVMemory(self.spec, self.backend, self.dtype, self.device, offload, cpu)
                 self._steps = StepRunner(self.model, self._memory, self.tp)
             self._memory.allocate(sizes.num_gpu_blocks)
+            if sizes.num_state_slots:
+                self._memory.allocate_states(sizes.num_state_slots, sizes.num_snapshots)
             if sizes.num_pages:
                 self._memory.allocate_shadow(ShadowSpec.of(self.spec, sizes.shadow_bits), sizes.num_pages)
 
@@ -211,6 +213,7 @@ class ModelRunner:
             padded_vocab_size=self.model.lm_head.padded_vocab_size,
             dtype=self.dtype,
             device=self.device,
+            has_states=self.spec.states is not None,
         )
         graphs = self.steps.graphs = GraphSet(
             buffers=buffers,

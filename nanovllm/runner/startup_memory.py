@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -154,13 +155,14 @@ class MeasuredRunner(Protocol):
 
 
 def profile_memory(runner: MeasuredRunner, num_cpu_blocks: int, most_gpu_blocks: int) -> MemoryProfile:
-    """Measure with a cache of one block, which all sequences share and which is dropped at the end.
+    """Measure with a cache of one block and one state, which all sequences share and which are dropped at the end.
 
     `most_gpu_blocks`: the largest number of blocks that the engine could use.
     """
     config, spec = runner.config, runner.spec
     num_pages = int(config.wants_shadow)
     sizes = KVCacheSizes(1, num_cpu_blocks, num_pages, config.shadow_bits or SHADOW_BITS[0])
+    sizes = replace(sizes, num_state_slots=int(spec.states is not None))  # all sequences use slot 0
     runner.allocate_kv_cache(sizes)
     steps = largest_steps(
         num_tokens=config.max_num_batched_tokens,
@@ -240,13 +242,14 @@ def launch_sampler(model: CausalLM) -> None:
 
 @contextmanager
 def _warm_up_products(model: CausalLM, num_tokens: int) -> Iterator[None]:
-    """In another thread, multiply up to `num_tokens` rows by the weights of a layer, until the block ends.
+    """In another thread, multiply up to `num_tokens` rows by a weight of each shape, until the block ends.
 
     cuBLAS chooses a kernel by the number of rows, and loads it when it is first used, which takes 15 to 140 ms.
     """
     head = model.lm_head.weight
-    given = [getattr(module, "weight", None) for module in model.model.layers[0].modules()]
-    weights = [weight for weight in given if weight is not None and len(weight.shape) == 2]
+    given = [getattr(module, "weight", None) for module in model.model.layers.modules()]
+    of_shape = {tuple(weight.shape): weight for weight in given if weight is not None and len(weight.shape) == 2}
+    weights = list(of_shape.values())
     has_ended = threading.Event()
 
     @torch.inference_mode()

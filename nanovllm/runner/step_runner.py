@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from nanovllm.attention.base import StepAttention
-from nanovllm.core.step_plan import DraftKeys, DraftTimes, KVMoves, SamplingRow, SequenceStep, StepPlan
+from nanovllm.core.step_plan import DraftKeys, DraftTimes, KVMoves, SamplingRow, SequenceStep, StateStep, StepPlan
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.sampler import resample_edited, sample
 from nanovllm.models.decoder import CausalLM
@@ -22,6 +22,7 @@ from nanovllm.runner.inputs import (
     to_device,
 )
 from nanovllm.runner.kv_memory import KVMemory, build_batches, cpu_rows, last_token_batches
+from nanovllm.runner.states import state_rows
 from nanovllm.runner.step_result import LogprobTensors, StepEnd, StepResult, prompt_logprobs, sampled_logprobs
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -44,7 +45,10 @@ def draft_steps(plan: StepPlan) -> list[StepPlan]:
 def _draft(step: SequenceStep, i: int, previous_row: int) -> SequenceStep:
     """Draft number i: the step's known token, or a draft after it, with the noise of the token that it guesses."""
     assert step.sampling is not None and step.num_tokens == 1 + step.num_guesses, "only a decoding sequence drafts"
-    keys = step.draft_keys
+    keys, state = step.draft_keys, step.state
+    if state is not None:
+        slot = state.draft_slot
+        state = StateStep(state.source, slot, state.num_replayed) if i == 0 else StateStep(slot, slot)
     return step._replace(
         block_table=step.block_table if keys is None else keys.block_table,
         token_ids=step.token_ids[:1] if i == 0 else np.array([-1]),
@@ -55,6 +59,7 @@ def _draft(step: SequenceStep, i: int, previous_row: int) -> SequenceStep:
         num_drafts=0,
         edits=None,  # a draft may be any token
         num_logprobs=None,
+        state=state,
     )
 
 
@@ -97,7 +102,8 @@ class StepRunner:
         self._running: deque[StepResult] = deque()
 
     def _build_inputs(self, plan: StepPlan) -> StepInputs:
-        return build_inputs(plan, self.spec.block_size, self.spec.staging_group_blocks)
+        spec = self.spec
+        return build_inputs(plan, spec.block_size, spec.staging_group_blocks, has_states=spec.states is not None)
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Enqueue a step. Hot."""
@@ -187,7 +193,7 @@ class StepRunner:
             input_ids, hidden, has_all_rows = self._launch_layers(plan, tensors, is_draft)
             logits_rows, sampling = tensors.logits_rows, tensors.sampling
         else:
-            assert self.graphs is not None
+            assert self.graphs is not None and self.graphs.mixed is not None
             self.memory.begin_all_layers()
             hidden, has_all_rows = self.graphs.mixed.replay(plan, inputs, size), True
             self.memory.ran_all_layers()
@@ -221,11 +227,12 @@ class StepRunner:
 
     def _attention(self, plan: StepPlan, tensors: StepInputs, needs_all: bool, is_draft: bool) -> StepAttention:
         """`needs_all`: the last layer returns all rows."""
-        batches = build_batches(plan, tensors, self.spec.block_size)
+        batches, states = build_batches(plan, tensors, self.spec.block_size), state_rows(plan, tensors)
         if is_draft:
-            return self.memory.draft_attention(tensors.slot_mapping, batches.paged, batches.shadow)
-        last = batches if needs_all else last_token_batches(plan, batches, tensors)
-        return self.memory.attention(plan, tensors.slot_mapping, batches, last)
+            return self.memory.draft_attention(tensors.slot_mapping, batches.paged, states, batches.shadow)
+        ends_otherwise = self.model.config.layer_kinds[-1] != "attention"  # all attention layers attend to all rows
+        last = batches if needs_all or ends_otherwise else last_token_batches(plan, batches, tensors)
+        return self.memory.attention(plan, tensors.slot_mapping, batches, last, states)
 
     def _keep_sampled(self, sampled_ids: torch.Tensor) -> None:
         """Keep the tokens of a pass, those of rank 0 on every rank, where the next one finds them."""

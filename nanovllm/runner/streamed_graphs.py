@@ -23,6 +23,7 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, running_dtype
 from nanovllm.cpu_attention.job import AttentionJob
+from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.layers.rotary_embedding import KVCells
@@ -204,6 +205,9 @@ class _Cutter:
     def cells(self, layer: int) -> KVCells:
         return self.paged.cells(layer)
 
+    def states(self, layer: int) -> LayerStates:
+        return self.paged.states(layer)
+
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         if self.cpu is not None:
             self.cpu.capture_query(q_THD)
@@ -241,7 +245,7 @@ class StreamedDecodeGraphs(StepGraphs):
         self.cpu = None if memory.cpu is None else CpuGraph(memory.cpu, backend, scale)
 
     def _capture_size(self, model: CausalLM, make_attention: MakeAttention, size: int, pools: list[Any]) -> None:
-        """Capture the pieces, one more than the model has layers, and then a graph for each staging buffer."""
+        """Capture the pieces, one more than there are attention layers, and then a graph for each staging buffer."""
         pool, group_pool = pools
         cutter = _Cutter(self.paged(self.memory.paged_attention, size), self.cpu, self.result, pool)
         with cutter:

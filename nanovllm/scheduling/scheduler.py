@@ -73,9 +73,12 @@ class PlannedStep:
         can_draft = not (moves.loads or moves.copies or has_pending)
         steps, num_sampled = [], 0
         for (seq, num_tokens), paged in zip(self._placed, keys, strict=True):
-            step = self._sequence_step(seq, num_tokens, paged, can_draft and not kv.is_filling_pages(seq))
+            step = self._sequence_step(seq, num_tokens, paged, can_draft and kv.can_draft(seq))
             if step.num_drafts:
                 step = step._replace(draft_keys=kv.draft_keys(seq, step.num_tokens))
+            if kv.states is not None:
+                num_certain = step.num_tokens - step.num_guesses
+                step = step._replace(state=kv.state_step(seq, num_certain, has_drafts=step.num_drafts > 0))
             steps.append(step)
             seq.num_computed_tokens += num_tokens - len(self._guesses_of(seq).token_ids)
             if step.sampling is not None:

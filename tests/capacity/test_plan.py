@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 import torch
 from dense_model import random_prompt
-from tiny_models import ARCHITECTURES, write_tiny_model
+from tiny_models import ARCHITECTURES, HYBRIDS, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.capacity.costs import activation_bytes, num_missing_blocks, num_prefill_loaded_blocks, weight_bytes
+from nanovllm.capacity.costs import (
+    activation_bytes,
+    decode_bytes,
+    num_missing_blocks,
+    num_prefill_loaded_blocks,
+    weight_bytes,
+)
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan, PlanOptions, make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -70,7 +76,7 @@ def test_activation_bytes_of_qwen3_are_those_measured() -> None:
     assert activation_bytes(config, MODEL, 40960, max_num_rows=4) == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", (*ARCHITECTURES, *HYBRIDS))
 @pytest.mark.parametrize("options", [{}, {"tied": True, "bias": True}], ids=["plain", "tied, biases"])
 def test_weight_bytes_are_those_of_the_built_model(tmp_path: Path, architecture: str, options: dict[str, bool]) -> None:
     config, _ = ModelConfig.from_pretrained(str(write_tiny_model(tmp_path, architecture, **options)))
@@ -78,6 +84,39 @@ def test_weight_bytes_are_those_of_the_built_model(tmp_path: Path, architecture:
     model = build_model(config, TPGroup(), max_model_len=128, dtype=torch.float32, device=device)
     built = sum(parameter.numel() * 4 for parameter in model.parameters())
     assert weight_bytes(Config(model="m", dtype="float32"), config, is_packed=False) == built
+
+
+def hybrid_plan(name: str = "qwen3.5-9b", machine: Machine = H200, **options: Any) -> CapacityPlan:
+    return make_plan(Config(model=name, **options), ModelConfig.without_weights(name), machine)
+
+
+def test_plan_states_of_qwen35_by_hand() -> None:
+    """Of 32 layers, 24 keep 32 matrices of 128 x 128 in fp32 and three inputs of a convolution over 8192 channels."""
+    state = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    plan = hybrid_plan(max_num_seqs=8)
+    assert plan.kv_bytes_per_token == 2 * 8 * 4 * 256 * 2
+    assert plan.state_bytes == plan.memory.state_bytes == (1 + 8 + 1) * state  # nobody's, and one to save from
+    assert plan.num_snapshots == 4 * GIB // state and plan.snapshot_bytes <= 4 * GIB
+    assert hybrid_plan(max_num_seqs=8, enable_prefix_caching=False).num_snapshots == 0
+    pending = 24 * 15 * (8192 + 2 * 32) * 2
+    assert hybrid_plan(max_num_seqs=8, speculation="auto").state_bytes == (1 + 8 + 2) * (state + pending)
+    halves = hybrid_plan(max_num_seqs=8, tensor_parallel_size=2)
+    assert (halves.state_bytes, halves.snapshot_bytes) == (5 * state, 2 * halves.num_snapshots * state // 2)
+    few_keys, many_keys = (hybrid_plan(max_model_len=n).memory_decode_tok_per_s for n in (1, 100_000))
+    assert few_keys and many_keys and few_keys > many_keys
+    config, model = Config(model="m"), ModelConfig.without_weights("qwen3.5-9b")
+    assert decode_bytes(config, model, 3, 0, 0) == decode_bytes(config, model, 1, 0, 0) + 2 * 2 * state
+
+
+def test_plan_states_limit_the_sequences_where_memory_is_short() -> None:
+    """They take half of what the weights and the largest step leave."""
+    plan = hybrid_plan(machine=replace(H200, gpu_bytes=32 * GIB))
+    assert plan.capacity(256) == (plan.num_state_slots - 2, "the state slots") and plan.fits_gpu
+    assert 0.8 < plan.state_bytes / plan.memory.kv_bytes < 1.2
+    tiny = hybrid_plan(machine=replace(H200, gpu_bytes=20 * GIB))
+    assert tiny.capacity(256).num_sequences == 1 and not tiny.fits_gpu
+    given = hybrid_plan(machine=replace(H200, gpu_bytes=32 * GIB), num_kvcache_blocks=100)
+    assert given.fits_gpu and given.num_state_slots > plan.num_state_slots
 
 
 def test_plan_cpu_pool_has_the_size_given_or_70_percent_of_the_memory() -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tiny_models import ROPES, write_tiny_model
 from transformers import AutoConfig
 
 from nanovllm.checkpoint.files import presets
-from nanovllm.checkpoint.model_config import ARCHITECTURES, ExpertsConfig, ModelConfig, RopeConfig
+from nanovllm.checkpoint.model_config import ARCHITECTURES, ExpertsConfig, ModelConfig, RecurrentConfig, RopeConfig
 from nanovllm.checkpoint.settings import SWITCHES
 from nanovllm.errors import CheckpointError
 
@@ -20,6 +21,8 @@ QWEN3 = json.loads(presets()["qwen3-0.6b"].read_text())
 QWEN2 = json.loads(presets()["qwen2.5-7b-1m"].read_text())
 NO_ROPE = {key: value for key, value in QWEN3.items() if not key.startswith("rope_")}
 MOE = json.loads(presets()["qwen3-30b-a3b"].read_text())
+HYBRID = json.loads(presets()["qwen3.5-9b"].read_text())
+HYBRID_MOE = json.loads(presets()["qwen3.5-35b-a3b"].read_text())
 LLAMA = json.loads(presets()["llama-3.1-8b"].read_text())
 MISTRAL = {  # Mistral-7B-v0.3
     "architectures": ["MistralForCausalLM"],
@@ -67,6 +70,9 @@ def test_preset_has_the_published_shape_and_no_directory() -> None:
         ("qwen3-8b", (36, 4096, 32, 8, 128, 151936), 40960),
         ("qwen2.5-7b-1m", (28, 3584, 28, 4, 128, 152064), 1010000),
         ("llama-3.1-8b", (32, 4096, 32, 8, 128, 128256), 131072),
+        ("qwen3.5-9b", (32, 4096, 16, 4, 256, 248320), 262144),
+        ("qwen3.5-27b", (64, 5120, 24, 4, 256, 248320), 262144),
+        ("qwen3.5-35b-a3b", (40, 2048, 16, 2, 256, 248320), 262144),
     )
     for name, shape, limit in cases:
         config, directory = ModelConfig.from_pretrained(name)
@@ -113,6 +119,47 @@ def test_layers_with_experts(tmp_path: Path) -> None:
     renamed = {name: value for name, value in MOE.items() if name != "num_experts"} | {"num_local_experts": 16}
     assert (read(tmp_path, renamed).experts or fewer).num_experts == 16
     assert read(tmp_path, QWEN3).experts is None
+
+
+def with_text(settings: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**settings, "text_config": {**settings["text_config"], **changes}}
+
+
+def test_hybrid_layers_have_their_kinds_and_sizes(tmp_path: Path) -> None:
+    for name, num_layers, value_heads in (("9b", 32, 32), ("27b", 64, 48), ("35b-a3b", 40, 32)):
+        config, _ = ModelConfig.from_pretrained(f"qwen3.5-{name}")
+        assert config.layer_kinds == ("recurrent", "recurrent", "recurrent", "attention") * (num_layers // 4)
+        assert (config.num_attention_layers, config.num_recurrent_layers) == (num_layers // 4, num_layers * 3 // 4)
+        assert config.recurrent == RecurrentConfig(
+            num_key_heads=16, num_value_heads=value_heads, key_head_dim=128, value_head_dim=128, conv_kernel=4
+        )
+        assert config.recurrent.conv_channels == 4096 + 128 * value_heads
+        assert (config.rotary_dim, config.attention_gate, config.norms_add_one, config.has_mtp) == (
+            64,
+            True,
+            True,
+            True,
+        )
+    assert config.experts is not None and (config.experts.shared_size, config.intermediate_size) == (512, 512)
+    dense = read(tmp_path, QWEN3)
+    assert dense.layer_kinds == ("attention",) * 28 and dense.recurrent is None
+    assert (dense.rotary_dim, dense.attention_gate, dense.norms_add_one, dense.has_mtp) == (128, False, False, False)
+
+
+def test_text_part_has_the_entries_beside_it_and_takes_overrides(tmp_path: Path) -> None:
+    plain = read(tmp_path, {**HYBRID["text_config"], "architectures": ["Qwen3_5ForCausalLM"]})
+    nested = read(tmp_path, HYBRID)
+    assert replace(plain, architecture=nested.architecture) == nested
+    beside = {"eos_token_id": [5, 6], "tie_word_embeddings": True, "dtype": "float16", "hidden_size": 1}
+    config = read(tmp_path, {**HYBRID, **beside})
+    assert (config.eos_token_ids, config.tie_word_embeddings, config.torch_dtype) == ((5, 6), True, "float16")
+    assert config.hidden_size == 4096
+    types = ["full_attention", "linear_attention"] * 16
+    config, _ = ModelConfig.from_pretrained(
+        "qwen3.5-9b", {"layer_types": types, "mtp_num_hidden_layers": 0, "rope_parameters": {"rope_type": "default"}}
+    )
+    assert config.layer_kinds == ("attention", "recurrent") * 16 and not config.has_mtp
+    assert config.rope == nested.rope
 
 
 def test_rope_all_forms_on_disk_are_read_alike(tmp_path: Path) -> None:
@@ -186,6 +233,18 @@ def test_not_implemented_setting_raises_value_error(tmp_path: Path) -> None:
         ({**LLAMA, **rope(rope_type="longrope", short_factor=[1.0] * 64, long_factor=[1.0] * 64)}, "longrope"),
         ({**LLAMA, **rope(rope_type="mrope", mrope_section=[1, 2])}, "mrope"),
         ({**LLAMA, **rope(rope_type="default", mrope_section=[1, 2])}, "mrope_section"),
+        (with_text(HYBRID, attn_output_gate=False), "attn_output_gate=False is not supported for model_type='qwen3_5'"),
+        (with_text(HYBRID, mamba_ssm_dtype="bfloat16"), "mamba_ssm_dtype='bfloat16' is not supported"),
+        (with_text(HYBRID, mtp_use_dedicated_embeddings=True), "mtp_use_dedicated_embeddings=True"),
+        (with_text(HYBRID, mtp_num_hidden_layers=2), "mtp_num_hidden_layers=2 is not supported"),
+        (with_text(HYBRID, linear_num_value_heads=24), "linear_num_value_heads=24 is not a multiple"),
+        (with_text(HYBRID, linear_key_head_dim=96), "linear_key_head_dim=96 is not supported; .* 128"),
+        (with_text(HYBRID, linear_conv_kernel_dim=1), "linear_conv_kernel_dim=1 must be an integer from 2"),
+        (with_text(HYBRID, layer_types=["full_attention"] * 31), "names 31 layers, 31 of them .* num_hidden_layers=32"),
+        (with_text(HYBRID, layer_types=["linear_attention"] * 32), "0 of them full_attention"),
+        (with_text(HYBRID, layer_types=["full_attention", "mamba"] * 16), "layer_types mamba are not supported"),
+        (with_text(HYBRID_MOE, norm_topk_prob=False), "norm_topk_prob=False is not supported"),
+        (with_text(HYBRID_MOE, mlp_only_layers=[1]), r"mlp_only_layers=\[1\] is not supported"),
         ({**LLAMA, **rope(rope_type="linear")}, "factor"),
         ({**LLAMA, **rope(rope_type="linear", factor=0.5)}, r"factor=0\.5"),
         ({**LLAMA, **rope(rope_type="llama3", factor=8.0)}, "low_freq_factor"),
@@ -221,8 +280,15 @@ def test_model_not_found_raises_with_the_ways_to_name_one(tmp_path: Path, monkey
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_defaults_are_those_of_transformers(architecture: str) -> None:
     """Settings that are absent: config.json is read without transformers, which takes seconds to import."""
-    theirs = getattr(transformers, architecture.replace("ForCausalLM", "Config"))()
-    defaults = ARCHITECTURES[architecture].defaults
+    is_hybrid, defaults = ARCHITECTURES[architecture].is_hybrid, ARCHITECTURES[architecture].defaults
+    theirs = getattr(transformers, architecture.split("For")[0] + ("TextConfig" if is_hybrid else "Config"))()
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    if is_hybrid:
+        rope |= {"partial_rotary_factor": defaults["partial_rotary_factor"]}
+        assert theirs.layer_types[:4] == ["linear_attention"] * 3 + ["full_attention"]
+        no_entry = {"partial_rotary_factor", "full_attention_interval", *ARCHITECTURES[architecture].fixed}
+        no_entry |= {"intermediate_size"} if "num_experts" in defaults else set()
+        defaults = {name: value for name, value in defaults.items() if name not in no_entry}
     for name, value in defaults.items():
         expected = theirs.num_attention_heads if value is None else value
         assert getattr(theirs, name) == expected, name
@@ -230,7 +296,7 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
         assert not getattr(theirs, name, None), name
     if "head_dim" not in defaults:
         assert getattr(theirs, "head_dim", None) in (None, theirs.hidden_size // theirs.num_attention_heads)
-    assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    assert theirs.rope_parameters == rope
 
 
 def test_config_equals_what_transformers_reads(tmp_path: Path) -> None:
@@ -244,6 +310,12 @@ def test_config_equals_what_transformers_reads(tmp_path: Path) -> None:
             plain = read(tmp_path, given)
             AutoConfig.from_pretrained(str(tmp_path / "config.json")).save_pretrained(tmp_path)
             assert read(tmp_path, json.loads((tmp_path / "config.json").read_text())) == plain, (settings, rope)
+    for settings in (HYBRID, HYBRID_MOE):
+        for entry in ({"rope_type": "default"}, ROPES["yarn"]):
+            kept = {"rope_theta": 1e7, "partial_rotary_factor": 0.25}
+            plain = read(tmp_path, with_text(settings, rope_parameters=entry | kept))
+            AutoConfig.from_pretrained(str(tmp_path / "config.json")).save_pretrained(tmp_path)
+            assert read(tmp_path, json.loads((tmp_path / "config.json").read_text())) == plain, (settings, entry)
 
 
 def test_reading_a_config_imports_neither_torch_nor_transformers() -> None:

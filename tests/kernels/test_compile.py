@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from dense_model import state_rows
 from offline_compiler import Compiled, compiling_for
 from triton.runtime.jit import JITFunction
 
@@ -26,8 +27,20 @@ from nanovllm.attention.base import PartialAttention, RunningMerge
 from nanovllm.checkpoint.model_config import HEAD_DIMS
 from nanovllm.core.shadow_spec import SHADOW_BITS, ShadowSpec
 from nanovllm.device.kernel_target import KNOWN_TARGETS, KernelTarget
-from nanovllm.kernels import decode, fused, logit_edits, merge, packed_linear, prefill, sampler, shadow, small_linear
+from nanovllm.kernels import (
+    decode,
+    delta_net,
+    fused,
+    logit_edits,
+    merge,
+    packed_linear,
+    prefill,
+    sampler,
+    shadow,
+    small_linear,
+)
 from nanovllm.kernels.sampling_tensors import NUM_EDIT_COLUMNS, EditTensors, SamplingTensors
+from nanovllm.kernels.state_tensors import DeltaWeights, LayerStates, StateSave
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -121,6 +134,7 @@ def launch_layers(hidden_size: int, vocab_size: int, dtype: torch.dtype) -> None
     fused.rms_norm(x, weight[0], 1e-6)
     fused.add_rms_norm(x, x, weight[0], 1e-6)
     fused.silu_and_mul(x)
+    fused.sigmoid_and_mul(x, x)
     for bias in (None, weight[0, :6]):
         small_linear.small_linear(x[:1], weight, bias)
         small_linear.small_gate_up(x[:1], weight, bias)
@@ -173,6 +187,30 @@ def launch_shadow(head_dim: int, dtype: torch.dtype, bits: int) -> None:
     shadow.attend(q, pages[0], spec, tables[0], tables, 131072, 0.1, num_sms=132)
 
 
+def launch_delta_net(heads: tuple[int, int], key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    """One token in few rows and in many, and a chunk with a save. heads: of keys and of values."""
+    key_heads, value_heads = heads
+    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    weights = DeltaWeights(
+        torch.zeros(channels, 4, dtype=dtype),
+        torch.zeros(value_heads),
+        torch.zeros(value_heads),
+        torch.zeros(value_dim, dtype=dtype),
+        1e-6,
+        key_heads,
+        key_dim,
+    )
+    conv = torch.zeros(2, channels, 3, dtype=dtype)
+    matrix, pending = torch.zeros(2, value_heads, key_dim, value_dim), torch.zeros(2, 4, channels + 2 * value_heads)
+    for num_tokens, saves in (([1], ()), ([1] * 64, ()), ([100], [StateSave(0, 64, 1)])):
+        ones, zeros, num_rows = [1] * len(num_tokens), [0] * len(num_tokens), sum(num_tokens)
+        rows = state_rows(num_tokens, ones, ones, zeros, zeros, saves)
+        qkvz = torch.zeros(num_rows, channels + value_heads * value_dim, dtype=dtype)
+        qkv, z = qkvz.split((channels, value_heads * value_dim), dim=1)
+        ba = torch.zeros(num_rows, 2 * value_heads, dtype=dtype)
+        delta_net.delta_net(qkv, z, ba, LayerStates(conv, matrix, pending.to(dtype), rows), weights)
+
+
 def faults(kernel: Compiled, target: KernelTarget) -> Iterator[str]:
     """Yield what slows a kernel down: too much shared memory, spilled registers, tiles loaded synchronously.
 
@@ -218,6 +256,7 @@ def test_every_kernel_fits_at_common_shapes(target: KernelTarget) -> None:
         launch_layers(4096, 151936, BF16)
         launch_packed(4096, BF16)
         launch_shadow(128, BF16, bits=4)
+        launch_delta_net((16, 32), 128, 128, BF16)
     assert {kernel.name for kernel in compiled} == kernel_names()
     check(compiled, target)
     uses_pdl = {"griddepcontrol.wait" in kernel.ptx for kernel in compiled if kernel.name == "_decode_kernel"}
@@ -310,6 +349,16 @@ def test_shadow_kernels_fit(number: int) -> None:
     target = list(KNOWN_TARGETS.values())[number % 6]
     with compiling_for(target) as compiled:
         launch_shadow(*SHADOW_CHOICES[number])
+    check(compiled, target)
+
+
+@pytest.mark.slow
+@targets
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_delta_net_fits_at_other_shapes(target: KernelTarget, dtype: torch.dtype) -> None:
+    with compiling_for(target) as compiled:
+        for heads, key_dim, value_dim in (((16, 48), 128, 128), ((2, 4), 64, 128), ((2, 4), 16, 16)):
+            launch_delta_net(heads, key_dim, value_dim, dtype)
     check(compiled, target)
 
 

@@ -16,6 +16,7 @@ FILES = [
     "kernels/test_small_linear.py",
     "kernels/test_packed_linear.py",
     "kernels/test_shadow_kernels.py",
+    "kernels/test_delta_net.py",
     "kernels/test_edit_kernels.py",
     "layers/test_sampler_filters.py",
     "layers/test_sampler_noise.py",

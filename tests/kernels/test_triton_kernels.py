@@ -272,7 +272,10 @@ def test_layer_kernels_equal_plain_torch(device, dtype, num_tokens, size):
     torch.manual_seed(0)
     x, residual = (torch.randn(num_tokens, size, device=device).to(dtype) for _ in range(2))
     weight = torch.randn(size, device=device).to(dtype)
+    wide = 1 + torch.randn(size, device=device)  # of norms that multiply by 1 + weight: nothing is rounded before it
+    wide_norm = [each.to(device) for each in add_rms_norm(x.cpu(), residual.cpu(), wide.cpu(), 1e-6)]
     pairs = [
+        *zip(fused.add_rms_norm(x, residual, wide, 1e-6), wide_norm, strict=True),
         (fused.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6)),
         *zip(fused.add_rms_norm(x, residual, weight, 1e-6), add_rms_norm(x, residual, weight, 1e-6), strict=True),
         (fused.silu_and_mul(x), silu_and_mul(x)),
@@ -284,7 +287,7 @@ def test_layer_kernels_equal_plain_torch(device, dtype, num_tokens, size):
 @on_device
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "head_dim"), ROTATED)
-@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("normed", [True, False, "in fp32"])
 @pytest.mark.parametrize("many_tokens", [1, 1000])
 def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, normed, many_tokens):
     """With norms (Qwen3) and without, of views of the qkv product; -1 is skipped, other cells stay as they are.
@@ -297,7 +300,8 @@ def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, no
     num_tokens = 3 if INTERPRETED else 70
     qkv = torch.randn(num_tokens, heads[0] + 2 * heads[1], head_dim, device=device).to(dtype)
     q, k, v = qkv.split([heads[0], heads[1], heads[1]], dim=1)
-    weights = torch.randn(2, head_dim, device=device).to(dtype) if normed else (None, None)
+    weight_dtype = torch.float32 if normed == "in fp32" else dtype
+    weights = torch.randn(2, head_dim, device=device).to(weight_dtype) if normed else (None, None)
     angles = torch.randn(num_tokens, head_dim // 2, device=device)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     slot_mapping = torch.randperm(96)[:num_tokens]

@@ -76,11 +76,31 @@ def test_qkv_two_ranks_splits_into_whole_heads() -> None:
     def work(tp: ThreadGroup) -> tuple[torch.Tensor, ...]:
         qkv = QKVParallelLinear(8, head_dim, 4, 2, bias=False, tp=tp, dtype=FP32)
         fill(qkv, {(i, "weight"): weight for i, weight in enumerate(weights)})
-        return qkv.split(qkv(x))
+        *parts, gates = qkv.split(qkv(x))
+        assert not gates.numel()
+        return tuple(parts)
 
     for rank, parts in enumerate(run_ranks(2, work)):
         for weight, part in zip(weights, parts, strict=True):
             torch.testing.assert_close(part, F.linear(x, weight).view(3, -1, head_dim).chunk(2, 1)[rank])
+
+
+def test_qkv_with_gates_and_reordered_heads_has_the_right_rows() -> None:
+    """q_proj has a head's rows before those of its gate."""
+    x, head_dim, order = torch.randn(3, 8), 8, [slice(0, 2), slice(4, 6), slice(2, 4), slice(6, 8)]
+    weights = [torch.randn(heads * head_dim, 8) for heads in (8, 2, 2)]
+
+    def work(tp: ThreadGroup) -> tuple[torch.Tensor, ...]:
+        qkv = QKVParallelLinear(8, head_dim, 4, 2, bias=False, tp=tp, dtype=FP32, gated=True, head_rows=order)
+        fill(qkv, {(i, "weight"): weight for i, weight in enumerate(weights)})
+        return qkv.split(qkv(x))
+
+    q_gates, k, v = (F.linear(x, weight).view(3, -1, head_dim) for weight in weights)
+    reordered = torch.tensor([0, 1, 4, 5, 2, 3, 6, 7])
+    expected = q_gates[:, ::2, reordered], k[:, :, reordered], v, q_gates[:, 1::2]
+    for rank, parts in enumerate(run_ranks(2, work)):
+        for part, whole in zip(parts, expected, strict=True):
+            torch.testing.assert_close(part, whole.chunk(2, 1)[rank])
 
 
 @pytest.mark.parametrize("vocab_size", [2, 11, 12, 13])

@@ -78,7 +78,7 @@ def test_router_works_in_fp32() -> None:
     mlp.gate.weight.zero_()
     mlp.gate.weight[3:5] = 1.0
     mlp.gate.weight[4, 0] += 2.0**-12
-    experts, weights = mlp.gate(torch.ones(2, HIDDEN, dtype=torch.bfloat16))
+    experts, weights, _ = mlp.gate(torch.ones(2, HIDDEN, dtype=torch.bfloat16))
     assert experts.tolist() == [[4], [4]] and weights.dtype == torch.float32
 
 

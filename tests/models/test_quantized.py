@@ -181,6 +181,8 @@ def test_layers_that_config_json_leaves_unquantized() -> None:
     for given, expected in (
         ({"quant_method": "fp8", "modules_to_not_convert": None}, []),
         ({"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "model.layers.1.mlp"]}, [gate]),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["model.language_model.layers.1.mlp", "proj"]}, [gate]),
+        ({"quant_method": "fp8", "modules_to_not_convert": [r"re:model\.language_model\.layers\.1\.mlp"]}, [gate]),
         ({"quant_method": "awq", "bits": 4, "q_group_size": 128, "modules_to_not_convert": ["self_attn"]}, [o_proj]),
         (
             {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["re:.*down_proj", gate]},

@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.core.step_plan import CpuSpan, KVMoves, PromptScores, SamplingRow, SequenceStep, StepPlan, StreamedGroup
+from nanovllm.core.step_plan import (
+    CpuSpan,
+    KVMoves,
+    PromptScores,
+    SamplingRow,
+    SequenceStep,
+    StateStep,
+    StepPlan,
+    StreamedGroup,
+)
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.kvcache.transfer.cpu_attention import CpuRows
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
@@ -36,6 +45,7 @@ def sequence_step(
     previous_row: int = -1,
     num_guesses: int = 0,
     num_drafts: int = 0,
+    state: StateStep | None = None,
 ) -> SequenceStep:
     ids = np.arange(num_tokens, dtype=np.int64) + 1000 * context_len
     if previous_row >= 0:
@@ -53,7 +63,13 @@ def sequence_step(
         previous_row=previous_row,
         num_guesses=num_guesses,
         num_drafts=num_drafts,
+        state=state,
     )
+
+
+def random_state(rng: random.Random) -> StateStep | None:
+    """None as in the steps that start-up measures: from zeros, to the slot of nobody."""
+    return rng.choice([None, StateStep(rng.randint(-1, 9), rng.randint(1, 9), rng.randint(0, 3), load=5)])
 
 
 def random_plan(rng: random.Random) -> StepPlan:
@@ -76,21 +92,23 @@ def random_plan(rng: random.Random) -> StepPlan:
                 previous_row=-1 if has_drafts or num_guesses else rng.choice([-1, -1, rng.randint(0, 5)]),
                 num_guesses=num_guesses,
                 num_drafts=rng.randint(0, num_guesses) if has_drafts else 0,
+                state=random_state(rng),
             )
         )
     return StepPlan(tuple(steps), KVMoves())
 
 
 def inputs_of(*steps: SequenceStep) -> StepInputs:
-    return build_inputs(StepPlan(steps, KVMoves()), BLOCK_SIZE, group_blocks=0)
+    return build_inputs(StepPlan(steps, KVMoves()), BLOCK_SIZE, group_blocks=0, has_states=True)
 
 
 def by_name(inputs: Any) -> dict[str, Any]:
-    """The arrays of a step's inputs, those of `sampling` as `sampling.temperature` and so on."""
+    """The arrays of a step's inputs, those of `sampling` as `sampling.temperature` and so on, and those of `states`."""
     fields: dict[str, Any] = inputs._asdict()
-    sampling = fields.pop("sampling")._asdict()
+    sampling, states = fields.pop("sampling")._asdict(), fields.pop("states")._asdict()
     assert not fields.pop("groups", ()) and fields.pop("shadow", None) is None
-    return fields | {f"sampling.{name}": values for name, values in sampling.items()}
+    fields |= {f"sampling.{name}": values for name, values in sampling.items()}
+    return fields | {f"states.{name}": values for name, values in states.items()}
 
 
 def test_the_sampler_gets_the_fields_of_the_plans_rows() -> None:
@@ -118,6 +136,11 @@ def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
                 token += 1
             expected["cu_seqlens_q"].append(token)
             expected["context_lens"].append(step.num_paged_keys)
+            state = step.state or StateStep(-1, 0)
+            expected["states.source_slots"].append(state.source)
+            expected["states.target_slots"].append(state.target)
+            expected["states.num_replayed"].append(state.num_replayed)
+            expected["states.num_guesses"].append(step.num_guesses)
             if step.sampling is not None:
                 expected["sampling_seqs"].append(row)
                 expected["sampling_cu_seqlens"].append(expected["sampling_cu_seqlens"][-1] + 1 + step.num_guesses)
@@ -168,6 +191,7 @@ def test_decode_graph_inputs_are_the_arrays_of_the_step_padded(max_guesses: int)
                 sampling=SamplingRow(rng.random(), rng.randint(0, 50), rng.random(), rng.random(), rng.getrandbits(63)),
                 previous_row=rng.choice([-1, rng.randint(0, 18)]) if num_rows == 1 else -1,
                 num_guesses=num_rows - 1,
+                state=random_state(rng),
             )
             for num_rows in counts
         ]
@@ -178,8 +202,9 @@ def test_decode_graph_inputs_are_the_arrays_of_the_step_padded(max_guesses: int)
         buffers.fill_decode(inputs, size)
         got, want = by_name(buffers.tensors(GraphShape.decode(size))), by_name(inputs)
         for name in got.keys() - {"input_ids", "token_source", "cu_seqlens_q"}:
-            num_padding = size - (num_seqs if name == "context_lens" else num_rows)
-            assert got[name].tolist() == [*want[name].tolist(), *[-(name == "slot_mapping")] * num_padding], name
+            num_padding = size - (num_seqs if name == "context_lens" or name.startswith("states.") else num_rows)
+            padding = -(name in ("slot_mapping", "states.source_slots"))
+            assert got[name].tolist() == [*want[name].tolist(), *[padding] * num_padding], name
         cu_seqlens = got["cu_seqlens_q"].tolist()  # each row of padding is a sequence; the others have no queries
         assert cu_seqlens[: num_seqs + 1] == want["cu_seqlens_q"].tolist()
         assert cu_seqlens[num_seqs:] == [*range(num_rows, size + 1), *[size] * (num_rows - num_seqs)]
@@ -250,8 +275,9 @@ def test_array_types() -> None:
     int32 = {"cu_seqlens_q", "sampling_cu_seqlens", "context_lens", "block_tables"}
     float32 = {"temperature", "top_p", "min_p"}
     for name, values in by_name(arrays).items():
+        is_int32 = name in int32 or name.startswith("states.")
         name = name.removeprefix("sampling.")
-        assert values.dtype == (np.int32 if name in int32 else np.float32 if name in float32 else np.int64), name
+        assert values.dtype == (np.int32 if is_int32 else np.float32 if name in float32 else np.int64), name
 
 
 def test_step_that_samples_nothing_has_no_rows() -> None:

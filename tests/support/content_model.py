@@ -8,7 +8,7 @@ the step sees each of its own tokens exactly once. `Simulation` drives a schedul
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -65,9 +65,23 @@ def num_equal(a: list[int], b: list[int]) -> int:
 
 def longest_prefix_left(pool: BlockPool, seq: Sequence) -> int:
     """Tokens of `seq` whose grains are in some block, by looking at all blocks; one token is left to compute."""
+    return len(_prefixes_left(pool, seq)) * pool.index.grain
+
+
+def longest_state_left(pool: BlockPool, seq: Sequence) -> int:
+    """Of these tokens, those up to the last one behind which there is a snapshot."""
+    snapshots = pool.index.snapshots
+    assert snapshots is not None
+    numbers = enumerate(_prefixes_left(pool, seq), 1)
+    return max((i * pool.index.grain for i, prefix_id in numbers if prefix_id in snapshots), default=0)
+
+
+def _prefixes_left(pool: BlockPool, seq: Sequence) -> list[int]:
+    """The ids of the prefixes of `seq` up to each of these grains."""
     grain, block_size = pool.index.grain, pool.index.block_size
     num_known = (len(seq.token_ids) - 1) // grain * grain if pool.enable_prefix_caching else 0
     num_matched, prefix_id = 0, ~seq.hash_salt
+    found_ids: list[int] = []
     while num_matched < num_known:
         wanted = seq.token_ids[num_matched : min(num_matched + block_size, num_known)].tolist()
         held = [block for block in pool.blocks if block.prefix_ids[:1] == [prefix_id]]
@@ -77,10 +91,11 @@ def longest_prefix_left(pool: BlockPool, seq: Sequence) -> int:
             default=(0, None),
         )
         num_matched += num_grains * grain
+        found_ids += block.prefix_ids[1 : 1 + num_grains] if block is not None else []
         if block is None or num_grains * grain < block_size:
             break
         prefix_id = block.prefix_ids[-1]
-    return num_matched
+    return found_ids
 
 
 @dataclass
@@ -99,6 +114,11 @@ class _Content:
 
     def copy(self) -> "_Content":
         return _Content(list(self.token_ids), list(self.tags))
+
+
+class _State(NamedTuple):
+    tag: int
+    pending: tuple[int, ...] = ()
 
 
 class ContentRunner:
@@ -123,6 +143,9 @@ class ContentRunner:
         self.pages: dict[int, list[int]] = {}  # of the shadow: the tags of a block
         self.contents: dict[int, _Content] = {}
         self._sampled: list[int] = []
+        # A state is the tag of the last token that it covers. Slots have the tags of pending guesses, too
+        self.states: dict[int, _State] = {}  # by slot
+        self.snapshots: dict[int, _State] = {}
 
     def add(self, seq_id: int, prompt: list[int]) -> None:
         self.contents[seq_id] = _Content(list(prompt))
@@ -130,6 +153,11 @@ class ContentRunner:
     def launch(self, plan: StepPlan) -> list[int]:
         """The sampled tokens, then the drafted ones. Raises ContentError. Order of effects: see KVMoves."""
         self.pages |= {page: self.gpu[block].tolist() for block, page in plan.moves.page_fills}
+        for slot, snapshot in plan.moves.state_flushes:
+            self.snapshots[snapshot] = self.states[slot]
+        for step in plan.sequences:
+            if step.state is not None and step.state.load >= 0:
+                self.states[step.state.source] = self.snapshots[step.state.load]
         drafted = self._draft(plan)
         runs = [self._tokens(row, step, drafted) for row, step in enumerate(plan.sequences)]
         self._copy_in(plan.moves)
@@ -145,6 +173,7 @@ class ContentRunner:
         for group in plan.moves.streamed:
             for block_id, page in zip(group.cpu_block_ids, group.pages, strict=False):
                 self.pages[page] = self.cpu[block_id].tolist()
+        self._advance_states(plan, runs)
         return self._sample_all(plan, runs, drafted)
 
     def _sample_all(self, plan: StepPlan, runs: list[_Content], drafted: list[dict[int, int]]) -> list[int]:
@@ -156,6 +185,37 @@ class ContentRunner:
         ]
         return self._sampled + [token_id for ids in drafted for token_id in ids.values()]
 
+    def _advance_states(self, plan: StepPlan, runs: list[_Content]) -> None:
+        written: list[int] = []
+        for step, run in zip(plan.sequences, runs, strict=True):
+            state, end = step.state, step.position + step.num_tokens - step.num_guesses
+            if state is None:
+                continue
+            self._check_state(step, run)
+            self.states[state.target] = _State(run.tags[end - 1], tuple(run.tags[end : end + step.num_guesses]))
+            written.append(state.target)
+            for save in state.saves:
+                assert save.num_tokens <= end - step.position, "a state is saved after guesses"
+                is_end = step.position + save.num_tokens == end
+                assert (save.slot == state.target) == is_end, "only a state at the end is where the sequence's is"
+                if not is_end:
+                    self.states[save.slot] = _State(run.tags[step.position + save.num_tokens - 1])
+                    written.append(save.slot)
+        assert 0 not in written and len(set(written)) == len(written), f"slots {written} are written"
+        for step in plan.sequences:
+            for save in step.state.saves if step.state is not None else ():
+                self.snapshots[save.snapshot] = self.states[save.slot]
+
+    def _check_state(self, step: SequenceStep, run: _Content) -> None:
+        """The state that the new tokens start from is that of all tokens before them."""
+        assert step.state is not None
+        expected, seen = run.tags[: step.position], []
+        if step.state.source >= 0:
+            tag, pending = self.states[step.state.source]
+            seen = [tag, *pending[: step.state.num_replayed]]
+        if seen != expected[len(expected) - len(seen) :] or bool(seen) != bool(expected):
+            raise ContentError(f"sequence {step.seq_id} starts at {step.position} from the state {seen}")
+
     def _draft(self, plan: StepPlan) -> list[dict[int, int]]:
         """For each draft, its token by row."""
         drafted: list[dict[int, int]] = []
@@ -166,6 +226,10 @@ class ContentRunner:
             for row in rows:
                 step = plan.sequences[row]
                 self._check_draft_keys(step)
+                if step.state is not None:
+                    self._check_state(step, self.contents[step.seq_id])
+                    assert step.state.draft_slot > 0, "drafts have no slot"
+                    self.states[step.state.draft_slot] = _State(-1)
                 run = self.contents[step.seq_id].copy()
                 for before in drafted:
                     run.append(before[row])
@@ -348,7 +412,8 @@ class Simulation:
             self._admitted.add(seq.seq_id)
             match = self.pool.match(seq)
             num_found = len(match.full_blocks) * self.pool.index.block_size + match.num_partial_tokens
-            assert num_found == longest_prefix_left(self.pool, seq), f"sequence {seq.seq_id} could match more"
+            longest = longest_prefix_left if self.kv.states is None else longest_state_left
+            assert num_found == longest(self.pool, seq), f"sequence {seq.seq_id} could match more"
             admit(seq)
 
         self.kv.num_placeable, self.kv.admit = hooked_num_placeable, hooked_admit  # type: ignore[method-assign]

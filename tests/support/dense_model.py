@@ -1,24 +1,67 @@
 """A model run over one sequence with the plainest attention there is: no cache blocks, no engine."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.device.tp_group import TPGroup
+from nanovllm.kernels.state_tensors import HostStateRows, LayerStates, StateRows, StateSave
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import build_model, load_weights
 
 
+def state_rows(
+    num_tokens: Sequence[int],
+    source_slots: Sequence[int],
+    target_slots: Sequence[int],
+    num_replayed: Sequence[int],
+    num_guesses: Sequence[int],
+    saves: Sequence[StateSave] = (),
+    device: torch.device | str | None = None,
+) -> StateRows:
+    """Rows of these numbers, on the device and on the host."""
+    numbers = num_tokens, source_slots, target_slots, num_replayed, num_guesses
+    tensors = [torch.tensor(each, dtype=torch.int32, device=device) for each in numbers]
+    cu_seqlens = torch.nn.functional.pad(tensors[0].cumsum(0, dtype=torch.int32), (1, 0))
+    return StateRows(cu_seqlens, *tensors[1:], max(num_tokens), HostStateRows(*numbers, tuple(saves)))
+
+
 class DenseAttention:
-    """StepAttention over one sequence of up to `num_tokens`; `positions` are those of the tokens being run."""
+    """StepAttention over one sequence of up to `num_tokens`; `positions` are those of the tokens being run.
+
+    Recurrent layers have NUM_SLOTS slots for states, whose content is arbitrary at first. By default the sequence keeps
+    its state in slot 1; `rows` says what a step does instead.
+    """
+
+    NUM_SLOTS, MAX_GUESSES = 4, 5
 
     def __init__(self, model: CausalLM, num_tokens: int) -> None:
-        qkv_proj = model.model.layers[0].self_attn.qkv_proj
-        shape = (2, model.config.num_layers, 1, num_tokens, qkv_proj.heads_per_part[1], qkv_proj.head_dim)
-        self.k_cache, self.v_cache = torch.zeros(shape, dtype=qkv_proj.weight.dtype)
+        config, layers = model.config, model.model.layers
+        (qkv_proj, *_) = [layer.self_attn.qkv_proj for layer in layers if layer.self_attn is not None]
+        shape = (2, config.num_attention_layers + 1, 1, num_tokens, qkv_proj.heads_per_part[1], qkv_proj.head_dim)
+        dtype = qkv_proj.weight.dtype
+        self.k_cache, self.v_cache = torch.zeros(shape, dtype=dtype)
         self.positions = torch.arange(0)
+        self.rows: StateRows | None = None
+        if config.recurrent is not None:
+            r, tp = config.recurrent, model.lm_head.tp.size
+            slots, channels, heads = (
+                (self.NUM_SLOTS, config.num_recurrent_layers),
+                r.conv_channels // tp,
+                r.num_value_heads // tp,
+            )
+            self.conv = torch.randn(*slots, channels, r.conv_kernel - 1).to(dtype)
+            self.matrix = torch.randn(*slots, heads, r.key_head_dim, r.value_head_dim)
+            self.pending = torch.randn(*slots, self.MAX_GUESSES, channels + 2 * heads).to(dtype)
+
+    def states(self, layer: int) -> LayerStates:
+        rows = self.rows
+        if rows is None:
+            rows = state_rows([len(self.positions)], [1 if self.positions[0] else -1], [1], [0], [0])
+        return LayerStates(self.conv[:, layer], self.matrix[:, layer], self.pending[:, layer], rows)
 
     def cells(self, layer: int) -> KVCells:
         return KVCells(self.k_cache[layer], self.v_cache[layer], self.positions)
@@ -41,10 +84,14 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     quantization: str | None = None,
     load_format: str = "auto",
+    device: str = "cpu",
+    with_mtp: bool = False,
 ) -> CausalLM:
     stored, path = ModelConfig.from_pretrained(str(directory))
     config = stored.quantized(quantization)
-    model = build_model(config, tp or TPGroup(), max_model_len=max_model_len, dtype=dtype, device="cpu")
+    model = build_model(
+        config, tp or TPGroup(), max_model_len=max_model_len, dtype=dtype, device=device, with_mtp=with_mtp
+    )
     load_weights(model, path, load_format=load_format)
     return model
 

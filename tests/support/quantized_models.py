@@ -169,7 +169,7 @@ def write_quantized(plain: Path, directory: Path, name: str) -> tuple[Path, Path
     values: Tensors = {}
     for key, tensor in load_file(plain / "model.safetensors").items():
         prefix = key.removesuffix(".weight")
-        if prefix.endswith("_proj") and prefix != SKIPPED and key != prefix:
+        if "_proj" in prefix.rpartition(".")[2] and prefix != SKIPPED and key != prefix:
             parts, values[key] = quantize(prefix, tensor)
             stored |= {f"{prefix}.{part}": each.contiguous() for part, each in parts.items()}
         else:

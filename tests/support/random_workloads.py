@@ -16,6 +16,7 @@ from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.policy.block_pool import PrefixIndex
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.policy.shadow_pages import ShadowPages
+from nanovllm.kvcache.policy.states import RecurrentStates
 from nanovllm.scheduling.step_bound import ChunkTimes, StepBound
 from nanovllm.speculation.drafters import Drafter, ModelDrafter
 
@@ -116,11 +117,12 @@ def dense_manager(
     cpu_split: CpuSplit | None = None,
     keeps_first_blocks: bool = False,
     has_shadow: bool = False,
+    states: RecurrentStates | None = None,
 ) -> KVCacheManager:
     num_blocks = rng.randint(8, 60 if hybrid else 40)
     shadow = ShadowPages(rng.choice([1, 3, num_blocks, num_blocks])) if has_shadow else None
     if not hybrid:
-        return BlockManager(num_blocks, rng.randint(1, 5), rng.random() < 0.8, shadow=shadow)
+        return BlockManager(num_blocks, rng.randint(1, 5), rng.random() < 0.8, shadow=shadow, states=states)
     return HybridKVCacheManager(
         num_blocks,
         rng.randint(2, 8),
@@ -130,10 +132,17 @@ def dense_manager(
         cpu_split,
         keeps_first_blocks=keeps_first_blocks,
         shadow=shadow,
+        states=states,
         grain=GRAIN,
         long_chunk_blocks=LONG_CHUNK_BLOCKS,
         progress_tokens=rng.choice([1, 4, 30]),
     )
+
+
+def dense_states(rng: random.Random, max_num_seqs: int) -> RecurrentStates:
+    """Slots for `max_num_seqs` sequences, and for few or many states that are saved or drafts."""
+    num_slots = 1 + max_num_seqs + rng.choice([0, 1, 2, 8])
+    return RecurrentStates(num_slots, rng.choice([0, 1, 2, 5, 30, 30]), snapshot_tokens=rng.choice([3, 8, 100]))
 
 
 def odd_bound(rng: random.Random) -> StepBound:
@@ -174,11 +183,12 @@ def play_dense(
     drafter: str = "",
     bounded: bool = False,
     hash_bytes: Callable[[bytes], int] | None = None,
+    has_states: bool = False,
     **options: Any,
 ) -> Simulation:
     """A dense workload; `options` are the Simulation's, beside a schedule drawn from the seed. `with_cpu`: the CPU
     attends to some of the missing keys. `drafter`: a kind of OddDrafter, to speculate with. `bounded`: by an odd_bound.
-    `hash_bytes`: the prefix index's.
+    `hash_bytes`: the prefix index's. `has_states`: some layers are recurrent.
     """
     rng = random.Random(seed)
     if bounded:
@@ -189,10 +199,18 @@ def play_dense(
         options |= {"make_drafter": odd_drafter(drafter, seed), "max_guesses": rng.choice([1, 2, 3, 5, 9])}
     split = RandomSplit(generator=random.Random(seed)) if with_cpu else None
     has_shadow = drafter == "shadow"
-    kv = dense_manager(rng, hybrid, split, keeps_first_blocks=bool(drafter) and not has_shadow, has_shadow=has_shadow)
-    simulation = Simulation(kv, **(dense_schedule(rng) | options))
+    schedule = dense_schedule(random.Random(seed + 1)) if has_states else {}
+    kv = dense_manager(
+        rng,
+        hybrid,
+        split,
+        keeps_first_blocks=bool(drafter) and not has_shadow,
+        has_shadow=has_shadow,
+        states=dense_states(random.Random(seed), schedule["max_num_seqs"]) if has_states else None,
+    )
+    simulation = Simulation(kv, **((schedule or dense_schedule(rng)) | options))
     if hash_bytes is not None:
         old = simulation.pool.index
-        simulation.pool.index = PrefixIndex(old.block_size, old.grain, hash_bytes=hash_bytes)
+        simulation.pool.index = PrefixIndex(old.block_size, old.grain, hash_bytes=hash_bytes, snapshots=old.snapshots)
     play(simulation, dense_operations(rng))
     return simulation

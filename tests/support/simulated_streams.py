@@ -37,6 +37,7 @@ from race_detector import Access, RaceDetector, Site
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, StepAttention
 from nanovllm.cpu_attention.job import AttentionJob, CpuKernel
+from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.kvcache.transfer.streams import Event
 from nanovllm.layers.rotary_embedding import KVCells
 
@@ -330,6 +331,9 @@ class TrackedAttention(StepAttention):
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         return self._attention.attend(layer, q_THD)
+
+    def states(self, layer: int) -> LayerStates:
+        return self._attention.states(layer)
 
 
 def write_cells(streams: SimulatedStreams, cells: KVCells) -> None:

@@ -6,6 +6,13 @@ from typing import Any
 import torch
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "seed_oss", "qwen3_moe")
+HYBRIDS = ("qwen3_5", "qwen3_5_moe")  # most layers are recurrent
+RECURRENT = {  # sizes of the recurrent layers
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
 ROPES: dict[str, dict[str, Any]] = {  # `rope_scaling` for max_position_embeddings=128
     "default": {"rope_type": "default"},
@@ -41,15 +48,57 @@ def write_tiny_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     experts: dict[str, Any] | None = None,
+    recurrent: dict[str, Any] | None = None,
+    with_vision: bool = False,
+    with_mtp: bool = False,
 ) -> Path:
     """Write config.json and safetensors to `directory` and return it. The same arguments write the same weights.
 
     The weights are such that greedy output does not repeat one token: embeddings are small against the layers, so
     that the next token depends on what attention saw. `bias`: where the architecture has the choice (llama: every
     linear layer, qwen3: attention). Qwen2 has biases on q, k, v always, and head_dim = hidden_size / num_heads.
+
+    Every fourth layer of a hybrid model is attention, or every second one if 4 does not divide their number.
+    `with_vision`: its text part is nested, beside a vision tower. `with_mtp`: it has a draft head, which transformers
+    does not read.
     """
     import transformers
 
+    if architecture in HYBRIDS:
+        kind = "Qwen3_5Moe" if architecture == "qwen3_5_moe" else "Qwen3_5"
+        scaling = dict(ROPES[rope] if isinstance(rope, str) else rope)
+        interval = 2 if num_layers % 4 else 4
+        sparse = {**EXPERTS, "shared_expert_intermediate_size": 64, **(experts or {})}
+        text = getattr(transformers, f"{kind}TextConfig")(
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            num_hidden_layers=num_layers,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=max_position_embeddings,
+            rope_parameters={"rope_theta": 10000.0, "partial_rotary_factor": 0.25, **scaling},
+            layer_types=["linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)],
+            tie_word_embeddings=tied,
+            attention_bias=bias,
+            eos_token_id=vocab_size - 1,
+            **(recurrent or RECURRENT),
+            **(sparse if architecture == "qwen3_5_moe" else {"intermediate_size": intermediate_size}),
+            **({"mtp_num_hidden_layers": 1} if with_mtp else {}),
+        )
+        if with_vision:
+            vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 2}
+            vision |= {"out_hidden_size": hidden_size, "num_position_embeddings": 16}
+            whole = getattr(transformers, f"{kind}Config")(
+                text_config=text.to_dict(), vision_config=vision, tie_word_embeddings=tied
+            )
+            model = getattr(transformers, f"{kind}ForConditionalGeneration")(whole)
+        else:
+            model = getattr(transformers, f"{kind}ForCausalLM")(text)
+        _write(model, directory, seed, dtype, sharded)
+        if with_mtp:
+            _add_mtp_head(model, directory, seed)
+        return directory
     kinds = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral", "seed_oss": "SeedOss"}
     kinds["qwen3_moe"] = "Qwen3Moe"
     options: dict[str, Any] = {
@@ -76,10 +125,32 @@ def write_tiny_model(
         pad_token_id=None,
         **options,
     )
-    model = getattr(transformers, f"{kinds[architecture]}ForCausalLM")(config)
+    return _write(getattr(transformers, f"{kinds[architecture]}ForCausalLM")(config), directory, seed, dtype, sharded)
+
+
+def _write(model: Any, directory: Path, seed: int, dtype: torch.dtype, sharded: bool) -> Path:
     _randomise(model, seed)
     model.to(dtype).save_pretrained(directory, max_shard_size="100KB" if sharded else "5GB")
     return directory
+
+
+def _add_mtp_head(model: Any, directory: Path, seed: int) -> None:
+    """Add the tensors of a draft head: the model's first layer of attention once more, with other weights."""
+    from safetensors.torch import load_file, save_file
+
+    file, text = directory / "model.safetensors", model.config.get_text_config()
+    tensors, number = load_file(file), text.layer_types.index("full_attention")
+    prefix = next(name for name in tensors if f".layers.{number}." in name and ".visual." not in name)
+    prefix = prefix.partition(f".layers.{number}.")[0] + f".layers.{number}."
+    shapes = {
+        f"mtp.layers.0.{n.removeprefix(prefix)}": each.shape for n, each in tensors.items() if n.startswith(prefix)
+    }
+    names = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
+    shapes |= {f"mtp.{name}.weight": torch.Size([text.hidden_size]) for name in names}
+    shapes["mtp.fc.weight"] = torch.Size([text.hidden_size, 2 * text.hidden_size])
+    generator = torch.Generator().manual_seed(seed + 1)
+    head = {name: (torch.randn(shape, generator=generator) * 0.13).to(model.dtype) for name, shape in shapes.items()}
+    save_file(tensors | head, file, metadata={"format": "pt"})
 
 
 def _randomise(model: torch.nn.Module, seed: int) -> None:
@@ -87,7 +158,14 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.uniform_(0.8, 1.2, generator=generator)
+                is_added_to_one = parameter.abs().max() == 0
+                parameter.uniform_(0.8, 1.2, generator=generator).sub_(float(is_added_to_one))
+                continue
+            if name.endswith(("A_log", "dt_bias")):
+                parameter.uniform_(-2, 1, generator=generator)
+                continue
+            if "conv1d" in name:
+                parameter.normal_(0, 0.5, generator=generator)
                 continue
             is_query_or_key = "q_proj" in name or "k_proj" in name
             std = 0.03 if "embed" in name else 0.2 if is_query_or_key else 0.13

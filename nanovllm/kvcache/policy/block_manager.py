@@ -6,15 +6,17 @@ A manager decides which sequence owns which block. It works on integers only.
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import NamedTuple
 
 from nanovllm.core.cpu_split import FollowingSplit
 from nanovllm.core.kv_spec import BlockState
-from nanovllm.core.sequence import Sequence
-from nanovllm.core.step_plan import DraftKeys, KVMoves
+from nanovllm.core.sequence import Sequence, SequenceStatus
+from nanovllm.core.step_plan import DraftKeys, KVMoves, StateFlush, StateStep
 from nanovllm.errors import RequestError
-from nanovllm.kvcache.policy.block_pool import Block, BlockPool
+from nanovllm.kvcache.policy.block_pool import Block, BlockPool, PrefixMatch
 from nanovllm.kvcache.policy.shadow_pages import Fills, ShadowPages
+from nanovllm.kvcache.policy.states import RecurrentStates
 from nanovllm.utils.arithmetic import ceil_div
 
 # Fraction of the blocks that admission leaves free, so that running sequences can grow for a while. Without it a newly
@@ -35,6 +37,13 @@ class PagedKeys(NamedTuple):
     num_paged_keys: int
 
 
+class Resumption(NamedTuple):
+    """What a preempted sequence with a state still has: blocks, of which the last may not be full, and their tokens."""
+
+    block_ids: list[int]
+    num_tokens: int
+
+
 class KVCacheManager(ABC):
     """For each step the scheduler calls begin_step first and finish_step last.
 
@@ -44,6 +53,7 @@ class KVCacheManager(ABC):
 
     cpu_split: FollowingSplit | None = None  # how missing keys are divided; None if the CPU attends to none
     shadow: ShadowPages | None = None  # None: there is no shadow
+    states: RecurrentStates | None = None  # None: no layer is recurrent
     pool: BlockPool
     block_size: int
     num_watermark_blocks: int
@@ -52,8 +62,10 @@ class KVCacheManager(ABC):
     def check_fits(self, seq: Sequence) -> None:
         """Raise RequestError if the request could not run even alone."""
 
-    def begin_step(self, running: Seq[Sequence]) -> None:  # noqa: B027  # only a manager with per-step state needs it
+    def begin_step(self, running: Seq[Sequence]) -> None:
         """Start planning a step for the `running` sequences, and drop all that a failed step may have left behind."""
+        if self.states is not None:
+            self.states.begin_step()
 
     @abstractmethod
     def num_known_tokens(self, seq: Sequence) -> int:
@@ -116,6 +128,71 @@ class KVCacheManager(ABC):
         that the step copies from.
         """
 
+    # -- states of recurrent layers ------------------------------------------------------------------------------
+
+    def _admit_state(self, seq: Sequence, match: PrefixMatch, *, is_resumed: bool) -> None:
+        """Give a sequence that has just got its blocks the state after its computed tokens."""
+        if self.states is not None:
+            prefix_id = None if is_resumed else match.prefix_id
+            self.states.admit(seq, prefix_id, match.num_known_tokens, self.pool.index.grain, is_resumed=is_resumed)
+            self._forget_pause(seq)
+
+    def _pause(self, seq: Sequence) -> None:
+        """Keep the state of a sequence that is about to be preempted, and what its last block holds."""
+        if self.states is None or not self.states.snapshots.count or not seq.num_computed_tokens:
+            return
+        block_idx, num_tail_tokens = divmod(seq.num_computed_tokens, self.block_size)
+        tail = seq.block_table[block_idx] if num_tail_tokens else -1
+        if tail >= 0:
+            self.pool.blocks[tail].tail_of = seq.seq_id
+        self.states.pause(seq, tail)
+
+    def _resumption(self, seq: Sequence, match: PrefixMatch) -> Resumption | None:
+        """How a preempted sequence goes on where it was. None for others, if its state or a block is gone, and if
+        another sequence has computed more of the same tokens: then it can use that.
+        """
+        paused = None if self.states is None else self.states.find_paused(seq)
+        if paused is None or paused.num_tokens <= len(match.full_blocks) * self.block_size + match.num_partial_tokens:
+            return None
+        num_full, num_tail_tokens = divmod(paused.num_tokens, self.block_size)
+        tail = [paused.tail_block] if num_tail_tokens else []
+        if len(match.known_blocks) < num_full or any(self.pool.blocks[i].tail_of != seq.seq_id for i in tail):
+            return None
+        return Resumption([*match.known_blocks[:num_full], *tail], paused.num_tokens)
+
+    def _forget_pause(self, seq: Sequence) -> None:
+        """The sequence does not wait any more."""
+        if self.states is not None and (paused := self.states.forget_paused(seq)) and paused.tail_block >= 0:
+            block = self.pool.blocks[paused.tail_block]
+            block.tail_of = -1 if block.tail_of == seq.seq_id else block.tail_of
+
+    def _free_state(self, seq: Sequence) -> None:
+        if self.states is not None:
+            self.states.free(seq)
+
+    def state_step(self, seq: Sequence, num_tokens: int, *, has_drafts: bool) -> StateStep | None:
+        """What the step does with the state of a sequence that has `num_tokens` new tokens in it, without guesses.
+        Called once after finish_step.
+        """
+        if self.states is None:
+            return None
+        return self.states.step(seq, num_tokens, partial(self.pool.prefix_id, seq), has_drafts=has_drafts)
+
+    def _state_flushes(self) -> tuple[StateFlush, ...]:
+        return () if self.states is None else self.states.take_flushes()
+
+    def _check_states(self, sequences: Seq[Sequence]) -> None:
+        if self.states is not None:
+            running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
+            self.states.check_integrity(running, self.pool.index.prefix_ids())
+
+    def can_draft(self, seq: Sequence) -> bool:
+        """Return True if the ranks can draft for a placed sequence: its keys are where drafts look for them, and there
+        is a slot for the states of drafts.
+        """
+        is_filling = self.shadow is not None and self.shadow.is_filling(seq)  # a page that drafts would miss
+        return not is_filling and (self.states is None or self.states.can_draft)
+
     # -- the shadow ----------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -141,14 +218,12 @@ class KVCacheManager(ABC):
             self.shadow.fill(seq, seq.num_computed_tokens // size, self.pool.blocks, gpu_block, fills)
         return fills
 
-    def is_filling_pages(self, seq: Sequence) -> bool:
-        """Return True if the step streams blocks of the sequence into the shadow, where its drafts would miss them."""
-        return self.shadow is not None and self.shadow.is_filling(seq)
-
-    def _shadow_stats(self) -> dict[str, float | None]:
-        if self.shadow is None:
-            return {}
-        return {"num_shadow_pages": len(self.shadow), "num_used_shadow_pages": self.shadow.num_used}
+    def _stats_of_parts(self) -> dict[str, float | None]:
+        """Those of the shadow and of the states, where there are any."""
+        stats = {} if self.states is None else self.states.stats()
+        if self.shadow is not None:
+            stats |= {"num_shadow_pages": len(self.shadow), "num_used_shadow_pages": self.shadow.num_used}
+        return stats
 
     def draft_keys(self, seq: Sequence, num_tokens: int) -> DraftKeys | None:
         """The keys for drafts of a sequence that has `num_tokens` new tokens in the step. Called after finish_step."""
@@ -234,9 +309,11 @@ class BlockManager(KVCacheManager):
         *,
         watermark: float = WATERMARK,
         shadow: ShadowPages | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
-        self.block_size, self.shadow = block_size, shadow
-        self.pool = BlockPool([Block(i) for i in range(num_blocks)], block_size, block_size, enable_prefix_caching)
+        self.block_size, self.shadow, self.states = block_size, shadow, states
+        blocks, snapshots = [Block(i) for i in range(num_blocks)], None if states is None else states.snapshots
+        self.pool = BlockPool(blocks, block_size, block_size, enable_prefix_caching, snapshots=snapshots)
         self.num_watermark_blocks = int(watermark * num_blocks)
 
     def _num_blocks(self, num_tokens: int) -> int:
@@ -252,19 +329,26 @@ class BlockManager(KVCacheManager):
             )
 
     def num_known_tokens(self, seq: Sequence) -> int:
-        return len(self.pool.match(seq).full_blocks) * self.block_size
+        match = self.pool.match(seq)
+        resumption = self._resumption(seq, match)
+        return len(match.full_blocks) * self.block_size if resumption is None else resumption.num_tokens
 
     def can_admit(self, seq: Sequence) -> bool:
         return self.pool.has_room_for(seq, self.num_watermark_blocks)
 
     def admit(self, seq: Sequence) -> None:
         assert not seq.block_table, f"sequence {seq.seq_id} already holds blocks"
-        for block_id in self.pool.match(seq).full_blocks:
+        match = self.pool.match(seq)
+        resumption = self._resumption(seq, match)
+        for block_id in match.full_blocks if resumption is None else resumption.block_ids:
             self.pool.retain(self.pool.blocks[block_id])
             seq.block_table.append(block_id)
-        seq.num_computed_tokens = seq.num_registered_tokens = len(seq.block_table) * self.block_size
+        num_tokens = len(match.full_blocks) * self.block_size if resumption is None else resumption.num_tokens
+        seq.num_computed_tokens = num_tokens
+        seq.num_registered_tokens = num_tokens // self.block_size * self.block_size
         if seq.num_hit_tokens is None:
             seq.num_hit_tokens = seq.num_computed_tokens
+        self._admit_state(seq, match, is_resumed=resumption is not None)
         self._grow(seq, seq.num_tokens)
 
     def _grow(self, seq: Sequence, num_tokens: int) -> None:
@@ -283,12 +367,17 @@ class BlockManager(KVCacheManager):
         seq.num_computed_tokens += 1
 
     def preempt(self, seq: Sequence) -> None:
+        self._pause(seq)
         self.free(seq)
         seq.num_computed_tokens = seq.num_registered_tokens = 0
 
     def free(self, seq: Sequence) -> None:
+        if not seq.block_table:
+            self._forget_pause(seq)
+            return
         if self.shadow is not None:
             self.shadow.forget(seq)
+        self._free_state(seq)
         self.pool.register(seq, seq.num_computed_tokens)
         for block_id in reversed(seq.block_table):  # so that the tail of a prefix is evicted before its head
             self.pool.release(self.pool.blocks[block_id])
@@ -299,8 +388,8 @@ class BlockManager(KVCacheManager):
         for seq, num_tokens in placed:
             num_keys = seq.num_computed_tokens + num_tokens
             keys.append(PagedKeys(tuple(seq.block_table[: self._num_blocks(num_keys)]), num_keys))
-        fills = self._fill_shadow(placed).resident
-        return keys, KVMoves(page_fills=tuple(fills)) if fills else _NO_MOVES
+        fills, flushes = self._fill_shadow(placed).resident, self._state_flushes()
+        return keys, KVMoves(page_fills=tuple(fills), state_flushes=flushes) if fills or flushes else _NO_MOVES
 
     def _gpu_block(self, block: Block) -> int | None:
         return block.block_id
@@ -310,6 +399,7 @@ class BlockManager(KVCacheManager):
 
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
         self.pool.check_integrity(list(sequences))
+        self._check_states(sequences)
 
     def block_states(self) -> bytes:
         # With prefix caching, a block without a hash is not full yet
@@ -320,4 +410,4 @@ class BlockManager(KVCacheManager):
 
     def stats(self) -> dict[str, float | None]:
         stats = {"num_gpu_blocks": len(self.pool.blocks), "num_free_gpu_blocks": self.pool.num_free}
-        return stats | self._shadow_stats()
+        return stats | self._stats_of_parts()

@@ -12,14 +12,16 @@ two exceptions:
 import itertools
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from nanovllm.core.sequence import Sequence, TokenIds
+from nanovllm.kvcache.policy.states import Snapshots
 from nanovllm.utils.arithmetic import ceil_div
 
 HASH_BYTES = 8
@@ -38,6 +40,7 @@ class Block:
     grain_hashes: list[int] = field(default_factory=list)
     prefix_ids: list[int] = field(default_factory=list)
     page: int = -1  # of the shadow; -1: none
+    tail_of: int = -1  # seq_id of a preempted sequence that can go on behind its tokens; -1: none
 
     @property
     def hash(self) -> int:
@@ -48,16 +51,23 @@ class Block:
         del self.token_ids[:]
         self.grain_hashes.clear()
         self.prefix_ids.clear()
-        self.page = -1
+        self.page = self.tail_of = -1
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """The matching blocks: whole ones to share, then perhaps one whose first tokens match."""
+    """The matching blocks: whole ones to share, then perhaps one whose first tokens match.
+
+    With recurrent layers, a match ends where there is a snapshot of the state.
+    """
 
     full_blocks: tuple[int, ...] = ()
     partial_block: int | None = None
     num_partial_tokens: int = 0
+    prefix_id: int | None = None  # of all matching tokens, whose snapshot there is
+    # With recurrent layers, also what matches behind the last snapshot
+    known_blocks: tuple[int, ...] = ()  # whole ones
+    num_known_tokens: int = 0
 
 
 class _Search(NamedTuple):
@@ -68,6 +78,7 @@ class _Search(NamedTuple):
     match: PrefixMatch
     block_ids: frozenset[int]  # the matching blocks
     next_hash: int | None  # hash of the first grain that no block holds
+    version: int  # of the snapshots
 
 
 class PrefixIndex:
@@ -90,13 +101,19 @@ class PrefixIndex:
     holders of the last matching grain are exactly the blocks with the longest match.
 
     `hash_bytes`: any function to unsigned numbers of 8 bytes. If it makes many hashes equal, searches take longer.
+    `snapshots`: of recurrent states, where matches end; None if no layer is recurrent.
     """
 
     def __init__(
-        self, block_size: int, grain: int, *, hash_bytes: Callable[[bytes], int] = xxhash.xxh64_intdigest
+        self,
+        block_size: int,
+        grain: int,
+        *,
+        hash_bytes: Callable[[bytes], int] = xxhash.xxh64_intdigest,
+        snapshots: Snapshots | None = None,
     ) -> None:
         assert block_size % grain == 0, f"block size {block_size} is not a multiple of the grain {grain}"
-        self.block_size, self.grain = block_size, grain
+        self.block_size, self.grain, self.snapshots = block_size, grain, snapshots
         self._hash_bytes = hash_bytes
         self._unused_ids = itertools.count()
         self._prefix_ids: dict[int, tuple[int, ...]] = {}  # by hash; several only if hashes collide
@@ -126,9 +143,14 @@ class PrefixIndex:
             or last.seq is not seq
             or last.num_tokens != len(seq.token_ids)
             or last.next_hash in self._prefix_ids
+            or last.version != self._version
         ):
             last = self._last_search = self._search(seq)
         return last.match
+
+    @property
+    def _version(self) -> int:
+        return 0 if self.snapshots is None else self.snapshots.version
 
     def _search(self, seq: Sequence) -> _Search:
         """Match whole blocks from the start on, then the longest part of the next one.
@@ -136,25 +158,49 @@ class PrefixIndex:
         Of several holders take the newest. It is the one most likely to be in use and on the GPU.
         """
         num_known = (len(seq.token_ids) - 1) // self.grain * self.grain
-        block_ids: list[int] = []
+        blocks: list[Block] = []
         start, prefix_id = 0, _root_id(seq)
         while (end := start + self.block_size) <= num_known:
             block = self._find(self._hash(seq, end // self.grain - 1), prefix_id, seq.token_ids[start:end])
             if block is None:
                 break
-            block_ids.append(block.block_id)
+            blocks.append(block)
             start, prefix_id = end, block.prefix_ids[-1]
-        match = PrefixMatch(tuple(block_ids))
+        match = PrefixMatch(tuple([block.block_id for block in blocks]))
         longest = min(start + self.block_size - self.grain, num_known)
         for end in range(longest, start, -self.grain):
             block = self._find(self._hash(seq, end // self.grain - 1), prefix_id, seq.token_ids[start:end])
             if block is not None:
-                block_ids.append(block.block_id)
+                blocks.append(block)
                 match = PrefixMatch(match.full_blocks, block.block_id, end - start)
                 break
         num_matched = start + match.num_partial_tokens
         next_hash = self._hash(seq, num_matched // self.grain) if num_matched < num_known else None
-        return _Search(seq, len(seq.token_ids), match, frozenset(block_ids), next_hash)
+        block_ids = frozenset(block.block_id for block in blocks)
+        if self.snapshots is not None:
+            last = self._last_with_state(blocks, num_matched)
+            match = replace(last, known_blocks=match.full_blocks, num_known_tokens=num_matched)
+        return _Search(seq, len(seq.token_ids), match, block_ids, next_hash, self._version)
+
+    def shorter(self, match: PrefixMatch, full_blocks: list[Block]) -> PrefixMatch:
+        """The longest match within its full blocks."""
+        if self.snapshots is None:
+            return PrefixMatch(match.full_blocks)
+        shorter = self._last_with_state(full_blocks, len(full_blocks) * self.block_size)
+        return replace(shorter, known_blocks=match.known_blocks, num_known_tokens=match.num_known_tokens)
+
+    def _last_with_state(self, blocks: Seq[Block], num_tokens: int) -> PrefixMatch:
+        """The longest part of the `num_tokens` tokens in `blocks` behind which there is a snapshot."""
+        assert self.snapshots is not None, "without recurrent layers a match may end anywhere"
+        for end in range(num_tokens, 0, -self.grain):
+            number, before = divmod(end - 1, self.block_size)
+            prefix_id = blocks[number].prefix_ids[before // self.grain + 1]
+            if prefix_id in self.snapshots:
+                full, num_partial = divmod(end, self.block_size)
+                partial = blocks[full].block_id if num_partial else None
+                full_ids = tuple([block.block_id for block in blocks[:full]])
+                return PrefixMatch(full_ids, partial, num_partial, prefix_id)
+        return PrefixMatch()
 
     def _find(self, grain_hash: int, parent_id: int, token_ids: TokenIds, start: int = 0) -> Block | None:
         """The newest block that holds `token_ids` from its `start` on, behind the prefix `parent_id`."""
@@ -170,6 +216,17 @@ class PrefixIndex:
             if (held if len(held) == len(token_ids) else held[start:end]) == token_ids:  # a slice is a copy
                 return block
         return None
+
+    def prefix_ids(self) -> Collection[int]:
+        """The ids of all known prefixes."""
+        return self._newest.keys()
+
+    def prefix_id(self, seq: Sequence, blocks: list[Block], num_tokens: int) -> int | None:
+        """The id of a running sequence's first `num_tokens` tokens, a whole number of grains, if they are known."""
+        number, before = divmod(num_tokens - 1, self.block_size)
+        ids = blocks[seq.block_table[number]].prefix_ids
+        grains = before // self.grain + 1
+        return ids[grains] if grains < len(ids) else None
 
     def _invalidate_search(self, block: Block) -> None:
         """Drop the cached search if it examined this block."""
@@ -228,6 +285,8 @@ class PrefixIndex:
             del self._older[prefix_id]
 
     def _forget_id(self, prefix_id: int, grain_hash: int) -> None:
+        if self.snapshots is not None:
+            self.snapshots.forget(prefix_id)
         ids = self._prefix_ids.pop(grain_hash)
         if len(ids) > 1:
             self._prefix_ids[grain_hash] = tuple(other for other in ids if other != prefix_id)
@@ -275,7 +334,8 @@ class PrefixIndex:
             holders.update(older)
         assert known == held, "the index does not match the blocks"
         last = self._last_search
-        if last is not None and last.num_tokens == len(last.seq.token_ids) and last.next_hash not in self._prefix_ids:
+        is_valid = last is not None and last.version == self._version and last.next_hash not in self._prefix_ids
+        if last is not None and is_valid and last.num_tokens == len(last.seq.token_ids):
             assert self._search(last.seq) == last, f"sequence {last.seq.seq_id} would no longer match what is cached"
 
 
@@ -304,10 +364,11 @@ class BlockPool:
         grain: int,
         enable_prefix_caching: bool,
         long_chunk_blocks: int = LONG_CHUNK_BLOCKS,
+        snapshots: Snapshots | None = None,
     ) -> None:
         self.blocks = blocks
         self.long_chunk_blocks = long_chunk_blocks
-        self.index = PrefixIndex(block_size, grain)
+        self.index = PrefixIndex(block_size, grain, snapshots=snapshots)
         self.enable_prefix_caching = enable_prefix_caching
         # The free blocks: spare ones, and those whose content a prompt could still match. In both, the block to
         # allocate next comes first. A plain dict would be slow: finding its first key has to skip every key that was
@@ -331,9 +392,12 @@ class BlockPool:
 
         Nothing has to be left over while no block is in use.
         """
-        num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in self.match(seq).full_blocks)
+        match = self.match(seq)
+        num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in match.full_blocks)
         num_needed = ceil_div(seq.num_tokens, self.index.block_size) - num_shared
         is_alone = self.num_free == len(self.blocks)
+        if self.index.snapshots is not None and match.partial_block is not None and not is_alone:
+            num_needed += self.blocks[match.partial_block].ref_count == 0  # without it, full blocks would not match
         return num_needed <= self.num_free - (0 if is_alone else num_spare_blocks)
 
     def choose_free_blocks(self, count: int) -> list[Block]:
@@ -355,6 +419,13 @@ class BlockPool:
 
     def match(self, seq: Sequence) -> PrefixMatch:
         return self.index.match(seq) if self.enable_prefix_caching and seq.can_use_prefix_cache else PrefixMatch()
+
+    def without_partial(self, match: PrefixMatch) -> PrefixMatch:
+        """The match without its last block, of which only the first tokens match."""
+        return self.index.shorter(match, [self.blocks[block_id] for block_id in match.full_blocks])
+
+    def prefix_id(self, seq: Sequence, num_tokens: int) -> int | None:
+        return self.index.prefix_id(seq, self.blocks, num_tokens)
 
     def register(self, seq: Sequence, end: int) -> None:
         if self.enable_prefix_caching:
@@ -402,7 +473,9 @@ class BlockPool:
         self.spare_ids.move_to_end(block.block_id, last=False)
 
     def is_redundant(self, block: Block) -> bool:
-        """Return True if every prompt that matches the block's content would match without it too."""
+        """Return True if nothing is lost with the block's content: every prompt that matches it matches another."""
+        if block.tail_of >= 0:
+            return False
         return not block.grain_hashes or self.index.find_duplicate(block) is not None
 
     def discard(self, block: Block) -> None:

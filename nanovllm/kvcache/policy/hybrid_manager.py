@@ -26,9 +26,10 @@ from nanovllm.core.step_limits import MAX_DECODE_QUERIES
 from nanovllm.core.step_plan import KVMoves
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.block_manager import WATERMARK, KVCacheManager, PagedKeys
-from nanovllm.kvcache.policy.block_pool import LONG_CHUNK_BLOCKS, Block, BlockPool
+from nanovllm.kvcache.policy.block_pool import LONG_CHUNK_BLOCKS, Block, BlockPool, PrefixMatch
 from nanovllm.kvcache.policy.missing_keys import MissingKeys, divide_missing
 from nanovllm.kvcache.policy.shadow_pages import ShadowPages
+from nanovllm.kvcache.policy.states import RecurrentStates
 from nanovllm.kvcache.policy.step_slots import HybridBlock, SlotRing, StepSlots
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -128,6 +129,7 @@ class HybridKVCacheManager(KVCacheManager):
         *,
         keeps_first_blocks: bool = False,
         shadow: ShadowPages | None = None,
+        states: RecurrentStates | None = None,
         grain: int = BLOCK_SIZE_STEP,
         long_chunk_blocks: int = LONG_CHUNK_BLOCKS,
         progress_tokens: int = PROGRESS_TOKENS,
@@ -137,13 +139,15 @@ class HybridKVCacheManager(KVCacheManager):
         attention goes to a text's first tokens. `grain`: tokens that prefix hits are counted in, of which `block_size`
         is a multiple. `progress_tokens`: see PROGRESS_TOKENS.
         """
-        self.block_size, self.progress_tokens, self.shadow = block_size, progress_tokens, shadow
+        self.block_size, self.progress_tokens = block_size, progress_tokens
+        self.shadow, self.states = shadow, states
         self.cpu_split = None if cpu_split is None else FollowingSplit(cpu_split)
         self.num_watermark_blocks = int(WATERMARK * num_cpu_blocks)
         self.keeps_first_blocks = keeps_first_blocks
         self.group_blocks = group_blocks  # streamed blocks that are attended to in one call
         blocks = [HybridBlock(i) for i in range(num_cpu_blocks)]
-        self.pool = BlockPool(list(blocks), block_size, grain, enable_prefix_caching, long_chunk_blocks)
+        snapshots = None if states is None else states.snapshots
+        self.pool = BlockPool(list(blocks), block_size, grain, enable_prefix_caching, long_chunk_blocks, snapshots)
         self.blocks = blocks
         self.ring = SlotRing(num_gpu_blocks)
         self.slots = StepSlots(self.ring, self.pool, block_size)
@@ -183,11 +187,15 @@ class HybridKVCacheManager(KVCacheManager):
             )
 
     def begin_step(self, running: Seq[Sequence]) -> None:
+        super().begin_step(running)
         self.slots.begin_step()
         self._slotless_ids = {seq.seq_id for seq in running if seq.num_computed_tokens % self.block_size == 0}
 
     def num_known_tokens(self, seq: Sequence) -> int:
         match = self.pool.match(seq)
+        resumption = self._resumption(seq, match)
+        if resumption is not None:
+            return resumption.num_tokens
         return len(match.full_blocks) * self.block_size + match.num_partial_tokens
 
     def can_admit(self, seq: Sequence) -> bool:
@@ -204,26 +212,39 @@ class HybridKVCacheManager(KVCacheManager):
         return max(0, self._num_blocks(min(seq.num_tokens + self.progress_tokens, seq.max_kv_tokens)) - num_blocks)
 
     def admit(self, seq: Sequence) -> None:
-        match = self.pool.match(seq)
-        for block_id in match.full_blocks:
+        match = self._usable_match(seq)
+        resumption = self._resumption(seq, match)
+        for block_id in match.full_blocks if resumption is None else resumption.block_ids:
             block = self.blocks[block_id]
             self.pool.retain(block)
             self.slots.add_running_owner(block)
             seq.block_table.append(block_id)
-        seq.num_registered_tokens = len(seq.block_table) * self.block_size
-        seq.num_computed_tokens = seq.num_registered_tokens
-        if match.partial_block is not None:
+        num_tokens = len(match.full_blocks) * self.block_size if resumption is None else resumption.num_tokens
+        seq.num_computed_tokens = num_tokens
+        seq.num_registered_tokens = num_tokens // self.block_size * self.block_size
+        if match.partial_block is not None and resumption is None:
             source = self.blocks[match.partial_block]
-            # If the sequence needs every free block, even the matching one, its tokens are computed instead.
-            if source.ref_count or self.pool.num_free > self._num_blocks(seq.num_tokens) - len(seq.block_table):
-                self.pool.retain(source)  # until finish_step
-                self._copy_sources.append(source)
-                self._prefix_sources[seq.seq_id] = source, match.num_partial_tokens
-                seq.num_computed_tokens += match.num_partial_tokens
+            self.pool.retain(source)  # until finish_step
+            self._copy_sources.append(source)
+            self._prefix_sources[seq.seq_id] = source, match.num_partial_tokens
+            seq.num_computed_tokens += match.num_partial_tokens
         if seq.num_hit_tokens is None:
             seq.num_hit_tokens = seq.num_computed_tokens
+        self._admit_state(seq, match, is_resumed=resumption is not None)
         self._grow(seq, seq.num_tokens)
         self._running[seq.seq_id] = seq
+
+    def _usable_match(self, seq: Sequence) -> PrefixMatch:
+        """The longest match that a sequence can use. If it needs every free block, even the one whose first tokens
+        match, it computes these tokens.
+        """
+        match = self.pool.match(seq)
+        while match.partial_block is not None and not self.blocks[match.partial_block].ref_count:
+            num_free = self.pool.num_free - sum(not self.blocks[i].ref_count for i in match.full_blocks)
+            if num_free > self._num_blocks(seq.num_tokens) - len(match.full_blocks):
+                break
+            match = self.pool.without_partial(match)
+        return match
 
     def _grow(self, seq: Sequence, num_tokens: int) -> None:
         count = self._num_blocks(num_tokens) - len(seq.block_table)
@@ -295,17 +316,20 @@ class HybridKVCacheManager(KVCacheManager):
 
     def preempt(self, seq: Sequence) -> None:
         self._slotless_ids.discard(seq.seq_id)
+        self._pause(seq)
         self.free(seq)
         seq.num_computed_tokens = seq.num_registered_tokens = 0
 
     def free(self, seq: Sequence) -> None:
         if not seq.block_table:
-            return  # it waits
+            self._forget_pause(seq)
+            return
         self.pool.register(seq, seq.num_computed_tokens)
         del self._running[seq.seq_id]
         self.histories.forget(seq)
         if self.shadow is not None:
             self.shadow.forget(seq)
+        self._free_state(seq)
         block_idx = seq.num_computed_tokens // self.block_size
         if block_idx < len(seq.block_table):
             self.slots.stop_writing(self.blocks[seq.block_table[block_idx]])
@@ -353,7 +377,7 @@ class HybridKVCacheManager(KVCacheManager):
             missing_keys = missing_keys.filling(fills.streamed)
         self.num_cpu_tokens += sum(span.end - span.start for row in missing_keys.cpu_spans for span in row)
         self.slots.copy_out_accepted()
-        self._last_moves = moves = self.slots.moves(missing_keys, tuple(fills.resident))
+        self._last_moves = moves = self.slots.moves(missing_keys, tuple(fills.resident), self._state_flushes())
         for source in self._copy_sources:
             self.pool.release(source)
         self._copy_sources.clear()
@@ -387,6 +411,7 @@ class HybridKVCacheManager(KVCacheManager):
 
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
         self.pool.check_integrity(list(sequences))
+        self._check_states(sequences)
         self.ring.check_integrity()
         running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
         owners = Counter(block_id for seq in running for block_id in seq.block_table)
@@ -433,7 +458,7 @@ class HybridKVCacheManager(KVCacheManager):
             "num_missed_blocks": self.num_missed_blocks,
             "num_cpu_tokens": self.num_cpu_tokens,
             "cpu_attention_byte_per_s": None if self.cpu_split is None else self.cpu_split.now.cpu_byte_per_s,
-        } | self._shadow_stats()
+        } | self._stats_of_parts()
 
 
 def _state_between_steps(block: HybridBlock) -> BlockState:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from nanovllm.core.step_plan import KVMoves, PageFill, SlotCopy, SlotLoad, SlotOffload
+from nanovllm.core.step_plan import KVMoves, PageFill, SlotCopy, SlotLoad, SlotOffload, StateFlush
 from nanovllm.kvcache.policy.block_pool import Block, BlockPool
 from nanovllm.kvcache.policy.missing_keys import MissingKeys
 
@@ -176,7 +176,9 @@ class StepSlots:
             return None
         return block.ring_slot
 
-    def moves(self, missing: MissingKeys, page_fills: tuple[PageFill, ...] = ()) -> KVMoves:
+    def moves(
+        self, missing: MissingKeys, page_fills: tuple[PageFill, ...] = (), state_flushes: tuple[StateFlush, ...] = ()
+    ) -> KVMoves:
         """All moves of the step. `missing`: how the keys without a slot are attended to."""
         return KVMoves(
             tuple(self._flushes),
@@ -187,6 +189,7 @@ class StepSlots:
             missing.cpu_spans,
             tuple(self._taken_slots),
             page_fills,
+            state_flushes,
         )
 
     # -- pins and owners -----------------------------------------------------------------------------------------

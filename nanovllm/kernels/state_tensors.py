@@ -1,0 +1,78 @@
+"""Tensors of recurrent layers: what a layer keeps of each sequence, how the rows of a step use it, and its weights."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class StateSave(NamedTuple):
+    """A state that a layer keeps within a row: that after the row's first `num_tokens` new tokens goes to `slot`, too.
+
+    At least one token of the row follows, and none of the first `num_tokens` is a guess.
+    """
+
+    row: int
+    num_tokens: int
+    slot: int
+
+
+class HostStateRows(NamedTuple):
+    """The numbers of StateRows on the host, each for every row, and the saves, in order of row and `num_tokens`."""
+
+    num_tokens: Sequence[int]
+    source_slots: Sequence[int]
+    target_slots: Sequence[int]
+    num_replayed: Sequence[int]
+    num_guesses: Sequence[int]
+    saves: tuple[StateSave, ...] = ()
+
+
+class StateRows(NamedTuple):
+    """How the rows of a step, its sequences, use the states of recurrent layers. The same for all layers of a step.
+
+    A row starts from the state in its source slot, or from zeros if that is -1. It first goes through the inputs of
+    `num_replayed` tokens, the first ones that are pending in the source slot: guesses of the step before that have
+    proved right. Then it goes through its new tokens. The last `num_guesses` of these are guesses: their outputs are
+    computed, but the state before them goes to the target slot, and their inputs become pending there. So a wrong guess
+    leaves no trace.
+
+    Source and target may be the same slot, but a slot is the target of only one row. Slot 0 is an exception: it belongs
+    to nobody, any number of rows may leave arbitrary states there, and none starts from it. Inside a CUDA graph there
+    are more rows than sequences: these have slot 0 as their target, and start from zeros. Some have no token; such a
+    row leaves the state that it starts from.
+    """
+
+    cu_seqlens: torch.Tensor  # [B + 1] int32, of the packed new tokens
+    source_slots: torch.Tensor  # [B] int32; -1: zeros
+    target_slots: torch.Tensor  # [B] int32
+    num_replayed: torch.Tensor  # [B] int32
+    num_guesses: torch.Tensor  # [B] int32
+    max_num_tokens: int  # of any row; inside a CUDA graph the most that it can run
+    host: HostStateRows | None = None  # None inside a CUDA graph
+
+
+class LayerStates(NamedTuple):
+    """The states of one recurrent layer on this rank, and how the step's rows use them.
+
+    N state slots, C channels of the convolution, W its width - 1, H value heads, K key head dim, V value head dim,
+    G guesses at most, I numbers that a token gives the recurrence: C + 2 H. All layers share the memory of a slot, so
+    the first dimension is not contiguous with the others. Slots of nobody hold arbitrary, finite numbers.
+    """
+
+    conv_NCW: torch.Tensor  # in the model's dtype: the convolution's newest inputs, oldest first
+    matrix_NHKV: torch.Tensor  # fp32
+    pending_NGI: torch.Tensor  # in the model's dtype: inputs of guesses (q, k and v before the convolution, b, a)
+    rows: StateRows
+
+
+class DeltaWeights(NamedTuple):
+    """The parameters of a layer beside its projections, and its sizes on this rank."""
+
+    conv_CX: torch.Tensor  # X = W + 1
+    decay_log_H: torch.Tensor  # fp32: g = -exp(decay_log) softplus(a + dt_bias)
+    dt_bias_H: torch.Tensor  # fp32
+    norm_V: torch.Tensor
+    eps: float
+    num_key_heads: int
+    key_head_dim: int

@@ -1,0 +1,225 @@
+"""Models with recurrent layers through the whole engine: the logits of transformers, whatever happens to states."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checked_engine import ALL_GPU, OFFLOAD, CheckedLLM, Reference, cache_options, greedy, small_staging
+from cpu_splits import splitting
+from dense_model import random_prompt
+from odd_drafters import KINDS, OddDrafter
+from offload_workload import BLOCK, DOCUMENT, MIXED, prompts_of, serve_everything
+from simulated_streams import SimulatedStreams
+from tiny_models import write_tiny_model
+
+from nanovllm import LLM
+from nanovllm.core.sequence import Sequence
+from nanovllm.engine.setup import Internals
+from nanovllm.errors import ConfigError
+
+NUM_TOKENS = 20
+PROMPTS = prompts_of(3 * BLOCK - 5, 40, BLOCK - 3, 2 * BLOCK)  # answers cross the edges of blocks
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    directory = tmp_path_factory.mktemp("hybrid")
+    return Reference(write_tiny_model(directory, "qwen3_5", num_layers=4, max_position_embeddings=8192))
+
+
+@pytest.fixture(scope="module")
+def answers(hybrid: Reference) -> list[list[int]]:
+    with CheckedLLM(hybrid, **ALL_GPU) as llm:
+        return [output["token_ids"] for output in llm.answer_and_check(PROMPTS, max_tokens=NUM_TOKENS)]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("num_gpu_blocks", "max_num_batched_tokens", "works_ahead"),
+    [
+        *((None, 37, True), (2, 300, True), (None, 5000, False)),
+        *(pytest.param(*case, marks=SLOW) for case in ((2, 37, False), (None, 300, False), (2, 5000, True))),
+    ],
+)
+def test_chunks_of_any_size_and_several_sequences_at_once(
+    hybrid: Reference, num_gpu_blocks: int | None, max_num_batched_tokens: int, works_ahead: bool
+) -> None:
+    options = cache_options(num_gpu_blocks) | {"max_num_batched_tokens": max_num_batched_tokens}
+    internals = replace(small_staging(BLOCK, 2), works_ahead=works_ahead)
+    with CheckedLLM(hybrid, internals=internals, **options) as llm:
+        llm.answer_and_check(PROMPTS, max_tokens=8)
+        llm.assert_nothing_left()
+
+
+def test_the_cpu_attends_to_missing_keys(hybrid: Reference) -> None:
+    options = OFFLOAD | {"num_gpu_blocks": 2, "cpu_attention": "on"}
+    with CheckedLLM(hybrid, internals=splitting(100), **options) as llm:
+        llm.answer_and_check(MIXED)
+        assert any(any(plan.moves.cpu_spans) for plan in llm.plans)
+
+
+@pytest.mark.parametrize(
+    ("num_gpu_blocks", "seed"), [(None, 0), (3, 0), *(pytest.param(3, seed, marks=SLOW) for seed in (1, 2, 3))]
+)
+def test_everything_at_once(hybrid: Reference, num_gpu_blocks: int | None, seed: int) -> None:
+    """Hits, preemption, an abort."""
+    streams = SimulatedStreams("random", seed) if num_gpu_blocks else None
+    with CheckedLLM(hybrid, streams=streams, **cache_options(num_gpu_blocks)) as llm:
+        serve_everything(llm)
+        assert llm.stats()["num_state_loads"] > 0
+
+
+@pytest.mark.parametrize("num_gpu_blocks", [None, 3])
+def test_questions_of_any_length_reuse_the_document(hybrid: Reference, num_gpu_blocks: int | None) -> None:
+    """The first one leaves a state at its own end, which the second does not reach. It leaves one where they part."""
+    questions = [DOCUMENT + random_prompt(length, seed=length) for length in (300, 30, 700, 1)]
+    end = len(DOCUMENT) // BLOCK * BLOCK
+    with CheckedLLM(hybrid, **cache_options(num_gpu_blocks)) as llm:
+        hits = [llm.answer_and_check([question])[0]["num_cached_tokens"] for question in questions]
+        assert hits == [0, 0, end, end]
+        (again,) = llm.answer_and_check([questions[2]])
+        assert again["num_cached_tokens"] == (len(questions[2]) - 1) // BLOCK * BLOCK
+        stats = llm.stats()
+        assert stats["num_state_loads"] == 3 and stats["num_used_snapshots"] > 2
+
+
+def test_a_long_prompt_leaves_states_on_its_way(hybrid: Reference) -> None:
+    """Another text that parts from it anywhere has to be computed from the last of these on."""
+    first, options = random_prompt(4 * BLOCK + 9), ALL_GPU | {"max_num_batched_tokens": 5 * BLOCK}
+    with CheckedLLM(hybrid, **options) as llm:
+        llm.scheduler.kv.states.snapshot_tokens = 2 * BLOCK
+        llm.answer_and_check([first])
+        (plan,) = (plan for plan in llm.plans if plan.num_tokens > 1)
+        assert len(plan.sequences[0].state.saves) == 2
+        (output,) = llm.answer_and_check([first[: 3 * BLOCK] + random_prompt(50, seed=5)])
+        assert output["num_cached_tokens"] == 2 * BLOCK
+
+
+@pytest.mark.parametrize(("num_gpu_blocks", "speculation"), [(None, "off"), (3, "auto")])
+def test_a_preempted_sequence_goes_on_where_it_was(
+    hybrid: Reference, answers: list[list[int]], num_gpu_blocks: int | None, speculation: str
+) -> None:
+    """Nothing is computed twice, and the inputs of right guesses that its state does not cover come back too."""
+    internals = Internals() if speculation == "off" else speculating(drafter_of("right", answers))
+    options = cache_options(num_gpu_blocks) | ({} if speculation == "off" else {"num_speculative_tokens": 3})
+    options |= {"speculation": speculation}
+    with CheckedLLM(hybrid, internals=internals, **options) as llm:
+
+        def preempt(num_step: int) -> None:
+            if llm.plans and llm.plans[-1].is_decode and not llm.stats()["num_preemptions"]:
+                llm.preempt_next()
+
+        llm.answer_and_check(PROMPTS[:2], max_tokens=NUM_TOKENS, before_step=preempt)
+        assert llm.stats()["num_preemptions"] == 1
+        assert llm.num_computed_tokens == sum(map(len, PROMPTS[:2])) + 2 * (NUM_TOKENS - 1)
+        llm.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("num_snapshots", "num_hits"), [(0, 0), (1, 1)])
+def test_few_snapshots(hybrid: Reference, num_snapshots: int, num_hits: int) -> None:
+    prompts = prompts_of(BLOCK + 5, BLOCK + 7)
+    with CheckedLLM(hybrid, **ALL_GPU) as llm:
+        snapshots = llm.scheduler.kv.states.snapshots
+        snapshots.count, snapshots._unused = num_snapshots, list(range(num_snapshots))
+        for _ in range(2):
+            hits = [llm.answer_and_check([prompt])[0]["num_cached_tokens"] for prompt in (*prompts, prompts[1])]
+        assert hits == [0, 0, num_hits * BLOCK]
+
+
+def drafter_of(kind: str, answers: list[list[int]]) -> OddDrafter:
+    """Knows the answer to each of PROMPTS."""
+    whole = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
+
+    def next_tokens(seq: Sequence, count: int) -> list[int]:
+        known = seq.token_ids.tolist()
+        return next((text[len(known) : len(known) + count] for text in whole if text[: len(known)] == known), [])
+
+    return OddDrafter(kind, next_tokens, vocab_size=320)
+
+
+def speculating(drafter: OddDrafter, internals: Internals = Internals()) -> Internals:
+    return replace(internals, drafters=(drafter,), always_guesses=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_gpu_blocks"),
+    [
+        *(("right", 2), ("random", 2), ("wrong", None), ("drafts", None), ("mixed", 2)),
+        *(pytest.param(kind, slots, marks=SLOW) for kind in KINDS for slots in (None, 2)),
+    ],
+)
+def test_guesses_of_every_kind_leave_no_trace(
+    hybrid: Reference, answers: list[list[int]], kind: str, num_gpu_blocks: int | None
+) -> None:
+    options = cache_options(num_gpu_blocks) | {"speculation": "auto", "num_speculative_tokens": 7}
+    with CheckedLLM(hybrid, internals=speculating(drafter_of(kind, answers)), **options) as llm:
+        outputs = llm.answer_and_check(PROMPTS, max_tokens=NUM_TOKENS)
+        assert [output["token_ids"] for output in outputs] == answers
+        stats = llm.stats()
+        assert stats["num_guesses"] > 0
+        assert (stats["num_accepted_guesses"] > 0) == (kind != "wrong")
+        if kind == "right" or (kind == "drafts" and num_gpu_blocks is None):  # drafts from the right states
+            assert stats["guess_acceptance"] == 1
+        llm.assert_nothing_left()
+
+
+@pytest.mark.parametrize("num_right", [0, 2, 5, *(pytest.param(n, marks=SLOW) for n in (1, 3, 4))])
+def test_garbage_from_any_guess_on_leaves_no_trace(hybrid: Reference, answers: list[list[int]], num_right: int) -> None:
+    """Always five guesses, of which so many are right."""
+    drafter = drafter_of("right", answers)
+
+    class Garbage(OddDrafter):
+        def guess(self, seq: Sequence, max_guesses: int) -> Any:
+            right = drafter.guess(seq, max_guesses)
+            ids = [t if i < num_right else (t + 7 * i + 1) % 320 for i, t in enumerate(right.token_ids)]
+            return right._replace(token_ids=tuple(ids))
+
+    internals = speculating(Garbage("right", lambda seq, count: [], 320))
+    options = ALL_GPU | {"speculation": "prompt_lookup", "num_speculative_tokens": 5}
+    with CheckedLLM(hybrid, internals=internals, **options) as llm:
+        llm.answer_and_check(PROMPTS, max_tokens=NUM_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("speculation", "works_ahead"),
+    [("shadow", True), pytest.param("resident", False, marks=SLOW), pytest.param("auto", True, marks=SLOW)],
+)
+def test_drafters_leave_answers_alone(hybrid: Reference, speculation: str, works_ahead: bool) -> None:
+    internals = Internals(always_guesses=True, works_ahead=works_ahead)
+    options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": speculation}
+    with CheckedLLM(hybrid, internals=internals, **options) as llm:
+        llm.answer_and_check([PROMPTS[0] + PROMPTS[0][:300], *PROMPTS[1:]], max_tokens=30)
+        assert llm.stats()["num_accepted_guesses"] > 0
+        assert any(plan.draft_rows() for plan in llm.plans)
+
+
+@pytest.mark.parametrize("speculation", [pytest.param("off", marks=SLOW), "shadow"])
+def test_two_ranks(hybrid: Reference, answers: list[list[int]], speculation: str) -> None:
+    internals = Internals() if speculation == "off" else speculating(drafter_of("mixed", answers))
+    options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": speculation, "tensor_parallel_size": 2}
+    with LLM(str(hybrid.directory), device="cpu", dtype="float32", internals=internals, **options) as llm:
+        for _ in range(2):  # the second time with hits
+            outputs = llm.generate(PROMPTS, greedy(12), use_tqdm=False)
+            assert [output["token_ids"] for output in outputs] == [answer[:12] for answer in answers]
+        assert llm.stats()["num_state_loads"] > 0
+
+
+def test_experts(tmp_path: Path) -> None:
+    reference = Reference(write_tiny_model(tmp_path, "qwen3_5_moe", num_layers=4, max_position_embeddings=2048))
+    with CheckedLLM(reference, **cache_options(3)) as llm:
+        llm.answer_and_check(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_disk_path": "x"}, "kv_disk_path='x' keeps KV alone, but this model has recurrent layers"),
+        ({"tensor_parallel_size": 4}, "divisible by tensor_parallel_size=4"),
+    ],
+)
+def test_what_does_not_work_with_states_is_refused(hybrid: Reference, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(hybrid.directory), device="cpu", **options)

@@ -1,0 +1,92 @@
+"""Models with recurrent layers on a GPU: states inside CUDA graphs and in pinned memory, and the error in bf16."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from checked_engine import Reference, cache_options
+from dense_model import random_prompt
+from gpu_llm import GpuLLM
+from odd_drafters import OddDrafter
+from offload_workload import BLOCK, DOCUMENT, prompts_of, serve_everything
+from tiny_models import write_tiny_model
+
+from nanovllm.core.sequence import Sequence
+from nanovllm.engine.setup import Internals
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = prompts_of(3 * BLOCK - 5, 40, BLOCK - 3, 2 * BLOCK)
+CACHES = pytest.mark.parametrize("num_gpu_blocks", [None, 3], ids=["all-GPU", "streamed"])
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    directory = tmp_path_factory.mktemp("hybrid")
+    return Reference(write_tiny_model(directory, "qwen3_5", num_layers=4, max_position_embeddings=8192))
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@CACHES
+def test_everything_at_once(hybrid: Reference, num_gpu_blocks: int | None, enforce_eager: bool) -> None:
+    """Chunks, hits, preemption, an abort."""
+    with GpuLLM(hybrid, enforce_eager=enforce_eager, **cache_options(num_gpu_blocks)) as llm:
+        serve_everything(llm)
+        assert llm.stats()["num_state_loads"] > 0
+        name = "resident" if num_gpu_blocks is None else "streamed"
+        assert (llm.num_replays[name] > 3) == (not enforce_eager)
+
+
+@CACHES
+def test_questions_of_any_length_reuse_the_document(hybrid: Reference, num_gpu_blocks: int | None) -> None:
+    questions = [DOCUMENT + random_prompt(length, seed=length) for length in (300, 30, 700, 1)]
+    end = len(DOCUMENT) // BLOCK * BLOCK
+    with GpuLLM(hybrid, **cache_options(num_gpu_blocks)) as llm:
+        hits = [llm.answer_and_check([question])[0]["num_cached_tokens"] for question in questions]
+        assert hits == [0, 0, end, end]
+
+
+def knowing(kind: str, reference: Reference) -> Internals:
+    """An engine that always guesses, with a drafter that knows the answers to PROMPTS."""
+    with GpuLLM(reference, **cache_options(None)) as llm:
+        outputs = llm.answer_and_check(PROMPTS, max_tokens=40)
+    whole = [prompt + output["token_ids"] for prompt, output in zip(PROMPTS, outputs, strict=True)]
+
+    def next_tokens(seq: Sequence, count: int) -> list[int]:
+        known = seq.token_ids.tolist()
+        return next((text[len(known) : len(known) + count] for text in whole if text[: len(known)] == known), [])
+
+    return Internals(drafters=(OddDrafter(kind, next_tokens, vocab_size=320),), always_guesses=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_gpu_blocks"), [("mixed", None), ("random", 3), ("drafts", None), ("drafts", 3), ("wrong", 24)]
+)
+def test_guesses_in_graphs_leave_no_trace(hybrid: Reference, kind: str, num_gpu_blocks: int | None) -> None:
+    """One sequence, then four with different numbers of guesses and prompts mixed in."""
+    options = cache_options(num_gpu_blocks) | {"speculation": "auto", "max_num_batched_tokens": 700}
+    with GpuLLM(hybrid, internals=knowing(kind, hybrid), **options) as llm:
+        llm.answer_and_check(PROMPTS[:1], max_tokens=40)
+        llm.answer_and_check(PROMPTS, max_tokens=40)
+        assert llm.num_replays["streamed verifying" if num_gpu_blocks == 3 else "resident verifying"] > 3
+        if kind in ("drafts", "mixed"):
+            assert llm.num_replays["draft"] > 10
+        if kind == "drafts" and num_gpu_blocks is None:
+            assert llm.stats()["guess_acceptance"] == 1
+        llm.assert_nothing_left()
+
+
+def test_shadow_drafts_in_graphs(hybrid: Reference) -> None:
+    internals = replace(Internals(always_guesses=True), works_ahead=True)
+    options = cache_options(3) | {"speculation": "shadow", "num_speculative_tokens": 7}
+    with GpuLLM(hybrid, internals=internals, **options) as llm:
+        llm.answer_and_check(PROMPTS, max_tokens=40)
+        assert llm.num_replays["draft"] > 10 and llm.stats()["num_accepted_guesses"] > 0
+
+
+@CACHES
+@pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_5_moe"])
+def test_bf16_is_as_good_as_plain_torch(tmp_path: Path, architecture: str, num_gpu_blocks: int | None) -> None:
+    directory = write_tiny_model(tmp_path, architecture, num_layers=4, max_position_embeddings=2048)
+    with GpuLLM(Reference(directory), dtype="bfloat16", **cache_options(num_gpu_blocks)) as llm:
+        llm.assert_as_good_as_plain_torch(PROMPTS)
