@@ -210,7 +210,7 @@ class StepLoop:
         seq_id = seq.seq_id
         number = num_new.get(seq_id, 0)
         num_new[seq_id] = number + 1
-        known = logprobs.get(seq_id) if logprobs else None
+        known = logprobs.get(seq_id)
         ending = self.receivers[seq_id].read(seq, known and known.part(number, number + 1))
         if ending is None:
             return

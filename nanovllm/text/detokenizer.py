@@ -232,7 +232,7 @@ class TextReceiver(Receiver, TextSource):
         super().__init__(outbox, with_tokens, text_of)
         self.detokenizer = detokenizer
         self._decodes_each = detokenizer.has_stop_strings
-        self._new_token_ids: deque[int] = deque()  # not decoded yet; the engine's thread appends without the lock
+        self._new_token_ids: deque[int] = deque()  # not decoded yet; the engine's thread may append without the lock
         self._lock = threading.Lock()  # guards the detokenizer and what follows: the reader has a thread of its own
         self._piece = ""  # decoded, but not read yet
         self._failure: Ending | None = None
@@ -244,11 +244,13 @@ class TextReceiver(Receiver, TextSource):
         self._is_delivered = False
         if logprobs is not None:
             super().read(seq, logprobs)
-        if seq.error is None:
-            self._new_token_ids.append(seq.token_ids[-1])
         finished = seq.finish_reason is not None
-        if finished or self._decodes_each:
-            with self._lock:
+        if not finished and not self._decodes_each:
+            self._new_token_ids.append(seq.token_ids[-1])
+        else:
+            with self._lock:  # a reader must not take an end token for text
+                if seq.error is None:
+                    self._new_token_ids.append(seq.token_ids[-1])
                 self._decode(finished, at_end_token=finished and seq.error is None and seq.has_end_token)
             if self.detokenizer.stopped:
                 return self._failure or Ending("stop")

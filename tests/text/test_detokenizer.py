@@ -2,6 +2,8 @@
 
 import json
 import random
+import threading
+import time
 from itertools import product
 from typing import Any
 
@@ -12,7 +14,10 @@ from tiers import examples
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nanovllm.text.detokenizer import WINDOW_TOKENS, Detokenizer, StopStrings, TokenDecoder
+from nanovllm.core.outputs import Outbox
+from nanovllm.core.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.detokenizer import WINDOW_TOKENS, Detokenizer, StopStrings, TextReceiver, TokenDecoder
 
 
 class ByteTokenizer:
@@ -277,3 +282,20 @@ def test_rust_tokenizer_is_called_directly_where_the_text_is_the_same() -> None:
 
 def test_line_ends_stay_as_they_are() -> None:
     assert run(list(b"a\r\nb\rc\n"))[1].text == "a\r\nb\rc\n"
+
+
+def test_reader_beside_the_last_token_does_not_take_an_end_token_for_text() -> None:
+    """Tokens arrive without the lock that a reader holds. The last one must not: it may have to be left out."""
+    receiver = TextReceiver(Outbox(), Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings()))
+    seq = Sequence(0, [1], SamplingParams(), seed=0)
+    seq.token_ids.append(ord("a"))
+    receiver.read(seq)
+    seq.token_ids.append(ord("b"))
+    seq.finish_reason, seq.has_end_token = "stop", True
+    last = threading.Thread(target=receiver.read, args=(seq,))
+    with receiver._lock:  # as read_text does
+        last.start()
+        time.sleep(0.05)
+        receiver._decode()
+    last.join()
+    assert receiver.read_text() == receiver.whole_text() == "a"
