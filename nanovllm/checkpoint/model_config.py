@@ -26,7 +26,7 @@ from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.utils.arithmetic import ceil_div
 
 DTYPES = ("float32", "bfloat16", "float16")
-RECURRENT_HEAD_DIMS = (16, 32, 64, 128)
+RECURRENT_HEAD_DIMS = (16, 32, 64, 128)  # powers of two that fill a tile
 HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256)  # the kernels are tested with these
 
 
@@ -178,9 +178,7 @@ class ExpertsConfig:
     intermediate_size: int  # of one expert
     norm_topk_prob: bool  # divide the weights of the chosen experts by their sum
     layers: tuple[int, ...]  # whose MLP is sparse; the others have a dense one
-    shared_size: int = (
-        0  # features of the expert that every token uses, weighted by a gate of its own; 0: there is none
-    )
+    shared_size: int = 0  # features of an expert that every token uses, by a gate of its own; 0: there is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,6 +331,11 @@ def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mappin
         norms_add_one=architecture.is_hybrid,
         has_mtp=architecture.is_hybrid and _num_mtp_layers(settings) > 0,
     )
+    if config.rotary_dim % 2 or config.rotary_dim < 2:
+        raise CheckpointError(
+            f"partial_rotary_factor={config.rope.partial_rotary_factor} rotates {config.rotary_dim} of the "
+            f"{config.head_dim} elements of a head, which must be an even number; correct config.json"
+        )
     if config.max_model_len_limit > MAX_POSITIONS:
         raise CheckpointError(
             f"max_position_embeddings={config.max_position_embeddings} with rope type {config.rope.rope_type!r} and "

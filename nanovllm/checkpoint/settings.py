@@ -57,11 +57,8 @@ ENTRIES: dict[str, Any] = {  # the entries that model_config.py reads
     "linear_conv_kernel_dim": (2, 2**4),
     "mtp_num_hidden_layers": (0, 2**12),
 }
-_NOT_OVERRIDABLE = {
-    "auto_map": dict,
-    "text_config": dict,
-    "num_labels": (0, 2**20),
-}  # transformers makes a table of this many labels
+_MAX_LABELS = 2**20  # transformers makes a table of this many
+_NOT_OVERRIDABLE = {"auto_map": dict, "text_config": dict, "num_labels": (0, _MAX_LABELS)}
 ROPE_KEYS: dict[str, Any] = {
     **_KEPT,
     "rope_type": str,

@@ -39,7 +39,6 @@ from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_f
 if TYPE_CHECKING:
     from nanovllm.kernels.state_tensors import DeltaWeights, LayerStates, StateRows
 
-MAX_FEW_TOKENS = 16  # new tokens of a row up to which a step outside of CUDA graphs goes through them one by one
 L2_EPS = tl.constexpr(1e-6)  # as in layers/delta_net.py
 _BLOCK = tl.constexpr(16)  # rows of the triangular matrix that are inverted row by row
 _NUMBERS = (  # arrays that lie anywhere within others
@@ -66,12 +65,14 @@ def delta_net(
     if rows.host is None:
         _run_tokens(qkv, ba, states, weights, out, rows.max_num_tokens)
         return _norm(out, z, weights)
-    few = MAX_FEW_TOKENS if all(rows.host.num_tokens[save.row] > MAX_FEW_TOKENS for save in rows.host.saves) else 0
+    few = 1 + states.pending_NGI.shape[1]  # what graphs run, so that these kernels are compiled already
+    if any(rows.host.num_tokens[save.row] <= few for save in rows.host.saves):
+        few = 0
     if rows.max_num_tokens > few:
         config = config or _choose(qkv.device, qkv.dtype, value_dim)
         _run_chunks(qkv, ba, states, weights, out, few, config)
     if min(rows.host.num_tokens) <= few:
-        _run_tokens(qkv, ba, states, weights, out, max(number for number in rows.host.num_tokens if number <= few))
+        _run_tokens(qkv, ba, states, weights, out, few)
     return _norm(out, z, weights)
 
 

@@ -243,6 +243,10 @@ def test_not_implemented_setting_raises_value_error(tmp_path: Path) -> None:
         (with_text(HYBRID, layer_types=["full_attention"] * 31), "names 31 layers, 31 of them .* num_hidden_layers=32"),
         (with_text(HYBRID, layer_types=["linear_attention"] * 32), "0 of them full_attention"),
         (with_text(HYBRID, layer_types=["full_attention", "mamba"] * 16), "layer_types mamba are not supported"),
+        (
+            with_text(HYBRID, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.02}),
+            r"partial_rotary_factor=0\.02 rotates 5 of the 256 elements",
+        ),
         (with_text(HYBRID_MOE, norm_topk_prob=False), "norm_topk_prob=False is not supported"),
         (with_text(HYBRID_MOE, mlp_only_layers=[1]), r"mlp_only_layers=\[1\] is not supported"),
         ({**LLAMA, **rope(rope_type="linear")}, "factor"),
