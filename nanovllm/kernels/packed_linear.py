@@ -227,6 +227,12 @@ class Tile(NamedTuple):
 
 
 @triton.jit
+def _nothing():
+    """A tuple to which others are added; mypy does not look at its length."""
+    return ()
+
+
+@triton.jit
 def _load_block(
     low_row,
     high_row,
@@ -247,7 +253,7 @@ def _load_block(
     is_block = chunk * COLUMNS < K
     words = tl.join(_load(low, is_block, EVEN), _load(high, is_block, EVEN))
     words = words.reshape(words.shape[0] // 32, 8, 4, 4, 2).permute(0, 4, 1, 2, 3)
-    scales = ()
+    scales = _nothing()
     if scale_row is not None:
         column = scale_chunk * COLUMNS
         for start in tl.static_range(0, COLUMNS, SHARED):
@@ -358,7 +364,7 @@ def _few_products_kernel(
         scale_row = scales_ptr + (warp_expert * (ROWS * N) + row[None, :, None] + 0 * warp) // SCALE_ROWS
     block_scale_row = None if AT_END else scale_row
     first, scale_first = (0 * part, 0 * warp) if SUMMED else (part, warp)
-    queue = ()
+    queue = _nothing()
     for step in tl.static_range(AHEAD):
         ahead = _load_block(
             low_row,
@@ -378,7 +384,7 @@ def _few_products_kernel(
         wait_for_previous(PDL)  # before this only weights may be read; other kernels use x and out
     # Rows of x that do not exist are copies of others
     x_ptr = x_ptr.to(tl.pointer_type(tl.int32)) + word
-    x_row = ()
+    x_row = _nothing()
     for i in tl.static_range(BLOCK_M // 8):
         if SUMMED:
             of_x = block * SUMMED + tl.minimum(part, SUMMED - 1)
