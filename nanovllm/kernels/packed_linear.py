@@ -38,6 +38,7 @@ DENSE, INT4, INT8, E4M3 = (tl.constexpr(kind) for kind in range(4))
 BLOCK_WORDS, SLICE = (tl.constexpr(size) for size in (16, 32))  # words of a block, columns of a slice
 MAX_FEW_ROWS, MAX_BLOCK_M = 16, 128
 MAX_SUMMED = 16  # experts of a token
+MANY_TILES = 384  # programs that fill a GPU with few warps each
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -68,11 +69,9 @@ def can_pack(num_columns: int, bits: int, group_size: int) -> bool:
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes uint8 [n, K] -> words int32 [n, K * bits / 32]."""
     slices = codes.reshape(len(codes), -1, 16 // bits, BLOCK_WORDS.value, 2).int()
-    words = torch.zeros_like(slices[:, :, 0, :, 0])
-    for part in range(16 // bits):
-        for half in range(2):
-            words |= slices[:, :, part, :, half] << (bits * part + 16 * half)
-    return words.flatten(1)
+    places = torch.arange(0, 16, bits, dtype=torch.int32, device=codes.device)[:, None]
+    words = (slices.select(4, 0) << places).sum(2, dtype=torch.int32)
+    return (words | (slices.select(4, 1) << (places + 16)).sum(2, dtype=torch.int32)).flatten(1)
 
 
 def pack_scales(scales: torch.Tensor, zeros: torch.Tensor, bits: int) -> torch.Tensor:
@@ -228,27 +227,48 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _load_block(low_row, high_row, scale_row, step, first, scale_first, STRIDE: tl.constexpr, IS_EVEN: tl.constexpr,
-                num_scales, K: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr):
-    """The words of a block of each warp's 16 rows, [SPLIT, 2, 8, 4, 4], and its scales [SPLIT, 16, 1] for every SHARED
-    columns. Past the last block both are 0.
+def _nothing():
+    """A tuple to which others are added; mypy does not look at its length."""
+    return ()
+
+
+@triton.jit
+def _load_block(
+    low_row,
+    high_row,
+    scale_row,  # None: no scales are wanted
+    chunk,
+    scale_chunk,
+    num_scales,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SHARED: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Words of a block of each warp's 16 rows, [SPLIT, 2, 8, 4, 4], and scales [SPLIT, 16, 1] for every SHARED columns.
+    Past the last block both are 0. `scale_chunk` is `chunk` in the layout of the scales.
     """
-    chunk = step * STRIDE + first
     low, high = low_row + chunk * BLOCK_WORDS, high_row + chunk * BLOCK_WORDS
-    if IS_EVEN:
-        low, high = tl.load(low, eviction_policy="evict_first"), tl.load(high, eviction_policy="evict_first")
-    else:
-        is_block = chunk < K // COLUMNS
-        low = tl.load(low, mask=is_block, other=0, eviction_policy="evict_first")
-        high = tl.load(high, mask=is_block, other=0, eviction_policy="evict_first")
-    words = tl.join(low, high)
+    is_block = chunk * COLUMNS < K
+    words = tl.join(_load(low, is_block, EVEN), _load(high, is_block, EVEN))
     words = words.reshape(words.shape[0] // 32, 8, 4, 4, 2).permute(0, 4, 1, 2, 3)
-    scales = ()
+    scales = _nothing()
     if scale_row is not None:
-        column = (step * STRIDE + scale_first) * COLUMNS
+        column = scale_chunk * COLUMNS
         for start in tl.static_range(0, COLUMNS, SHARED):
-            scales = scales + (tl.load(scale_row + (column + start) // GROUP * num_scales, mask=column < K, other=0),)
+            scale = tl.load(scale_row + (column + start) // GROUP * num_scales, mask=column < K, other=0)
+            scales = scales + (scale,)  # noqa: RUF005  # Triton does not know the other form
     return words, scales
+
+
+@triton.jit
+def _load(ptrs, is_there, EVEN: tl.constexpr):
+    if EVEN:
+        loaded = tl.load(ptrs, eviction_policy="evict_first")
+    else:
+        loaded = tl.load(ptrs, mask=is_there, other=0, eviction_policy="evict_first")
+    return loaded
 
 
 @triton.jit
@@ -306,9 +326,8 @@ def _few_products_kernel(
     let_next_start(PDL)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     CODES: tl.constexpr = 2 if KIND == DENSE else 8 if KIND == INT4 else 4  # of a word
-    NUM_CHUNKS: tl.constexpr = K // COLUMNS
-    STRIDE: tl.constexpr = 1 if SUMMED else SPLIT
-    STEPS: tl.constexpr = (NUM_CHUNKS + STRIDE - 1) // STRIDE
+    STRIDE: tl.constexpr = 1 if SUMMED else SPLIT  # blocks from one of a warp to its next
+    STEPS: tl.constexpr = (K // COLUMNS + STRIDE - 1) // STRIDE
     AT_END: tl.constexpr = KIND == E4M3 and GROUP == K  # the scale of a row is applied to its sum
     # Tensors of a step are [lanes, 4 words]. Lane 4 * m + q of a warp has a part of rows m and m + 8.
     lane, warp = tl.arange(0, SPLIT * 32)[:, None], tl.arange(0, SPLIT)[:, None, None]
@@ -345,15 +364,27 @@ def _few_products_kernel(
         scale_row = scales_ptr + (warp_expert * (ROWS * N) + row[None, :, None] + 0 * warp) // SCALE_ROWS
     block_scale_row = None if AT_END else scale_row
     first, scale_first = (0 * part, 0 * warp) if SUMMED else (part, warp)
-    queue = ()
+    queue = _nothing()
     for step in tl.static_range(AHEAD):
-        ahead = _load_block(low_row, high_row, block_scale_row, step, first, scale_first, STRIDE, (step + 1) * STRIDE <= NUM_CHUNKS, num_scales, K, COLUMNS, GROUP, SHARED)
-        queue = queue + (ahead,)
+        ahead = _load_block(
+            low_row,
+            high_row,
+            block_scale_row,
+            step * STRIDE + first,
+            step * STRIDE + scale_first,
+            num_scales,
+            K,
+            COLUMNS,
+            SHARED,
+            GROUP,
+            (step + 1) * STRIDE * COLUMNS <= K,
+        )
+        queue = queue + (ahead,)  # noqa: RUF005
     if experts_ptr is None:
         wait_for_previous(PDL)  # before this only weights may be read; other kernels use x and out
     # Rows of x that do not exist are copies of others
     x_ptr = x_ptr.to(tl.pointer_type(tl.int32)) + word
-    x_row = ()
+    x_row = _nothing()
     for i in tl.static_range(BLOCK_M // 8):
         if SUMMED:
             of_x = block * SUMMED + tl.minimum(part, SUMMED - 1)
@@ -363,12 +394,24 @@ def _few_products_kernel(
             of_x = block + 0 * m
         else:
             of_x = tl.minimum(tl.load(pairs_ptr + block * BLOCK_M + 8 * i + m), num_pairs - 1)
-        x_row = x_row + (x_ptr + (of_x // CHOSEN).to(tl.int64) * (4 * x_stride),)
+        x_row = x_row + (x_ptr + (of_x // CHOSEN).to(tl.int64) * (4 * x_stride),)  # noqa: RUF005
     sums = tl.zeros((SPLIT, 16, BLOCK_M), tl.float32)
     for step in tl.range(STEPS, num_stages=1, loop_unroll_factor=AHEAD):
         words, scales = queue[0]
-        ahead = _load_block(low_row, high_row, block_scale_row, step + AHEAD, first, scale_first, STRIDE, False, num_scales, K, COLUMNS, GROUP, SHARED)
-        queue = queue[1:] + (ahead,)
+        ahead = _load_block(
+            low_row,
+            high_row,
+            block_scale_row,
+            (step + AHEAD) * STRIDE + first,
+            (step + AHEAD) * STRIDE + scale_first,
+            num_scales,
+            K,
+            COLUMNS,
+            SHARED,
+            GROUP,
+            False,
+        )
+        queue = queue[1:] + (ahead,)  # noqa: RUF005
         column = tl.minimum((step * STRIDE + first) * COLUMNS, K - COLUMNS)
         for start in tl.static_range(0, COLUMNS, SHARED):
             code_sums = sums if AT_END or KIND == DENSE else tl.zeros_like(sums)
@@ -532,17 +575,18 @@ def route(experts: torch.Tensor, num_experts: int, block_m: int | None = None) -
 
 
 def choose_tile(
-    num_rows: int, target: KernelTarget, *, is_dense: bool, is_few: bool
+    num_rows: int, num_tiles: int, target: KernelTarget, x: torch.Tensor, weight: Packed
 ) -> Tile | FewRowsTile:
     """The fastest of those that benchmarks/bench_linear.py tried for most layers of Qwen3-8B and -30B-A3B.
 
-    `num_rows`: that a weight multiplies; `is_few`: the kernel for few rows can multiply them.
+    `num_rows`: that a weight multiplies; `num_tiles`: of 16 rows of weights, of all programs.
     """
     block_m = min(max(8, triton.next_power_of_2(num_rows)), MAX_BLOCK_M)
-    if is_few:
-        return FewRowsTile(block_m, 8, 2)
+    if block_m <= MAX_FEW_ROWS and _suits_few_rows(x, weight):
+        num_ahead = 2 if block_m == 8 and weight.scales is not None else 1
+        return FewRowsTile(block_m, 4 if num_tiles >= MANY_TILES else 8, num_ahead)
     if block_m < MAX_BLOCK_M:
-        return Tile(block_m, 64, 4, 3 if is_dense else 4)
+        return Tile(block_m, 64, 4, 3 if weight.scales is None else 4)
     return Tile(block_m, 128, 8, 3) if target.shared_bytes >= 200 * 1024 else Tile(block_m, 64, 8, 2)
 
 
@@ -565,29 +609,22 @@ def products(
     one for each pair. The results are multiplied by `factors`, fp32 [pairs].
     """
     num_pairs = len(x) if experts is None else experts.numel()
+    num_blocks, block_rows, pairs = 1, num_pairs, None
     if routing is not None:
-        num_pairs, num_experts = routing.num_pairs, routing.num_experts
-    out = torch.empty((num_pairs, _num_features(weight, num_experts, gated)), dtype=x.dtype, device=x.device)
-    num_blocks, block_rows, pairs, block_experts = 1, num_pairs, None, None
-    if routing is not None:
-        num_blocks, block_rows = len(routing.block_experts), routing.block_m
-        pairs, block_experts = routing.pairs, routing.block_experts
+        num_pairs, num_experts, experts = routing.num_pairs, routing.num_experts, routing.block_experts
+        num_blocks, block_rows, pairs = len(experts), routing.block_m, routing.pairs
     elif experts is not None:
-        num_blocks, block_rows, block_experts = num_pairs, 1, experts
+        num_blocks, block_rows = num_pairs, 1
     if tile is None:
-        is_few = block_rows <= MAX_FEW_ROWS and _suits_few_rows(x, weight)
-        target = kernel_target.target_of(x.device)
-        tile = choose_tile(block_rows, target, is_dense=weight.kind == DENSE.value, is_few=is_few)
-    if block_experts is None:
-        num_blocks = triton.cdiv(num_pairs, tile.block_m)
+        num_tiles = len(weight.codes) // num_experts // 16 * num_blocks
+        tile = choose_tile(block_rows, num_tiles, kernel_target.target_of(x.device), x, weight)
     assert routing is None or routing.block_m == tile.block_m, "pairs are sorted into blocks of another size"
-    _launch(x, weight, bias, factors, pairs, block_experts, out, num_blocks, num_pairs, num_experts, gated, 0, tile)
-    return out
-
-
-def _suits_few_rows(x: torch.Tensor, weight: Packed) -> bool:
-    """Return True if the kernel for few rows can multiply: tensor cores would round fp32, and it needs whole slices."""
-    return x.dtype != torch.float32 and weight.num_columns % SLICE.value == 0
+    num_features = len(weight.codes) // num_experts // (2 if gated else 1)
+    out = torch.empty((num_pairs, num_features), dtype=x.dtype, device=x.device)
+    if experts is None:
+        num_blocks = triton.cdiv(num_pairs, tile.block_m)
+    chosen = num_pairs // max(1, len(x))
+    return _launch(x, weight, bias, factors, pairs, experts, out, num_blocks, num_experts, chosen, 0, gated, tile)
 
 
 def can_sum_experts(x: torch.Tensor, weight: Packed, experts: torch.Tensor) -> bool:
@@ -601,20 +638,20 @@ def sum_of_experts(
     experts: torch.Tensor,
     num_experts: int,
     factors: torch.Tensor,
-    num_ahead: int = 2,
+    num_ahead: int = 3,
 ) -> torch.Tensor:
-    """The sum over the experts [T, C] of a token, each of which multiplies a row of x [T * C, K] and is weighted by
-    `factors`, fp32 [T, C] -> [T, N]. Every pair reads its expert, in a warp of its own. Hot.
+    """x [T * C, K] by the rows of `experts` [T, C], weighted by `factors`, fp32 [T, C], and summed for each token:
+    [T, N]. Every pair reads its expert. Hot: once per layer.
     """
     num_tokens, num_chosen = experts.shape
-    out = torch.empty((num_tokens, _num_features(weight, num_experts, False)), dtype=x.dtype, device=x.device)
     tile = FewRowsTile(8, triton.next_power_of_2(num_chosen), num_ahead)
-    _launch(x, weight, None, factors, None, experts, out, num_tokens, num_tokens, num_experts, False, num_chosen, tile)
-    return out
+    out = torch.empty((num_tokens, len(weight.codes) // num_experts), dtype=x.dtype, device=x.device)
+    return _launch(x, weight, None, factors, None, experts, out, num_tokens, num_experts, 1, num_chosen, False, tile)
 
 
-def _num_features(weight: Packed, num_experts: int, gated: bool) -> int:
-    return weight.codes.shape[0] // num_experts // (2 if gated else 1)
+def _suits_few_rows(x: torch.Tensor, weight: Packed) -> bool:
+    """Return True if the kernel for few rows can multiply: tensor cores would round fp32, and it needs whole slices."""
+    return x.dtype != torch.float32 and weight.num_columns % SLICE.value == 0
 
 
 def _launch(
@@ -623,44 +660,33 @@ def _launch(
     bias: torch.Tensor | None,
     factors: torch.Tensor | None,
     pairs: torch.Tensor | None,
-    block_experts: torch.Tensor | None,
+    experts: torch.Tensor | None,
     out: torch.Tensor,
     num_blocks: int,
-    num_pairs: int,
     num_experts: int,
-    gated: bool,
+    num_chosen: int,
     num_summed: int,
+    gated: bool,
     tile: Tile | FewRowsTile,
-) -> None:
-    num_features = out.shape[1]
+) -> torch.Tensor:
+    """Fill `out`; the arguments are those of the kernels."""
+    num_pairs, num_features = out.shape
     if not num_pairs:
-        return
-    assert x.stride(-1) == 1 and (block_experts is None or block_experts.is_contiguous())
-    constants: dict[str, Any] = {
-        "CHOSEN": max(1, num_pairs // len(x)),
-        "K": weight.num_columns,
-        "GROUP": weight.group_size,
-        "SCALE_ROWS": weight.scale_rows,
-        "SCALE_DTYPE": weight.scale_type,
-        "KIND": weight.kind,
-        "GATED": gated,
-        "BIAS": bias is not None,
-        "BLOCK_M": tile.block_m,
-        "num_warps": tile.num_warps,
-    }
+        return out
+    assert x.stride(-1) == 1 and (experts is None or experts.is_contiguous()), "the kernels read both in order"
+    constants: dict[str, Any] = {}
     if isinstance(tile, FewRowsTile):
-        kernel, x_stride, block_n = _few_products_kernel, x.stride(0) // 8, 16
         assert len(x) <= 1 or x.stride(0) % 8 == 0, "the stride between rows must be a multiple of 16 bytes"
-        columns, group = weight.num_columns // weight.codes.view(torch.int32).shape[1] * BLOCK_WORDS.value, weight.group_size
+        kernel, x_stride, block_n, group = _few_products_kernel, x.stride(0) // 8, 16, weight.group_size
+        columns = BLOCK_WORDS.value * 4 // weight.codes.element_size() * weight.num_columns // weight.codes.shape[1]
         shared = min(group, columns) if columns % group == 0 or group % columns == 0 else SLICE.value
         constants |= {"COLUMNS": columns, "SHARED": columns if weight.scales is None else shared}
         constants |= {"SUMMED": num_summed, "SPLIT": tile.num_warps, "AHEAD": tile.num_ahead}
     else:
         kernel, x_stride, block_n = _products_kernel, x.stride(0), tile.block_n
-        num_words = math.gcd(weight.num_columns, 128) if weight.kind == DENSE.value else BLOCK_WORDS.value
+        num_words = math.gcd(weight.num_columns, 128) if weight.scales is None else BLOCK_WORDS.value
         assert num_words >= 16, "a row must consist of whole steps"
         constants |= {"BLOCK_N": block_n, "WORDS": num_words, "STAGES": tile.num_stages}
-    num_scales = 0 if weight.scales is None else weight.scales.shape[1]
     on_grid(kernel, (triton.cdiv(num_features, block_n // 2 if gated else block_n), num_blocks))(
         x,
         weight.codes,
@@ -668,16 +694,27 @@ def _launch(
         bias,
         factors,
         pairs,
-        block_experts,
+        experts,
         out,
         x_stride,
         num_pairs,
         num_experts,
-        num_scales,
+        0 if weight.scales is None else weight.scales.shape[1],
         num_features,
+        CHOSEN=num_chosen,
+        K=weight.num_columns,
+        GROUP=weight.group_size,
+        SCALE_ROWS=weight.scale_rows,
+        SCALE_DTYPE=weight.scale_type,
+        KIND=weight.kind,
+        GATED=gated,
+        BIAS=bias is not None,
+        BLOCK_M=tile.block_m,
+        num_warps=tile.num_warps,
         **constants,
         **pdl_options(x.device),
     )
+    return out
 
 
 # -- values ------------------------------------------------------------------------------------------------------

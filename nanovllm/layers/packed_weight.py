@@ -31,7 +31,7 @@ class QuantizedWeight(NamedTuple):
     codes: torch.Tensor  # uint8 or e4m3 [n, k]
     scales: torch.Tensor  # any float [n, G]
     zeros: torch.Tensor | None  # int16 [n, G]; None for e4m3
-    groups: torch.Tensor  # int64 [k]
+    groups: torch.Tensor  # int64 [k], on the CPU
 
     def part(self, rows: slice, columns: slice) -> "QuantizedWeight":
         zeros = None if self.zeros is None else self.zeros[rows]
@@ -134,17 +134,18 @@ class PackedRows:
                 f"{where} has columns in another order (desc_act), which is supported on a CPU only; use a checkpoint "
                 "with desc_act=false, or device='cpu'"
             )
-        columns, step = of_groups[:, 0], weight.scale_rows
+        step, first, num_groups = weight.scale_rows, int(of_groups[0, 0]), len(of_groups)
+        columns: slice | torch.Tensor = slice(first, first + num_groups)
+        if of_groups[:, 0].tolist() != list(range(first, first + num_groups)):  # smaller than the checkpoint's
+            columns = of_groups[:, 0].to(self.device)
         assert self._start % step == 0 and self._end % step == 0, "a part of a block of scales cannot be stored"
-        scales = given.scales[::step][:, columns]
+        scales = given.scales[::step, columns]
         if given.zeros is None:
             scales = scales.float()
         else:
             weight.choose_scales(scales.dtype, where)
-            scales = kernels.pack_scales(scales, given.zeros[::step][:, columns], weight.bits)
-        weight.codes[rows] = kernels.pack_codes(given.codes.view(torch.uint8), weight.bits).to(
-            self.device
-        )
+            scales = kernels.pack_scales(scales, given.zeros[::step, columns], weight.bits)
+        weight.codes[rows] = kernels.pack_codes(given.codes.view(torch.uint8), weight.bits).to(self.device)
         weight.scales[:, self._start // step : self._end // step] = scales.t().to(self.device)
 
 

@@ -13,6 +13,7 @@ transformers, compressed-tensors, AutoAWQ and AutoGPTQ:
 A word is an int32 with the codes of neighbours, the first in its lowest bits; awq has an order of its own.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -48,19 +49,29 @@ def quantize(values: torch.Tensor, quantization: Quantization) -> QuantizedWeigh
     """
     (n, k), (block_rows, block_columns) = values.shape, quantization.block
     block_rows, block_columns = block_rows or n, block_columns or k
-    groups = torch.arange(k, device=values.device) // block_columns
-    rows = torch.arange(n, device=values.device) // block_rows
-    padded = F.pad(values.float().abs(), (0, -k % block_columns, 0, -n % block_rows))
-    largest = padded.unflatten(1, (-1, block_columns)).amax(2).unflatten(0, (-1, block_rows)).amax(1)
     most = torch.finfo(torch.float8_e4m3fn).max if quantization.is_float else quantization.middle - 0.5
-    scales = (largest / most).clamp(min=torch.finfo(torch.float32).tiny)[rows]
+    magnitudes = values.abs()
+    if k % block_columns or n % block_rows:
+        magnitudes = F.pad(magnitudes, (0, -k % block_columns, 0, -n % block_rows))
+    largest = magnitudes.unflatten(1, (-1, block_columns)).amax(2)
+    if block_rows > 1:
+        largest = largest.unflatten(0, (-1, block_rows)).amax(1).repeat_interleave(block_rows, 0)[:n]
+    scales = (largest.float() / most).clamp_(min=torch.finfo(torch.float32).tiny)
+    if not quantization.is_float:
+        scales = scales.to(torch.bfloat16).clamp_(min=torch.finfo(torch.bfloat16).tiny)
+    codes = values.float() / scales.float().repeat_interleave(block_columns, 1)[:, :k]
+    groups = regular_groups(k, block_columns)
     if quantization.is_float:
-        codes = (values.float() / scales[:, groups]).clamp(-most, most).to(torch.float8_e4m3fn)
-        return QuantizedWeight(codes, scales, None, groups)
-    scales = scales.to(torch.bfloat16).clamp(min=torch.finfo(torch.bfloat16).tiny)
-    codes = (values.float() / scales[:, groups].float()).round() + quantization.middle
-    codes = codes.clamp(0, 2 * quantization.middle - 1).to(torch.uint8)
-    return QuantizedWeight(codes, scales, torch.full_like(scales, quantization.middle).short(), groups)
+        return QuantizedWeight(codes.clamp_(-most, most).to(torch.float8_e4m3fn), scales, None, groups)
+    codes = codes.round_().add_(quantization.middle).clamp_(0, 2 * quantization.middle - 1).to(torch.uint8)
+    zeros = torch.full(scales.shape, quantization.middle, dtype=torch.int16, device=scales.device)
+    return QuantizedWeight(codes, scales, zeros, groups)
+
+
+@functools.cache
+def regular_groups(num_columns: int, block_columns: int) -> torch.Tensor:
+    """The group of each column if `block_columns` neighbours are one; nothing may write to it."""
+    return torch.arange(num_columns) // block_columns
 
 
 _MAIN = {"awq": "qweight", "gptq": "qweight"}
@@ -180,12 +191,12 @@ class _Reader:
         return scales[torch.arange(self.num_rows, device=self.device) // block_rows]
 
     def _groups(self, order: str = "") -> torch.Tensor:
-        """int64 [K]: the group of each column. `order`: the tensor that says so, if there is one; -1 in all of it says
-        nothing.
+        """int64 [K] on the CPU: the group of each column. `order`: the tensor that says so, if there is one; -1 in all
+        of it says nothing.
         """
-        groups = torch.arange(self.num_columns, device=self.device) // self.block_columns
+        groups = regular_groups(self.num_columns, self.block_columns)
         if order in self.parts:
-            stored = self._whole(self.parts[order], (self.num_columns,), "I32", "I64").long()
+            stored = self._part(self.parts[order], (self.num_columns,), "I32", "I64").read().long()
             groups = groups if bool((stored == -1).all()) else stored
             if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < self.num_groups:
                 raise CheckpointError(
