@@ -59,11 +59,11 @@ class ShadowTile(NamedTuple):
 
 
 def choose_tile(spec: ShadowSpec, target: KernelTarget) -> ShadowTile:
-    """Let copies run two units ahead where two programs of an SM have room for them, else one, else none."""
+    """Let copies run two units ahead where two programs of an SM have room for them, else one."""
     unit_bytes = 4 * spec.head_words // spec.page_size * (SLICE_TOKENS * 16 // spec.value_bits)
-    num_warps = 4
+    num_warps = 4 if 4 * unit_bytes + 2048 <= target.shared_bytes else 2
     room = target.shared_bytes // (num_warps * unit_bytes + 2048)
-    return ShadowTile(num_warps, 3 if room >= 4 else 2 if room >= 1 else 1)
+    return ShadowTile(num_warps, 3 if room >= 4 else 2)
 
 
 @triton.jit

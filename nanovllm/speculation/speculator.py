@@ -288,6 +288,7 @@ class Speculator:
 
     def guess(self, seq: Sequence, max_guesses: int, load: Load) -> Guesses:
         """Return up to `max_guesses` guesses, by the drafter whose guesses gain most. `load`: of the step."""
+        self._passes.pop(seq.seq_id, None)  # guesses for which there was no room
         most = min(max_guesses, self.max_guesses)
         proposals = {}
         for drafter in self.drafters:
