@@ -212,7 +212,8 @@ def launch_delta_net(heads: tuple[int, int], key_dim: int, value_dim: int, dtype
 
 
 def faults(kernel: Compiled, target: KernelTarget) -> Iterator[str]:
-    """Yield what slows a kernel down: too much shared memory, spilled registers, tiles loaded synchronously.
+    """Yield what slows a kernel down: too much shared memory, spilled registers, tiles loaded synchronously, and operands
+    of products with few rows that pass through shared memory.
 
     Of the attention kernels only the queries may be loaded through registers; keys and values go to shared memory, by
     TMA or in copies of 16 bytes a thread.
@@ -221,6 +222,10 @@ def faults(kernel: Compiled, target: KernelTarget) -> Iterator[str]:
         yield f"needs {kernel.shared_bytes} bytes of shared memory"
     if (num_spills := kernel.num_spills_in_loops()) > PARKED_VALUES:
         yield f"loads or stores {num_spills} spilled registers in loops"
+    if kernel.name == "_few_products_kernel":
+        sums_bytes = 4 * 16 * kernel.constants["BLOCK_M"] * kernel.constants["num_warps"]
+        if kernel.shared_bytes > sums_bytes:  # which depends on the layouts that Triton chooses
+            yield f"needs {kernel.shared_bytes} bytes of shared memory where the sums take {sums_bytes}"
     if kernel.name not in ("_prefill_kernel", "_decode_kernel"):
         return
     if kernel.num_tile_loads != 1:
