@@ -557,7 +557,7 @@ def route(experts: torch.Tensor, num_experts: int, block_m: int | None = None) -
     """`experts`: int64 [M, C], those that each row has chosen. Blocks have up to `block_m` pairs; by default they have
     room for about twice the pairs of an expert.
     """
-    flat = experts.flatten()
+    flat = experts.flatten().clamp(0, num_experts - 1)  # while kernels are only compiled, nobody has chosen
     if block_m is None:
         block_m = min(max(16, triton.next_power_of_2(2 * len(flat) // num_experts)), MAX_BLOCK_M)
     num_pairs, device = len(flat), flat.device
@@ -585,6 +585,8 @@ def choose_tile(
     if block_m <= MAX_FEW_ROWS and _suits_few_rows(x, weight):
         num_ahead = 2 if block_m == 8 and weight.scales is not None else 1
         return FewRowsTile(block_m, 4 if num_tiles >= MANY_TILES else 8, num_ahead)
+    if x.dtype == torch.float32:  # twice the bytes
+        return Tile(block_m, 64, 4 if block_m < MAX_BLOCK_M else 8, 2)
     if block_m < MAX_BLOCK_M:
         return Tile(block_m, 64, 4, 3 if weight.scales is None else 4)
     return Tile(block_m, 128, 8, 3) if target.shared_bytes >= 200 * 1024 else Tile(block_m, 64, 8, 2)

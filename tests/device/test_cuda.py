@@ -30,7 +30,7 @@ def test_rows_are_copied_and_nothing_else(
 
 @pytest.mark.parametrize("pitch", [2**28, 2**30 - 2**20, 2**30, 2**30 + 2**20, 2**31 - 2**20])
 def test_rows_that_are_far_apart_are_copied(pitch: int) -> None:
-    """A KV cache of 68 GiB has 28 layers that are 1.3e9 bytes apart, which one copy does not take."""
+    """The layers of a KV cache of 68 GiB are 1.3e9 bytes apart."""
     num_rows = min(28, torch.cuda.mem_get_info()[0] * 3 // 4 // pitch)
     cache = torch.empty(num_rows, pitch, dtype=torch.uint8, device="cuda")
     host = torch.randint(256, (num_rows, 2**19), dtype=torch.uint8).pin_memory()

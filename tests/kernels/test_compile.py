@@ -268,6 +268,17 @@ def test_every_kernel_fits_at_common_shapes(target: KernelTarget) -> None:
     assert uses_pdl == {target.has_dependent_launches}
 
 
+@targets
+def test_sorted_experts_in_fp32_fit(target: KernelTarget) -> None:
+    """Regression: with the tiles of 16 bits they asked for more shared memory than any GPU has."""
+    weight, experts = packed_linear.Packed(torch.zeros(256, 4096)), torch.zeros(1, 2, dtype=torch.int64)
+    with compiling_for(target) as compiled:
+        for block_m in (64, 128):
+            routing = packed_linear.route(experts, 2, block_m)
+            packed_linear.products(torch.zeros(1, 4096), weight, routing=routing, factors=torch.zeros(2))
+    assert len(compiled) == 2 and all(kernel.shared_bytes <= target.shared_bytes for kernel in compiled)
+
+
 def launch_everything(head_dim: int, dtype: torch.dtype) -> None:
     """Every choice that the host functions make for this head dim and dtype, and the group sizes of real models."""
     for max_query_len in (64, 4096):

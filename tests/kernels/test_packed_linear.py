@@ -202,6 +202,17 @@ def test_choose_experts_among_logits_that_are_nan(device: str) -> None:
 
 
 @on_device
+def test_route_accepts_any_numbers(device: str) -> None:
+    """Regression: while start-up only compiles kernels, no expert is chosen, and torch ended the process at an index
+    out of bounds.
+    """
+    from nanovllm.kernels import packed_linear as kernels
+
+    anything = torch.tensor([[2**40, -7, 3], [5, 0, -(2**50)]], device=device)
+    assert kernels.route(anything, 5).pairs.sort().values[:6].tolist() == list(range(6))
+
+
+@on_device
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
 def test_experts_of_few_tokens_and_of_many_yield_the_same(
     monkeypatch: pytest.MonkeyPatch, device: str, num_tokens: int
