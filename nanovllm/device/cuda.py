@@ -56,8 +56,8 @@ def pinned_view(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
     return view.view(pinned.dtype).view(pinned.shape)
 
 
-# CUDA allows less than 2^31 bytes from one row to the next. It has refused 28 rows of a KV cache of 68 GiB in expandable
-# segments, 1.3e9 bytes apart, although it takes such rows of a single allocation.
+# CUDA allows less than 2^31 bytes from one row to the next. It has refused 28 rows, 1.3e9 bytes apart, of a KV cache of
+# 68 GiB in expandable segments, although it takes such rows of a single allocation.
 MAX_PITCH, MAX_SPAN = 2**30, 2**34
 _HOST, _DEVICE = 1, 2  # CUmemorytype
 

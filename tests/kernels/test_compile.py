@@ -212,8 +212,8 @@ def launch_delta_net(heads: tuple[int, int], key_dim: int, value_dim: int, dtype
 
 
 def faults(kernel: Compiled, target: KernelTarget) -> Iterator[str]:
-    """Yield what slows a kernel down: too much shared memory, spilled registers, tiles loaded synchronously, and operands
-    of products with few rows that pass through shared memory.
+    """Yield what slows a kernel down: too much shared memory, spilled registers, tiles loaded synchronously, and
+    operands of products with few rows that pass through shared memory.
 
     Of the attention kernels only the queries may be loaded through registers; keys and values go to shared memory, by
     TMA or in copies of 16 bytes a thread.
