@@ -196,7 +196,8 @@ def test_drafters_leave_answers_alone(hybrid: Reference, speculation: str, works
         assert any(plan.draft_rows() for plan in llm.plans)
 
 
-@pytest.mark.parametrize("speculation", [pytest.param("off", marks=SLOW), "shadow"])
+@SLOW
+@pytest.mark.parametrize("speculation", ["off", "shadow"])
 def test_two_ranks(hybrid: Reference, answers: list[list[int]], speculation: str) -> None:
     internals = Internals() if speculation == "off" else speculating(drafter_of("mixed", answers))
     options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": speculation, "tensor_parallel_size": 2}

@@ -122,7 +122,7 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("num_gpu_blocks", [None, 3])
+@pytest.mark.parametrize("num_gpu_blocks", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_any_request_gets_the_tokens_that_it_gets_without_guesses(tmp_path: Path, num_gpu_blocks: int | None) -> None:
     """With chunks of prompts, and more sequences than run at once."""
     model = build_retrieval_model(tmp_path / "model")

@@ -8,6 +8,7 @@ import pytest
 from benchmarks import bench_disk
 
 
+@pytest.mark.slow
 def test_bench_disk_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kv"
     options = ["--gib", "0.03", "--runs", "1", "--restart", "--beside", "--device", "cpu", "--context", "3000"]
