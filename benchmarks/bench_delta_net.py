@@ -64,7 +64,7 @@ class Layers:
             kernels.delta_net(*self.inputs, states, self.weights, config)
 
     def least_seconds(self, ceilings: Ceilings, num_rows: int, num_tokens: int) -> tuple[float, float]:
-        """Of a layer: to move its states, inputs and outputs once; and for the products of tiles of 64 tokens."""
+        """Bounds of a layer: moving its states, inputs and outputs once, and the products of tiles of 64 tokens."""
         size = self.num_heads * DIM
         moved = num_rows * 2 * (4 * size * DIM + 2 * self.channels * WIDTH)
         moved += num_rows * num_tokens * 2 * (self.channels + 2 * size + 2 * self.num_heads)
