@@ -152,7 +152,13 @@ def broken_rules(module: str, source: str, modules: set[str]) -> list[str]:
         broken.append("imports ray")
     if part not in MAY_USE_THE_DEVICE and uses_torch_cuda(tree):
         broken.append("uses torch.cuda")
+    if part == "kernels" and any(is_in(name, "torch") for name in imported) and not postpones_annotations(tree):
+        broken.append("reads torch for its annotations")  # the process that compiles kernels would load it
     return broken
+
+
+def postpones_annotations(tree: ast.Module) -> bool:
+    return any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
 
 
 def find_circle(imports: dict[str, set[str]]) -> list[str] | None:
@@ -218,6 +224,7 @@ def test_find_circle_names_it() -> None:
         ("nanovllm.executor.processes", "def f():\n    from ray.util import placement_group", "imports ray"),
         ("nanovllm.layers.linear", "import torch\ntorch.cuda.synchronize()", "uses torch.cuda"),
         ("nanovllm.layers.linear", "from torch import cuda", "uses torch.cuda"),
+        ("nanovllm.kernels.fused", "import torch\ndef f(x: torch.Tensor): ...", "reads torch"),
     ],
 )
 def test_broken_rules_bad_import_complains(module: str, source: str, complaint: str) -> None:

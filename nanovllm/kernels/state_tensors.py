@@ -1,5 +1,7 @@
 """Tensors of recurrent layers: what a layer keeps of each sequence, how the rows of a step use it, and its weights."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import NamedTuple
 
