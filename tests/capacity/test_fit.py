@@ -48,6 +48,7 @@ def test_fit_table_names_bounds_as_projected_and_says_when_nothing_runs() -> Non
     assert "unknown" in fit_table(unknown, fits(unknown, ["qwen3-8b"], context=32768))
 
 
+@pytest.mark.slow
 def test_tables_in_the_documents_are_what_plan_computes() -> None:
     """`make docs` writes them."""
     for name in ("README.md", "docs/planning.md"):

@@ -63,7 +63,8 @@ def test_verify_sound_paths_agree(dtype: str, capsys: pytest.CaptureFixture[str]
     assert report["bound_logprob"] == 0.002 if dtype == "float32" else 0.01 < report["bound_logprob"] < 0.1
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_verify_a_lost_block_is_found(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Only one of the answers reads the block, whose loss changed log-probabilities by 0.12, but no token: verify had
     looked at nothing but tokens in fp32.

@@ -111,7 +111,8 @@ def test_caches_of_all_kinds_share_extents(reference: Reference, path: Path) -> 
     assert hits == [0, 1024, HIT, HIT, HIT, 1024, HIT, HIT]
 
 
-@pytest.mark.parametrize("cache", [pytest.param("all GPU", marks=pytest.mark.slow), "offload"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["all GPU", "offload"])
 def test_two_ranks_keep_their_shards(reference: Reference, path: Path, cache: str) -> None:
     """A shard that one rank has lost is a miss for all; the tokens before it are a hit."""
     options = CACHES[cache] | {"tensor_parallel_size": 2, "kv_disk_path": str(path)}

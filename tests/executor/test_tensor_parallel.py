@@ -83,6 +83,7 @@ def test_killed_worker_is_an_error_within_seconds_and_leaves_nothing(reference: 
     assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_interrupted_generate_leaves_two_ranks_usable(reference: Reference) -> None:
     """Ctrl-C reaches the whole terminal: the worker gets the signal too."""
     with LLM(str(reference.directory), device="cpu", **TWO_RANKS, **cache_options(3)) as llm:

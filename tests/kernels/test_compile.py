@@ -9,7 +9,7 @@ import importlib
 import itertools
 import os
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -151,30 +151,53 @@ def launch_layers(hidden_size: int, vocab_size: int, dtype: torch.dtype) -> None
     sampler.sample_tokens(logit_edits.edit_logits(logits, edits, ids), params)
 
 
-def launch_packed(size: int, dtype: torch.dtype) -> None:
-    """Every kind of packed weight [256, size], all of it and as two experts."""
+PACKED_KINDS: dict[str, Callable[[int, torch.dtype], packed_linear.Packed]] = {
+    "plain": lambda size, dtype: packed_linear.Packed(torch.zeros(256, size, dtype=dtype)),
+    "int4": lambda size, _: packed_linear.Packed(*packed_words(size, 4), packed_linear.INT4.value, FP16),
+    "int4 in groups of 32": lambda size, _: packed_linear.Packed(
+        *packed_words(size, 4), packed_linear.INT4.value, BF16, group_size=32
+    ),
+    "int4 by row": lambda size, _: packed_linear.Packed(
+        *packed_words(size, 4), packed_linear.INT4.value, FP16, 1, size
+    ),
+    "int8": lambda size, _: packed_linear.Packed(*packed_words(size, 8), packed_linear.INT8.value, FP16),
+    "fp8": lambda size, _: packed_linear.Packed(*fp8_words(size), packed_linear.E4M3.value, None, 128, 128),
+    "fp8 by row": lambda size, _: packed_linear.Packed(*fp8_words(size), packed_linear.E4M3.value, None, 1, size),
+}
+
+
+def packed_words(size: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    words, scales = torch.zeros(256, size * bits // 32, dtype=torch.int32), torch.zeros(size // 32, 256)
+    return words, scales.int()
+
+
+def fp8_words(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    words, scales = packed_words(size, 8)
+    return words, scales.float()
+
+
+def launch_packed(
+    kind: str,
+    size: int,
+    dtype: torch.dtype,
+    gates: tuple[bool, ...] = (False, True),
+    rows: tuple[int, ...] = (1, 16, 64),
+    tiles: tuple[int, ...] = (16, 32, 64, 128),
+) -> None:
+    """A packed weight [256, size], all of it and as two experts."""
+    weight = PACKED_KINDS[kind](size, dtype)
     x, experts = torch.zeros(64, size, dtype=dtype), torch.zeros(1, 2, dtype=torch.int64)
-    words, scales = torch.zeros(256, size // 4, dtype=torch.int32), torch.zeros(size // 32, 256, dtype=torch.int32)
-    for weight in (
-        packed_linear.Packed(torch.zeros(256, size, dtype=dtype)),
-        packed_linear.Packed(words[:, : size // 8], scales, packed_linear.INT4.value, torch.float16),
-        packed_linear.Packed(words[:, : size // 8], scales, packed_linear.INT4.value, torch.bfloat16, group_size=32),
-        packed_linear.Packed(words[:, : size // 8], scales, packed_linear.INT4.value, torch.float16, 1, size),
-        packed_linear.Packed(words, scales, packed_linear.INT8.value, torch.float16),
-        packed_linear.Packed(words, scales.float(), packed_linear.E4M3.value, None, 128, 128),
-        packed_linear.Packed(words, scales.float(), packed_linear.E4M3.value, None, 1, size),
-    ):
-        for gated in (False, True):
-            for rows in (1, 16, 64):
-                packed_linear.products(x[:rows], weight, gated=gated)
-            packed_linear.products(x[:1], weight, gated=gated, experts=experts, num_experts=2)
-            for block_m in (16, 32, 64, 128):
-                routing = packed_linear.route(experts, 2, block_m)
-                packed_linear.products(x[:1], weight, gated=gated, routing=routing, factors=torch.zeros(2))
-        if dtype != FP32:
-            packed_linear.sum_of_experts(x[:2], weight, experts, 2, torch.zeros(1, 2))
-        if weight.scales is not None:
-            packed_linear.unpack(weight, 0, torch.zeros(256, size, dtype=dtype))
+    for gated in gates:
+        for num_rows in rows:
+            packed_linear.products(x[:num_rows], weight, gated=gated)
+        packed_linear.products(x[:1], weight, gated=gated, experts=experts, num_experts=2)
+        for block_m in tiles:
+            routing = packed_linear.route(experts, 2, block_m)
+            packed_linear.products(x[:1], weight, gated=gated, routing=routing, factors=torch.zeros(2))
+    if dtype != FP32:
+        packed_linear.sum_of_experts(x[:2], weight, experts, 2, torch.zeros(1, 2))
+    if weight.scales is not None:
+        packed_linear.unpack(weight, 0, torch.zeros(256, size, dtype=dtype))
 
 
 def launch_shadow(head_dim: int, dtype: torch.dtype, bits: int) -> None:
@@ -259,7 +282,8 @@ def test_every_kernel_fits_at_common_shapes(target: KernelTarget) -> None:
         launch_rotary(128, BF16, num_tokens=1, normed=True, heads=(16, 8))
         launch_merge(128, BF16, num_tokens=16)
         launch_layers(4096, 151936, BF16)
-        launch_packed(4096, BF16)
+        for kind in ("int4", "fp8"):
+            launch_packed(kind, 4096, BF16, gates=(False,), rows=(1, 64), tiles=(128,))
         launch_shadow(128, BF16, bits=4)
         launch_delta_net((16, 32), 128, 128, BF16)
     assert {kernel.name for kernel in compiled} == kernel_names()
@@ -268,6 +292,7 @@ def test_every_kernel_fits_at_common_shapes(target: KernelTarget) -> None:
     assert uses_pdl == {target.has_dependent_launches}
 
 
+@pytest.mark.slow
 @targets
 def test_sorted_experts_in_fp32_fit(target: KernelTarget) -> None:
     """Regression: with the tiles of 16 bits they asked for more shared memory than any GPU has."""
@@ -366,6 +391,17 @@ def test_shadow_kernels_fit(number: int) -> None:
     with compiling_for(target) as compiled:
         launch_shadow(*SHADOW_CHOICES[number])
     check(compiled, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(PACKED_KINDS)))
+def test_packed_products_fit(number: int) -> None:
+    """Each kind of weight with all tiles, on two of the six targets, which rotate."""
+    kind, targets = list(PACKED_KINDS)[number], list(KNOWN_TARGETS.values())
+    for target in (targets[number % 6], targets[(number + 3) % 6]):
+        with compiling_for(target) as compiled:
+            launch_packed(kind, 4096, BF16)
+        check(compiled, target)
 
 
 @pytest.mark.slow
