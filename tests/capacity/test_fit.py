@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from nanovllm.capacity.fit import CONTEXTS, SETTINGS, fit_table, fits
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import make_plan

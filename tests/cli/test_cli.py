@@ -330,6 +330,7 @@ def test_generate_output_that_is_closed_ends_it_quietly(
     assert "Traceback" not in errors and "Exception" not in errors
 
 
+@pytest.mark.slow
 def test_plan_output_that_is_closed_ends_it_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where the output is written when the program ends."""
     monkeypatch.setenv("PYTHONUNBUFFERED", "")

@@ -1,7 +1,6 @@
 """`nanovllm verify`: that sound paths agree, and that a block which is lost does not go unnoticed."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +16,8 @@ from nanovllm.engine.setup import Internals
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import ImmediateStreams
 
+pytestmark = pytest.mark.usefixtures("cache_directory")
 SMALL = ["--num-tokens", "2048", "--device", "cpu"]
-
-
-@pytest.fixture(autouse=True)
-def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from private_cache import use_private_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
@@ -106,7 +107,7 @@ def test_config_passes_the_engines_gate(model_path: Path) -> None:
 
 def test_llm_takes_the_built_in_model_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: only the command line knew the name, and LLM("demo") asked the hub for it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    use_private_cache(monkeypatch, tmp_path)
     with LLM("demo", device="cpu", num_kvcache_blocks=4, max_model_len=512) as llm:
         prompt = "The passkey is q7m2x9kd.\nThe passkey is"
         (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)

@@ -231,6 +231,7 @@ def test_call_worker_ends_inside_a_collective_raises_and_so_does_every_later_cal
     assert time.monotonic() - start < NOTICED_WITHIN_S
 
 
+@pytest.mark.slow
 def test_factory_fails_on_a_worker_raises_and_leaves_nothing() -> None:
     before = multiprocessing.active_children()
     with pytest.raises(WorkerDiedError, match=r"rank 1 failed:\n(.*\n)*.*no memory on rank 1"):

@@ -46,6 +46,7 @@ def test_two_ranks_give_the_logits_of_transformers(
     assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_two_ranks_edit_and_score_as_one_does(reference: Reference) -> None:
     params = SamplingParams(
         max_tokens=8, seed=1, ignore_eos=True, repetition_penalty=1.3, min_tokens=3, logprobs=2, prompt_logprobs=1

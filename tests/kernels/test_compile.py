@@ -48,11 +48,7 @@ PAGE = 256
 PARKED_VALUES = 2  # that a loop may spill: ptxas does so to stay at a round number of registers
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GROUPS = [(8, 8), (16, 8), (32, 8), (64, 8)]  # query heads, kv heads: 1, 2, 4 and 8 that share keys
-# The target with the least shared memory stands for all of them in `make test`
-marks = {name: [pytest.mark.slow] if name != "8.6" else [] for name in KNOWN_TARGETS}
-targets = pytest.mark.parametrize(
-    "target", [pytest.param(target, id=name, marks=marks[name]) for name, target in KNOWN_TARGETS.items()]
-)
+targets = pytest.mark.parametrize("target", KNOWN_TARGETS.values(), ids=KNOWN_TARGETS.keys())
 
 
 def kernel_names() -> set[str]:
@@ -268,6 +264,22 @@ def check(compiled: list[Compiled], target: KernelTarget) -> None:
     assert not found, "\n".join(found)
 
 
+def test_every_kernel_fits_the_least_shared_memory() -> None:
+    """One launch or a few of each kernel, for the first tier."""
+    with compiling_for(target := KNOWN_TARGETS["8.6"]) as compiled:
+        launch_prefill(128, BF16, 64, causal=True, heads=(16, 8), num_splits=5)
+        launch_decode(128, BF16, num_splits=8, heads=(16, 8), max_query_len=16)
+        launch_rotary(128, BF16, num_tokens=1, normed=True, heads=(16, 8))
+        launch_merge(128, BF16, num_tokens=16)
+        launch_layers(4096, 151936, BF16)
+        launch_packed("int4", 4096, BF16, gates=(False,), rows=(1,), tiles=(128,))
+        launch_shadow(128, BF16, bits=4)
+        launch_delta_net((16, 32), 128, 128, BF16)
+    assert {kernel.name for kernel in compiled} == kernel_names()
+    check(compiled, target)
+
+
+@pytest.mark.slow
 @targets
 def test_every_kernel_fits_at_common_shapes(target: KernelTarget) -> None:
     """Head dim 128 in bf16 (Qwen3, Llama 3), and everything else that a step runs."""
