@@ -65,6 +65,7 @@ def test_two_ranks_edit_and_score_as_one_does(reference: Reference) -> None:
                 assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_killed_worker_is_an_error_within_seconds_and_leaves_nothing(reference: Reference) -> None:
     llm = LLM(str(reference.directory), device="cpu", **TWO_RANKS, **cache_options(3))
     (worker,) = worker_pids_of(llm.engine.executor)
