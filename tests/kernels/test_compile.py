@@ -51,6 +51,11 @@ GROUPS = [(8, 8), (16, 8), (32, 8), (64, 8)]  # query heads, kv heads: 1, 2, 4 a
 targets = pytest.mark.parametrize("target", KNOWN_TARGETS.values(), ids=KNOWN_TARGETS.keys())
 
 
+def rotating(number: int) -> KernelTarget:
+    """The target of a test's choice `number`: all choices for all targets would take hours."""
+    return list(KNOWN_TARGETS.values())[number % len(KNOWN_TARGETS)]
+
+
 def kernel_names() -> set[str]:
     """Every kernel of the package."""
     names = set()
@@ -337,12 +342,14 @@ def launch_everything(head_dim: int, dtype: torch.dtype) -> None:
             launch_rotary(head_dim, dtype, num_tokens, normed, heads=(32, 8))
 
 
+OTHER_SHAPES = [(64, BF16), (80, BF16), (256, BF16), (128, FP32), (256, FP32)]
+
+
 @pytest.mark.slow
-@targets
-@pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(64, BF16), (80, BF16), (256, BF16), (128, FP32), (256, FP32)], ids=str
-)
-def test_prefill_and_decode_fit_at_other_shapes(target: KernelTarget, head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("number", range(2 * len(OTHER_SHAPES)))
+def test_prefill_and_decode_fit_at_other_shapes(number: int) -> None:
+    """Each on two targets."""
+    (head_dim, dtype), target = OTHER_SHAPES[number % len(OTHER_SHAPES)], rotating(number)
     with compiling_for(target) as compiled:
         launch_prefill(head_dim, dtype, max_query_len=4096, causal=True, heads=(28, 4))
         launch_prefill(head_dim, dtype, max_query_len=64, causal=False, heads=(28, 4), num_splits=5)
@@ -386,9 +393,8 @@ CHOICES = [(128, FP16), *((head_dim, BF16) for head_dim in HEAD_DIMS), *((head_d
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CHOICES)))
 def test_every_choice_fits(number: int) -> None:
-    """Each head dim and dtype on one of the six targets, which rotate; all pairs take half an hour."""
-    head_dim, dtype = CHOICES[number]
-    target = list(KNOWN_TARGETS.values())[number % 6]
+    """Each head dim and dtype on one target."""
+    (head_dim, dtype), target = CHOICES[number], rotating(number)
     with compiling_for(target) as compiled:
         launch_everything(head_dim, dtype)
     check(compiled, target)
@@ -397,9 +403,8 @@ def test_every_choice_fits(number: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SHADOW_CHOICES)))
 def test_shadow_kernels_fit(number: int) -> None:
-    """Each head dim with two of the three numbers of bits, on targets that rotate."""
-    target = list(KNOWN_TARGETS.values())[number % 6]
-    with compiling_for(target) as compiled:
+    """Each head dim with two of the three numbers of bits."""
+    with compiling_for(target := rotating(number)) as compiled:
         launch_shadow(*SHADOW_CHOICES[number])
     check(compiled, target)
 
@@ -407,28 +412,21 @@ def test_shadow_kernels_fit(number: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(PACKED_KINDS)))
 def test_packed_products_fit(number: int) -> None:
-    """Each kind of weight with all tiles, on one of the six targets, which rotate."""
-    kind, target = list(PACKED_KINDS)[number], list(KNOWN_TARGETS.values())[number % 6]
+    """Each kind of weight with all tiles, on one target."""
+    kind, target = list(PACKED_KINDS)[number], rotating(number)
     with compiling_for(target) as compiled:
         launch_packed(kind, 4096, BF16)
     check(compiled, target)
 
 
 @pytest.mark.slow
-@targets
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_delta_net_fits_at_other_shapes(target: KernelTarget, dtype: torch.dtype) -> None:
-    with compiling_for(target) as compiled:
+@pytest.mark.parametrize("number", range(6))
+def test_delta_nets_and_layers_fit_at_other_shapes(number: int) -> None:
+    """Each dtype on two targets."""
+    dtype = (BF16, FP16, FP32)[number % 3]
+    with compiling_for(target := rotating(number)) as compiled:
         for heads, key_dim, value_dim in (((16, 48), 128, 128), ((2, 4), 64, 128), ((2, 4), 16, 16)):
             launch_delta_net(heads, key_dim, value_dim, dtype)
-    check(compiled, target)
-
-
-@pytest.mark.slow
-@targets
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_layer_kernels_fit_at_every_width(target: KernelTarget, dtype: torch.dtype) -> None:
-    with compiling_for(target) as compiled:
         for hidden_size in (64, 896, 1024, 3584, 8192, 12288):
             launch_layers(hidden_size, 32000, dtype)
         launch_layers(1024, 262144, dtype)
