@@ -14,7 +14,7 @@ from nanovllm.utils.options import check_options, option
 BLOCK_SIZE_STEP = 256  # block sizes are multiples of this; with offload, it is also the grain of prefix hits
 DEFAULT_BLOCK_SIZE = 256
 GIVEN_SLOTS_BLOCK_SIZE = 4096
-SPECULATION = ("off", "prompt_lookup", "resident", "shadow", "auto")
+SPECULATION = ("off", "prompt_lookup", "resident", "shadow", "mtp", "auto")
 MAX_GUESSES = 63
 # Left free beside all that was measured, for cuBLAS workspaces of more threads and gaps in the allocator's segments
 GPU_RESERVE_BYTES = 128 * 2**20
@@ -199,9 +199,9 @@ class Config:
         "off",
         help="guess the next tokens and verify all guesses in one step, which changes no token; prompt_lookup: what "
         "followed the same words before in prompt or answer; resident: the model over the keys on the GPU, with CPU "
-        "offload; shadow: the model over a copy of all keys in 2 to 4 bits on the GPU; auto: prompt_lookup and, with "
-        "CPU offload, shadow where it takes a quarter of the memory or less, else resident, whichever gains more; "
-        "off: never",
+        "offload; shadow: the model over a copy of all keys in 2 to 4 bits on the GPU; mtp: the checkpoint's draft "
+        "head, where it has one; auto: prompt_lookup and mtp, or else, with CPU offload, shadow where it takes a "
+        "quarter of the memory or less, else resident, whichever gains more; off: never",
         group=_SCHEDULING,
         choices=SPECULATION,
     )
@@ -258,6 +258,11 @@ class Config:
             raise ConfigError(
                 "speculation='resident' drafts by the keys on the GPU, which are all keys without CPU offload; "
                 "use 'prompt_lookup' or 'auto', or add enable_cpu_offload=True"
+            )
+        if self.speculation == "mtp" and self.kv_disk_path is not None:
+            raise ConfigError(
+                "speculation='mtp' needs the draft head's own K and V, which kv_disk_path does not keep; leave it out, "
+                "or use 'auto'"
             )
         for name in ("shadow_bits", "shadow_memory_gb"):
             if getattr(self, name) is not None and not self.wants_shadow:

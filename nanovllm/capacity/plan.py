@@ -102,7 +102,7 @@ class CapacityPlan:
     def snapshot_bytes(self) -> int:
         """Size of the snapshots of all ranks together, in CPU memory."""
         states = self.spec.states
-        return 0 if states is None else self.num_snapshots * states.slot_bytes * self.config.tensor_parallel_size
+        return 0 if states is None else self.num_snapshots * states.snapshot_bytes * self.config.tensor_parallel_size
 
     @property
     def shadow_bytes(self) -> int:
@@ -281,6 +281,11 @@ def make_plan(
         )
     if model.recurrent is not None:
         _check_recurrent(config, model.recurrent)
+    if config.speculation == "mtp" and not model.has_mtp:
+        raise ConfigError(
+            f"speculation='mtp' drafts with the head for multi-token prediction, which {config.model} does not have; "
+            "use another speculation"
+        )
     spec = kv_cache_spec(config, model, config.tensor_parallel_size, staging)
     num_cpu_blocks = _num_cpu_blocks(config, model, machine, spec, limit) if config.enable_cpu_offload else 0
     sizes = sizes or _sizes(config, model, machine, spec, limit, num_cpu_blocks)
@@ -324,7 +329,7 @@ def _num_snapshots(config: Config, machine: Machine, spec: KVCacheSpec, num_bloc
         return 0
     pool_bytes = num_blocks * spec.block_bytes if config.enable_cpu_offload else 0
     host_bytes = int(machine.host_bytes * MAX_SNAPSHOT_SHARE) // config.tensor_parallel_size - pool_bytes
-    most = min(max(MAX_SNAPSHOT_BYTES, pool_bytes // 8), host_bytes) // spec.states.slot_bytes
+    most = min(max(MAX_SNAPSHOT_BYTES, pool_bytes // 8), host_bytes) // spec.states.snapshot_bytes
     return max(1, min(num_blocks * spec.block_size // SNAPSHOT_TOKENS + NUM_KEPT_PROMPTS, most))
 
 

@@ -19,7 +19,8 @@ class StagingSizes:
 class StateSpec:
     """Shape of a state: what the recurrent layers of one rank keep of a sequence (see kernels/state_tensors.py).
 
-    A slot on the GPU and a snapshot in CPU memory hold a state, and the inputs of the last guesses.
+    A slot on the GPU and a snapshot in CPU memory hold a state, and the inputs of the last guesses. A slot also has
+    what the draft head yielded for the last tokens.
     """
 
     num_layers: int  # recurrent ones
@@ -30,6 +31,7 @@ class StateSpec:
     value_head_dim: int
     itemsize: int  # bytes per element of the convolution's inputs; the matrices are in fp32
     max_guesses: int
+    draft_size: int = 0  # numbers that the draft head yields for a token; 0 without one
 
     @property
     def input_size(self) -> int:
@@ -49,16 +51,19 @@ class StateSpec:
         return self.num_layers * self.max_guesses * self.input_size * self.itemsize
 
     @property
-    def slot_bytes(self) -> int:
-        """Size of a slot, and of a snapshot."""
+    def snapshot_bytes(self) -> int:
         return self.conv_bytes + self.matrix_bytes + self.pending_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.snapshot_bytes + (1 + self.max_guesses) * self.draft_size * self.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
     """Shape of the KV cache of one rank, and of its states."""
 
-    num_layers: int  # attention layers
+    num_layers: int  # attention layers; without offload, that of the draft head is one more
     block_size: int  # tokens
     num_kv_heads: int  # on this rank
     head_dim: int
@@ -75,6 +80,14 @@ class KVCacheSpec:
     def block_bytes(self) -> int:
         """K and V of one block in all layers: 2 x layers x block_size x kv_heads x head_dim x itemsize."""
         return self.num_layers * self.layer_block_bytes
+
+    @property
+    def has_draft_head(self) -> bool:
+        return self.states is not None and self.states.draft_size > 0
+
+    def draft_bytes(self, num_cpu_blocks: int) -> int:
+        """K and V of the draft head on the GPU, with offload: a page for each CPU block. Without, the blocks have it."""
+        return num_cpu_blocks * self.layer_block_bytes if self.has_draft_head else 0
 
     @property
     def staging_group_blocks(self) -> int:
@@ -106,13 +119,20 @@ def dtype_name(config: Config, model: ModelConfig) -> str:
     return model.torch_dtype if config.dtype == "auto" else config.dtype
 
 
+def uses_draft_head(config: Config, model: ModelConfig) -> bool:
+    """Return True if the checkpoint's draft head is loaded. Blocks from disk lack its K and V."""
+    return config.speculation == "mtp" or (
+        config.speculation == "auto" and model.has_mtp and config.kv_disk_path is None
+    )
+
+
 def kv_cache_spec(
     config: Config, model: ModelConfig, tp_size: int, staging: StagingSizes = StagingSizes()
 ) -> KVCacheSpec:
     """Shape of the KV cache on each of `tp_size` ranks."""
     itemsize = 4 if dtype_name(config, model) == "float32" else 2
     return KVCacheSpec(
-        num_layers=model.num_attention_layers,
+        num_layers=model.num_attention_layers + (uses_draft_head(config, model) and not config.enable_cpu_offload),
         block_size=config.block_size,
         num_kv_heads=model.num_kv_heads // tp_size,
         head_dim=model.head_dim,
@@ -135,6 +155,7 @@ def _state_spec(config: Config, model: ModelConfig, tp_size: int, itemsize: int)
         value_head_dim=r.value_head_dim,
         itemsize=itemsize,
         max_guesses=config.max_guesses,
+        draft_size=model.hidden_size if uses_draft_head(config, model) else 0,
     )
 
 

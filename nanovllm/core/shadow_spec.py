@@ -6,7 +6,7 @@ bits, keys have 4 and values 2, because errors of keys matter more. A number is 
 scale and offset in fp16.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, num_state_slots
@@ -82,6 +82,11 @@ class ShadowSpec:
         return self.num_layers * self.num_kv_heads * self.head_words * 4
 
 
+def wants_shadow(config: Config, spec: KVCacheSpec) -> bool:
+    """Return True if drafts read a shadow where there is room for it: a draft head takes its place."""
+    return config.wants_shadow and not spec.has_draft_head
+
+
 def divide_memory(
     config: Config, spec: KVCacheSpec, room_bytes: int, *, given: int, useful: int, num_cpu_blocks: int
 ) -> KVCacheSizes:
@@ -93,14 +98,15 @@ def divide_memory(
     it gets half of the room for that. Without, there is a page for each block. With "auto" it gets a quarter, and holds
     all blocks or does not exist: a step without guesses is slower with fewer slots.
     """
+    num_slots = 0
     if spec.states is not None:
+        room_bytes -= spec.draft_bytes(num_cpu_blocks)
         free_bytes = room_bytes - given * spec.block_bytes if given else room_bytes // 2
         num_slots = num_state_slots(config, spec.states, free_bytes)
-        stateless, rest = replace(spec, states=None), room_bytes - num_slots * spec.states.slot_bytes
-        sizes = divide_memory(config, stateless, rest, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)
-        return replace(sizes, num_state_slots=num_slots)
-    if not config.wants_shadow:
-        return KVCacheSizes(given or min(room_bytes // spec.block_bytes, useful), num_cpu_blocks)
+        room_bytes -= num_slots * spec.states.slot_bytes
+    if not wants_shadow(config, spec):
+        num_blocks = given or min(room_bytes // spec.block_bytes, useful)
+        return KVCacheSizes(num_blocks, num_cpu_blocks, num_state_slots=num_slots)
     page_bytes = {bits: ShadowSpec.of(spec, bits).page_bytes for bits in SHADOW_BITS}
     most = room_bytes if config.shadow_memory_gb is None else int(config.shadow_memory_gb * 2**30)
     if config.enable_cpu_offload:
@@ -117,4 +123,4 @@ def divide_memory(
     if config.speculation == "auto" and num_pages < wanted:
         num_pages = 0
     num_blocks = given or min(useful, (room_bytes - num_pages * page_bytes[bits]) // spec.block_bytes)
-    return KVCacheSizes(num_blocks, num_cpu_blocks, num_pages, bits)
+    return KVCacheSizes(num_blocks, num_cpu_blocks, num_pages, bits, num_slots)

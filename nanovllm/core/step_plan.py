@@ -181,6 +181,22 @@ class StateStep(NamedTuple):
     saves: tuple[StateSave, ...] = ()  # in order of num_tokens
 
 
+class PageCopy(NamedTuple):
+    """A copy of the first tokens of one page of the draft head to another, after this step's K/V are stored."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+class HeadStep(NamedTuple):
+    """What the draft head needs to go through a sequence's new tokens, each with the token after it."""
+
+    pages: tuple[int, ...]  # those of the sequence's blocks, in order
+    next_token: int  # the token after the new ones; -1: the step samples it
+    copy: PageCopy | None = None  # None: no block of the sequence begins with tokens of another one
+
+
 class SequenceStep(NamedTuple):
     """The new tokens of one sequence and where its paged keys are.
 
@@ -207,6 +223,7 @@ class SequenceStep(NamedTuple):
     num_logprobs: int | None = None  # most likely tokens to report beside each sampled one; None: no log-probabilities
     scores: PromptScores | None = None
     state: StateStep | None = None  # None: no layer is recurrent
+    head: HeadStep | None = None  # None: there is no draft head
 
     @property
     def num_tokens(self) -> int:

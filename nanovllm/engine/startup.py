@@ -15,7 +15,7 @@ from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DiskSetup
-from nanovllm.core.kv_spec import KVCacheSizes, max_stateful_seqs
+from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, max_stateful_seqs
 from nanovllm.core.shadow_spec import ShadowSpec, divide_memory
 from nanovllm.core.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows
 from nanovllm.device.devices import release_failed_start
@@ -94,7 +94,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     if is_gpu and not setup.config.enforce_eager:
         executor.call(Runner.capture_graphs, sizes.num_gpu_blocks)
     split = setup.internals.cpu_split or executor.call(Runner.measure_cpu_split)
-    kv = _make_kv_manager(setup.config, sizes, setup.plan.spec.staging_group_blocks, split)
+    kv = _make_kv_manager(setup.config, sizes, setup.plan.spec, split)
     speculator = _make_speculator(setup, executor, kv, has_shadow=sizes.num_pages > 0)
     times = _chunk_times(setup)
     disk = _open_disk(setup, executor, kv, times)
@@ -142,6 +142,7 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
             useful = max(2, min(useful, num_cpu_blocks))
         num_bytes, room = executor.call(Runner.measure_kv_room, num_cpu_blocks, given or useful)
         sizes = divide_memory(config, spec, num_bytes, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)
+        num_bytes -= spec.draft_bytes(num_cpu_blocks)
         if spec.states is not None:
             num_bytes -= sizes.num_state_slots * spec.states.slot_bytes
         fitting = max(0, num_bytes) // spec.block_bytes if given else sizes.num_gpu_blocks
@@ -178,7 +179,9 @@ def _make_speculator(
     drafters: list[Drafter] = []
     if config.speculation in ("prompt_lookup", "auto"):
         drafters.append(PromptLookupDrafter())
-    if has_shadow:
+    if kv.has_draft_head:
+        drafters.append(ModelDrafter("mtp", lambda seq: True))
+    elif has_shadow:
         drafters.append(ModelDrafter("shadow", kv.has_shadow))
     elif config.speculation in ("resident", "auto") and config.enable_cpu_offload:
         drafters.append(ModelDrafter("resident", kv.misses_keys))
@@ -239,22 +242,29 @@ def _least_prompt_s(setup: EngineSetup, num_tokens: int, position: int) -> float
 
 
 def _make_kv_manager(
-    config: Config, sizes: KVCacheSizes, staging_group_blocks: int, split: CpuSplit | None
+    config: Config, sizes: KVCacheSizes, spec: KVCacheSpec, split: CpuSplit | None
 ) -> KVCacheManager:
     shadow = ShadowPages(sizes.num_pages) if sizes.num_pages else None
+    has_head = spec.has_draft_head
     states = RecurrentStates(sizes.num_state_slots, sizes.num_snapshots) if sizes.num_state_slots else None
     if not config.enable_cpu_offload:
         return BlockManager(
-            sizes.num_gpu_blocks, config.block_size, config.enable_prefix_caching, shadow=shadow, states=states
+            sizes.num_gpu_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            shadow=shadow,
+            states=states,
+            has_draft_head=has_head,
         )
     return HybridKVCacheManager(
         sizes.num_cpu_blocks,
         sizes.num_gpu_blocks,
         config.block_size,
-        staging_group_blocks,
+        spec.staging_group_blocks,
         config.enable_prefix_caching,
         split,
-        keeps_first_blocks=config.speculation in ("resident", "auto") and shadow is None,
+        keeps_first_blocks=config.speculation in ("resident", "auto") and shadow is None and not has_head,
         shadow=shadow,
         states=states,
+        has_draft_head=has_head,
     )

@@ -126,9 +126,11 @@ class GraphBuffers:
         dtype: torch.dtype,
         device: torch.device,
         has_states: bool = False,
+        hidden_size: int = 0,
     ) -> None:
         """A row of logits has `padded_vocab_size` entries (see ParallelLMHead), of which the first `vocab_size` are
-        valid. `dtype` is the logits'. `has_states`: some layers are recurrent.
+        valid. `dtype` is the logits'. `has_states`: some layers are recurrent. `hidden_size`: of the hidden states that
+        decode steps leave in `hidden` for a draft head; 0 without one.
         """
         self.max_num_rows, self.vocab_size, self.max_model_len = max_num_rows, vocab_size, max_model_len
         self.device, self.has_states = device, has_states
@@ -142,6 +144,7 @@ class GraphBuffers:
             self._block_tables = torch.zeros(table_shape, dtype=torch.int32)
             self._single_queries = torch.arange(max_num_rows + 1, dtype=torch.int32)
             self._logits = torch.zeros(max_num_rows, padded_vocab_size, dtype=dtype)
+            self.hidden = torch.zeros(max_num_rows if hidden_size else 0, hidden_size, dtype=dtype)
             self._read_ids = torch.zeros(max(shape.num_tokens for shape in shapes), dtype=torch.int64)
         self._ids = self._static.view(torch.int64)  # what token_source points to
         self.sampled_ids = self._ids[:max_num_rows]
@@ -200,9 +203,11 @@ class GraphBuffers:
         return StateRows(self.cu_seqlens_q(size, max_query_len), *states, max_query_len)
 
     def forward(self, model: CausalLM, size: int, attention: StepAttention) -> None:
-        """Run the model and the sampler on a decode step. Leaves the results in `logits` and `sampled_ids`."""
+        """Run the model and the sampler on a decode step. Leaves the results in `logits`, `sampled_ids` and `hidden`."""
         shape = GraphShape.decode(size)
         hidden = self.run_layers(model, shape, attention)
+        if len(self.hidden):
+            self.hidden[:size].copy_(hidden)
         logits = model.compute_logits(hidden, out=self._logits[:size])
         sample(logits, self.tensors(shape).sampling, self.sampled_ids[:size])
 

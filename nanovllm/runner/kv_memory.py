@@ -32,6 +32,7 @@ from nanovllm.kvcache.transfer.disk_worker import KVPool
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import make_streams
 from nanovllm.layers.rotary_embedding import KVCells
+from nanovllm.runner.draft_head import DraftHead
 from nanovllm.runner.inputs import StepInputs
 from nanovllm.runner.shadow import Shadow
 from nanovllm.runner.states import StateMemory, StepStates
@@ -270,12 +271,13 @@ class KVMemory:
         self.offload, self.cpu = offload, cpu
         self.shadow: Shadow | None = None  # until `allocate_shadow`
         self.state_memory: StateMemory | None = None  # until `allocate_states`
+        self.draft_head: DraftHead | None = None  # until `allocate_draft_head`
         self.scale = spec.head_dim**-0.5
         self._pool = self._make_pool(num_blocks=0)
 
-    def _make_pool(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _make_pool(self, num_blocks: int, num_layers: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         spec = self.spec
-        shape = (spec.num_layers, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        shape = (num_layers or spec.num_layers, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         # Untouched CPU pages are free, so leave them uninitialised. Zero the GPU cache: garbage may be NaN, and a
         # masked weight of 0 does not cancel NaN.
         make = torch.zeros if self.device.type == "cuda" else torch.empty
@@ -301,14 +303,23 @@ class KVMemory:
         assert self.spec.states is not None, "no layer is recurrent"
         self.state_memory = StateMemory(self.spec.states, self.dtype, self.device, num_slots, num_snapshots)
 
+    def allocate_draft_head(self, num_cpu_blocks: int, num_slots: int) -> None:
+        """Called after `allocate`. `num_slots`: of states."""
+        states = self.spec.states
+        assert states is not None, "what the draft head yields is kept beside states"
+        k_pool, v_pool = self._pool if self.offload is None else self._make_pool(num_cpu_blocks, num_layers=1)
+        self.draft_head = DraftHead(
+            (k_pool[-1], v_pool[-1]), num_slots, states.max_guesses, states.draft_size, self.backend, self.scale
+        )
+
     def _drop_states(self) -> None:
         memory, self.state_memory = self.state_memory, None
         if memory is not None:
             memory.close()
 
     def drop(self) -> None:
-        """Release the blocks on the GPU, the shadow and the states, so that others can be allocated."""
-        self.shadow = None
+        """Release all that is on the GPU, so that it can be allocated in other sizes."""
+        self.shadow = self.draft_head = None
         self._drop_states()
         if self.offload is None:
             self._pool = self._make_pool(num_blocks=0)

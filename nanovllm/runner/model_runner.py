@@ -86,6 +86,7 @@ class ModelRunner:
             dtype=self.dtype,
             device=device,
             directory=directory if is_read else None,
+            with_mtp=self.spec.has_draft_head,
         )
         load_weights(
             self.model, directory, load_format=config.load_format, seed=config.seed, show_progress=tp.rank == 0
@@ -188,6 +189,8 @@ class ModelRunner:
             self._memory.allocate(sizes.num_gpu_blocks)
             if sizes.num_state_slots:
                 self._memory.allocate_states(sizes.num_state_slots, sizes.num_snapshots)
+            if self.spec.has_draft_head:
+                self._memory.allocate_draft_head(sizes.num_cpu_blocks, sizes.num_state_slots)
             if sizes.num_pages:
                 self._memory.allocate_shadow(ShadowSpec.of(self.spec, sizes.shadow_bits), sizes.num_pages)
 
@@ -214,6 +217,7 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
             has_states=self.spec.states is not None,
+            hidden_size=self.model_config.hidden_size if self.spec.has_draft_head else 0,
         )
         graphs = self.steps.graphs = GraphSet(
             buffers=buffers,

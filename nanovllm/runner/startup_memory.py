@@ -19,7 +19,7 @@ from nanovllm.attention.base import LibraryPlan
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec
 from nanovllm.core.logit_editor import Biases, LogitEdits, Penalties, RowEdits
-from nanovllm.core.shadow_spec import SHADOW_BITS
+from nanovllm.core.shadow_spec import SHADOW_BITS, wants_shadow
 from nanovllm.core.step_limits import MAX_DECODE_QUERIES, max_step_rows
 from nanovllm.core.step_plan import KVMoves, PromptScores, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.device.devices import (
@@ -160,7 +160,7 @@ def profile_memory(runner: MeasuredRunner, num_cpu_blocks: int, most_gpu_blocks:
     `most_gpu_blocks`: the largest number of blocks that the engine could use.
     """
     config, spec = runner.config, runner.spec
-    num_pages = int(config.wants_shadow)
+    num_pages = int(wants_shadow(config, spec))
     sizes = KVCacheSizes(1, num_cpu_blocks, num_pages, config.shadow_bits or SHADOW_BITS[0])
     sizes = replace(sizes, num_state_slots=int(spec.states is not None))  # all sequences use slot 0
     runner.allocate_kv_cache(sizes)

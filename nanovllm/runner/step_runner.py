@@ -7,11 +7,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.attention.base import StepAttention
+from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.core.step_plan import DraftKeys, DraftTimes, KVMoves, SamplingRow, SequenceStep, StateStep, StepPlan
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.sampler import resample_edited, sample
 from nanovllm.models.decoder import CausalLM
+from nanovllm.runner.draft_head import DraftHead, HeadAttention, draft_inputs, followed_inputs, followed_step
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.inputs import (
     StepInputs,
@@ -45,6 +46,16 @@ def draft_steps(plan: StepPlan) -> list[StepPlan]:
 def _draft(step: SequenceStep, i: int, previous_row: int) -> SequenceStep:
     """Draft number i: the step's known token, or a draft after it, with the noise of the token that it guesses."""
     assert step.sampling is not None and step.num_tokens == 1 + step.num_guesses, "only a decoding sequence drafts"
+    if step.head is not None:
+        return step._replace(
+            token_ids=np.array([-1]),
+            position=step.position + i - 1,
+            block_table=step.head.pages,
+            num_paged_keys=step.position + i,
+            previous_row=previous_row,
+            num_guesses=0,
+            num_drafts=0,
+        )
     keys, state = step.draft_keys, step.state
     if state is not None:
         slot = state.draft_slot
@@ -85,6 +96,7 @@ class _Pass(NamedTuple):
     logits: torch.Tensor  # [S, vocab_size]
     sampled_ids: torch.Tensor  # int64 [S], by these logits
     prompt_logprobs: LogprobTensors | None = None
+    hidden: torch.Tensor | None = None  # [T, hidden_size], if there is a draft head
 
 
 class StepRunner:
@@ -98,6 +110,7 @@ class StepRunner:
         self.graphs: GraphSet | None = None  # None: every step is launched kernel by kernel
         self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=self.device)  # by the last step
         self._last_end: StepEnd | None = None  # that step's end
+        self._drafted = torch.zeros(0, device=self.device)  # hidden states that the draft head yielded last
         # Steps that may still run. A kernel writes their results to pinned memory, which must exist until then.
         self._running: deque[StepResult] = deque()
 
@@ -122,6 +135,9 @@ class StepRunner:
         result = StepResult(tokens, logprobs, ran.prompt_logprobs, self._last_end, times)
         self._last_end = result.end
         self._running.append(result)
+        if self.memory.draft_head is not None:
+            assert ran.hidden is not None, "the draft head needs the hidden states of all tokens"
+            self._follow(self.memory.draft_head, plan, ran.hidden)
         while self._running and self._running[0].is_done():
             self._running.popleft()
         return result
@@ -135,16 +151,71 @@ class StepRunner:
         steps = draft_steps(plan)
         if not steps:
             return self._sampled_ids[:0]
-        assert not (plan.moves.loads or plan.moves.copies), "a draft would read slots before they are filled"
-        self.memory.begin_all_layers()
-        drafted = []
+        head, drafted = self.memory.draft_head, []
+        if head is None:
+            assert not (plan.moves.loads or plan.moves.copies), "a draft would read slots before they are filled"
+            self.memory.begin_all_layers()
         for step in steps:
-            ran = self._run(step, self._build_inputs(step), is_draft=True)
-            self._keep_sampled(ran.sampled_ids)
+            if head is None:
+                sampled_ids = self._run(step, self._build_inputs(step), is_draft=True).sampled_ids
+            else:
+                sampled_ids = self._run_head(head, step, is_first=not drafted)
+            self._keep_sampled(sampled_ids)
             drafted.append(self._sampled_ids.clone())
         self._sampled_ids = torch.cat(drafted)
         self._share_with_graphs()
         return self._sampled_ids
+
+    def _run_head(self, head: DraftHead, plan: StepPlan, is_first: bool) -> torch.Tensor:
+        """Draft a token of each sequence. Returns their ids. The first ones are known but for the head's logits."""
+        inputs = draft_inputs(plan, self.spec.block_size)
+        tensors, first_rows = to_device((inputs, head.first_rows(plan)), self.device)
+        if is_first:
+            self._drafted = head.kept[first_rows]
+        else:
+            batch = build_batches(plan, tensors, self.spec.block_size).paged
+            hidden = self._drafted[tensors.pending_rows]
+            self._drafted = self._draft_hidden(head, plan, tensors, hidden, batch)
+        return sample(self.model.compute_logits(self._drafted), tensors.sampling)
+
+    def _follow(self, head: DraftHead, plan: StepPlan, hidden: torch.Tensor) -> None:
+        """Let the draft head go through the tokens of a step that has run, and keep what it yields where the step
+        samples. `hidden`: the model's, of all tokens.
+        """
+        followed = StepPlan(tuple(followed_step(step, self.spec.block_size) for step in plan.sequences), KVMoves())
+        inputs = followed_inputs(followed, self.spec.block_size)
+        tensors, kept_rows = to_device((inputs, head.kept_rows(plan)), self.device)
+        batches = build_batches(followed, tensors, self.spec.block_size)
+        rows = None
+        if not plan.is_decode:
+            batches, rows = last_token_batches(followed, batches, tensors), tensors.logits_rows
+        head.kept[kept_rows] = self._draft_hidden(head, followed, tensors, hidden, batches.paged, rows)
+
+    def _draft_hidden(
+        self,
+        head: DraftHead,
+        plan: StepPlan,
+        tensors: StepInputs,
+        hidden: torch.Tensor,
+        batch: PagedBatch,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the draft head: see CausalLM.draft. `batch`: for `rows`."""
+        copies = [step.head.copy for step in plan.sequences if step.head is not None and step.head.copy is not None]
+        attention = HeadAttention(head, tensors.slot_mapping, batch, copies)
+        rope_lens = tensors.rope_lens if self.model.needs_rope_lens else None
+        input_ids = self._known_ids(tensors)
+        return self.model.draft(input_ids, tensors.positions, hidden, attention, rope_lens, rows)
+
+    def _known_ids(self, tensors: StepInputs) -> torch.Tensor:
+        """The input ids of a step, with those sampled last in the places of pending ones, which the host may not have
+        yet.
+        """
+        if not len(self._sampled_ids):
+            return tensors.input_ids
+        pending = tensors.pending_rows
+        pending_ids = self._sampled_ids[pending.clamp(min=0)].clamp_(min=0)  # an invalid id ends its request soon
+        return torch.where(pending < 0, tensors.input_ids, pending_ids)
 
     @torch.inference_mode()
     def measure_drafts(self, max_model_len: int) -> DraftTimes:
@@ -183,7 +254,8 @@ class StepRunner:
             logits = graphs.replay(inputs)
             self.memory.ran_all_layers()
         num_rows, buffers = len(logits), graphs.buffers
-        return _Pass(buffers.read_ids(num_rows), logits, buffers.sampled_ids[:num_rows])
+        sampled_ids = buffers.sampled_ids[:num_rows]
+        return _Pass(buffers.read_ids(num_rows), logits, sampled_ids, hidden=buffers.hidden[:num_rows])
 
     def _run_in_parts(self, plan: StepPlan, inputs: StepInputs, is_draft: bool) -> _Pass:
         """Run any step. Its layers may still be a graph; the sampler is always launched kernel by kernel."""
@@ -199,15 +271,15 @@ class StepRunner:
             self.memory.ran_all_layers()
             input_ids = self.graphs.buffers.read_ids(len(hidden))
             logits_rows, sampling = to_device((inputs.logits_rows, inputs.sampling), self.device)
-        vocab_size, logprobs = self.model.config.vocab_size, None
+        vocab_size, logprobs, all_hidden = self.model.config.vocab_size, None, hidden if has_all_rows else None
         if scored := to_device(prompt_logprob_inputs(plan), self.device):
             logprobs = prompt_logprobs(scored, hidden, self.model.compute_logits, vocab_size)
         if has_all_rows and not plan.is_decode:
             hidden = hidden[logits_rows]
         if not len(hidden):
-            return _Pass(input_ids, hidden.new_empty(0, vocab_size), self._sampled_ids[:0], logprobs)
+            return _Pass(input_ids, hidden.new_empty(0, vocab_size), self._sampled_ids[:0], logprobs, all_hidden)
         logits = self.model.compute_logits(hidden)
-        return _Pass(input_ids, logits, sample(logits, sampling), logprobs)
+        return _Pass(input_ids, logits, sample(logits, sampling), logprobs, all_hidden)
 
     def _launch_layers(
         self, plan: StepPlan, tensors: StepInputs, is_draft: bool
@@ -215,12 +287,9 @@ class StepRunner:
         """Without graphs. Returns the token ids, the hidden states after the last layer, and whether these are of all
         tokens or only of those after which the step samples.
         """
-        input_ids, pending = tensors.input_ids, tensors.pending_rows
-        if plan.has_pending:  # the host may not have these ids yet
-            pending_ids = self._sampled_ids[pending.clamp(min=0)].clamp_(min=0)  # an invalid id ends its request soon
-            input_ids = torch.where(pending < 0, input_ids, pending_ids)
+        input_ids = self._known_ids(tensors) if plan.has_pending else tensors.input_ids
         rope_lens = tensors.rope_lens if self.model.needs_rope_lens else None
-        needs_all = plan.is_decode or plan.has_scores
+        needs_all = plan.is_decode or plan.has_scores or self.memory.draft_head is not None
         rows = None if needs_all else tensors.logits_rows
         attention = self._attention(plan, tensors, needs_all, is_draft)
         return input_ids, self.model(input_ids, tensors.positions, attention, rope_lens, rows), needs_all

@@ -67,10 +67,10 @@ class PlannedStep:
         """Make the frozen plan, and count its tokens as computed, except for guesses."""
         self._placed.sort(key=_launch_order)
         keys, moves = kv.finish_step(self._placed)
-        # Drafts run before the step's own pass: before its loads and copies, and their tokens take the place of pending
-        # ones
+        # Drafts run before the step's own pass: their tokens take the place of pending ones, and those of the model
+        # itself come before the loads and copies
         has_pending = any(seq.num_pending_tokens for seq, _ in self._placed)
-        can_draft = not (moves.loads or moves.copies or has_pending)
+        can_draft = not has_pending and (kv.has_draft_head or not (moves.loads or moves.copies))
         steps, num_sampled = [], 0
         for (seq, num_tokens), paged in zip(self._placed, keys, strict=True):
             step = self._sequence_step(seq, num_tokens, paged, can_draft and kv.can_draft(seq))
@@ -78,7 +78,8 @@ class PlannedStep:
                 step = step._replace(draft_keys=kv.draft_keys(seq, step.num_tokens))
             if kv.states is not None:
                 num_certain = step.num_tokens - step.num_guesses
-                step = step._replace(state=kv.state_step(seq, num_certain, has_drafts=step.num_drafts > 0))
+                state = kv.state_step(seq, num_certain, has_drafts=step.num_drafts > 0)
+                step = step._replace(state=state, head=kv.head_step(seq, step.num_tokens, num_certain))
             steps.append(step)
             seq.num_computed_tokens += num_tokens - len(self._guesses_of(seq).token_ids)
             if step.sampling is not None:

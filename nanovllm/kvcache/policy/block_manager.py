@@ -12,7 +12,7 @@ from typing import NamedTuple
 from nanovllm.core.cpu_split import FollowingSplit
 from nanovllm.core.kv_spec import BlockState
 from nanovllm.core.sequence import Sequence, SequenceStatus
-from nanovllm.core.step_plan import DraftKeys, KVMoves, StateFlush, StateStep
+from nanovllm.core.step_plan import DraftKeys, HeadStep, KVMoves, PageCopy, StateFlush, StateStep
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.block_pool import Block, BlockPool, PrefixMatch
 from nanovllm.kvcache.policy.shadow_pages import Fills, ShadowPages
@@ -54,6 +54,7 @@ class KVCacheManager(ABC):
     cpu_split: FollowingSplit | None = None  # how missing keys are divided; None if the CPU attends to none
     shadow: ShadowPages | None = None  # None: there is no shadow
     states: RecurrentStates | None = None  # None: no layer is recurrent
+    has_draft_head = False  # whether the checkpoint's draft head drafts
     pool: BlockPool
     block_size: int
     num_watermark_blocks: int
@@ -176,6 +177,7 @@ class KVCacheManager(ABC):
         """
         if self.states is None:
             return None
+        has_drafts = has_drafts and not self.has_draft_head  # which has no state
         return self.states.step(seq, num_tokens, partial(self.pool.prefix_id, seq), has_drafts=has_drafts)
 
     def _state_flushes(self) -> tuple[StateFlush, ...]:
@@ -190,8 +192,26 @@ class KVCacheManager(ABC):
         """Return True if the ranks can draft for a placed sequence: its keys are where drafts look for them, and there
         is a slot for the states of drafts.
         """
+        if self.has_draft_head:
+            return True
         is_filling = self.shadow is not None and self.shadow.is_filling(seq)  # a page that drafts would miss
         return not is_filling and (self.states is None or self.states.can_draft)
+
+    def head_step(self, seq: Sequence, num_tokens: int, num_certain: int) -> HeadStep | None:
+        """What the draft head needs for a sequence that has `num_tokens` new tokens in the step, of which the first
+        `num_certain` are not guesses. Called after finish_step.
+        """
+        if not self.has_draft_head:
+            return None
+        start = seq.num_computed_tokens
+        pages = tuple(seq.block_table[: ceil_div(start + num_tokens, self.block_size)])
+        end = start + num_certain
+        next_token = -1 if end == seq.num_tokens else seq.token_ids[end]
+        return HeadStep(pages, next_token, self._page_copy(seq))
+
+    def _page_copy(self, seq: Sequence) -> PageCopy | None:
+        """The copy of tokens with which a block of the sequence begins in this step."""
+        return None
 
     # -- the shadow ----------------------------------------------------------------------------------------------
 
@@ -310,8 +330,10 @@ class BlockManager(KVCacheManager):
         watermark: float = WATERMARK,
         shadow: ShadowPages | None = None,
         states: RecurrentStates | None = None,
+        has_draft_head: bool = False,
     ) -> None:
         self.block_size, self.shadow, self.states = block_size, shadow, states
+        self.has_draft_head = has_draft_head
         blocks, snapshots = [Block(i) for i in range(num_blocks)], None if states is None else states.snapshots
         self.pool = BlockPool(blocks, block_size, block_size, enable_prefix_caching, snapshots=snapshots)
         self.num_watermark_blocks = int(watermark * num_blocks)

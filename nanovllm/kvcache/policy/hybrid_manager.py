@@ -23,7 +23,7 @@ from nanovllm.core.cpu_split import CpuSplit, FollowingSplit
 from nanovllm.core.kv_spec import BlockState
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_limits import MAX_DECODE_QUERIES
-from nanovllm.core.step_plan import KVMoves
+from nanovllm.core.step_plan import KVMoves, PageCopy
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.block_manager import WATERMARK, KVCacheManager, PagedKeys
 from nanovllm.kvcache.policy.block_pool import LONG_CHUNK_BLOCKS, Block, BlockPool, PrefixMatch
@@ -130,6 +130,7 @@ class HybridKVCacheManager(KVCacheManager):
         keeps_first_blocks: bool = False,
         shadow: ShadowPages | None = None,
         states: RecurrentStates | None = None,
+        has_draft_head: bool = False,
         grain: int = BLOCK_SIZE_STEP,
         long_chunk_blocks: int = LONG_CHUNK_BLOCKS,
         progress_tokens: int = PROGRESS_TOKENS,
@@ -140,7 +141,7 @@ class HybridKVCacheManager(KVCacheManager):
         is a multiple. `progress_tokens`: see PROGRESS_TOKENS.
         """
         self.block_size, self.progress_tokens = block_size, progress_tokens
-        self.shadow, self.states = shadow, states
+        self.shadow, self.states, self.has_draft_head = shadow, states, has_draft_head
         self.cpu_split = None if cpu_split is None else FollowingSplit(cpu_split)
         self.num_watermark_blocks = int(WATERMARK * num_cpu_blocks)
         self.keeps_first_blocks = keeps_first_blocks
@@ -158,6 +159,7 @@ class HybridKVCacheManager(KVCacheManager):
         self._running: dict[int, Sequence] = {}  # by seq_id
         self._slotless_ids: set[int] = set()  # running sequences that need a slot for their next token and hold none
         self._copy_sources: list[HybridBlock] = []
+        self._page_copies: dict[int, PageCopy] = {}  # of the step, by seq_id
         self._last_moves = KVMoves()  # for display
         # seq_id -> (block that holds the matched start of the sequence's first new block, number of matched tokens)
         self._prefix_sources: dict[int, tuple[HybridBlock, int]] = {}
@@ -189,6 +191,7 @@ class HybridKVCacheManager(KVCacheManager):
     def begin_step(self, running: Seq[Sequence]) -> None:
         super().begin_step(running)
         self.slots.begin_step()
+        self._page_copies.clear()
         self._slotless_ids = {seq.seq_id for seq in running if seq.num_computed_tokens % self.block_size == 0}
 
     def num_known_tokens(self, seq: Sequence) -> int:
@@ -290,6 +293,7 @@ class HybridKVCacheManager(KVCacheManager):
         if source is not None:  # the prefix match ended inside this block
             keeps_source = self.ring.num_available > len(self._slotless_ids)
             self.slots.copy_prefix(source, chunk[0], num_matched, keeps_source=keeps_source)
+            self._page_copies[seq.seq_id] = PageCopy(source.block_id, chunk[0].block_id, num_matched)
         for i, block in enumerate(chunk[: self._num_blocks(known_end) - first]):
             self.slots.write_tokens(block, known_end - (first + i) * self.block_size)
         self.pool.register(seq, known_end)
@@ -382,6 +386,9 @@ class HybridKVCacheManager(KVCacheManager):
             self.pool.release(source)
         self._copy_sources.clear()
         return keys, moves
+
+    def _page_copy(self, seq: Sequence) -> PageCopy | None:
+        return self._page_copies.get(seq.seq_id)
 
     def _gpu_block(self, block: Block) -> int | None:
         return self.slots.slot_before_step(self.blocks[block.block_id])

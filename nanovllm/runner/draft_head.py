@@ -1,0 +1,114 @@
+"""DraftHead: how the checkpoint's draft head (models/mtp.py) follows the steps of the engine.
+
+At the end of a step the head goes through the step's tokens, each with its hidden state and the token after it: the
+next one of the prompt, or the one that the step has sampled. Behind a wrong guess it goes through nonsense, which
+nobody reads. What it yields for the last tokens is kept beside the state of the sequence. The next step makes its first
+guess from that of the last token that proved right, and for each further one lets the head run again.
+
+The cell of a token in the head's cache is that of its hidden state. So a step overwrites what its drafts have written,
+and the head's keys are in pages as the model's are in blocks: page i belongs to block i of the pool that has room for
+all blocks. Without offload that is the pool on the GPU, of which the head is the last layer. With offload the pages
+stay on the GPU, whereever the blocks are.
+
+At the end of a prefix hit, the cell of the last token was computed with the token that came next in another sequence.
+That can cost a guess.
+
+Legend: N pages, P tokens of each, K kv heads, D head dim, T packed tokens.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from nanovllm.attention.base import AttentionBackend, PagedBatch
+from nanovllm.core.step_plan import PageCopy, SequenceStep, StepPlan
+from nanovllm.kernels.state_tensors import LayerStates
+from nanovllm.layers.rotary_embedding import KVCells
+from nanovllm.runner.inputs import StepInputs, build_inputs
+from nanovllm.utils.arithmetic import ceil_div
+
+
+class HeadAttention:
+    """The StepAttention of the head, which has a single layer."""
+
+    def __init__(
+        self, head: "DraftHead", slot_mapping_T: torch.Tensor, batch: PagedBatch, copies: Sequence[PageCopy]
+    ) -> None:
+        """`batch`: for the rows that the head is asked for."""
+        self.head, self.slot_mapping_T, self.batch, self.copies = head, slot_mapping_T, batch, copies
+
+    def cells(self, layer: int) -> KVCells:
+        return KVCells(*self.head.cache, self.slot_mapping_T)
+
+    def states(self, layer: int) -> LayerStates:
+        raise AssertionError("no layer of the draft head is recurrent")
+
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        for source, target, num_tokens in self.copies:
+            for pages_NPKD in self.head.cache:
+                pages_NPKD[target, :num_tokens] = pages_NPKD[source, :num_tokens]
+        if not len(q_THD):
+            return q_THD
+        return self.head.backend.attend(q_THD, *self.head.cache, self.batch, self.head.scale).out_THD
+
+
+class DraftHead:
+    """One rank's memory of the head."""
+
+    def __init__(
+        self,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        num_slots: int,
+        max_guesses: int,
+        hidden_size: int,
+        backend: AttentionBackend,
+        scale: float,
+    ) -> None:
+        """`cache`: K and V, each [N, P, K, D]. `num_slots`: of states, with slot 0."""
+        self.cache, self.backend, self.scale = cache, backend, scale
+        self._slot_rows = 1 + max_guesses
+        # What the head yielded for the last certain token of a slot's sequence, and for the guesses behind it
+        self.kept = cache[0].new_zeros(num_slots * self._slot_rows, hidden_size)
+
+    def kept_rows(self, plan: StepPlan) -> np.ndarray:
+        """Where what the head yields is kept, for each token after which the step samples: rows of `kept`, int64 [S]."""
+        rows = [
+            (step.state.target if step.state is not None else 0) * self._slot_rows + np.arange(step.num_sampled)
+            for step in plan.sequences
+        ]
+        return np.concatenate(rows)
+
+    def first_rows(self, plan: StepPlan) -> np.ndarray:
+        """Where what a sequence's first draft is made from is kept: that of its last token which has proved right."""
+        states = [step.state for step in plan.sequences]
+        rows = [0 if state is None else state.source * self._slot_rows + state.num_replayed for state in states]
+        return np.array(rows, np.int64)
+
+
+def followed_step(step: SequenceStep, block_size: int) -> SequenceStep:
+    """The head's way through the new tokens of a step, each with the token after it; -1 for those that are sampled."""
+    num_keys = step.position + step.num_tokens
+    pages, next_token = (0,) * ceil_div(num_keys, block_size), -1  # of the steps that start-up measures
+    if step.head is not None:
+        pages, next_token = step.head.pages, step.head.next_token
+    return step._replace(
+        token_ids=np.append(step.token_ids[1:], next_token),
+        block_table=pages,
+        num_paged_keys=num_keys,
+        previous_row=-1,
+        num_drafts=0,
+    )
+
+
+def followed_inputs(plan: StepPlan, block_size: int) -> StepInputs:
+    """The inputs of the head after a step, of a plan of `followed_step`s."""
+    inputs = build_inputs(plan, block_size, group_blocks=0)
+    inputs.pending_rows[inputs.logits_rows] = np.arange(plan.num_sampled)
+    return inputs
+
+
+def draft_inputs(plan: StepPlan, block_size: int) -> StepInputs:
+    """The inputs of the head for a draft. It guesses not the token after the one it runs, but the one after that."""
+    inputs = build_inputs(plan, block_size, group_blocks=0)
+    return inputs._replace(sampling=inputs.sampling._replace(position=inputs.sampling.position + 1))
