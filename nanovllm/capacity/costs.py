@@ -9,14 +9,15 @@ benchmarks.device_memory`; docs/log/2026-11-21.md has the figures). A constant m
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from nanovllm.capacity.machine import Machine
 from nanovllm.checkpoint.model_config import MAX_ROUTED_TOKENS, ModelConfig
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
-from nanovllm.core.kv_spec import KVCacheSpec, kv_cache_spec
+from nanovllm.core.kv_spec import KVCacheSpec, kv_cache_spec, uses_draft_head
+from nanovllm.core.shadow_spec import wants_shadow
 from nanovllm.core.step_limits import (
     MAX_GRAPH_CHUNKS,
     draft_graph_sizes,
@@ -91,6 +92,16 @@ def _layers_sum(
     return in_all + num_sparse * e.num_experts * (share * mlp(e.intermediate_size) + of_other * hidden)
 
 
+def _head_sum(
+    model: ModelConfig, of_linear: Callable[[int, int], float], of_other: float, num_tokens: int | None = None
+) -> float:
+    """The same for the draft head: a layer of attention, a linear weight that joins two inputs, and three norms."""
+    experts = model.experts and replace(model.experts, layers=(0,))
+    layer = replace(model, num_layers=1, layer_kinds=("attention",), recurrent=None, experts=experts)
+    hidden = model.hidden_size
+    return _layers_sum(layer, of_linear, of_other, num_tokens) + of_linear(hidden, 2 * hidden) + 3 * hidden * of_other
+
+
 def layers_params(model: ModelConfig, num_tokens: int | None = None) -> float:
     """Number of weights in all layers, over all GPUs. `num_tokens`: only those that so many tokens use together."""
     return _layers_sum(model, lambda rows, columns: rows * columns, 1, num_tokens)
@@ -109,10 +120,13 @@ def linear_bytes(rows: int, columns: int, itemsize: int, quantization: Quantizat
 
 
 def _layers_bytes(config: Config, model: ModelConfig, num_tokens: int | None = None, *, is_packed: bool) -> float:
-    """Size of the weights in all layers, over all GPUs. Norms, biases and routers are never quantized."""
+    """Size of the weights in all layers, and in the draft head if it is used, over all GPUs. Norms, biases and routers
+    are never quantized.
+    """
     size = itemsize(config, model)
-    quantization = model.quantization if is_packed else None
-    return _layers_sum(model, partial(linear_bytes, itemsize=size, quantization=quantization), size, num_tokens)
+    of_linear = partial(linear_bytes, itemsize=size, quantization=model.quantization if is_packed else None)
+    head = _head_sum(model, of_linear, size, num_tokens) if uses_draft_head(config, model) else 0
+    return _layers_sum(model, of_linear, size, num_tokens) + head
 
 
 def weight_bytes(config: Config, model: ModelConfig, *, is_packed: bool) -> int:
@@ -167,16 +181,19 @@ def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
 
     That is 2 per weight and token, 2 products of T^2 / 2 in causal attention, in each recurrent layer 3 products of a
     token with the matrix of each head, which is read, updated and read again, and one row of the head. The last layer
-    computes K and V for all tokens, but everything else only for the last token; this remainder is not counted.
+    computes K and V for all tokens, but everything else only for the last token; this remainder is not counted. With a
+    draft head the last layer computes all, and this holds for the head, which also joins its two inputs.
     """
-    num_layers = model.num_layers - 1
+    has_head = uses_draft_head(config, model)
+    num_layers = model.num_layers - 1 + has_head
     token_params = layers_params(model, num_tokens=1) / model.num_layers
-    attention = 2.0 * num_tokens**2 * (model.num_attention_layers - 1) * model.num_heads * model.head_dim
+    num_attention_layers = model.num_attention_layers - 1 + has_head
+    attention = 2.0 * num_tokens**2 * num_attention_layers * model.num_heads * model.head_dim
     if model.recurrent is not None:
         r = model.recurrent
         matrix = r.num_value_heads * r.key_head_dim * r.value_head_dim
         attention += 6 * num_tokens * model.num_recurrent_layers * matrix
-    last_kv = 2 * model.hidden_size * model.num_kv_heads * model.head_dim
+    last_kv = 2 * model.hidden_size * model.num_kv_heads * model.head_dim + has_head * 2 * model.hidden_size**2
     weights = 2 * num_tokens * (num_layers * token_params + last_kv)
     return (weights + attention + 2 * model.hidden_size * model.vocab_size) / config.tensor_parallel_size
 
@@ -196,13 +213,21 @@ def decode_bytes(
 ) -> float:
     """Bytes read from GPU memory in one step: every weight that the step uses, except the embedding, and all keys and
     values, once each. Quantized weights are read as they are stored. States are read and written. `num_keys`: of all
-    sequences.
+    sequences. A draft head follows each step.
     """
     weights = _layers_bytes(config, model, num_sequences, is_packed=True)
     weights += model.hidden_size * model.vocab_size * itemsize(config, model)
     states = kv_cache_spec(config, model, config.tensor_parallel_size).states
     state_bytes = 0 if states is None else 2 * num_sequences * (states.conv_bytes + states.matrix_bytes)
     return weights / config.tensor_parallel_size + num_keys * kv_bytes_per_token + state_bytes
+
+
+def head_draft_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_sequences: int, num_keys: int) -> float:
+    """Bytes that a draft by the draft head reads: the head's weights, the output head, and the keys of one layer."""
+    size = itemsize(config, model)
+    of_linear = partial(linear_bytes, itemsize=size, quantization=model.quantization)
+    weights = _head_sum(model, of_linear, size, num_sequences) + model.hidden_size * model.vocab_size * size
+    return weights / config.tensor_parallel_size + num_keys * spec.layer_block_bytes / spec.block_size
 
 
 def num_full_blocks(context: int, block_size: int) -> int:
@@ -244,6 +269,7 @@ class DeviceMemory:
     kv_bytes: int  # all blocks: the slots, or without offload the whole cache
     shadow_bytes: int
     state_bytes: int  # all slots of states
+    draft_bytes: int  # K and V of the draft head, with offload
     staging_bytes: int
     logits_bytes: int  # one static buffer that all graphs write their logits to
     input_bytes: int  # static inputs of the graphs
@@ -254,7 +280,7 @@ class DeviceMemory:
 
     @property
     def exact_bytes(self) -> int:
-        caches = self.kv_bytes + self.shadow_bytes + self.state_bytes
+        caches = self.kv_bytes + self.shadow_bytes + self.state_bytes + self.draft_bytes
         return self.weight_bytes + caches + self.staging_bytes + self.logits_bytes
 
     @property
@@ -276,6 +302,7 @@ def device_memory(
     num_gpu_blocks: int,
     shadow_bytes: int = 0,
     state_bytes: int = 0,
+    draft_bytes: int = 0,
 ) -> DeviceMemory:
     """Memory use of an engine with `num_gpu_blocks` blocks on each GPU."""
     num_rows, is_gpu = max_step_rows(config, num_gpu_blocks), machine.gpu_bytes is not None
@@ -287,11 +314,12 @@ def device_memory(
         kv_bytes=num_gpu_blocks * spec.block_bytes,
         shadow_bytes=shadow_bytes,
         state_bytes=state_bytes,
+        draft_bytes=draft_bytes,
         staging_bytes=spec.staging_bytes if config.enable_cpu_offload else 0,
         logits_bytes=num_rows * model.vocab_size * spec.itemsize if has_graphs else 0,
         input_bytes=_input_bytes(config, model, max_model_len, num_rows) if has_graphs else 0,
         activation_bytes=int(activations * (1 + ALLOCATOR_SHARE)) if is_gpu else activations,
-        graph_bytes=_graph_bytes(config, model, spec, num_rows) + _pool_bytes(config, model, num_rows)
+        graph_bytes=_graph_bytes(config, model, spec, num_rows) + _pool_bytes(config, model, spec, num_rows)
         if has_graphs
         else 0,
         workspace_bytes=NUM_WORKSPACES * workspace if is_gpu else 0,
@@ -299,9 +327,9 @@ def device_memory(
     )
 
 
-def _pool_bytes(config: Config, model: ModelConfig, num_rows: int) -> int:
+def _pool_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows: int) -> int:
     """Activations of the largest graph of each kind, which its pool keeps. See _graph_bytes for the kinds."""
-    num_kinds = (1 + config.enable_cpu_offload) * (1 + (config.max_guesses > 0)) + config.wants_shadow
+    num_kinds = (1 + config.enable_cpu_offload) * (1 + (config.max_guesses > 0)) + wants_shadow(config, spec)
     num_bytes = num_kinds * layer_bytes(config, model, num_rows)
     if model.recurrent is not None:
         return num_bytes
@@ -310,7 +338,8 @@ def _pool_bytes(config: Config, model: ModelConfig, num_rows: int) -> int:
 
 
 def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_rows: int) -> int:
-    """Size of the graphs' static inputs, and of the hidden states that graphs with chunks leave.
+    """Size of the graphs' static inputs, and of the hidden states that graphs leave: those with chunks, and all for a
+    draft head.
 
     With offload they include what is passed between the pieces of a streamed step: the query, the fp32 result and the
     log-sum-exp.
@@ -321,6 +350,8 @@ def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_row
     if config.enable_cpu_offload:
         num_heads = model.num_heads // config.tensor_parallel_size
         per_row += num_heads * (model.head_dim * (size + 4) + 4)
+    if uses_draft_head(config, model):
+        per_row += model.hidden_size * size
     if model.recurrent is not None:
         return num_rows * (per_row + table_bytes)
     mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)
@@ -337,7 +368,7 @@ def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows
     """
     whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
     sizes = [graph_sizes(num_rows), *([verifying_graph_sizes(num_rows)] if config.max_guesses else [])]
-    sizes += [draft_graph_sizes(num_rows)] if config.wants_shadow else []
+    sizes += [draft_graph_sizes(num_rows)] if wants_shadow(config, spec) else []
     num_nodes, num_pools = sum(map(len, sizes)) * whole, len(sizes)
     if config.enable_cpu_offload:
         per_size = whole + COPIES_PER_CUT * spec.num_layers + spec.staging.num_groups * NODES_PER_GROUP

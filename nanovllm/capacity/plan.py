@@ -24,6 +24,7 @@ from nanovllm.core.kv_spec import (
     StagingSizes,
     kv_cache_spec,
     max_stateful_seqs,
+    uses_draft_head,
 )
 from nanovllm.core.shadow_spec import ShadowSpec, divide_memory
 from nanovllm.core.step_limits import expected_tokens, max_model_len
@@ -92,6 +93,7 @@ class CapacityPlan:
             self.num_gpu_blocks,
             self.shadow_bytes,
             self.state_bytes,
+            self.spec.draft_bytes(self.num_cpu_blocks),
         )
 
     @property
@@ -204,8 +206,8 @@ class CapacityPlan:
     def guessing_decode_tok_per_s(self, acceptance: float) -> float | None:
         """The bound of decode with the best number of guesses in each step, of which this share is right.
 
-        Drafts take the time in which the GPU reads the weights and the shadow; without one they are taken to cost
-        nothing. None without speculation, or if no bound of decode is known.
+        Drafts take the time in which the GPU reads the weights and the shadow, or the draft head; without either they
+        are taken to cost nothing. None without speculation, or if no bound of decode is known.
         """
         if not (self.config.max_guesses and self.decode_tok_per_s):
             return None
@@ -217,10 +219,13 @@ class CapacityPlan:
 
     @property
     def _draft_s(self) -> float:
+        num_keys = self.num_sequences * self.context
+        if self.machine.memory_byte_per_s and self.spec.has_draft_head:
+            num_bytes = costs.head_draft_bytes(self.config, self.model, self.spec, self.num_sequences, num_keys)
+            return num_bytes / self.machine.memory_byte_per_s
         if not (self.num_pages and self.machine.memory_byte_per_s):
             return 0.0
         token_bytes = ShadowSpec.of(self.spec, self.shadow_bits).page_bytes // self.spec.block_size
-        num_keys = self.num_sequences * self.context
         num_bytes = costs.decode_bytes(self.config, self.model, self.num_sequences, num_keys, token_bytes)
         return num_bytes / self.machine.memory_byte_per_s
 
@@ -286,6 +291,12 @@ def make_plan(
             f"speculation='mtp' drafts with the head for multi-token prediction, which {config.model} does not have; "
             "use another speculation"
         )
+    for name in ("shadow_bits", "shadow_memory_gb"):
+        if uses_draft_head(config, model) and getattr(config, name) is not None:
+            raise ConfigError(
+                f"{name} has no effect: with speculation='auto' the draft head of {config.model} takes the place of a "
+                "shadow; leave it out, or use speculation='shadow'"
+            )
     spec = kv_cache_spec(config, model, config.tensor_parallel_size, staging)
     num_cpu_blocks = _num_cpu_blocks(config, model, machine, spec, limit) if config.enable_cpu_offload else 0
     sizes = sizes or _sizes(config, model, machine, spec, limit, num_cpu_blocks)
@@ -478,6 +489,7 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         ("slots" if offload else "KV cache", "", memory.kv_bytes, blocks),
         ("shadow", "", memory.shadow_bytes, f"{plan.num_pages} blocks in {plan.shadow_bits} bits"),
         ("states", "", memory.state_bytes, _states_remark(plan)),
+        ("draft head", "", memory.draft_bytes, "its K and V, for all blocks of the CPU pool"),
         ("staging", "", memory.staging_bytes, ""),
         ("logits", "", memory.logits_bytes, "one buffer for all graphs"),
         ("inputs", "~", memory.input_bytes, "static inputs of the graphs"),

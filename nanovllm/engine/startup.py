@@ -241,9 +241,7 @@ def _least_prompt_s(setup: EngineSetup, num_tokens: int, position: int) -> float
     return (flop[0] - sum(flop[1:])) / plan.machine.flop_per_s
 
 
-def _make_kv_manager(
-    config: Config, sizes: KVCacheSizes, spec: KVCacheSpec, split: CpuSplit | None
-) -> KVCacheManager:
+def _make_kv_manager(config: Config, sizes: KVCacheSizes, spec: KVCacheSpec, split: CpuSplit | None) -> KVCacheManager:
     shadow = ShadowPages(sizes.num_pages) if sizes.num_pages else None
     has_head = spec.has_draft_head
     states = RecurrentStates(sizes.num_state_slots, sizes.num_snapshots) if sizes.num_state_slots else None

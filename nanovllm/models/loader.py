@@ -116,7 +116,10 @@ def load_weights(
     for kind, names in (("misses weights", missing), ("has weights unknown to the model", unknown)):
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise CheckpointError(f"{directory} {kind}: {shown}; check that config.json belongs to these files")
+            remedy = "check that config.json belongs to these files"
+            if names is missing and all(name.startswith("mtp.") for name in names):
+                remedy = "there is no draft head in these files, so use another speculation than mtp or auto"
+            raise CheckpointError(f"{directory} {kind}: {shown}; {remedy}")
 
 
 class _Stored:

@@ -8,7 +8,7 @@ guess from that of the last token that proved right, and for each further one le
 The cell of a token in the head's cache is that of its hidden state. So a step overwrites what its drafts have written,
 and the head's keys are in pages as the model's are in blocks: page i belongs to block i of the pool that has room for
 all blocks. Without offload that is the pool on the GPU, of which the head is the last layer. With offload the pages
-stay on the GPU, whereever the blocks are.
+stay on the GPU, wherever the blocks are.
 
 At the end of a prefix hit, the cell of the last token was computed with the token that came next in another sequence.
 That can cost a guess.
@@ -72,7 +72,7 @@ class DraftHead:
         self.kept = cache[0].new_zeros(num_slots * self._slot_rows, hidden_size)
 
     def kept_rows(self, plan: StepPlan) -> np.ndarray:
-        """Where what the head yields is kept, for each token after which the step samples: rows of `kept`, int64 [S]."""
+        """Rows of `kept`, int64 [S]: where the head's results go, for each token after which the step samples."""
         rows = [
             (step.state.target if step.state is not None else 0) * self._slot_rows + np.arange(step.num_sampled)
             for step in plan.sequences
@@ -80,7 +80,7 @@ class DraftHead:
         return np.concatenate(rows)
 
     def first_rows(self, plan: StepPlan) -> np.ndarray:
-        """Where what a sequence's first draft is made from is kept: that of its last token which has proved right."""
+        """Rows of `kept`, int64 [B]: the results that the first drafts are made from, for the last tokens before them."""
         states = [step.state for step in plan.sequences]
         rows = [0 if state is None else state.source * self._slot_rows + state.num_replayed for state in states]
         return np.array(rows, np.int64)

@@ -203,7 +203,7 @@ class GraphBuffers:
         return StateRows(self.cu_seqlens_q(size, max_query_len), *states, max_query_len)
 
     def forward(self, model: CausalLM, size: int, attention: StepAttention) -> None:
-        """Run the model and the sampler on a decode step. Leaves the results in `logits`, `sampled_ids` and `hidden`."""
+        """Run the model and the sampler on a decode step. Leaves results in `logits`, `sampled_ids` and `hidden`."""
         shape = GraphShape.decode(size)
         hidden = self.run_layers(model, shape, attention)
         if len(self.hidden):

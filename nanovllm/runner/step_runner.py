@@ -8,7 +8,16 @@ import numpy as np
 import torch
 
 from nanovllm.attention.base import PagedBatch, StepAttention
-from nanovllm.core.step_plan import DraftKeys, DraftTimes, KVMoves, SamplingRow, SequenceStep, StateStep, StepPlan
+from nanovllm.core.step_plan import (
+    DraftKeys,
+    DraftTimes,
+    HeadStep,
+    KVMoves,
+    SamplingRow,
+    SequenceStep,
+    StateStep,
+    StepPlan,
+)
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.sampler import resample_edited, sample
 from nanovllm.models.decoder import CausalLM
@@ -151,7 +160,8 @@ class StepRunner:
         steps = draft_steps(plan)
         if not steps:
             return self._sampled_ids[:0]
-        head, drafted = self.memory.draft_head, []
+        head = self.memory.draft_head
+        drafted: list[torch.Tensor] = []
         if head is None:
             assert not (plan.moves.loads or plan.moves.copies), "a draft would read slots before they are filled"
             self.memory.begin_all_layers()
@@ -219,8 +229,15 @@ class StepRunner:
 
     @torch.inference_mode()
     def measure_drafts(self, max_model_len: int) -> DraftTimes:
-        """Time drafts of one sequence that has as many keys as fit into the GPU's blocks, or into the shadow."""
+        """Time drafts of one sequence that has as many keys as fit into the GPU's blocks, the shadow, or the pages of
+        the draft head.
+        """
         size, num_blocks = self.spec.block_size, self.memory.cache[0].shape[1]
+        if self.memory.draft_head is not None:
+            num_keys = min(len(self.memory.draft_head.cache[0]) * size, max_model_len)
+            few_s, many_s = (self._head_draft_s(keys) for keys in (min(size, num_keys), num_keys))
+            key_s = max(0.0, many_s - few_s) / num_keys
+            return DraftTimes(many_s - num_keys * key_s, key_s)
         if self.memory.shadow is None:
             num_keys = min(num_blocks * size, max_model_len)
             table = tuple(range(ceil_div(num_keys, size)))
@@ -231,6 +248,27 @@ class StepRunner:
         )
         key_s = max(0.0, many - few) / (num_pages * size)
         return DraftTimes(many - num_pages * size * key_s, key_s)
+
+    def _head_draft_s(self, num_keys: int) -> float:
+        """Time a draft by the draft head after so many keys. The first one of a step takes less."""
+        num_drafts = min(NUM_TIMED_STEPS, num_keys - 1)
+        pages = tuple(range(ceil_div(num_keys, self.spec.block_size)))
+        step = SequenceStep(
+            seq_id=0,
+            token_ids=np.zeros(1 + num_drafts, dtype=np.int64),
+            position=num_keys - num_drafts,
+            num_prompt_tokens=num_keys,
+            block_table=pages,
+            num_paged_keys=num_keys + 1,
+            sampling=SamplingRow(),
+            num_guesses=num_drafts,
+            num_drafts=num_drafts,
+            head=HeadStep(pages, -1),
+        )
+        for _ in range(2):  # the first ones may be slow
+            start_s = time.perf_counter()
+            self._draft(StepPlan((step,), KVMoves())).cpu()
+        return (time.perf_counter() - start_s) / num_drafts
 
     def _draft_s(self, plan: StepPlan) -> float:
         for num_steps in (2, NUM_TIMED_STEPS):  # the first ones may be slow

@@ -21,7 +21,7 @@ from nanovllm.capacity.costs import (
     weight_bytes,
 )
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import CapacityPlan, PlanOptions, make_plan
+from nanovllm.capacity.plan import CapacityPlan, PlanOptions, make_plan, plan_table
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import GPU_RESERVE_BYTES, Config
 from nanovllm.core.kv_spec import KVCacheSizes
@@ -86,6 +86,16 @@ def test_weight_bytes_are_those_of_the_built_model(tmp_path: Path, architecture:
     assert weight_bytes(Config(model="m", dtype="float32"), config, is_packed=False) == built
 
 
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_weight_bytes_with_a_draft_head_are_those_of_the_built_model(tmp_path: Path, architecture: str) -> None:
+    config, _ = ModelConfig.from_pretrained(str(write_tiny_model(tmp_path, architecture, with_mtp=True)))
+    sizes: dict[str, Any] = {"max_model_len": 128, "dtype": torch.float32, "device": torch.device("cpu")}
+    model = build_model(config, TPGroup(), **sizes, with_mtp=True)
+    built = sum(parameter.numel() * 4 for parameter in model.parameters())
+    with_head = Config(model="m", dtype="float32", speculation="mtp")
+    assert weight_bytes(with_head, config, is_packed=False) == built
+
+
 def hybrid_plan(name: str = "qwen3.5-9b", machine: Machine = H200, **options: Any) -> CapacityPlan:
     return make_plan(Config(model=name, **options), ModelConfig.without_weights(name), machine)
 
@@ -99,13 +109,35 @@ def test_plan_states_of_qwen35_by_hand() -> None:
     assert plan.num_snapshots == 4 * GIB // state and plan.snapshot_bytes <= 4 * GIB
     assert hybrid_plan(max_num_seqs=8, enable_prefix_caching=False).num_snapshots == 0
     pending = 24 * 15 * (8192 + 2 * 32) * 2
-    assert hybrid_plan(max_num_seqs=8, speculation="auto").state_bytes == (1 + 8 + 2) * (state + pending)
+    assert hybrid_plan(max_num_seqs=8, speculation="prompt_lookup").state_bytes == (1 + 8 + 2) * (state + pending)
     halves = hybrid_plan(max_num_seqs=8, tensor_parallel_size=2)
     assert (halves.state_bytes, halves.snapshot_bytes) == (5 * state, 2 * halves.num_snapshots * state // 2)
     few_keys, many_keys = (hybrid_plan(max_model_len=n).memory_decode_tok_per_s for n in (1, 100_000))
     assert few_keys and many_keys and few_keys > many_keys
     config, model = Config(model="m"), ModelConfig.without_weights("qwen3.5-9b")
     assert decode_bytes(config, model, 3, 0, 0) == decode_bytes(config, model, 1, 0, 0) + 2 * 2 * state
+
+
+def test_plan_draft_head_of_qwen35_by_hand() -> None:
+    """Its K and V are one more layer of the pool or, with offload, a page on the GPU for each block in CPU memory."""
+    plain, plan = hybrid_plan(max_num_seqs=8), hybrid_plan(max_num_seqs=8, speculation="mtp")
+    assert plan.kv_bytes_per_token == 2 * 9 * 4 * 256 * 2 and plan.memory.draft_bytes == 0
+    layer = 4096 * (2 * 16 * 256 + 2 * 4 * 256 + 16 * 256) + 3 * 4096 * 12288
+    assert plan.memory.weight_bytes - plain.memory.weight_bytes == 2 * (layer + 2 * 4096**2 + (2 + 3) * 4096 + 2 * 256)
+    kept = (1 + 15) * 4096 * 2
+    guessing = hybrid_plan(max_num_seqs=8, speculation="prompt_lookup")
+    assert plan.state_bytes - guessing.state_bytes == plan.num_state_slots * kept
+    assert plan.num_snapshots == guessing.num_snapshots
+    offload: dict[str, Any] = {"enable_cpu_offload": True, "num_cpu_blocks": 1000, "num_gpu_blocks": 8}
+    for speculation in ("mtp", "auto"):
+        plan = hybrid_plan(max_num_seqs=8, speculation=speculation, **offload)
+        assert plan.kv_bytes_per_token == plain.kv_bytes_per_token and plan.num_pages == 0
+        assert plan.memory.draft_bytes == 1000 * 4096 * 2 * 4 * 256 * 2
+        assert "its K and V, for all blocks of the CPU pool" in plan_table(plan)
+    with pytest.raises(ConfigError, match=r"shadow_bits has no effect.*draft head of qwen3\.5-9b"):
+        hybrid_plan(speculation="auto", shadow_bits=2, **offload)
+    slow, fast = (plan.guessing_decode_tok_per_s(acceptance) for acceptance in (0.0, 0.9))
+    assert slow and fast and slow < fast
 
 
 def test_plan_states_limit_the_sequences_where_memory_is_short() -> None:
