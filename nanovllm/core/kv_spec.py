@@ -86,7 +86,7 @@ class KVCacheSpec:
         return self.states is not None and self.states.draft_size > 0
 
     def draft_bytes(self, num_cpu_blocks: int) -> int:
-        """K and V of the draft head on the GPU, with offload: a page for each CPU block. Else they are in the blocks."""
+        """K and V of the draft head on the GPU, with offload: a page for each CPU block. Else blocks contain them."""
         return num_cpu_blocks * self.layer_block_bytes if self.has_draft_head else 0
 
     @property

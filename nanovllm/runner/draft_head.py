@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch
-from nanovllm.core.step_plan import PageCopy, SequenceStep, StepPlan
+from nanovllm.core.step_plan import KVMoves, PageCopy, SamplingRow, SequenceStep, StepPlan
 from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.runner.inputs import StepInputs, build_inputs
@@ -68,43 +68,56 @@ class DraftHead:
         """`cache`: K and V, each [N, P, K, D]. `num_slots`: of states, with slot 0."""
         self.cache, self.backend, self.scale = cache, backend, scale
         self._slot_rows = 1 + max_guesses
-        # What the head yielded for the last certain token of a slot's sequence, and for the guesses behind it
+        # The head's results for the last certain token of a slot's sequence, and for the guesses behind it
         self.kept = cache[0].new_zeros(num_slots * self._slot_rows, hidden_size)
 
     def kept_rows(self, plan: StepPlan) -> np.ndarray:
-        """Rows of `kept`, int64 [S]: where the head's results go, for each token after which the step samples."""
+        """Rows of `kept`, int64 [S]: where the results of a `followed_plan` go."""
+        slots = (0 if step.state is None else step.state.target for step in plan.sequences)
         rows = [
-            (step.state.target if step.state is not None else 0) * self._slot_rows + np.arange(step.num_sampled)
-            for step in plan.sequences
+            slot * self._slot_rows + np.arange(step.num_sampled)
+            for slot, step in zip(slots, plan.sequences, strict=True)
         ]
         return np.concatenate(rows)
 
     def first_rows(self, plan: StepPlan) -> np.ndarray:
-        """Rows of `kept`, int64 [B]: the results that the first drafts are made from, for the last tokens before them."""
+        """Rows of `kept`, int64 [B]: the results that first drafts are made from. They are for the last certain tokens
+        before them.
+        """
         states = [step.state for step in plan.sequences]
         rows = [0 if state is None else state.source * self._slot_rows + state.num_replayed for state in states]
         return np.array(rows, np.int64)
 
 
-def followed_step(step: SequenceStep, block_size: int) -> SequenceStep:
-    """The head's way through the new tokens of a step, each with the token after it; -1 for those that are sampled."""
+def followed_plan(plan: StepPlan, block_size: int) -> StepPlan:
+    """The head's way through the tokens of a step, each with the token after it; -1 for those that are sampled. Its
+    results are wanted for the last token of each sequence, and where the step samples.
+    """
+    return StepPlan(tuple(_followed(step, block_size) for step in plan.sequences), KVMoves())
+
+
+def _followed(step: SequenceStep, block_size: int) -> SequenceStep:
     num_keys = step.position + step.num_tokens
-    pages, next_token = (0,) * ceil_div(num_keys, block_size), -1  # of the steps that start-up measures
-    if step.head is not None:
-        pages, next_token = step.head.pages, step.head.next_token
+    pages = (0,) * ceil_div(num_keys, block_size) if step.head is None else step.head.pages  # start-up has no pages
+    last = np.full(step.num_sampled, -1)
+    if step.sampling is None:
+        assert step.head is not None, "what start-up measures always samples"
+        last = np.array([step.head.next_token])
     return step._replace(
-        token_ids=np.append(step.token_ids[1:], next_token),
+        token_ids=np.concatenate([step.token_ids[1 : step.num_tokens + 1 - len(last)], last]),
         block_table=pages,
         num_paged_keys=num_keys,
+        sampling=SamplingRow(),
         previous_row=-1,
         num_drafts=0,
     )
 
 
 def followed_inputs(plan: StepPlan, block_size: int) -> StepInputs:
-    """The inputs of the head after a step, of a plan of `followed_step`s."""
+    """The inputs of the head for a `followed_plan`, after the step."""
     inputs = build_inputs(plan, block_size, group_blocks=0)
-    inputs.pending_rows[inputs.logits_rows] = np.arange(plan.num_sampled)
+    is_sampled = inputs.input_ids < 0
+    inputs.pending_rows[is_sampled] = np.arange(np.count_nonzero(is_sampled))
     return inputs
 
 

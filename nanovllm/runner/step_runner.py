@@ -21,7 +21,7 @@ from nanovllm.core.step_plan import (
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.sampler import resample_edited, sample
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.draft_head import DraftHead, HeadAttention, draft_inputs, followed_inputs, followed_step
+from nanovllm.runner.draft_head import DraftHead, HeadAttention, draft_inputs, followed_inputs, followed_plan
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.inputs import (
     StepInputs,
@@ -189,15 +189,13 @@ class StepRunner:
         return sample(self.model.compute_logits(self._drafted), tensors.sampling)
 
     def _follow(self, head: DraftHead, plan: StepPlan, hidden: torch.Tensor) -> None:
-        """Let the draft head go through the tokens of a step that has run, and keep what it yields where the step
-        samples. `hidden`: the model's, of all tokens.
-        """
-        followed = StepPlan(tuple(followed_step(step, self.spec.block_size) for step in plan.sequences), KVMoves())
+        """Let the draft head go through the tokens of a step that has run. `hidden`: the model's, of all tokens."""
+        followed = followed_plan(plan, self.spec.block_size)
         inputs = followed_inputs(followed, self.spec.block_size)
-        tensors, kept_rows = to_device((inputs, head.kept_rows(plan)), self.device)
+        tensors, kept_rows = to_device((inputs, head.kept_rows(followed)), self.device)
         batches = build_batches(followed, tensors, self.spec.block_size)
         rows = None
-        if not plan.is_decode:
+        if not followed.is_decode:
             batches, rows = last_token_batches(followed, batches, tensors), tensors.logits_rows
         head.kept[kept_rows] = self._draft_hidden(head, followed, tensors, hidden, batches.paged, rows)
 
@@ -251,7 +249,8 @@ class StepRunner:
 
     def _head_draft_s(self, num_keys: int) -> float:
         """Time a draft by the draft head after so many keys. The first one of a step takes less."""
-        num_drafts = min(NUM_TIMED_STEPS, num_keys - 1)
+        most = 1 if self.spec.states is None else self.spec.states.max_guesses
+        num_drafts = max(1, min(NUM_TIMED_STEPS, most, num_keys - 1))
         pages = tuple(range(ceil_div(num_keys, self.spec.block_size)))
         step = SequenceStep(
             seq_id=0,

@@ -92,6 +92,13 @@ def test_guesses_are_those_of_the_plain_head(
         assert (llm.stats()["num_accepted_guesses"] > 5) == (model == "helper")
 
 
+def test_guesses_may_follow_the_last_token_of_a_prompt(helper: Reference) -> None:
+    """It is in a step of its own, and the step before samples nothing."""
+    with GuessingLLM(helper, **ALL_GPU, max_num_batched_tokens=40) as llm:
+        llm.answer_and_check_guesses([random_prompt(41)], max_tokens=6)
+        assert llm.plans[1].sequences[0].position == 40 and llm.plans[1].draft_rows()
+
+
 @pytest.mark.parametrize("num_gpu_blocks", [None, pytest.param(2, marks=SLOW)])
 def test_a_prefix_hit_finds_the_keys_of_the_head(helper: Reference, num_gpu_blocks: int | None) -> None:
     """The second text goes on as the first one did, so the cells of the hit are its own."""
