@@ -79,10 +79,13 @@ class GuessingLLM(CheckedLLM):
 
 
 @pytest.mark.parametrize(
-    ("num_gpu_blocks", "max_num_batched_tokens"),
-    [(None, 300), (2, 300), *(pytest.param(*case, marks=SLOW) for case in ((None, 37), (2, 37), (3, 5000)))],
+    ("model", "num_gpu_blocks", "max_num_batched_tokens"),
+    [
+        *(("helper", None, 37), ("stranger", 2, 300)),
+        *(pytest.param("helper", *case, marks=SLOW) for case in ((None, 300), (2, 37), (2, 300), (3, 5000))),
+        *(pytest.param("stranger", *case, marks=SLOW) for case in ((None, 37), (None, 300), (2, 37), (3, 5000))),
+    ],
 )
-@pytest.mark.parametrize("model", ["helper", pytest.param("stranger", marks=SLOW)])
 def test_guesses_are_those_of_the_plain_head(
     request: pytest.FixtureRequest, model: str, num_gpu_blocks: int | None, max_num_batched_tokens: int
 ) -> None:

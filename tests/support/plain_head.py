@@ -68,15 +68,16 @@ class PlainHead:
 def let_head_agree(directory: Path, scale: float) -> Path:
     """Change a tiny model so that a token depends mostly on the one before it, and the head on its token.
 
-    `scale`: of what all layers add. With 0, every guess is right.
+    `scale`: of what all layers add. With 0, every guess is right. The head's layer adds more, since what it adds to is
+    larger than embeddings are.
     """
     file = directory / "model.safetensors"
     tensors = load_file(file)
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")):
-            tensor *= scale
+            tensor *= scale * 30 if name.startswith("mtp.") else scale
     size = tensors["mtp.fc.weight"].shape[0]
-    tensors["mtp.fc.weight"] = torch.cat((torch.eye(size), tensors["mtp.fc.weight"][:, size:] * scale), 1)
+    tensors["mtp.fc.weight"] = torch.cat((torch.eye(size), tensors["mtp.fc.weight"][:, size:] * scale * 30), 1)
     tensors["mtp.pre_fc_norm_embedding.weight"].zero_()  # to which the norm adds one
     tensors["mtp.norm.weight"] = tensors["model.norm.weight"].clone()
     save_file(tensors, file, metadata={"format": "pt"})
