@@ -10,8 +10,8 @@ and the head's keys are in pages as the model's are in blocks: page i belongs to
 all blocks. Without offload that is the pool on the GPU, of which the head is the last layer. With offload the pages
 stay on the GPU, wherever the blocks are.
 
-At the end of a prefix hit, the cell of the last token was computed with the token that came next in another sequence.
-That can cost a guess.
+Where a block that another sequence has computed ends, or a prefix hit, the last cell may have been computed with the
+token that came next there. That can cost a guess.
 
 Legend: N pages, P tokens of each, K kv heads, D head dim, T packed tokens.
 """

@@ -13,7 +13,7 @@ from odd_drafters import KINDS
 from random_workloads import odd_drafter, play_dense
 from tiers import examples
 
-from nanovllm.core.step_plan import SequenceStep, StateSave, StateStep, StepPlan
+from nanovllm.core.step_plan import HeadStep, SequenceStep, StateSave, StateStep, StepPlan
 from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.kvcache.policy.block_pool import Block, PrefixIndex, PrefixMatch
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
@@ -158,6 +158,19 @@ def test_every_step_starts_from_the_states_of_its_sequences(
     play_dense(seed, hybrid=hybrid, with_cpu=with_cpu, drafter=drafter, has_states=True)
 
 
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=QUICK)
+@given(
+    seed=st.integers(0, 2**32),
+    hybrid=st.booleans(),
+    with_cpu=st.booleans(),
+    drafter=st.sampled_from([*KINDS, "mtp", "mtp", "mtp"]),
+)
+def test_the_draft_head_finds_the_tokens_of_each_sequence(
+    seed: int, hybrid: bool, with_cpu: bool, drafter: str
+) -> None:
+    play_dense(seed, hybrid=hybrid, with_cpu=with_cpu, drafter=drafter, has_states=True, has_head=True)
+
+
 @pytest.mark.parametrize(("seed", "hybrid", "drafter"), [(3285, False, "drafts"), (3492, True, "outside")])
 def test_a_preempted_sequence_uses_what_another_one_has_computed_meanwhile(
     seed: int, hybrid: bool, drafter: str
@@ -180,6 +193,35 @@ def change_states(**changes: Callable[[StateStep], Any]) -> Callable[[StepPlan],
 def one_token_later(state: StateStep) -> tuple[StateSave, ...]:
     """Saves within the step, of another state."""
     return tuple(save._replace(num_tokens=save.num_tokens + (save.slot != state.target)) for save in state.saves)
+
+
+def change_head(change: Callable[[HeadStep], HeadStep]) -> Callable[[StepPlan], StepPlan]:
+    def changed(step: SequenceStep) -> SequenceStep:
+        assert step.head is not None
+        return step._replace(head=change(step.head))
+
+    return lambda plan: replace(plan, sequences=tuple(map(changed, plan.sequences)))
+
+
+HEAD_FAULTS = {
+    "copy lost": change_head(lambda head: head._replace(copy=None)),
+    "copy short": change_head(
+        lambda head: head._replace(copy=head.copy and head.copy._replace(num_tokens=head.copy.num_tokens - 1))
+    ),
+    "next token of a prompt forgotten": change_head(lambda head: head._replace(next_token=-1)),
+    "pages swapped": change_head(lambda head: head._replace(pages=head.pages[::-1])),
+    "right guesses not counted": change_states(num_replayed=lambda state: 0),
+}
+
+
+@pytest.mark.parametrize("fault", HEAD_FAULTS)
+def test_content_model_faulty_draft_head_is_noticed(fault: str) -> None:
+    for seed in range(80):
+        try:
+            play_dense(seed, hybrid=True, drafter="mtp", has_states=True, has_head=True, change_plan=HEAD_FAULTS[fault])
+        except (AssertionError, KeyError):
+            return
+    pytest.fail("not noticed")
 
 
 STATE_FAULTS = {

@@ -121,6 +121,71 @@ class _State(NamedTuple):
     pending: tuple[int, ...] = ()
 
 
+class _Pair(NamedTuple):
+    """What the draft head runs on: a token, by its tag, and the one after it."""
+
+    tag: int
+    next_token: int
+
+
+class _HeadContent:
+    """The cells of the draft head as pairs, and the pairs that it has results for."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._cells: dict[tuple[int, int], _Pair] = {}  # by page and offset
+        self._kept: dict[tuple[int, int], _Pair] = {}  # by slot, and by number among its last tokens
+        self._hit_ends: dict[int, int] = {}  # by seq_id: tokens whose cells may be those of other sequences
+        self._cuts: set[int] = set()  # tags of tokens at the end of a hit
+
+    def _cell(self, step: SequenceStep, position: int) -> tuple[int, int]:
+        assert step.head is not None
+        return step.head.pages[position // self._block_size], position % self._block_size
+
+    def begin_draft(self, step: SequenceStep, run: _Content, num_drafts: int) -> None:
+        """The first draft is made from a result of the step before. Each further one writes a cell."""
+        assert step.state is not None
+        expected = _Pair(run.tags[step.position - 1], run.token_ids[step.position])
+        kept = self._kept[step.state.source, step.state.num_replayed]
+        if kept != expected:
+            raise ContentError(f"sequence {step.seq_id} drafts at {step.position} from {kept}")
+        for position in range(step.position, step.position + num_drafts - 1):
+            self._cells[self._cell(step, position)] = _Pair(_EMPTY, _EMPTY)
+
+    def follow(self, plan: StepPlan, runs: list[_Content], sampled: list[list[int]]) -> None:
+        """Go through the tokens of a step, and check the cells of all tokens that are certain."""
+        for step, run, own in zip(plan.sequences, runs, sampled, strict=True):
+            assert step.state is not None and step.head is not None
+            if step.state.load >= 0:
+                self._hit_ends[step.seq_id] = step.position
+                self._cuts.add(run.tags[step.position - 1])
+            end, next_tokens = step.position + step.num_tokens, own or [step.head.next_token]
+            tokens = [*run.token_ids[step.position + 1 : end - len(next_tokens) + 1], *next_tokens]
+            for position, token_id in enumerate(tokens, step.position):
+                self._cells[self._cell(step, position)] = _Pair(run.tags[position], token_id)
+            for i in range(len(next_tokens)):
+                cell = self._cell(step, end - len(next_tokens) + i)
+                self._kept[step.state.target, i] = self._cells[cell]
+        for step in plan.sequences:
+            if step.head is not None and step.head.copy is not None:
+                source, target, num_tokens = step.head.copy
+                for offset in range(num_tokens):
+                    self._cells[target, offset] = self._cells[source, offset]
+        for step, run in zip(plan.sequences, runs, strict=True):
+            self._check(step, run, step.position + step.num_tokens - step.num_guesses)
+
+    def _check(self, step: SequenceStep, run: _Content, num_certain: int) -> None:
+        """The token after the last one may not be known yet. Where a hit or one of its blocks ends, it may be another
+        sequence's.
+        """
+        for position in range(num_certain):
+            tag, token_id = self._cells[self._cell(step, position)]
+            is_hit, end = position < self._hit_ends.get(step.seq_id, 0), position + 1
+            may_differ = end == num_certain or tag in self._cuts or (is_hit and end % self._block_size == 0)
+            if tag != run.tags[position] or not (may_differ or token_id == run.token_ids[position + 1]):
+                raise ContentError(f"sequence {step.seq_id} finds {tag}, {token_id} in the head's cell {position}")
+
+
 class ContentRunner:
     """A ModelRunner of one layer whose K/V are tags. It drafts the right token with probability `draft_acceptance`.
 
@@ -146,6 +211,7 @@ class ContentRunner:
         # A state is the tag of the last token that it covers. Slots have the tags of pending guesses, too
         self.states: dict[int, _State] = {}  # by slot
         self.snapshots: dict[int, _State] = {}
+        self.head = _HeadContent(block_size)  # for plans with steps of the draft head
 
     def add(self, seq_id: int, prompt: list[int]) -> None:
         self.contents[seq_id] = _Content(list(prompt))
@@ -177,12 +243,11 @@ class ContentRunner:
         return self._sample_all(plan, runs, drafted)
 
     def _sample_all(self, plan: StepPlan, runs: list[_Content], drafted: list[dict[int, int]]) -> list[int]:
-        self._sampled = [
-            token_id
-            for step, run in zip(plan.sequences, runs, strict=True)
-            if step.sampling is not None
-            for token_id in self._sample(step, run)
-        ]
+        steps = zip(plan.sequences, runs, strict=True)
+        sampled = [[] if step.sampling is None else self._sample(step, run) for step, run in steps]
+        if plan.sequences[0].head is not None:
+            self.head.follow(plan, runs, sampled)
+        self._sampled = [token_id for of_step in sampled for token_id in of_step]
         return self._sampled + [token_id for ids in drafted for token_id in ids.values()]
 
     def _advance_states(self, plan: StepPlan, runs: list[_Content]) -> None:
@@ -220,13 +285,16 @@ class ContentRunner:
         """For each draft, its token by row."""
         drafted: list[dict[int, int]] = []
         for rows in plan.draft_rows():
-            assert not (plan.moves.loads or plan.moves.copies), "a draft runs before slots are filled"
+            has_head = plan.sequences[0].head is not None
+            assert has_head or not (plan.moves.loads or plan.moves.copies), "a draft runs before slots are filled"
             assert all(step.previous_row < 0 for step in plan.sequences), "drafts take the place of pending tokens"
             ids = {}
             for row in rows:
                 step = plan.sequences[row]
                 self._check_draft_keys(step)
-                if step.state is not None:
+                if has_head and not drafted:
+                    self.head.begin_draft(step, self.contents[step.seq_id], step.num_drafts)
+                elif step.state is not None and not has_head:
                     self._check_state(step, self.contents[step.seq_id])
                     assert step.state.draft_slot > 0, "drafts have no slot"
                     self.states[step.state.draft_slot] = _State(-1)

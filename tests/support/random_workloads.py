@@ -157,13 +157,15 @@ def odd_step_s(rng: random.Random) -> float | None:
 
 
 def odd_drafter(kind: str, seed: int) -> Callable[[KVCacheManager, ContentRunner], Drafter]:
-    """What a Simulation needs to speculate with an OddDrafter of this kind, or with "resident" or "shadow" drafts."""
+    """What a Simulation needs to speculate with an OddDrafter of this kind, or drafts: "resident", "shadow", "mtp"."""
 
     def make(kv: KVCacheManager, runner: ContentRunner) -> Drafter:
         if kind == "resident":
             return ModelDrafter("resident", kv.misses_keys)
         if kind == "shadow":
             return ModelDrafter("shadow", kv.has_shadow)
+        if kind == "mtp":
+            return ModelDrafter("mtp", lambda seq: True)
 
         def next_tokens(seq: Sequence, count: int) -> list[int]:
             run = runner.contents[seq.seq_id].copy()
@@ -184,11 +186,12 @@ def play_dense(
     bounded: bool = False,
     hash_bytes: Callable[[bytes], int] | None = None,
     has_states: bool = False,
+    has_head: bool = False,
     **options: Any,
 ) -> Simulation:
     """A dense workload; `options` are the Simulation's, beside a schedule drawn from the seed. `with_cpu`: the CPU
     attends to some of the missing keys. `drafter`: a kind of OddDrafter, to speculate with. `bounded`: by an odd_bound.
-    `hash_bytes`: the prefix index's. `has_states`: some layers are recurrent.
+    `hash_bytes`: the prefix index's. `has_states`: some layers are recurrent. `has_head`: there is a draft head.
     """
     rng = random.Random(seed)
     if bounded:
@@ -204,10 +207,11 @@ def play_dense(
         rng,
         hybrid,
         split,
-        keeps_first_blocks=bool(drafter) and not has_shadow,
+        keeps_first_blocks=bool(drafter) and drafter not in ("shadow", "mtp"),
         has_shadow=has_shadow,
         states=dense_states(random.Random(seed), schedule["max_num_seqs"]) if has_states else None,
     )
+    kv.has_draft_head = has_head
     simulation = Simulation(kv, **((schedule or dense_schedule(rng)) | options))
     if hash_bytes is not None:
         old = simulation.pool.index
