@@ -22,8 +22,9 @@ from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs, TaggedJson
 from nanovllm.server.admission import Service, salted
-from nanovllm.server.answers import ChatAnswer, ChatForm, CompletionAnswer
+from nanovllm.server.answers import CompletionAnswer
 from nanovllm.server.call_formats import CallFormat, call_format_of
+from nanovllm.server.chat_answers import ChatAnswer, ChatForm
 from nanovllm.server.errors import (
     ANSWERS,
     ANY_ERRORS,

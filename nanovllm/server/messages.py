@@ -7,7 +7,7 @@ from annotated_types import MinLen
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from nanovllm.core.outputs import RequestOutput
-from nanovllm.server.blocks import Block, BlockAnswer
+from nanovllm.server.chat_answers import Block, BlockAnswer
 from nanovllm.server.errors import MESSAGES_PATH, ApiError
 from nanovllm.server.protocol import (
     TEXT_ONLY,

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from starlette.staticfiles import StaticFiles
 
 from nanovllm.core.kv_spec import BlockState
-from nanovllm.demo.example import build_example
+from nanovllm.demo.haystack import build_example
 from nanovllm.demo.retrieval_model import CHAT_TEMPLATE
 from nanovllm.llm import LLM
 

@@ -12,8 +12,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.server.admission import Service
-from nanovllm.server.answers import ChatForm
-from nanovllm.server.blocks import Block, BlockAnswer
+from nanovllm.server.chat_answers import Block, BlockAnswer, ChatForm
 from nanovllm.server.errors import ApiError
 from nanovllm.server.protocol import (
     TEXT_ONLY,
