@@ -1,4 +1,4 @@
-"""The scores of lm_eval through `nanovllm serve` against those of its transformers backend.
+"""Compares the scores of lm_eval through `nanovllm serve` with the scores of its transformers backend.
 
     python -m benchmarks.lm_eval_check [--docs 40] [--json scores.json]
 
@@ -242,7 +242,7 @@ def parts_at_tie(
 
 
 def _likelihood(answer: Any) -> float:
-    """Without lm_eval's flag for greedy texts, which no score uses and which depends on how ties are broken."""
+    """Drop lm_eval's flag for greedy texts, which no score uses and which depends on how ties are broken."""
     return float(answer[0] if isinstance(answer, tuple | list) else answer)
 
 

@@ -33,7 +33,7 @@ clock = time.perf_counter
 
 @dataclass
 class Answer:
-    """One answer as its client saw it. Times are those of `clock`. `read` fills the fields after `error`."""
+    """One answer as its client saw it, with times by `clock`. `read` fills the fields after `error`."""
 
     sent_s: float = 0.0
     end_s: float = 0.0
@@ -280,7 +280,7 @@ def percentiles_ms(name: str, values_s: Sequence[Weighted]) -> Json:
 
 
 def load_figures(answers: Sequence[Answer]) -> Json:
-    """The figures of one run. Rates and times are those of the answers without an error.
+    """The figures of one run. Answers with an error have no part in rates and times.
 
     ttft: from the request to the first token. time_per_token: from one event to the next, divided by the tokens of the
     event and weighted with them. latency: of the whole request.
@@ -304,7 +304,7 @@ def load_figures(answers: Sequence[Answer]) -> Json:
 def over_runs(runs: Sequence[Json]) -> Json:
     """Median, minimum and maximum of each figure. Counts of requests and errors are added up.
 
-    A figure that some run lacks, because all of its requests failed, is that of the other runs.
+    A run whose requests all failed lacks some figures; these come from the other runs.
     """
     result: Json = {"num_runs": len(runs)}
     for key in dict.fromkeys(key for run in runs for key in run):

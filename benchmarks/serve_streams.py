@@ -265,7 +265,7 @@ def allow_files(num_files: int) -> None:
 
 
 async def measure_idle_connections(bench: Bench) -> Json:
-    """The rate of running streams with the connections open, relative to that of the same streams without them.
+    """The rate of running streams with the connections open, relative to the same streams without them.
 
     Each run measures both, in two passes that differ in nothing else. Which comes first changes from run to run.
     """

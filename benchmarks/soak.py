@@ -326,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=120, help="different good requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("server_flags", nargs="*", help="of nanovllm serve, after --")
+    parser.add_argument("server_flags", nargs="*", help="flags of nanovllm serve, after --")
     args = parser.parse_args(argv)
 
     model = str(build_retrieval_model())

@@ -380,7 +380,7 @@ def _sizes(
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options of a plan beside those of the engine. An invalid value raises ConfigError."""
+    """Options of a plan beside the engine's. An invalid value raises ConfigError."""
 
     context: int | None = option(
         None,

@@ -57,7 +57,7 @@ class BatchJob:
     options: BatchOptions
     config: Config
     given: Mapping[str, Any]  # the fields of `config` that the flags gave
-    cpu_defaults: Mapping[str, Any]  # those that a CPU gets if they were not given
+    cpu_defaults: Mapping[str, Any]  # fields for an engine on a CPU, unless the flags gave them
     sampling: Mapping[str, Any]  # the fields of SamplingParams that the flags gave
     find_machine: Callable[[Config], Machine]
     limits: UnitLimits = field(default_factory=UnitLimits)

@@ -149,7 +149,7 @@ class RowDefaults:
     """Settings for rows that have none of their own."""
 
     sampling: Mapping[str, Any]  # fields of SamplingParams that the flags gave
-    recommended: Mapping[str, Any]  # those of the model's generation_config.json; the flags take precedence
+    recommended: Mapping[str, Any]  # from the model's generation_config.json; the flags take precedence
     seed: int  # from which the seeds of rows are made
 
 
@@ -239,7 +239,7 @@ def _structured_outputs(wanted: Any) -> Any:
 
 
 def answer_columns(outputs: Sequence[RequestOutput], params: SamplingParams) -> dict[str, Any]:
-    """Return the columns of a row with these answers: ADDED_COLUMNS, and those of ADDED_FOR that it asks for.
+    """Return the columns of a row with these answers: ADDED_COLUMNS, and the columns of ADDED_FOR that it asks for.
 
     If one of its answers failed, the row did.
     """

@@ -198,7 +198,7 @@ def _lost_error() -> ApiError:
 
 
 def join_metrics(texts: Iterable[str]) -> str:
-    """Merge the samples into one text. The format wants those of a metric in one group, under a single head.
+    """Merge the samples into one text. The format wants all samples of a metric in one group, under a single head.
 
     The texts must differ in a label of each sample, such as `replica`.
     """

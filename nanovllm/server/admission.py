@@ -212,7 +212,7 @@ class _Place:
         self.leave()
 
     def leave(self) -> None:
-        """None of the answers that are open will end."""
+        """Give the place up: the answers that are still open will not end."""
         self._service.num_waiting -= len(self._waiting)
         self._service.num_open -= self._num_open
         self._waiting.clear()

@@ -250,7 +250,7 @@ def chat_logprobs(entries: Iterable[TokenLogprobs], num_top: int) -> dict[str, A
 
 
 def prompt_logprobs(entries: PromptEntries, num_top: int) -> Iterator[dict[str, Any] | None]:
-    """vLLM's form: token id -> logprob, rank and text. An iterator, because those of a book would take gigabytes."""
+    """vLLM's form: token id -> logprob, rank and text. An iterator, because a book's would take gigabytes."""
     for entry in entries:
         yield (
             None

@@ -248,7 +248,7 @@ ANSWERS: Responses = BODY_ERRORS | {
 
 
 def keep_messages_out(*more: str) -> None:
-    """Leave exceptions' messages out of this process' log, also those of the loggers `more`. May be called twice."""
+    """Leave exceptions' messages out of this process' log, for the loggers `more`, too. May be called twice."""
     for name in (*_LOGGERS, *more):
         logging.getLogger(name).addFilter(_strip_message)
 

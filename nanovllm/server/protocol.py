@@ -3,7 +3,7 @@
 Unknown fields are refused by name. So are OpenAI's fields that this server does not implement, unless they have the
 value that changes nothing. SamplingParams checks the numbers themselves. A field of SamplingFields that has the name of
 a sampling parameter sets it. Each parameter comes from the first of these that has it: the body, the model's
-generation_config.json, the defaults of OpenAI's API, which are those of SamplingParams.
+generation_config.json, the defaults of OpenAI's API, which SamplingParams has.
 
 A body can have millions of errors, and collecting them would take minutes and gigabytes. So a check ends at the first.
 """
@@ -257,7 +257,7 @@ class TextPart(Body):
 
 
 def content_branch(content: Any) -> str:
-    """The tag of the type that `content` is checked against, so that errors are those of that type alone."""
+    """Return the tag of the type that `content` is checked against, so that errors are about that type alone."""
     return "list[part]" if isinstance(content, list) else "str"
 
 
@@ -379,7 +379,7 @@ class ChatRequest(SamplingFields):
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
             if name not in [tool.function.name for tool in self.tools or ()]:
-                raise refuse("tool_choice", f"tool_choice names {_printable(name)!r}, which is none of the tools")
+                raise refuse("tool_choice", f"tool_choice names {_printable(name)!r}, but no tool has this name")
         return self
 
 

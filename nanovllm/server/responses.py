@@ -205,7 +205,7 @@ class ResponsesRequest(WholeBody):
 
 
 def _text(content: Any) -> str:
-    """The text of a string, of parts, or of nothing."""
+    """Join the text of a string or of parts; "" for None."""
     return content if isinstance(content, str) else "\n".join(part.text or part.refusal or "" for part in content or ())
 
 
@@ -323,7 +323,7 @@ _EVENTS = {
 
 
 def _place(block: Block) -> dict[str, Any]:
-    """Where a piece of a block belongs, as its events say it."""
+    """Return the place of a piece of a block, as its events give it."""
     place: dict[str, Any] = {"item_id": _item_id(block), "output_index": block.index}
     if block.kind != "call":
         place["content_index"] = 0

@@ -65,7 +65,7 @@ class TokenDecoder:
 
 
 def _find_decode(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]], str]:
-    """Return `tokenizer.decode`, or that of the Rust tokenizer, which is much faster, if it gives the same text.
+    """Return `tokenizer.decode`, or the Rust tokenizer's, which is much faster, if it gives the same text.
 
     The texts differ if the class overrides `decode`, or if `clean_up_tokenization_spaces` takes effect. That depends on
     the kind of tokenizer and on the release of transformers, so a sample is decoded.

@@ -302,7 +302,7 @@ def load_tokenizer(directory: Path | None) -> Any:
 
 
 def end_token_ids(model_config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end an answer: those of the model's configs, and the tokenizer's eos token.
+    """Return the tokens that end an answer: the end tokens in the model's configs, and the tokenizer's eos token.
 
     The configs of some chat models name only the base model's end token. vLLM uses the tokenizer's too.
     """

@@ -76,7 +76,7 @@ class Vocabulary:
     def __init__(
         self, tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...], limits: Mapping[str, Any] = LIMITS
     ) -> None:
-        """`limits` are those of llguidance.LLParserLimits. Raises ValueError for a tokenizer that does not say which
+        """`limits`: arguments of llguidance.LLParserLimits. Raises ValueError for a tokenizer that does not say which
         bytes its tokens stand for.
         """
         import llguidance.hf
@@ -257,7 +257,7 @@ class TokenMatcher:
     """
 
     def __init__(self, grammar: Grammar, ignore_eos: bool) -> None:
-        """With `ignore_eos` no end token is allowed, and the answer ends when nothing can follow."""
+        """`ignore_eos`: allow no end token, so that the answer ends when nothing can follow."""
         self.error: str | None = None
         self._grammar, self._vocabulary = grammar, grammar.vocabulary
         self._may_use_end_tokens = bool(self._vocabulary.end_token_ids) and not ignore_eos
@@ -526,7 +526,7 @@ def _tagged_grammar(tagged: TaggedJson, added_tokens: Mapping[str, int]) -> str:
 
 
 def _literal(text: str, added_tokens: Mapping[str, int]) -> str:
-    """Strings of a grammar, each with a space after it: those of `added_tokens` as tokens, the others as texts.
+    """Return strings of a grammar, each with a space after it: `added_tokens` as tokens, the others as texts.
 
     An added token never matches a text, and the model would write it as a token.
     """
@@ -542,7 +542,7 @@ def _schema_grammar(schema: Any) -> str:
 
 
 def _json_rule(schema: Any, **defaults: Any) -> str:
-    """`defaults`: options of llguidance, which those of the schema replace."""
+    """`defaults`: options of llguidance; the schema's own take precedence."""
     if isinstance(schema, dict):
         options = schema.get("x-guidance", {})
         if isinstance(options, dict):

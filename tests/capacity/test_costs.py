@@ -121,7 +121,7 @@ def test_memory_on_a_cpu_has_no_parts_of_cuda() -> None:
 
 
 def test_memory_workspaces_depend_on_the_compute_capability() -> None:
-    """As torch 2.11 chooses them: 32 MiB from Hopper on, before that 8 MiB and 128 KiB; two of them."""
+    """The sizes that torch 2.11 chooses: 32 MiB from Hopper on, before that 8 MiB and 128 KiB; two of them."""
     cases: tuple[tuple[Any, ...], ...] = (("H200", 64 * MIB), ("RTX 5090", 64 * MIB), ("RTX 4090", 16640 * 1024))
     for name, num_bytes in cases:
         assert memory(Machine.gpu(GIB, find_gpu(name))).workspace_bytes == num_bytes

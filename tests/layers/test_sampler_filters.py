@@ -1,4 +1,4 @@
-"""Which tokens the filters keep, against the logits processors of transformers: in plain torch and in the kernels.
+"""The tokens that the filters keep, against the logits processors of transformers: in plain torch and in the kernels.
 
 A token is kept if a redraw leaves it as it is, so the rows of one call ask about one token each.
 """

@@ -25,7 +25,7 @@ def rows(seeds: torch.Tensor | int, positions: torch.Tensor | int) -> torch.Tens
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of two sets of Exp(1) noise; of independent ones, normal with deviation 1 / sqrt(their number)."""
+    """Correlate two sets of Exp(1) noise. For independent ones it is normal with deviation 1 / sqrt(their number)."""
     return ((a - 1) * (b - 1)).mean().item() * math.sqrt(a.numel())
 
 

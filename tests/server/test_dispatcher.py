@@ -101,7 +101,7 @@ def hand_over_tokens(dispatcher: Dispatcher, num_requests: int) -> None:
 
 
 def pass_on(dispatcher: Dispatcher, num_requests: int) -> None:
-    """What the engine's thread does beside a long step."""
+    """Do what the engine's thread does beside a long step."""
 
     def work() -> None:
         dispatcher.hand_over(tokens(num_requests))

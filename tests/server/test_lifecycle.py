@@ -277,7 +277,7 @@ def fail_in_a_step(when: Path, engine: Any) -> None:
 
 
 def linger_long(engine: Any) -> None:
-    """So that a client sees how a failed server answers, however busy the machine is."""
+    """Keep it up long enough that a client sees how a failed server answers, however busy the machine is."""
     lifecycle.LINGER_S = 4.0
 
 

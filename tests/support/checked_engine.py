@@ -127,7 +127,7 @@ class CheckedLLM(LLM):
         return logits
 
     def record_logits(self, logits: torch.Tensor) -> None:
-        """Those of the step that was launched last. After a wrong guess, the next step's take their places."""
+        """The drafts of the step that was launched last. After a wrong guess, the next step's take their places."""
         rows = iter(logits)
         for step in self.plans[-1].sequences:
             if step.sampling is not None:

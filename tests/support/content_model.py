@@ -42,7 +42,7 @@ def extend_tags(tags: list[int], token_ids: list[int], salt: int = 0) -> None:
 
 
 def next_token(tag: int) -> int:
-    """What the model answers after the token with this tag."""
+    """Return the model's answer after the token with this tag."""
     return tag % VOCAB_SIZE
 
 
@@ -59,7 +59,7 @@ def expected_answer(prompt: list[int], params: SamplingParams) -> list[int]:
 
 
 def num_equal(a: list[int], b: list[int]) -> int:
-    """How many first elements are the same."""
+    """Count the first elements that are the same."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -69,7 +69,7 @@ def longest_prefix_left(pool: BlockPool, seq: Sequence) -> int:
 
 
 def longest_state_left(pool: BlockPool, seq: Sequence) -> int:
-    """Of these tokens, those up to the last one behind which there is a snapshot."""
+    """Return the tokens up to the last one behind which there is a snapshot."""
     snapshots = pool.index.snapshots
     assert snapshots is not None
     numbers = enumerate(_prefixes_left(pool, seq), 1)
@@ -440,7 +440,7 @@ class Simulation:
         return seq
 
     def step(self) -> StepPlan | None:
-        """As Engine.step; then checks everything. Raises ContentError or AssertionError."""
+        """Does what Engine.step does, then checks everything. Raises ContentError or AssertionError."""
         self._admitted.clear()
         preemptions = self.scheduler.num_preemptions
         if self.in_flight is not None and self.scheduler.needs_tokens():

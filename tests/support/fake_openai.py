@@ -135,7 +135,7 @@ class FakeServer:
 
 
 def _common(first: list[int], second: list[int]) -> list[int]:
-    """What both begin with."""
+    """Return the beginning that both share."""
     for index, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return first[:index]

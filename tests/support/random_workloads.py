@@ -157,7 +157,7 @@ def odd_step_s(rng: random.Random) -> float | None:
 
 
 def odd_drafter(kind: str, seed: int) -> Callable[[KVCacheManager, ContentRunner], Drafter]:
-    """What a Simulation needs to speculate with an OddDrafter of this kind, or with "resident" or "shadow" drafts."""
+    """Make the drafter of a Simulation: an OddDrafter of this kind, or one that makes "resident" or "shadow" drafts."""
 
     def make(kv: KVCacheManager, runner: ContentRunner) -> Drafter:
         if kind == "resident":
