@@ -20,7 +20,6 @@ from benchmarks.common import (
     PromptTimes,
     Work,
     add_model_arguments,
-    config_path,
     lengths_after_short_warm_up,
     measure_ceilings,
     model_of_length,
@@ -163,9 +162,7 @@ def bench_transformers(args: argparse.Namespace, max_model_len: int) -> dict[str
     """Measure transformers with the same shapes, random weights, and its offloaded KV cache."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(
-        str(config_path(model_of_length(args.model, max_model_len))), trust_remote_code=False
-    )
+    config = AutoConfig.from_pretrained(model_of_length(args.model, max_model_len), trust_remote_code=False)
     torch.cuda.reset_peak_memory_stats()
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(
