@@ -453,7 +453,7 @@ class PlanOptions:
 def plan_table(plan: CapacityPlan) -> str:
     """The plan, one figure per line. `~` marks an estimate, `(!)` a figure above its limit.
 
-    Bytes are per GPU, except for the CPU pool, whose size is that of all ranks together.
+    Bytes are per GPU, except for the CPU pool, which is counted for all ranks together.
     """
     ranks = plan.config.tensor_parallel_size
     where = f"{ranks} x {plan.machine.name}" if ranks > 1 else plan.machine.name

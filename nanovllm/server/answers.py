@@ -303,9 +303,7 @@ class EventStream(Response):
         self.status_code, self.background = 200, None
         self._stream, self._answer, self._silence_s = stream, answer, silence_s
         self._has_begun = False  # a token has arrived
-        self._start_s = self._sent_s = (
-            0.0  # when the stream began, and when something was sent last, by the loop's clock
-        )
+        self._start_s = self._sent_s = 0.0  # the stream's begin and the last send, by the loop's clock
         self.media_type = "text/event-stream"
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
