@@ -31,11 +31,7 @@ def engine() -> Iterator[AsyncLLM]:
 
 def answer(engine: AsyncLLM, rows: Sequence[Any], documents: Sequence[int] | None = None) -> list[dict[str, Any]]:
     places = [RowPlace(0, line, 0, document) for line, document in enumerate(documents or [-1] * len(rows))]
-
-    async def main() -> list[dict[str, Any]]:
-        return await RowAnswerer(engine, GREEDY).answer_unit(rows, places)
-
-    return asyncio.run(main())
+    return asyncio.run(RowAnswerer(engine, GREEDY).answer_unit(rows, places))
 
 
 def test_answer_unit_each_kind_of_prompt(engine: AsyncLLM) -> None:

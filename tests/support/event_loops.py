@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
@@ -11,7 +11,7 @@ P = ParamSpec("P")
 TIME_LIMIT_S = 30.0
 
 
-def run(test: Coroutine[Any, Any, T]) -> T:
+def run(test: Awaitable[T]) -> T:
     """Run on a new loop. Also fails if a callback of the loop fails, which asyncio only logs."""
     failures: list[dict[str, Any]] = []
 
@@ -26,7 +26,7 @@ def run(test: Coroutine[Any, Any, T]) -> T:
     return result
 
 
-def on_a_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+def on_a_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
     """Run an async test. Tasks that it leaves are cancelled."""
 
     @functools.wraps(test)
