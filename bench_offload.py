@@ -34,7 +34,7 @@ from nanovllm.capacity.costs import num_full_blocks, num_missing_blocks
 from nanovllm.core.shadow_spec import SHADOW_BITS
 from nanovllm.utils.arithmetic import ceil_div
 
-ENGINE_FIGURES = (  # of LLM.stats
+ENGINE_FIGURES = (  # names in LLM.stats
     "link_byte_per_s",
     "load_byte_per_s",
     "link_share",

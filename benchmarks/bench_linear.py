@@ -115,7 +115,7 @@ def main() -> None:
                     way: graph_us([partial(call, each) for each in copies])
                     for way, call in ways(x, num_experts, name == "bf16", args.tiles)
                 }
-                share = 1 - (1 - NUM_CHOSEN / num_experts) ** num_inputs if num_experts > 1 else 1.0  # of the experts
+                share = 1 - (1 - NUM_CHOSEN / num_experts) ** num_inputs if num_experts > 1 else 1.0  # chosen experts
                 work = 2 * num_inputs * num_rows * size * (NUM_CHOSEN if num_experts > 1 else 1)
                 bound_us = 1e6 * max(
                     share * num_bytes(weight) / ceilings.memory_byte_per_s, work / ceilings.matmul_flop_per_s

@@ -35,13 +35,13 @@ DOCS = Path(__file__).parents[1] / "docs"
 CONTINUATION, QUOTE, PERPLEXITY = "docs_continuation", "docs_quote", "docs_perplexity"
 NUM_CHOICES = 4
 PASSAGE_SENTENCES = 3
-ROLLING_CHARS = 12_000  # of the document whose perplexity is measured
+ROLLING_CHARS = 12_000  # length of the document whose perplexity is measured
 TOLERANCE = 5e-5  # of a log-likelihood, per token; the built-in model has logits of 32, which fp32 sums to about 1e-5
 REL_TOLERANCE = 1e-4  # of a perplexity, which is the exponential of a mean over words or bytes
 EXACT = ("acc", "acc_norm", "exact_match")
 MAX_MODEL_LEN = 2048
 ROLLING_LEN = MAX_MODEL_LEN - 2  # lm_eval's windows: the API's backend keeps one token for an answer, and one more
-VOCAB_SIZE, NUM_TRAINED_TOKENS = 1024, 1000  # of the random model
+VOCAB_SIZE, NUM_TRAINED_TOKENS = 1024, 1000  # the random model's
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Answers:
     model: str
     task: str
     num_answers: int
-    max_error_per_token: float | None  # of log-likelihoods; None for texts
+    max_error_per_token: float | None  # for log-likelihoods; None for texts
     num_different: int
     num_tied: int = 0  # texts that part where two tokens are equally likely; these are not counted as different
 

@@ -22,7 +22,7 @@ Json = dict[str, Any]
 Weighted = tuple[float, float]  # a value and its weight
 
 COMPLETIONS = "/v1/completions"
-NUM_DETAIL_CHARACTERS = 300  # of what the server said about an error
+NUM_DETAIL_CHARACTERS = 300  # limit of the server's words about an error
 KEEP_ALIVE_S = 2.0  # shorter than any server's, so that no request meets a connection that is being closed
 
 clock = time.perf_counter
@@ -38,11 +38,11 @@ class Answer:
     sent_s: float = 0.0
     end_s: float = 0.0
     status: int = 0
-    pieces: list[tuple[float, bytes]] = field(default_factory=list)  # of the body, and when they arrived
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)  # parts of the body, and when they arrived
     error: str | None = None  # the kind of error, such as "http_429", "disconnected" or "stream_error"
-    detail: str = ""  # what the server said about it
+    detail: str = ""  # the server's words about it
     event_s: list[float] = field(default_factory=list)  # when each event with tokens arrived
-    event_tokens: list[float] = field(default_factory=list)  # how many tokens it had
+    event_tokens: list[float] = field(default_factory=list)  # the event's number of tokens
     num_output_tokens: float = 0
     num_prompt_tokens: int = 0  # by the server's count, like the next
     num_cached_tokens: int = 0

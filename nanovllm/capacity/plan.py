@@ -33,12 +33,12 @@ from nanovllm.utils.options import check_options, option
 
 MAX_HOST_SHARE = 0.7  # fraction of the available memory; limits a CPU pool whose size the user left open
 MAX_SNAPSHOT_SHARE = 0.85  # likewise; limits the CPU pool and the snapshots of states together
-MAX_SNAPSHOT_BYTES = 4 * 2**30  # of each rank; pinning them takes a second
+MAX_SNAPSHOT_BYTES = 4 * 2**30  # per rank; pinning them takes a second
 NUM_KEPT_PROMPTS = 64
 SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, for sizing a CPU pool
 ACCEPTANCES = (0.8, 0.9, 0.95, 0.98)  # shares of right guesses that the bound of decode is shown for
-MAX_TOKENS = 10**9  # of a context, which bounds the loop over its chunks
-MAX_GB = 10**9  # of memory, or moved per second: beyond any machine
+MAX_TOKENS = 10**9  # limit of a context, which bounds the loop over its chunks
+MAX_GB = 10**9  # limit of memory, and of a rate per second: beyond any machine
 _WORK, _MACHINE = "the work", "the machine, if not this one"  # groups
 
 Row: TypeAlias = tuple[str, str, str]  # (name, figure, remark)
@@ -68,10 +68,10 @@ class CapacityPlan:
     num_sequences: int
     num_gpu_blocks: int  # slots, or without offload the whole cache
     num_cpu_blocks: int  # 0 without offload
-    num_pages: int = 0  # of the shadow; 0 without one
+    num_pages: int = 0  # pages of the shadow; 0 without one
     shadow_bits: int = 0
     num_state_slots: int = 0  # with slot 0, which belongs to nobody; 0 if no layer is recurrent
-    num_snapshots: int = 0  # of states, in CPU memory
+    num_snapshots: int = 0  # states kept in CPU memory
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -371,7 +371,7 @@ def _sizes(
         def other_bytes(num_blocks: int) -> int:
             return device_memory(config, model, machine, spec, limit, num_blocks).total_bytes - num_blocks * block_bytes
 
-        block_bytes = spec.block_bytes  # what else is needed grows with the number of blocks
+        block_bytes = spec.block_bytes  # all other needs grow with the number of blocks
         num_fitting = bisect_right(range(useful + 1), room, key=lambda n: other_bytes(n) + n * block_bytes) - 1
         room -= other_bytes(given or max(0, num_fitting))
     sizes = divide_memory(config, spec, room, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)

@@ -65,9 +65,9 @@ class BatchJob:
 
 
 class JobSummary(NamedTuple):
-    num_rows: int  # of the whole job
+    num_rows: int  # in the whole job
     num_rows_before: int  # that earlier runs had answered
-    num_errors: int  # of this run
+    num_errors: int  # in this run
     num_tokens: int  # likewise
 
 

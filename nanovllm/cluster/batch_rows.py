@@ -17,7 +17,7 @@ from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 
 MAX_UNIT_ROWS = 256
-MAX_UNIT_BYTES = 2**20  # of input; long prompts make small units, so that all engines get some
+MAX_UNIT_BYTES = 2**20  # read from the input; long prompts make small units, so that all engines get some
 NO_DOCUMENT = -1
 PROMPT_COLUMNS = ("prompt", "messages", "prompt_token_ids")
 MAX_ANSWERS = 1024  # to one row; an engine makes them all at once
@@ -60,7 +60,7 @@ class Unit:
     def __init__(self, packed: bytes = b"") -> None:
         """`packed`: the `packed` of another unit. `num_bytes` counts only what is added here."""
         self._numbers = array("q", packed)
-        self.num_bytes = 0  # of input
+        self.num_bytes = 0  # read from the input
 
     def add(self, place: RowPlace, num_bytes: int = 0) -> None:
         self._numbers.extend(place)

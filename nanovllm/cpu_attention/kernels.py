@@ -30,7 +30,7 @@ KERNEL_NAMES = (*(variant.name for variant in build.INSTRUCTION_SETS), TorchKern
 logger = logging.getLogger("nanovllm")
 
 _MAX_HEAD_DIM = 256
-_AWAKE_NS = 1_000_000  # how long threads stay awake after a piece of work; the next layer follows sooner than that
+_AWAKE_NS = 1_000_000  # threads stay awake so long after a piece of work; the next layer follows sooner
 
 _SIGNATURES = {
     "nanovllm_open": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),

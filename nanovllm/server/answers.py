@@ -42,7 +42,7 @@ class Answer(ABC, Generic[BodyT]):
     id_prefix: str
     whole_object: str
     chunk_object: str
-    end: bytes = DONE  # of a stream
+    end: bytes = DONE  # the stream's last event
 
     def __init__(self, service: Service, body: BodyT) -> None:
         self._service, self._body = service, body

@@ -56,7 +56,7 @@ from nanovllm.server.protocol import (
 from nanovllm.server.responses import ResponsesAnswer, ResponsesRequest
 from nanovllm.text.request_check import Prompt, prompt_list
 
-_RENDERED_NAMES = ("messages", "conversations")  # what the tokenizer itself passes on to the template
+_RENDERED_NAMES = ("messages", "conversations")  # the tokenizer itself passes these on to the template
 
 
 def make_app(engine: AsyncLLM, options: ServerOptions, replica: str | None = None) -> FastAPI:

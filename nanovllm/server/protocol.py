@@ -36,7 +36,7 @@ from nanovllm.server.call_formats import CallFormat
 from nanovllm.server.errors import ApiError
 
 COMPLETION_MAX_TOKENS = 16  # as OpenAI
-MAX_NAME_CHARS = 100  # of an unknown field, in the message
+MAX_NAME_CHARS = 100  # as many of an unknown field's name are in the message
 TEXT_ONLY = ", as the model reads only text"
 MAX_BODY_VALUES = 1 << 17  # checking so many takes a third of a second
 

@@ -130,7 +130,7 @@ class Detokenizer:
         self._num_unstoppable_tokens = min_tokens  # from here on
         self._window: list[int] = []  # the newest visible tokens, which are decoded together
         self._num_context_tokens = 0  # at the start of the window: already read, kept for the tokens after them
-        self._num_read_chars = 0  # how much of the window's text earlier updates have read
+        self._num_read_chars = 0  # earlier updates have read so much of the window's text
         self._withheld = ""  # read, but held back because it may begin a stop string
         self._stop_state = 0  # at its end
         self._shown = io.StringIO()

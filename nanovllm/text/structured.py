@@ -37,7 +37,7 @@ from nanovllm.sampling_params import StructuredOutputs, TaggedJson, TaggedValue
 from nanovllm.utils.arithmetic import ceil_div
 
 MAX_GRAMMARS = 16  # compiled grammars in the cache
-MAX_RENEWALS = 4  # of the automaton, for one answer: each reads the answer again
+MAX_RENEWALS = 4  # of one answer's automaton: each reads the answer again
 # llguidance's defaults would allow compilations and masks of seconds (tests/text/test_hostile_grammars.py).
 LIMITS: Mapping[str, Any] = {
     "max_grammar_size": 20_000,  # symbols; compilation is quadratic in the optional properties of an object
@@ -48,7 +48,7 @@ LIMITS: Mapping[str, Any] = {
     "max_lexer_states": 50_000,  # in a grammar, 1 to 2 kB each
     "verbose_errors": False,
 }
-MAX_CHARS = 200_000  # of a schema, a regex, or all choices together
+MAX_CHARS = 200_000  # limit of a schema, a regex, or all choices together
 # llguidance follows references by recursion. Each reference is followed at most once on the way down, through no more
 # levels than the schema has, so the product of the two bounds the depth.
 MAX_REFERENCE_DEPTH = 6000
@@ -62,7 +62,7 @@ _WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
 _TEXT = r"TEXT: /(.|\n)*/"
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as models write tool calls
 NUM_SPARES = 2  # an answer that exceeds a limit uses up the automaton in use and the one that it tries again with
-SLOW_MASK_S = 0.5e-3  # of CPU time. Most masks take 0.03 ms, but the limits above admit some of 30 ms
+SLOW_MASK_S = 0.5e-3  # CPU time. Most masks take 0.03 ms, but the limits above admit some of 30 ms
 NUM_SLOW_MASKS = 1000  # after a slow mask, so many of the same grammar are taken to be slow
 NUM_MASK_THREADS = 2
 MAX_REASON_CHARS = 300
@@ -265,7 +265,7 @@ class TokenMatcher:
         self._num_renewals = 0
         self._token_ids = array("q")  # all that were accepted, except an end token
         self._has_ended = False
-        self._following: TokenMask | None = grammar.first_mask  # what may follow _token_ids; None until asked for
+        self._following: TokenMask | None = grammar.first_mask  # tokens that may come next; None until asked for
         self._computing: Future[None] | None = None  # sets _following; meanwhile nobody else uses the matcher
 
     @property
