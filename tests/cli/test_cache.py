@@ -80,7 +80,7 @@ def test_bad_input_gets_one_line_with_a_remedy(path: Path, capsys: pytest.Captur
 
 
 def test_plan_says_what_a_document_takes(path: Path) -> None:
-    """Return the size of the files."""
+    """The plan's figure is the size of the files."""
     config = Config(model="m", device="cpu", dtype="float32", kv_disk_path=str(path), kv_disk_gb=1)
     directory = write_model_with_text(path / "model")
     plan = make_plan(config, ModelConfig.without_weights(str(directory)), Machine.cpu(2**34), context=len(PROMPT))
