@@ -152,7 +152,7 @@ def test_engine_writes_a_part_for_each_unit(tmp_path: Path) -> None:
         (1, 1, 1, ""),
     ]
     assert results[0]["num_tokens"] == 4
-    assert asyncio.run(job.tries.reasons.remote(0)) == []  # what has been run counts no tries
+    assert asyncio.run(job.tries.reasons.remote(0)) == []  # a unit that has run counts no tries
     assert sorted(path.name for path in job.output.iterdir()) == ["part-00000.jsonl", "part-00001.jsonl"]
     (last,) = map(json.loads, job.part_path(1).read_text().splitlines())
     assert last["id"] == 2 and last["text"] is None and "empty" in last["error"]

@@ -140,7 +140,7 @@ class ContentRunner:
         self.draft_acceptance, self._rng = draft_acceptance, random.Random(0)
         self.gpu = np.full((num_gpu_blocks, block_size), _EMPTY, dtype=np.int64)
         self.cpu = np.full((num_cpu_blocks, block_size), _EMPTY, dtype=np.int64)
-        self.pages: dict[int, list[int]] = {}  # of the shadow: the tags of a block
+        self.pages: dict[int, list[int]] = {}  # the shadow's pages: the tags of a block
         self.contents: dict[int, _Content] = {}
         self._sampled: list[int] = []
         # A state is the tag of the last token that it covers. Slots have the tags of pending guesses, too
@@ -384,8 +384,8 @@ class Simulation:
         self.plans: list[StepPlan] = []
         self._preempt_next = False
         self._admitted: set[int] = set()
-        self._known_hashes: set[int] = set()  # of all grains that a prompt could match
-        self._taken_hashes: set[int] = set()  # of the grains in blocks that were handed out since
+        self._known_hashes: set[int] = set()  # all grains that a prompt could match
+        self._taken_hashes: set[int] = set()  # the grains in blocks that were handed out since
         self._hook_manager()
         self._hook_pool()
 

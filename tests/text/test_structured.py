@@ -66,7 +66,7 @@ class Case:
         symbols = pre_tokenizers.ByteLevel.alphabet()
         byte_of = {symbol: rust_bytes(symbol) for symbol in symbols}
         special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.texts = {  # of the tokens that have any, as bytes
+        self.texts = {  # token -> its text as bytes, if it has one
             token_id: b"".join(byte_of[symbol] for symbol in token)
             for token, token_id in tokenizer.get_vocab().items()
             if token_id not in special
