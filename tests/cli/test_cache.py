@@ -48,7 +48,7 @@ def test_verify_names_and_removes_damaged_files(path: Path, capsys: pytest.Captu
     data[-1] ^= 1
     damaged.write_bytes(data)
     status, text = run(capsys, "verify", path)
-    assert status == 1 and f"{damaged}: its K and V are damaged" in text and "7 files are whole" in text
+    assert status == 1 and f"{damaged}: its content is damaged" in text and "7 files are whole" in text
     assert not damaged.exists()
     assert run(capsys, "verify", path)[0] == 0
 

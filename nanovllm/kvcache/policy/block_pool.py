@@ -69,6 +69,11 @@ class PrefixMatch:
     known_blocks: tuple[int, ...] = ()  # whole ones
     num_known_tokens: int = 0
 
+    @property
+    def whole_blocks(self) -> tuple[int, ...]:
+        """All whole blocks that match."""
+        return self.known_blocks or self.full_blocks
+
 
 class _Search(NamedTuple):
     """A search and its result, which is valid until one of `block_ids` changes or `next_hash` is registered."""
