@@ -3,15 +3,15 @@
 import random
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from content_model import ContentError, ContentRunner, Simulation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from odd_drafters import KINDS
-from random_workloads import GRAIN, dense_manager, dense_operations, dense_schedule, odd_drafter, play
+from random_workloads import GRAIN, dense_manager, dense_operations, dense_schedule, dense_states, odd_drafter, play
 from simulated_disk import SimulatedDisk
 from tiers import examples
 
@@ -27,27 +27,35 @@ QUICK = [HealthCheck.too_slow, HealthCheck.large_base_example]
 
 def make_disk(
     rng: random.Random,
-    extents: dict[bytes, np.ndarray],
+    extents: dict[bytes, Any],
     kv: KVCacheManager,
     runner: ContentRunner,
     checks_versions: bool = True,
 ) -> SimulatedDisk:
     is_hybrid = not isinstance(kv, BlockManager)
     grain = GRAIN if is_hybrid else rng.choice([size for size in (1, 2, 4) if kv.block_size % size == 0])
-    return SimulatedDisk(kv, runner.cpu if is_hybrid else runner.gpu, grain, rng, extents, checks_versions)
+    memory = runner.cpu if is_hybrid else runner.gpu
+    return SimulatedDisk(kv, memory, grain, rng, extents, runner.snapshots, checks_versions)
 
 
-def play_on_disk(seed: int, hybrid: bool, drafter: str = "", checks_versions: bool = True) -> int:
-    """Several engines, one after the other, on one disk. Returns how many extents were loaded."""
+def play_on_disk(
+    seed: int, hybrid: bool, drafter: str = "", has_states: bool = False, checks_versions: bool = True
+) -> tuple[int, int]:
+    """Several engines, one after the other, on one disk. Returns how many extents and states were loaded."""
     rng = random.Random(seed)
-    extents: dict[bytes, np.ndarray] = {}
-    num_loaded, block_size = 0, rng.randint(1, 6)
+    extents: dict[bytes, Any] = {}
+    num_loaded, num_states, block_size = 0, 0, rng.randint(1, 6)
     for _ in range(3):
-        kv = BlockManager(rng.randint(8, 40), block_size) if not hybrid else dense_manager(rng, hybrid=True)
+        schedule = dense_schedule(rng)
+        states = dense_states(rng, schedule["max_num_seqs"], min_snapshots=2) if has_states else None
+        if hybrid:
+            kv: KVCacheManager = dense_manager(rng, hybrid=True, states=states)
+        else:
+            kv = BlockManager(rng.randint(8, 40), block_size, states=states)
         kv.pool.enable_prefix_caching = True
         simulation = Simulation(
             kv,
-            **dense_schedule(rng),
+            **schedule,
             make_disk=partial(make_disk, rng, extents, checks_versions=checks_versions),
             make_drafter=odd_drafter(drafter, seed) if drafter else None,
         )
@@ -55,31 +63,41 @@ def play_on_disk(seed: int, hybrid: bool, drafter: str = "", checks_versions: bo
         try:
             play(simulation, dense_operations(rng))
             for extent in simulation.disk.tier.last_moves().stores:
-                extents[extent.key] = simulation.disk._cells(extent).copy()
+                simulation.disk.keep(extent)
         finally:
             simulation.disk.board.close()
         num_loaded += simulation.disk.num_loaded
-    return num_loaded
+        num_states += simulation.disk.num_loaded_states
+    return num_loaded, num_states
 
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=QUICK)
-@given(seed=st.integers(0, 2**32), hybrid=st.booleans(), drafter=st.sampled_from(["", "", *KINDS]))
-def test_disk_changes_no_token_and_loses_nothing(seed: int, hybrid: bool, drafter: str) -> None:
-    play_on_disk(seed, hybrid, drafter)
+@given(
+    seed=st.integers(0, 2**32),
+    hybrid=st.booleans(),
+    drafter=st.sampled_from(["", "", *KINDS]),
+    has_states=st.booleans(),
+)
+def test_disk_changes_no_token_and_loses_nothing(seed: int, hybrid: bool, drafter: str, has_states: bool) -> None:
+    play_on_disk(seed, hybrid, drafter, has_states)
 
 
+@pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_workloads_load_from_disk(hybrid: bool) -> None:
+def test_workloads_load_from_disk(hybrid: bool, has_states: bool) -> None:
     """Else the test above would prove nothing."""
-    assert sum(play_on_disk(seed, hybrid) > 0 for seed in range(20)) >= 10
+    loaded = [play_on_disk(seed, hybrid, has_states=has_states) for seed in range(20)]
+    assert sum(num_extents > 0 for num_extents, _ in loaded) >= 10
+    assert sum(num_states > 0 for _, num_states in loaded) >= 10 * has_states
 
 
+@pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_store_of_a_block_that_was_given_away_is_noticed(hybrid: bool) -> None:
+def test_store_of_a_block_that_was_given_away_is_noticed(hybrid: bool, has_states: bool) -> None:
     """Without the versions of blocks, extents hold the tokens of other sequences, and the model sees it."""
     with pytest.raises(ContentError):
         for seed in range(200):
-            play_on_disk(seed, hybrid, checks_versions=False)
+            play_on_disk(seed, hybrid, has_states=has_states, checks_versions=False)
 
 
 def test_identity_of_weights_tells_every_change() -> None:

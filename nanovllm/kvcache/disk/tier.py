@@ -400,8 +400,8 @@ class DiskTier:
             self._num_loads += 1
             extents = [*self._extents(holder, found.end, found.start)]
             snapshot = -1
-            if self._snapshots is not None:
-                snapshot = self._snapshots.hold()
+            if self.kv.states is not None:
+                snapshot = self.kv.states.hold_snapshot()
                 extents.append(self._state(holder, found.end, snapshot))
             num_bytes = self._num_bytes(found)
             self._load = _Load(self._num_loads, seq, holder, found, num_bytes, snapshot, self._clock())

@@ -181,6 +181,12 @@ class RecurrentStates:
         flushes, self._flushes = tuple(self._flushes), []
         return flushes
 
+    def hold_snapshot(self) -> int:
+        """Choose a snapshot for a state that is loaded from disk. No step that is planned from here on writes to it."""
+        snapshot = self.snapshots.hold()
+        self._flushes = [flush for flush in self._flushes if flush.snapshot != snapshot]
+        return snapshot
+
     def free(self, seq: Sequence) -> None:
         """The sequence no longer runs."""
         self._free.append(self._held.pop(seq.seq_id).slot)
