@@ -16,7 +16,7 @@ from nanovllm.capacity.costs import DeviceMemory, device_memory
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.checkpoint.model_config import ModelConfig, RecurrentConfig
 from nanovllm.config import BLOCK_SIZE_STEP, GPU_RESERVE_BYTES, Config
-from nanovllm.core.disk_moves import document_disk_bytes
+from nanovllm.core.disk_moves import document_disk_bytes, num_document_states
 from nanovllm.core.kv_spec import (
     SNAPSHOT_TOKENS,
     KVCacheSizes,
@@ -126,15 +126,21 @@ class CapacityPlan:
         return self.num_cpu_blocks * self.spec.block_bytes * self.config.tensor_parallel_size
 
     @property
+    def num_disk_states(self) -> int:
+        """States of recurrent layers that a document of `context` tokens leaves on disk."""
+        return 0 if self.spec.states is None else num_document_states(self.context, self._grain)
+
+    @property
     def disk_bytes(self) -> int:
         """Size on disk of a document of `context` tokens, on all ranks."""
-        states = self.spec.states
-        state_bytes = 0 if states is None else states.state_bytes
-        grain = BLOCK_SIZE_STEP if self.config.enable_cpu_offload else self.config.block_size
-        return (
-            document_disk_bytes(self.context, self.kv_bytes_per_token, state_bytes, grain)
-            * self.config.tensor_parallel_size
-        )
+        state_bytes = 0 if self.spec.states is None else self.spec.states.state_bytes
+        of_rank = document_disk_bytes(self.context, self.kv_bytes_per_token, state_bytes, self._grain)
+        return of_rank * self.config.tensor_parallel_size
+
+    @property
+    def _grain(self) -> int:
+        """Tokens that prefix hits are counted in."""
+        return BLOCK_SIZE_STEP if self.config.enable_cpu_offload else self.config.block_size
 
     @property
     def fits_host(self) -> bool:
@@ -497,6 +503,8 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         rows.append(("snapshots", format_bytes(plan.snapshot_bytes), remark))
     if disk_limit := plan.config.disk_bytes:
         remark = f"a document of {plan.context:,} tokens"
+        if plan.num_disk_states:
+            remark += f" with {plan.num_disk_states} state{'s' * (plan.num_disk_states > 1)}"
         if plan.disk_bytes:
             remark += f"; there is room for {disk_limit // plan.disk_bytes:,} in {format_bytes(disk_limit)}"
         rows.append(("on disk", format_bytes(plan.disk_bytes), remark))

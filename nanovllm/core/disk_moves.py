@@ -39,6 +39,11 @@ def state_key(key: bytes) -> bytes:
     return key[:-1] + _STATE
 
 
+def prefix_key(key: bytes) -> bytes:
+    """The key of the prefix after which there is the state with this key."""
+    return key[:-1] + _KV
+
+
 def is_state_key(key: bytes) -> bool:
     return key.endswith(_STATE)
 
@@ -67,16 +72,19 @@ class Extent(NamedTuple):
         return is_state_key(self.key)
 
 
+def num_document_states(num_tokens: int, grain: int = DISK_GRAIN_TOKENS) -> int:
+    """Count the states that a document leaves: on its way, and at the last whole `grain` before its last token."""
+    return ceil_div(max(0, num_tokens - 1) // grain * grain, ceil_div(SNAPSHOT_TOKENS, grain) * grain)
+
+
 def document_disk_bytes(num_tokens: int, token_bytes: int, state_bytes: int = 0, grain: int = DISK_GRAIN_TOKENS) -> int:
     """The size of a document's files, with so many bytes of K and V a token. Its last tokens make no extent.
 
-    `state_bytes`: size of a state; 0 if no layer is recurrent. Otherwise nothing is kept behind the last state, which
-    is at the last whole `grain` before the last token.
+    `state_bytes`: size of a state; 0 if no layer is recurrent. Otherwise nothing is kept behind the last state.
     """
     num_states = 0
     if state_bytes:
-        num_tokens = max(0, num_tokens - 1) // grain * grain
-        num_states = ceil_div(num_tokens, ceil_div(SNAPSHOT_TOKENS, grain) * grain)
+        num_tokens, num_states = max(0, num_tokens - 1) // grain * grain, num_document_states(num_tokens, grain)
     num_extents = num_tokens // DISK_GRAIN_TOKENS
     kv_bytes = num_extents * DISK_GRAIN_TOKENS * token_bytes
     return kv_bytes + num_states * state_bytes + (num_extents + num_states) * DISK_HEADER_BYTES

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import weakref
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -259,16 +260,16 @@ def test_two_engines_share_a_path(reference: Reference, options: dict[str, Any])
         assert ask(second, DOCUMENT)["num_cached_tokens"] == HIT
 
 
+@pytest.mark.parametrize("model", ["reference", "hybrid"])
 def test_extents_go_through_a_buffer_where_the_cache_is_on_a_gpu(
-    reference: Reference, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    model: str, options: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU nothing needs the buffers; here they are used all the same."""
-    init = KVPool.__init__
-
-    monkeypatch.setattr(KVPool, "__init__", lambda pool, *args: init(pool, *args, needs_buffers=True))
+    """On a CPU nothing needs the buffers; here they are used all the same. States need none anywhere."""
+    init, directory = KVPool.__init__, request.getfixturevalue(model).directory
+    monkeypatch.setattr(KVPool, "__init__", partialmethod(init, needs_buffers=True))
     outputs = []
     for cached in (0, HIT):
-        with LLM(reference.directory, **options) as llm:
+        with LLM(directory, **options) as llm:
             outputs.append(ask(llm, DOCUMENT))
             assert outputs[-1]["num_cached_tokens"] == cached
             assert llm.stats()["disk_buffer_bytes"] > 0

@@ -13,9 +13,9 @@ from disk_engines import ask, damage, extents_below, forget_all, hits_of_killed_
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM
-from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DISK_HEADER_BYTES, is_state_key
+from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DISK_HEADER_BYTES, is_state_key, state_key
 from nanovllm.errors import ConfigError
-from nanovllm.kvcache.disk.store import list_extents
+from nanovllm.kvcache.disk.store import check_extent, list_extents
 from nanovllm.utils.arithmetic import format_bytes
 
 BLOCK = DISK_GRAIN_TOKENS
@@ -241,6 +241,30 @@ def test_small_limit_keeps_the_beginning_of_a_document(restart: Callable[..., Ch
     least_bytes = extent_bytes + state_bytes
     with pytest.raises(ConfigError, match=f"256 tokens of this model, which take {format_bytes(least_bytes)}; raise"):
         restart(kv_disk_gb=(least_bytes - 1) / 2**30)
+
+
+def test_states_are_evicted_with_their_extents(restart: Callable[..., CheckedLLM], path: Path) -> None:
+    """Every state that is left can be used, and at most one document has extents without the state at its end."""
+    with restart() as llm:
+        hits(llm, random_prompt(3 * BLOCK + 1, seed=0))
+    limit = 3.6 * list_extents(path).num_bytes / 2**30
+    with restart(kv_disk_gb=limit) as llm:
+        for seed in (1, 2, 3, 4, 3, 5, 6):
+            hits(llm, random_prompt(3 * BLOCK + 1, seed=seed))
+            wait_until_stored(llm)
+        assert llm.stats()["num_disk_evictions"] > 0
+    headers = [check_extent(file) for file in extents_below(path)]
+    parents = {header.key: header.parent for header in headers if not is_state_key(header.key)}
+    useful: set[bytes] = set()
+    states = [header.key for header in headers if is_state_key(header.key)]
+    for key in states:
+        prefix = next(known for known in parents if state_key(known) == key)
+        for _ in range(3):
+            useful.add(prefix)
+            prefix = parents[prefix]
+    assert len(states) == 3 and len(useful) == 9 and len(parents) <= 11
+    with restart() as llm:
+        assert hits(llm, *(random_prompt(3 * BLOCK + 1, seed=seed) for seed in (3, 5, 6))) == [3 * BLOCK] * 3
 
 
 # -- files that are not what they should be ----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kvcache.disk.tier import RATE_S, DiskBoard, DiskTier
 from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
+from nanovllm.kvcache.policy.states import RecurrentStates
 from nanovllm.kvcache.transfer.disk_worker import _folded, weights_identity
 from nanovllm.sampling_params import SamplingParams
 
@@ -137,17 +138,18 @@ class Everything:
 
 
 class Rates:
-    """A tier over 40 blocks of two tokens, an extent each, of 100 bytes; `now_s` is its clock."""
+    """A tier over 40 blocks of two tokens, an extent each, of 100 bytes; `now_s` is its clock. States have 1,000."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_snapshots: int = 0) -> None:
         self.now_s = 0.0
-        self.board = DiskBoard(2, 40)
-        self.kv = BlockManager(40, 2)
+        self.board = DiskBoard(2, 40 + num_snapshots)
+        self.kv = BlockManager(40, 2, states=RecurrentStates(4, num_snapshots) if num_snapshots else None)
         self.tier = DiskTier(
             Everything(),
             self.kv,
             self.board,
             extent_bytes=100,
+            state_bytes=1000 if num_snapshots else 0,
             times=FixedTimes(),
             stores_prompts=True,
             grain=2,
@@ -169,6 +171,13 @@ class Rates:
 @pytest.fixture
 def rates() -> Iterator[Rates]:
     rates = Rates()
+    yield rates
+    rates.board.close()
+
+
+@pytest.fixture
+def state_rates() -> Iterator[Rates]:
+    rates = Rates(num_snapshots=3)
     yield rates
     rates.board.close()
 
@@ -215,6 +224,59 @@ def test_one_rank_that_has_read_less_makes_the_hit_shorter(rates: Rates) -> None
     rates.board.post_progress(1, 1, 6, 1000)
     rates.tier.next_moves()
     assert rates.tier.take_ready() == [seq] and rates.kv.num_known_tokens(seq) == 12
+
+
+def test_state_counts_in_the_time_of_a_load(state_rates: Rates) -> None:
+    """Ten extents and a state are 2,000 bytes, against 20 s of computing."""
+    for byte_per_s, waits in ((101, True), (99, False)):
+        state_rates.post(0, 0, byte_per_s)
+        assert state_rates.tier.wait_for_load(state_rates.sequence()) == waits
+
+
+def test_state_that_a_rank_lacks_is_followed_by_an_earlier_one(state_rates: Rates) -> None:
+    rates, seq = state_rates, state_rates.sequence()
+    assert rates.tier.wait_for_load(seq)
+    moves = rates.tier.next_moves()
+    assert moves is not None and [extent.is_state for extent in moves.loads] == [False] * 10 + [True]
+    rates.post(1, 11, 1000, has_ended=True)
+    rates.board.post_progress(1, 1, 10, 1000)
+    moves = rates.tier.next_moves()
+    assert rates.kv.num_known_tokens(seq) == 0 and rates.tier.take_ready() == []
+    assert moves is not None and [extent.is_state for extent in moves.loads] == [True], "the keys are in memory"
+    rates.kv.check_integrity(rates.tier.holders)
+    rates.post(2, 1, 1000, has_ended=True)
+    rates.tier.next_moves()
+    assert rates.tier.take_ready() == [seq] and rates.kv.num_known_tokens(seq) == 18
+    assert rates.tier.stats()["num_disk_hit_states"] == 1
+    rates.kv.check_integrity([])
+
+
+def test_load_that_lacks_an_extent_is_followed_by_one_that_ends_before_it(state_rates: Rates) -> None:
+    rates, seq = state_rates, state_rates.sequence()
+    rates.tier.wait_for_load(seq)
+    rates.tier.next_moves()
+    rates.post(1, 7, 1000, has_ended=True)
+    moves = rates.tier.next_moves()
+    assert moves is not None and len(moves.loads) == 1
+    rates.post(2, 1, 1000, has_ended=True)
+    rates.tier.next_moves()
+    assert rates.tier.take_ready() == [seq] and rates.kv.num_known_tokens(seq) == 14
+
+
+def test_load_with_a_state_is_given_up_if_computing_all_of_it_is_faster(state_rates: Rates) -> None:
+    """Without the state at its end, what has been read is of no use."""
+    rates, seq = state_rates, state_rates.sequence()
+    rates.tier.wait_for_load(seq)
+    rates.tier.next_moves()
+    rates.post(1, 2, 1000)
+    for now_s, waits in ((13.0, True), (14.0, False)):  # what is left takes 9 times a sixth of that
+        rates.now_s = now_s
+        rates.tier.next_moves()
+        assert (rates.tier.take_ready() == []) == waits
+    rates.post(1, 11, 1000, has_ended=True)
+    rates.tier.next_moves()
+    assert rates.kv.num_known_tokens(seq) == 20, "but what arrives all the same counts"
+    rates.kv.check_integrity([])
 
 
 def test_prompt_that_lacks_blocks_is_not_overtaken_by_younger_ones(rates: Rates) -> None:

@@ -252,7 +252,7 @@ class DiskTier:
         states = self._note_states(seq, seq.num_prompt_tokens)
         if self.stores_prompts:
             extents = self._extents(seq, self._useful_end(seq, seq.num_prompt_tokens))
-            self._stores += sorted([*extents, *states], key=lambda extent: -extent.used_s)
+            self._stores += _latest_first([*extents, *states])
 
     def note_contents(self, seq: Sequence) -> None:
         """Note what the blocks of a sequence hold, before they are freed, so that they can be stored later."""
@@ -312,10 +312,10 @@ class DiskTier:
     def last_moves(self) -> DiskMoves:
         """Everything in memory that a prompt could match and that is not on disk, at the engine's end."""
         stores = [extent for extent in self._stores if self._is_in_memory(extent)]
-        for block_id in reversed(self.kv.pool.cached_ids):  # what was used last, and the beginnings of prompts
+        for block_id in self.kv.pool.cached_ids:
             stores.extend(self._extents_of_block(block_id))
         stores.extend(self._take_states(list(self._states)))
-        return self._make_moves(stores)
+        return self._make_moves(_latest_first(stores))
 
     def stats(self) -> dict[str, float | None]:
         return {
@@ -553,16 +553,20 @@ class DiskTier:
         if not (num_soon or oldest) or now_s < self._next_clean_s:
             return []
         self._next_clean_s = now_s + CLEAN_INTERVAL_S
+        holders = [block.block_id for prefix_id in oldest if (block := pool.index.holder(prefix_id)) is not None]
         chosen: list[Extent] = []
-        if snapshots is not None:
-            chosen += self._take_states(map(snapshots.find, oldest))
         num_blocks = 0
-        for block_id in islice(pool.cached_ids, num_soon):
+        for block_id in [*holders, *islice(pool.cached_ids, num_soon)]:
             of_block = list(self._extents_of_block(block_id))
-            if snapshots is not None:
+            if snapshots is not None:  # they follow the extents, without which they are of no use
                 of_block += self._take_states(map(snapshots.find, pool.blocks[block_id].prefix_ids[1:]))
             chosen += of_block
             num_blocks += bool(of_block)
             if num_blocks == CLEANED_BLOCKS:
                 break
         return chosen
+
+
+def _latest_first(extents: Iterable[Extent]) -> list[Extent]:
+    """Sort by the last use: those without which the others are of no use come first."""
+    return sorted(extents, key=lambda extent: -extent.used_s)

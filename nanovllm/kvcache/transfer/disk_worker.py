@@ -41,6 +41,7 @@ from nanovllm.core.disk_moves import (
     DiskSetup,
     Extent,
     document_disk_bytes,
+    prefix_key,
 )
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.device.devices import current_device
@@ -272,7 +273,8 @@ class DiskWorker:
             return
         begun_s = time.perf_counter()
         is_stored = False
-        if is_valid() and not self.store.is_paused:
+        is_useful = not extent.is_state or prefix_key(extent.key) in self.store  # it may have found no room
+        if is_useful and is_valid() and not self.store.is_paused:
             self._pool.copy_out(extent)
             is_stored = self.store.write(extent, self._pool.payload(extent), is_valid)
         if is_stored:
