@@ -1,13 +1,15 @@
 """Models with recurrent layers and KV on disk: a restarted engine begins where a state is, with the right logits."""
 
 import logging
+import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checked_engine import ALL_GPU, WORKS_AHEAD, CheckedLLM, Reference, cache_options
+from checked_engine import ALL_GPU, WORKS_AHEAD, CheckedLLM, Reference, cache_options, greedy
 from dense_model import random_prompt
 from disk_engines import ask, damage, extents_below, forget_all, hits_of_killed_engines, wait_until_stored
 from tiny_models import write_tiny_model
@@ -212,6 +214,22 @@ def test_state_leaves_memory_before_its_keys(restart: Callable[..., CheckedLLM],
         assert llm.stats()["num_disk_hit_states"] == 1
 
 
+def test_state_leaves_memory_while_its_sequence_runs(restart: Callable[..., CheckedLLM]) -> None:
+    with restart(kv_disk_policy="evict") as llm:
+        snapshots = llm.scheduler.kv.states.snapshots
+        snapshots.count, snapshots._unused = 4, list(range(4))
+        prompts = [random_prompt(BLOCK + 1, seed=seed) for seed in range(6)]
+        first = llm.add_request(prompts[0], greedy(60))
+        while llm.stats()["num_decode_tokens"] == 0:
+            llm.step()
+        for prompt in prompts[1:]:
+            llm.add_request(prompt, greedy(2))
+        while first not in llm.step().finished:
+            wait_until_stored(llm)
+        forget_all(llm)
+        assert hits(llm, prompts[0]) == [BLOCK]
+
+
 def test_nothing_is_stored_behind_the_last_state(restart: Callable[..., CheckedLLM], path: Path) -> None:
     """Not even when the engine is closed: nobody could use an answer without the state at its end."""
     question = [*DOCUMENT, *random_prompt(200)]
@@ -265,6 +283,30 @@ def test_states_are_evicted_with_their_extents(restart: Callable[..., CheckedLLM
     assert len(states) == 3 and len(useful) == 9 and len(parents) <= 11
     with restart() as llm:
         assert hits(llm, *(random_prompt(3 * BLOCK + 1, seed=seed) for seed in (3, 5, 6))) == [3 * BLOCK] * 3
+
+
+def test_slow_disk_leaves_out_states_that_are_given_away(
+    restart: Callable[..., CheckedLLM], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+    sync = os.fdatasync
+
+    def slow_sync(fd: int) -> None:
+        may_write.wait()
+        sync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", slow_sync)
+    prompts = [random_prompt(BLOCK + 1, seed=seed) for seed in range(8)]
+    with restart() as llm:
+        snapshots = llm.scheduler.kv.states.snapshots
+        snapshots.count, snapshots._unused = 3, list(range(3))
+        hits(llm, *prompts)
+        may_write.set()
+        wait_until_stored(llm)
+        assert 0 < llm.stats()["num_dropped_extents"] <= 5
+    num_stored = len([check_extent(file) for file in states_below(path)])
+    with restart() as llm:
+        assert sum(hits(llm, *prompts)) == num_stored * BLOCK >= 3 * BLOCK
 
 
 # -- files that are not what they should be ----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kvcache.disk.tier import RATE_S, DiskBoard, DiskTier
 from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
-from nanovllm.kvcache.policy.states import RecurrentStates
+from nanovllm.kvcache.policy.states import RecurrentStates, Snapshots
 from nanovllm.kvcache.transfer.disk_worker import _folded, weights_identity
 from nanovllm.sampling_params import SamplingParams
 
@@ -99,6 +100,20 @@ def test_store_of_a_block_that_was_given_away_is_noticed(hybrid: bool, has_state
     with pytest.raises(ContentError):
         for seed in range(200):
             play_on_disk(seed, hybrid, has_states=has_states, checks_versions=False)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_store_of_a_snapshot_that_was_given_away_is_noticed(hybrid: bool) -> None:
+    """Likewise without the versions of snapshots."""
+    take = Snapshots._take
+
+    def take_unnoticed(snapshots: Snapshots) -> int:
+        snapshots.versions = None
+        return take(snapshots)
+
+    with mock.patch.object(Snapshots, "_take", take_unnoticed), pytest.raises(ContentError):
+        for seed in range(200):
+            play_on_disk(seed, hybrid, has_states=True)
 
 
 def test_identity_of_weights_tells_every_change() -> None:

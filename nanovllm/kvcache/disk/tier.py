@@ -140,23 +140,22 @@ class Keys(Protocol):
     def __contains__(self, key: object) -> bool: ...
 
 
-@dataclass(slots=True)
-class _Load:
-    number: int
-    seq: Sequence | None  # None: nobody waits for it any more
-    holder: Sequence  # owns the blocks
-    range: "_Loadable"
-    num_bytes: int
-    snapshot: int  # for the state; -1: no layer is recurrent
-    begun_s: float
-
-
 class _Loadable(NamedTuple):
     """The part of a prompt that a load would bring."""
 
     num_known: int  # tokens that need not be computed without it
     start: int  # the first token to read; `end` if only the state is read
     end: int
+
+
+@dataclass(slots=True)
+class _Load:
+    number: int
+    seq: Sequence | None  # None: nobody waits for it any more
+    holder: Sequence  # owns the blocks
+    part: _Loadable
+    snapshot: int  # for the state; -1: no layer is recurrent
+    begun_s: float
 
 
 class _Content(NamedTuple):
@@ -253,9 +252,11 @@ class DiskTier:
         if self.stores_prompts:
             extents = self._extents(seq, self._useful_end(seq, seq.num_prompt_tokens))
             self._stores += _latest_first([*extents, *states])
+        elif states:  # their snapshots may be taken while the sequence runs
+            self.note_contents(seq)
 
     def note_contents(self, seq: Sequence) -> None:
-        """Note what the blocks of a sequence hold, before they are freed, so that they can be stored later."""
+        """Note what the blocks of a running sequence hold, before they are freed, so that they can be stored later."""
         num_tokens = min(seq.num_computed_tokens, len(seq.token_ids)) if seq.can_use_prefix_cache else 0
         block_size, versions = self.kv.block_size, self.board.versions
         per_block = block_size // self.grain
@@ -383,7 +384,7 @@ class DiskTier:
         rate = self.board.progress(self._num_loads).byte_per_s
         if rate is None or (self._load is None and self._clock() > self._last_load_s + RATE_S):
             return 0.0
-        return (num_bytes + (0 if self._load is None else self._load.num_bytes)) / rate
+        return (num_bytes + (0 if self._load is None else self._num_bytes(self._load.part))) / rate
 
     def _begin_load(self) -> tuple[Extent, ...]:
         """Begin the oldest load that there is room for."""
@@ -403,8 +404,7 @@ class DiskTier:
             if self.kv.states is not None:
                 snapshot = self.kv.states.hold_snapshot()
                 extents.append(self._state(holder, found.end, snapshot))
-            num_bytes = self._num_bytes(found)
-            self._load = _Load(self._num_loads, seq, holder, found, num_bytes, snapshot, self._clock())
+            self._load = _Load(self._num_loads, seq, holder, found, snapshot, self._clock())
             return tuple(extents)
         return ()
 
@@ -412,12 +412,12 @@ class DiskTier:
         """Take in a load that has ended, and give up one that has become slower than computing."""
         progress = self.board.progress(load.number)
         if progress.has_ended:
-            num_tokens = min(load.range.start + progress.num_loaded * self.grain, load.range.end)
+            num_tokens = min(load.part.start + progress.num_loaded * self.grain, load.part.end)
             self.kv.fill(load.holder, num_tokens)
-            self.num_loaded_tokens += num_tokens - load.range.start
+            self.num_loaded_tokens += num_tokens - load.part.start
             has_failed = self._snapshots is not None and not self._fill_snapshot(load, progress.num_loaded)
             if load.seq is not None and has_failed:
-                load.seq.num_loadable_tokens = min(num_tokens, load.range.end - 1)
+                load.seq.num_loadable_tokens = min(num_tokens, load.part.end - 1)
                 self._waiting.appendleft(load.seq)
             elif load.seq is not None:
                 self._ready.append(load.seq)
@@ -430,8 +430,8 @@ class DiskTier:
     def _fill_snapshot(self, load: _Load, num_loaded: int) -> bool:
         """Let prompts match the state at a load's end. Returns False if it was not loaded, or what is before it."""
         assert self._snapshots is not None, "no layer is recurrent"
-        is_loaded = num_loaded * self.grain > load.range.end - load.range.start
-        prefix_id = self.kv.pool.prefix_id(load.holder, load.range.end) if is_loaded else None
+        is_loaded = num_loaded * self.grain > load.part.end - load.part.start
+        prefix_id = self.kv.pool.prefix_id(load.holder, load.part.end) if is_loaded else None
         self._snapshots.give_back(load.snapshot, prefix_id)
         self.num_loaded_states += is_loaded
         return is_loaded
@@ -442,7 +442,7 @@ class DiskTier:
         Some extents are being read, and count as loaded. Without its state, at the end, the whole load is of no use.
         """
         elapsed_s = self._clock() - load.begun_s
-        num_known, start, end = load.range
+        num_known, start, end = load.part
         num_left = (end - start) // self.grain - num_loaded
         position = start + num_loaded * self.grain
         if self._snapshots is not None:
