@@ -251,9 +251,11 @@ def test_async_engine_reads_from_disk(reference: Reference, options: dict[str, A
     assert [asyncio.run(cached()) for _ in range(2)] == [0, HIT]
 
 
-def test_two_engines_share_a_path(reference: Reference, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("model", ["reference", "hybrid"])
+def test_two_engines_share_a_path(model: str, options: dict[str, Any], request: pytest.FixtureRequest) -> None:
     """Each finds what the other one stores, while both run."""
-    with LLM(reference.directory, **options) as first, LLM(reference.directory, **options) as second:
+    directory = request.getfixturevalue(model).directory
+    with LLM(directory, **options) as first, LLM(directory, **options) as second:
         ask(first, DOCUMENT)
         wait_until_stored(first)
         second.runner._disk.store.refresh()  # as its thread does every two seconds
