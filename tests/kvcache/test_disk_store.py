@@ -348,3 +348,10 @@ def test_remove_extents_leaves_what_is_not_ours(store: DiskStore, extent: Extent
     assert store.total_bytes == 0
     with pytest.raises(ConfigError, match="is not a folder with KV"):
         remove_extents(store.path / "nowhere")
+
+
+def test_files_of_an_older_format_count_and_can_be_removed(store: DiskStore) -> None:
+    """Their names were shorter. Nobody reads them any more, so they must not stay for ever."""
+    (store.folder / f"{'ab' * 20}.kv").write_bytes(bytes(100))
+    assert list_extents(store.path).num_bytes == 100
+    assert remove_extents(store.path) == (1, 100)
