@@ -56,7 +56,7 @@ class Files:
         caches = [torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16) for _ in range(2)]
         pool = KVPool(spec, caches[0], caches[1], ImmediateStreams())
         self.num_bytes = num_blocks * pool.extent_bytes
-        self._store = DiskStore(path, 2 * self.num_bytes + 2**30, pool.extent_bytes, {}, "benchmark")
+        self._store = DiskStore(path, 2 * self.num_bytes + 2**30, pool.least_bytes, {}, "benchmark")
         self._board = DiskBoard(1, num_blocks)
         self._worker = DiskWorker(self._store, pool, self._board, 0)
         keys = [i.to_bytes(KEY_BYTES, "little") for i in range(num_blocks)]

@@ -55,6 +55,7 @@ def arguments(model: str, **options: Any) -> argparse.Namespace:
     return argparse.Namespace(**({"model": model, "cpu_memory_gb": None, "quantization": None} | defaults | options))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("made")
 @pytest.mark.parametrize(("drafter", "num_gpu_blocks"), [("resident", 3), ("shadow", 3), ("prompt_lookup", 0)])
 def test_bench_speculation_the_oracle_changes_no_token(
@@ -90,6 +91,7 @@ def test_oracle_errs_with_the_given_probability() -> None:
     assert drafting.guess(seq, 7) == Guesses((5,) * 7, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("made")
 @pytest.mark.parametrize("one_prompt", [False, True])
 def test_bench_offload_has_every_figure_its_targets_read(model: str, one_prompt: bool) -> None:
@@ -106,6 +108,7 @@ def test_bench_offload_has_every_figure_its_targets_read(model: str, one_prompt:
             target.value(*[result | added_by_main for _ in target.jobs])
 
 
+@pytest.mark.slow
 def test_bench_offload_pool_and_batch_are_passed_on(model: str, made: list[dict[str, Any]]) -> None:
     args = arguments(model, cpu_memory_gb=0.01, one_prompt=True)
     result = bench_offload.bench_offload(args, CEILINGS, CONTEXT, args.num_gpu_blocks, "auto")

@@ -232,6 +232,7 @@ def test_document_is_read_once_and_later_questions_start_sooner(bench: Any) -> N
     check_targets("serve-document", result)
 
 
+@pytest.mark.slow
 def test_interference_watches_streams_before_and_during_a_long_prompt(bench: Any) -> None:
     server = FakeServer(token_s=0.01, prompt_token_s=0.0004)
     argv = ("--document-tokens", "2000", "--short-after-s", "0.05", "--short-requests", "3")
@@ -244,6 +245,7 @@ def test_interference_watches_streams_before_and_during_a_long_prompt(bench: Any
     check_targets("serve-interference", result)
 
 
+@pytest.mark.slow
 def test_idle_connections_are_open_beside_the_streams(bench: Any) -> None:
     server = FakeServer(token_s=0.01)
     with ServerThread(server):

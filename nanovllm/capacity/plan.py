@@ -15,8 +15,8 @@ from nanovllm.capacity import costs
 from nanovllm.capacity.costs import DeviceMemory, device_memory
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.checkpoint.model_config import ModelConfig, RecurrentConfig
-from nanovllm.config import GPU_RESERVE_BYTES, Config
-from nanovllm.core.disk_moves import document_disk_bytes
+from nanovllm.config import BLOCK_SIZE_STEP, GPU_RESERVE_BYTES, Config
+from nanovllm.core.disk_moves import document_disk_bytes, num_document_states
 from nanovllm.core.kv_spec import (
     SNAPSHOT_TOKENS,
     KVCacheSizes,
@@ -126,9 +126,21 @@ class CapacityPlan:
         return self.num_cpu_blocks * self.spec.block_bytes * self.config.tensor_parallel_size
 
     @property
+    def num_disk_states(self) -> int:
+        """States of recurrent layers that a document of `context` tokens leaves on disk."""
+        return 0 if self.spec.states is None else num_document_states(self.context, self._grain)
+
+    @property
     def disk_bytes(self) -> int:
         """Size on disk of a document of `context` tokens, on all ranks."""
-        return document_disk_bytes(self.context, self.kv_bytes_per_token) * self.config.tensor_parallel_size
+        state_bytes = 0 if self.spec.states is None else self.spec.states.state_bytes
+        of_rank = document_disk_bytes(self.context, self.kv_bytes_per_token, state_bytes, self._grain)
+        return of_rank * self.config.tensor_parallel_size
+
+    @property
+    def _grain(self) -> int:
+        """Tokens that prefix hits are counted in."""
+        return BLOCK_SIZE_STEP if self.config.enable_cpu_offload else self.config.block_size
 
     @property
     def fits_host(self) -> bool:
@@ -308,24 +320,20 @@ def _check_recurrent(config: Config, recurrent: RecurrentConfig) -> None:
             f"the {recurrent.num_key_heads} key heads and {recurrent.num_value_heads} value heads of recurrent layers "
             f"are not divisible by tensor_parallel_size={tp}; choose a divisor of both"
         )
-    if config.kv_disk_path is not None:
-        raise ConfigError(
-            f"kv_disk_path={config.kv_disk_path!r} keeps KV alone, but this model has recurrent layers, whose states "
-            "would be missing after a restart; leave kv_disk_path out"
-        )
 
 
 def _num_snapshots(config: Config, machine: Machine, spec: KVCacheSpec, num_blocks: int) -> int:
     """Number of states that are kept in CPU memory: for every SNAPSHOT_TOKENS tokens of a cache of `num_blocks`, and
     for the ends of NUM_KEPT_PROMPTS prompts, as far as there is room beside the CPU pool. They take at most
-    MAX_SNAPSHOT_BYTES, or an eighth of that pool if that is more.
+    MAX_SNAPSHOT_BYTES, or an eighth of that pool if that is more. While one is read from disk, another one is left.
     """
     if spec.states is None or not config.enable_prefix_caching:
         return 0
     pool_bytes = num_blocks * spec.block_bytes if config.enable_cpu_offload else 0
     host_bytes = int(machine.host_bytes * MAX_SNAPSHOT_SHARE) // config.tensor_parallel_size - pool_bytes
     most = min(max(MAX_SNAPSHOT_BYTES, pool_bytes // 8), host_bytes) // spec.states.slot_bytes
-    return max(1, min(num_blocks * spec.block_size // SNAPSHOT_TOKENS + NUM_KEPT_PROMPTS, most))
+    least = 1 if config.kv_disk_path is None else 2
+    return max(least, min(num_blocks * spec.block_size // SNAPSHOT_TOKENS + NUM_KEPT_PROMPTS, most))
 
 
 def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, limit: int) -> int:
@@ -495,6 +503,8 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         rows.append(("snapshots", format_bytes(plan.snapshot_bytes), remark))
     if disk_limit := plan.config.disk_bytes:
         remark = f"a document of {plan.context:,} tokens"
+        if plan.num_disk_states:
+            remark += f" with {plan.num_disk_states} state{'s' * (plan.num_disk_states > 1)}"
         if plan.disk_bytes:
             remark += f"; there is room for {disk_limit // plan.disk_bytes:,} in {format_bytes(disk_limit)}"
         rows.append(("on disk", format_bytes(plan.disk_bytes), remark))

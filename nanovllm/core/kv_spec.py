@@ -49,9 +49,14 @@ class StateSpec:
         return self.num_layers * self.max_guesses * self.input_size * self.itemsize
 
     @property
+    def state_bytes(self) -> int:
+        """Size of a state alone, as on disk."""
+        return self.conv_bytes + self.matrix_bytes
+
+    @property
     def slot_bytes(self) -> int:
         """Size of a slot, and of a snapshot."""
-        return self.conv_bytes + self.matrix_bytes + self.pending_bytes
+        return self.state_bytes + self.pending_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from nanovllm.capacity.fit import CONTEXTS, SETTINGS, fit_table, fits
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import make_plan
@@ -48,6 +50,7 @@ def test_fit_table_names_bounds_as_projected_and_says_when_nothing_runs() -> Non
     assert "unknown" in fit_table(unknown, fits(unknown, ["qwen3-8b"], context=32768))
 
 
+@pytest.mark.slow
 def test_tables_in_the_documents_are_what_plan_computes() -> None:
     """`make docs` writes them."""
     for name in ("README.md", "docs/planning.md"):

@@ -82,6 +82,7 @@ def nanovllm(hub: Hub, cache: Path, *args: str) -> subprocess.CompletedProcess[s
     return subprocess.run([sys.executable, "-m", "nanovllm", *args], cwd=ROOT, env=env, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_plan_of_a_hub_name_fetches_config_json_and_nothing_else(hub: Hub, tmp_path: Path) -> None:
     """B1: `plan`, which loads nothing, downloaded all weights."""
     done = nanovllm(hub, tmp_path / "cache", "plan", "--model", NAME, "--context", "100", "--host-memory-gb", "8")

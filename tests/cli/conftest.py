@@ -2,12 +2,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from private_cache import use_private_cache
 
 
 @pytest.fixture(scope="module")
 def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty cache, for a whole module, because the first engine compiles a kernel there."""
+    """A cache without the built-in model, for a whole module."""
     with pytest.MonkeyPatch.context() as patch:
         directory = tmp_path_factory.mktemp("cache")
-        patch.setenv("XDG_CACHE_HOME", str(directory))
+        use_private_cache(patch, directory)
         yield directory

@@ -190,6 +190,7 @@ class Terminal:
             os.close(self._keyboard)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_chat_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_program(device: str) -> None:
     terminal = Terminal(device)

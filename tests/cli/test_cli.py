@@ -330,6 +330,7 @@ def test_generate_output_that_is_closed_ends_it_quietly(
     assert "Traceback" not in errors and "Exception" not in errors
 
 
+@pytest.mark.slow
 def test_plan_output_that_is_closed_ends_it_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where the output is written when the program ends."""
     monkeypatch.setenv("PYTHONUNBUFFERED", "")
@@ -528,6 +529,7 @@ def test_plan_on_the_cpu_has_no_bounds(model: str, capsys: pytest.CaptureFixture
     assert "tok/s" not in out and "7  full" in out and "6 missing" in out
 
 
+@pytest.mark.slow
 def test_generate_interrupted_exits_130_without_traceback(model: str, tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text(build_haystack(20000, 0.3, PASSKEY))

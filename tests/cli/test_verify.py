@@ -1,7 +1,6 @@
 """`nanovllm verify`: that sound paths agree, and that a block which is lost does not go unnoticed."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +16,8 @@ from nanovllm.engine.setup import Internals
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import ImmediateStreams
 
+pytestmark = pytest.mark.usefixtures("cache_directory")
 SMALL = ["--num-tokens", "2048", "--device", "cpu"]
-
-
-@pytest.fixture(autouse=True)
-def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +58,8 @@ def test_verify_sound_paths_agree(dtype: str, capsys: pytest.CaptureFixture[str]
     assert report["bound_logprob"] == 0.002 if dtype == "float32" else 0.01 < report["bound_logprob"] < 0.1
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_verify_a_lost_block_is_found(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Only one of the answers reads the block, whose loss changed log-probabilities by 0.12, but no token: verify had
     looked at nothing but tokens in fp32.

@@ -299,6 +299,7 @@ def test_torch_kernel_close_that_raises_has_closed_every_server(failing: Case) -
     kernel.close()
 
 
+@pytest.mark.slow
 def test_forked_process_ends_although_it_has_no_threads() -> None:
     """Its copy of the kernel and of the server is closed at exit, too, without waiting for threads."""
     code = """

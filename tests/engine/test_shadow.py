@@ -78,7 +78,7 @@ def test_a_prefix_hit_finds_its_pages_or_fills_them(reference: Reference, exact_
     assert sum(fills[0]) == 5 and sum(fills[1]) == 0 and sum(fills[2]) == 6 and fills[3][1] >= 3
 
 
-@pytest.mark.parametrize("bits", SHADOW_BITS)
+@pytest.mark.parametrize("bits", [4, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (3, 2))])
 def test_drafts_of_a_model_that_pays_attention_are_right(tmp_path: Path, bits: int) -> None:
     """It copies a text from far back."""
     passkey = "q7m2x9kd4tzb0wy6"
@@ -99,7 +99,7 @@ class Garbage:
         return torch.randint(-(2**31), 2**31 - 1, (k_PKD.shape[1], spec.head_words), dtype=torch.int32)
 
 
-@pytest.mark.parametrize("num_gpu_blocks", [None, 3])
+@pytest.mark.parametrize("num_gpu_blocks", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_garbage_in_the_shadow_costs_time_and_no_token(
     reference: Reference, monkeypatch: pytest.MonkeyPatch, num_gpu_blocks: int | None
 ) -> None:

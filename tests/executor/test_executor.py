@@ -207,6 +207,7 @@ def test_executors_beside_each_other_share_threads_and_end_apart(
     assert executor.call(EchoRunner.collectives)[0] == [3.0]
 
 
+@pytest.mark.slow
 def test_call_worker_raises_is_reported_with_its_traceback() -> None:
     executor = two_ranks()
     (worker,) = worker_pids_of(executor)
@@ -230,6 +231,7 @@ def test_call_worker_ends_inside_a_collective_raises_and_so_does_every_later_cal
     assert time.monotonic() - start < NOTICED_WITHIN_S
 
 
+@pytest.mark.slow
 def test_factory_fails_on_a_worker_raises_and_leaves_nothing() -> None:
     before = multiprocessing.active_children()
     with pytest.raises(WorkerDiedError, match=r"rank 1 failed:\n(.*\n)*.*no memory on rank 1"):
@@ -258,6 +260,7 @@ def start_script(tmp_path: Path, then: str) -> tuple[subprocess.Popen[str], int]
     return process, int(process.stdout.readline())
 
 
+@pytest.mark.slow
 def test_parent_killed_leaves_no_worker(tmp_path: Path) -> None:
     """The worker is busy, so it does not see the end of its control pipe."""
     process, worker = start_script(tmp_path, "executor.call(EchoRunner.nap_on_worker, 60); time.sleep(60)")

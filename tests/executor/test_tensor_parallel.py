@@ -46,6 +46,7 @@ def test_two_ranks_give_the_logits_of_transformers(
     assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_two_ranks_edit_and_score_as_one_does(reference: Reference) -> None:
     params = SamplingParams(
         max_tokens=8, seed=1, ignore_eos=True, repetition_penalty=1.3, min_tokens=3, logprobs=2, prompt_logprobs=1
@@ -64,6 +65,7 @@ def test_two_ranks_edit_and_score_as_one_does(reference: Reference) -> None:
                 assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_killed_worker_is_an_error_within_seconds_and_leaves_nothing(reference: Reference) -> None:
     llm = LLM(str(reference.directory), device="cpu", **TWO_RANKS, **cache_options(3))
     (worker,) = worker_pids_of(llm.engine.executor)
@@ -83,6 +85,7 @@ def test_killed_worker_is_an_error_within_seconds_and_leaves_nothing(reference: 
     assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_interrupted_generate_leaves_two_ranks_usable(reference: Reference) -> None:
     """Ctrl-C reaches the whole terminal: the worker gets the signal too."""
     with LLM(str(reference.directory), device="cpu", **TWO_RANKS, **cache_options(3)) as llm:

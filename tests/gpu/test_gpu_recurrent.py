@@ -20,12 +20,6 @@ PROMPTS = prompts_of(3 * BLOCK - 5, 40, BLOCK - 3, 2 * BLOCK)
 CACHES = pytest.mark.parametrize("num_gpu_blocks", [None, 3], ids=["all-GPU", "streamed"])
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    directory = tmp_path_factory.mktemp("hybrid")
-    return Reference(write_tiny_model(directory, "qwen3_5", num_layers=4, max_position_embeddings=8192))
-
-
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @CACHES
 def test_everything_at_once(hybrid: Reference, num_gpu_blocks: int | None, enforce_eager: bool) -> None:

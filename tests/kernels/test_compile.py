@@ -9,7 +9,7 @@ import importlib
 import itertools
 import os
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -48,11 +48,12 @@ PAGE = 256
 PARKED_VALUES = 2  # that a loop may spill: ptxas does so to stay at a round number of registers
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GROUPS = [(8, 8), (16, 8), (32, 8), (64, 8)]  # query heads, kv heads: 1, 2, 4 and 8 that share keys
-# The target with the least shared memory stands for all of them in `make test`
-marks = {name: [pytest.mark.slow] if name != "8.6" else [] for name in KNOWN_TARGETS}
-targets = pytest.mark.parametrize(
-    "target", [pytest.param(target, id=name, marks=marks[name]) for name, target in KNOWN_TARGETS.items()]
-)
+targets = pytest.mark.parametrize("target", KNOWN_TARGETS.values(), ids=KNOWN_TARGETS.keys())
+
+
+def rotating(number: int) -> KernelTarget:
+    """The target of a test's choice `number`: all choices for all targets would take hours."""
+    return list(KNOWN_TARGETS.values())[number % len(KNOWN_TARGETS)]
 
 
 def kernel_names() -> set[str]:
@@ -151,30 +152,53 @@ def launch_layers(hidden_size: int, vocab_size: int, dtype: torch.dtype) -> None
     sampler.sample_tokens(logit_edits.edit_logits(logits, edits, ids), params)
 
 
-def launch_packed(size: int, dtype: torch.dtype) -> None:
-    """Every kind of packed weight [256, size], all of it and as two experts."""
+PACKED_KINDS: dict[str, Callable[[int, torch.dtype], packed_linear.Packed]] = {
+    "plain": lambda size, dtype: packed_linear.Packed(torch.zeros(256, size, dtype=dtype)),
+    "int4": lambda size, _: packed_linear.Packed(*packed_words(size, 4), packed_linear.INT4.value, FP16),
+    "int4 in groups of 32": lambda size, _: packed_linear.Packed(
+        *packed_words(size, 4), packed_linear.INT4.value, BF16, group_size=32
+    ),
+    "int4 by row": lambda size, _: packed_linear.Packed(
+        *packed_words(size, 4), packed_linear.INT4.value, FP16, 1, size
+    ),
+    "int8": lambda size, _: packed_linear.Packed(*packed_words(size, 8), packed_linear.INT8.value, FP16),
+    "fp8": lambda size, _: packed_linear.Packed(*fp8_words(size), packed_linear.E4M3.value, None, 128, 128),
+    "fp8 by row": lambda size, _: packed_linear.Packed(*fp8_words(size), packed_linear.E4M3.value, None, 1, size),
+}
+
+
+def packed_words(size: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    words, scales = torch.zeros(256, size * bits // 32, dtype=torch.int32), torch.zeros(size // 32, 256)
+    return words, scales.int()
+
+
+def fp8_words(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    words, scales = packed_words(size, 8)
+    return words, scales.float()
+
+
+def launch_packed(
+    kind: str,
+    size: int,
+    dtype: torch.dtype,
+    gates: tuple[bool, ...] = (False, True),
+    rows: tuple[int, ...] = (1, 16, 64),
+    tiles: tuple[int, ...] = (16, 32, 64, 128),
+) -> None:
+    """A packed weight [256, size], all of it and as two experts."""
+    weight = PACKED_KINDS[kind](size, dtype)
     x, experts = torch.zeros(64, size, dtype=dtype), torch.zeros(1, 2, dtype=torch.int64)
-    words, scales = torch.zeros(256, size // 4, dtype=torch.int32), torch.zeros(size // 32, 256, dtype=torch.int32)
-    for weight in (
-        packed_linear.Packed(torch.zeros(256, size, dtype=dtype)),
-        packed_linear.Packed(words[:, : size // 8], scales, packed_linear.INT4.value, torch.float16),
-        packed_linear.Packed(words[:, : size // 8], scales, packed_linear.INT4.value, torch.bfloat16, group_size=32),
-        packed_linear.Packed(words[:, : size // 8], scales, packed_linear.INT4.value, torch.float16, 1, size),
-        packed_linear.Packed(words, scales, packed_linear.INT8.value, torch.float16),
-        packed_linear.Packed(words, scales.float(), packed_linear.E4M3.value, None, 128, 128),
-        packed_linear.Packed(words, scales.float(), packed_linear.E4M3.value, None, 1, size),
-    ):
-        for gated in (False, True):
-            for rows in (1, 16, 64):
-                packed_linear.products(x[:rows], weight, gated=gated)
-            packed_linear.products(x[:1], weight, gated=gated, experts=experts, num_experts=2)
-            for block_m in (16, 32, 64, 128):
-                routing = packed_linear.route(experts, 2, block_m)
-                packed_linear.products(x[:1], weight, gated=gated, routing=routing, factors=torch.zeros(2))
-        if dtype != FP32:
-            packed_linear.sum_of_experts(x[:2], weight, experts, 2, torch.zeros(1, 2))
-        if weight.scales is not None:
-            packed_linear.unpack(weight, 0, torch.zeros(256, size, dtype=dtype))
+    for gated in gates:
+        for num_rows in rows:
+            packed_linear.products(x[:num_rows], weight, gated=gated)
+        packed_linear.products(x[:1], weight, gated=gated, experts=experts, num_experts=2)
+        for block_m in tiles:
+            routing = packed_linear.route(experts, 2, block_m)
+            packed_linear.products(x[:1], weight, gated=gated, routing=routing, factors=torch.zeros(2))
+    if dtype != FP32:
+        packed_linear.sum_of_experts(x[:2], weight, experts, 2, torch.zeros(1, 2))
+    if weight.scales is not None:
+        packed_linear.unpack(weight, 0, torch.zeros(256, size, dtype=dtype))
 
 
 def launch_shadow(head_dim: int, dtype: torch.dtype, bits: int) -> None:
@@ -245,6 +269,22 @@ def check(compiled: list[Compiled], target: KernelTarget) -> None:
     assert not found, "\n".join(found)
 
 
+def test_every_kernel_fits_the_least_shared_memory() -> None:
+    """One launch or a few of each kernel, for the first tier."""
+    with compiling_for(target := KNOWN_TARGETS["8.6"]) as compiled:
+        launch_prefill(128, BF16, 64, causal=True, heads=(16, 8), num_splits=5)
+        launch_decode(128, BF16, num_splits=8, heads=(16, 8), max_query_len=16)
+        launch_rotary(128, BF16, num_tokens=1, normed=True, heads=(16, 8))
+        launch_merge(128, BF16, num_tokens=16)
+        launch_layers(4096, 151936, BF16)
+        launch_packed("int4", 4096, BF16, gates=(False,), rows=(1,), tiles=(128,))
+        launch_shadow(128, BF16, bits=4)
+        launch_delta_net((16, 32), 128, 128, BF16)
+    assert {kernel.name for kernel in compiled} == kernel_names()
+    check(compiled, target)
+
+
+@pytest.mark.slow
 @targets
 def test_every_kernel_fits_at_common_shapes(target: KernelTarget) -> None:
     """Head dim 128 in bf16 (Qwen3, Llama 3), and everything else that a step runs."""
@@ -259,7 +299,8 @@ def test_every_kernel_fits_at_common_shapes(target: KernelTarget) -> None:
         launch_rotary(128, BF16, num_tokens=1, normed=True, heads=(16, 8))
         launch_merge(128, BF16, num_tokens=16)
         launch_layers(4096, 151936, BF16)
-        launch_packed(4096, BF16)
+        for kind in ("int4", "fp8"):
+            launch_packed(kind, 4096, BF16, gates=(False,), rows=(1, 64), tiles=(128,))
         launch_shadow(128, BF16, bits=4)
         launch_delta_net((16, 32), 128, 128, BF16)
     assert {kernel.name for kernel in compiled} == kernel_names()
@@ -268,6 +309,7 @@ def test_every_kernel_fits_at_common_shapes(target: KernelTarget) -> None:
     assert uses_pdl == {target.has_dependent_launches}
 
 
+@pytest.mark.slow
 @targets
 def test_sorted_experts_in_fp32_fit(target: KernelTarget) -> None:
     """Regression: with the tiles of 16 bits they asked for more shared memory than any GPU has."""
@@ -300,12 +342,14 @@ def launch_everything(head_dim: int, dtype: torch.dtype) -> None:
             launch_rotary(head_dim, dtype, num_tokens, normed, heads=(32, 8))
 
 
+OTHER_SHAPES = [(64, BF16), (80, BF16), (256, BF16), (128, FP32), (256, FP32)]
+
+
 @pytest.mark.slow
-@targets
-@pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(64, BF16), (80, BF16), (256, BF16), (128, FP32), (256, FP32)], ids=str
-)
-def test_prefill_and_decode_fit_at_other_shapes(target: KernelTarget, head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("number", range(2 * len(OTHER_SHAPES)))
+def test_prefill_and_decode_fit_at_other_shapes(number: int) -> None:
+    """Each on two targets."""
+    (head_dim, dtype), target = OTHER_SHAPES[number % len(OTHER_SHAPES)], rotating(number)
     with compiling_for(target) as compiled:
         launch_prefill(head_dim, dtype, max_query_len=4096, causal=True, heads=(28, 4))
         launch_prefill(head_dim, dtype, max_query_len=64, causal=False, heads=(28, 4), num_splits=5)
@@ -343,46 +387,46 @@ SHADOW_CHOICES = [
     if head_dim >= 64 and head_dim != 160  # in 2 and 3 bits some targets spill, because 160 is padded to 256
     for j in range(2)
 ]
-CHOICES = [(128, FP16), *itertools.product(HEAD_DIMS, (BF16, FP32))]
+CHOICES = [(128, FP16), *((head_dim, BF16) for head_dim in HEAD_DIMS), *((head_dim, FP32) for head_dim in (64, 160))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CHOICES)))
 def test_every_choice_fits(number: int) -> None:
-    """Each head dim and dtype on two of the six targets, which rotate; all pairs take 25 minutes."""
-    head_dim, dtype = CHOICES[number]
-    targets = list(KNOWN_TARGETS.values())
-    for target in (targets[number % 6], targets[(number // 2 + 3) % 6]):
-        with compiling_for(target) as compiled:
-            launch_everything(head_dim, dtype)
-        check(compiled, target)
+    """Each head dim and dtype on one target."""
+    (head_dim, dtype), target = CHOICES[number], rotating(number)
+    with compiling_for(target) as compiled:
+        launch_everything(head_dim, dtype)
+    check(compiled, target)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SHADOW_CHOICES)))
 def test_shadow_kernels_fit(number: int) -> None:
-    """Each head dim with two of the three numbers of bits, on targets that rotate."""
-    target = list(KNOWN_TARGETS.values())[number % 6]
-    with compiling_for(target) as compiled:
+    """Each head dim with two of the three numbers of bits."""
+    with compiling_for(target := rotating(number)) as compiled:
         launch_shadow(*SHADOW_CHOICES[number])
     check(compiled, target)
 
 
 @pytest.mark.slow
-@targets
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_delta_net_fits_at_other_shapes(target: KernelTarget, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("number", range(len(PACKED_KINDS)))
+def test_packed_products_fit(number: int) -> None:
+    """Each kind of weight with all tiles, on one target."""
+    kind, target = list(PACKED_KINDS)[number], rotating(number)
     with compiling_for(target) as compiled:
-        for heads, key_dim, value_dim in (((16, 48), 128, 128), ((2, 4), 64, 128), ((2, 4), 16, 16)):
-            launch_delta_net(heads, key_dim, value_dim, dtype)
+        launch_packed(kind, 4096, BF16)
     check(compiled, target)
 
 
 @pytest.mark.slow
-@targets
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_layer_kernels_fit_at_every_width(target: KernelTarget, dtype: torch.dtype) -> None:
-    with compiling_for(target) as compiled:
+@pytest.mark.parametrize("number", range(6))
+def test_delta_nets_and_layers_fit_at_other_shapes(number: int) -> None:
+    """Each dtype on two targets."""
+    dtype = (BF16, FP16, FP32)[number % 3]
+    with compiling_for(target := rotating(number)) as compiled:
+        for heads, key_dim, value_dim in (((16, 48), 128, 128), ((2, 4), 64, 128), ((2, 4), 16, 16)):
+            launch_delta_net(heads, key_dim, value_dim, dtype)
         for hidden_size in (64, 896, 1024, 3584, 8192, 12288):
             launch_layers(hidden_size, 32000, dtype)
         launch_layers(1024, 262144, dtype)

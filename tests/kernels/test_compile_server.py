@@ -230,6 +230,7 @@ def test_cached_kernels_do_not_wait_for_the_server(server: CompileServer) -> Non
         os.kill(server.pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_kernel_that_two_ranks_need_is_compiled_once(server: CompileServer, cache: Path) -> None:
     class Recorder(CompileServer):
         def __init__(self) -> None:
@@ -273,6 +274,7 @@ def test_server_killed_kernels_are_compiled_here(server: CompileServer, imports:
     assert len(found) > 8 and not all(found.values())
 
 
+@pytest.mark.slow
 def test_worker_killed_kernel_is_compiled_here(server: CompileServer) -> None:
     def kill() -> None:
         wait_until(lambda: len(processes_of(server.pid)) > 1)

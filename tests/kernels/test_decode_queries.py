@@ -75,6 +75,7 @@ def test_few_queries_match_naive(device, heads, head_dim, page, dtype, num_split
     assert_as_good_as_plain_torch(got, case, head_dim**-0.5)
 
 
+@pytest.mark.slow
 @on_device
 @pytest.mark.parametrize("num_queries", [2, 5, 16])
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 5])
@@ -114,6 +115,7 @@ def test_at_most_one_query_each_matches_naive(device, num_splits):
     assert_as_good_as_plain_torch(decode(case, 0.2, num_splits), case, 0.2)
 
 
+@pytest.mark.slow
 @on_device
 def test_few_queries_strided_and_other_heads_hidden(device):
     """q is a view of the qkv product; heads are narrower than a tile, and the keys of the second kv head are NaN."""
@@ -131,6 +133,7 @@ def first_heads(part: PartialAttention, num_heads: int) -> PartialAttention:
     return PartialAttention(part.out_THD[:, :num_heads], part.lse_HT[:num_heads])
 
 
+@pytest.mark.slow
 @on_device
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(

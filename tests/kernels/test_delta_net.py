@@ -160,6 +160,7 @@ def test_chunks_of_several_lengths_with_saves(device: str, sizes: tuple[int, ...
         check(Case(sizes, rows, dtype, device), delta_net, (*numbers[2], 4, 5))
 
 
+@pytest.mark.slow
 @on_device
 def test_similar_keys_are_solved_exactly(device: str) -> None:
     """Tokens that all write to the same place: the triangular matrix is as far from 1 as it can be."""

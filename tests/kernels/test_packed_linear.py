@@ -162,6 +162,7 @@ def test_products_with_the_chosen_experts(device: str, kind: str) -> None:
         assert_close(tiles.view(exact.shape), x, values, exact * factors.view(num_inputs, num_chosen, 1).double())
 
 
+@pytest.mark.slow
 @on_device
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_over_the_chosen_experts(device: str, kind: str) -> None:
@@ -262,6 +263,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.slow
 @on_device
 @pytest.mark.parametrize("name", FORMATS)
 def test_packed_weight_has_the_values_that_were_stored(device: str, name: str) -> None:

@@ -93,6 +93,7 @@ def test_small_linear_and_gate_up_as_good_as_plain_torch(
     check_linear(kernels.small_linear(x, weight, bias), x, weight, bias)
 
 
+@pytest.mark.slow
 @on_device
 @pytest.mark.parametrize("tile", TILES)
 def test_small_linear_any_tile_as_good_as_plain_torch(device: str, tile: tuple[int, int, int]) -> None:
@@ -104,6 +105,7 @@ def test_small_linear_any_tile_as_good_as_plain_torch(device: str, tile: tuple[i
     check_gate_up(small_gate_up(x, weight, bias, Tile(*tile)), x, weight, bias)
 
 
+@pytest.mark.slow
 @on_device
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_small_linear_with_weight_in_fp32_and_x_of_16_bits(device: str, num_rows: int) -> None:

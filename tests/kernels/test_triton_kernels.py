@@ -113,6 +113,7 @@ def test_prefill_splits_match_naive(device, heads, head_dim, page, dtype, num_sp
     assert_as_good_as_plain_torch(PartialAttention(*got), case, head_dim**-0.5)
 
 
+@pytest.mark.slow
 @on_device
 @pytest.mark.parametrize("causal", [True, False])
 def test_attend_short_chunk_with_long_history_shares_keys(device, causal):

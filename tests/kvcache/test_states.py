@@ -142,6 +142,21 @@ def test_a_preempted_sequence_whose_last_block_is_gone_goes_back_to_the_last_sna
     assert sim.scheduler.num_preemptions > 0 and sum(step.position in (0, 8) for step in rows) > 1
 
 
+def test_a_state_that_is_loaded_from_disk_is_not_overwritten_by_one_that_was_to_be_kept() -> None:
+    """Regression: a sequence was preempted and aborted before a step could run, and its snapshot given to a load. The
+    next step then copied the sequence's state over what had been loaded.
+    """
+    sim = simulation(num_snapshots=2)
+    seq = sim.add(DOCUMENT[:9], 9)
+    sim.step()
+    states = sim.kv.states
+    assert states is not None
+    states.pause(seq, -1)
+    states.forget_paused(seq)
+    held = {states.hold_snapshot()}
+    assert not {snapshot for _, snapshot in states.take_flushes()} & held
+
+
 # -- random workloads, and faults that must be noticed ---------------------------------------------------------------
 
 

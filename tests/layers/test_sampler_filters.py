@@ -237,6 +237,7 @@ def test_kernel_redraws_what_plain_torch_redraws(device: str) -> None:
     assert (got == want).float().mean() >= (1 if num_rows < 100 else 0.98)  # logarithms differ in their last bits
 
 
+@pytest.mark.slow
 @needs_triton
 @on_device
 def test_kernel_draws_the_invalid_token_wherever_the_nan_is(device: str) -> None:

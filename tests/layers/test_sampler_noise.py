@@ -111,6 +111,7 @@ if HAS_TRITON:
         tl.store(noise_ptr + row * num_entries + entry, kernel.log2_noise(bits), mask=inside)
 
 
+@pytest.mark.slow
 @needs_triton
 @on_device
 def test_kernel_hashes_the_bits_of_plain_torch(device: str) -> None:

@@ -253,14 +253,10 @@ class FirstComeScheduler(Scheduler):
             self._step.place(self.kv, seq, min(seq.num_uncomputed_tokens, self._step.budget))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "max_step_s", "most"),
-    [
-        pytest.param((100, 1024), None, 1.02, marks=pytest.mark.slow),
-        ((100, 1024), 0.2, 1.02),
-        pytest.param((100, 20_000), None, 1.02, marks=pytest.mark.slow),
-        pytest.param((100, 20_000), 0.2, 1.5, marks=pytest.mark.slow),
-    ],
+    [((100, 1024), None, 1.02), ((100, 1024), 0.2, 1.02), ((100, 20_000), None, 1.02), ((100, 20_000), 0.2, 1.5)],
 )
 def test_throughput_of_256_waiting_requests_is_that_of_first_come_first_served(
     lengths: tuple[int, int], max_step_s: float | None, most: float

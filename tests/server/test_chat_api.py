@@ -178,8 +178,8 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
     ("choice", "parallel", "names"),
     [
         ("required", True, {"weather", 'say "hi"'}),
-        ("required", False, {"weather", 'say "hi"'}),
-        ({"type": "function", "function": {"name": "weather"}}, True, {"weather"}),
+        pytest.param("required", False, {"weather", 'say "hi"'}, marks=pytest.mark.slow),
+        pytest.param({"type": "function", "function": {"name": "weather"}}, True, {"weather"}, marks=pytest.mark.slow),
     ],
 )
 def test_chat_answer_that_must_be_a_call_is_one(

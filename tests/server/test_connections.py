@@ -123,6 +123,7 @@ def num_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.slow
 def test_hundreds_of_idle_and_slow_connections_harm_no_stream(engine: AsyncLLM) -> None:
     app = make_app(engine, OPTIONS)
     with limited_server(app, ConnectionLimits(60, 60, ENOUGH_FILES)) as address, ExitStack() as connections:
@@ -286,6 +287,7 @@ def test_client_that_does_not_read_holds_up_nobody(tiny: tuple[AsyncLLM, str]) -
     wait_until_idle(engine)
 
 
+@pytest.mark.slow
 def test_client_that_reads_late_gets_the_whole_answer(tiny: tuple[AsyncLLM, str]) -> None:
     engine, url = tiny
     body = ENDLESS | {"stream": True, "n": 4, "max_tokens": 400}

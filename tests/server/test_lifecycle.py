@@ -181,6 +181,7 @@ def port() -> Iterator[int]:
         yield reserved.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_port_that_a_rival_takes_during_the_load_is_named(retrieval_model: Path, tmp_path: Path, port: int) -> None:
     """Two sockets may be bound to a port as long as neither listens."""
     change, options = partial(listen_on, port), {"port": port}
@@ -397,6 +398,7 @@ def test_dead_rank_ends_an_idle_server_with_status_1(retrieval_model: Path, tmp_
         assert "rank 1 died" in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_dead_rank_answers_everyone_and_ends_with_status_1(retrieval_model: Path, tmp_path: Path) -> None:
     with server_of_two_ranks(retrieval_model, tmp_path) as (server, pid), clients() as pool:
         started = start_load(server, pool, **ENDLESS)

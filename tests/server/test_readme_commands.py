@@ -36,6 +36,7 @@ def test_third_command_starts_the_server() -> None:
     assert commands[2] == ".venv/bin/nanovllm serve --model demo"
 
 
+@pytest.mark.slow
 def test_openai_package_gets_the_answer_and_the_second_time_from_the_cache(address: str) -> None:
     code = block_of("python", "OpenAI").replace("localhost:8000", address)
     for is_first in (True, False):
