@@ -20,7 +20,6 @@ from benchmarks.common import (
     PromptTimes,
     Work,
     add_model_arguments,
-    config_path,
     lengths_after_short_warm_up,
     measure_ceilings,
     model_of_length,
@@ -35,7 +34,7 @@ from nanovllm.capacity.costs import num_full_blocks, num_missing_blocks
 from nanovllm.core.shadow_spec import SHADOW_BITS
 from nanovllm.utils.arithmetic import ceil_div
 
-ENGINE_FIGURES = (  # of LLM.stats
+ENGINE_FIGURES = (  # names in LLM.stats
     "link_byte_per_s",
     "load_byte_per_s",
     "link_share",
@@ -163,9 +162,7 @@ def bench_transformers(args: argparse.Namespace, max_model_len: int) -> dict[str
     """Measure transformers with the same shapes, random weights, and its offloaded KV cache."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(
-        str(config_path(model_of_length(args.model, max_model_len))), trust_remote_code=False
-    )
+    config = AutoConfig.from_pretrained(model_of_length(args.model, max_model_len), trust_remote_code=False)
     torch.cuda.reset_peak_memory_stats()
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(

@@ -6,16 +6,12 @@ the same length with many; the difference in time is decode. Prefix caching is o
 
 import argparse
 import random
-import shutil
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from bench import NUM_DECODED, NUM_REQUESTS, requests
 from benchmarks.common import add_model_arguments, model_of_length, random_prompt
 from benchmarks.reporting import Samples, report, run_options, versions
-from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ModelConfig
 
 
@@ -29,7 +25,7 @@ class VLLM:
             raise SystemExit(f"bench_vllm.py needs vLLM, which cannot be imported here: {error}") from None
         self._vllm = vllm
         self.engine = vllm.LLM(
-            model=model_directory(args.model, args.max_model_len),
+            model=model_of_length(args.model, args.max_model_len),
             load_format=args.load_format,
             skip_tokenizer_init=True,
             max_model_len=args.max_model_len if args.long else min(args.max_model_len, 4096),
@@ -47,16 +43,6 @@ class VLLM:
         seconds = time.perf_counter() - start_s
         assert [len(output.outputs[0].token_ids) for output in outputs] == max_tokens
         return seconds
-
-
-def model_directory(model: str, max_model_len: int) -> str:
-    """The model as vLLM accepts it: a directory or a hub name, but not a preset."""
-    model = model_of_length(model, max_model_len)
-    if model not in presets():
-        return model
-    directory = Path(tempfile.mkdtemp(prefix=f"{model}-"))
-    shutil.copy(presets()[model], directory / "config.json")
-    return str(directory)
 
 
 def bench_requests(llm: VLLM, vocab_size: int, num_runs: int) -> dict[str, Any]:

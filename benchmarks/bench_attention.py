@@ -40,7 +40,7 @@ class Workload(NamedTuple):
     context_len: int
 
     def rate(self, heads: tuple[int, int], seconds: float) -> tuple[str, float]:
-        """Its rate by what bounds it: TFLOP/s for many queries, TB/s of K and V for a few of each sequence."""
+        """The rate by what bounds the work: TFLOP/s for many queries, TB/s of K and V for a few of each sequence."""
         if self.query_len <= MAX_VERIFIED:
             return "tb_per_s", 2.0 * 2 * self.num_sequences * self.context_len * heads[1] * HEAD_DIM / seconds / 1e12
         visible = self.query_len * (self.context_len - self.query_len) + self.query_len * (self.query_len + 1) / 2
@@ -142,7 +142,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", action="append", choices=sorted(BACKENDS), help="repeat for more")
     parser.add_argument("--block-size", type=int, default=256)
-    parser.add_argument("--order", choices=["adjacent", "random"], default="adjacent", help="of the blocks in a table")
+    parser.add_argument(
+        "--order", choices=["adjacent", "random"], default="adjacent", help="order of the blocks in a table"
+    )
     parser.add_argument("--target", choices=sorted(KNOWN_TARGETS), help="run the kernels for this compute capability")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()

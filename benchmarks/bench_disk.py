@@ -56,7 +56,7 @@ class Files:
         caches = [torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16) for _ in range(2)]
         pool = KVPool(spec, caches[0], caches[1], ImmediateStreams())
         self.num_bytes = num_blocks * pool.extent_bytes
-        self._store = DiskStore(path, 2 * self.num_bytes + 2**30, pool.extent_bytes, {}, "benchmark")
+        self._store = DiskStore(path, 2 * self.num_bytes + 2**30, pool.least_bytes, {}, "benchmark")
         self._board = DiskBoard(1, num_blocks)
         self._worker = DiskWorker(self._store, pool, self._board, 0)
         keys = [i.to_bytes(KEY_BYTES, "little") for i in range(num_blocks)]
@@ -182,12 +182,12 @@ def time_beside(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, required=True, help="a folder to be made, on the disk in question")
-    parser.add_argument("--preset", default="qwen3-0.6b", help="whose KV the files hold")
-    parser.add_argument("--gib", type=float, default=2.0, help="of files")
+    parser.add_argument("--preset", default="qwen3-0.6b", help="model whose KV the files hold")
+    parser.add_argument("--gib", type=float, default=2.0, help="size of the files")
     parser.add_argument("--runs", type=int, default=NUM_RUNS)
     parser.add_argument("--restart", action="store_true", help="time a restarted engine, too")
     parser.add_argument("--beside", action="store_true", help="time prefill and decode while prompts are written, too")
-    parser.add_argument("--model", default="demo", help="of that engine: demo, or a preset with random weights")
+    parser.add_argument("--model", default="demo", help="model of these engines: demo, or a preset with random weights")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--context", type=int, default=40_000)

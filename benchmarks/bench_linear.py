@@ -4,8 +4,8 @@
     python -m benchmarks.bench_linear --tiles --rows 1 16 # every tile of the kernels, to choose the defaults
     python -m benchmarks.bench_linear --experts           # the experts of Qwen3-30B-A3B
 
-A time is that of a call in a graph of calls over copies of the weight, so that the GPU's cache holds none of it. The
-last line is JSON.
+Calls are timed in a graph of calls over copies of the weight, so that the GPU's cache holds none of it. The last line
+is JSON.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def graph_us(calls: Sequence[Callable[[], object]]) -> float:
 def ways(
     x: torch.Tensor, num_experts: int, is_dense: bool, all_tiles: bool
 ) -> Iterator[tuple[str, Callable[[Packed], object]]]:
-    """The ways to multiply `x` by a weight, or by that of the experts chosen for each row."""
+    """The ways to multiply `x` by a weight, or by the weights of the experts chosen for each row."""
     experts = torch.rand(len(x), num_experts, device="cuda").argsort(1)[:, :NUM_CHOSEN].contiguous()
     chosen = {"experts": experts, "num_experts": num_experts} if num_experts > 1 else {}
     if is_dense and num_experts == 1:
@@ -115,7 +115,7 @@ def main() -> None:
                     way: graph_us([partial(call, each) for each in copies])
                     for way, call in ways(x, num_experts, name == "bf16", args.tiles)
                 }
-                share = 1 - (1 - NUM_CHOSEN / num_experts) ** num_inputs if num_experts > 1 else 1.0  # of the experts
+                share = 1 - (1 - NUM_CHOSEN / num_experts) ** num_inputs if num_experts > 1 else 1.0  # chosen experts
                 work = 2 * num_inputs * num_rows * size * (NUM_CHOSEN if num_experts > 1 else 1)
                 bound_us = 1e6 * max(
                     share * num_bytes(weight) / ceilings.memory_byte_per_s, work / ceilings.matmul_flop_per_s

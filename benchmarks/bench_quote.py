@@ -1,6 +1,6 @@
-"""The built-in model quotes a long passage of its prompt, with and without guesses: `python -m benchmarks.bench_quote`.
+"""Times quotes with and without guesses: `python -m benchmarks.bench_quote`.
 
-The retrieval model answers a question about a line that is hidden in source code, as in `nanovllm demo`, but the answer
+The built-in model answers a question about a line that is hidden in source code, as in `nanovllm demo`, but the answer
 has 200 characters, and each is a token. Missing keys come over the link alone, unless --cpu-attention says otherwise.
 """
 

@@ -34,11 +34,11 @@ class Ceilings:
     link_byte_per_s: float  # pinned host memory to device, 8 MiB copies
 
 
-def median_seconds(work: Callable[[], object], num_runs: int = 10) -> float:
-    """Median time of `work` on the current stream, measured with events, after a warm-up."""
+def median_seconds(work: Callable[[], object]) -> float:
+    """Median time of 10 runs of `work` on the current stream, measured with events, after a warm-up."""
     work()
     times = []
-    for _ in range(num_runs):
+    for _ in range(10):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         work()
@@ -86,19 +86,19 @@ class Work:
 
 
 def model_of_length(model: str, max_model_len: int) -> str:
-    """`model`, or a copy of a preset whose config allows `max_model_len` tokens (its weights are random anyway)."""
+    """`model`, or for a preset a directory with its config, which transformers and vLLM read, too.
+
+    The config allows `max_model_len` tokens; a preset's weights are random anyway.
+    """
     config, directory = ModelConfig.from_pretrained(model)
-    if config.max_model_len_limit >= max_model_len or directory is not None:
+    if directory is not None:
         return model
-    data = json.loads(presets()[model].read_text()) | {"max_position_embeddings": max_model_len}
-    copy = Path(tempfile.mkdtemp(prefix=f"{model}-")) / "config.json"
-    copy.write_text(json.dumps(data))
-    return str(copy.parent)
-
-
-def config_path(model: str) -> Path | str:
-    """Return the place that transformers reads the config of `model` from."""
-    return presets().get(model, model)
+    data = json.loads(presets()[model].read_text())
+    if config.max_model_len_limit < max_model_len:
+        data["max_position_embeddings"] = max_model_len
+    copy = Path(tempfile.mkdtemp(prefix=f"{model}-"))
+    (copy / "config.json").write_text(json.dumps(data))
+    return str(copy)
 
 
 def random_prompt(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:

@@ -27,7 +27,7 @@ PROMPT, ANSWER = "The passkey is 4711.\nThe passkey is", " 4711."
 
 
 def run_schemathesis(url: str, seconds: int, flags: Sequence[str]) -> int:
-    """Its exit status: 0 without failures."""
+    """Run it, and return its exit status: 0 without failures."""
     options = ["--checks", ",".join(CHECKS), "--continue-on-failure", "--max-time", str(seconds), "--warnings", "off"]
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", *options, *flags]
     with tempfile.TemporaryDirectory() as directory:  # it writes what it has learned about the server
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=150, help="how long schemathesis runs")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("flags", nargs="*", help="of schemathesis run, after --")
+    parser.add_argument("flags", nargs="*", help="flags of schemathesis run, after --")
     args = parser.parse_args(argv)
 
     with ServerProcess(SERVER) as server:

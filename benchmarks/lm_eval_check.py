@@ -1,4 +1,4 @@
-"""The scores of lm_eval through `nanovllm serve` against those of its transformers backend.
+"""Compares the scores of lm_eval through `nanovllm serve` with the scores of its transformers backend.
 
     python -m benchmarks.lm_eval_check [--docs 40] [--json scores.json]
 
@@ -35,13 +35,13 @@ DOCS = Path(__file__).parents[1] / "docs"
 CONTINUATION, QUOTE, PERPLEXITY = "docs_continuation", "docs_quote", "docs_perplexity"
 NUM_CHOICES = 4
 PASSAGE_SENTENCES = 3
-ROLLING_CHARS = 12_000  # of the document whose perplexity is measured
-TOLERANCE = 5e-5  # of a log-likelihood, per token; the built-in model has logits of 32, which fp32 sums to about 1e-5
-REL_TOLERANCE = 1e-4  # of a perplexity, which is the exponential of a mean over words or bytes
+ROLLING_CHARS = 12_000  # length of the document whose perplexity is measured
+TOLERANCE = 5e-5  # in log-likelihood per token; the built-in model has logits of 32, which fp32 sums to about 1e-5
+REL_TOLERANCE = 1e-4  # in perplexity, the exponential of a mean over words or bytes
 EXACT = ("acc", "acc_norm", "exact_match")
 MAX_MODEL_LEN = 2048
 ROLLING_LEN = MAX_MODEL_LEN - 2  # lm_eval's windows: the API's backend keeps one token for an answer, and one more
-VOCAB_SIZE, NUM_TRAINED_TOKENS = 1024, 1000  # of the random model
+VOCAB_SIZE, NUM_TRAINED_TOKENS = 1024, 1000  # the random model's
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Answers:
     model: str
     task: str
     num_answers: int
-    max_error_per_token: float | None  # of log-likelihoods; None for texts
+    max_error_per_token: float | None  # for log-likelihoods; None for texts
     num_different: int
     num_tied: int = 0  # texts that part where two tokens are equally likely; these are not counted as different
 
@@ -75,9 +75,9 @@ class Answers:
 # -- tasks and a model -------------------------------------------------------------------------------------------
 
 
-def write_tasks(directory: Path, num_docs: int, seed: int = 0) -> list[Json]:
+def write_tasks(directory: Path, num_docs: int) -> list[Json]:
     """Write the tasks' documents as JSON lines, and return the tasks as lm_eval takes them."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     questions = list(_questions(rng, num_docs))
     rolling = [{"page": (DOCS / "design.md").read_text().encode("ascii", "ignore").decode()[:ROLLING_CHARS]}]
     generation = {"until": ["\n"], "max_gen_toks": 64, "do_sample": False}
@@ -242,7 +242,7 @@ def parts_at_tie(
 
 
 def _likelihood(answer: Any) -> float:
-    """Without lm_eval's flag for greedy texts, which no score uses and which depends on how ties are broken."""
+    """Drop lm_eval's flag for greedy texts, which no score uses and which depends on how ties are broken."""
     return float(answer[0] if isinstance(answer, tuple | list) else answer)
 
 

@@ -22,7 +22,7 @@ Json = dict[str, Any]
 Weighted = tuple[float, float]  # a value and its weight
 
 COMPLETIONS = "/v1/completions"
-NUM_DETAIL_CHARACTERS = 300  # of what the server said about an error
+NUM_DETAIL_CHARACTERS = 300  # limit of the server's words about an error
 KEEP_ALIVE_S = 2.0  # shorter than any server's, so that no request meets a connection that is being closed
 
 clock = time.perf_counter
@@ -33,16 +33,16 @@ clock = time.perf_counter
 
 @dataclass
 class Answer:
-    """One answer as its client saw it. Times are those of `clock`. `read` fills the fields after `error`."""
+    """One answer as its client saw it, with times by `clock`. `read` fills the fields after `error`."""
 
     sent_s: float = 0.0
     end_s: float = 0.0
     status: int = 0
-    pieces: list[tuple[float, bytes]] = field(default_factory=list)  # of the body, and when they arrived
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)  # parts of the body, and when they arrived
     error: str | None = None  # the kind of error, such as "http_429", "disconnected" or "stream_error"
-    detail: str = ""  # what the server said about it
+    detail: str = ""  # the server's words about it
     event_s: list[float] = field(default_factory=list)  # when each event with tokens arrived
-    event_tokens: list[float] = field(default_factory=list)  # how many tokens it had
+    event_tokens: list[float] = field(default_factory=list)  # the event's number of tokens
     num_output_tokens: float = 0
     num_prompt_tokens: int = 0  # by the server's count, like the next
     num_cached_tokens: int = 0
@@ -280,7 +280,7 @@ def percentiles_ms(name: str, values_s: Sequence[Weighted]) -> Json:
 
 
 def load_figures(answers: Sequence[Answer]) -> Json:
-    """The figures of one run. Rates and times are those of the answers without an error.
+    """The figures of one run. Answers with an error have no part in rates and times.
 
     ttft: from the request to the first token. time_per_token: from one event to the next, divided by the tokens of the
     event and weighted with them. latency: of the whole request.
@@ -304,7 +304,7 @@ def load_figures(answers: Sequence[Answer]) -> Json:
 def over_runs(runs: Sequence[Json]) -> Json:
     """Median, minimum and maximum of each figure. Counts of requests and errors are added up.
 
-    A figure that some run lacks, because all of its requests failed, is that of the other runs.
+    A run whose requests all failed lacks some figures; these come from the other runs.
     """
     result: Json = {"num_runs": len(runs)}
     for key in dict.fromkeys(key for run in runs for key in run):

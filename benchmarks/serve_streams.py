@@ -57,7 +57,7 @@ class RunningStreams:
 
     def __init__(self, bench: Bench, seed: int) -> None:
         self._bench, self._seed = bench, seed
-        self.answers: list[list[Answer]] = [[] for _ in range(bench.args.streams)]  # of each stream, in turn
+        self.answers: list[list[Answer]] = [[] for _ in range(bench.args.streams)]  # a list for each stream
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> "RunningStreams":
@@ -204,7 +204,7 @@ async def interfere(bench: Bench, seed: int) -> Json:
 # -- idle and slow connections -----------------------------------------------------------------------------------
 
 NUM_OPENING = 50  # connections at a time
-BYTES_PER_WINDOW = 3  # of each slow connection, while the streams are watched
+BYTES_PER_WINDOW = 3  # a slow connection reads so much while the streams are watched
 SPARE_FILES = 200
 PAUSE_S = 0.5  # after opening the connections, and after closing them
 
@@ -265,7 +265,7 @@ def allow_files(num_files: int) -> None:
 
 
 async def measure_idle_connections(bench: Bench) -> Json:
-    """The rate of running streams with the connections open, relative to that of the same streams without them.
+    """The rate of running streams with the connections open, relative to the same streams without them.
 
     Each run measures both, in two passes that differ in nothing else. Which comes first changes from run to run.
     """

@@ -53,7 +53,7 @@ class ServerProcess:
             port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.words = [word.replace("{port}", str(port)) for word in shlex.split(command)]
-        if self.words[0] == "nanovllm":  # of this checkout, and with the same Python
+        if self.words[0] == "nanovllm":  # run this checkout's, with the same Python
             self.words[:1] = [sys.executable, "-m", "nanovllm"]
         if shutil.which(self.words[0]) is None:
             raise ServerError(f"there is no program {self.words[0]!r} to start a server with")
@@ -192,7 +192,7 @@ def serve_engine(command: list[str]) -> None:
     from nanovllm.cli.flags import add_engine_flags, add_model_flag, engine_options
 
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(STDERR, sys.stdout.fileno())  # what else is printed must not come between the answers
+    os.dup2(STDERR, sys.stdout.fileno())  # other output must not come between the answers
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add_model_flag(parser)
     add_engine_flags(parser)

@@ -33,7 +33,7 @@ from nanovllm.sampling_params import StructuredOutputs
 
 Json = dict[str, Any]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-VOCAB_SIZE = 256  # of the built-in model
+VOCAB_SIZE = 256  # the built-in model's
 FEATURES: tuple[Json, ...] = (
     {},
     {"temperature": 0.8, "top_p": 0.9},
@@ -68,7 +68,7 @@ BAD_BODIES: tuple[bytes, ...] = (
 
 JSON_HEADERS = {"Content-Type": "application/json"}
 SMALL_POOL = ("--num-kvcache-blocks", "12", "--max-num-seqs", "12", "--max-num-batched-tokens", "256")
-NUM_SAMPLES = 100  # of the server's memory, spread over the run
+NUM_SAMPLES = 100  # measurements of the server's memory, spread over the run
 MAX_RSS_GROWTH = 0.03  # from the second tenth to the last
 WARM_AFTER = 1000  # requests; a run whose second tenth comes earlier says nothing about memory
 TIMEOUT_S = 120.0
@@ -326,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=120, help="different good requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("server_flags", nargs="*", help="of nanovllm serve, after --")
+    parser.add_argument("server_flags", nargs="*", help="flags of nanovllm serve, after --")
     args = parser.parse_args(argv)
 
     model = str(build_retrieval_model())

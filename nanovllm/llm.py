@@ -289,8 +289,9 @@ class LLM:
           that begin in the same way and for preempted sequences.
         - num_state_loads, num_state_saves: sequences that began with such a state, and states that were kept.
 
-        With KV on disk, for rank 0 where it says so; an extent is K and V of 256 tokens:
-        - num_disk_hit_tokens: tokens of prompts that were read from disk.
+        With KV on disk, for rank 0 where it says so; an extent is K and V of 256 tokens, or a state:
+        - num_disk_hit_tokens: tokens of prompts whose K and V were read from disk. num_disk_hit_states: states that
+          were.
         - num_waiting_for_disk: requests that wait for that. num_cancelled_disk_loads: loads that were given up,
           because computing had become faster.
         - num_disk_extents, num_disk_bytes: extents of this model, and bytes of all models, as far as rank 0 knows.

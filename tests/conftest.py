@@ -38,6 +38,16 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> "Reference":
     return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
 
 
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> "Reference":
+    """The same for a tiny model with recurrent layers."""
+    from checked_engine import Reference
+    from tiny_models import write_tiny_model
+
+    directory = tmp_path_factory.mktemp("hybrid")
+    return Reference(write_tiny_model(directory, "qwen3_5", num_layers=4, max_position_embeddings=8192))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kernel-target", help="compute capability whose kernels run, such as 8.9; default: the GPU's own"

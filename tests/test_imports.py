@@ -136,7 +136,7 @@ def uses_torch_cuda(tree: ast.AST) -> bool:
 
 
 def broken_rules(module: str, source: str, modules: set[str]) -> list[str]:
-    """What is wrong with the imports of `module`, one line each."""
+    """List the rules that the imports of `module` break, one line each."""
     tree = ast.parse(source)
     imported = imported_names(tree)
     part = part_of(module)
@@ -259,7 +259,7 @@ def test_package_exports_each_name_it_lists() -> None:
 
 
 def test_torch_free_modules_imported_leave_torch_out() -> None:
-    """What the source says also holds at run time, through everything that is imported on the way."""
+    """Nothing that is imported on the way loads torch either."""
     names = ["nanovllm", *sorted(name for name in module_names() if part_of(name) in TORCH_FREE)]
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

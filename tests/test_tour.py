@@ -39,7 +39,7 @@ def find_mentions(text: str) -> Iterator[Mention]:
 
 
 def find_problems(text: str, package: Path = PACKAGE) -> list[str]:
-    """What the text names and the package does not have."""
+    """List the names in the text that the package does not have."""
     problems = []
     for line, path, name in find_mentions(text):
         if not path:
@@ -77,7 +77,7 @@ def _attributes_of_self(class_def: ast.ClassDef) -> Iterator[str]:
 
 
 def _targets(node: ast.AST) -> Iterator[ast.expr]:
-    """What an assignment assigns to, one by one. Nothing for any other node."""
+    """Yield the targets of an assignment, one by one; none for any other node."""
     if isinstance(node, ast.AnnAssign):
         yield node.target
     elif isinstance(node, ast.Assign):

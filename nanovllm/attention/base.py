@@ -101,7 +101,7 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def why_unavailable(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """None when the backend can run here, else the reason, fit for an error message."""
+        """Return None if the backend can run here, else the reason, fit for an error message."""
 
     @abstractmethod
     def attend(

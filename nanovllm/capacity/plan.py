@@ -15,8 +15,8 @@ from nanovllm.capacity import costs
 from nanovllm.capacity.costs import DeviceMemory, device_memory
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.checkpoint.model_config import ModelConfig, RecurrentConfig
-from nanovllm.config import GPU_RESERVE_BYTES, Config
-from nanovllm.core.disk_moves import document_disk_bytes
+from nanovllm.config import BLOCK_SIZE_STEP, GPU_RESERVE_BYTES, Config
+from nanovllm.core.disk_moves import document_disk_bytes, num_document_states
 from nanovllm.core.kv_spec import (
     SNAPSHOT_TOKENS,
     KVCacheSizes,
@@ -34,12 +34,12 @@ from nanovllm.utils.options import check_options, option
 
 MAX_HOST_SHARE = 0.7  # fraction of the available memory; limits a CPU pool whose size the user left open
 MAX_SNAPSHOT_SHARE = 0.85  # likewise; limits the CPU pool and the snapshots of states together
-MAX_SNAPSHOT_BYTES = 4 * 2**30  # of each rank; pinning them takes a second
+MAX_SNAPSHOT_BYTES = 4 * 2**30  # per rank; pinning them takes a second
 NUM_KEPT_PROMPTS = 64
 SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, for sizing a CPU pool
 ACCEPTANCES = (0.8, 0.9, 0.95, 0.98)  # shares of right guesses that the bound of decode is shown for
-MAX_TOKENS = 10**9  # of a context, which bounds the loop over its chunks
-MAX_GB = 10**9  # of memory, or moved per second: beyond any machine
+MAX_TOKENS = 10**9  # limit of a context, which bounds the loop over its chunks
+MAX_GB = 10**9  # limit of memory, and of a rate per second: beyond any machine
 _WORK, _MACHINE = "the work", "the machine, if not this one"  # groups
 
 Row: TypeAlias = tuple[str, str, str]  # (name, figure, remark)
@@ -69,10 +69,10 @@ class CapacityPlan:
     num_sequences: int
     num_gpu_blocks: int  # slots, or without offload the whole cache
     num_cpu_blocks: int  # 0 without offload
-    num_pages: int = 0  # of the shadow; 0 without one
+    num_pages: int = 0  # pages of the shadow; 0 without one
     shadow_bits: int = 0
     num_state_slots: int = 0  # with slot 0, which belongs to nobody; 0 if no layer is recurrent
-    num_snapshots: int = 0  # of states, in CPU memory
+    num_snapshots: int = 0  # states kept in CPU memory
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -128,9 +128,21 @@ class CapacityPlan:
         return self.num_cpu_blocks * self.spec.block_bytes * self.config.tensor_parallel_size
 
     @property
+    def num_disk_states(self) -> int:
+        """States of recurrent layers that a document of `context` tokens leaves on disk."""
+        return 0 if self.spec.states is None else num_document_states(self.context, self._grain)
+
+    @property
     def disk_bytes(self) -> int:
         """Size on disk of a document of `context` tokens, on all ranks."""
-        return document_disk_bytes(self.context, self.kv_bytes_per_token) * self.config.tensor_parallel_size
+        state_bytes = 0 if self.spec.states is None else self.spec.states.state_bytes
+        of_rank = document_disk_bytes(self.context, self.kv_bytes_per_token, state_bytes, self._grain)
+        return of_rank * self.config.tensor_parallel_size
+
+    @property
+    def _grain(self) -> int:
+        """Tokens that prefix hits are counted in."""
+        return BLOCK_SIZE_STEP if self.config.enable_cpu_offload else self.config.block_size
 
     @property
     def fits_host(self) -> bool:
@@ -324,24 +336,20 @@ def _check_recurrent(config: Config, recurrent: RecurrentConfig) -> None:
             f"the {recurrent.num_key_heads} key heads and {recurrent.num_value_heads} value heads of recurrent layers "
             f"are not divisible by tensor_parallel_size={tp}; choose a divisor of both"
         )
-    if config.kv_disk_path is not None:
-        raise ConfigError(
-            f"kv_disk_path={config.kv_disk_path!r} keeps KV alone, but this model has recurrent layers, whose states "
-            "would be missing after a restart; leave kv_disk_path out"
-        )
 
 
 def _num_snapshots(config: Config, machine: Machine, spec: KVCacheSpec, num_blocks: int) -> int:
     """Number of states that are kept in CPU memory: for every SNAPSHOT_TOKENS tokens of a cache of `num_blocks`, and
     for the ends of NUM_KEPT_PROMPTS prompts, as far as there is room beside the CPU pool. They take at most
-    MAX_SNAPSHOT_BYTES, or an eighth of that pool if that is more.
+    MAX_SNAPSHOT_BYTES, or an eighth of that pool if that is more. While one is read from disk, another one is left.
     """
     if spec.states is None or not config.enable_prefix_caching:
         return 0
     pool_bytes = num_blocks * spec.block_bytes if config.enable_cpu_offload else 0
     host_bytes = int(machine.host_bytes * MAX_SNAPSHOT_SHARE) // config.tensor_parallel_size - pool_bytes
     most = min(max(MAX_SNAPSHOT_BYTES, pool_bytes // 8), host_bytes) // spec.states.snapshot_bytes
-    return max(1, min(num_blocks * spec.block_size // SNAPSHOT_TOKENS + NUM_KEPT_PROMPTS, most))
+    least = 1 if config.kv_disk_path is None else 2
+    return max(least, min(num_blocks * spec.block_size // SNAPSHOT_TOKENS + NUM_KEPT_PROMPTS, most))
 
 
 def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, limit: int) -> int:
@@ -387,7 +395,7 @@ def _sizes(
         def other_bytes(num_blocks: int) -> int:
             return device_memory(config, model, machine, spec, limit, num_blocks).total_bytes - num_blocks * block_bytes
 
-        block_bytes = spec.block_bytes  # what else is needed grows with the number of blocks
+        block_bytes = spec.block_bytes  # all other needs grow with the number of blocks
         num_fitting = bisect_right(range(useful + 1), room, key=lambda n: other_bytes(n) + n * block_bytes) - 1
         room -= other_bytes(given or max(0, num_fitting))
     sizes = divide_memory(config, spec, room, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)
@@ -396,7 +404,7 @@ def _sizes(
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options of a plan beside those of the engine. An invalid value raises ConfigError."""
+    """Options of a plan beside the engine's. An invalid value raises ConfigError."""
 
     context: int | None = option(
         None,
@@ -469,7 +477,7 @@ class PlanOptions:
 def plan_table(plan: CapacityPlan) -> str:
     """The plan, one figure per line. `~` marks an estimate, `(!)` a figure above its limit.
 
-    Bytes are per GPU, except for the CPU pool, whose size is that of all ranks together.
+    Bytes are per GPU, except for the CPU pool, which is counted for all ranks together.
     """
     ranks = plan.config.tensor_parallel_size
     where = f"{ranks} x {plan.machine.name}" if ranks > 1 else plan.machine.name
@@ -512,6 +520,8 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         rows.append(("snapshots", format_bytes(plan.snapshot_bytes), remark))
     if disk_limit := plan.config.disk_bytes:
         remark = f"a document of {plan.context:,} tokens"
+        if plan.num_disk_states:
+            remark += f" with {plan.num_disk_states} state{'s' * (plan.num_disk_states > 1)}"
         if plan.disk_bytes:
             remark += f"; there is room for {disk_limit // plan.disk_bytes:,} in {format_bytes(disk_limit)}"
         rows.append(("on disk", format_bytes(plan.disk_bytes), remark))

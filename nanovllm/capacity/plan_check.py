@@ -81,6 +81,7 @@ def _gpu_problem(plan: CapacityPlan, with_estimates: bool) -> str | None:
         f"{_blocks_option(plan)}={plan.num_gpu_blocks}": memory.kv_bytes,
         "the shadow": memory.shadow_bytes,
         "the states": memory.state_bytes,
+        "K and V of the draft head": memory.draft_bytes,
         "staging": memory.staging_bytes,
         "the logits": memory.logits_bytes,
     }

@@ -46,7 +46,7 @@ class Architecture:
     multiply by 1 + weight. fixed: entries that have to have these values if config.json has them.
     """
 
-    model_type: str  # of its config.json
+    model_type: str  # as in config.json
     defaults: Mapping[str, Any]
     qkv_bias: bool | str = "attention_bias"
     o_bias: bool | str = "attention_bias"
@@ -175,9 +175,9 @@ class ExpertsConfig:
 
     num_experts: int
     num_experts_per_token: int
-    intermediate_size: int  # of one expert
+    intermediate_size: int  # one expert's
     norm_topk_prob: bool  # divide the weights of the chosen experts by their sum
-    layers: tuple[int, ...]  # whose MLP is sparse; the others have a dense one
+    layers: tuple[int, ...]  # the layers with a sparse MLP; the others have a dense one
     shared_size: int = 0  # features of an expert that every token uses, by a gate of its own; 0: there is none
 
 
@@ -185,7 +185,7 @@ class ExpertsConfig:
 class RecurrentConfig:
     """The recurrent layers: a causal convolution over q, k and v, then the gated delta rule (layers/delta_net.py)."""
 
-    num_key_heads: int  # of q and of k
+    num_key_heads: int  # the heads that q and k have
     num_value_heads: int
     key_head_dim: int
     value_head_dim: int
@@ -221,7 +221,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None  # the checkpoint's
     experts: ExpertsConfig | None = None  # None: every MLP is dense
-    layer_kinds: tuple[str, ...]  # of each layer: "attention" or "recurrent"
+    layer_kinds: tuple[str, ...]  # one for each layer: "attention" or "recurrent"
     recurrent: RecurrentConfig | None = None  # None: every layer is attention
     attention_gate: bool = False  # sigmoid gates multiply what attention yields
     norms_add_one: bool = False  # norms multiply by 1 + weight

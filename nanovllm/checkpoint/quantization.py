@@ -23,13 +23,13 @@ from nanovllm.errors import CheckpointError
 
 WORD_BITS = 32
 _ONLINE = "online"
-_NESTED, _TEXT_ALONE = "model.language_model.", "model."  # how names of layers begin
+_NESTED, _TEXT_ALONE = "model.language_model.", "model."  # beginnings of the names of layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
     method: str  # as in config.json
-    bits: int  # of a code
+    bits: int  # per code
     is_float: bool = False  # e4m3
     block: tuple[int, int] = (1, 0)  # rows and columns that share a scale; 0: all of them
     has_zeros: bool = False  # else integers have the middle of their range as zero
@@ -72,7 +72,7 @@ class Quantization:
 
 
 _GATES = ("in_proj_a", "in_proj_b")  # small layers on which states depend for thousands of tokens
-QUANTIZATIONS = {  # what a checkpoint in a float type can be quantized to while it is loaded
+QUANTIZATIONS = {  # a checkpoint in a float type can be quantized to these while it is loaded
     "fp8": Quantization(method=_ONLINE, bits=8, is_float=True, block=(1, 0), ignored=_GATES),
     "int4": Quantization(method=_ONLINE, bits=4, block=(1, 128), ignored=_GATES),
 }

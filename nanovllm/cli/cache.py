@@ -84,18 +84,20 @@ def _folders(path: Path, prefix: str | None) -> list[Path]:
 
 def _list(folders: list[Path]) -> None:
     total_bytes = 0
-    print(f"{'id':10}{'model':32}{'dtype':10}{'rank':8}{'tokens':>12}{'size':>12}  last used")
+    print(f"{'id':10}{'model':32}{'dtype':10}{'rank':8}{'tokens':>12}{'states':>8}{'size':>12}  last used")
     for folder in folders:
         listing = list_extents(folder.parent, [folder])
         about = _about(folder)
         used_s = max((extent.used_s for extent in listing.extents), default=None)
         used = "never" if used_s is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(used_s))
-        num_tokens = f"{len(listing.extents) * DISK_GRAIN_TOKENS:,}"
+        num_states = sum(extent.is_state for extent in listing.extents)
+        num_tokens = f"{(len(listing.extents) - num_states) * DISK_GRAIN_TOKENS:,}"
         size = format_bytes(listing.num_bytes)
         dtype = about.get("dtype", "?").removeprefix("torch.")
         name = about.get("model", "?")
         shown = name if len(name) <= 30 else f"...{name[-27:]}"
-        print(f"{folder.name[:8]:10}{shown:32}{dtype:10}{about.get('rank', '?'):8}{num_tokens:>12}{size:>12}  {used}")
+        counts = f"{num_tokens:>12}{num_states:>8,}{size:>12}"
+        print(f"{folder.name[:8]:10}{shown:32}{dtype:10}{about.get('rank', '?'):8}{counts}  {used}")
         total_bytes += listing.num_bytes
     print(f"{format_bytes(total_bytes)} in all")
 

@@ -42,13 +42,6 @@ class DemoOptions:
     dtype: str = option("float32", help="float32 or bfloat16", group=_ENGINE)
 
 
-@dataclass(frozen=True)
-class _Run:
-    output: "RequestOutput"
-    stats: dict[str, Any]
-    staging_bytes: int
-
-
 def run_demo(options: DemoOptions) -> int:
     """Run the demo and print its figures, the last line as JSON.
 
@@ -57,7 +50,8 @@ def run_demo(options: DemoOptions) -> int:
     from nanovllm.demo.haystack import build_haystack
     from nanovllm.demo.retrieval_model import build_retrieval_model
 
-    passkey = _draw_passkey(options.seed) if options.passkey is None else options.passkey
+    drawn = random.Random(options.seed).choices(string.ascii_lowercase + string.digits, k=PASSKEY_LEN)
+    passkey = "".join(drawn) if options.passkey is None else options.passkey
     prompt = build_haystack(options.num_tokens, options.depth, passkey)
     model = build_retrieval_model(dtype=options.dtype)
     max_tokens = len(passkey) + 2  # the passkey, ".", the stop
@@ -79,21 +73,23 @@ def run_demo(options: DemoOptions) -> int:
     common = {"max_model_len": max_model_len, "max_num_batched_tokens": CHUNK_TOKENS, "device": options.device}
     pool: dict[str, Any] = {"kvcache_block_size": block_size, "num_gpu_blocks": num_slots, "num_cpu_blocks": num_blocks}
     pool |= {"enable_cpu_offload": True, "speculation": "auto"}
-    offloaded = _run(model, prompt, params, common | pool)
-    report = _report(offloaded)
-    _print_offload(report)
+    offloaded, figures = _run(model, prompt, params, common | pool)
+    _print_rates(figures)
+    _print_offload(figures)
     print("\nThe same prompt with all of its KV resident", flush=True)
-    resident = _run(model, prompt, params, common | {"num_kvcache_blocks": ceil_div(max_model_len, DEFAULT_BLOCK_SIZE)})
-    _print_rates(_rates(resident.output))
+    num_resident = ceil_div(max_model_len, DEFAULT_BLOCK_SIZE)
+    resident, of_resident = _run(model, prompt, params, common | {"num_kvcache_blocks": num_resident})
+    _print_rates(of_resident)
     checks = {
-        "retrieved": offloaded.output["text"] == f"{passkey}.",
-        "same_tokens": offloaded.output["token_ids"] == resident.output["token_ids"],
+        "retrieved": offloaded["text"] == f"{passkey}.",
+        "same_tokens": offloaded["token_ids"] == resident["token_ids"],
     }
-    print(f"\nPasskey found: {_yes_no(checks['retrieved'])}. Same tokens: {_yes_no(checks['same_tokens'])}.")
-    inputs = {"passkey": passkey, "answer": offloaded.output["text"], "depth": options.depth, "dtype": options.dtype}
+    found, same = ("yes" if check else "NO" for check in checks.values())
+    print(f"\nPasskey found: {found}. Same tokens: {same}.")
+    inputs = {"passkey": passkey, "answer": offloaded["text"], "depth": options.depth, "dtype": options.dtype}
     sizes = {"block_size_tokens": block_size, "num_blocks": num_blocks, "num_slots": num_slots}
-    of_resident = {f"resident_{name}": value for name, value in _rates(resident.output).items()}
-    print(json.dumps(checks | inputs | sizes | report | of_resident))
+    rates = {f"resident_{name}": of_resident[name] for name in ("prefill_tok_per_s", "decode_tok_per_s")}
+    print(json.dumps(checks | inputs | sizes | figures | rates))
     return 0 if all(checks.values()) else 1
 
 
@@ -101,51 +97,47 @@ def _draw_passkey(seed: int) -> str:
     return "".join(random.Random(seed).choices(string.ascii_lowercase + string.digits, k=PASSKEY_LEN))
 
 
-def _run(model: Path, prompt: str, params: SamplingParams, engine_options: dict[str, Any]) -> _Run:
-    """Answer the prompt in a new engine."""
+def _run(
+    model: Path, prompt: str, params: SamplingParams, engine_options: dict[str, Any]
+) -> tuple["RequestOutput", dict[str, Any]]:
+    """Answer the prompt in a new engine. Returns the output and figures; those of blocks only with offload.
+
+    Slots, staging and CPU pool are allocated once, so their size is their peak.
+    """
     from nanovllm.llm import LLM
 
-    llm = LLM(str(model), **engine_options)
-    with llm:
+    with LLM(str(model), **engine_options) as llm:
         output = stream_answer(llm, prompt, params)
-        return _Run(output, llm.stats(), llm.runner.spec.staging_bytes)
-
-
-def _rates(output: "RequestOutput") -> dict[str, Any]:
-    return {"prefill_tok_per_s": prefill_tok_per_s(output), "decode_tok_per_s": decode_tok_per_s(output)}
-
-
-def _report(run: _Run) -> dict[str, Any]:
-    """Figures of the run with offload. Slots, staging and CPU pool are allocated once, so their size is their peak."""
-    counters = "hit_blocks missed_blocks cpu_tokens loaded_bytes offloaded_bytes guesses accepted_guesses".split()
-    return {
-        "num_prompt_tokens": run.output["num_prompt_tokens"],
-        **_rates(run.output),
-        **{f"num_{name}": run.stats[f"num_{name}"] for name in counters},
-        "slot_bytes": run.stats["num_gpu_blocks"] * run.stats["block_bytes"],
-        "staging_bytes": run.staging_bytes,
-        "cpu_pool_bytes": run.stats["num_cpu_blocks"] * run.stats["block_bytes"],
+        stats, staging_bytes = llm.stats(), llm.runner.spec.staging_bytes
+    figures: dict[str, Any] = {
+        "num_prompt_tokens": output["num_prompt_tokens"],
+        "prefill_tok_per_s": prefill_tok_per_s(output),
+        "decode_tok_per_s": decode_tok_per_s(output),
     }
+    if "num_cpu_blocks" in stats:
+        counters = "hit_blocks missed_blocks cpu_tokens loaded_bytes offloaded_bytes guesses accepted_guesses".split()
+        figures |= {f"num_{name}": stats[f"num_{name}"] for name in counters}
+        figures |= {
+            "slot_bytes": stats["num_gpu_blocks"] * stats["block_bytes"],
+            "staging_bytes": staging_bytes,
+            "cpu_pool_bytes": stats["num_cpu_blocks"] * stats["block_bytes"],
+        }
+    return output, figures
 
 
-def _print_offload(report: dict[str, Any]) -> None:
-    _print_rates(report)
+def _print_rates(figures: dict[str, Any]) -> None:
+    prefill, decode = figures["prefill_tok_per_s"], figures["decode_tok_per_s"] or 0
+    print(f"  speed    prefill {prefill:,.0f} tok/s, decode {decode:,.1f} tok/s", flush=True)
+
+
+def _print_offload(figures: dict[str, Any]) -> None:
     print(
-        f"  blocks   {report['num_hit_blocks']:,} hit, {report['num_missed_blocks']:,} missed; "
-        f"{report['num_cpu_tokens']:,} tokens attended to by the CPU, "
-        f"{format_bytes(report['num_loaded_bytes'])} loaded, {format_bytes(report['num_offloaded_bytes'])} offloaded"
+        f"  blocks   {figures['num_hit_blocks']:,} hit, {figures['num_missed_blocks']:,} missed; "
+        f"{figures['num_cpu_tokens']:,} tokens attended to by the CPU, "
+        f"{format_bytes(figures['num_loaded_bytes'])} loaded, {format_bytes(figures['num_offloaded_bytes'])} offloaded"
     )
-    print(f"  guesses  {report['num_guesses']:,}, of which {report['num_accepted_guesses']:,} were right")
+    print(f"  guesses  {figures['num_guesses']:,}, of which {figures['num_accepted_guesses']:,} were right")
     print(
-        f"  memory   slots {format_bytes(report['slot_bytes'])}, staging {format_bytes(report['staging_bytes'])}, "
-        f"CPU pool {format_bytes(report['cpu_pool_bytes'])}"
+        f"  memory   slots {format_bytes(figures['slot_bytes'])}, staging {format_bytes(figures['staging_bytes'])}, "
+        f"CPU pool {format_bytes(figures['cpu_pool_bytes'])}"
     )
-
-
-def _print_rates(rates: dict[str, Any]) -> None:
-    decode = rates["decode_tok_per_s"]
-    print(f"  speed    prefill {rates['prefill_tok_per_s']:,.0f} tok/s, decode {decode or 0:,.1f} tok/s", flush=True)
-
-
-def _yes_no(condition: bool) -> str:
-    return "yes" if condition else "NO"

@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # --help must not load torch
     from nanovllm.cluster.batch_job import JobSummary
     from nanovllm.llm import LLM
 
-MAX_STEP_MS = 200.0  # of a server, so that running answers keep their pace while a long prompt is read
+MAX_STEP_MS = 200.0  # a server's default, so that running answers keep their pace while a long prompt is read
 EXAMPLE = """\
 examples:
   nanovllm demo

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 NUM_ANSWERS = 4  # quotations, the first of which is from the beginning of the text
 QUOTED_TOKENS, ANSWER_TOKENS = 48, 32
-FILLER_TOKENS = 100  # of a request beside the first one, which move the ends of its chunks
+FILLER_TOKENS = 100  # another request's prompt, which moves the ends of the first one's chunks
 TIE = 0.002
 NOISE, ULPS, MAX_ULPS = 3.0, 8.0, 64.0
 EPSILON = {"bfloat16": 2**-7, "float16": 2**-10}
 STEP_TOKENS = 2048  # several chunks, so that most have keys to stream
-CHARS_PER_TOKEN = 12  # of source code, and more than enough
+CHARS_PER_TOKEN = 12  # more than source code ever has
 MIN_TOKENS = (NUM_ANSWERS + 4) * BLOCK_SIZE_STEP  # a slot for each answer, and blocks without one
 ENGINE_FLAGS = (  # fields of Config that the check does not choose itself
     *("device", "dtype", "quantization", "load_format", "hf_overrides", "attn_backend", "enforce_eager"),
@@ -75,7 +75,7 @@ class Comparison:
 
     num_different: int = 0  # tokens, without ties
     num_ties: int = 0  # tokens that differ, and are as likely as the reference's
-    answer_rms: list[float] = field(default_factory=list)  # of the differences in log-probability
+    answer_rms: list[float] = field(default_factory=list)  # RMS differences in log-probability
 
     @property
     def rms(self) -> float:

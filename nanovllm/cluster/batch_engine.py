@@ -37,7 +37,7 @@ from nanovllm.request_stream import RequestStream
 from nanovllm.text.request_check import Prompt
 
 NUM_UNITS = 2  # run together, so that the end of one overlaps with the beginning of the next
-MAX_TRIES = 3  # of one unit, before it ends the job
+MAX_TRIES = 3  # a unit that fails so often ends the job
 NUM_DOCUMENTS = 2  # are read together; more would push each other's KV out of the cache
 NUM_ROWS = 1024  # are in the engine together; the other rows of a huge document wait outside
 

@@ -26,7 +26,7 @@ ANSWER_OPTIONS = ("dtype", "load_format", "hf_overrides", "generation_config", "
 class UnitRows(ABC):
     """The rows of one unit, read from the input files. `rows[i]` is a RequestError if the row cannot be read."""
 
-    suffix: ClassVar[str]  # of parts
+    suffix: ClassVar[str]  # the parts' file name suffix
 
     rows: Sequence[Mapping[str, Any] | RequestError]
 

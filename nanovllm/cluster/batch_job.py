@@ -57,7 +57,7 @@ class BatchJob:
     options: BatchOptions
     config: Config
     given: Mapping[str, Any]  # the fields of `config` that the flags gave
-    cpu_defaults: Mapping[str, Any]  # those that a CPU gets if they were not given
+    cpu_defaults: Mapping[str, Any]  # fields for an engine on a CPU, unless the flags gave them
     sampling: Mapping[str, Any]  # the fields of SamplingParams that the flags gave
     find_machine: Callable[[Config], Machine]
     limits: UnitLimits = field(default_factory=UnitLimits)
@@ -65,9 +65,9 @@ class BatchJob:
 
 
 class JobSummary(NamedTuple):
-    num_rows: int  # of the whole job
+    num_rows: int  # in the whole job
     num_rows_before: int  # that earlier runs had answered
-    num_errors: int  # of this run
+    num_errors: int  # in this run
     num_tokens: int  # likewise
 
 

@@ -17,7 +17,7 @@ from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 
 MAX_UNIT_ROWS = 256
-MAX_UNIT_BYTES = 2**20  # of input; long prompts make small units, so that all engines get some
+MAX_UNIT_BYTES = 2**20  # read from the input; long prompts make small units, so that all engines get some
 NO_DOCUMENT = -1
 PROMPT_COLUMNS = ("prompt", "messages", "prompt_token_ids")
 MAX_ANSWERS = 1024  # to one row; an engine makes them all at once
@@ -60,7 +60,7 @@ class Unit:
     def __init__(self, packed: bytes = b"") -> None:
         """`packed`: the `packed` of another unit. `num_bytes` counts only what is added here."""
         self._numbers = array("q", packed)
-        self.num_bytes = 0  # of input
+        self.num_bytes = 0  # read from the input
 
     def add(self, place: RowPlace, num_bytes: int = 0) -> None:
         self._numbers.extend(place)
@@ -149,7 +149,7 @@ class RowDefaults:
     """Settings for rows that have none of their own."""
 
     sampling: Mapping[str, Any]  # fields of SamplingParams that the flags gave
-    recommended: Mapping[str, Any]  # those of the model's generation_config.json; the flags take precedence
+    recommended: Mapping[str, Any]  # from the model's generation_config.json; the flags take precedence
     seed: int  # from which the seeds of rows are made
 
 
@@ -239,7 +239,7 @@ def _structured_outputs(wanted: Any) -> Any:
 
 
 def answer_columns(outputs: Sequence[RequestOutput], params: SamplingParams) -> dict[str, Any]:
-    """Return the columns of a row with these answers: ADDED_COLUMNS, and those of ADDED_FOR that it asks for.
+    """Return the columns of a row with these answers: ADDED_COLUMNS, and the columns of ADDED_FOR that it asks for.
 
     If one of its answers failed, the row did.
     """

@@ -153,7 +153,7 @@ class _Reply:
 
     def __init__(self, path: str, send: Send) -> None:
         self._path, self._send = path, send
-        self._head: ASGIMessage | None = None  # of the replica that answers now
+        self._head: ASGIMessage | None = None  # the answering replica's, if it has sent one
         self._is_head_sent = self._is_event_stream = False
         self.has_begun = False
 
@@ -198,7 +198,7 @@ def _lost_error() -> ApiError:
 
 
 def join_metrics(texts: Iterable[str]) -> str:
-    """Merge the samples into one text. The format wants those of a metric in one group, under a single head.
+    """Merge the samples into one text. The format wants all samples of a metric in one group, under a single head.
 
     The texts must differ in a label of each sample, such as `replica`.
     """
@@ -240,7 +240,7 @@ class AppCall:
         self._app, self._request, self._pace = app, request, pace
         self._sent: list[ASGIMessage] = []
         self._changed = asyncio.Event()  # part of a body was sent, or the application has ended
-        self._taken = asyncio.Event()  # what was sent
+        self._taken = asyncio.Event()  # the last message has been taken
         self._is_body_read = False
         self._never = asyncio.Event()
 

@@ -19,12 +19,12 @@ from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions
 from nanovllm.utils.arithmetic import format_bytes
 
-RANK_BYTES = 2**30  # of a rank's process, besides pools and weights; a rank on the CPU took 0.4 GiB
+RANK_BYTES = 2**30  # for a rank's process besides pools and weights; one on the CPU took 0.4 GiB
 ROUTER = "nanovllm.cluster.service.PrefixRouter"
 HEALTH_PERIOD_S = 2.0  # Serve replaces a replica after three bad answers
 HEALTH_TIMEOUT_S = 30.0
 DRAIN_CHECK_S = 0.5  # interval at which a replica that is being replaced checks for open answers
-MAX_STARTS = 3  # of a replica that fails at its start
+MAX_STARTS = 3  # attempts to start a replica
 MAX_SMALL_REQUESTS = 64  # open in one replica, besides those in its queue and its engine
 
 

@@ -98,7 +98,7 @@ def _deployed(app: serve.Application, name: str, outlives_process: bool) -> Iter
 def _run(app: serve.Application, name: str) -> Any:
     try:
         return serve.run(app, name=name, route_prefix=None)
-    except RuntimeError as error:  # what Serve raises if an application does not start
+    except RuntimeError as error:  # Serve raises it if an application does not start
         raise EngineError(f"the replicas have not started: {_reason(name) or error}") from error
 
 

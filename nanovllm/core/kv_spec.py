@@ -51,8 +51,13 @@ class StateSpec:
         return self.num_layers * self.max_guesses * self.input_size * self.itemsize
 
     @property
+    def state_bytes(self) -> int:
+        """Size of a state alone, as on disk."""
+        return self.conv_bytes + self.matrix_bytes
+
+    @property
     def snapshot_bytes(self) -> int:
-        return self.conv_bytes + self.matrix_bytes + self.pending_bytes
+        return self.state_bytes + self.pending_bytes
 
     @property
     def slot_bytes(self) -> int:

@@ -62,6 +62,8 @@ class Sequence:
         self.grain_hashes: list[int] = []
         self.num_registered_tokens = 0
         self.disk_keys: list[bytes] = []  # of its first extents (core/disk_moves.py), as far as they were needed
+        self.num_disk_tokens = 0  # K and V that were in memory or on disk, without gaps, when it waited for the disk
+        self.num_loadable_tokens = self.num_prompt_tokens  # fewer once a load of its state has failed
 
         self.arrival_s = time.perf_counter()
         self.first_token_s: float | None = None

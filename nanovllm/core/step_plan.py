@@ -77,6 +77,14 @@ class PageFill(NamedTuple):
     page: int
 
 
+class PageCopy(NamedTuple):
+    """A copy of the first tokens of one page of the draft head to another, after this step's K/V are stored."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
 class StateFlush(NamedTuple):
     """The state in a slot, whose sequence gives way, goes to a snapshot before anything overwrites it."""
 
@@ -103,6 +111,7 @@ class KVMoves:
     taken_slots: tuple[int, ...] = ()  # slots given to another block in this step, which writes to them
     page_fills: tuple[PageFill, ...] = ()
     state_flushes: tuple[StateFlush, ...] = ()  # before the step's states are loaded
+    page_copies: tuple[PageCopy, ...] = ()  # in this order, since one may read what another has written
 
     @property
     def brings_in_keys(self) -> bool:
@@ -181,20 +190,11 @@ class StateStep(NamedTuple):
     saves: tuple[StateSave, ...] = ()  # in order of num_tokens
 
 
-class PageCopy(NamedTuple):
-    """A copy of the first tokens of one page of the draft head to another, after this step's K/V are stored."""
-
-    source: int
-    target: int
-    num_tokens: int
-
-
 class HeadStep(NamedTuple):
     """What the draft head needs to go through a sequence's new tokens, each with the token after it."""
 
     pages: tuple[int, ...]  # those of the sequence's blocks, in order
     next_token: int  # the token after the new ones; -1: the step samples it
-    copy: PageCopy | None = None  # None: no block of the sequence begins with tokens of another one
 
 
 class SequenceStep(NamedTuple):

@@ -120,7 +120,7 @@ class AttentionJob:
         num_tokens, num_heads, head_dim = self.q_THD.shape
         _, num_blocks, block_size, num_kv_heads, kv_head_dim = self.k_cache.shape
         assert self.v_cache.shape == self.k_cache.shape, "K and V differ in shape"
-        assert head_dim == kv_head_dim and num_heads % num_kv_heads == 0, "the queries' heads do not fit those of K"
+        assert head_dim == kv_head_dim and num_heads % num_kv_heads == 0, "the queries' heads do not fit the heads of K"
         assert self.out_THD.shape == self.q_THD.shape, "out_THD must have the shape of q_THD"
         assert self.lse_HT.shape == (num_heads, num_tokens), "lse_HT must be [H, T]"
         assert self.lse_HT.dtype == torch.float32, "lse_HT must be float32"

@@ -30,7 +30,7 @@ KERNEL_NAMES = (*(variant.name for variant in build.INSTRUCTION_SETS), TorchKern
 logger = logging.getLogger("nanovllm")
 
 _MAX_HEAD_DIM = 256
-_AWAKE_NS = 1_000_000  # how long threads stay awake after a piece of work; the next layer follows sooner than that
+_AWAKE_NS = 1_000_000  # threads stay awake so long after a piece of work; the next layer follows sooner
 
 _SIGNATURES = {
     "nanovllm_open": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
@@ -67,7 +67,7 @@ def load_library(variant: InstructionSet) -> ctypes.CDLL:
 
 
 def why_unfit(head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why the compiled kernels do not serve such a KV cache on any machine."""
+    """Return why the compiled kernels do not serve such a KV cache on any machine; None if they do."""
     if dtype not in DTYPE_CODES:
         return f"the compiled kernels are for float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
     if head_dim % 16 or not 0 < head_dim <= _MAX_HEAD_DIM:
@@ -182,10 +182,10 @@ def choose_kernel(
     """The kernel of this name, or else the best one that can run here, with one thread for each of `cpus`.
 
     `is_pinned`: each thread stays on its cpu. Otherwise the threads run on any cpu that the process may use.
-    `stays_awake`: the threads spin for a while after each piece of work, since the next layer follows soon. Not where
-    others need the CPUs between two layers.
+    `stays_awake`: the threads spin for a while after each piece of work, since the next layer follows soon. Set it to
+    False if others need the CPUs between two layers.
 
-    Raises ConfigError if the kernel of this name cannot run here. `head_dim` and `dtype` are those of the KV cache.
+    Raises ConfigError if the kernel of this name cannot run here. `head_dim` and `dtype` belong to the KV cache.
     Compiles the kernel if this has not happened yet, and logs a warning if a faster one cannot be compiled.
     """
     reasons = []

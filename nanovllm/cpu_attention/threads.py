@@ -30,7 +30,7 @@ def attention_cpus(num_threads: int | None, rank: int, num_ranks: int, numa_node
     """The cpus of this rank's attention threads. Ranks get disjoint ones if there are enough for all.
 
     `None` leaves some of the rank's cpus to the threads that drive the GPU. Each rank owns a share of the cpus of every
-    memory node. Those of `numa_node`, the GPU's, are taken first, apart from the ones that are left. A container's
+    memory node. The cpus of `numa_node`, the GPU's, are taken first, apart from the ones that are left. A container's
     quota limits the number of threads. They are not pinned then, since other containers would choose the same cpus.
     Raises ConfigError for more threads than the rank has cpus.
     """
@@ -62,7 +62,7 @@ def attention_cpus(num_threads: int | None, rank: int, num_ranks: int, numa_node
 
 
 def _in_order(nearest_first: Sequence[Sequence[int]], num_spare: int) -> list[int]:
-    """The order in which a rank's cpus are taken: those of the nearest node first, the spare ones last.
+    """Return a rank's cpus in the order in which they are taken: the nearest node's first, the spare ones last.
 
     On each node the last cpus are taken first, since the first ones tend to serve the system too. The spare cpus are
     the first of the nearest node, because the threads that drive the GPU should be near it.

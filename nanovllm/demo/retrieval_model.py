@@ -150,7 +150,7 @@ def build_retrieval_model(path: Path | None = None, *, dtype: str = "float32") -
     """Build the checkpoint if it does not exist, and return its directory (config, weights, tokenizer; 1 to 3 MB).
 
     `path` is a directory that is empty, does not exist, or holds this model. None means one in the user's cache
-    (nanovllm in $XDG_CACHE_HOME or ~/.cache). `dtype` is that of the weights, "float32" or "bfloat16". Raises
+    (nanovllm in $XDG_CACHE_HOME or ~/.cache). The weights have `dtype`, "float32" or "bfloat16". Raises
     ConfigError if the dtype is unknown, CheckpointError if `path` holds something else.
     """
     if dtype not in DTYPES:

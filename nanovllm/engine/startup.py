@@ -212,10 +212,10 @@ def _open_disk(setup: EngineSetup, executor: Executor, kv: KVCacheManager, times
     config, spec = setup.config, setup.plan.spec
     if config.kv_disk_path is None:
         return None
-    num_blocks = len(kv.pool.blocks)
-    board = DiskBoard(config.tensor_parallel_size, num_blocks)
+    num_places = len(kv.pool.blocks) + (0 if kv.states is None else kv.states.snapshots.count)
+    board = DiskBoard(config.tensor_parallel_size, num_places)
     path = str(Path(config.kv_disk_path).expanduser().resolve())
-    opened = DiskSetup(path, str(config.model), config.disk_bytes, board.address, num_blocks)
+    opened = DiskSetup(path, str(config.model), config.disk_bytes, board.address, num_places)
     try:
         keys = executor.call(Runner.open_disk, opened)
     except BaseException:
@@ -226,6 +226,7 @@ def _open_disk(setup: EngineSetup, executor: Executor, kv: KVCacheManager, times
         kv,
         board,
         extent_bytes=DISK_GRAIN_TOKENS * spec.block_bytes // spec.block_size,
+        state_bytes=0 if spec.states is None else spec.states.state_bytes,
         times=times,
         stores_prompts=config.kv_disk_policy == "prompt",
         least_prompt_s=partial(_least_prompt_s, setup),

@@ -38,7 +38,7 @@ from nanovllm.device.tp_group import TPGroup, connect, join_store, open_store
 from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.base import Executor, LaunchedStep, P, Result, Runner
 
-SEGMENT_BYTES = 1 << 20  # of the shared memory that calls go through; larger calls go in pieces
+SEGMENT_BYTES = 1 << 20  # shared memory that calls go through; larger calls go in pieces
 STOP_TIMEOUT_S = 5.0  # for a worker to finish what it is doing
 REPORT_TIMEOUT_S = 1.0  # for a worker to report its exception, once rank 0 has noticed that something is wrong
 SPIN_S = 50e-6

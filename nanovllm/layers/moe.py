@@ -158,7 +158,7 @@ class SparseMLP(nn.Module):
         quantization: Quantization | None = None,
         shared_expert: nn.Module | None = None,
     ) -> None:
-        """`quantization`: that of the experts."""
+        """`quantization`: the format of the experts' weights."""
         super().__init__()
         self.gate = Router(hidden_size, config)
         self.experts = Experts(hidden_size, config, tp, dtype, quantization)

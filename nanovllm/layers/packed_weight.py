@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_PACKED_ROWS = 64  # rows up to which the packed weight is multiplied; beyond, unpacking costs less than it gains
 UNPACKED_BYTES = 64 * 2**20  # values that exist at a time
 _ALIGNED_ROWS = 128  # cuBLAS is slow if the parts of its results are not aligned
-_CHUNK_ROWS = 1024  # whose values are computed at a time, to limit the memory needed in addition to the model
+_CHUNK_ROWS = 1024  # values are computed for so many rows at a time, to limit the memory beside the model
 
 
 class QuantizedWeight(NamedTuple):

@@ -30,7 +30,7 @@ from nanovllm.utils.arithmetic import ceil_div
 
 
 class HeadAttention:
-    """The StepAttention of the head, which has a single layer."""
+    """The StepAttention of the head, which has a single layer. Makes `copies` once the new K and V are stored."""
 
     def __init__(
         self, head: "DraftHead", slot_mapping_T: torch.Tensor, batch: PagedBatch, copies: Sequence[PageCopy]
@@ -93,7 +93,8 @@ def followed_plan(plan: StepPlan, block_size: int) -> StepPlan:
     """The head's way through the tokens of a step, each with the token after it; -1 for those that are sampled. Its
     results are wanted for the last token of each sequence, and where the step samples.
     """
-    return StepPlan(tuple(_followed(step, block_size) for step in plan.sequences), KVMoves())
+    moves = KVMoves(page_copies=plan.moves.page_copies)
+    return StepPlan(tuple(_followed(step, block_size) for step in plan.sequences), moves)
 
 
 def _followed(step: SequenceStep, block_size: int) -> SequenceStep:

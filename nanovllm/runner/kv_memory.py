@@ -327,11 +327,12 @@ class KVMemory:
             self.offload.drop_slots()
 
     def disk_pool(self) -> KVPool:
-        """The memory that has room for all blocks."""
+        """The memory that has room for all blocks, and the snapshots of states."""
+        snapshots = () if self.state_memory is None else self.state_memory.stored_parts
         if self.offload is not None:
             offload = self.offload
-            return KVPool(self.spec, offload.k_cache_cpu, offload.v_cache_cpu, offload.streams)
-        return KVPool(self.spec, *self._pool, make_streams(self.device))
+            return KVPool(self.spec, offload.k_cache_cpu, offload.v_cache_cpu, offload.streams, snapshots=snapshots)
+        return KVPool(self.spec, *self._pool, make_streams(self.device), snapshots=snapshots)
 
     # -- one step ------------------------------------------------------------------------------------------------
 

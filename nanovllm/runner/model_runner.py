@@ -253,7 +253,7 @@ class ModelRunner:
     @torch.inference_mode()
     def open_disk(self, setup: DiskSetup) -> DiskStore:
         """Open the cache on disk. What it holds belongs to this rank's weights and layout, and to no others."""
-        spec, model = self.spec, self.model_config
+        spec, model, states = self.spec, self.model_config, self.memory.state_memory
         with self.phases("KV on disk"):
             identity = {
                 "version": __version__,
@@ -262,6 +262,7 @@ class ModelRunner:
                 "dtype": str(self.dtype),
                 "rank": f"{self.tp.rank} of {self.tp.size}",
                 "layout": [2, spec.num_layers, DISK_GRAIN_TOKENS, spec.num_kv_heads, spec.head_dim],
+                "states": [] if states is None else [list(part.shape[1:]) for part in states.stored_parts],
             }
             self._disk = open_worker(setup, self.memory.disk_pool(), identity, self.tp.rank, self.tp.size)
         return self._disk.store

@@ -55,6 +55,11 @@ class StateMemory:
         ]
         self._saves: list[StateSave] = []  # of the step
 
+    @property
+    def stored_parts(self) -> list[torch.Tensor]:
+        """The parts of all snapshots that are kept on disk. Nothing is pending where later prompts go on."""
+        return self._snapshots[:2]
+
     def begin_step(self, plan: StepPlan) -> None:
         """Keep the states of sequences that have given way, and load those that the step starts from."""
         for slot, snapshot in plan.moves.state_flushes:

@@ -209,8 +209,7 @@ class StepRunner:
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the draft head: see CausalLM.draft. `batch`: for `rows`."""
-        copies = [step.head.copy for step in plan.sequences if step.head is not None and step.head.copy is not None]
-        attention = HeadAttention(head, tensors.slot_mapping, batch, copies)
+        attention = HeadAttention(head, tensors.slot_mapping, batch, plan.moves.page_copies)
         rope_lens = tensors.rope_lens if self.model.needs_rope_lens else None
         input_ids = self._known_ids(tensors)
         return self.model.draft(input_ids, tensors.positions, hidden, attention, rope_lens, rows)

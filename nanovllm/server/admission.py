@@ -30,10 +30,10 @@ from nanovllm.text.request_check import Prompt
 CHARS_PER_TOKEN = 16  # few texts have as many; without a limit, a text that cannot fit is tokenized for seconds
 MAX_N = 128  # answers to one prompt
 MAX_STOP = 64  # strings, each of which is looked for in every step
-MAX_LIST_ITEMS = 4096  # of the other lists
-MIN_TOTAL_LOGPROBS = 1 << 22  # of one request, about 60 bytes of JSON each; a longer context may have more
+MAX_LIST_ITEMS = 4096  # the limit of all other lists
+MIN_TOTAL_LOGPROBS = 1 << 22  # per request, about 60 bytes of JSON each; a longer context may have more
 MAX_RETRY_AFTER_S = 60.0
-_NEWEST_WAIT_SHARE = 0.1  # of the newest wait in the average of all
+_NEWEST_WAIT_SHARE = 0.1  # the newest wait's weight in the running mean
 Result = TypeVar("Result")
 
 
@@ -212,7 +212,7 @@ class _Place:
         self.leave()
 
     def leave(self) -> None:
-        """None of the answers that are open will end."""
+        """Give the place up: the answers that are still open will not end."""
         self._service.num_waiting -= len(self._waiting)
         self._service.num_open -= self._num_open
         self._waiting.clear()

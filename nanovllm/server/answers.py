@@ -9,42 +9,31 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from itertools import chain
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nanovllm.core.outputs import RequestOutput, TokenLogprobs
+from nanovllm.core.outputs import Logprob, RequestOutput, TokenLogprobs
 from nanovllm.errors import EngineError
 from nanovllm.request_stream import RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.admission import Service
-from nanovllm.server.call_formats import CallFormat
 from nanovllm.server.errors import ApiError, ClientDisconnectedError, api_error, dumps_in_parts, json_response
-from nanovllm.server.logprobs import PromptEntries, chat_logprobs, completion_logprobs, prompt_logprobs
-from nanovllm.server.protocol import ChatRequest, CompletionRequest, SamplingFields
-from nanovllm.server.tool_calls import (
-    Delta,
-    ReasoningDelta,
-    ReasoningSplitter,
-    TaggedCallParser,
-    ToolCallDelta,
-    ToolCallParser,
-    make_parser,
-)
+from nanovllm.server.protocol import CompletionRequest, SamplingFields
 from nanovllm.text.request_check import Prompt
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": no new text yet\n\n"  # which readers of server-sent events skip
 PROGRESS = '], "prompt_progress": '  # begins the report of a prompt's progress; in a text its quotes would be escaped
 MAX_SILENCE_S = 10.0
-MAX_LEADING_TOKENS = 4  # white space before the tag of reasoning
 PROGRESS_S = 0.5  # between two reports of a prompt's progress
 Result = TypeVar("Result")
 BodyT = TypeVar("BodyT", bound=SamplingFields)
+PromptEntries: TypeAlias = Sequence[TokenLogprobs | None]
 
 
 class Answer(ABC, Generic[BodyT]):
@@ -53,7 +42,7 @@ class Answer(ABC, Generic[BodyT]):
     id_prefix: str
     whole_object: str
     chunk_object: str
-    end: bytes = DONE  # of a stream
+    end: bytes = DONE  # the stream's last event
 
     def __init__(self, service: Service, body: BodyT) -> None:
         self._service, self._body = service, body
@@ -227,145 +216,77 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return self._prompt_texts[index // self._num_answers] if self._prompt_texts else ""
 
 
-class ChatForm(NamedTuple):
-    """The form in which the model writes its answers to one request.
+# -- log-probabilities, in the forms of OpenAI's completions and chats, and of vLLM's prompts --------------------------
 
-    call_format: how it writes tool calls; None if the request has no tools. has_reasoning: the template knows
-    reasoning. begins_in_reasoning: the prompt has opened it. reasoning_tags: the tokens that begin and end it, if each
-    is one token.
+
+def completion_logprobs(
+    entries: Iterable[TokenLogprobs | None], num_top: int, *, first_text: str = "", offset: int = 0
+) -> dict[str, Any]:
+    """One entry per token. The entry of a prompt's first token is None, and its text is `first_text`.
+
+    offset: where the first token begins in the text.
     """
-
-    call_format: CallFormat | None = None
-    has_reasoning: bool = False
-    begins_in_reasoning: bool = False
-    reasoning_tags: tuple[int, int] | None = None
-
-
-class ChatAnswer(Answer[ChatRequest]):
-    id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, service: Service, body: ChatRequest, form: ChatForm) -> None:
-        super().__init__(service, body)
-        self._form, self._num_top = form, body.top_logprobs or 0
-        self._parsers: dict[int, ToolCallParser | TaggedCallParser] = {}  # by index of the answer
-        self._splitters: dict[int, ReasoningSplitter] = {}
-        self._spaces: dict[int, list[str]] = {}  # white space that parsers would hold back, and search again each time
-        self._with_calls: set[int] = set()  # indices of the answers that called a tool
-        self._num_reasoning_tokens = 0
-
-    def _choice(self, index: int, output: RequestOutput, prompt_entries: PromptEntries) -> dict[str, Any]:
-        calls: list[dict[str, Any]] = []
-        content = reasoning = ""
-        for delta in self._deltas(index, output["text"] or "", is_last=True):
-            if isinstance(delta, str):
-                content += delta
-            elif isinstance(delta, ReasoningDelta):
-                reasoning += delta.text
-            elif delta.call_id:
-                calls.append(_call(delta))
-            else:
-                calls[-1]["function"]["arguments"] += delta.arguments
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning:
-            message |= _reasoning(reasoning)
-        if calls:
-            message |= {"content": content or None, "tool_calls": calls}
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": chat_logprobs(output.get("logprobs", []), self._num_top) if self._body.logprobs else None,
-            "finish_reason": self._finish_reason(index, output),
-        }
-
-    def _chunk_choices(self, update: RequestUpdate) -> list[str]:
-        """First the role, then a chunk for the text or for each tool call, then the reason of the end."""
-        index, output = update.index, update.output
-        choices = []
-        if index not in self._begun:
-            self._begun.add(index)
-            choices.append(_chunk_choice(index, '{"role": "assistant", "content": ""}'))
-        logprobs = "null"
-        if self._body.logprobs and update.logprobs:
-            logprobs = json.dumps(chat_logprobs(update.logprobs, self._num_top))
-        for delta in self._deltas(index, update.text, is_last=output is not None):
-            choices.append(_chunk_choice(index, _delta_json(delta), logprobs))
-            logprobs = "null"
-        if logprobs != "null":  # the text of these tokens is held back
-            choices.append(_chunk_choice(index, '{"content": ""}', logprobs))
-        if output is not None:
-            choices.append(_chunk_choice(index, "{}", reason=f'"{self._finish_reason(index, output)}"'))
-        return choices
-
-    def _deltas(self, index: int, text: str, is_last: bool) -> list[Delta]:
-        """The reasoning, the contents and the tool calls that `text` adds to the message. Hot."""
-        form = self._form
-        if form.call_format is None and not form.has_reasoning:
-            return [text] if text else []
-        if text.isspace() and not is_last:
-            self._spaces.setdefault(index, []).append(text)
-            return []
-        if self._spaces and index in self._spaces:
-            text = "".join((*self._spaces.pop(index), text))
-        deltas: list[Delta] = []
-        if form.has_reasoning:
-            if index not in self._splitters:
-                self._splitters[index] = ReasoningSplitter(form.begins_in_reasoning)
-            reasoning, text = self._splitters[index].feed(text, is_last)
-            deltas += [ReasoningDelta(reasoning)] if reasoning else []
-        if form.call_format is None:
-            return [*deltas, text] if text else deltas
-        if index not in self._parsers:
-            schemas = {tool.function.name: tool.function.parameters or {} for tool in self._body.offered_tools}
-            self._parsers[index] = make_parser(form.call_format, schemas, in_pieces=bool(self._body.stream))
-        parser = self._parsers[index]
-        deltas += parser.feed(text)
-        if is_last:
-            deltas += parser.finish()
-        if any(isinstance(each, ToolCallDelta) for each in deltas):
-            self._with_calls.add(index)
-        return deltas
-
-    def _count(self, index: int, token_ids: Sequence[int], output: RequestOutput | None) -> None:
-        super()._count(index, token_ids, output)
-        form = self._form
-        if output is not None and form.reasoning_tags is not None:
-            answer, (begin, end) = output["token_ids"], form.reasoning_tags
-            if form.begins_in_reasoning or begin in answer[:MAX_LEADING_TOKENS]:
-                self._num_reasoning_tokens += answer.index(end) + 1 if end in answer else len(answer)
-
-    def _usage(self) -> dict[str, Any]:
-        usage = super()._usage()
-        if self._form.has_reasoning:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self._num_reasoning_tokens}
-        return usage
-
-    def _finish_reason(self, index: int, output: RequestOutput) -> str:
-        """Return "tool_calls" only if the model has ended its answer itself."""
-        reason = output["finish_reason"]
-        return "tool_calls" if reason == "stop" and index in self._with_calls else reason
+    columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for entry in entries:
+        text, logprob, top = first_text, None, None
+        if entry is not None:
+            token_id, own = next(iter(entry.items()))
+            text, logprob, top = _token_text(token_id, own), own.logprob, _top_by_text(entry, num_top)
+        columns["tokens"].append(text)
+        columns["token_logprobs"].append(logprob)
+        columns["top_logprobs"].append(top)
+        columns["text_offset"].append(offset)
+        offset += len(text)
+    return columns
 
 
-def _chunk_choice(index: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
-    return f'{{"index": {index}, "delta": {delta}, "logprobs": {logprobs}, "finish_reason": {reason}}}'
+def chat_logprobs(entries: Iterable[TokenLogprobs], num_top: int) -> dict[str, Any]:
+    content = []
+    for entry in entries:
+        top = sorted((each for each in entry.items() if each[1].rank <= num_top), key=lambda each: each[1].rank)
+        own = _chat_token(*next(iter(entry.items())))
+        content.append(own | {"top_logprobs": [_chat_token(*each) for each in top]})
+    return {"content": content, "refusal": None}
 
 
-def _delta_json(delta: Delta) -> str:
-    if isinstance(delta, str):
-        return f'{{"content": {json.dumps(delta)}}}'
-    if isinstance(delta, ReasoningDelta):
-        return json.dumps(_reasoning(delta.text))
-    call = _call(delta) if delta.call_id else {"function": {"arguments": delta.arguments}}
-    return json.dumps({"tool_calls": [{"index": delta.call_index, **call}]})
+def prompt_logprobs(entries: PromptEntries, num_top: int) -> Iterator[dict[str, Any] | None]:
+    """vLLM's form: token id -> logprob, rank and text. An iterator, because a book's would take gigabytes."""
+    for entry in entries:
+        yield (
+            None
+            if entry is None
+            else {
+                str(token_id): {"logprob": each.logprob, "rank": each.rank, "decoded_token": each.text}
+                for token_id, each in _own_and_top(entry, num_top)
+            }
+        )
 
 
-def _reasoning(text: str) -> dict[str, Any]:
-    """Clients look for it under one of two names."""
-    return {"reasoning": text, "reasoning_content": text}
+def _own_and_top(entry: TokenLogprobs, num_top: int) -> list[tuple[int, Logprob]]:
+    """The token itself, which comes first, and the most likely ones."""
+    return [(token_id, each) for i, (token_id, each) in enumerate(entry.items()) if i == 0 or each.rank <= num_top]
 
 
-def _call(delta: ToolCallDelta) -> dict[str, Any]:
-    function = {"name": delta.name, "arguments": delta.arguments}
-    return {"id": delta.call_id, "type": "function", "function": function}
+def _top_by_text(entry: TokenLogprobs, num_top: int) -> dict[str, float]:
+    """Text -> log-probability of the token itself and of the most likely ones.
+
+    Several tokens can have the same text, such as parts of a character. The most likely of them counts.
+    """
+    top: dict[str, float] = {}
+    for token_id, each in _own_and_top(entry, num_top):
+        text = _token_text(token_id, each)
+        top[text] = max(each.logprob, top.get(text, each.logprob))
+    return top
+
+
+def _token_text(token_id: int, logprob: Logprob) -> str:
+    """The token's text, or its id in vLLM's form without a tokenizer."""
+    return f"token_id:{token_id}" if logprob.text is None else logprob.text
+
+
+def _chat_token(token_id: int, logprob: Logprob) -> dict[str, Any]:
+    text = _token_text(token_id, logprob)
+    return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode())}
 
 
 # -- sending -----------------------------------------------------------------------------------------------------------
@@ -382,9 +303,7 @@ class EventStream(Response):
         self.status_code, self.background = 200, None
         self._stream, self._answer, self._silence_s = stream, answer, silence_s
         self._has_begun = False  # a token has arrived
-        self._start_s = self._sent_s = (
-            0.0  # when the stream began, and when something was sent last, by the loop's clock
-        )
+        self._start_s = self._sent_s = 0.0  # the stream's begin and the last send, by the loop's clock
         self.media_type = "text/event-stream"
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 

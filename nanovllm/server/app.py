@@ -22,8 +22,9 @@ from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs, TaggedJson
 from nanovllm.server.admission import Service, salted
-from nanovllm.server.answers import ChatAnswer, ChatForm, CompletionAnswer
+from nanovllm.server.answers import CompletionAnswer
 from nanovllm.server.call_formats import CallFormat, call_format_of
+from nanovllm.server.chat_answers import ChatAnswer, ChatForm
 from nanovllm.server.errors import (
     ANSWERS,
     ANY_ERRORS,
@@ -55,7 +56,7 @@ from nanovllm.server.protocol import (
 from nanovllm.server.responses import ResponsesAnswer, ResponsesRequest
 from nanovllm.text.request_check import Prompt, prompt_list
 
-_RENDERED_NAMES = ("messages", "conversations")  # what the tokenizer itself passes on to the template
+_RENDERED_NAMES = ("messages", "conversations")  # the tokenizer itself passes these on to the template
 
 
 def make_app(engine: AsyncLLM, options: ServerOptions, replica: str | None = None) -> FastAPI:

@@ -1,4 +1,4 @@
-"""How a model writes its tool calls, and the form that its calls are held to.
+"""CallFormat: the way a model writes its tool calls, and the grammar that holds it to that form.
 
 Three formats are known. Qwen (and other models in Hermes' format) writes, once or several times:
 

@@ -26,7 +26,7 @@ from nanovllm.utils.options import shown
 
 Responses: TypeAlias = dict[int | str, dict[str, Any]]
 
-PART_ITEMS = 100  # of a list that is encoded at once
+PART_ITEMS = 100  # list items that are encoded at once
 RETRY_CODES = {429: "rate_limit_exceeded", 503: "service_unavailable"}
 MESSAGES_PATH = "/v1/messages"
 ANTHROPIC_TYPES = {
@@ -40,9 +40,9 @@ ANTHROPIC_TYPES = {
 CLOSING = (401, 408, 413, 503)  # the rest of the body is not read, or the server is about to end
 CLIENT_CLOSED_REQUEST = 499  # never received; it shows in logs
 _OF_CALLS = "structured_outputs.tagged_json"  # by which tool calls are checked
-_BRANCH = re.compile(r"str|(list|dict)\[.*\]")  # what pydantic adds to the place of an error in a union of types
+_BRANCH = re.compile(r"str|(list|dict)\[.*\]")  # pydantic adds this to an error's place in a union
 _LOGGERS = ("uvicorn.error", "uvicorn.asgi", "asyncio", "concurrent.futures")  # they log exceptions of requests
-_PARAM = re.compile(r"SamplingParams\.(\w+)")  # how the message about a parameter begins
+_PARAM = re.compile(r"SamplingParams\.(\w+)")  # begins the message about a parameter
 
 
 class ApiError(Exception):
@@ -248,7 +248,7 @@ ANSWERS: Responses = BODY_ERRORS | {
 
 
 def keep_messages_out(*more: str) -> None:
-    """Leave exceptions' messages out of this process' log, also those of the loggers `more`. May be called twice."""
+    """Leave exceptions' messages out of this process' log, for the loggers `more`, too. May be called twice."""
     for name in (*_LOGGERS, *more):
         logging.getLogger(name).addFilter(_strip_message)
 

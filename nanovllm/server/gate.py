@@ -104,7 +104,7 @@ class Gate:
     async def _read_body(self, scope: Scope, receive: Receive, held: _Held) -> Receive:
         """Read the whole body, and return a `receive` that repeats it. Raises Refusal if it is too large or slow."""
         lengths = [int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()]
-        self._check_size(max(lengths, default=0))  # what is announced need not be true
+        self._check_size(max(lengths, default=0))  # the announced length need not be true
         try:
             whole = await asyncio.wait_for(self._whole_body(receive, held), self._options.max_receive_s)
         except asyncio.TimeoutError as error:

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class Served(Protocol):
-    """The application of a server process: the Site of one engine, or that of several (nanovllm/cluster)."""
+    """The application of a server process: the Site of one engine, or the ServiceSite of several (nanovllm/cluster)."""
 
     @property
     def gate(self) -> Gate: ...

@@ -7,27 +7,20 @@ from annotated_types import MinLen
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from nanovllm.core.outputs import RequestOutput
-from nanovllm.server.blocks import Block, BlockAnswer
+from nanovllm.server.chat_answers import Block, BlockAnswer
 from nanovllm.server.errors import MESSAGES_PATH, ApiError
 from nanovllm.server.protocol import (
+    TEXT_ONLY,
     Body,
     ChatRequest,
     Content,
     Items,
     WholeBody,
     chat_request,
-    check_kind,
     content_branch,
     refuse,
 )
 
-BLOCK_FIELDS = {  # type of a content block -> the fields that it needs
-    "text": ("text",),
-    "thinking": ("thinking",),
-    "redacted_thinking": (),
-    "tool_use": ("id", "name", "input"),
-    "tool_result": ("tool_use_id",),
-}
 BILLING_HEADER = (
     "x-anthropic-billing-header:"  # Claude Code's, which the model is not shown; it differs in each request
 )
@@ -38,6 +31,14 @@ class ContentBlock(Body):
 
     HINTS = frozenset(("cache_control", "signature", "data", "caller"))
     NEUTRAL: ClassVar = {"citations": (None, [])}
+    KINDS: ClassVar = {
+        "text": ("text",),
+        "thinking": ("thinking",),
+        "redacted_thinking": (),
+        "tool_use": ("id", "name", "input"),
+        "tool_result": ("tool_use_id",),
+    }
+    NOUN, WHY_NOT = "a content block", TEXT_ONLY
 
     type: str
     text: str | None = None
@@ -49,21 +50,6 @@ class ContentBlock(Body):
     content: Content | None = None
     is_error: bool | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, block: Any) -> Any:
-        check_kind(
-            block, tuple(BLOCK_FIELDS), "a content block of type {} is not supported, as the model reads only text"
-        )
-        return block
-
-    @model_validator(mode="after")
-    def _check_fields(self) -> "ContentBlock":
-        for name in BLOCK_FIELDS[self.type]:
-            if getattr(self, name) is None:
-                raise refuse(name, f"a content block of type {self.type!r} needs {name!r}")
-        return self
-
 
 class AnthropicMessage(Body):
     role: Literal["user", "assistant", "system"]
@@ -74,18 +60,14 @@ class AnthropicMessage(Body):
 
 class AnthropicTool(Body):
     HINTS = frozenset(("cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "input_examples"))
+    KINDS: ClassVar = {"custom": ()}
+    NOUN, WHY_NOT = "a tool", ", as the server has none of its own"
 
     type: str = "custom"
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, tool: Any) -> Any:
-        check_kind(tool, ("custom",), "a tool of type {} is not supported, as the server has none of its own")
-        return tool
 
 
 class AnthropicToolChoice(Body):

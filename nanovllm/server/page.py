@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from starlette.staticfiles import StaticFiles
 
 from nanovllm.core.kv_spec import BlockState
-from nanovllm.demo.example import build_example
+from nanovllm.demo.haystack import build_example
 from nanovllm.demo.retrieval_model import CHAT_TEMPLATE
 from nanovllm.llm import LLM
 
@@ -40,7 +40,7 @@ HEADERS = {
     "Cache-Control": "no-cache",  # a browser asks each time if the file has changed (ETag)
 }
 
-ROOT_ID = ~0  # of the prefix of no tokens, for requests without a cache salt
+ROOT_ID = ~0  # the empty prefix's id, for requests without a cache salt
 MIN_INTERVAL_S = 0.1  # at most ten snapshots a second
 RATE_WINDOW_S = 2.0  # rates are means over about this time; a step of a long prompt can take a second
 MAX_WINDOW_S = 10.0  # after a longer pause there is no recent rate

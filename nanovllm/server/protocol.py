@@ -3,7 +3,7 @@
 Unknown fields are refused by name. So are OpenAI's fields that this server does not implement, unless they have the
 value that changes nothing. SamplingParams checks the numbers themselves. A field of SamplingFields that has the name of
 a sampling parameter sets it. Each parameter comes from the first of these that has it: the body, the model's
-generation_config.json, the defaults of OpenAI's API, which are those of SamplingParams.
+generation_config.json, the defaults of OpenAI's API, which SamplingParams has.
 
 A body can have millions of errors, and collecting them would take minutes and gigabytes. So a check ends at the first.
 """
@@ -36,7 +36,8 @@ from nanovllm.server.call_formats import CallFormat
 from nanovllm.server.errors import ApiError
 
 COMPLETION_MAX_TOKENS = 16  # as OpenAI
-MAX_NAME_CHARS = 100  # of an unknown field, in the message
+MAX_NAME_CHARS = 100  # as many of an unknown field's name are in the message
+TEXT_ONLY = ", as the model reads only text"
 MAX_BODY_VALUES = 1 << 17  # checking so many takes a third of a second
 
 
@@ -65,27 +66,26 @@ def _printable(name: str) -> str:
     return name[:MAX_NAME_CHARS].encode(errors="backslashreplace").decode()
 
 
-def check_kind(value: Any, known: tuple[str, ...], what: str) -> None:
-    """Refuse an object with another `type` than these. `what` says why, with {} for the type."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind not in known:
-        raise refuse("type", f"{what.format(repr(_printable(kind)))}; leave it out")
-
-
 class Body(BaseModel):
     """A JSON object without unknown fields, except those that are null. `NEUTRAL`: field that is not implemented ->
-    values that change nothing. `HINTS`: fields that change no answer, whatever their value.
+    values that change nothing. `HINTS`: fields that change no answer, whatever their value. `KINDS`: `type` that is
+    supported -> the fields that it needs. A message about another type begins with `NOUN` and ends with `WHY_NOT`.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     HINTS: ClassVar[frozenset[str]] = frozenset()
+    KINDS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    NOUN: ClassVar[str] = ""
+    WHY_NOT: ClassVar[str] = ""
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral_fields(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        if cls.KINDS:
+            cls._check_kind(body)
         own = {field.alias or name for name, field in cls.model_fields.items()}
         known = own | cls.NEUTRAL.keys() | cls.HINTS
         for name, value in body.items():
@@ -96,6 +96,15 @@ class Body(BaseModel):
             if name in body and body[name] not in neutral:
                 raise refuse(name, f"the field {name!r} is not supported; leave it out")
         return {name: value for name, value in body.items() if name in own}
+
+    @classmethod
+    def _check_kind(cls, body: Mapping[str, Any]) -> None:
+        kind = body.get("type", cls.model_fields["type"].default)
+        if isinstance(kind, str) and kind not in cls.KINDS:
+            raise refuse("type", f"{cls.NOUN} of type {_printable(kind)!r} is not supported{cls.WHY_NOT}; leave it out")
+        for name in cls.KINDS[kind] if isinstance(kind, str) else ():
+            if body.get(name) is None:
+                raise refuse(name, f"{cls.NOUN} of type {kind!r} needs {name!r}")
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -239,19 +248,16 @@ class CompletionRequest(SamplingFields):
 
 
 class TextPart(Body):
+    KINDS = {"text": ()}
+    NOUN, WHY_NOT = "a part", TEXT_ONLY
+
     type: Literal["text"]
     text: str
     cache_control: Any = None  # a hint of clients for Anthropic's API; every prompt is cached here
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_other_parts(cls, part: Any) -> Any:
-        check_kind(part, ("text",), "a part of type {} is not supported, as the model reads only text")
-        return part
-
 
 def content_branch(content: Any) -> str:
-    """The tag of the type that `content` is checked against, so that errors are those of that type alone."""
+    """Return the tag of the type that `content` is checked against, so that errors are about that type alone."""
     return "list[part]" if isinstance(content, list) else "str"
 
 
@@ -373,7 +379,7 @@ class ChatRequest(SamplingFields):
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
             if name not in [tool.function.name for tool in self.tools or ()]:
-                raise refuse("tool_choice", f"tool_choice names {_printable(name)!r}, which is none of the tools")
+                raise refuse("tool_choice", f"tool_choice names {_printable(name)!r}, but no tool has this name")
         return self
 
 

@@ -12,42 +12,31 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.server.admission import Service
-from nanovllm.server.answers import ChatForm
-from nanovllm.server.blocks import Block, BlockAnswer
+from nanovllm.server.chat_answers import Block, BlockAnswer, ChatForm
 from nanovllm.server.errors import ApiError
 from nanovllm.server.protocol import (
+    TEXT_ONLY,
     Body,
     ChatRequest,
     Items,
     WholeBody,
     chat_request,
-    check_kind,
     choice_branch,
     content_branch,
     refuse,
 )
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
-ITEM_FIELDS = {  # type of an item -> the fields that it needs
-    "message": ("role", "content"),
-    "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"),
-    "reasoning": (),
-}
 
 
 class ResponsePart(Body):
     HINTS = frozenset(("annotations", "logprobs", "prompt_cache_breakpoint"))
+    KINDS = dict.fromkeys(TEXT_PARTS, ())
+    NOUN, WHY_NOT = "a part", TEXT_ONLY
 
     type: str
     text: str | None = None
     refusal: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, part: Any) -> Any:
-        check_kind(part, TEXT_PARTS, "a part of type {} is not supported, as the model reads only text")
-        return part
 
 
 ResponseContent: TypeAlias = Annotated[
@@ -59,6 +48,13 @@ class InputItem(Body):
     """An item of a conversation. Its type says which of the fields it has."""
 
     HINTS = frozenset(("id", "status", "phase", "encrypted_content", "summary", "caller", "created_by"))
+    KINDS: ClassVar = {
+        "message": ("role", "content"),
+        "function_call": ("call_id", "name", "arguments"),
+        "function_call_output": ("call_id", "output"),
+        "reasoning": (),
+    }
+    NOUN = "an item"
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -68,22 +64,11 @@ class InputItem(Body):
     arguments: str | None = None
     output: ResponseContent | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, item: Any) -> Any:
-        check_kind(item, tuple(ITEM_FIELDS), "an item of type {} is not supported")
-        return item
-
-    @model_validator(mode="after")
-    def _check_fields(self) -> "InputItem":
-        for name in ITEM_FIELDS[self.type]:
-            if getattr(self, name) is None:
-                raise refuse(name, f"an item of type {self.type!r} needs {name!r}")
-        return self
-
 
 class ResponseTool(Body):
     HINTS = frozenset(("defer_loading", "output_schema", "allowed_callers"))
+    KINDS: ClassVar = {"function": ()}
+    NOUN, WHY_NOT = "a tool", ", only functions are"
 
     type: str
     name: str
@@ -91,22 +76,13 @@ class ResponseTool(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, tool: Any) -> Any:
-        check_kind(tool, ("function",), "a tool of type {} is not supported, only functions are")
-        return tool
-
 
 class ResponseToolName(Body):
+    KINDS: ClassVar = {"function": ()}
+    NOUN = "a tool_choice"
+
     type: Literal["function"]
     name: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, choice: Any) -> Any:
-        check_kind(choice, ("function",), "a tool_choice of type {} is not supported")
-        return choice
 
 
 ResponseToolChoice: TypeAlias = Annotated[
@@ -229,7 +205,7 @@ class ResponsesRequest(WholeBody):
 
 
 def _text(content: Any) -> str:
-    """The text of a string, of parts, or of nothing."""
+    """Join the text of a string or of parts; "" for None."""
     return content if isinstance(content, str) else "\n".join(part.text or part.refusal or "" for part in content or ())
 
 
@@ -347,7 +323,7 @@ _EVENTS = {
 
 
 def _place(block: Block) -> dict[str, Any]:
-    """Where a piece of a block belongs, as its events say it."""
+    """Return the place of a piece of a block, as its events give it."""
     place: dict[str, Any] = {"item_id": _item_id(block), "output_index": block.index}
     if block.kind != "call":
         place["content_index"] = 0

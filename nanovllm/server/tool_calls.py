@@ -36,9 +36,9 @@ class ToolCallDelta(NamedTuple):
 
 CallPart: TypeAlias = str | ToolCallDelta
 Delta: TypeAlias = CallPart | ReasoningDelta  # a string is content
-Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]  # of the arguments, by the name of the tool
+Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]  # a tool's name -> the JSON Schema of its arguments
 
-MAX_HEAD_CHARS = 1000  # of a call up to its arguments, where they are asked for in pieces
+MAX_HEAD_CHARS = 1000  # limit of a call before its arguments, if they are sent in pieces
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(\w+)"\s*:\s*(?=\{)')
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
@@ -69,7 +69,7 @@ class ToolCallParser:
         self._has_begun = False  # with pieces: the name of the call has been returned
         self._state = _State.OPENED if call_format.is_bare else _State.CONTENT
         self._text = ""
-        self._start = 0  # of what has not been returned yet; between calls of `feed` always 0
+        self._start = 0  # the first character not returned yet; between calls of `feed` always 0
         self._opening_end = 0  # outside CONTENT: where the opening ends that may turn out to be content
         self._scan = _ObjectScan(0)
         self._deltas: list[CallPart] = []  # to be returned by the next `_take`
@@ -240,7 +240,7 @@ class _ObjectScan:
 
     def __init__(self, start: int) -> None:
         self.start = self.end = start
-        self.inner_end: int | None = None  # of the first object or list inside the object
+        self.inner_end: int | None = None  # the end of the first object or list inside the object
         self.is_complete = self.is_invalid = False
         self._depth = 0
         self._in_string = self._is_escaped = False

@@ -65,7 +65,7 @@ class TokenDecoder:
 
 
 def _find_decode(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]], str]:
-    """Return `tokenizer.decode`, or that of the Rust tokenizer, which is much faster, if it gives the same text.
+    """Return `tokenizer.decode`, or the Rust tokenizer's, which is much faster, if it gives the same text.
 
     The texts differ if the class overrides `decode`, or if `clean_up_tokenization_spaces` takes effect. That depends on
     the kind of tokenizer and on the release of transformers, so a sample is decoded.
@@ -130,7 +130,7 @@ class Detokenizer:
         self._num_unstoppable_tokens = min_tokens  # from here on
         self._window: list[int] = []  # the newest visible tokens, which are decoded together
         self._num_context_tokens = 0  # at the start of the window: already read, kept for the tokens after them
-        self._num_read_chars = 0  # how much of the window's text earlier updates have read
+        self._num_read_chars = 0  # earlier updates have read so much of the window's text
         self._withheld = ""  # read, but held back because it may begin a stop string
         self._stop_state = 0  # at its end
         self._shown = io.StringIO()

@@ -135,7 +135,7 @@ def _cuts_of(pre_tokenizer: dict[str, Any]) -> re.Pattern[str] | None:
 
 MIN_CHARS = 20_000  # shorter texts are not cut; they take less than 10 ms to tokenize
 PIECE_CHARS = 2_000
-MAX_BYTES = 64 * 2**20  # of the pieces in the cache, about 20 million characters
+MAX_BYTES = 64 * 2**20  # limit of the cached pieces, about 20 million characters
 _ENTRY_BYTES = 300  # the objects around a piece
 
 
@@ -158,7 +158,7 @@ class TextEncoder:
         self._cuts = find_cuts(tokenizer)
         self._around = _special_tokens_around(tokenizer) if self._cuts is not None else None
         self._pieces: OrderedDict[tuple[bytes, str], TokenIds] = OrderedDict()  # the last used ones are last
-        self.num_bytes = 0  # of `_pieces`, about
+        self.num_bytes = 0  # the approximate size of `_pieces`
 
     def encode(self, text: str, *, add_special_tokens: bool = True, cache_salt: str | None = None) -> TokenIds:
         """Return the tokens of a text. Raises what the tokenizer raises for lone surrogates."""
@@ -236,7 +236,7 @@ def _special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]] | None
     return None
 
 
-MAX_TOKENS = 16_384  # of a request's bad words: they take 15 ms to prepare, and a step at most 0.1 ms
+MAX_TOKENS = 16_384  # in a request's bad words: they take 15 ms to prepare, and a step at most 0.1 ms
 MAX_CHARS = 16 * MAX_TOKENS  # checked before anything is tokenized; few texts have as many characters for each token
 
 
@@ -302,7 +302,7 @@ def load_tokenizer(directory: Path | None) -> Any:
 
 
 def end_token_ids(model_config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end an answer: those of the model's configs, and the tokenizer's eos token.
+    """Return the tokens that end an answer: the end tokens in the model's configs, and the tokenizer's eos token.
 
     The configs of some chat models name only the base model's end token. vLLM uses the tokenizer's too.
     """

@@ -37,7 +37,7 @@ from nanovllm.sampling_params import StructuredOutputs, TaggedJson, TaggedValue
 from nanovllm.utils.arithmetic import ceil_div
 
 MAX_GRAMMARS = 16  # compiled grammars in the cache
-MAX_RENEWALS = 4  # of the automaton, for one answer: each reads the answer again
+MAX_RENEWALS = 4  # of one answer's automaton: each reads the answer again
 # llguidance's defaults would allow compilations and masks of seconds (tests/text/test_hostile_grammars.py).
 LIMITS: Mapping[str, Any] = {
     "max_grammar_size": 20_000,  # symbols; compilation is quadratic in the optional properties of an object
@@ -48,7 +48,7 @@ LIMITS: Mapping[str, Any] = {
     "max_lexer_states": 50_000,  # in a grammar, 1 to 2 kB each
     "verbose_errors": False,
 }
-MAX_CHARS = 200_000  # of a schema, a regex, or all choices together
+MAX_CHARS = 200_000  # limit of a schema, a regex, or all choices together
 # llguidance follows references by recursion. Each reference is followed at most once on the way down, through no more
 # levels than the schema has, so the product of the two bounds the depth.
 MAX_REFERENCE_DEPTH = 6000
@@ -62,7 +62,7 @@ _WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
 _TEXT = r"TEXT: /(.|\n)*/"
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as models write tool calls
 NUM_SPARES = 2  # an answer that exceeds a limit uses up the automaton in use and the one that it tries again with
-SLOW_MASK_S = 0.5e-3  # of CPU time. Most masks take 0.03 ms, but the limits above admit some of 30 ms
+SLOW_MASK_S = 0.5e-3  # CPU time. Most masks take 0.03 ms, but the limits above admit some of 30 ms
 NUM_SLOW_MASKS = 1000  # after a slow mask, so many of the same grammar are taken to be slow
 NUM_MASK_THREADS = 2
 MAX_REASON_CHARS = 300
@@ -76,7 +76,7 @@ class Vocabulary:
     def __init__(
         self, tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...], limits: Mapping[str, Any] = LIMITS
     ) -> None:
-        """`limits` are those of llguidance.LLParserLimits. Raises ValueError for a tokenizer that does not say which
+        """`limits`: arguments of llguidance.LLParserLimits. Raises ValueError for a tokenizer that does not say which
         bytes its tokens stand for.
         """
         import llguidance.hf
@@ -257,7 +257,7 @@ class TokenMatcher:
     """
 
     def __init__(self, grammar: Grammar, ignore_eos: bool) -> None:
-        """With `ignore_eos` no end token is allowed, and the answer ends when nothing can follow."""
+        """`ignore_eos`: allow no end token, so that the answer ends when nothing can follow."""
         self.error: str | None = None
         self._grammar, self._vocabulary = grammar, grammar.vocabulary
         self._may_use_end_tokens = bool(self._vocabulary.end_token_ids) and not ignore_eos
@@ -265,7 +265,7 @@ class TokenMatcher:
         self._num_renewals = 0
         self._token_ids = array("q")  # all that were accepted, except an end token
         self._has_ended = False
-        self._following: TokenMask | None = grammar.first_mask  # what may follow _token_ids; None until asked for
+        self._following: TokenMask | None = grammar.first_mask  # tokens that may come next; None until asked for
         self._computing: Future[None] | None = None  # sets _following; meanwhile nobody else uses the matcher
 
     @property
@@ -526,7 +526,7 @@ def _tagged_grammar(tagged: TaggedJson, added_tokens: Mapping[str, int]) -> str:
 
 
 def _literal(text: str, added_tokens: Mapping[str, int]) -> str:
-    """Strings of a grammar, each with a space after it: those of `added_tokens` as tokens, the others as texts.
+    """Return strings of a grammar, each with a space after it: `added_tokens` as tokens, the others as texts.
 
     An added token never matches a text, and the model would write it as a token.
     """
@@ -542,7 +542,7 @@ def _schema_grammar(schema: Any) -> str:
 
 
 def _json_rule(schema: Any, **defaults: Any) -> str:
-    """`defaults`: options of llguidance, which those of the schema replace."""
+    """`defaults`: options of llguidance; the schema's own take precedence."""
     if isinstance(schema, dict):
         options = schema.get("x-guidance", {})
         if isinstance(options, dict):

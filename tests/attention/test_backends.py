@@ -222,7 +222,7 @@ def test_cudnn_cuts_batches(order, causal):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("order", ["adjacent", "random"])
 def test_cudnn_any_block_size(order, causal):
-    """Also blocks that are larger than the smallest call, or no multiple of it. What was never written is NaN."""
+    """Includes blocks that are larger than the smallest call, or not a multiple of it. Cells never written hold NaN."""
     for page in (8, 24, 64, 256):
         backend = CudnnOnCpu(TorchBackend(), replace(CPU_LIMITS, gather_bytes=1))
         case = make_paged([(50, 300), (70, 333), (129, 129)], page, (4, 2), causal=causal, order=order)

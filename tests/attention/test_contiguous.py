@@ -14,7 +14,7 @@ def make_kv(table: list[int]) -> SequenceKV:
 def test_spans_cover_every_token_once():
     tables = [5, 6, 7, 1, 9, 2, 3, 4], [8, 7, 6, 5, 4, 3, 2, 1], [1, 2, 3, 4, 5, 6, 7, 8]
     for table, num_tokens, min_view_tokens in itertools.product(tables, (0, 1, 7, 8, 9, 63, 64), (0, 16, 24, 10**9)):
-        spans = list(make_kv(table).spans(num_tokens, min_view_tokens, gather_bytes=20 * 4))  # of 20 tokens
+        spans = list(make_kv(table).spans(num_tokens, min_view_tokens, gather_bytes=20 * 4))  # the size of 20 tokens
         assert [token for first, last in spans for token in range(first, last)] == list(range(num_tokens))
         for first, last in spans:
             blocks = table[first // 8 : -(-last // 8)]
@@ -30,7 +30,7 @@ def test_read_returns_the_tokens_in_order():
         cells = [table[token // 8] * 8 + token % 8 for token in range(first, last)]
         assert torch.equal(k, kv.k_cache_NPKD.flatten(0, 1)[cells])
         assert torch.equal(v, kv.v_cache_NPKD.flatten(0, 1)[cells])
-    k, v = kv.read(9, 24)  # of adjacent blocks, which are not copied
+    k, v = kv.read(9, 24)  # adjacent blocks, which are not copied
     assert k.data_ptr() == kv.k_cache_NPKD[2, 1].data_ptr() and v.data_ptr() == kv.v_cache_NPKD[2, 1].data_ptr()
 
 

@@ -41,7 +41,7 @@ def test_memory_of_readmes_example_by_hand() -> None:
     num_nodes = 4 * whole  # at 1, 2, 4 and 8 sequences
     num_nodes += 3 * (whole + 3 * 28 + 3 * 3)  # in pieces at 1, 4 and 8
     num_nodes += 10 * (whole + 4 * 28)  # 64, 128, 256, 512 and 1024 tokens of chunks beside 4 or 8 answers
-    in_layer = (1024 + 3 * 8) * (4 * 2 * 1024 + (6 * 2 * 128 + 12) * 16 + 4 * 128)  # of 16 heads of 128, in 3 pools
+    in_layer = (1024 + 3 * 8) * (4 * 2 * 1024 + (6 * 2 * 128 + 12) * 16 + 4 * 128)  # 16 heads of 128, in 3 pools
     assert got.graph_bytes == num_nodes * parts.GRAPH_NODE_BYTES + 4 * parts.GRAPH_POOL_BYTES + in_layer
     assert got.total_bytes == got.exact_bytes + got.estimated_bytes
     assert got.exact_bytes == got.weight_bytes + got.kv_bytes + got.staging_bytes + got.logits_bytes
@@ -121,7 +121,7 @@ def test_memory_on_a_cpu_has_no_parts_of_cuda() -> None:
 
 
 def test_memory_workspaces_depend_on_the_compute_capability() -> None:
-    """As torch 2.11 chooses them: 32 MiB from Hopper on, before that 8 MiB and 128 KiB; two of them."""
+    """The sizes that torch 2.11 chooses: 32 MiB from Hopper on, before that 8 MiB and 128 KiB; two of them."""
     cases: tuple[tuple[Any, ...], ...] = (("H200", 64 * MIB), ("RTX 5090", 64 * MIB), ("RTX 4090", 16640 * 1024))
     for name, num_bytes in cases:
         assert memory(Machine.gpu(GIB, find_gpu(name))).workspace_bytes == num_bytes

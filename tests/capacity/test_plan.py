@@ -101,7 +101,7 @@ def hybrid_plan(name: str = "qwen3.5-9b", machine: Machine = H200, **options: An
 
 
 def test_plan_states_of_qwen35_by_hand() -> None:
-    """Of 32 layers, 24 keep 32 matrices of 128 x 128 in fp32 and three inputs of a convolution over 8192 channels."""
+    """24 of 32 layers keep 32 matrices of 128 x 128 in fp32 and three inputs of a convolution over 8192 channels."""
     state = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
     plan = hybrid_plan(max_num_seqs=8)
     assert plan.kv_bytes_per_token == 2 * 8 * 4 * 256 * 2

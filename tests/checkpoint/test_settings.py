@@ -257,7 +257,7 @@ def test_engine_with_overridden_yarn_has_the_logits_of_transformers(
     write_tiny_model(plain, architecture, max_position_embeddings=512)
     write_tiny_model(extended, architecture, max_position_embeddings=2048, rope=yarn)
     reference = Reference(extended)
-    reference.directory = plain  # what the engine reads; the logits are those of the extended one
+    reference.directory = plain  # read by the engine; the logits come from the extended one
     overrides = {"rope_parameters": yarn, "max_position_embeddings": 2048}
     with CheckedLLM(reference, hf_overrides=overrides, **cache_options(num_gpu_blocks)) as llm:
         assert llm.max_model_len == 2048 and llm.model_config.rope.rope_theta == 10000.0

@@ -109,5 +109,5 @@ def test_verify_bad_input_exits_2(capsys: pytest.CaptureFixture[str], tiny: str)
     ):
         assert main(["verify", "--model", tiny, *flags]) == 2
         assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit):  # what the check chooses itself
+    with pytest.raises(SystemExit):  # the check chooses this itself
         main(["verify", "--model", tiny, "--num-gpu-blocks", "3"])

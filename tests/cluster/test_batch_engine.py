@@ -31,11 +31,7 @@ def engine() -> Iterator[AsyncLLM]:
 
 def answer(engine: AsyncLLM, rows: Sequence[Any], documents: Sequence[int] | None = None) -> list[dict[str, Any]]:
     places = [RowPlace(0, line, 0, document) for line, document in enumerate(documents or [-1] * len(rows))]
-
-    async def main() -> list[dict[str, Any]]:
-        return await RowAnswerer(engine, GREEDY).answer_unit(rows, places)
-
-    return asyncio.run(main())
+    return asyncio.run(RowAnswerer(engine, GREEDY).answer_unit(rows, places))
 
 
 def test_answer_unit_each_kind_of_prompt(engine: AsyncLLM) -> None:
@@ -156,7 +152,7 @@ def test_engine_writes_a_part_for_each_unit(tmp_path: Path) -> None:
         (1, 1, 1, ""),
     ]
     assert results[0]["num_tokens"] == 4
-    assert asyncio.run(job.tries.reasons.remote(0)) == []  # what has been run counts no tries
+    assert asyncio.run(job.tries.reasons.remote(0)) == []  # a unit that has run counts no tries
     assert sorted(path.name for path in job.output.iterdir()) == ["part-00000.jsonl", "part-00001.jsonl"]
     (last,) = map(json.loads, job.part_path(1).read_text().splitlines())
     assert last["id"] == 2 and last["text"] is None and "empty" in last["error"]

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Collection
 from typing import Any
 
 import pytest
+from event_loops import on_a_loop, run
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as ASGIMessage
 
@@ -67,25 +68,21 @@ def scope(method: str = "POST", path: str = "/v1/completions") -> Scope:
 
 def ask(app: ASGIApp, asked: Scope, *, leaves: Callable[[list[ASGIMessage]], bool] = lambda sent: False) -> list[Any]:
     """Return what the application sends. leaves: whether the client disconnects after what was sent."""
+    sent: list[ASGIMessage] = []
+    requests = [{"type": "http.request", "body": b"{}", "more_body": False}]
 
-    async def run() -> list[ASGIMessage]:
-        sent: list[ASGIMessage] = []
-        requests = [{"type": "http.request", "body": b"{}", "more_body": False}]
+    async def receive() -> ASGIMessage:
+        if requests:
+            return requests.pop()
+        while not leaves(sent):
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
 
-        async def receive() -> ASGIMessage:
-            if requests:
-                return requests.pop()
-            while not leaves(sent):
-                await asyncio.sleep(0)
-            return {"type": "http.disconnect"}
+    async def send(message: ASGIMessage) -> None:
+        sent.append(message)
 
-        async def send(message: ASGIMessage) -> None:
-            sent.append(message)
-
-        await asyncio.wait_for(app(asked, receive, send), 10)
-        return sent
-
-    return asyncio.run(run())
+    run(app(asked, receive, send))
+    return sent
 
 
 def counted(front: Front, name: str) -> float:
@@ -189,7 +186,7 @@ def test_metrics_of_front_and_replicas_are_one_text() -> None:
 
 
 def collect(app: ASGIApp, request: WholeRequest, limit: int = 10**9) -> list[list[ASGIMessage]]:
-    async def run() -> list[list[ASGIMessage]]:
+    async def parts_of_call() -> list[list[ASGIMessage]]:
         pace = Pace()
         parts, found = AppCall(app, request, pace).parts(), []
         async for part in parts:
@@ -200,7 +197,7 @@ def collect(app: ASGIApp, request: WholeRequest, limit: int = 10**9) -> list[lis
         assert pace.num_open == 0
         return found
 
-    return asyncio.run(run())
+    return run(parts_of_call())
 
 
 def test_call_repeats_the_request_and_merges_what_is_sent_together() -> None:
@@ -216,7 +213,8 @@ def test_call_repeats_the_request_and_merges_what_is_sent_together() -> None:
     assert collect(app, request) == [[head(), body(b"body /v1/completionssalt", True)], [body(b"")]]
 
 
-def test_application_waits_while_its_call_rests() -> None:
+@on_a_loop
+async def test_application_waits_while_its_call_rests() -> None:
     """It could send 1,000 chunks at once; at each time, only one is on its way."""
     num_unsent = []
 
@@ -226,17 +224,14 @@ def test_application_waits_while_its_call_rests() -> None:
             num_unsent.append(i)
             await send(body(b"x", more=i > 0))
 
-    async def run() -> None:
-        pace = Pace()
-        pace.num_open = 10
-        parts = AppCall(app, WholeRequest.of(scope(), b""), pace).parts()
-        assert pace.rest_s == 10 * REST_PER_CALL_S
-        assert await anext(parts) == [head(), body(b"x", True)]
-        assert num_unsent == [4]
-        await asyncio.sleep(0)
-        assert len([part async for part in parts]) == 4 and num_unsent == [4, 3, 2, 1, 0]
-
-    asyncio.run(run())
+    pace = Pace()
+    pace.num_open = 10
+    parts = AppCall(app, WholeRequest.of(scope(), b""), pace).parts()
+    assert pace.rest_s == 10 * REST_PER_CALL_S
+    assert await anext(parts) == [head(), body(b"x", True)]
+    assert num_unsent == [4]
+    await asyncio.sleep(0)
+    assert len([part async for part in parts]) == 4 and num_unsent == [4, 3, 2, 1, 0]
 
 
 def test_closing_a_call_cancels_the_application() -> None:

@@ -1,9 +1,9 @@
 import itertools
-import threading
 
 import pytest
 import torch
 from cpu_attention_cases import POOL_TOKENS, Case, memory_before_guard_page, mixed_rows, row_spans
+from run_threads import in_threads
 from tiers import RUNS_ALL
 
 from nanovllm.cpu_attention import torch_kernel
@@ -106,13 +106,7 @@ def test_attend_reads_nothing_behind_the_pool(open_kernel) -> None:
 def test_attend_from_two_threads_takes_turns(open_kernel) -> None:
     kernel = open_kernel()
     cases = [Case(mixed_rows(2), seed=seed) for seed in range(2)]
-    threads = [
-        threading.Thread(target=lambda case=case: [kernel.attend(case.job, 0) for _ in range(20)]) for case in cases
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(lambda case=case: [kernel.attend(case.job, 0) for _ in range(20)] for case in cases))
     for case in cases:
         case.check()
 

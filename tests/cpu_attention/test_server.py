@@ -26,7 +26,7 @@ def new_flags() -> torch.Tensor:
 
 
 def difference(flag: torch.Tensor, number: int) -> int:
-    """As the GPU compares: signed, 32 bits. Not negative: the number is reached."""
+    """Compare as the GPU does, signed and in 32 bits. If not negative, the number is reached."""
     return (int(flag) - number + 2**31) % 2**32 - 2**31
 
 

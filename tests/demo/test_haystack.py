@@ -1,8 +1,17 @@
-"""Haystacks: exact lengths, the needle where it was asked for, and nothing else that looks like it."""
+"""Haystacks and the example: exact lengths, lines where they were asked for, and nothing else that looks like them."""
+
+import re
 
 import pytest
 
-from nanovllm.demo.haystack import LEAD_IN, QUESTION, build_haystack
+from nanovllm.demo.haystack import (
+    LEAD_IN,
+    LONGEST_EXAMPLE_TOKENS,
+    QUESTION,
+    SHORTEST_EXAMPLE_TOKENS,
+    build_example,
+    build_haystack,
+)
 from nanovllm.demo.retrieval_model import MATCH_TOKENS
 from nanovllm.errors import RequestError
 
@@ -47,3 +56,23 @@ def test_haystack_bad_argument_raises() -> None:
     ):
         with pytest.raises(RequestError, match=message):
             build_haystack(num_tokens, depth, passkey)
+
+
+@pytest.mark.parametrize("max_request_tokens", [2 * SHORTEST_EXAMPLE_TOKENS, 16_384, 10**6])
+def test_example_every_passage_of_an_answer_occurs_once(max_request_tokens: int) -> None:
+    """Each question and its answer are found by the built-in model alone."""
+    example = build_example(max_request_tokens)
+    assert example is not None and example.text.isascii()
+    limit = min(LONGEST_EXAMPLE_TOKENS, max_request_tokens // 2)
+    assert limit - 300 < len(example.text) <= limit
+    assert len(example.questions) == 3
+    for question in example.questions:
+        found = re.search(f"{re.escape(question)}( .*)\n", example.text)
+        assert found is not None
+        matched = question[-MATCH_TOKENS:] + found[1]
+        for start in range(len(matched) - MATCH_TOKENS + 1):
+            assert example.text.count(matched[start : start + MATCH_TOKENS]) == 1
+
+
+def test_example_too_small_a_server_has_none() -> None:
+    assert build_example(2 * SHORTEST_EXAMPLE_TOKENS - 1) is None

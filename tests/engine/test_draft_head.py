@@ -120,8 +120,7 @@ def test_a_hit_inside_a_block_copies_the_keys_of_the_head(helper: Reference) -> 
     with GuessingLLM(helper, **options) as llm:
         for _ in range(2):
             assert llm.answer_and_check_guesses([prompt], max_tokens=8) > 3
-        copies = [step.head.copy for plan in llm.plans for step in plan.sequences if step.head and step.head.copy]
-        assert [copy.num_tokens for copy in copies] == [2 * BLOCK]
+        assert [copy.num_tokens for plan in llm.plans for copy in plan.moves.page_copies] == [2 * BLOCK]
 
 
 @pytest.mark.parametrize("num_gpu_blocks", [None, 3])

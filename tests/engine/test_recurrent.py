@@ -23,12 +23,6 @@ PROMPTS = prompts_of(3 * BLOCK - 5, 40, BLOCK - 3, 2 * BLOCK)  # answers cross t
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    directory = tmp_path_factory.mktemp("hybrid")
-    return Reference(write_tiny_model(directory, "qwen3_5", num_layers=4, max_position_embeddings=8192))
-
-
-@pytest.fixture(scope="module")
 def answers(hybrid: Reference) -> list[list[int]]:
     with CheckedLLM(hybrid, **ALL_GPU) as llm:
         return [output["token_ids"] for output in llm.answer_and_check(PROMPTS, max_tokens=NUM_TOKENS)]
@@ -214,13 +208,6 @@ def test_experts(tmp_path: Path) -> None:
         llm.answer_and_check(PROMPTS)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kv_disk_path": "x"}, "kv_disk_path='x' keeps KV alone, but this model has recurrent layers"),
-        ({"tensor_parallel_size": 4}, "divisible by tensor_parallel_size=4"),
-    ],
-)
-def test_what_does_not_work_with_states_is_refused(hybrid: Reference, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        LLM(str(hybrid.directory), device="cpu", **options)
+def test_ranks_that_would_share_a_head_are_refused(hybrid: Reference) -> None:
+    with pytest.raises(ConfigError, match="divisible by tensor_parallel_size=4"):
+        LLM(str(hybrid.directory), device="cpu", tensor_parallel_size=4)

@@ -40,7 +40,7 @@ def test_restarted_engine_gives_the_logits_of_transformers(reference: Reference,
         with GpuLLM(reference, kv_disk_path=str(tmp_path), **CACHES[cache]) as llm:
             output = llm.answer_and_check([[*DOCUMENT, i, 1, 2], random_prompt(300, seed=i)])[0]
             assert output["num_cached_tokens"] == (expected if i else 0)
-            extent_bytes = llm.runner._disk.store.extent_bytes
+            extent_bytes = llm.runner._disk._pool.extent_bytes
             needs_buffers = cache in ("all GPU", "large blocks")
             assert llm.stats()["disk_buffer_bytes"] == (1 + NUM_READERS) * extent_bytes * needs_buffers
             llm.assert_nothing_left()
@@ -60,6 +60,34 @@ def test_blocks_that_are_given_away_while_they_are_stored_give_right_logits(
             prompts = [random_prompt(rng.randrange(300, 1300), seed=rng.randrange(8)) for _ in range(2)]
             llm.answer_and_check(prompts)
         assert llm.stats()["num_disk_hit_tokens"] > 0
+        llm.assert_nothing_left()
+
+
+@pytest.mark.parametrize("cache", ["all GPU", "offload"])
+def test_restarted_engine_begins_where_a_state_is(hybrid: Reference, tmp_path: Path, cache: str) -> None:
+    """Snapshots are written by the compute stream, and read and filled by the threads of the disk."""
+    for i in range(3):
+        with GpuLLM(hybrid, kv_disk_path=str(tmp_path), **CACHES[cache]) as llm:
+            output = llm.answer_and_check([[*DOCUMENT, i, 1, 2], random_prompt(300, seed=i)])[0]
+            assert output["num_cached_tokens"] == (5 * BLOCK if i else 0)
+            assert llm.stats()["num_disk_hit_states"] == (i > 0)
+            llm.assert_nothing_left()
+
+
+@pytest.mark.parametrize("cache", ["all GPU", "offload"])
+def test_snapshots_that_are_given_away_while_they_are_stored_give_right_logits(
+    hybrid: Reference, tmp_path: Path, cache: str
+) -> None:
+    small = {"num_kvcache_blocks": 14} if cache == "all GPU" else {"num_cpu_blocks": 14}
+    options = CACHES[cache] | small | {"kv_disk_path": str(tmp_path)}
+    rng = random.Random(0)
+    with GpuLLM(hybrid, **options) as llm:
+        snapshots = llm.scheduler.kv.states.snapshots
+        snapshots.count, snapshots._unused = 4, list(range(4))
+        for _ in range(40):
+            prompts = [random_prompt(rng.randrange(300, 1300), seed=rng.randrange(8)) for _ in range(2)]
+            llm.answer_and_check(prompts)
+        assert llm.stats()["num_disk_hit_states"] > 0
         llm.assert_nothing_left()
 
 

@@ -273,7 +273,7 @@ def test_extent_of_another_process_is_found_and_its_eviction_is_a_miss(store: Di
 
 def test_limit_that_holds_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kv_disk_gb=.* holds no 256 tokens of this model.*raise kv_disk_gb"):
-        DiskStore(tmp_path, FILE_BYTES - 1, PAYLOAD_BYTES, {}, "m")
+        DiskStore(tmp_path, FILE_BYTES - 1, FILE_BYTES, {}, "m")
     with pytest.raises(ConfigError, match=r"kv_disk_path=.* cannot be used \(Not a directory\)"):
         open_store(Path("/dev/null/kv"))
 
@@ -348,3 +348,10 @@ def test_remove_extents_leaves_what_is_not_ours(store: DiskStore, extent: Extent
     assert store.total_bytes == 0
     with pytest.raises(ConfigError, match="is not a folder with KV"):
         remove_extents(store.path / "nowhere")
+
+
+def test_files_of_an_older_format_count_and_can_be_removed(store: DiskStore) -> None:
+    """Their names were shorter. Nobody reads them any more, so they must not stay for ever."""
+    (store.folder / f"{'ab' * 20}.kv").write_bytes(bytes(100))
+    assert list_extents(store.path).num_bytes == 100
+    assert remove_extents(store.path) == (1, 100)

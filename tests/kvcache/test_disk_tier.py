@@ -3,15 +3,16 @@
 import random
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
+from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from content_model import ContentError, ContentRunner, Simulation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from odd_drafters import KINDS
-from random_workloads import GRAIN, dense_manager, dense_operations, dense_schedule, odd_drafter, play
+from random_workloads import GRAIN, dense_manager, dense_operations, dense_schedule, dense_states, odd_drafter, play
 from simulated_disk import SimulatedDisk
 from tiers import examples
 
@@ -19,6 +20,7 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kvcache.disk.tier import RATE_S, DiskBoard, DiskTier
 from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
+from nanovllm.kvcache.policy.states import RecurrentStates, Snapshots
 from nanovllm.kvcache.transfer.disk_worker import _folded, weights_identity
 from nanovllm.sampling_params import SamplingParams
 
@@ -27,27 +29,35 @@ QUICK = [HealthCheck.too_slow, HealthCheck.large_base_example]
 
 def make_disk(
     rng: random.Random,
-    extents: dict[bytes, np.ndarray],
+    extents: dict[bytes, Any],
     kv: KVCacheManager,
     runner: ContentRunner,
     checks_versions: bool = True,
 ) -> SimulatedDisk:
     is_hybrid = not isinstance(kv, BlockManager)
     grain = GRAIN if is_hybrid else rng.choice([size for size in (1, 2, 4) if kv.block_size % size == 0])
-    return SimulatedDisk(kv, runner.cpu if is_hybrid else runner.gpu, grain, rng, extents, checks_versions)
+    memory = runner.cpu if is_hybrid else runner.gpu
+    return SimulatedDisk(kv, memory, grain, rng, extents, runner.snapshots, checks_versions)
 
 
-def play_on_disk(seed: int, hybrid: bool, drafter: str = "", checks_versions: bool = True) -> int:
-    """Several engines, one after the other, on one disk. Returns how many extents were loaded."""
+def play_on_disk(
+    seed: int, hybrid: bool, drafter: str = "", has_states: bool = False, checks_versions: bool = True
+) -> tuple[int, int]:
+    """Several engines, one after the other, on one disk. Returns how many extents and states were loaded."""
     rng = random.Random(seed)
-    extents: dict[bytes, np.ndarray] = {}
-    num_loaded, block_size = 0, rng.randint(1, 6)
+    extents: dict[bytes, Any] = {}
+    num_loaded, num_states, block_size = 0, 0, rng.randint(1, 6)
     for _ in range(3):
-        kv = BlockManager(rng.randint(8, 40), block_size) if not hybrid else dense_manager(rng, hybrid=True)
+        schedule = dense_schedule(rng)
+        states = dense_states(rng, schedule["max_num_seqs"], min_snapshots=2) if has_states else None
+        if hybrid:
+            kv: KVCacheManager = dense_manager(rng, hybrid=True, states=states)
+        else:
+            kv = BlockManager(rng.randint(8, 40), block_size, states=states)
         kv.pool.enable_prefix_caching = True
         simulation = Simulation(
             kv,
-            **dense_schedule(rng),
+            **schedule,
             make_disk=partial(make_disk, rng, extents, checks_versions=checks_versions),
             make_drafter=odd_drafter(drafter, seed) if drafter else None,
         )
@@ -55,31 +65,55 @@ def play_on_disk(seed: int, hybrid: bool, drafter: str = "", checks_versions: bo
         try:
             play(simulation, dense_operations(rng))
             for extent in simulation.disk.tier.last_moves().stores:
-                extents[extent.key] = simulation.disk._cells(extent).copy()
+                simulation.disk.keep(extent)
         finally:
             simulation.disk.board.close()
         num_loaded += simulation.disk.num_loaded
-    return num_loaded
+        num_states += simulation.disk.num_loaded_states
+    return num_loaded, num_states
 
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=QUICK)
-@given(seed=st.integers(0, 2**32), hybrid=st.booleans(), drafter=st.sampled_from(["", "", *KINDS]))
-def test_disk_changes_no_token_and_loses_nothing(seed: int, hybrid: bool, drafter: str) -> None:
-    play_on_disk(seed, hybrid, drafter)
+@given(
+    seed=st.integers(0, 2**32),
+    hybrid=st.booleans(),
+    drafter=st.sampled_from(["", "", *KINDS]),
+    has_states=st.booleans(),
+)
+def test_disk_changes_no_token_and_loses_nothing(seed: int, hybrid: bool, drafter: str, has_states: bool) -> None:
+    play_on_disk(seed, hybrid, drafter, has_states)
 
 
+@pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_workloads_load_from_disk(hybrid: bool) -> None:
+def test_workloads_load_from_disk(hybrid: bool, has_states: bool) -> None:
     """Else the test above would prove nothing."""
-    assert sum(play_on_disk(seed, hybrid) > 0 for seed in range(20)) >= 10
+    loaded = [play_on_disk(seed, hybrid, has_states=has_states) for seed in range(20)]
+    assert sum(num_extents > 0 for num_extents, _ in loaded) >= 10
+    assert sum(num_states > 0 for _, num_states in loaded) >= 10 * has_states
 
 
+@pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_store_of_a_block_that_was_given_away_is_noticed(hybrid: bool) -> None:
+def test_store_of_a_block_that_was_given_away_is_noticed(hybrid: bool, has_states: bool) -> None:
     """Without the versions of blocks, extents hold the tokens of other sequences, and the model sees it."""
     with pytest.raises(ContentError):
         for seed in range(200):
-            play_on_disk(seed, hybrid, checks_versions=False)
+            play_on_disk(seed, hybrid, has_states=has_states, checks_versions=False)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_store_of_a_snapshot_that_was_given_away_is_noticed(hybrid: bool) -> None:
+    """Likewise without the versions of snapshots."""
+    take = Snapshots._take
+
+    def take_unnoticed(snapshots: Snapshots) -> int:
+        snapshots.versions = None
+        return take(snapshots)
+
+    with mock.patch.object(Snapshots, "_take", take_unnoticed), pytest.raises(ContentError):
+        for seed in range(200):
+            play_on_disk(seed, hybrid, has_states=True)
 
 
 def test_identity_of_weights_tells_every_change() -> None:
@@ -119,17 +153,18 @@ class Everything:
 
 
 class Rates:
-    """A tier over 40 blocks of two tokens, an extent each, of 100 bytes; `now_s` is its clock."""
+    """A tier over 40 blocks of two tokens, an extent each, of 100 bytes; `now_s` is its clock. States have 1,000."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_snapshots: int = 0) -> None:
         self.now_s = 0.0
-        self.board = DiskBoard(2, 40)
-        self.kv = BlockManager(40, 2)
+        self.board = DiskBoard(2, 40 + num_snapshots)
+        self.kv = BlockManager(40, 2, states=RecurrentStates(4, num_snapshots) if num_snapshots else None)
         self.tier = DiskTier(
             Everything(),
             self.kv,
             self.board,
             extent_bytes=100,
+            state_bytes=1000 if num_snapshots else 0,
             times=FixedTimes(),
             stores_prompts=True,
             grain=2,
@@ -151,6 +186,13 @@ class Rates:
 @pytest.fixture
 def rates() -> Iterator[Rates]:
     rates = Rates()
+    yield rates
+    rates.board.close()
+
+
+@pytest.fixture
+def state_rates() -> Iterator[Rates]:
+    rates = Rates(num_snapshots=3)
     yield rates
     rates.board.close()
 
@@ -197,6 +239,59 @@ def test_one_rank_that_has_read_less_makes_the_hit_shorter(rates: Rates) -> None
     rates.board.post_progress(1, 1, 6, 1000)
     rates.tier.next_moves()
     assert rates.tier.take_ready() == [seq] and rates.kv.num_known_tokens(seq) == 12
+
+
+def test_state_counts_in_the_time_of_a_load(state_rates: Rates) -> None:
+    """Ten extents and a state are 2,000 bytes, against 20 s of computing."""
+    for byte_per_s, waits in ((101, True), (99, False)):
+        state_rates.post(0, 0, byte_per_s)
+        assert state_rates.tier.wait_for_load(state_rates.sequence()) == waits
+
+
+def test_state_that_a_rank_lacks_is_followed_by_an_earlier_one(state_rates: Rates) -> None:
+    rates, seq = state_rates, state_rates.sequence()
+    assert rates.tier.wait_for_load(seq)
+    moves = rates.tier.next_moves()
+    assert moves is not None and [extent.is_state for extent in moves.loads] == [False] * 10 + [True]
+    rates.post(1, 11, 1000, has_ended=True)
+    rates.board.post_progress(1, 1, 10, 1000)
+    moves = rates.tier.next_moves()
+    assert rates.kv.num_known_tokens(seq) == 0 and rates.tier.take_ready() == []
+    assert moves is not None and [extent.is_state for extent in moves.loads] == [True], "the keys are in memory"
+    rates.kv.check_integrity(rates.tier.holders)
+    rates.post(2, 1, 1000, has_ended=True)
+    rates.tier.next_moves()
+    assert rates.tier.take_ready() == [seq] and rates.kv.num_known_tokens(seq) == 18
+    assert rates.tier.stats()["num_disk_hit_states"] == 1
+    rates.kv.check_integrity([])
+
+
+def test_load_that_lacks_an_extent_is_followed_by_one_that_ends_before_it(state_rates: Rates) -> None:
+    rates, seq = state_rates, state_rates.sequence()
+    rates.tier.wait_for_load(seq)
+    rates.tier.next_moves()
+    rates.post(1, 7, 1000, has_ended=True)
+    moves = rates.tier.next_moves()
+    assert moves is not None and len(moves.loads) == 1
+    rates.post(2, 1, 1000, has_ended=True)
+    rates.tier.next_moves()
+    assert rates.tier.take_ready() == [seq] and rates.kv.num_known_tokens(seq) == 14
+
+
+def test_load_with_a_state_is_given_up_if_computing_all_of_it_is_faster(state_rates: Rates) -> None:
+    """Without the state at its end, what has been read is of no use."""
+    rates, seq = state_rates, state_rates.sequence()
+    rates.tier.wait_for_load(seq)
+    rates.tier.next_moves()
+    rates.post(1, 2, 1000)
+    for now_s, waits in ((13.0, True), (14.0, False)):  # what is left takes 9 times a sixth of that
+        rates.now_s = now_s
+        rates.tier.next_moves()
+        assert (rates.tier.take_ready() == []) == waits
+    rates.post(1, 11, 1000, has_ended=True)
+    rates.tier.next_moves()
+    assert rates.kv.num_known_tokens(seq) == 20, "but what arrives all the same counts"
+    rates.kv.check_integrity([])
 
 
 def test_prompt_that_lacks_blocks_is_not_overtaken_by_younger_ones(rates: Rates) -> None:

@@ -1,6 +1,6 @@
 """States of recurrent layers in the policy: which are kept, where hits end, and what every step starts from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -13,7 +13,7 @@ from odd_drafters import KINDS
 from random_workloads import odd_drafter, play_dense
 from tiers import examples
 
-from nanovllm.core.step_plan import HeadStep, SequenceStep, StateSave, StateStep, StepPlan
+from nanovllm.core.step_plan import HeadStep, PageCopy, SequenceStep, StateSave, StateStep, StepPlan
 from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.kvcache.policy.block_pool import Block, PrefixIndex, PrefixMatch
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
@@ -142,6 +142,21 @@ def test_a_preempted_sequence_whose_last_block_is_gone_goes_back_to_the_last_sna
     assert sim.scheduler.num_preemptions > 0 and sum(step.position in (0, 8) for step in rows) > 1
 
 
+def test_a_state_that_is_loaded_from_disk_is_not_overwritten_by_one_that_was_to_be_kept() -> None:
+    """Regression: a sequence was preempted and aborted before a step could run, and its snapshot given to a load. The
+    next step then copied the sequence's state over what had been loaded.
+    """
+    sim = simulation(num_snapshots=2)
+    seq = sim.add(DOCUMENT[:9], 9)
+    sim.step()
+    states = sim.kv.states
+    assert states is not None
+    states.pause(seq, -1)
+    states.forget_paused(seq)
+    held = {states.hold_snapshot()}
+    assert not {snapshot for _, snapshot in states.take_flushes()} & held
+
+
 # -- random workloads, and faults that must be noticed ---------------------------------------------------------------
 
 
@@ -203,11 +218,13 @@ def change_head(change: Callable[[HeadStep], HeadStep]) -> Callable[[StepPlan], 
     return lambda plan: replace(plan, sequences=tuple(map(changed, plan.sequences)))
 
 
+def change_copies(change: Callable[[tuple[PageCopy, ...]], Iterable[PageCopy]]) -> Callable[[StepPlan], StepPlan]:
+    return lambda plan: replace(plan, moves=replace(plan.moves, page_copies=tuple(change(plan.moves.page_copies))))
+
+
 HEAD_FAULTS = {
-    "copy lost": change_head(lambda head: head._replace(copy=None)),
-    "copy short": change_head(
-        lambda head: head._replace(copy=head.copy and head.copy._replace(num_tokens=head.copy.num_tokens - 1))
-    ),
+    "copy lost": change_copies(lambda copies: copies[1:]),
+    "copy short": change_copies(lambda copies: (c._replace(num_tokens=c.num_tokens - 1) for c in copies)),
     "next token of a prompt forgotten": change_head(lambda head: head._replace(next_token=-1)),
     "pages swapped": change_head(lambda head: head._replace(pages=head.pages[::-1])),
     "right guesses not counted": change_states(num_replayed=lambda state: 0),

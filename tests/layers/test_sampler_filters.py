@@ -1,4 +1,4 @@
-"""Which tokens the filters keep, against the logits processors of transformers: in plain torch and in the kernels.
+"""The tokens that the filters keep, against the logits processors of transformers: in plain torch and in the kernels.
 
 A token is kept if a redraw leaves it as it is, so the rows of one call ask about one token each.
 """
@@ -18,7 +18,7 @@ from nanovllm.layers.sampler import redraw_cut_tokens, sample
 if HAS_TRITON:
     kernel = importlib.import_module("nanovllm.kernels.sampler")
 
-ROUNDING = 1e-5  # of a probability, summed in fp32 over a few thousand tokens, and of a ratio of two
+ROUNDING = 1e-5  # in a probability summed in fp32 over a few thousand tokens, and in a ratio of two
 
 
 class Filters(NamedTuple):
@@ -129,11 +129,11 @@ def test_filters_with_ties_keep_the_lowest_ids_and_a_greedy_row_ignores_them() -
         (Filters(top_k=2), [1, 4]),
         (Filters(top_k=3), [0, 1, 3, 4, 5]),
         (Filters(top_k=6), [0, 1, 2, 3, 4, 5]),
-        (Filters(top_p=1e-6), [1]),  # of ties the lowest ids, as few as top_p needs
+        (Filters(top_p=1e-6), [1]),  # the lowest ids among ties, as few as top_p needs
         (Filters(top_p=0.3), [1]),
         (Filters(top_p=0.4), [1, 4]),  # the first two have probability 0.32 each
         (Filters(top_p=0.7), [0, 1, 4]),
-        (Filters(top_k=2, top_p=0.49), [1]),  # of 0.5 each
+        (Filters(top_k=2, top_p=0.49), [1]),  # two of 0.5 each
         (Filters(top_k=2, top_p=0.51), [1, 4]),
         (Filters(min_p=1.0), [1, 4]),
         (Filters(min_p=0.36), [0, 1, 3, 4, 5]),

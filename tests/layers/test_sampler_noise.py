@@ -25,7 +25,7 @@ def rows(seeds: torch.Tensor | int, positions: torch.Tensor | int) -> torch.Tens
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of two sets of Exp(1) noise; of independent ones, normal with deviation 1 / sqrt(their number)."""
+    """Correlate two sets of Exp(1) noise. For independent ones it is normal with deviation 1 / sqrt(their number)."""
     return ((a - 1) * (b - 1)).mean().item() * math.sqrt(a.numel())
 
 
@@ -43,8 +43,8 @@ def test_noise_is_exp_1_and_that_of_neighbours_uncorrelated(neighbours: str) -> 
     num = noise.numel()
     assert abs(noise.mean().item() - 1) < 5 / math.sqrt(num)
     assert abs(noise.var().item() - 1) < 5 * math.sqrt(8 / num)  # the fourth central moment is 9
-    assert ((noise.mean(1) - 1).abs() < 5 / math.sqrt(NUM_ENTRIES)).all()  # of each row
-    assert ((noise.mean(0) - 1).abs() < 5.5 / math.sqrt(len(noise))).all()  # of each entry
+    assert ((noise.mean(1) - 1).abs() < 5 / math.sqrt(NUM_ENTRIES)).all()  # each row's mean
+    assert ((noise.mean(0) - 1).abs() < 5.5 / math.sqrt(len(noise))).all()  # each entry's mean
     for quantile in (0.001, 0.01, 0.1, 0.5, 0.9, 0.99):
         share = (noise < -math.log(1 - quantile)).double().mean().item()
         assert share == pytest.approx(quantile, abs=5 * math.sqrt(quantile * (1 - quantile) / num))

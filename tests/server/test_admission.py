@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from event_loops import on_a_loop, until
 from starlette.types import Receive, Scope, Send
 
 from nanovllm import AsyncLLM, ConfigError, SamplingParams
@@ -156,7 +157,8 @@ def test_gate_large_body_is_413_whether_or_not_it_says_so() -> None:
     assert reasons == ["body_size"] * 2
 
 
-def test_gate_bodies_of_open_requests_are_limited_together() -> None:
+@on_a_loop
+async def test_gate_bodies_of_open_requests_are_limited_together() -> None:
     """Regression: each body has a limit, but any number of them could be held in memory at once."""
     gate, reasons = make_gate()
     is_over = asyncio.Event()
@@ -167,23 +169,20 @@ def test_gate_bodies_of_open_requests_are_limited_together() -> None:
 
     gate._app = wait
 
-    async def main() -> list[int]:
-        transport = httpx.ASGITransport(gate)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            asked = [asyncio.create_task(client.post("/v1/x", content=bytes(1000))) for _ in range(MAX_HELD_BODIES)]
-            await asyncio.sleep(0.05)
-            refused = await client.post("/v1/x", content=b"a")
-            without_body = asyncio.create_task(client.get("/health"))
-            is_over.set()
-            answers = [*await asyncio.gather(*asked), await without_body, await client.post("/v1/x", content=b"a")]
-            assert all(each.status_code == 200 for each in answers)
-            return [refused.status_code, gate._num_held_bytes]
-
-    assert asyncio.run(main()) == [503, 0]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://localhost") as client:
+        asked = [asyncio.create_task(client.post("/v1/x", content=bytes(1000))) for _ in range(MAX_HELD_BODIES)]
+        await asyncio.sleep(0.05)
+        refused = await client.post("/v1/x", content=b"a")
+        without_body = asyncio.create_task(client.get("/health"))
+        is_over.set()
+        answers = [*await asyncio.gather(*asked), await without_body, await client.post("/v1/x", content=b"a")]
+    assert all(each.status_code == 200 for each in answers)
+    assert (refused.status_code, gate._num_held_bytes) == (503, 0)
     assert reasons == ["bodies"]
 
 
-def test_gate_slow_body_is_408() -> None:
+@on_a_loop
+async def test_gate_slow_body_is_408() -> None:
     """Regression: a client that never sent the end of its body kept what it had sent in memory for ever."""
 
     async def too_slow() -> AsyncIterator[bytes]:
@@ -191,22 +190,15 @@ def test_gate_slow_body_is_408() -> None:
             await asyncio.sleep(0.01)
             yield b"a"
 
-    gate, reasons = make_gate(max_receive_s=0.1)
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": await anext(sending), "more_body": True}
 
-    async def main() -> list[Any]:
-        sent: list[Any] = []
-        body = too_slow()
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": await anext(body), "more_body": True}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        await gate({"type": "http", "path": "/v1/x", "headers": []}, receive, send)
-        return sent
-
-    start, body = asyncio.run(main())
+    (gate, reasons), sending, sent = make_gate(max_receive_s=0.1), too_slow(), list[Any]()
+    await gate({"type": "http", "path": "/v1/x", "headers": []}, receive, send)
+    start, body = sent
     assert start["status"] == 408 and (b"connection", b"close") in start["headers"]
     assert "max_receive_s=0.1" in json.loads(body["body"])["error"]["message"]
     assert reasons == ["slow_body"]
@@ -341,58 +333,45 @@ async def connected(site: Site) -> AsyncIterator[Callable[..., Awaitable[httpx.R
         yield complete
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(5000):
-        if condition():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("the condition has not become true")
-
-
 def make_site(engine: AsyncLLM, keys: list[str] | None = None, **options: Any) -> Site:
     return Site(engine, ServerOptions(served_model_name=("tiny",), **options), ApiKeys(keys or []))
 
 
-def test_queue_full_is_429_with_retry_after(engine: AsyncLLM) -> None:
-    async def main() -> None:
-        site = make_site(engine, max_queue=2)
-        async with connected(site) as complete:
-            running = asyncio.ensure_future(complete(**ENDLESS))
-            await until(lambda: engine.llm.stats()["num_running"] == 1 and site.service.num_waiting == 0)
-            waiting = asyncio.ensure_future(complete(**ENDLESS, n=2))
-            await until(lambda: site.service.num_waiting == 2)
-            assert site.service.num_open == 3
-            refused = await complete(prompt="x")
-            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-            assert int(refused.headers["retry-after"]) >= 1
-            never = await complete(prompt="x", n=3)
-            assert never.status_code == 400
-            for task in (running, waiting):
-                task.cancel()
-            await until(lambda: site.service.num_open == 0)
-            assert site.service.num_waiting == 0
-            assert (await complete(prompt="x", max_tokens=1)).status_code == 200
-        assert 'reason="queue"} 2.0' in site.service.metrics.render().decode()
-
-    asyncio.run(main())
+@on_a_loop
+async def test_queue_full_is_429_with_retry_after(engine: AsyncLLM) -> None:
+    site = make_site(engine, max_queue=2)
+    async with connected(site) as complete:
+        running = asyncio.ensure_future(complete(**ENDLESS))
+        await until(lambda: engine.llm.stats()["num_running"] == 1 and site.service.num_waiting == 0)
+        waiting = asyncio.ensure_future(complete(**ENDLESS, n=2))
+        await until(lambda: site.service.num_waiting == 2)
+        assert site.service.num_open == 3
+        refused = await complete(prompt="x")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert int(refused.headers["retry-after"]) >= 1
+        never = await complete(prompt="x", n=3)
+        assert never.status_code == 400
+        for task in (running, waiting):
+            task.cancel()
+        await until(lambda: site.service.num_open == 0)
+        assert site.service.num_waiting == 0
+        assert (await complete(prompt="x", max_tokens=1)).status_code == 200
+    assert 'reason="queue"} 2.0' in site.service.metrics.render().decode()
 
 
-def test_queue_full_refuses_what_would_be_tokenized_first(engine: AsyncLLM) -> None:
+@on_a_loop
+async def test_queue_full_refuses_what_would_be_tokenized_first(engine: AsyncLLM) -> None:
     """Regression: chats were tokenized before they counted, any number of them, each with a body in memory."""
-
-    async def main() -> None:
-        service = make_site(engine, max_queue=1).service
-        may_end = threading.Event()
-        preparing = asyncio.ensure_future(service.prepare(may_end.wait, 5))
-        await until(lambda: service.num_waiting == 1)
-        with pytest.raises(Refusal) as caught:
-            await service.prepare(int)
-        assert caught.value.status == 429
-        may_end.set()
-        await preparing
-        assert service.num_waiting == service.num_open == 0
-
-    asyncio.run(main())
+    service = make_site(engine, max_queue=1).service
+    may_end = threading.Event()
+    preparing = asyncio.ensure_future(service.prepare(may_end.wait, 5))
+    await until(lambda: service.num_waiting == 1)
+    with pytest.raises(Refusal) as caught:
+        await service.prepare(int)
+    assert caught.value.status == 429
+    may_end.set()
+    await preparing
+    assert service.num_waiting == service.num_open == 0
 
 
 def test_queue_retry_after_is_a_mean_wait_with_a_cap(engine: AsyncLLM) -> None:
@@ -405,50 +384,40 @@ def test_queue_retry_after_is_a_mean_wait_with_a_cap(engine: AsyncLLM) -> None:
         assert refusal.response().headers["retry-after"] == shown
 
 
-def test_queue_waited_too_long_is_503_and_aborted(engine: AsyncLLM) -> None:
-    async def main() -> None:
-        site = make_site(engine, max_wait_s=1.0)
-        async with connected(site) as complete:
-            running = asyncio.ensure_future(complete(**ENDLESS))
-            await until(lambda: engine.llm.stats()["num_running"] == 1 and site.service.num_waiting == 0)
-            whole, streamed = await asyncio.gather(complete(**ENDLESS), complete(**ENDLESS, stream=True))
-            assert (whole.status_code, whole.json()["error"]["code"]) == (503, "service_unavailable")
-            assert "retry-after" in whole.headers
-            assert "max_wait_s=1" in streamed.text
-            assert site.service.num_waiting == 0
-            await until(lambda: engine.llm.stats()["num_waiting"] == 0)  # an abort takes effect after the step
-            assert not running.done()  # it has begun, so it may take its time
-            running.cancel()
-            await until(lambda: site.service.num_open == 0)
-
-    asyncio.run(main())
+@on_a_loop
+async def test_queue_waited_too_long_is_503_and_aborted(engine: AsyncLLM) -> None:
+    site = make_site(engine, max_wait_s=1.0)
+    async with connected(site) as complete:
+        running = asyncio.ensure_future(complete(**ENDLESS))
+        await until(lambda: engine.llm.stats()["num_running"] == 1 and site.service.num_waiting == 0)
+        whole, streamed = await asyncio.gather(complete(**ENDLESS), complete(**ENDLESS, stream=True))
+        assert (whole.status_code, whole.json()["error"]["code"]) == (503, "service_unavailable")
+        assert "retry-after" in whole.headers
+        assert "max_wait_s=1" in streamed.text
+        assert site.service.num_waiting == 0
+        await until(lambda: engine.llm.stats()["num_waiting"] == 0)  # an abort takes effect after the step
+        assert not running.done()  # it has begun, so it may take its time
+        running.cancel()
+        await until(lambda: site.service.num_open == 0)
 
 
-def test_queue_request_that_is_refused_leaves_no_trace(engine: AsyncLLM) -> None:
-    async def main() -> None:
-        site = make_site(engine)
-        async with connected(site) as complete:
-            for body in ({"prompt": "x", "max_tokens": 5000}, {"prompt": [999999]}, {"prompt": "x", "temperature": -1}):
-                assert (await complete(**body)).status_code == 400
-            assert site.service.num_open == site.service.num_waiting == 0
-
-    asyncio.run(main())
+@on_a_loop
+async def test_queue_request_that_is_refused_leaves_no_trace(engine: AsyncLLM) -> None:
+    site = make_site(engine)
+    async with connected(site) as complete:
+        for body in ({"prompt": "x", "max_tokens": 5000}, {"prompt": [999999]}, {"prompt": "x", "temperature": -1}):
+            assert (await complete(**body)).status_code == 400
+        assert site.service.num_open == site.service.num_waiting == 0
 
 
-def test_cache_salt_per_key_keeps_users_apart(engine: AsyncLLM) -> None:
+@on_a_loop
+async def test_cache_salt_per_key_keeps_users_apart(engine: AsyncLLM) -> None:
     """Regression: this had to be asked for, and `usage` told each user what others had sent."""
-
-    async def main() -> list[int]:
-        site = make_site(engine, KEYS)
-        prompt = "what one user asks, nobody else shall find out. " * 12
-        cached = []
-        async with connected(site) as complete:
-            for key, salt in [(0, None), (1, None), (0, None), (1, None), (0, "mine"), (0, "mine")]:
-                done = await complete(bearer(KEYS[key]), prompt=prompt, max_tokens=1, cache_salt=salt)
-                cached.append(done.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-        return cached
-
-    cached = asyncio.run(main())
+    prompt, cached = "what one user asks, nobody else shall find out. " * 12, []
+    async with connected(make_site(engine, KEYS)) as complete:
+        for key, salt in [(0, None), (1, None), (0, None), (1, None), (0, "mine"), (0, "mine")]:
+            done = await complete(bearer(KEYS[key]), prompt=prompt, max_tokens=1, cache_salt=salt)
+            cached.append(done.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert [bool(num) for num in cached] == [False, False, True, True, False, True]
 
 
@@ -481,14 +450,12 @@ def test_cache_salt_per_key_keeps_tokenized_texts_apart(engine: AsyncLLM, monkey
     assert own != mine and salts[: len(bodies)] == [own, mine, own, mine, own, own]
 
 
-def test_logs_hold_nothing_of_the_text(engine: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        async with connected(make_site(engine, max_prompt_chars=100)) as complete:
-            for body in ({"prompt": SECRET, "max_tokens": 2}, {"prompt": SECRET * 9}, {"prompt": SECRET, SECRET: 1}):
-                await complete(**body)
-
-    with caplog.at_level("DEBUG"):
-        asyncio.run(main())
+@on_a_loop
+async def test_logs_hold_nothing_of_the_text(engine: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    async with connected(make_site(engine, max_prompt_chars=100)) as complete:
+        for body in ({"prompt": SECRET, "max_tokens": 2}, {"prompt": SECRET * 9}, {"prompt": SECRET, SECRET: 1}):
+            await complete(**body)
     assert SECRET not in caplog.text
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from event_loops import on_a_loop, until
 from tiny_models import write_tiny_model
 
 from nanovllm import AsyncLLM, SamplingParams
@@ -42,64 +43,50 @@ def count(metrics: Metrics) -> tuple[int, int]:
     return int(found[checks]), int(found[differences])
 
 
-async def until(condition: Any) -> None:
-    for _ in range(300):
-        if condition():
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError("nothing was checked in 15 s")
+@on_a_loop
+async def test_checks_count_right_and_wrong_answers_and_wait_for_idleness(engine: AsyncLLM) -> None:
+    idle = False
+    metrics = Metrics("tiny", engine.llm.stats, lambda: 0)
+    checks = AnswerChecks(engine, metrics, share=1.0, is_idle=lambda: idle)
+    prompt = [7 * i % 300 for i in range(700)]
+    output = await answer(engine, prompt, GREEDY)  # to the last position of the context
+    assert len(prompt) + len(output["token_ids"]) == engine.llm.max_model_len
+    checks.answer_ended(output, GREEDY)
+    await asyncio.sleep(0.5)
+    assert count(metrics) == (0, 0)  # the server is busy
+    idle = True
+    await until(lambda: count(metrics) == (1, 0))
+    for position in (0, 10, 19):  # the last one is not part of the check's prompt
+        wrong = output.copy()
+        wrong["token_ids"] = [*output["token_ids"]]
+        wrong["token_ids"][position] = (wrong["token_ids"][position] + 1) % 300
+        checks.answer_ended(wrong, GREEDY)
+    await until(lambda: count(metrics) == (4, 3))
 
 
-def test_checks_count_right_and_wrong_answers_and_wait_for_idleness(engine: AsyncLLM) -> None:
-    async def main() -> None:
-        idle = False
-        metrics = Metrics("tiny", engine.llm.stats, lambda: 0)
-        checks = AnswerChecks(engine, metrics, share=1.0, is_idle=lambda: idle)
-        prompt = [7 * i % 300 for i in range(700)]
-        output = await answer(engine, prompt, GREEDY)  # to the last position of the context
-        assert len(prompt) + len(output["token_ids"]) == engine.llm.max_model_len
-        checks.answer_ended(output, GREEDY)
-        await asyncio.sleep(0.5)
-        assert count(metrics) == (0, 0)  # the server is busy
-        idle = True
-        await until(lambda: count(metrics) == (1, 0))
-        for position in (0, 10, 19):  # the last one is not part of the check's prompt
-            wrong = output.copy()
-            wrong["token_ids"] = [*output["token_ids"]]
-            wrong["token_ids"][position] = (wrong["token_ids"][position] + 1) % 300
-            checks.answer_ended(wrong, GREEDY)
-        await until(lambda: count(metrics) == (4, 3))
-
-    asyncio.run(main())
+@on_a_loop
+async def test_checks_leave_out_what_greedy_tokens_do_not_explain(engine: AsyncLLM) -> None:
+    metrics = Metrics("tiny", engine.llm.stats, lambda: 0)
+    checks = AnswerChecks(engine, metrics, share=1.0, is_idle=lambda: True)
+    for options in ({"temperature": 1.0}, {"frequency_penalty": 1.0}, {"logit_bias": {3: 5.0}}, {"min_tokens": 2}):
+        params = SamplingParams(**{"temperature": 0, "max_tokens": 5, **options})
+        checks.answer_ended(await answer(engine, [1, 2, 3], params), params)
+    output = await answer(engine, [1, 2, 3], GREEDY)
+    checks.answer_ended(output | {"finish_reason": "abort"}, GREEDY)  # type: ignore[typeddict-item]
+    AnswerChecks(engine, metrics, share=0.0, is_idle=lambda: True).answer_ended(output, GREEDY)
+    await asyncio.sleep(0.5)
+    assert count(metrics) == (0, 0)
 
 
-def test_checks_leave_out_what_greedy_tokens_do_not_explain(engine: AsyncLLM) -> None:
-    async def main() -> None:
-        metrics = Metrics("tiny", engine.llm.stats, lambda: 0)
-        checks = AnswerChecks(engine, metrics, share=1.0, is_idle=lambda: True)
-        for options in ({"temperature": 1.0}, {"frequency_penalty": 1.0}, {"logit_bias": {3: 5.0}}, {"min_tokens": 2}):
-            params = SamplingParams(**{"temperature": 0, "max_tokens": 5, **options})
-            checks.answer_ended(await answer(engine, [1, 2, 3], params), params)
-        output = await answer(engine, [1, 2, 3], GREEDY)
-        checks.answer_ended(output | {"finish_reason": "abort"}, GREEDY)  # type: ignore[typeddict-item]
-        AnswerChecks(engine, metrics, share=0.0, is_idle=lambda: True).answer_ended(output, GREEDY)
-        await asyncio.sleep(0.5)
-        assert count(metrics) == (0, 0)
-
-    asyncio.run(main())
-
-
-def test_server_with_verify_share_checks_its_answers(engine: AsyncLLM) -> None:
-    async def main() -> None:
-        site = Site(engine, ServerOptions(served_model_name=("tiny",), verify_share=1.0), ApiKeys([]))
-        transport = httpx.ASGITransport(site.gate.outermost)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            body = {"prompt": [[1, 2, 3], [4, 5, 6]], "max_tokens": 5, "temperature": 0}
-            for stream in (False, True):
-                assert (await client.post("/v1/completions", json=body | {"stream": stream})).status_code == 200
-            await until(lambda: count(site.service.metrics) == (4, 0))
-
-    asyncio.run(main())
+@on_a_loop
+async def test_server_with_verify_share_checks_its_answers(engine: AsyncLLM) -> None:
+    site = Site(engine, ServerOptions(served_model_name=("tiny",), verify_share=1.0), ApiKeys([]))
+    transport = httpx.ASGITransport(site.gate.outermost)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        body = {"prompt": [[1, 2, 3], [4, 5, 6]], "max_tokens": 5, "temperature": 0}
+        for stream in (False, True):
+            assert (await client.post("/v1/completions", json=body | {"stream": stream})).status_code == 200
+        await until(lambda: count(site.service.metrics) == (4, 0))
 
 
 def test_agrees_allows_ties_only() -> None:

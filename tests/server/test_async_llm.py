@@ -4,13 +4,14 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from event_loops import TIME_LIMIT_S, on_a_loop, run, until
 from http_server import num_open
 
 from nanovllm import AsyncLLM, EngineError, RequestError, SamplingParams
@@ -31,7 +32,6 @@ OPTIONS: dict[str, Any] = {
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
-TIME_LIMIT_S = 30
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in step", "ahead"])
@@ -40,10 +40,6 @@ def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[AsyncLLM]:
     yield engine
     assert not engine.is_failed
     engine.close()
-
-
-def run(task: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(task, TIME_LIMIT_S))
 
 
 async def collect(updates: AsyncIterator[RequestUpdate]) -> dict[int, tuple[str, list[int], RequestOutput]]:
@@ -58,13 +54,6 @@ async def collect(updates: AsyncIterator[RequestUpdate]) -> dict[int, tuple[str,
         if update.output is not None:
             outputs[update.index] = update.output
     return {index: (texts[index], token_ids[index], outputs[index]) for index in sorted(outputs)}
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + TIME_LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.002)
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------
@@ -95,7 +84,8 @@ def test_generate_without_tokens_or_without_text_yields_the_other_alone(engine: 
     assert (text, output["text"], token_ids) == ("", None, output["token_ids"])
 
 
-def test_busy_consumers_get_fewer_and_longer_updates(model: Path) -> None:
+@on_a_loop
+async def test_busy_consumers_get_fewer_and_longer_updates(model: Path) -> None:
     """Consumers that take 4 ms of the processor for an update get a quarter of the time at most, and lose nothing."""
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     busy_s: list[float] = []
@@ -110,13 +100,10 @@ def test_busy_consumers_get_fewer_and_longer_updates(model: Path) -> None:
             token_ids += update.token_ids
         assert len(token_ids) == 120
 
-    async def measure() -> float:
-        async with AsyncLLM(model, **OPTIONS) as engine:
-            start_s = time.monotonic()
-            await asyncio.gather(*(consume(engine, [1, 2, 3 + i]) for i in range(8)))
-            return time.monotonic() - start_s
-
-    elapsed_s = run(measure())
+    async with AsyncLLM(model, **OPTIONS) as engine:
+        start_s = time.monotonic()
+        await asyncio.gather(*(consume(engine, [1, 2, 3 + i]) for i in range(8)))
+        elapsed_s = time.monotonic() - start_s
     assert sum(busy_s) < 0.25 * elapsed_s + 2 * 8 * 0.005  # the first and the last updates are not waited for
     assert len(busy_s) < 8 * 120
 
@@ -128,7 +115,7 @@ def test_streams_that_have_ended_reach_their_consumers_after_another_loop_has_fo
 
     async def submit(engine: AsyncLLM) -> list[asyncio.Task[Any]]:
         tasks = [asyncio.ensure_future(collect(engine.generate([[1, 2, 3]], params))) for _ in range(30)]
-        await wait_until(lambda: len(engine._dispatcher._streams) == 30)
+        await until(lambda: len(engine._dispatcher._streams) == 30)
         while num_open(engine):
             time.sleep(0.005)  # the loop is busy until all have ended,
         time.sleep(0.1)  # and until that has been handed over
@@ -146,7 +133,8 @@ def test_streams_that_have_ended_reach_their_consumers_after_another_loop_has_fo
     engine.close()
 
 
-def test_observer_that_raises_does_not_stop_other_streams(model: Path) -> None:
+@on_a_loop
+async def test_observer_that_raises_does_not_stop_other_streams(model: Path) -> None:
     class Broken:
         def updated(self, index: int) -> None: ...
 
@@ -155,37 +143,29 @@ def test_observer_that_raises_does_not_stop_other_streams(model: Path) -> None:
 
         def closed(self, num_open: int) -> None: ...
 
-    async def both() -> list[str]:
-        reported: list[str] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(str(context["exception"])))
-        async with AsyncLLM(model, **OPTIONS) as engine:
-            stream = await engine.submit([[1, 2, 3]], GREEDY)
-            stream.observer = Broken()
-            await wait_until(lambda: bool(reported))
-            await collect(engine.generate("Hello", GREEDY))
-        return reported
-
-    assert run(both()) == ["an observer failed"]
+    reported: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(str(context["exception"])))
+    async with AsyncLLM(model, **OPTIONS) as engine:
+        stream = await engine.submit([[1, 2, 3]], GREEDY)
+        stream.observer = Broken()
+        await until(lambda: bool(reported))
+        await collect(engine.generate("Hello", GREEDY))
+    assert reported == ["an observer failed"]
 
 
-def test_generate_200_at_once_answers_each(engine: AsyncLLM) -> None:
+@on_a_loop
+async def test_generate_200_at_once_answers_each(engine: AsyncLLM) -> None:
     prompts = [[1 + i % 250, 2, 3 + i // 250] for i in range(200)]
-
-    async def all_at_once() -> list[Any]:
-        return await asyncio.gather(*(collect(engine.generate(prompt, GREEDY)) for prompt in prompts))
-
     expected = engine.llm.generate(prompts, GREEDY, use_tqdm=False)
-    answers = run(all_at_once())
+    answers = await asyncio.gather(*(collect(engine.generate(prompt, GREEDY)) for prompt in prompts))
     assert [answer[0][2]["token_ids"] for answer in answers] == [each["token_ids"] for each in expected]
     assert [answer[0][1] for answer in answers] == [each["token_ids"] for each in expected]
 
 
-def test_generate_beside_a_blocking_call_both_are_answered(engine: AsyncLLM) -> None:
-    async def both() -> tuple[Any, Any]:
-        blocking = asyncio.to_thread(engine.llm.generate, ["Hello"] * 3, GREEDY, False)
-        return await asyncio.gather(collect(engine.generate("Hello", GREEDY)), blocking)
-
-    answers, outputs = run(both())
+@on_a_loop
+async def test_generate_beside_a_blocking_call_both_are_answered(engine: AsyncLLM) -> None:
+    blocking = asyncio.to_thread(engine.llm.generate, ["Hello"] * 3, GREEDY, False)
+    answers, outputs = await asyncio.gather(collect(engine.generate("Hello", GREEDY)), blocking)
     assert all(output["token_ids"] == answers[0][1] for output in outputs)
 
 
@@ -199,14 +179,12 @@ def test_generate_impossible_request_raises_and_queues_nothing(engine: AsyncLLM)
 # -- consumers -------------------------------------------------------------------------------------------------------
 
 
-def test_stream_slow_consumer_gets_merged_updates_and_holds_up_nobody(engine: AsyncLLM) -> None:
-    async def slow_and_fast() -> tuple[list[RequestUpdate], RequestOutput]:
-        stream = await engine.submit("slow", SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
-        ((_, _, output),) = (await collect(engine.generate("fast", GREEDY))).values()
-        await wait_until(lambda: not engine._dispatcher._streams)  # all has arrived
-        return [update async for update in stream], output
-
-    updates, fast = run(slow_and_fast())
+@on_a_loop
+async def test_stream_slow_consumer_gets_merged_updates_and_holds_up_nobody(engine: AsyncLLM) -> None:
+    stream = await engine.submit("slow", SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    ((_, _, fast),) = (await collect(engine.generate("fast", GREEDY))).values()
+    await until(lambda: not engine._dispatcher._streams)  # all has arrived
+    updates = [update async for update in stream]
     assert len(fast["token_ids"]) == 8
     assert len(updates) == 1  # all steps in one update
     assert updates[0].output is not None
@@ -214,7 +192,8 @@ def test_stream_slow_consumer_gets_merged_updates_and_holds_up_nobody(engine: As
     assert updates[0].text == updates[0].output["text"]
 
 
-def test_consumers_have_everything_before_a_long_step_is_launched(model: Path) -> None:
+@on_a_loop
+async def test_consumers_have_everything_before_a_long_step_is_launched(model: Path) -> None:
     """Launching takes long, and holds the lock of Python that they need. Each of 40 takes a while for its update."""
     num_streams, taken, num_late = 40, Counter[int](), []
     options = OPTIONS | {"max_num_batched_tokens": 400, "max_num_seqs": 64, "num_kvcache_blocks": 60}
@@ -243,44 +222,41 @@ def test_consumers_have_everything_before_a_long_step_is_launched(model: Path) -
                 taken[number] += len(update.token_ids)
                 time.sleep(1e-4)
 
-    async def test() -> None:
-        consumers = [asyncio.create_task(consume(number)) for number in range(num_streams)]
-        await wait_until(lambda: len(taken) == num_streams)
-        async with aclosing(engine.generate([7] * 1000, GREEDY)) as updates:
-            async for _ in updates:
-                pass
-        await asyncio.gather(*consumers)
-
-    run(test())
+    consumers = [asyncio.create_task(consume(number)) for number in range(num_streams)]
+    await until(lambda: len(taken) == num_streams)
+    async with aclosing(engine.generate([7] * 1000, GREEDY)) as updates:
+        async for _ in updates:
+            pass
+    await asyncio.gather(*consumers)
     engine.close()
     assert len(num_late) >= 2 * num_streams and not any(num_late), num_late
 
 
-def test_step_that_is_planned_when_all_requests_are_aborted_runs_before_the_next_request_comes(model: Path) -> None:
+@on_a_loop
+async def test_step_that_is_planned_when_all_requests_are_aborted_runs_before_the_next_request_comes(
+    model: Path,
+) -> None:
     """Regression: it was a long step, and it ran before the first step of the next request, perhaps minutes later. It
     cannot be dropped: prompts are promised the K and V that it writes.
     """
     engine = AsyncLLM(model, internals=Internals(works_ahead=True), **(OPTIONS | {"max_step_ms": 1000.0}))
     steps, turns = engine.llm.engine._steps, engine.llm.engine._turns
-
-    async def test() -> None:
-        answer = await engine.submit([1, 2, 3], ENDLESS)
-        await anext(answer)
-        prompt = await engine.submit([7] * 1000, GREEDY)
-        async for _ in answer:
-            with turns.lock:  # no step can begin
-                if steps._planned is not None and turns._owner is None:
-                    answer.close()
-                    prompt.close()
-                    break
-        assert not engine.llm.engine.has_requests
-        await wait_until(lambda: steps._planned is None)
-
-    run(test())
+    answer = await engine.submit([1, 2, 3], ENDLESS)
+    await anext(answer)
+    prompt = await engine.submit([7] * 1000, GREEDY)
+    async for _ in answer:
+        with turns.lock:  # no step can begin
+            if steps._planned is not None and turns._owner is None:
+                answer.close()
+                prompt.close()
+                break
+    assert not engine.llm.engine.has_requests
+    await until(lambda: steps._planned is None)
     engine.close()
 
 
-def test_idle_engine_builds_plans_in_the_thread_of_its_steps_and_makes_way_for_requests(model: Path) -> None:
+@on_a_loop
+async def test_idle_engine_builds_plans_in_the_thread_of_its_steps_and_makes_way_for_requests(model: Path) -> None:
     """Regression: cuDNN's plans were built in the thread that started the engine, and were of no use to the steps."""
     engine = AsyncLLM(model, **OPTIONS)
     threads, num_open_before, num_left = [], [], 40
@@ -293,15 +269,12 @@ def test_idle_engine_builds_plans_in_the_thread_of_its_steps_and_makes_way_for_r
         time.sleep(0.005)
         return num_left > 0
 
-    async def test() -> None:
-        await wait_until(lambda: not engine._has_plans_to_build)  # the backend has none
-        engine.llm.engine.build_next_plan = build_next_plan  # type: ignore[method-assign]
-        engine._has_plans_to_build = True
-        await collect(engine.generate("Hello", GREEDY))
-        assert num_left > 0, "all plans were built before the request ran"
-        await wait_until(lambda: not engine._has_plans_to_build)
-
-    run(test())
+    await until(lambda: not engine._has_plans_to_build)  # the backend has none
+    engine.llm.engine.build_next_plan = build_next_plan  # type: ignore[method-assign]
+    engine._has_plans_to_build = True
+    await collect(engine.generate("Hello", GREEDY))
+    assert num_left > 0, "all plans were built before the request ran"
+    await until(lambda: not engine._has_plans_to_build)
     assert set(threads) == {engine._thread} and not any(num_open_before) and len(threads) == 40
     engine.close()
 
@@ -310,33 +283,29 @@ def test_idle_engine_builds_plans_in_the_thread_of_its_steps_and_makes_way_for_r
 
 
 @pytest.mark.parametrize("num_updates", [0, 1, 5])
-def test_generate_closed_early_aborts_within_a_step(engine: AsyncLLM, num_updates: int) -> None:
-    async def leave() -> None:
-        async with aclosing(engine.generate("Hello", ENDLESS)) as updates:
-            seen = 0
-            while seen < num_updates:
-                seen += bool(await anext(updates))
-        num_steps = engine.llm.stats()["num_steps"]
-        await wait_until(lambda: num_open(engine) == 0)
-        assert engine.llm.stats()["num_steps"] <= num_steps + 2
-
-    run(leave())
+@on_a_loop
+async def test_generate_closed_early_aborts_within_a_step(engine: AsyncLLM, num_updates: int) -> None:
+    async with aclosing(engine.generate("Hello", ENDLESS)) as updates:
+        seen = 0
+        while seen < num_updates:
+            seen += bool(await anext(updates))
+    num_steps = engine.llm.stats()["num_steps"]
+    await until(lambda: num_open(engine) == 0)
+    assert engine.llm.stats()["num_steps"] <= num_steps + 2
 
 
 @pytest.mark.parametrize("delay_s", [0, 0.001, 0.004, 0.02, 0.1])
-def test_generate_task_cancelled_at_any_stage_leaves_nothing(engine: AsyncLLM, delay_s: float) -> None:
-    async def cancel() -> None:
-        tasks = [asyncio.create_task(collect(engine.generate("Hello", ENDLESS))) for _ in range(4)]
-        await asyncio.sleep(delay_s)
-        for task in tasks:
-            task.cancel()
-        assert all(
-            isinstance(each, asyncio.CancelledError) for each in await asyncio.gather(*tasks, return_exceptions=True)
-        )
-        await wait_until(lambda: num_open(engine) == 0)
-        assert not engine._dispatcher._streams
-
-    run(cancel())
+@on_a_loop
+async def test_generate_task_cancelled_at_any_stage_leaves_nothing(engine: AsyncLLM, delay_s: float) -> None:
+    tasks = [asyncio.create_task(collect(engine.generate("Hello", ENDLESS))) for _ in range(4)]
+    await asyncio.sleep(delay_s)
+    for task in tasks:
+        task.cancel()
+    assert all(
+        isinstance(each, asyncio.CancelledError) for each in await asyncio.gather(*tasks, return_exceptions=True)
+    )
+    await until(lambda: num_open(engine) == 0)
+    assert not engine._dispatcher._streams
 
 
 def test_second_loop_after_the_first_works_and_beside_it_is_refused(engine: AsyncLLM) -> None:
@@ -355,27 +324,20 @@ def test_second_loop_after_the_first_works_and_beside_it_is_refused(engine: Asyn
 def test_loop_closed_with_open_requests_next_loop_aborts_them(engine: AsyncLLM) -> None:
     run(engine.submit("Hello", ENDLESS))
     run(collect(engine.generate("Hello", GREEDY)))
-
-    async def drained() -> None:
-        await wait_until(lambda: num_open(engine) == 0)
-
-    run(drained())
+    run(until(lambda: num_open(engine) == 0))
 
 
-def test_close_gives_open_requests_a_last_update(model: Path) -> None:
-    async def close_amid() -> list[RequestUpdate]:
-        async with AsyncLLM(model, **OPTIONS) as engine:
-            stream = await engine.submit("Hello", ENDLESS)
-            updates = [await anext(stream)]
-        updates += [update async for update in stream]
-        with pytest.raises(EngineError, match="closed"):
-            await engine.submit("Hello", GREEDY)
-        engine.close()
-        assert not engine._thread.is_alive()
-        assert not engine.is_failed
-        return updates
-
-    updates = run(close_amid())
+@on_a_loop
+async def test_close_gives_open_requests_a_last_update(model: Path) -> None:
+    async with AsyncLLM(model, **OPTIONS) as engine:
+        stream = await engine.submit("Hello", ENDLESS)
+        updates = [await anext(stream)]
+    updates += [update async for update in stream]
+    with pytest.raises(EngineError, match="closed"):
+        await engine.submit("Hello", GREEDY)
+    engine.close()
+    assert not engine._thread.is_alive()
+    assert not engine.is_failed
     output = updates[-1].output
     assert output is not None
     assert output["finish_reason"] == "abort"
@@ -383,26 +345,24 @@ def test_close_gives_open_requests_a_last_update(model: Path) -> None:
 
 
 @pytest.mark.parametrize("works_ahead", [False, True])
-def test_step_that_raises_fails_open_and_later_requests(model: Path, works_ahead: bool) -> None:
-    async def fail() -> None:
-        async with AsyncLLM(model, internals=Internals(works_ahead=works_ahead), **OPTIONS) as engine:
-            watcher = asyncio.create_task(engine.wait_for_failure())
-            streams = [await engine.submit("Hello", ENDLESS) for _ in range(3)]
-            await anext(streams[0])
-            engine.llm.engine.executor.launch = fall  # type: ignore[method-assign]
-            for stream in streams:
-                with pytest.raises(EngineError, match="the GPU fell off"):
-                    await collect(stream)
-            assert "the GPU fell off" in str(await watcher)
-            assert engine.is_failed
-            assert engine.failure is await engine.wait_for_failure()
-            with pytest.raises(EngineError, match="the GPU fell off"):
-                await engine.submit("Hello", GREEDY)
-
+@on_a_loop
+async def test_step_that_raises_fails_open_and_later_requests(model: Path, works_ahead: bool) -> None:
     def fall(*args: Any) -> LaunchedStep:
         raise OSError("the GPU fell off")
 
-    run(fail())
+    async with AsyncLLM(model, internals=Internals(works_ahead=works_ahead), **OPTIONS) as engine:
+        watcher = asyncio.create_task(engine.wait_for_failure())
+        streams = [await engine.submit("Hello", ENDLESS) for _ in range(3)]
+        await anext(streams[0])
+        engine.llm.engine.executor.launch = fall  # type: ignore[method-assign]
+        for stream in streams:
+            with pytest.raises(EngineError, match="the GPU fell off"):
+                await collect(stream)
+        assert "the GPU fell off" in str(await watcher)
+        assert engine.is_failed
+        assert engine.failure is await engine.wait_for_failure()
+        with pytest.raises(EngineError, match="the GPU fell off"):
+            await engine.submit("Hello", GREEDY)
 
 
 def test_constructor_bad_option_raises_and_leaves_no_thread(model: Path) -> None:
@@ -410,24 +370,23 @@ def test_constructor_bad_option_raises_and_leaves_no_thread(model: Path) -> None
         AsyncLLM(model, **(OPTIONS | {"max_num_seqs": 0}))
 
 
-def test_answers_that_share_their_edits_are_those_of_separate_requests(engine: AsyncLLM) -> None:
+@on_a_loop
+async def test_answers_that_share_their_edits_are_those_of_separate_requests(engine: AsyncLLM) -> None:
     for more in (
         {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "logit_bias": {65: 4.0, 66: 4.0}, "min_tokens": 4},
         {"bad_words": ["A", "BC", "BBB"], "logit_bias": {33: 6.0, 34: 6.0, 35: 6.0}},
         {"structured_outputs": StructuredOutputs(regex="[a-f]{3,9}")},
     ):
         params = SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True, **more)  # type: ignore[arg-type]
-
-        async def main(params: SamplingParams = params) -> list[list[int]]:
-            stream = await engine.submit([[1, 2, 3]], params)
-            return [output["token_ids"] for output in await stream.outputs()]
-
+        stream = await engine.submit([[1, 2, 3]], params)
+        found = [output["token_ids"] for output in await stream.outputs()]
         answers = [engine.llm.generate([[1, 2, 3]], each, use_tqdm=False)[0] for each in params.per_answer()]
-        assert run(main()) == [answer["token_ids"] for answer in answers]
+        assert found == [answer["token_ids"] for answer in answers]
         assert len({*map(str, (answer["token_ids"] for answer in answers))}) == 3
 
 
-def test_sequences_are_made_off_the_event_loop(engine: AsyncLLM) -> None:
+@on_a_loop
+async def test_sequences_are_made_off_the_event_loop(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: with a repetition penalty, a long prompt blocked the loop for 0.1 s an answer."""
     makers: list[int] = []
     make = engine.llm.engine.make_sequence
@@ -436,14 +395,8 @@ def test_sequences_are_made_off_the_event_loop(engine: AsyncLLM) -> None:
         makers.append(threading.get_ident())
         return make(*args)
 
-    async def main() -> None:
-        params = SamplingParams(n=3, repetition_penalty=1.5, max_tokens=2)
-        outputs = await collect(engine.generate([[1, 2]], params))
-        assert len(outputs) == len(makers) == 3
-        assert threading.get_ident() not in makers
-
-    engine.llm.engine.make_sequence = make_and_note  # type: ignore[method-assign]
-    try:
-        run(main())
-    finally:
-        engine.llm.engine.make_sequence = make  # type: ignore[method-assign]
+    monkeypatch.setattr(engine.llm.engine, "make_sequence", make_and_note)
+    params = SamplingParams(n=3, repetition_penalty=1.5, max_tokens=2)
+    outputs = await collect(engine.generate([[1, 2]], params))
+    assert len(outputs) == len(makers) == 3
+    assert threading.get_ident() not in makers

@@ -10,9 +10,8 @@ import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.request_stream import RequestUpdate
-from nanovllm.server.answers import ChatAnswer, ChatForm
-from nanovllm.server.blocks import Block, BlockAnswer
 from nanovllm.server.call_formats import HERMES, LLAMA, QWEN_TAGS, CallFormat
+from nanovllm.server.chat_answers import Block, BlockAnswer, ChatAnswer, ChatForm
 from nanovllm.server.errors import ApiError, Refusal
 from nanovllm.server.messages import MessagesAnswer, MessagesRequest, _content
 from nanovllm.server.protocol import ChatRequest

@@ -27,7 +27,7 @@ ASK_FOR_CALL: list[Any] = [{"role": "user", "content": f"Go on, please: I will. 
 # What follows this in the prompt is ambiguous for the model, so the answer must end here
 UP_TO_THE_CALL = {"temperature": 0, "stop": ["</tool_call>"], "include_stop_str_in_output": True}
 LONG_ANSWER = {"temperature": 0, "max_tokens": 90, "ignore_eos": True}  # the call ends before it does
-RESERVED = ("chat_template", "tokenize", "messages", "conversations")  # of the tokenizer, not of the template
+RESERVED = ("chat_template", "tokenize", "messages", "conversations")  # the tokenizer's arguments
 TOOL_TEMPLATE = (
     "{%- if tools %}{{ tools | length }} tools\n{% endif -%}"
     "{%- for message in messages -%}{{ message.role }}: {{ message.content }}"

@@ -239,7 +239,7 @@ def test_client_that_disconnects_ends_its_request_within_a_step(tiny: tuple[Asyn
         num_steps = engine.llm.stats()["num_steps"]
         connection.close()
         wait_until_idle(engine)
-        assert engine.llm.stats()["num_steps"] < num_steps + 200  # of 1500; the loop needs a moment to notice
+        assert engine.llm.stats()["num_steps"] < num_steps + 200  # not 1500; the loop needs a moment to notice
 
 
 def test_client_that_disconnects_at_any_stage_leaves_nothing(tiny: tuple[AsyncLLM, str]) -> None:

@@ -3,16 +3,14 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
+from event_loops import TIME_LIMIT_S, on_a_loop, run, until
 
 from nanovllm import EngineError
 from nanovllm.core.outputs import NewTokens, RequestOutput, StepOutput
 from nanovllm.request_stream import MAX_WOKEN, Dispatcher, RequestStream
 
-TIME_LIMIT_S = 20.0
 ENDLESS_S = 10 * TIME_LIMIT_S
 NUM_STREAMS = MAX_WOKEN + 4
 OUTPUT: RequestOutput = {
@@ -25,29 +23,6 @@ OUTPUT: RequestOutput = {
     "ttft_s": None,
     "tpot_s": None,
 }
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    """Run on a new loop. Also fails if a callback of the loop fails, which asyncio only logs."""
-    failures: list[dict[str, Any]] = []
-
-    async def watched() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
-        await asyncio.wait_for(test, TIME_LIMIT_S)
-        await asyncio.sleep(0.01)
-
-    asyncio.run(watched())
-    assert not failures
-
-
-def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Run an async test. Tasks that it leaves are cancelled."""
-    return lambda: run(test())
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 class Consumers:
@@ -82,7 +57,7 @@ class Consumers:
         """Hand over a token for each, and wait until all have it."""
         self.taken.clear()
         hand_over_tokens(self.dispatcher, len(self.streams))
-        await wait_until(lambda: len(self.taken) == len(self.streams))
+        await until(lambda: len(self.taken) == len(self.streams))
 
     def cancel(self) -> None:
         for task in self.tasks:
@@ -101,7 +76,7 @@ def hand_over_tokens(dispatcher: Dispatcher, num_requests: int) -> None:
 
 
 def pass_on(dispatcher: Dispatcher, num_requests: int) -> None:
-    """What the engine's thread does beside a long step."""
+    """Do what the engine's thread does beside a long step."""
 
     def work() -> None:
         dispatcher.hand_over(tokens(num_requests))
@@ -147,7 +122,7 @@ async def test_rest_lasts_as_many_times_as_long_as_the_consumers_took() -> None:
     await asyncio.sleep(0)
     start_s = asyncio.get_running_loop().time()
     hand_over_tokens(dispatcher, 2)
-    await wait_until(lambda: dispatcher._resting is not None)
+    await until(lambda: dispatcher._resting is not None)
     assert dispatcher._resting is not None
     assert dispatcher._resting.when() - start_s >= 6 * 2 * busy_s
 
@@ -157,7 +132,7 @@ async def test_rest_ends_when_the_engine_waits_for_its_consumers() -> None:
     dispatcher = Dispatcher(rests=lambda: True, rest_ratio=1e9, max_rest_s=ENDLESS_S, max_passing_s=2 * TIME_LIMIT_S)
     consumers = Consumers(dispatcher)
     hand_over_tokens(dispatcher, NUM_STREAMS)
-    await wait_until(lambda: len(consumers.taken) == MAX_WOKEN and dispatcher._resting is not None)
+    await until(lambda: len(consumers.taken) == MAX_WOKEN and dispatcher._resting is not None)
     timer = dispatcher._resting
     await asyncio.to_thread(dispatcher.wait_until_passed_on)
     assert len(consumers.taken) == NUM_STREAMS and timer is not None and timer.cancelled()
@@ -192,7 +167,7 @@ async def test_others_get_places_beside_first_updates() -> None:
     consumers = Consumers(dispatcher, num_streams=2)
     await consumers.ready()
     hand_over_tokens(dispatcher, 2)
-    await wait_until(lambda: dispatcher._resting is not None)
+    await until(lambda: dispatcher._resting is not None)
     assert consumers.taken == [0, 1]
     newest = [consumers.add() for _ in range(2 * MAX_WOKEN)]
     await consumers.ready()
@@ -200,7 +175,7 @@ async def test_others_get_places_beside_first_updates() -> None:
     assert dispatcher._resting is not None
     dispatcher._resting.cancel()
     dispatcher._end_rest()
-    await wait_until(lambda: len(consumers.taken) == 2 + MAX_WOKEN)
+    await until(lambda: len(consumers.taken) == 2 + MAX_WOKEN)
     assert consumers.taken[2:] == [*newest[: MAX_WOKEN - 2], 0, 1]
 
 
@@ -224,7 +199,7 @@ async def test_failure_wakes_those_whose_answers_have_ended_before() -> None:
     consumers = Consumers(dispatcher, num_streams=2)
     await consumers.ready()
     hand_over_tokens(dispatcher, 1)
-    await wait_until(lambda: dispatcher._resting is not None)
+    await until(lambda: dispatcher._resting is not None)
     dispatcher.hand_over(StepOutput(new_tokens={1: NewTokens([7])}, finished={0: OUTPUT}))
     dispatcher.call_on_loop(lambda: dispatcher.fail("a step failed"))
     ended, failed = await asyncio.gather(*consumers.tasks, return_exceptions=True)
@@ -242,7 +217,7 @@ async def test_hurry_ends_with_a_wait_that_was_given_up() -> None:
     hurried: list[bool] = []
     loop = asyncio.get_running_loop()
     loop.call_soon(lambda: loop.call_soon(lambda: hurried.append(dispatcher._is_hurried)))
-    await wait_until(lambda: len(consumers.taken) == NUM_STREAMS)
+    await until(lambda: len(consumers.taken) == NUM_STREAMS)
     assert hurried == [False]
 
 
@@ -262,7 +237,7 @@ def test_loop_that_was_replaced_changes_nothing_for_the_next(left: str, rests: b
         await consumers.ready()
         if rests:
             hand_over_tokens(dispatcher, 1)
-            await wait_until(lambda: len(consumers.taken) == 1 and dispatcher._resting is not None)
+            await until(lambda: len(consumers.taken) == 1 and dispatcher._resting is not None)
         with dispatcher._lock:
             dispatcher._arrived.append(tokens(1))  # the loop does not know yet
         state = dispatcher._resting, dispatcher._is_dispatching, dispatcher._is_hurried
@@ -295,7 +270,7 @@ async def test_results_of_removed_requests_are_dropped() -> None:
     consumers = Consumers(dispatcher, num_streams=2)
     assert dispatcher.remove(0) and not dispatcher.remove(0)
     hand_over_tokens(dispatcher, 2)
-    await wait_until(lambda: bool(consumers.taken))
+    await until(lambda: bool(consumers.taken))
     assert consumers.taken == [1]
 
 
@@ -376,16 +351,14 @@ async def test_ended_requests_have_their_output() -> None:
 
 def test_consumers_of_a_loop_that_was_replaced_get_what_had_arrived() -> None:
     """All requests have ended, but only some of their consumers have been woken when another loop follows."""
-    dispatcher, first_loop = (
-        Dispatcher(rests=lambda: True, rest_ratio=1e9, max_rest_s=ENDLESS_S),
-        asyncio.new_event_loop(),
-    )
+    dispatcher = Dispatcher(rests=lambda: True, rest_ratio=1e9, max_rest_s=ENDLESS_S)
+    first_loop = asyncio.new_event_loop()
 
     async def end_all() -> Consumers:
         consumers = Consumers(dispatcher, num_streams=2 * MAX_WOKEN)
         await consumers.ready()
         dispatcher.hand_over(StepOutput(finished=dict.fromkeys(range(2 * MAX_WOKEN), OUTPUT)))
-        await wait_until(lambda: not dispatcher._streams)
+        await until(lambda: not dispatcher._streams)
         return consumers
 
     async def bind() -> None:

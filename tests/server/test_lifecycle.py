@@ -163,7 +163,7 @@ def test_killed_server_starts_again_on_its_port_and_is_ready_only_when_warm(
         held.unlink()
         wait_until_healthy(server)
         assert complete(server, **SHORT).status_code == 200
-        assert server.metric("engine_steps_total") > SHORT["max_tokens"] + 1  # those of the warm-up are among them
+        assert server.metric("engine_steps_total") > SHORT["max_tokens"] + 1  # the warm-up's are among them
         server.send(signal.SIGINT)
         assert server.wait() == 0
 
@@ -278,7 +278,7 @@ def fail_in_a_step(when: Path, engine: Any) -> None:
 
 
 def linger_long(engine: Any) -> None:
-    """So that a client sees how a failed server answers, however busy the machine is."""
+    """Keep it up long enough that a client sees how a failed server answers, however busy the machine is."""
     lifecycle.LINGER_S = 4.0
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.core.outputs import Logprob
+from nanovllm.server.answers import chat_logprobs, completion_logprobs
 from nanovllm.server.errors import dumps_in_parts
-from nanovllm.server.logprobs import chat_logprobs, completion_logprobs
 
 PROMPT = "One two three four.\nOne two"
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]

@@ -134,7 +134,7 @@ def engine(retrieval_model: Path) -> Iterator[AsyncLLM]:
 
 
 def test_metrics_over_http_show_requests_blocks_and_guesses(engine: AsyncLLM) -> None:
-    """With two slots and a prompt of four blocks, blocks are streamed, and the answer copies the prompt."""
+    """Two slots and a prompt of four blocks: blocks are streamed, and the answer copies the prompt."""
 
     async def main() -> dict[str, float]:
         site = Site(engine, ServerOptions(served_model_name=("tiny",)), ApiKeys([]))

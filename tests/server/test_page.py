@@ -162,7 +162,7 @@ def test_blocks_of_a_prompt_are_located_as_far_as_they_are_known() -> None:
     for num_tokens, block_ids in ((0, []), (255, []), (256, [7]), (767, [7, 3]), (1000, [7, 3, 5])):
         answer = client.post("/kvcache", json={"tokens": list(range(num_tokens))}).json()
         assert answer == {"engine": client.get("/kvcache").json()["engine"], "block_ids": block_ids}
-    engine.blocks[3].prefix_ids = [99, 2]  # of another prompt now
+    engine.blocks[3].prefix_ids = [99, 2]  # now another prompt's
     assert client.post("/kvcache", json={"tokens": list(range(1000))}).json()["block_ids"] == [7]
 
 

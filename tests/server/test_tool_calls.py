@@ -192,7 +192,7 @@ def test_call_format_comes_from_the_template_or_the_architecture() -> None:
 
 
 def parse_pieces(call_format: CallFormat, pieces: list[str], schemas: dict[str, Any] | None = None) -> list[Any]:
-    """As `parse`, with the arguments of each call put together."""
+    """Do what `parse` does, and put the arguments of each call together."""
     parser = make_parser(call_format, schemas or {}, in_pieces=True)
     joined: list[Any] = []
     for delta in [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish():

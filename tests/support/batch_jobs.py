@@ -106,7 +106,7 @@ def read_parts(output: Path) -> list[dict[str, Any]]:
 
 
 def without_cache_hits(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What does not depend on which rows ran before in the same engine."""
+    """Return the part of an answer that does not depend on which rows ran before in the same engine."""
     return [{name: value for name, value in row.items() if name != "num_cached_tokens"} for row in rows]
 
 

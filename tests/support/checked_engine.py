@@ -23,7 +23,7 @@ from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.setup import Internals
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 
-TOLERANCE = 1e-4  # of logits, fp32
+TOLERANCE = 1e-4  # for logits in fp32
 OFFLOAD = {"enable_cpu_offload": True, "num_cpu_blocks": 40, "kvcache_block_size": 256, "cpu_attention": "off"}
 ALL_GPU = {"num_kvcache_blocks": 40}
 BeforeStep = Callable[[int], None]  # gets the number of the step that follows, from 0 on
@@ -98,7 +98,7 @@ class CheckedLLM(LLM):
     def _track(self, streams: SimulatedStreams) -> None:
         """Let `streams` know what the model reads and writes."""
         runner, memory = self.runner, self.runner.memory
-        attention, draft_attention = memory.attention, memory.draft_attention  # of a step, and of its drafts
+        attention, draft_attention = memory.attention, memory.draft_attention  # for a step, and for its drafts
         memory.attention = lambda *args: TrackedAttention(attention(*args), streams)
         memory.draft_attention = lambda *args: TrackedAttention(draft_attention(*args), streams)
         if memory.shadow is not None:
@@ -127,7 +127,7 @@ class CheckedLLM(LLM):
         return logits
 
     def record_logits(self, logits: torch.Tensor) -> None:
-        """Those of the step that was launched last. After a wrong guess, the next step's take their places."""
+        """The drafts of the step that was launched last. After a wrong guess, the next step's take their places."""
         rows = iter(logits)
         for step in self.plans[-1].sequences:
             if step.sampling is not None:

@@ -42,7 +42,7 @@ def extend_tags(tags: list[int], token_ids: list[int], salt: int = 0) -> None:
 
 
 def next_token(tag: int) -> int:
-    """What the model answers after the token with this tag."""
+    """Return the model's answer after the token with this tag."""
     return tag % VOCAB_SIZE
 
 
@@ -59,7 +59,7 @@ def expected_answer(prompt: list[int], params: SamplingParams) -> list[int]:
 
 
 def num_equal(a: list[int], b: list[int]) -> int:
-    """How many first elements are the same."""
+    """Count the first elements that are the same."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -69,7 +69,7 @@ def longest_prefix_left(pool: BlockPool, seq: Sequence) -> int:
 
 
 def longest_state_left(pool: BlockPool, seq: Sequence) -> int:
-    """Of these tokens, those up to the last one behind which there is a snapshot."""
+    """Return the tokens up to the last one behind which there is a snapshot."""
     snapshots = pool.index.snapshots
     assert snapshots is not None
     numbers = enumerate(_prefixes_left(pool, seq), 1)
@@ -166,11 +166,9 @@ class _HeadContent:
             for i in range(len(next_tokens)):
                 cell = self._cell(step, end - len(next_tokens) + i)
                 self._kept[step.state.target, i] = self._cells[cell]
-        for step in plan.sequences:
-            if step.head is not None and step.head.copy is not None:
-                source, target, num_tokens = step.head.copy
-                for offset in range(num_tokens):
-                    self._cells[target, offset] = self._cells[source, offset]
+        for source, target, num_tokens in plan.moves.page_copies:
+            for offset in range(num_tokens):
+                self._cells[target, offset] = self._cells[source, offset]
         for step, run in zip(plan.sequences, runs, strict=True):
             self._check(step, run, step.position + step.num_tokens - step.num_guesses)
 
@@ -205,7 +203,7 @@ class ContentRunner:
         self.draft_acceptance, self._rng = draft_acceptance, random.Random(0)
         self.gpu = np.full((num_gpu_blocks, block_size), _EMPTY, dtype=np.int64)
         self.cpu = np.full((num_cpu_blocks, block_size), _EMPTY, dtype=np.int64)
-        self.pages: dict[int, list[int]] = {}  # of the shadow: the tags of a block
+        self.pages: dict[int, list[int]] = {}  # the shadow's pages: the tags of a block
         self.contents: dict[int, _Content] = {}
         self._sampled: list[int] = []
         # A state is the tag of the last token that it covers. Slots have the tags of pending guesses, too
@@ -452,8 +450,8 @@ class Simulation:
         self.plans: list[StepPlan] = []
         self._preempt_next = False
         self._admitted: set[int] = set()
-        self._known_hashes: set[int] = set()  # of all grains that a prompt could match
-        self._taken_hashes: set[int] = set()  # of the grains in blocks that were handed out since
+        self._known_hashes: set[int] = set()  # all grains that a prompt could match
+        self._taken_hashes: set[int] = set()  # the grains in blocks that were handed out since
         self._hook_manager()
         self._hook_pool()
 
@@ -508,7 +506,7 @@ class Simulation:
         return seq
 
     def step(self) -> StepPlan | None:
-        """As Engine.step; then checks everything. Raises ContentError or AssertionError."""
+        """Does what Engine.step does, then checks everything. Raises ContentError or AssertionError."""
         self._admitted.clear()
         preemptions = self.scheduler.num_preemptions
         if self.in_flight is not None and self.scheduler.needs_tokens():

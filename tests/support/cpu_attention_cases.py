@@ -119,7 +119,7 @@ class Case:
         return [tensor.transpose(0, 1) for tensor in (self.job.q_THD[rows], *keys_values)]
 
     def largest_score_error(self, layer: int) -> float:
-        """What one rounding in fp32 of the sum of |q| * |k| can change of a score."""
+        """The most that one rounding in fp32 of the sum of |q| * |k| can change a score."""
         q, k = self.job.q_THD.double().abs(), self.job.k_cache[layer].double().nan_to_num().abs()
         largest = (q.flatten(0, 1) @ k.flatten(0, 2).T).max()
         return float(largest) * self.job.scale * 2**-24

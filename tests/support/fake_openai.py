@@ -31,11 +31,11 @@ class FakeServer:
     """Runs on the loop that enters it. `faults`: what goes wrong with the next requests, None for nothing."""
 
     token_s: float = 0.0  # between tokens
-    prompt_token_s: float = 0.0  # of prefill, for tokens that no earlier prompt began with
+    prompt_token_s: float = 0.0  # prefill, for tokens that no earlier prompt began with
     tokens_per_event: int = 1
     with_totals: bool = False  # usage with every event
     faults: list[str | None] = field(default_factory=list)
-    bodies: list[Json] = field(default_factory=list)  # of the completions that were asked for
+    bodies: list[Json] = field(default_factory=list)  # one for each completion that was asked for
     num_connections: int = 0
     max_connections: int = 0  # at a time
     api_key: str | None = None
@@ -135,7 +135,7 @@ class FakeServer:
 
 
 def _common(first: list[int], second: list[int]) -> list[int]:
-    """What both begin with."""
+    """Return the beginning that both share."""
     for index, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return first[:index]

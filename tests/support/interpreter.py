@@ -1,4 +1,4 @@
-"""Where tests of Triton kernels run: in the interpreter on the CPU (kernels/test_interpreter.py), or on a GPU."""
+"""Runs tests of Triton kernels: in the interpreter on the CPU (kernels/test_interpreter.py), or on a GPU."""
 
 import importlib.util
 import os

@@ -102,7 +102,7 @@ def _reaches_itself(address: int, successors: dict[int, list[int]]) -> bool:
 
 
 class _OfflineDriver:
-    """As much of a driver as compiling asks for. The device's number only tells targets apart."""
+    """The part of a driver that compiling asks for. The device's number only tells targets apart."""
 
     def __init__(self, target: KernelTarget) -> None:
         major, minor = target.capability

@@ -139,10 +139,11 @@ def dense_manager(
     )
 
 
-def dense_states(rng: random.Random, max_num_seqs: int) -> RecurrentStates:
+def dense_states(rng: random.Random, max_num_seqs: int, min_snapshots: int = 0) -> RecurrentStates:
     """Slots for `max_num_seqs` sequences, and for few or many states that are saved or drafts."""
     num_slots = 1 + max_num_seqs + rng.choice([0, 1, 2, 8])
-    return RecurrentStates(num_slots, rng.choice([0, 1, 2, 5, 30, 30]), snapshot_tokens=rng.choice([3, 8, 100]))
+    num_snapshots = max(min_snapshots, rng.choice([0, 1, 2, 5, 30, 30]))
+    return RecurrentStates(num_slots, num_snapshots, snapshot_tokens=rng.choice([3, 8, 100]))
 
 
 def odd_bound(rng: random.Random) -> StepBound:
@@ -157,7 +158,7 @@ def odd_step_s(rng: random.Random) -> float | None:
 
 
 def odd_drafter(kind: str, seed: int) -> Callable[[KVCacheManager, ContentRunner], Drafter]:
-    """What a Simulation needs to speculate with an OddDrafter of this kind, or drafts: "resident", "shadow", "mtp"."""
+    """Make the drafter of a Simulation: an OddDrafter of this kind, or one of "resident", "shadow" or "mtp" drafts."""
 
     def make(kv: KVCacheManager, runner: ContentRunner) -> Drafter:
         if kind == "resident":

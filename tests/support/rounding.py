@@ -1,4 +1,4 @@
-"""How far a merged result is off, in units of the error that rounding the exact result once makes."""
+"""Measures how far a merged result is off, in units of the error that rounding the exact result once makes."""
 
 import torch
 

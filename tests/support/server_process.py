@@ -21,7 +21,7 @@ import httpx
 
 LIMIT_S = 60
 ENGINE = {"device": "cpu", "max_model_len": 4096, "num_kvcache_blocks": 64, "max_num_batched_tokens": 512}
-PRELOADED = [  # what a server imports until it is ready; those that do not exist are skipped
+PRELOADED = [  # a server's imports until it is ready; modules that do not exist are skipped
     *("server_process", "nanovllm.server.lifecycle", "nanovllm.models.loader", "uvicorn.protocols.http.auto"),
     *("torch._dynamo", "safetensors.torch", "transformers.models.auto.tokenization_auto"),
     "transformers.tokenization_utils_tokenizers",

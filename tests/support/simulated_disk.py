@@ -1,4 +1,4 @@
-"""A disk for the content model: extents of tags, moved by nobody knows when, lost at random.
+"""A disk for the content model: extents of tags and states, moved by nobody knows when, lost at random.
 
 `SimulatedDisk.step` does what the ranks' threads do, some of it: it reads extents from memory and writes them into
 memory as late as chance has it, between any two steps.
@@ -30,7 +30,9 @@ class OddTimes:
 
 
 class SimulatedDisk:
-    """`memory`: cells [blocks, tokens] that hold all blocks. `checks_versions`: False for a fault to be noticed."""
+    """`memory`: cells [blocks, tokens] that hold all blocks. `snapshots`: those of states. `checks_versions`: False for
+    a fault to be noticed.
+    """
 
     def __init__(
         self,
@@ -38,24 +40,26 @@ class SimulatedDisk:
         memory: np.ndarray,
         grain: int,
         rng: random.Random,
-        extents: dict[bytes, np.ndarray],
+        extents: dict[bytes, Any],
+        snapshots: dict[int, Any],
         checks_versions: bool = True,
     ) -> None:
         self.extents, self._memory, self._grain, self._rng = extents, memory, grain, rng
-        self._checks_versions = checks_versions
-        self.board = DiskBoard(1, len(memory))
+        self._snapshots, self._checks_versions = snapshots, checks_versions
+        self.board = DiskBoard(1, len(memory) + (0 if kv.states is None else kv.states.snapshots.count))
         self.now_s = 0.0
         self.tier = DiskTier(
             extents,
             kv,
             self.board,
             extent_bytes=8 * grain,
+            state_bytes=0 if kv.states is None else 8,
             times=OddTimes(rng),
             stores_prompts=rng.random() < 0.7,
             grain=grain,
             clock=lambda: self.now_s,
         )
-        self.num_loaded = 0
+        self.num_loaded = self.num_loaded_states = 0
         self._stores: deque[Extent] = deque()
         self._loads: deque[Extent] = deque()
         self._load_number = self._num_loaded = 0
@@ -86,12 +90,19 @@ class SimulatedDisk:
     def _cells(self, extent: Extent) -> Any:
         return self._memory[extent.block_id, extent.start : extent.start + self._grain]
 
+    def keep(self, extent: Extent) -> None:
+        """Write an extent, or a state."""
+        assert len(extent.token_ids) == 8 * self._grain, "an extent is whole"
+        if extent.is_state:
+            self.extents[extent.key] = self._snapshots[extent.block_id - len(self._memory)]._replace(pending=())
+        else:
+            self.extents[extent.key] = self._cells(extent).copy()
+
     def _store(self) -> None:
         if self._stores:
             extent = self._stores.popleft()
             if not self._checks_versions or self.board.versions[extent.block_id] == extent.version:
-                assert len(extent.token_ids) == 8 * self._grain, "an extent is whole"
-                self.extents[extent.key] = self._cells(extent).copy()
+                self.keep(extent)
             self.board.post_pending(0, len(self._stores))
 
     def _load(self) -> None:
@@ -99,7 +110,11 @@ class SimulatedDisk:
             return
         extent = self._loads.popleft()
         is_read = extent.key in self.extents and not self.board.is_cancelled(self._load_number)
-        self._cells(extent)[:] = self.extents[extent.key] if is_read else -2  # a failed read leaves anything
+        if extent.is_state:
+            self._snapshots[extent.block_id - len(self._memory)] = self.extents[extent.key] if is_read else None
+            self.num_loaded_states += is_read
+        else:
+            self._cells(extent)[:] = self.extents[extent.key] if is_read else -2  # a failed read leaves anything
         if is_read:
             self._num_loaded += 1
             self.num_loaded += 1

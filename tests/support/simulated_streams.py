@@ -67,7 +67,7 @@ def _caller() -> Site:
 
 
 class _Point(NamedTuple):
-    """What an event stood for when it was recorded: a length of a queue, and a vector clock for the detector."""
+    """An event's meaning when it was recorded: a length of a queue, and a vector clock for the detector."""
 
     stream: "SimulatedStream"
     position: int
@@ -264,7 +264,7 @@ class SimulatedStreams:
         return None
 
     def is_done(self, event: Event) -> bool:
-        """Whether the host knows that the work of a recorded event has run."""
+        """Return True if the host knows that the work of a recorded event has run."""
         assert isinstance(event, SimulatedEvent) and event.point is not None, f"{event!r} was not recorded"
         stream, position, clock = event.point
         if stream.num_done >= position > stream.num_known_done and self._host_random.random() < 0.5:

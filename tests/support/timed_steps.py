@@ -28,9 +28,9 @@ class Gpu:
     """
 
     step_s: float = 1.7e-3
-    row_s: float = 2.5e-5  # of an answer: 32 of them take 2.5 ms
-    token_s: float = 1.45e-6  # of a chunk
-    key_s: float = 3.85e-10  # of a token of a chunk and a key
+    row_s: float = 2.5e-5  # per answer: 32 of them take 2.5 ms
+    token_s: float = 1.45e-6  # per token of a chunk
+    key_s: float = 3.85e-10  # per token of a chunk and key
     chunk_s: float = 0.0
     first_chunk_s: float = 0.0
     graph_tokens: int = 0

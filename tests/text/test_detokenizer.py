@@ -38,7 +38,7 @@ class ChunkTokenizer:
 
 
 class WordTokenizer:
-    """As sentencepiece: words begin with a space, and a text does not."""
+    """Works like sentencepiece: words begin with a space, and a text does not."""
 
     WORDS = (" Hello", " world", ",", " again", "st", " a")
 
@@ -198,7 +198,7 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """As Llama 2: spaces are letters, and characters without a token are bytes."""
+    """Works like Llama 2: spaces are letters, and characters without a token are bytes."""
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     trained.train_from_iterator(

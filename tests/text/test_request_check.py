@@ -1,4 +1,4 @@
-"""What prompts and messages are refused before they reach the queue. Bad lists of token ids: test_engine.py."""
+"""Prompts and messages that are refused before they reach the queue. Bad lists of token ids: test_engine.py."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

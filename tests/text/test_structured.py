@@ -1,10 +1,10 @@
 """Structured output: the masks against plain references, and answers drawn at random from them."""
 
+import functools
 import json
 import random
 import re
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from run_threads import in_threads
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -65,7 +66,7 @@ class Case:
         symbols = pre_tokenizers.ByteLevel.alphabet()
         byte_of = {symbol: rust_bytes(symbol) for symbol in symbols}
         special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.texts = {  # of the tokens that have any, as bytes
+        self.texts = {  # token -> its text as bytes, if it has one
             token_id: b"".join(byte_of[symbol] for symbol in token)
             for token, token_id in tokenizer.get_vocab().items()
             if token_id not in special
@@ -340,11 +341,7 @@ def test_matchers_of_one_grammar_run_in_several_threads(case: Case) -> None:
     def answer(seed: int) -> None:
         answers[seed] = list(walk(case, case.matcher(json=PERSON), seed))
 
-    threads = [threading.Thread(target=answer, args=(seed,)) for seed in (1, 2, 1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(answer, seed) for seed in (1, 2, 1, 2)))
     assert [answers[seed] for seed in (1, 2)] == [list(walk(case, case.matcher(json=PERSON), s)) for s in (1, 2)]
 
 

@@ -1,4 +1,4 @@
-"""How much host memory there is: the machine's or the container's, whichever is less."""
+"""The host memory that is left: the machine's or the container's, whichever is less."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""DiskStore: extents of KV as files, shared by any number of processes.
+"""DiskStore: extents, of KV and of recurrent states, as files, shared by any number of processes.
 
     PATH/lock                        held while it changes which files there are; holds the bytes in use
     PATH/<fingerprint>/model.json    what the fingerprint stands for
-    PATH/<fingerprint>/<key>.kv      an extent: a header, then the payload
+    PATH/<fingerprint>/<key>.kv      an extent: a header, then the payload; the key tells what it is
     PATH/<fingerprint>/<n>.tmp       an extent that a process is writing, and has locked
 
 The directory is the index. A file gets its name only after its data is on the disk, and a rename either happens or does
@@ -39,11 +39,11 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DISK_HEADER_BYTES, KEY_BYTES, Extent
+from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DISK_HEADER_BYTES, KEY_BYTES, Extent, is_state_key
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import format_bytes
 
-FORMAT = 1  # of the files, part of the fingerprint
+FORMAT = 2  # of the files, part of the fingerprint
 FINGERPRINT_BYTES = 16
 PAUSE_S = 60.0  # without writing, after the disk was full or failed
 REFRESH_S = 2.0  # how often files of other processes are looked for
@@ -53,7 +53,7 @@ _FIELDS = struct.Struct(f"<8sIQ{FINGERPRINT_BYTES}s{KEY_BYTES}s{KEY_BYTES}s16sI"
 _CHECKSUM_BYTES = 8
 _TOTAL = struct.Struct("<Q")
 _FOLDER = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
-_EXTENT = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})\.kv")
+_EXTENT = re.compile(r"((?:[0-9a-f]{2})+)\.kv")  # of any format, so that old ones are evicted
 _TEMPORARY = re.compile(r"[0-9]+-[0-9]+\.tmp")
 _READ_BYTES = 8 * 2**20
 _MAX_PARTS = 512  # of one call of preadv or pwritev; Linux allows 1024
@@ -130,17 +130,14 @@ class DiskStore:
     damaged, or have been removed by another process.
     """
 
-    def __init__(
-        self, path: Path, limit_bytes: int, extent_bytes: int, identity: Mapping[str, Any], model: str
-    ) -> None:
-        """`extent_bytes`: size of a payload. `identity`: all that K and V depend on besides the tokens, as JSON.
-        `model`: a name for people, which proves nothing.
+    def __init__(self, path: Path, limit_bytes: int, least_bytes: int, identity: Mapping[str, Any], model: str) -> None:
+        """`least_bytes`: size of the files of DISK_GRAIN_TOKENS tokens. `identity`: all that K and V depend on besides
+        the tokens, as JSON. `model`: a name for people, which proves nothing.
 
-        Raises ConfigError if the path cannot be used, or for a limit that no extent fits in. A path that can only be
-        read is used for reading.
+        Raises ConfigError if the path cannot be used, or for a limit below `least_bytes`. A path that can only be read
+        is used for reading.
         """
-        self.path, self.limit_bytes, self.extent_bytes = path, limit_bytes, extent_bytes
-        least_bytes = extent_bytes + DISK_HEADER_BYTES
+        self.path, self.limit_bytes = path, limit_bytes
         if limit_bytes < least_bytes:
             raise ConfigError(
                 f"kv_disk_gb={limit_bytes / 2**30:g} holds no {DISK_GRAIN_TOKENS} tokens of this model, which take "
@@ -233,7 +230,7 @@ class DiskStore:
             if (header.key, header.parent, header.token_ids) != (extent.key, extent.parent, extent.token_ids):
                 raise MissError("it belongs to other tokens")
             if header.checksum != _checksum(payload):
-                raise MissError("its K and V are damaged")
+                raise MissError("its content is damaged")
         except FileNotFoundError:
             logger.warning("KV on disk: %s has been removed; its tokens are computed", path)
         except MissError as error:
@@ -424,6 +421,10 @@ class StoredExtent(NamedTuple):
     def key(self) -> bytes:
         return bytes.fromhex(self.path.stem)
 
+    @property
+    def is_state(self) -> bool:
+        return is_state_key(self.key)
+
 
 class Listing(NamedTuple):
     extents: list[StoredExtent]
@@ -523,9 +524,9 @@ def check_extent(path: Path) -> Header:
     except OSError as error:
         raise MissError(f"it cannot be read ({error.strerror})") from error
     if num_bytes != header.payload_bytes:
-        raise MissError(f"it holds {num_bytes} bytes of K and V instead of {header.payload_bytes}")
+        raise MissError(f"it holds {num_bytes} bytes instead of {header.payload_bytes}")
     if state.digest() != header.checksum:
-        raise MissError("its K and V are damaged")
+        raise MissError("its content is damaged")
     if (header.fingerprint.hex(), header.key.hex()) != (path.parent.name, path.stem):
         raise MissError("it belongs to another model or to other tokens")
     return header

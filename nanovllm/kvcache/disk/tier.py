@@ -5,6 +5,8 @@ It runs on rank 0 in the engine's thread, and works on integers and keys only; t
 - A load fills free blocks, which then enter the prefix index like those of a prompt that was computed. So a sequence
   waits for its load, and is then admitted with a hit. Meanwhile the others run. A load that fails, in part or as a
   whole, makes the hit shorter.
+- With recurrent layers a hit ends at a state, so a load ends with one, which fills a snapshot. If it fails, the next
+  one goes for an earlier state. Nothing is stored behind the last state of a sequence, where nobody could use it.
 - The blocks of a load belong to a holder, a sequence that never runs, until every rank has ended the load.
 - A store reads its block while the block may be given to others. Each allocation of a block raises its version, and an
   extent whose block has another version by the time it has been read is dropped. So nothing ever waits for a store.
@@ -17,17 +19,27 @@ import mmap
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, LATER_S, NUM_READERS, DiskMoves, Extent, next_key, root_key
+from nanovllm.core.disk_moves import (
+    DISK_GRAIN_TOKENS,
+    LATER_S,
+    NUM_READERS,
+    DiskMoves,
+    Extent,
+    next_key,
+    root_key,
+    state_key,
+)
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kvcache.policy.block_manager import KVCacheManager
+from nanovllm.utils.arithmetic import ceil_div
 
 CLEANED_SHARE = 4  # keep the first 1/CLEANED_SHARE of the blocks that would be evicted next on disk
 CLEAN_INTERVAL_S = 0.05  # between two looks at them
@@ -52,15 +64,15 @@ class DiskBoard:
     Nothing waits for it. Each cell has one writer. Cell 0 is the number of the newest load that is cancelled. Then
     each rank has its load's number, the extents it has loaded, the number of the last load that has ended, its rate of
     reading, the extents it still has to write, and the number of the newest moves it knows. The rest are the versions
-    of blocks.
+    of blocks, and behind them those of snapshots.
 
     The board is a file without a name, which nobody can leave behind. All open it by rank 0's descriptor in /proc.
     """
 
-    def __init__(self, num_ranks: int, num_blocks: int, address: str = "") -> None:
-        """`address`: that of the board to open; by default, this makes a new one."""
+    def __init__(self, num_ranks: int, num_places: int, address: str = "") -> None:
+        """`num_places`: blocks and snapshots. `address`: that of the board to open; by default, a new one is made."""
         self.address, self._fd = address, -1
-        size = 1 + num_ranks * _RANK_CELLS + num_blocks
+        size = 1 + num_ranks * _RANK_CELLS + num_places
         if not address:
             self._fd = os.memfd_create("nanovllm-disk")
             os.ftruncate(self._fd, size * 8)
@@ -128,13 +140,21 @@ class Keys(Protocol):
     def __contains__(self, key: object) -> bool: ...
 
 
+class _Loadable(NamedTuple):
+    """The part of a prompt that a load would bring."""
+
+    num_known: int  # tokens that need not be computed without it
+    start: int  # the first token to read; `end` if only the state is read
+    end: int
+
+
 @dataclass(slots=True)
 class _Load:
     number: int
     seq: Sequence | None  # None: nobody waits for it any more
     holder: Sequence  # owns the blocks
-    first_token: int
-    num_extents: int
+    part: _Loadable
+    snapshot: int  # for the state; -1: no layer is recurrent
     begun_s: float
 
 
@@ -155,20 +175,25 @@ class DiskTier:
         board: DiskBoard,
         *,
         extent_bytes: int,
+        state_bytes: int = 0,
         times: PromptTimes,
         stores_prompts: bool,
         least_prompt_s: Callable[[int, int], float | None] = lambda num_tokens, position: None,
         grain: int = DISK_GRAIN_TOKENS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`extent_bytes`: of one rank. `stores_prompts`: write prompts once they have been computed, and not only what
-        would be evicted. `least_prompt_s`: like `times.prompt_s`, a bound that holds before anything is measured.
-        `grain`: tokens of an extent. Starts to count the versions of `kv`'s blocks.
+        """`extent_bytes`, `state_bytes`: of one rank. `stores_prompts`: write prompts once they have been computed, and
+        not only what would be evicted. `least_prompt_s`: like `times.prompt_s`, a bound that holds before anything is
+        measured. `grain`: tokens of an extent. Starts to count the versions of `kv`'s blocks and snapshots.
         """
         self.keys, self.kv, self.board = keys, kv, board
-        self.extent_bytes, self.stores_prompts, self.grain = extent_bytes, stores_prompts, grain
+        self.extent_bytes, self.state_bytes = extent_bytes, state_bytes
+        self.stores_prompts, self.grain = stores_prompts, grain
         self.times, self._least_prompt_s, self._clock = times, least_prompt_s, clock
-        kv.pool.versions = board.versions
+        self._snapshots = None if kv.states is None else kv.states.snapshots
+        kv.pool.versions = board.versions[: len(kv.pool.blocks)]
+        if self._snapshots is not None:
+            self._snapshots.versions = board.versions[len(kv.pool.blocks) :]
         self._waiting: deque[Sequence] = deque()  # for a load to begin
         self._load: _Load | None = None  # the one that the ranks work on
         self._ready: list[Sequence] = []  # sequences that wait for no load any more
@@ -178,8 +203,9 @@ class DiskTier:
         self._stores: list[Extent] = []
         self._contents: dict[int, _Content] = {}  # by block
         self._submitted: dict[int, int] = {}  # block -> its version when all its extents were submitted
+        self._states: dict[int, Extent] = {}  # by snapshot, what it held; not those that were stored since
         self._next_clean_s = 0.0
-        self.num_loaded_tokens = self.num_cancelled_loads = 0
+        self.num_loaded_tokens = self.num_loaded_states = self.num_cancelled_loads = 0
 
     # -- what the scheduler calls --------------------------------------------------------------------------------
 
@@ -189,7 +215,7 @@ class DiskTier:
         Returns False if the sequence may run at once.
         """
         is_stuck = self._load is not None and self._load.seq is None  # a load that was given up has not ended yet
-        if is_stuck or not seq.can_use_prefix_cache or not self._is_worth_loading(seq):
+        if is_stuck or not seq.can_use_prefix_cache or self._worth_loading(seq) is None:
             return False
         self._waiting.append(seq)
         return True
@@ -220,14 +246,22 @@ class DiskTier:
         A sequence that was preempted meanwhile has no blocks. Prompts that are scored are not stored, since they would
         not be read either.
         """
-        if self.stores_prompts and seq.status is SequenceStatus.RUNNING and seq.can_use_prefix_cache:
-            self._stores.extend(self._extents(seq, seq.num_prompt_tokens))
+        if seq.status is not SequenceStatus.RUNNING or not seq.can_use_prefix_cache:
+            return
+        states = self._note_states(seq, seq.num_prompt_tokens)
+        if self.stores_prompts:
+            extents = self._extents(seq, self._useful_end(seq, seq.num_prompt_tokens))
+            self._stores += _latest_first([*extents, *states])
+        elif states:  # their snapshots may be taken while the sequence runs
+            self.note_contents(seq)
 
     def note_contents(self, seq: Sequence) -> None:
-        """Note what the blocks of a sequence hold, before they are freed, so that they can be stored later."""
+        """Note what the blocks of a running sequence hold, before they are freed, so that they can be stored later."""
         num_tokens = min(seq.num_computed_tokens, len(seq.token_ids)) if seq.can_use_prefix_cache else 0
         block_size, versions = self.kv.block_size, self.board.versions
         per_block = block_size // self.grain
+        self._note_states(seq, num_tokens)
+        num_tokens = min(num_tokens, ceil_div(self._useful_end(seq, num_tokens), block_size) * block_size)
         num_extents = num_tokens // self.grain
         for first in range(0, num_extents, per_block):
             block_id = seq.block_table[first // per_block]
@@ -279,13 +313,15 @@ class DiskTier:
     def last_moves(self) -> DiskMoves:
         """Everything in memory that a prompt could match and that is not on disk, at the engine's end."""
         stores = [extent for extent in self._stores if self._is_in_memory(extent)]
-        for block_id in reversed(self.kv.pool.cached_ids):  # what was used last, and the beginnings of prompts
+        for block_id in self.kv.pool.cached_ids:
             stores.extend(self._extents_of_block(block_id))
-        return self._make_moves(stores)
+        stores.extend(self._take_states(list(self._states)))
+        return self._make_moves(_latest_first(stores))
 
     def stats(self) -> dict[str, float | None]:
         return {
             "num_disk_hit_tokens": self.num_loaded_tokens,
+            "num_disk_hit_states": self.num_loaded_states,
             "num_cancelled_disk_loads": self.num_cancelled_loads,
             "num_waiting_for_disk": self.num_waiting,
             "disk_read_byte_per_s": self.board.progress(self._num_loads).byte_per_s,
@@ -317,56 +353,73 @@ class DiskTier:
         grain = self.kv.pool.index.grain
         return extent_idx * self.grain // grain * grain
 
-    def _is_worth_loading(self, seq: Sequence) -> bool:
+    def _worth_loading(self, seq: Sequence) -> _Loadable | None:
+        """Find what can be loaded. None if there is nothing, or if computing it takes less time."""
         num_known = self.kv.num_known_tokens(seq)
-        start = num_known // self.kv.block_size * self.kv.block_size
-        end = self._end_on_disk(seq, start)
+        start = len(self.kv.pool.match(seq).whole_blocks) * self.kv.block_size
+        end = seq.num_disk_tokens = self._end_on_disk(seq, start)
+        if self._snapshots is not None:
+            end = self._last_state(seq, min(end, seq.num_loadable_tokens), num_known)
         if end <= num_known:
-            return False
+            return None
+        found = _Loadable(num_known, min(start, end), end)
         compute_s = self._prompt_s(end - num_known, num_known)
-        return compute_s is None or self._load_s(end - start) < compute_s
+        return found if compute_s is None or self._load_s(self._num_bytes(found)) < compute_s else None
+
+    def _last_state(self, seq: Sequence, end: int, start: int) -> int:
+        """The last place up to `end` after which there is a state on disk. `start` if there is none behind it."""
+        grain = self.kv.pool.index.grain
+        places = range(end // grain * grain, start, -grain)
+        return next((place for place in places if self._state_key(seq, place) in self.keys), start)
+
+    def _num_bytes(self, found: _Loadable) -> int:
+        return (found.end - found.start) // self.grain * self.extent_bytes + self.state_bytes
 
     def _prompt_s(self, num_tokens: int, position: int) -> float | None:
         seconds = self.times.prompt_s(num_tokens, position)
         return self._least_prompt_s(num_tokens, position) if seconds is None else seconds
 
-    def _load_s(self, num_tokens: int) -> float:
-        """The time to load so many tokens, after the load that is under way. 0 if the rate is not known, or is old."""
+    def _load_s(self, num_bytes: int) -> float:
+        """The time to load so many bytes, after the load that is under way. 0 if the rate is not known, or is old."""
         rate = self.board.progress(self._num_loads).byte_per_s
         if rate is None or (self._load is None and self._clock() > self._last_load_s + RATE_S):
             return 0.0
-        if self._load is not None:
-            num_tokens += self._load.num_extents * self.grain
-        return num_tokens // self.grain * self.extent_bytes / rate
+        return (num_bytes + (0 if self._load is None else self._num_bytes(self._load.part))) / rate
 
     def _begin_load(self) -> tuple[Extent, ...]:
         """Begin the oldest load that there is room for."""
         while self._waiting:
             seq = self._waiting[0]
-            if not self._is_worth_loading(seq):  # the blocks may be in memory by now
+            found = self._worth_loading(seq)
+            if found is None:  # the blocks may be in memory by now
                 self._ready.append(self._waiting.popleft())
                 continue
-            num_known = self.kv.num_known_tokens(seq)
-            start = num_known // self.kv.block_size * self.kv.block_size
-            end = self._end_on_disk(seq, start)
-            holder = self.kv.hold(seq, end)
+            holder = self.kv.hold(seq, found.end)
             if holder is None:
                 return ()
             self._waiting.popleft()
             self._num_loads += 1
-            extents = tuple(self._extents(holder, end, start))
-            self._load = _Load(self._num_loads, seq, holder, start, len(extents), self._clock())
-            return extents
+            extents = [*self._extents(holder, found.end, found.start)]
+            snapshot = -1
+            if self.kv.states is not None:
+                snapshot = self.kv.states.hold_snapshot()
+                extents.append(self._state(holder, found.end, snapshot))
+            self._load = _Load(self._num_loads, seq, holder, found, snapshot, self._clock())
+            return tuple(extents)
         return ()
 
     def _follow(self, load: _Load) -> None:
         """Take in a load that has ended, and give up one that has become slower than computing."""
         progress = self.board.progress(load.number)
         if progress.has_ended:
-            num_tokens = load.first_token + progress.num_loaded * self.grain
+            num_tokens = min(load.part.start + progress.num_loaded * self.grain, load.part.end)
             self.kv.fill(load.holder, num_tokens)
-            self.num_loaded_tokens += progress.num_loaded * self.grain
-            if load.seq is not None:
+            self.num_loaded_tokens += num_tokens - load.part.start
+            has_failed = self._snapshots is not None and not self._fill_snapshot(load, progress.num_loaded)
+            if load.seq is not None and has_failed:
+                load.seq.num_loadable_tokens = min(num_tokens, load.part.end - 1)
+                self._waiting.appendleft(load.seq)
+            elif load.seq is not None:
                 self._ready.append(load.seq)
             self._load, self._last_load_s = None, self._clock()
         elif load.seq is not None and self._is_too_slow(load, progress.num_loaded):
@@ -374,15 +427,27 @@ class DiskTier:
             self._cancel(load)
             self.num_cancelled_loads += 1
 
+    def _fill_snapshot(self, load: _Load, num_loaded: int) -> bool:
+        """Let prompts match the state at a load's end. Returns False if it was not loaded, or what is before it."""
+        assert self._snapshots is not None, "no layer is recurrent"
+        is_loaded = num_loaded * self.grain > load.part.end - load.part.start
+        prefix_id = self.kv.pool.prefix_id(load.holder, load.part.end) if is_loaded else None
+        self._snapshots.give_back(load.snapshot, prefix_id)
+        self.num_loaded_states += is_loaded
+        return is_loaded
+
     def _is_too_slow(self, load: _Load, num_loaded: int) -> bool:
         """Return True if computing what is left takes less time than loading it at the pace so far.
 
-        Some extents are being read, and count as loaded.
+        Some extents are being read, and count as loaded. Without its state, at the end, the whole load is of no use.
         """
         elapsed_s = self._clock() - load.begun_s
-        num_left = load.num_extents - num_loaded
-        position = load.first_token + num_loaded * self.grain
-        compute_s = self._prompt_s(num_left * self.grain, position)
+        num_known, start, end = load.part
+        num_left = (end - start) // self.grain - num_loaded
+        position = start + num_loaded * self.grain
+        if self._snapshots is not None:
+            num_left, position = num_left + 1, num_known
+        compute_s = self._prompt_s(end - position, position)
         if compute_s is None:
             return elapsed_s > HUNG_S * (1 + num_loaded)
         if elapsed_s < MIN_SLOW_S:
@@ -409,6 +474,56 @@ class DiskTier:
             key, parent = self._key(owner, extent_idx), self._parent(owner, extent_idx)
             yield Extent(key, parent, self._token_ids(owner, extent_idx), used_s, block_id, offset, version)
 
+    # -- states --------------------------------------------------------------------------------------------------
+
+    def _state_key(self, seq: Sequence, place: int) -> bytes:
+        """The key of the state after `place` tokens, which are whole extents."""
+        return state_key(self._key(seq, place // self.grain - 1))
+
+    def _state(self, owner: Sequence, place: int, snapshot: int) -> Extent:
+        """The state after `place` tokens. It counts as a little older than the extent before it."""
+        extent_idx, number = place // self.grain - 1, len(self.kv.pool.blocks) + snapshot
+        key, parent = self._state_key(owner, place), self._parent(owner, extent_idx)
+        version, used_s = int(self.board.versions[number]), self._used_s(owner) - (extent_idx + 0.5) * LATER_S
+        return Extent(key, parent, self._token_ids(owner, extent_idx), used_s, number, 0, version)
+
+    def _useful_end(self, seq: Sequence, end: int) -> int:
+        """The end of a running sequence's tokens that are worth storing: the last ones before a state."""
+        if self._snapshots is None:
+            return end
+        grain = self.kv.pool.index.grain
+        for place in range(end // grain * grain, 0, -grain):
+            is_in_memory = self._snapshots.find(self.kv.pool.prefix_id(seq, place)) is not None
+            if is_in_memory or self._state_key(seq, place) in self.keys:
+                return place
+        return 0
+
+    def _note_states(self, seq: Sequence, end: int) -> list[Extent]:
+        """Note and return the states that snapshots hold of a running sequence's first `end` tokens.
+
+        States that follow an extent that cannot be stored are left out.
+        """
+        if self._snapshots is None:
+            return []
+        grain, block_size, states = self.kv.pool.index.grain, self.kv.block_size, []
+        for place in range(grain, end + 1, grain):
+            snapshot = self._snapshots.find(self.kv.pool.prefix_id(seq, place))
+            if snapshot is None:
+                continue
+            block_idx, before = divmod(place - 1, block_size)
+            is_stored = self.kv.num_stored_tokens(seq.block_table[block_idx]) > before
+            if is_stored or self._key(seq, place // self.grain - 1) in self.keys:
+                states.append(self._state(seq, place, snapshot))
+        self._states.update((state.block_id - len(self.kv.pool.blocks), state) for state in states)
+        return states
+
+    def _take_states(self, snapshots: Iterable[int | None]) -> Iterator[Extent]:
+        """The states in some snapshots that have been noted and are neither on disk nor were taken before."""
+        for snapshot in snapshots:
+            state = None if snapshot is None else self._states.pop(snapshot, None)
+            if state is not None and state.key not in self.keys and self._is_in_memory(state):
+                yield state
+
     def _extents_of_block(self, block_id: int) -> Iterator[Extent]:
         """The extents of a block without owners that are neither on disk nor submitted."""
         version = int(self.board.versions[block_id])
@@ -427,22 +542,31 @@ class DiskTier:
 
     def _is_in_memory(self, extent: Extent) -> bool:
         """Return True if the block still holds the extent, in the memory that is written from."""
-        is_same = extent.version == self.board.versions[extent.block_id]
-        return bool(is_same) and self.kv.num_stored_tokens(extent.block_id) >= extent.start + self.grain
+        is_same = bool(extent.version == self.board.versions[extent.block_id])
+        return is_same and (extent.is_state or self.kv.num_stored_tokens(extent.block_id) >= extent.start + self.grain)
 
     def _clean(self) -> list[Extent]:
-        """Choose extents of blocks that will be evicted soon."""
-        pool, now_s = self.kv.pool, self._clock()
-        num_soon = len(pool.blocks) // CLEANED_SHARE - len(pool.spare_ids)
-        if num_soon <= 0 or now_s < self._next_clean_s:
+        """Choose extents of blocks that will be evicted soon, and states that will."""
+        pool, snapshots, now_s = self.kv.pool, self._snapshots, self._clock()
+        num_soon = max(0, len(pool.blocks) // CLEANED_SHARE - len(pool.spare_ids))
+        oldest = [] if snapshots is None else snapshots.oldest(CLEANED_SHARE)
+        if not (num_soon or oldest) or now_s < self._next_clean_s:
             return []
         self._next_clean_s = now_s + CLEAN_INTERVAL_S
+        holders = [block.block_id for prefix_id in oldest if (block := pool.index.holder(prefix_id)) is not None]
         chosen: list[Extent] = []
         num_blocks = 0
-        for block_id in islice(pool.cached_ids, num_soon):
+        for block_id in [*holders, *islice(pool.cached_ids, num_soon)]:
             of_block = list(self._extents_of_block(block_id))
+            if snapshots is not None:  # they follow the extents, without which they are of no use
+                of_block += self._take_states(map(snapshots.find, pool.blocks[block_id].prefix_ids[1:]))
             chosen += of_block
             num_blocks += bool(of_block)
             if num_blocks == CLEANED_BLOCKS:
                 break
         return chosen
+
+
+def _latest_first(extents: Iterable[Extent]) -> list[Extent]:
+    """Sort by the last use: those without which the others are of no use come first."""
+    return sorted(extents, key=lambda extent: -extent.used_s)

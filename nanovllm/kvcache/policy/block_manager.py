@@ -12,7 +12,7 @@ from typing import NamedTuple
 from nanovllm.core.cpu_split import FollowingSplit
 from nanovllm.core.kv_spec import BlockState
 from nanovllm.core.sequence import Sequence, SequenceStatus
-from nanovllm.core.step_plan import DraftKeys, HeadStep, KVMoves, PageCopy, StateFlush, StateStep
+from nanovllm.core.step_plan import DraftKeys, HeadStep, KVMoves, StateFlush, StateStep
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.block_pool import Block, BlockPool, PrefixMatch
 from nanovllm.kvcache.policy.shadow_pages import Fills, ShadowPages
@@ -135,7 +135,8 @@ class KVCacheManager(ABC):
         """Give a sequence that has just got its blocks the state after its computed tokens."""
         if self.states is not None:
             prefix_id = None if is_resumed else match.prefix_id
-            self.states.admit(seq, prefix_id, match.num_known_tokens, self.pool.index.grain, is_resumed=is_resumed)
+            num_known = max(match.num_known_tokens, seq.num_disk_tokens)
+            self.states.admit(seq, prefix_id, num_known, self.pool.index.grain, is_resumed=is_resumed)
             self._forget_pause(seq)
 
     def _pause(self, seq: Sequence) -> None:
@@ -207,11 +208,7 @@ class KVCacheManager(ABC):
         pages = tuple(seq.block_table[: ceil_div(start + num_tokens, self.block_size)])
         end = start + num_certain
         next_token = -1 if end == seq.num_tokens else seq.token_ids[end]
-        return HeadStep(pages, next_token, self._page_copy(seq))
-
-    def _page_copy(self, seq: Sequence) -> PageCopy | None:
-        """The copy of tokens with which a block of the sequence begins in this step."""
-        return None
+        return HeadStep(pages, next_token)
 
     # -- the shadow ----------------------------------------------------------------------------------------------
 
@@ -265,7 +262,7 @@ class KVCacheManager(ABC):
     # -- blocks that are loaded from disk ------------------------------------------------------------------------
 
     def hold(self, seq: Sequence, num_tokens: int) -> Sequence | None:
-        """Give a waiting sequence's first `num_tokens` tokens blocks, those behind its full hits to be filled.
+        """Give a waiting sequence's first `num_tokens` tokens blocks, those that are not in memory to be filled.
 
         They belong to the holder that is returned until `fill`. None, and nothing happens, if the sequence could not
         be admitted now for lack of blocks.
@@ -273,12 +270,12 @@ class KVCacheManager(ABC):
         if not self.pool.has_room_for(seq, self.num_watermark_blocks):
             return None
         holder = copy.copy(seq)
-        holder.block_table = list(self.pool.match(seq).full_blocks)
+        num_blocks = ceil_div(num_tokens, self.block_size)
+        holder.block_table = list(self.pool.match(seq).whole_blocks[:num_blocks])
         holder.num_registered_tokens = len(holder.block_table) * self.block_size
         for block_id in holder.block_table:
             self.pool.retain(self.pool.blocks[block_id])
-        count = ceil_div(num_tokens, self.block_size) - len(holder.block_table)
-        for block in self.pool.choose_free_blocks(count):
+        for block in self.pool.choose_free_blocks(num_blocks - len(holder.block_table)):
             self._empty(block)
             holder.block_table.append(self.pool.allocate(block).block_id)
         return holder

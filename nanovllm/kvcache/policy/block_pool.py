@@ -69,6 +69,11 @@ class PrefixMatch:
     known_blocks: tuple[int, ...] = ()  # whole ones
     num_known_tokens: int = 0
 
+    @property
+    def whole_blocks(self) -> tuple[int, ...]:
+        """All whole blocks that match."""
+        return self.known_blocks or self.full_blocks
+
 
 class _Search(NamedTuple):
     """A search and its result, which is valid until one of `block_ids` changes or `next_hash` is registered."""
@@ -216,6 +221,10 @@ class PrefixIndex:
             if (held if len(held) == len(token_ids) else held[start:end]) == token_ids:  # a slice is a copy
                 return block
         return None
+
+    def holder(self, prefix_id: int) -> Block | None:
+        """A block that holds the last grain of a prefix."""
+        return self._newest.get(prefix_id)
 
     def prefix_ids(self) -> Collection[int]:
         """The ids of all known prefixes."""

@@ -16,7 +16,7 @@ What always holds:
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.core.cpu_split import CpuSplit, FollowingSplit
@@ -159,7 +159,7 @@ class HybridKVCacheManager(KVCacheManager):
         self._running: dict[int, Sequence] = {}  # by seq_id
         self._slotless_ids: set[int] = set()  # running sequences that need a slot for their next token and hold none
         self._copy_sources: list[HybridBlock] = []
-        self._page_copies: dict[int, PageCopy] = {}  # of the step, by seq_id
+        self._page_copies: list[PageCopy] = []  # of the step
         self._last_moves = KVMoves()  # for display
         # seq_id -> (block that holds the matched start of the sequence's first new block, number of matched tokens)
         self._prefix_sources: dict[int, tuple[HybridBlock, int]] = {}
@@ -293,7 +293,8 @@ class HybridKVCacheManager(KVCacheManager):
         if source is not None:  # the prefix match ended inside this block
             keeps_source = self.ring.num_available > len(self._slotless_ids)
             self.slots.copy_prefix(source, chunk[0], num_matched, keeps_source=keeps_source)
-            self._page_copies[seq.seq_id] = PageCopy(source.block_id, chunk[0].block_id, num_matched)
+            if self.has_draft_head:
+                self._page_copies.append(PageCopy(source.block_id, chunk[0].block_id, num_matched))
         for i, block in enumerate(chunk[: self._num_blocks(known_end) - first]):
             self.slots.write_tokens(block, known_end - (first + i) * self.block_size)
         self.pool.register(seq, known_end)
@@ -381,14 +382,12 @@ class HybridKVCacheManager(KVCacheManager):
             missing_keys = missing_keys.filling(fills.streamed)
         self.num_cpu_tokens += sum(span.end - span.start for row in missing_keys.cpu_spans for span in row)
         self.slots.copy_out_accepted()
-        self._last_moves = moves = self.slots.moves(missing_keys, tuple(fills.resident), self._state_flushes())
+        moves = self.slots.moves(missing_keys, tuple(fills.resident), self._state_flushes())
+        self._last_moves = moves = replace(moves, page_copies=tuple(self._page_copies)) if self._page_copies else moves
         for source in self._copy_sources:
             self.pool.release(source)
         self._copy_sources.clear()
         return keys, moves
-
-    def _page_copy(self, seq: Sequence) -> PageCopy | None:
-        return self._page_copies.get(seq.seq_id)
 
     def _gpu_block(self, block: Block) -> int | None:
         return self.slots.slot_before_step(self.blocks[block.block_id])

@@ -16,7 +16,10 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
+
+import numpy as np
 
 from nanovllm.core.kv_spec import SNAPSHOT_TOKENS
 from nanovllm.core.sequence import Sequence
@@ -29,7 +32,9 @@ class Snapshots:
 
     def __init__(self, count: int) -> None:
         self.count, self.version = count, 0
+        self.versions: np.ndarray | None = None  # how often each was given a state; None: nobody asks
         self._unused = list(reversed(range(count)))
+        self._held: set[int] = set()  # those that are being loaded from disk
         self._by_prefix: OrderedDict[int, int] = OrderedDict()  # prefix id -> snapshot
 
     def __contains__(self, prefix_id: int) -> bool:
@@ -38,6 +43,14 @@ class Snapshots:
     def __len__(self) -> int:
         """Number of snapshots in use."""
         return len(self._by_prefix)
+
+    def find(self, prefix_id: int | None) -> int | None:
+        """The snapshot of a prefix, if it has one."""
+        return None if prefix_id is None else self._by_prefix.get(prefix_id)
+
+    def oldest(self, share: int) -> list[int]:
+        """The prefixes that lose their snapshots when 1/`share` of all snapshots is taken."""
+        return list(islice(self._by_prefix, max(0, self.count // share - len(self._unused))))
 
     def use(self, prefix_id: int) -> int:
         """Return the snapshot of a prefix, which becomes the most recently used one."""
@@ -51,10 +64,31 @@ class Snapshots:
 
     def add(self, prefix_id: int) -> int:
         """Choose the snapshot for a prefix that has none."""
+        snapshot = self._by_prefix[prefix_id] = self._take()
+        return snapshot
+
+    def _take(self) -> int:
         snapshot = self._unused.pop() if self._unused else self._by_prefix.popitem(last=False)[1]
-        self._by_prefix[prefix_id] = snapshot
+        if self.versions is not None:
+            self.versions[snapshot] += 1
         self.version += 1
         return snapshot
+
+    def hold(self) -> int:
+        """Choose a snapshot for a state that is loaded from disk, until `give_back`."""
+        assert len(self._held) + 1 < self.count, "no snapshot would be left for states that are computed"
+        snapshot = self._take()
+        self._held.add(snapshot)
+        return snapshot
+
+    def give_back(self, snapshot: int, prefix_id: int | None) -> None:
+        """A held snapshot has the state after a prefix now; None: it has none."""
+        self._held.remove(snapshot)
+        if prefix_id is None or prefix_id in self._by_prefix:
+            self._unused.append(snapshot)
+        else:
+            self._by_prefix[prefix_id] = snapshot
+        self.version += 1
 
     def forget(self, prefix_id: int) -> None:
         """Nothing holds the K and V of the prefix any more."""
@@ -65,7 +99,7 @@ class Snapshots:
 
     def check_integrity(self, known: Iterable[int]) -> None:
         """`known`: ids of all prefixes of the index."""
-        used = list(self._by_prefix.values())
+        used = [*self._by_prefix.values(), *self._held]
         assert sorted(used + self._unused) == list(range(self.count)), "a snapshot is lost or used twice"
         of_prefixes = {prefix_id for prefix_id in self._by_prefix if prefix_id >= 0}
         assert of_prefixes <= set(known), "a snapshot has outlived its prefix"
@@ -146,6 +180,12 @@ class RecurrentStates:
     def take_flushes(self) -> tuple[StateFlush, ...]:
         flushes, self._flushes = tuple(self._flushes), []
         return flushes
+
+    def hold_snapshot(self) -> int:
+        """Choose a snapshot for a state that is loaded from disk. No step that is planned from here on writes to it."""
+        snapshot = self.snapshots.hold()
+        self._flushes = [flush for flush in self._flushes if flush.snapshot != snapshot]
+        return snapshot
 
     def free(self, seq: Sequence) -> None:
         """The sequence no longer runs."""

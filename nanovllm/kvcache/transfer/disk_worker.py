@@ -4,14 +4,16 @@ Legend: L layers, N blocks, P tokens per block, G tokens per extent, K kv heads,
 
 A payload is the extent's K in all layers, then its V: [2, L, G, K, D]. Where the cache lies in CPU memory, files are
 read into it and written from it directly, without a buffer. Where it lies on the GPU, an extent goes through a pinned
-buffer, one for each thread.
+buffer, one for each thread. States of recurrent layers are read into snapshots and written from them, which are always
+in CPU memory: the inputs of the convolution, then the matrices.
 
 The engine's thread only puts work into queues. A thread that takes some waits, on the host, until the work that was
 enqueued on the device before it is done, so it sees what that work has written, and overwrites nothing that it uses:
   E13  written -> stored on disk         compute, d2h -> host   the event that comes with each submission
   E14  last used -> loaded from disk     compute, d2h -> host   the same
 A block may be given to another sequence while it is being written to a file. Then its version has changed by the time
-it has been read, and the extent is dropped. What is loaded counts only when rank 0 has been told.
+it has been read, and the extent is dropped. What is loaded counts only when rank 0 has been told. Both edges and the
+versions serve snapshots, too, which the compute stream writes and reads.
 
 `weights_identity` makes the part of the fingerprint that says which weights these are.
 """
@@ -22,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +34,15 @@ import torch
 import torch.nn.functional as F
 import xxhash
 
-from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, NUM_READERS, DiskMoves, DiskSetup, Extent
+from nanovllm.core.disk_moves import (
+    DISK_GRAIN_TOKENS,
+    NUM_READERS,
+    DiskMoves,
+    DiskSetup,
+    Extent,
+    document_disk_bytes,
+    prefix_key,
+)
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.device.devices import current_device
 from nanovllm.kvcache.disk.store import REFRESH_S, DiskStore
@@ -49,7 +60,9 @@ logger = logging.getLogger("nanovllm")
 
 
 class KVPool:
-    """The places of extents: the caches [L, N, P, K, D] of a rank that hold all blocks, in CPU memory or on the GPU."""
+    """The places of extents: the caches [L, N, P, K, D] of a rank that hold all blocks, in CPU memory or on the GPU,
+    and the snapshots of states.
+    """
 
     def __init__(
         self,
@@ -58,8 +71,13 @@ class KVPool:
         v_LNPKD: torch.Tensor,
         streams: Streams,
         needs_buffers: bool | None = None,
+        snapshots: Seq[torch.Tensor] = (),
     ) -> None:
-        """`needs_buffers`: by default, if the caches are on a GPU."""
+        """`needs_buffers`: by default, if the caches are on a GPU. `snapshots`: the parts of all snapshots, in CPU
+        memory; none if no layer is recurrent.
+        """
+        self._snapshots, self._num_blocks = tuple(snapshots), k_LNPKD.shape[1]
+        self.state_bytes = sum(part[0].nbytes for part in snapshots)
         self._caches: tuple[torch.Tensor, ...] = k_LNPKD, v_LNPKD
         self._streams, self._device = streams, k_LNPKD.device
         self._shape = (2, spec.num_layers, DISK_GRAIN_TOKENS, spec.num_kv_heads, spec.head_dim)
@@ -88,19 +106,30 @@ class KVPool:
         for cache in self._caches:
             yield cache[:, extent.block_id, extent.start : extent.start + DISK_GRAIN_TOKENS]
 
+    def num_bytes(self, extent: Extent) -> int:
+        """Size of an extent's payload."""
+        return self.state_bytes if extent.is_state else self.extent_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """Size of the files without which nothing can be reused."""
+        return document_disk_bytes(DISK_GRAIN_TOKENS + 1, self.extent_bytes // DISK_GRAIN_TOKENS, self.state_bytes)
+
     def payload(self, extent: Extent) -> list[memoryview]:
         """The memory that a file is read into or written from: the extent's own, or this thread's buffer."""
+        if extent.is_state:
+            return [_bytes_of(part[extent.block_id - self._num_blocks]) for part in self._snapshots]
         parts = self._buffer() if self.needs_buffers else self._parts(extent)
         return [_bytes_of(layer) for part in parts for layer in part]
 
     def copy_out(self, extent: Extent) -> None:
-        """Fill this thread's buffer from the GPU. Does nothing for a cache in CPU memory."""
-        if self.needs_buffers:
+        """Fill this thread's buffer from the GPU. Does nothing for what is in CPU memory."""
+        if self.needs_buffers and not extent.is_state:
             self._copy(self._streams.d2h, self._buffer(), self._parts(extent))
 
     def copy_in(self, extent: Extent) -> None:
-        """Copy this thread's buffer to the GPU. Does nothing for a cache in CPU memory."""
-        if self.needs_buffers:
+        """Copy this thread's buffer to the GPU. Does nothing for what is in CPU memory."""
+        if self.needs_buffers and not extent.is_state:
             self._copy(self._streams.h2d, self._parts(extent), self._buffer())
 
     def _copy(self, stream: Stream, targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
@@ -121,7 +150,7 @@ class KVPool:
 
     def close(self) -> None:
         """Release the buffers and let go of the caches, which an engine that is closed must not keep."""
-        self._caches = ()
+        self._caches = self._snapshots = ()
         for buffer in self._buffers:
             buffer.close()
 
@@ -244,11 +273,12 @@ class DiskWorker:
             return
         begun_s = time.perf_counter()
         is_stored = False
-        if is_valid() and not self.store.is_paused:
+        is_useful = not extent.is_state or prefix_key(extent.key) in self.store  # it may have found no room
+        if is_useful and is_valid() and not self.store.is_paused:
             self._pool.copy_out(extent)
             is_stored = self.store.write(extent, self._pool.payload(extent), is_valid)
         if is_stored:
-            self.num_stored_bytes += self._pool.extent_bytes
+            self.num_stored_bytes += self._pool.num_bytes(extent)
             self._write_s += time.perf_counter() - begun_s
         else:
             self.num_dropped += 1
@@ -284,14 +314,15 @@ class DiskWorker:
 
         begun_s = time.perf_counter()
         self._board.post_progress(self._rank, load.load_number, 0, self._byte_per_s)
-        num_loaded = 0
-        for was_read in self._readers.map(read, range(first_missing), load.extents):
-            if not was_read:
+        num_loaded = num_bytes = 0
+        was_read = self._readers.map(read, range(first_missing), load.extents)
+        for extent, is_there in zip(load.extents, was_read, strict=True):
+            if not is_there:
                 continue  # let all threads end, because the blocks are free then
-            self.num_loaded_bytes += self._pool.extent_bytes
+            self.num_loaded_bytes += self._pool.num_bytes(extent)
             if num_loaded < first_missing:
-                num_loaded += 1
-                self._byte_per_s = num_loaded * self._pool.extent_bytes / (time.perf_counter() - begun_s)
+                num_loaded, num_bytes = num_loaded + 1, num_bytes + self._pool.num_bytes(extent)
+                self._byte_per_s = num_bytes / (time.perf_counter() - begun_s)
                 self._board.post_progress(self._rank, load.load_number, num_loaded, self._byte_per_s)
 
     def _load_extent(self, extent: Extent) -> bool:
@@ -318,8 +349,8 @@ def open_worker(
     setup: DiskSetup, pool: KVPool, identity: Mapping[str, object], rank: int, num_ranks: int
 ) -> DiskWorker:
     """Open the cache and start the threads. `identity`: all that K and V depend on, in words and numbers."""
-    board = DiskBoard(num_ranks, setup.num_blocks, setup.board)
-    store = DiskStore(Path(setup.path), setup.limit_bytes, pool.extent_bytes, identity, setup.model)
+    board = DiskBoard(num_ranks, setup.num_places, setup.board)
+    store = DiskStore(Path(setup.path), setup.limit_bytes, pool.least_bytes, identity, setup.model)
     return DiskWorker(store, pool, board, rank)
 
 

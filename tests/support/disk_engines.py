@@ -1,0 +1,117 @@
+"""Engines with KV on disk in tests: waiting for the disk, slowing it down, damage to files, and kills."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from checked_engine import CheckedLLM, Reference, greedy
+from dense_model import random_prompt
+
+import nanovllm
+from nanovllm import LLM
+from nanovllm.kvcache.disk.store import check_extent, list_extents
+
+
+def ask(llm: LLM, prompt: Any, max_tokens: int = 6) -> Any:
+    return llm.generate([prompt], greedy(max_tokens), use_tqdm=False)[0]
+
+
+def forget_all(llm: LLM) -> None:
+    """Empty the prefix cache in memory."""
+    pool = llm.scheduler.kv.pool
+    for block_id in list(pool.cached_ids):
+        llm.scheduler.kv._empty(pool.blocks[block_id])
+        pool.discard(pool.blocks[block_id])
+
+
+def wait_until_stored(llm: LLM) -> None:
+    disk = llm.scheduler.disk
+    assert disk is not None
+    while disk.num_pending:
+        time.sleep(0.001)
+
+
+def extents_below(path: Path) -> list[Path]:
+    return sorted(extent.path for extent in list_extents(path).extents)
+
+
+def slow_reads(llm: LLM) -> threading.Event:
+    """Reading waits for the event, and then takes as long as it takes."""
+    may_read = threading.Event()
+    store = llm.runner._disk.store
+    read = store.read
+
+    def slow_read(*args: Any) -> bool:
+        may_read.wait()
+        return bool(read(*args))
+
+    store.read = slow_read
+    return may_read
+
+
+def damage(file: Path, rng: random.Random) -> None:
+    """At any place of the header or the payload, or as a whole."""
+    data = bytearray(file.read_bytes() or b"\0")  # it may have been damaged before
+    start = rng.choice([rng.randrange(min(4096, len(data))), rng.randrange(len(data))])
+    match rng.randrange(7):
+        case 0 | 1:
+            data[start] ^= 1 << rng.randrange(8)
+        case 2:
+            data[start : start + 4096] = rng.randbytes(len(data[start : start + 4096]))
+        case 3:
+            del data[start:]
+        case 4:
+            file.unlink()
+            return
+        case 5:
+            other = rng.choice([each for each in file.parent.glob("*.kv") if each != file] or [file])
+            data = bytearray(other.read_bytes()) if other != file else data[:-1]
+        case 6:
+            data += b"\0"
+    file.write_bytes(data)
+
+
+ASKS_UNTIL_KILLED = """
+import random, sys
+sys.path.insert(0, sys.argv[3])
+from dense_model import random_prompt
+from nanovllm import LLM, SamplingParams
+with LLM(sys.argv[1], device="cpu", dtype="float32", num_kvcache_blocks=12, kv_disk_path=sys.argv[2]) as llm:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    print("ready", flush=True)
+    while True:
+        prompt = random_prompt(random.randrange(300, 1500), seed=random.randrange(6))
+        llm.generate([prompt], params, use_tqdm=False)
+"""
+
+
+def hits_of_killed_engines(reference: Reference, path: Path, options: dict[str, Any]) -> int:
+    """Two engines at a time ask at random and are killed; what they leave gives the logits of transformers.
+
+    Returns how many tokens were reused.
+    """
+    rng = random.Random(0)
+    command = [sys.executable, "-c", ASKS_UNTIL_KILLED, str(reference.directory), str(path)]
+    command.append(str(Path(__file__).parent))
+    environment = os.environ | {"PYTHONPATH": str(Path(nanovllm.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    hits = 0
+    for _ in range(10):
+        engines = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for _ in range(2)]
+        for engine in engines:
+            assert engine.stdout is not None and engine.stdout.readline() == b"ready\n"
+        time.sleep(rng.random())
+        for engine in engines:
+            engine.send_signal(signal.SIGKILL)
+            assert engine.wait() == -signal.SIGKILL
+        assert [check_extent(file) for file in extents_below(path)]
+        with CheckedLLM(reference, **options) as llm:
+            for seed in range(6):
+                hits += llm.answer_and_check([random_prompt(1100, seed=seed)])[0]["num_cached_tokens"]
+            assert llm.stats()["num_disk_misses"] == 0
+    return hits
