@@ -82,13 +82,13 @@ def largest_steps(
 
 def short_steps(*, max_num_seqs: int, max_model_len: int, block_size: int, group_blocks: int) -> list[StepPlan]:
     """Steps that need little memory and launch the kernels that largest_steps leaves out: for short prompts mixed with
-    running sequences, and for a few tokens of a sequence, where each power of two may have a kernel of its own. Without
-    history, a few tokens have another one than with it.
+    running sequences, and for a few tokens of a sequence, where each power of two may have a kernel of its own: also for
+    one, since a draft head is in no graph. Without history, a few tokens have another one than with it.
 
     With `group_blocks` > 0 the few tokens also attend to a streamed group.
     """
     mixed = (1, min(300, max_model_len))[-max_num_seqs:]
-    few = [n for n in (2, 4, 8, MAX_DECODE_QUERIES) if n <= max_model_len]
+    few = [n for n in (1, 2, 4, 8, MAX_DECODE_QUERIES) if n <= max_model_len]
     steps = [StepPlan(_sequences(mixed, max_model_len, block_size), KVMoves())]
     group = StreamedGroup((0,) * group_blocks, (tuple(range(group_blocks)),))
     moves = KVMoves(streamed=(group,) if group_blocks else ())

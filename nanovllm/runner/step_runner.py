@@ -216,12 +216,12 @@ class StepRunner:
 
     def _known_ids(self, tensors: StepInputs) -> torch.Tensor:
         """The input ids of a step, with those sampled last in the places of pending ones, which the host may not have
-        yet.
+        yet. An invalid id ends its request soon; while start-up only compiles kernels, they are arbitrary.
         """
         if not len(self._sampled_ids):
             return tensors.input_ids
-        pending = tensors.pending_rows
-        pending_ids = self._sampled_ids[pending.clamp(min=0)].clamp_(min=0)  # an invalid id ends its request soon
+        pending, last = tensors.pending_rows, self.model.config.vocab_size - 1
+        pending_ids = self._sampled_ids[pending.clamp(min=0)].clamp_(0, last)
         return torch.where(pending < 0, tensors.input_ids, pending_ids)
 
     @torch.inference_mode()

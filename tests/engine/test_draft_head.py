@@ -222,6 +222,12 @@ def test_experts(tmp_path: Path, scale: float) -> None:
             assert (llm.stats()["num_accepted_guesses"] > 5) == (scale < 1)
 
 
+def test_auto_does_without_the_head_if_blocks_come_from_disk(helper: Reference, tmp_path: Path) -> None:
+    with CheckedLLM(helper, **ALL_GPU, speculation="auto", kv_disk_path=str(tmp_path)) as llm:
+        assert [drafter.name for drafter in llm.scheduler.speculator.drafters] == ["prompt_lookup"]
+        assert llm.runner.model.mtp is None
+
+
 def test_what_has_no_head_is_refused(tmp_path: Path, stranger: Reference) -> None:
     without = write_tiny_model(tmp_path, "qwen3_5", num_layers=4)
     with pytest.raises(ConfigError, match=r"speculation='mtp' drafts with the head .* which .* does not have"):

@@ -224,6 +224,7 @@ def change_copies(change: Callable[[tuple[PageCopy, ...]], Iterable[PageCopy]]) 
 
 HEAD_FAULTS = {
     "copy lost": change_copies(lambda copies: copies[1:]),
+    "copies in another order": change_copies(lambda copies: copies[::-1]),
     "copy short": change_copies(lambda copies: (c._replace(num_tokens=c.num_tokens - 1) for c in copies)),
     "next token of a prompt forgotten": change_head(lambda head: head._replace(next_token=-1)),
     "pages swapped": change_head(lambda head: head._replace(pages=head.pages[::-1])),

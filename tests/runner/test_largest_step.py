@@ -72,7 +72,7 @@ def test_short_steps_stay_within_the_limits(max_num_seqs: int, max_model_len: in
     )
     assert len(mixed.sequences) <= max_num_seqs
     assert [seq.num_tokens for seq in mixed.sequences] == [1, min(300, max_model_len)][-max_num_seqs:]
-    lens = [n for n in (2, 4, 8, 16) if n <= max_model_len]
+    lens = [n for n in (1, 2, 4, 8, 16) if n <= max_model_len]
     assert [plan.num_tokens for plan in few] == [*lens, *lens]
     with_history, without = few[: len(lens)], few[len(lens) :]
     assert all(bool(plan.moves.streamed) == (group_blocks > 0) for plan in with_history)

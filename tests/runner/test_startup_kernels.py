@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,12 +37,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=[0, 20], ids=["all-GPU", "offload"])
-def runner(request: pytest.FixtureRequest, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelRunner]:
+def runner(request: pytest.FixtureRequest, model: Path) -> Iterator[ModelRunner]:
+    with launching_runner(model, KVCacheSizes(1, request.param)) as runner:
+        yield runner
+
+
+@contextmanager
+def launching_runner(model: Path, sizes: KVCacheSizes, **options: Any) -> Iterator[ModelRunner]:
     """Its layers believe that the tensors are on a GPU, and launch kernels."""
-    num_cpu_blocks = request.param
-    runner = make_runner(model, num_cpu_blocks, dtype="bfloat16", cpu_attention="off")
+    runner = make_runner(model, sizes.num_cpu_blocks, dtype="bfloat16", cpu_attention="off", **options)
     runner.backend = TritonBackend()
-    runner.allocate_kv_cache(KVCacheSizes(1, num_cpu_blocks))
+    runner.allocate_kv_cache(sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: _caller().startswith("nanovllm.layers.")))
         patch.setattr(kernel_target, "target_of", lambda device: KNOWN_TARGETS["9.0"])
@@ -86,6 +91,21 @@ def steps_of(runner: ModelRunner) -> list[StepPlan]:
         "group_blocks": runner.spec.staging_group_blocks if runner.offload is not None else 0,
     }
     return [*largest_steps(num_tokens=NUM_TOKENS, **limits), *short_steps(**limits)]
+
+
+@pytest.mark.parametrize("num_cpu_blocks", [0, 20])
+def test_the_draft_head_launches_only_kernels_that_start_up_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cpu_blocks: int
+) -> None:
+    """While nothing is computed, it reads arbitrary token ids."""
+    model = write_tiny_model(tmp_path, "qwen3_5", head_dim=64, max_position_embeddings=2048, with_mtp=True)
+    sizes, options = KVCacheSizes(1, num_cpu_blocks, num_state_slots=1), {"speculation": "mtp"}
+    with launching_runner(model, sizes, **options) as runner:
+        monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
+        found = launched(lambda: startup_memory._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+        runner.steps._sampled_ids = torch.full((8,), 2**40)
+        needed = launched(lambda: runner.measure_drafts())
+        assert len(needed) > 5 and set(needed) <= set(found)
 
 
 def launch_steps_and_graphs(runner: ModelRunner) -> None:
