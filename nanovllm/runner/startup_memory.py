@@ -82,8 +82,9 @@ def largest_steps(
 
 def short_steps(*, max_num_seqs: int, max_model_len: int, block_size: int, group_blocks: int) -> list[StepPlan]:
     """Steps that need little memory and launch the kernels that largest_steps leaves out: for short prompts mixed with
-    running sequences, and for a few tokens of a sequence, where each power of two may have a kernel of its own: also for
-    one, since a draft head is in no graph. Without history, a few tokens have another one than with it.
+    running sequences, and for a few tokens of a sequence, where each power of two may have a kernel of its own. Draft
+    heads, which are in no graph, also run for a single token. Without history, a few tokens have another kernel than
+    with it.
 
     With `group_blocks` > 0 the few tokens also attend to a streamed group.
     """
