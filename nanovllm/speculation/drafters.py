@@ -145,8 +145,8 @@ class PromptLookupDrafter:
 
 
 class ModelDrafter:
-    """Guesses with the model itself, which attends only to keys on the GPU: some of them (resident), or a copy of all
-    in a few bits (shadow). Or with the checkpoint's draft head (mtp).
+    """Leaves the guesses to the ranks. They draft with the model itself, which attends only to keys on the GPU: some of
+    them (resident), or a copy of all in a few bits (shadow). Or they draft with the checkpoint's draft head (mtp).
 
     Drafts are sampled with the noise of the request, so they differ from the model's own tokens only where that
     matters.
