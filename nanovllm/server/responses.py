@@ -18,6 +18,7 @@ from nanovllm.server.errors import ApiError
 from nanovllm.server.protocol import (
     Body,
     ChatRequest,
+    Effort,
     Items,
     WholeBody,
     chat_request,
@@ -132,7 +133,7 @@ class TextOptions(Body):
 class ReasoningOptions(Body):
     HINTS = frozenset(("summary", "generate_summary", "context", "mode"))
 
-    effort: str | None = None
+    effort: Effort | None = None
 
 
 class ResponsesRequest(WholeBody):
