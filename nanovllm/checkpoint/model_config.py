@@ -409,6 +409,8 @@ def _layer_kinds(settings: Mapping[str, Any], architecture: Architecture) -> tup
         )
     num_layers = settings["num_hidden_layers"]
     interval = settings["full_attention_interval"] if architecture.is_hybrid else 1
+    if interval is None and not settings.get("layer_types"):
+        _require_integers(settings, "full_attention_interval")
     types = settings.get("layer_types") or [
         "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)
     ]
@@ -423,7 +425,15 @@ def _layer_kinds(settings: Mapping[str, Any], architecture: Architecture) -> tup
     return tuple(LAYER_KINDS[each] for each in types) if architecture.is_hybrid else ("attention",) * num_layers
 
 
+def _require_integers(settings: Mapping[str, Any], *names: str) -> None:
+    """Refuse null for entries that have no meaning then. Their ranges have been checked."""
+    for name in names:
+        if settings[name] is None:
+            raise CheckpointError(f"{name}=None must be an integer; correct config.json")
+
+
 def _recurrent(settings: Mapping[str, Any]) -> RecurrentConfig:
+    _require_integers(settings, "linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim")
     key_heads, value_heads = settings["linear_num_key_heads"], settings["linear_num_value_heads"]
     if value_heads % key_heads:
         raise CheckpointError(
@@ -462,10 +472,10 @@ def _mlp_size(settings: Mapping[str, Any]) -> int:
 
 
 def _experts(settings: Mapping[str, Any]) -> ExpertsConfig:
-    for name in ("num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"):
-        if settings[name] is None:
-            raise CheckpointError(f"{name}=None must be an integer; correct config.json")
-    num_experts = settings.get("num_local_experts") or settings["num_experts"]  # transformers 5 writes the first name
+    _require_integers(settings, "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
+    count = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"  # of transformers 5
+    _require_integers(settings, count)
+    num_experts = settings[count]
     num_chosen, num_layers = settings["num_experts_per_tok"], settings["num_hidden_layers"]
     if num_chosen > num_experts:
         raise CheckpointError(

@@ -34,6 +34,7 @@ class Quantization:
     block: tuple[int, int] = (1, 0)  # rows and columns that share a scale; 0: all of them
     has_zeros: bool = False  # else integers have the middle of their range as zero
     stores_less_one: bool = False  # zeros are stored less one, modulo 2^32 for a word of them
+    has_order: bool = False  # a tensor says which group each column belongs to; else it may be missing
     ignored: tuple[str, ...] = ()  # parts of the names of layers that are not quantized; "re:" begins an expression
 
     @property
@@ -184,6 +185,7 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
         is_float=is_float,
         block=block,
         has_zeros=not is_symmetric,
+        has_order=weights.get("actorder") in ("group", "dynamic"),
         ignored=_names(given, "ignore"),
     )
 
@@ -212,6 +214,7 @@ def _gptq(given: Mapping[str, Any]) -> Quantization:
         block=(1, _group_size(given)),
         has_zeros=True,
         stores_less_one=layout == "gptq",
+        has_order=_choose(given, "desc_act", (False, True), default=False),
         ignored=ignored,
     )
 

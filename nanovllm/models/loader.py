@@ -171,6 +171,9 @@ def _as_named_here(tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
         return
     num_experts, num_rows, _ = tensor.shape
     size = num_rows // len(kinds)
+    if not size or num_rows % size:  # it cannot be divided, so its experts are missing
+        yield name, tensor
+        return
     for expert in range(num_experts):
         for start, kind in zip(range(0, num_rows, size), kinds, strict=True):
             yield f"{parent}.{expert}.{kind}.weight", _OfExpert(tensor, expert, slice(start, start + size))

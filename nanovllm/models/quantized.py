@@ -195,6 +195,8 @@ class _Reader:
         of it says nothing.
         """
         groups = regular_groups(self.num_columns, self.block_columns)
+        if self.format.has_order and self.num_groups > 1:
+            self._get(order)
         if order in self.parts:
             stored = self._part(self.parts[order], (self.num_columns,), "I32", "I64").read().long()
             groups = groups if bool((stored == -1).all()) else stored

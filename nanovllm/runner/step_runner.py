@@ -37,6 +37,7 @@ from nanovllm.runner.step_result import LogprobTensors, StepEnd, StepResult, pro
 from nanovllm.utils.arithmetic import ceil_div
 
 NUM_TIMED_STEPS = 4
+MAX_TIMED_CPU_PAGES = 32  # a CPU unpacks each page in a millisecond and layer, and a context may have thousands
 
 
 def draft_steps(plan: StepPlan) -> list[StepPlan]:
@@ -240,6 +241,8 @@ class StepRunner:
             table = tuple(range(ceil_div(num_keys, size)))
             return DraftTimes(self._draft_s(_timed_draft(num_keys - 1, table, num_keys, ())))
         num_pages = max(1, min(self.memory.shadow.pages_LNKW.shape[1], max_model_len // size))
+        if self.device.type == "cpu":
+            num_pages = min(num_pages, MAX_TIMED_CPU_PAGES)
         few, many = (
             self._draft_s(_timed_draft(max_model_len - 1, (0,), size, tuple(range(pages)))) for pages in (1, num_pages)
         )

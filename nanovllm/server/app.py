@@ -191,11 +191,9 @@ async def _answer_chat(
 
 def _blame_tool(service: Service, params: SamplingParams, constraint: TaggedJson, body: ChatRequest) -> None:
     """Raise ApiError about the first tool whose calls cannot be constrained by themselves."""
-    choice = body.tool_choice
-    names = [tool.function.name for tool in body.offered_tools]
-    for name, tag in zip(
-        [choice.function.name] if isinstance(choice, NamedTool) else names, constraint.tags, strict=True
-    ):
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+    names = [tool.function.name for tool in body.offered_tools if named in (None, tool.function.name)]
+    for name, tag in zip(names, constraint.tags, strict=True):
         alone = replace(constraint, tags=(tag,))
         try:
             service.llm.text.rules(replace(params, structured_outputs=StructuredOutputs(tagged_json=alone)))

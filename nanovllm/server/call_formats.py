@@ -104,17 +104,22 @@ def takes_text(schema: Any) -> bool:
         return True
     options = [schema, *(each for each in _list(schema.get("anyOf")) if isinstance(each, dict))]
     kinds = str([each["type"] for each in options if "type" in each])
-    return "'string'" in kinds or (kinds == "[]" and not schema.keys() & {"$ref", "allOf", "oneOf", "const"})
+    if kinds == "[]":
+        are_texts = all(isinstance(choice, str) for choice in _list(schema.get("enum")))
+        return are_texts and not schema.keys() & {"$ref", "allOf", "oneOf", "const"}
+    return "'string'" in kinds
 
 
 def _choices(schema: Any) -> tuple[str, ...]:
-    """The texts that an `enum` allows; none if it allows anything else, too."""
-    choices = _list(schema.get("enum")) if isinstance(schema, dict) else []
+    """The texts that an `enum` or a `const` allows; none if it allows anything else, too."""
+    if not isinstance(schema, dict):
+        return ()
+    choices = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
     return tuple(choices) if all(isinstance(choice, str) for choice in choices) else ()
 
 
 def _parameters(schema: Mapping[str, Any]) -> tuple[TaggedValue, ...]:
-    """The tags of the arguments. Of texts only an `enum` is enforced."""
+    """The tags of the arguments. Of texts only an `enum` and a `const` are enforced."""
     properties, required = schema.get("properties"), _list(schema.get("required"))
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     return tuple(

@@ -14,6 +14,7 @@ from nanovllm.server.protocol import (
     Body,
     ChatRequest,
     Content,
+    Effort,
     Items,
     WholeBody,
     chat_request,
@@ -96,7 +97,7 @@ class OutputFormat(Body):
 class OutputConfig(Body):
     HINTS = frozenset(("task_budget",))
 
-    effort: str | None = None
+    effort: Effort | None = None
     format: OutputFormat | None = None
 
 

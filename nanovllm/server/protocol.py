@@ -320,8 +320,11 @@ class NamedTool(Body):
     function: FunctionName
 
 
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 def choice_branch(choice: Any) -> str:
-    return "dict[NamedTool]" if isinstance(choice, dict) else "str"
+    return "dict[NamedTool]" if isinstance(choice, dict | BaseModel) else "str"  # a model when it is dumped
 
 
 ToolChoice: TypeAlias = Annotated[
@@ -350,7 +353,7 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     safety_identifier: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

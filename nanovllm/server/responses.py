@@ -18,6 +18,7 @@ from nanovllm.server.protocol import (
     TEXT_ONLY,
     Body,
     ChatRequest,
+    Effort,
     Items,
     WholeBody,
     chat_request,
@@ -108,7 +109,7 @@ class TextOptions(Body):
 class ReasoningOptions(Body):
     HINTS = frozenset(("summary", "generate_summary", "context", "mode"))
 
-    effort: str | None = None
+    effort: Effort | None = None
 
 
 class ResponsesRequest(WholeBody):

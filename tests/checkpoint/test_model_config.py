@@ -210,6 +210,7 @@ def rope(**scaling: Any) -> dict[str, Any]:
 
 
 def test_not_implemented_setting_raises_value_error(tmp_path: Path) -> None:
+    """Null for a size of recurrent layers, or for the number of experts, was a TypeError."""
     cases: tuple[Any, ...] = (
         ({**QWEN3, "architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM.*supported are Qwen3ForCausalLM"),
         ({**MOE, "decoder_sparse_step": None}, "decoder_sparse_step=None must be an integer"),
@@ -240,6 +241,10 @@ def test_not_implemented_setting_raises_value_error(tmp_path: Path) -> None:
         (with_text(HYBRID, linear_num_value_heads=24), "linear_num_value_heads=24 is not a multiple"),
         (with_text(HYBRID, linear_key_head_dim=96), "linear_key_head_dim=96 is not supported; .* 128"),
         (with_text(HYBRID, linear_conv_kernel_dim=1), "linear_conv_kernel_dim=1 must be an integer from 2"),
+        (with_text(HYBRID, linear_conv_kernel_dim=None), "linear_conv_kernel_dim=None must be an integer"),
+        (with_text(HYBRID, linear_num_key_heads=None), "linear_num_key_heads=None must be an integer"),
+        (with_text(HYBRID, layer_types=None, full_attention_interval=None), "full_attention_interval=None must be"),
+        ({**MOE, "num_experts": None}, "num_experts=None must be an integer"),
         (with_text(HYBRID, layer_types=["full_attention"] * 31), "names 31 layers, 31 of them .* num_hidden_layers=32"),
         (with_text(HYBRID, layer_types=["linear_attention"] * 32), "0 of them full_attention"),
         (with_text(HYBRID, layer_types=["full_attention", "mamba"] * 16), "layer_types mamba are not supported"),

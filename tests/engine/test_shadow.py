@@ -9,6 +9,7 @@ from checked_engine import OFFLOAD, CheckedLLM, Reference, cache_options
 from cpu_splits import splitting
 from offload_workload import BLOCK, prompts_of, serve_everything
 from simulated_streams import Mode, SimulatedStreams
+from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams, StructuredOutputs
 from nanovllm.config import Config
@@ -19,6 +20,7 @@ from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import ConfigError
 from nanovllm.runner import shadow
+from nanovllm.runner.step_runner import MAX_TIMED_CPU_PAGES, NUM_TIMED_STEPS
 
 PROMPTS = prompts_of(3 * BLOCK - 5, 40, BLOCK - 3, 2 * BLOCK)
 ALWAYS = Internals(always_guesses=True)
@@ -149,6 +151,22 @@ def test_everything_with_simulated_streams(reference: Reference, mode: Mode, see
     with CheckedLLM(reference, streams=streams, internals=splitting(100, always_guesses=True), **options) as llm:
         serve_everything(llm)
         assert any(plan.reads_shadow for plan in llm.plans)
+
+
+def test_a_start_on_a_cpu_times_drafts_of_few_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a context of a million tokens, which the built-in model has, an engine took minutes to start."""
+    unpacked = []
+
+    def dequantize(page_KW: torch.Tensor, spec: ShadowSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        unpacked.append(page_KW)
+        return torch.zeros(2, spec.page_size, spec.num_kv_heads, spec.head_dim).unbind()
+
+    monkeypatch.setattr(shadow, "dequantize_page", dequantize)
+    model = write_tiny_model(tmp_path, num_layers=1, max_position_embeddings=2**14)
+    options: dict[str, Any] = {"num_kvcache_blocks": 64, "speculation": "shadow"}
+    with LLM(str(model), device="cpu", dtype="float32", **options) as llm:
+        assert llm.stats()["num_shadow_pages"] == 64
+    assert len(unpacked) == (2 + NUM_TIMED_STEPS) * (1 + MAX_TIMED_CPU_PAGES)
 
 
 def test_a_shadow_without_room_for_a_block_is_refused(reference: Reference) -> None:

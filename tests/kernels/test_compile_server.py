@@ -20,7 +20,7 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-import triton.language as tl
+from odd_kernels import failing_kernel, tagged_kernel
 from offline_compiler import compiling_for
 from test_compile import launch_layers, launch_merge, launch_prefill
 from triton.backends.nvidia import driver as nvidia_driver
@@ -37,16 +37,6 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 TARGET = KNOWN_TARGETS["9.0"]
 BF16 = torch.bfloat16
-
-
-@triton.jit
-def _failing_kernel(x_ptr):
-    tl.static_assert(False, "this kernel cannot be compiled")
-
-
-@triton.jit
-def _tagged_kernel(x_ptr, TAG: tl.constexpr):
-    tl.store(x_ptr, 1.0)
 
 
 class Unpicklable:
@@ -79,7 +69,7 @@ def forget_kernels() -> None:
             if isinstance(function, JITFunction):
                 function.device_caches.clear()
                 function.hash = None
-    for kernel in (_failing_kernel, _tagged_kernel):
+    for kernel in (failing_kernel, tagged_kernel):
         kernel.device_caches.clear()
 
 
@@ -215,9 +205,9 @@ def test_launcher_is_built_after_compiling_if_kernels_have_their_own(
     compiled: list[str] = []
     monkeypatch.setattr(nvidia_driver, "make_launcher", None, raising=False)
     monkeypatch.setattr(nvidia_driver, "CudaLauncher", launcher)
-    compile_with(InThisProcess(), lambda: launch(_tagged_kernel, 2))
-    assert len(entries(cache)) == 1 and compiled == ["_tagged_kernel"]
-    assert built == [("_tagged_kernel", "_tagged_kernel")]
+    compile_with(InThisProcess(), lambda: launch(tagged_kernel, 2))
+    assert len(entries(cache)) == 1 and compiled == ["tagged_kernel"]
+    assert built == [("tagged_kernel", "tagged_kernel")]
 
 
 def test_cached_kernels_do_not_wait_for_the_server(server: CompileServer) -> None:
@@ -240,7 +230,7 @@ def test_kernel_that_two_ranks_need_is_compiled_once(server: CompileServer, cach
             self.jobs.append(job)
 
     recorder = Recorder()
-    compile_with(recorder, lambda: launch(_tagged_kernel, 2))
+    compile_with(recorder, lambda: launch(tagged_kernel, 2))
     (job,) = recorder.jobs
     shutil.rmtree(cache)
     files: list[int] = []
@@ -283,7 +273,7 @@ def test_worker_killed_kernel_is_compiled_here(server: CompileServer) -> None:
     def launch_several() -> None:
         launch_merge(128, BF16, 16)
         for tag in range(4):
-            launch(_tagged_kernel, tag)
+            launch(tagged_kernel, tag)
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -301,10 +291,10 @@ def test_server_that_ends_at_once_kernels_are_compiled_here(cache: Path, monkeyp
 
 @pytest.mark.slow
 def test_failing_and_odd_kernels_are_left_to_this_process(server: CompileServer) -> None:
-    assert compile_with(server, lambda: launch(_tagged_kernel, Unpicklable())) == {"_tagged_kernel": False}
+    assert compile_with(server, lambda: launch(tagged_kernel, Unpicklable())) == {"tagged_kernel": False}
     with pytest.raises(triton.CompilationError, match="this kernel cannot be compiled"):
-        compile_with(server, lambda: launch(_failing_kernel))
-    assert compile_with(server, lambda: launch(_tagged_kernel, 1)) == {"_tagged_kernel": True}
+        compile_with(server, lambda: launch(failing_kernel))
+    assert compile_with(server, lambda: launch(tagged_kernel, 1)) == {"tagged_kernel": True}
 
 
 def test_start_compile_server_needs_one_only_for_a_new_setup(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """The shadow's kernels against its format in plain torch, and attention against fp64 over the same numbers."""
 
+import itertools
+
 import pytest
 import torch
 from interpreter import INTERPRETED, needs_triton, on_device
@@ -11,6 +13,8 @@ pytestmark = needs_triton
 NUM_SMS = 4 if INTERPRETED else 132
 NUM_KV_HEADS, NUM_PAGES = 2, 5
 HEAD_DIMS = [(64, 512), (80, 256)] if INTERPRETED else [(size, 1024) for size in (16, 64, 80, 96, 128, 160, 192, 256)]
+DTYPES, NUM_HEADS = (torch.float32, torch.bfloat16, torch.float16), (4, 14, 40)
+QUERIES = list(zip(DTYPES, NUM_HEADS, strict=True) if INTERPRETED else itertools.product(DTYPES, NUM_HEADS))
 in_bits = pytest.mark.parametrize("bits", SHADOW_BITS)
 with_sizes = pytest.mark.parametrize(("head_dim", "page_size"), HEAD_DIMS)
 
@@ -50,8 +54,7 @@ def test_quantization_is_that_of_the_reference(device: str, bits: int, head_dim:
 @on_device
 @in_bits
 @with_sizes
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_heads", [4, 14, 40])
+@pytest.mark.parametrize(("dtype", "num_heads"), QUERIES)
 def test_attention_is_that_over_the_numbers(
     device: str, bits: int, head_dim: int, page_size: int, dtype: torch.dtype, num_heads: int
 ) -> None:

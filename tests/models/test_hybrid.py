@@ -93,6 +93,12 @@ def test_experts_in_one_tensor_are_read_like_single_ones(tmp_path: Path) -> None
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=r"unknown to the model: model\.layers\.0\.mlp\.experts\.more_proj"):
         load_model(tmp_path)
+    del tensors["model.layers.0.mlp.experts.more_proj"]
+    for num_rows in (1, 63):  # Regression: rows that are no gates and as many others were an internal error
+        name = "model.layers.1.mlp.experts.gate_up_proj"
+        save_file(tensors | {name: tensors[name][:, :num_rows].contiguous()}, file)
+        with pytest.raises(CheckpointError, match=r"misses weights: model\.layers\.1\.mlp\.experts\.0\.gate_proj"):
+            load_model(tmp_path)
 
 
 @pytest.mark.parametrize("architecture", HYBRIDS)

@@ -234,6 +234,8 @@ def test_wrong_tensors_are_refused_by_name(tmp_path: Path, plain: Path) -> None:
             ("awq", "scales", lambda x: x.t().contiguous(), r"scales .*\[128, 4\] .*asks for \[4, 128\]"),
             ("gptq", "qweight", lambda x: x[:5], r"qweight .*\[5, 128\] .*asks for \[16, 128\]"),
             ("gptq", "g_idx", lambda x: x + 1, r"g_idx .* groups 1 to 4, but there are 4"),
+            # Regression: with desc_act, columns whose order is not stored were read in that of the file
+            ("gptq 8 order", "g_idx", lambda x: None, "qweight in .* has no g_idx beside it"),
             ("gptq", "qweight", lambda x: None, r"misses weights: model\.layers\.0\.self_attn\.q_proj\.weight"),
         )
     ):

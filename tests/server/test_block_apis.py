@@ -2,6 +2,7 @@
 
 import json
 import time
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +57,7 @@ def test_messages_errors_have_anthropics_form_and_types(url: str) -> None:
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences[0]"),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice"),
         ({"tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "tool_choice.name"),
+        ({"output_config": {"effort": "x"}}, 400, "invalid_request_error", "output_config.effort"),
     )
     for fields, status, kind, param in cases:
         code, body = post(url, "/v1/messages?beta=true", ASK | fields)
@@ -99,6 +101,7 @@ def test_responses_errors_name_the_fields_of_the_body(url: str) -> None:
         ({"tools": tools, "tool_choice": "any"}, "tool_choice"),
         ({"tools": tools, "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.type"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"reasoning": {"effort": "x"}}, "reasoning.effort"),  # Regression: it was "reasoning_effort"
         ({"tools": [*tools, {"type": "custom", "name": "apply_patch"}]}, "tools[1].type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         # Regression: 300,000 tools were made those of a chat first, which stopped the event loop for 20 s
@@ -167,6 +170,18 @@ def test_response_repeats_what_was_asked_under_its_own_names(url: str) -> None:
     assert body["text"]["format"] == FORMAT
     _, body = post(url, "/v1/responses", {"input": "x", "text": {"verbosity": "low"}, "max_output_tokens": 5})
     assert body["text"] == {"format": {"type": "text"}}
+
+
+def test_tool_choice_that_names_a_tool_is_repeated_without_a_warning() -> None:
+    """Regression: pydantic wrote a warning to the server's log."""
+    choice = {"type": "function", "name": "f"}
+    body = {"input": "x", "tools": [{"type": "function", "name": "f"}], "tool_choice": choice}
+    asked = ResponsesRequest.model_validate(body)
+    service: Any = SimpleNamespace(model_names=["tiny"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, *_ = events(ResponsesAnswer(service, asked.as_chat(), ChatForm(), asked).first_events())
+    assert first["response"]["tool_choice"] == choice
 
 
 def test_reasoning_tokens_are_those_before_its_end() -> None:

@@ -305,6 +305,11 @@ def test_chat_schema_that_cannot_be_used_is_blamed_on_its_tool(tool_client: open
         with pytest.raises(openai.BadRequestError, match=message) as refused:
             tool_client.chat.completions.create(model="tiny", messages=MESSAGES, tools=tools, tool_choice="required")
         assert refused.value.param == "tools"
+    # Regression: two tools of the name that tool_choice gives were an internal error
+    named: Any = {"type": "function", "function": {"name": "bad"}}
+    tools = [tool("good", CITY), tool("bad", CITY), tool("bad", {"properties": 5})]
+    with pytest.raises(openai.BadRequestError, match="tool 'bad': its parameters cannot be used"):
+        tool_client.chat.completions.create(model="tiny", messages=MESSAGES, tools=tools, tool_choice=named)
 
 
 def test_chat_progress_of_the_prompt_is_reported_from_beginning_to_end(client: openai.OpenAI) -> None:

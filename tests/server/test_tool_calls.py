@@ -332,6 +332,18 @@ def test_tagged_calls_are_constrained_by_their_tags() -> None:
     ]
 
 
+def test_enum_of_numbers_and_constants_are_enforced_between_tags() -> None:
+    """Regression: without a type, an enum of numbers was written as any text and read as a string, and a text with a
+    `const` could be another one.
+    """
+    schemas = {"a": {"enum": [1, 2]}, "b": {"enum": ["x", 3]}, "c": {"type": "string", "const": "y"}}
+    constraint = QWEN_TAGS.constraint([("f", {"properties": schemas})], is_required=True, is_single=True)
+    values = [(value.schema, value.choices) for value in constraint.tags[0][1]]
+    assert values == [(schemas["a"], ()), (schemas["b"], ()), (None, ("y",))]
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>"
+    assert parse_pieces(QWEN_TAGS, [text], {"f": {"properties": schemas}}) == [("f", '{"a": 2}')]
+
+
 def test_enum_of_texts_is_enforced_between_tags() -> None:
     schemas = {
         "a": {"enum": ["x", "y"]},
