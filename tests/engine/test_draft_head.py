@@ -186,7 +186,7 @@ def test_a_broken_head_costs_time_and_no_token(helper: Reference, value: float) 
         llm.assert_nothing_left()
 
 
-@pytest.mark.parametrize("num_gpu_blocks", [None, 2])
+@pytest.mark.parametrize("num_gpu_blocks", [pytest.param(None, marks=SLOW), 2])
 def test_auto_knows_the_head(helper: Reference, num_gpu_blocks: int | None) -> None:
     """It takes the place of other drafts, and is used as far as it gains."""
     options = cache_options(num_gpu_blocks) | {"speculation": "auto"}
