@@ -165,6 +165,7 @@ def test_a_sequence_with_all_its_guesses_fits_a_step() -> None:
     for name, most, with_offload in (
         ("off", 0, 0),
         ("prompt_lookup", DEFAULT_GUESSES, DEFAULT_GUESSES),
+        ("mtp", DEFAULT_GUESSES, DEFAULT_GUESSES),
         ("auto", DEFAULT_GUESSES, MAX_GUESSES),
         ("shadow", MAX_GUESSES, MAX_GUESSES),
     ):
