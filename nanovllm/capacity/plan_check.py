@@ -228,6 +228,8 @@ def _changes(plan: CapacityPlan) -> Iterator[Change]:
     """Changes of one option, other than to offload, that could help on the same GPUs, the mildest value first."""
     config, num_seqs = plan.config, plan.num_sequences
     yield from _other_num_blocks(plan)
+    if plan.memory.draft_bytes:
+        yield {"speculation": "prompt_lookup"}
     if config.enable_cpu_offload:
         yield _other_pool(plan)
         yield {"num_gpu_blocks": None}
@@ -273,8 +275,8 @@ def _described(plan: CapacityPlan, change: Change) -> str:
     parts = []
     for name, value in change.items():
         old = getattr(plan.config, name, None)
-        if name == "quantization":
-            parts.append(f"use quantization={value}")
+        if isinstance(value, str):
+            parts.append(f"use {name}={value}")
         elif value is True:
             parts.append(f"use {name}")
         elif value in (None, -1) and value != old:
