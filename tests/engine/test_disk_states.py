@@ -357,15 +357,15 @@ def test_states_or_extents_alone_are_of_no_use(
     for file in extents_below(path):
         if is_state_key(bytes.fromhex(file.stem)) != (kept == "states"):
             file.unlink()
-    with caplog.at_level(logging.WARNING, "nanovllm"):
-        for cached in (0, HIT):
-            with restart() as llm:
-                assert hits(llm, QUESTIONS[0]) == [cached]
-                assert llm.stats()["num_disk_misses"] == 0
-    assert not caplog.records
+    caplog.clear()
+    for cached in (0, HIT):
+        with restart() as llm:
+            assert hits(llm, QUESTIONS[0]) == [cached]
+            assert llm.stats()["num_disk_misses"] == 0
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("num_files", [20, pytest.param(5000, marks=[SLOW, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("num_files", [20, pytest.param(1_000, marks=SLOW)])
 def test_damaged_files_change_no_token_and_fail_no_request(
     hybrid: Reference, options: dict[str, Any], path: Path, num_files: int
 ) -> None:
