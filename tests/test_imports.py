@@ -265,6 +265,7 @@ def test_torch_free_modules_imported_leave_torch_out() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.slow
 def test_package_is_usable_without_loading_ray() -> None:
     """An extra: only what was asked for several engines, or for ranks that Ray places, loads it."""
     names = ("llm", "cli.main", "engine.startup", "server.lifecycle")

@@ -128,10 +128,10 @@ REQUESTS: list[dict[str, Any]] = [
 def test_any_request_gets_the_tokens_that_it_gets_without_guesses(tmp_path: Path, num_gpu_blocks: int | None) -> None:
     """With chunks of prompts, and more sequences than run at once."""
     model = build_retrieval_model(tmp_path / "model")
-    prompts = [build_haystack(length, 0.4, "q7m2x9kd") for length in (900, 300, 600, 1000, 500, 700)]
-    params = [SamplingParams(max_tokens=60, **request) for request in REQUESTS]
-    options = {"num_kvcache_blocks": 9} if num_gpu_blocks is None else OFFLOAD | {"num_cpu_blocks": 9}
-    options |= {"kvcache_block_size": 256, "max_model_len": 1100, "max_num_batched_tokens": 200, "max_num_seqs": 4}
+    prompts = [build_haystack(length, 0.4, "q7m2x9kd") for length in (600, 300, 450, 700, 350, 500)]
+    params = [SamplingParams(max_tokens=50, **request) for request in REQUESTS]
+    options = {"num_kvcache_blocks": 7} if num_gpu_blocks is None else OFFLOAD | {"num_cpu_blocks": 7}
+    options |= {"kvcache_block_size": 256, "max_model_len": 800, "max_num_batched_tokens": 200, "max_num_seqs": 4}
     options |= {} if num_gpu_blocks is None else {"num_gpu_blocks": num_gpu_blocks, "cpu_attention": "on"}
     answers = []
     for speculation in ("off", "shadow"):

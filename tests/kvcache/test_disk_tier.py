@@ -84,8 +84,14 @@ def test_disk_changes_no_token_and_loses_nothing(seed: int, hybrid: bool, drafte
     play_on_disk(seed, hybrid, drafter, has_states)
 
 
-@pytest.mark.parametrize("has_states", [False, True])
-@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize(
+    ("hybrid", "has_states"),
+    [
+        (False, False),
+        (True, True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((True, False), (False, True))),
+    ],
+)
 def test_workloads_load_from_disk(hybrid: bool, has_states: bool) -> None:
     """Else the test above would prove nothing."""
     loaded = [play_on_disk(seed, hybrid, has_states=has_states) for seed in range(20)]
