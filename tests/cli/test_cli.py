@@ -330,6 +330,14 @@ def test_generate_output_that_is_closed_ends_it_quietly(
     assert "Traceback" not in errors and "Exception" not in errors
 
 
+def test_output_that_is_closed_is_status_141(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert cli.main(QWEN) == 141
+
+
 @pytest.mark.slow
 def test_plan_output_that_is_closed_ends_it_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where the output is written when the program ends."""

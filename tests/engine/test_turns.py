@@ -103,6 +103,27 @@ def test_begin_that_needs_a_turn_gets_it_before_one_that_does_not() -> None:
     assert order == ["needed", "needed", "not needed"]
 
 
+def test_end_wakes_the_next_in_the_queue_whoever_waits_beside_it() -> None:
+    turns, done, order = Turns(), threading.Event(), []
+    assert turns.begin()
+
+    def needs_turn() -> None:
+        assert turns.begin()
+        order.append("needed")
+        done.set()
+        turns.end()
+
+    waiting = threading.Thread(target=lambda: order.append(turns.begin(done.is_set)), daemon=True)
+    needing = threading.Thread(target=needs_turn, daemon=True)
+    for thread in (waiting, needing):  # a single notification would reach the first
+        thread.start()
+        time.sleep(0.05)
+    turns.end()
+    needing.join(10)
+    waiting.join(10)
+    assert order == ["needed", False]
+
+
 def test_begin_in_the_middle_of_the_same_threads_turn_raises_instead_of_waiting_for_ever() -> None:
     turns = Turns()
     assert turns.begin()
@@ -122,6 +143,35 @@ def test_call_raises_those_who_wait_are_woken() -> None:
     with pytest.raises(IndexError):
         turns.end()
     thread.join(10)
+    assert got_turn == [True]
+
+
+def test_thread_that_is_interrupted_at_the_head_of_the_queue_wakes_the_next() -> None:
+    turns, got_turn = Turns(), []
+    wait = turns._changed.wait
+
+    def wait_and_fall() -> None:
+        wait()
+        if threading.current_thread() is threads[0]:
+            wait(0.1)  # meanwhile the other finds that it is not the next
+            raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            turns.begin()
+        turns.end()
+
+    turns._changed.wait = wait_and_fall  # type: ignore[assignment, method-assign]
+    assert turns.begin()
+    threads = [threading.Thread(target=interrupted), threading.Thread(target=lambda: got_turn.append(turns.begin()))]
+    for num_queued, thread in enumerate(threads, 1):
+        thread.daemon = True
+        thread.start()
+        while len(turns._queue) < num_queued:
+            time.sleep(0.001)
+    turns.end()
+    for thread in threads:
+        thread.join(10)
     assert got_turn == [True]
 
 

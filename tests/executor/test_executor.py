@@ -4,11 +4,13 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.engine.startup import rank_devices
 from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.base import LaunchedStep, LocalExecutor
-from nanovllm.executor.processes import SEGMENT_BYTES, ProcessExecutor, Receiver, Sender
+from nanovllm.executor.processes import SEGMENT_BYTES, STARTED, Job, ProcessExecutor, Receiver, Sender, _worker_main
 from nanovllm.runner.step_result import StepEnd, StepResult
 
 PLAN = StepPlan((), KVMoves())
@@ -108,14 +110,6 @@ def two_ranks(
     return ProcessExecutor(make_runner, rank_devices("mp", device_type, 2), segment_bytes)
 
 
-@pytest.fixture(scope="module")
-def executor() -> Iterator[ProcessExecutor]:
-    """Two ranks and a segment so small that every call goes in pieces."""
-    executor = two_ranks(segment_bytes=16)
-    yield executor
-    executor.close()
-
-
 @pytest.fixture
 def seven_threads() -> Iterator[None]:
     num_threads = torch.get_num_threads()
@@ -124,7 +118,9 @@ def seven_threads() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def test_call_reaches_every_rank_in_order_and_whole(executor: ProcessExecutor) -> None:
+def test_call_reaches_every_rank_in_order_and_whole_until_a_worker_ends_inside_a_collective() -> None:
+    executor = two_ranks(segment_bytes=16)  # so small that every call goes in pieces
+    os.kill(worker_pids_of(executor)[0], signal.SIGINT)  # Ctrl-C reaches the whole terminal; rank 0 decides
     for call in range(200):
         executor.call(EchoRunner.remember, call)
     assert executor.call(EchoRunner.calls_of_all_ranks) == [list(range(200))] * 2
@@ -134,6 +130,11 @@ def test_call_reaches_every_rank_in_order_and_whole(executor: ProcessExecutor) -
     step = executor.launch(PLAN)
     executor.wait_for(step)
     assert step.token_ids() == [7, 8]
+    start = time.monotonic()
+    for _ in range(2):  # every later call raises it, too
+        with pytest.raises(WorkerDiedError, match="rank 1 died with exit code 3"):
+            executor.call(EchoRunner.exit_in_collective)
+    assert time.monotonic() - start < NOTICED_WITHIN_S
 
 
 def test_wait_for_polls_until_done_and_raises_once_a_worker_is_killed() -> None:
@@ -175,11 +176,9 @@ def test_a_launched_step_tells_the_time_since_the_end_of_the_one_before() -> Non
 
 
 @pytest.mark.slow
-def test_executors_beside_each_other_share_threads_and_end_apart(
-    seven_threads: None, executor: ProcessExecutor
-) -> None:
+def test_executors_beside_each_other_share_threads_and_end_apart(seven_threads: None) -> None:
     """Regression: workers had their share of the threads, rank 0 had all. Each executor divides the same threads."""
-    first, second = two_ranks(), two_ranks()
+    first, second, third = two_ranks(), two_ranks(), two_ranks()
     for each in (first, second, first):
         assert each.call(EchoRunner.num_threads) == [[3, 3], [3, 3]]
         assert torch.get_num_threads() == 7
@@ -200,11 +199,12 @@ def test_executors_beside_each_other_share_threads_and_end_apart(
     second.close()
     assert isinstance(runner, EchoRunner) and runner.num_closed == 1
     assert torch.get_num_threads() == 5 and is_gone(worker)
-    assert {child.pid for child in multiprocessing.active_children()} == set(worker_pids_of(executor))
+    assert {child.pid for child in multiprocessing.active_children()} == set(worker_pids_of(third))
     assert not list(Path("/dev/shm").glob(f"*{os.getpid()}*"))
     with pytest.raises(EngineError, match="closed"):
         second.launch(PLAN)
-    assert executor.call(EchoRunner.collectives)[0] == [3.0]
+    assert third.call(EchoRunner.collectives)[0] == [3.0]
+    third.close()
 
 
 @pytest.mark.slow
@@ -219,16 +219,6 @@ def test_call_worker_raises_is_reported_with_its_traceback() -> None:
     with pytest.raises(WorkerDiedError, match="what the worker says"):
         executor.call(EchoRunner.collectives)
     assert is_gone(worker)
-
-
-@pytest.mark.slow
-def test_call_worker_ends_inside_a_collective_raises_and_so_does_every_later_call() -> None:
-    executor = two_ranks()
-    start = time.monotonic()
-    for _ in range(2):
-        with pytest.raises(WorkerDiedError, match="rank 1 died with exit code 3"):
-            executor.call(EchoRunner.exit_in_collective)
-    assert time.monotonic() - start < NOTICED_WITHIN_S
 
 
 @pytest.mark.slow
@@ -258,6 +248,36 @@ def start_script(tmp_path: Path, then: str) -> tuple[subprocess.Popen[str], int]
     process = subprocess.Popen([sys.executable, str(script)], stdout=pipe, stderr=pipe, text=True, env=env)
     assert process.stdout is not None
     return process, int(process.stdout.readline())
+
+
+FORK = multiprocessing.get_context("fork")  # spawned processes would take seconds to import torch
+
+
+def start_worker(job: Job, control: Connection, reports: Connection, pids: Connection) -> None:
+    args = job, 1, FORK.RawArray(ctypes.c_char, 16), control, reports
+    worker = FORK.Process(target=_worker_main, args=args)
+    worker.start()
+    pids.send(worker.pid)
+    time.sleep(60)
+
+
+def test_worker_that_is_stuck_ends_with_its_parent() -> None:
+    """It waits for a store that never answers, as it may for a rank that has died."""
+    _, control = FORK.Pipe()
+    (reports, worker_reports), (pids, sender) = FORK.Pipe(duplex=False), FORK.Pipe(duplex=False)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        job = Job(b"", [torch.device("cpu")] * 2, port=silent.getsockname()[1], num_threads=1)
+        parent = FORK.Process(target=start_worker, args=(job, control, worker_reports, sender))
+        parent.start()
+        worker = pids.recv()
+        assert reports.recv() == (STARTED, "")
+        assert not wait_until(lambda: is_gone(worker), timeout_s=0.05)
+        parent.kill()
+        parent.join()
+        has_ended = wait_until(lambda: is_gone(worker))
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+        assert has_ended
 
 
 @pytest.mark.slow

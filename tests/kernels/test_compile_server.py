@@ -210,6 +210,19 @@ def test_launcher_is_built_after_compiling_if_kernels_have_their_own(
     assert built == [("tagged_kernel", "tagged_kernel")]
 
 
+def test_kernel_that_the_server_cannot_compile_is_compiled_here(cache: Path) -> None:
+    """Whatever the reason: a worker that was killed is a RuntimeError, a server an OSError."""
+
+    class Failing(CompileServer):
+        def __init__(self) -> None: ...
+
+        def compile(self, job: Job) -> None:
+            raise RuntimeError("the process that compiled has ended")
+
+    assert compile_with(Failing(), lambda: launch(_tagged_kernel, 2)) == {"_tagged_kernel": False}
+    assert len(entries(cache)) == 1
+
+
 def test_cached_kernels_do_not_wait_for_the_server(server: CompileServer) -> None:
     compile_with(None, lambda: launch_merge(128, BF16, 16))
     forget_kernels()

@@ -17,7 +17,7 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers import moe
 from nanovllm.layers.moe import Experts
-from nanovllm.layers.packed_weight import PackedWeight, unpacked_linear
+from nanovllm.layers.packed_weight import PackedWeight, QuantizedWeight, unpacked_linear
 from nanovllm.models.quantized import quantize
 
 pytestmark = needs_triton
@@ -289,6 +289,24 @@ def test_packed_weight_has_the_values_that_were_stored(device: str, name: str) -
         assert_close(weight.linear(x, None), x, expected.double(), F.linear(x.double(), expected.double()))
         gate, up = F.linear(x.double(), expected.double()).chunk(2, dim=-1)
         assert_close(weight.gate_up(x, None), x, expected.double(), F.silu(gate) * up)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
+@pytest.mark.parametrize("name", ["int4", "8 bits", "fp8 blocks"])
+def test_second_shard_in_pieces_has_its_own_scales(name: str) -> None:
+    """It is stored like a checkpoint that has only the shard's columns and is stored at once."""
+    in_pieces, at_once = (PackedWeight([128, 128], 128, FORMATS[name]) for _ in range(2))
+    given = quantize(torch.randn(256, 256) / 16, FORMATS[name])
+    shard = given.part(slice(None), slice(128, 256))
+    first = int(shard.groups[0])
+    zeros = None if shard.zeros is None else shard.zeros[:, first:]
+    alone = QuantizedWeight(shard.codes, shard.scales[:, first:], zeros, shard.groups - first)
+    at_once.rows(0, 256).store(alone, "this one")
+    for start in (0, 128):
+        target = in_pieces.rows(start, start + 128)
+        for rows in (slice(0, 128),) if name == "fp8 blocks" else (slice(0, 40), slice(40, 128)):
+            target[rows].store(shard.part(slice(start + rows.start, start + rows.stop), slice(None)), "this one")
+    assert torch.equal(in_pieces.codes, at_once.codes) and torch.equal(in_pieces.scales, at_once.scales)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no kernel")

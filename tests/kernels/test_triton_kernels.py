@@ -67,11 +67,14 @@ def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     ("causal", "loads"), [(True, LOADS[0]), (False, LOADS[0]), (True, LOADS[1])], indirect=["loads"]
 )
 def test_attend_queries_matches_naive(device, heads, head_dim, page, dtype, causal):
-    """Decodes, chunks and whole prompts in one batch, at odd lengths around the edges of tiles and blocks."""
+    """Decodes, chunks and whole prompts in one batch, at odd lengths around the edges of tiles and blocks. Of the last
+    chunk all but the first token see the last key of a tile.
+    """
     if INTERPRETED:
-        lens = [(1, 1), (3, 258), (40, 40), (7, 300)]
+        lens = [(1, 1), (3, 258), (40, 40), (7, 300), (20, 274)]
     else:
         lens = [(1, 1), (1, page + 1), (5, page), (333, 2 * page + 77), (129, 129), (64, page - 1), (1000, 1000)]
+        lens.append((20, page + 18))
     if not causal:
         lens.insert(1, (3, 0))
     case = make_paged(lens, page, heads, causal=causal, head_dim=head_dim, dtype=dtype, device=device)

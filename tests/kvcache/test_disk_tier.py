@@ -1,8 +1,12 @@
 """DiskTier over the content model: whatever the disk does, each sequence sees its own tokens, and nothing is lost."""
 
 import random
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,12 +20,13 @@ from random_workloads import GRAIN, dense_manager, dense_operations, dense_sched
 from simulated_disk import SimulatedDisk
 from tiers import examples
 
+from nanovllm.core.disk_moves import DiskMoves, Extent
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kvcache.disk.tier import RATE_S, DiskBoard, DiskTier
 from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.policy.states import RecurrentStates, Snapshots
-from nanovllm.kvcache.transfer.disk_worker import _folded, weights_identity
+from nanovllm.kvcache.transfer.disk_worker import DiskWorker, _folded, weights_identity
 from nanovllm.sampling_params import SamplingParams
 
 QUICK = [HealthCheck.too_slow, HealthCheck.large_base_example]
@@ -203,6 +208,16 @@ def state_rates() -> Iterator[Rates]:
     rates.board.close()
 
 
+def test_stores_are_pending_until_the_slowest_rank_has_made_them(rates: Rates) -> None:
+    """The other ranks hear of the last stores when rank 0 may have made its own."""
+    pending = []
+    for rank, num_extents, number in ((0, 0, 1), (1, 3, 1), (1, 0, 1), (0, 0, 2), (1, 2, 2), (1, 0, 2)):
+        rates.board.post_pending(rank, num_extents)
+        rates.board.post_moves(rank, number)
+        pending.append(rates.board.num_pending(number))
+    assert pending == [1, 3, 0, 1, 2, 0]
+
+
 def test_prompt_waits_for_the_disk_if_that_is_faster_than_computing(rates: Rates) -> None:
     """Twenty tokens are ten extents: 1,000 bytes, against 20 s of computing. The slower rank counts."""
     for byte_per_s, waits in ((51, True), (49, False)):
@@ -309,3 +324,47 @@ def test_prompt_that_lacks_blocks_is_not_overtaken_by_younger_ones(rates: Rates)
     rates.kv.free(old)
     assert rates.tier.next_moves() is not None
     assert rates.tier.may_overtake(young), "its blocks are its own now"
+
+
+class EmptyStore:
+    """Notes what is read and written."""
+
+    is_paused = False
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __contains__(self, key: object) -> bool:
+        return False
+
+    def sample(self, num_extents: int) -> list[Path]:
+        return []
+
+    def read(self, *args: object) -> bool:
+        self.calls.append("read")
+        return True
+
+    def write(self, *args: object) -> bool:
+        self.calls.append("written")
+        return True
+
+    def refresh(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_worker_touches_nothing_before_the_device_has_done_what_it_was_given(rates: Rates) -> None:
+    """The edges E13 and E14. On a CPU everything is done at once, so engines cannot tell."""
+    store, is_over = EmptyStore(), threading.Event()
+    nothing = dict.fromkeys(("payload", "copy_in", "copy_out", "close"), lambda *args: None)
+    pool = SimpleNamespace(fence=list, is_over=lambda fence: is_over.is_set(), num_bytes=lambda extent: 1, **nothing)
+    worker = DiskWorker(store, pool, rates.board, rank=0)  # type: ignore[arg-type]
+    extent = Extent(b"key", b"", b"", 0.0, block_id=0, start=0, version=0)
+    worker.submit(DiskMoves(1, stores=[extent], loads=[extent], load_number=1))
+    time.sleep(0.05)
+    assert store.calls == []
+    is_over.set()
+    while len(store.calls) < 2:
+        time.sleep(0.001)
+    worker.close()
+    assert sorted(store.calls) == ["read", "written"]

@@ -14,10 +14,11 @@ import pytest
 from event_loops import TIME_LIMIT_S, on_a_loop, run, until
 from http_server import num_open
 
-from nanovllm import AsyncLLM, EngineError, RequestError, SamplingParams
+from nanovllm import AsyncLLM, EngineError, RequestError, SamplingParams, async_llm
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.setup import Internals
+from nanovllm.errors import WorkerDiedError
 from nanovllm.executor.base import LaunchedStep
 from nanovllm.request_stream import RequestUpdate
 from nanovllm.sampling_params import StructuredOutputs
@@ -363,6 +364,17 @@ async def test_step_that_raises_fails_open_and_later_requests(model: Path, works
         assert engine.failure is await engine.wait_for_failure()
         with pytest.raises(EngineError, match="the GPU fell off"):
             await engine.submit("Hello", GREEDY)
+
+
+@on_a_loop
+async def test_dead_rank_fails_an_engine_that_is_idle(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_a_death() -> None:
+        raise WorkerDiedError("worker rank 1 died")
+
+    monkeypatch.setattr(async_llm, "CHECK_INTERVAL_S", 0.01)
+    async with AsyncLLM(model, **OPTIONS) as engine:
+        engine.llm.engine.executor.check = find_a_death  # type: ignore[method-assign]
+        assert "rank 1 died" in str(await engine.wait_for_failure())
 
 
 def test_constructor_bad_option_raises_and_leaves_no_thread(model: Path) -> None:

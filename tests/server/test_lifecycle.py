@@ -1,5 +1,6 @@
 """The life of a server process: signals, faults, clients that leave. Every request ends, and so does every process."""
 
+import asyncio
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,6 +22,7 @@ from rank_processes import worker_pids_of
 from server_process import LIMIT_S, ServerProcess, server_process
 
 from nanovllm.cli import main as cli
+from nanovllm.errors import EngineError
 from nanovllm.server import lifecycle
 from nanovllm.server.gate import API_KEY_VARIABLE, load_keys
 from nanovllm.server.options import ServerOptions
@@ -247,6 +250,38 @@ def test_second_signal_ends_at_once(retrieval_model: Path, tmp_path: Path) -> No
         for each in started:
             with pytest.raises(httpx.TransportError):
                 each.result()
+
+
+class EndlessAnswers:
+    """An application that gets SIGTERM with its first request, which it answers when it is told to abort."""
+
+    num_open = 1
+
+    def __init__(self) -> None:
+        self.gate = SimpleNamespace(outermost=self, is_draining=False)
+
+    async def warm_up(self) -> None:
+        self.aborted = asyncio.Event()
+
+    async def wait_for_failure(self) -> EngineError:
+        return await asyncio.Future()
+
+    async def abort(self) -> None:
+        self.aborted.set()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(self.aborted.wait(), 10)
+        await send({"type": "http.response.body", "body": b"the last event"})
+
+
+def test_answers_that_are_open_at_the_limit_get_a_last_event() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bound, clients() as pool:
+        answer = pool.submit(httpx.get, f"http://127.0.0.1:{bound.getsockname()[1]}", timeout=10)
+        options = ServerOptions(drain_s=0.05)
+        assert lifecycle.serve_until_stopped(EndlessAnswers(), options, bound, 1000) == 0  # type: ignore[arg-type]
+        assert answer.result().text == "the last event"
 
 
 def load_forever(engine: Any) -> None:
