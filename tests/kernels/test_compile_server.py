@@ -219,7 +219,7 @@ def test_kernel_that_the_server_cannot_compile_is_compiled_here(cache: Path) -> 
         def compile(self, job: Job) -> None:
             raise RuntimeError("the process that compiled has ended")
 
-    assert compile_with(Failing(), lambda: launch(_tagged_kernel, 2)) == {"_tagged_kernel": False}
+    assert compile_with(Failing(), lambda: launch(tagged_kernel, 2)) == {"tagged_kernel": False}
     assert len(entries(cache)) == 1
 
 
