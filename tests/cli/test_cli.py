@@ -436,6 +436,7 @@ def test_plan_that_cannot_work_says_why_and_exits_1(capsys: pytest.CaptureFixtur
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plan_that_cannot_work_says_so_before_the_table() -> None:
     """B: the reason came after a table that looked as if all was well."""
     argv = [sys.executable, "-m", "nanovllm", *QWEN, "--context", "40960", "--num-gpu-blocks", "300", "--gpu", "L4"]

@@ -71,7 +71,7 @@ def gaps_s(steps: TimedSteps, start_s: float) -> list[float]:
 
 
 @pytest.mark.parametrize("gpu", shapes)
-@pytest.mark.parametrize("make_kv", [all_gpu, hybrid])
+@pytest.mark.parametrize("make_kv", [pytest.param(all_gpu, marks=pytest.mark.slow), hybrid])
 def test_beside_a_long_prompt_streams_keep_their_pace_and_short_prompts_start_at_once(
     make_kv: object, gpu: Gpu
 ) -> None:
