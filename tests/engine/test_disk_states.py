@@ -365,7 +365,7 @@ def test_states_or_extents_alone_are_of_no_use(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("num_files", [20, pytest.param(1_000, marks=SLOW)])
+@pytest.mark.parametrize("num_files", [20, pytest.param(300, marks=SLOW)])
 def test_damaged_files_change_no_token_and_fail_no_request(
     hybrid: Reference, options: dict[str, Any], path: Path, num_files: int
 ) -> None:

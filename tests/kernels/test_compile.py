@@ -294,8 +294,7 @@ def test_every_kernel_fits_at_common_shapes(target: KernelTarget) -> None:
         launch_rotary(128, BF16, num_tokens=1, normed=True, heads=(16, 8))
         launch_merge(128, BF16, num_tokens=16)
         launch_layers(4096, 151936, BF16)
-        for kind in ("int4", "fp8"):
-            launch_packed(kind, 4096, BF16, gates=(False,), rows=(1, 64), tiles=(128,))
+        launch_packed("int4", 4096, BF16, gates=(False,), rows=(1, 64), tiles=(128,))
         launch_shadow(128, BF16, bits=4)
         launch_delta_net((16, 32), 128, 128, BF16)
     assert {kernel.name for kernel in compiled} == kernel_names()
