@@ -191,7 +191,7 @@ class StateStep(NamedTuple):
 
 
 class HeadStep(NamedTuple):
-    """What the draft head needs to go through a sequence's new tokens, each with the token after it."""
+    """The draft head's way through a sequence's new tokens, each with the token after it."""
 
     pages: tuple[int, ...]  # those of the sequence's blocks, in order
     next_token: int  # the token after the new ones; -1: the step samples it

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,14 @@ from typing import Any
 import pytest
 from checked_engine import ALL_GPU, WORKS_AHEAD, CheckedLLM, Reference, cache_options, greedy
 from dense_model import random_prompt
-from disk_engines import ask, damage, extents_below, forget_all, hits_of_killed_engines, wait_until_stored
+from disk_engines import (
+    ask,
+    ask_amid_damage,
+    extents_below,
+    forget_all,
+    hits_of_killed_engines,
+    wait_until_stored,
+)
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM
@@ -369,23 +375,9 @@ def test_states_or_extents_alone_are_of_no_use(
 def test_damaged_files_change_no_token_and_fail_no_request(
     hybrid: Reference, options: dict[str, Any], path: Path, num_files: int
 ) -> None:
-    rng, num_damaged, num_hits = random.Random(num_files), 0, set()
     with LLM(hybrid.directory, **options) as llm:
         llm.scheduler.kv.states.snapshot_tokens = BLOCK
-        expected = [ask(llm, question)["token_ids"] for question in QUESTIONS]
-        while num_damaged < num_files:
-            wait_until_stored(llm)
-            forget_all(llm)
-            files = extents_below(path)
-            for file in rng.sample(files, min(len(files), rng.choice([1, 1, 2, 5]))):
-                damage(file, rng)
-                num_damaged += 1
-            i = rng.randrange(len(QUESTIONS))
-            output = ask(llm, QUESTIONS[i])
-            assert output["token_ids"] == expected[i] and output["finish_reason"] == "length"
-            num_hits.add(output["num_cached_tokens"])
-            llm.runner._disk.store.refresh()
-        llm.scheduler.check_integrity()
+        num_hits = ask_amid_damage(llm, path, QUESTIONS, num_files)
         assert llm.stats()["num_disk_hit_states"] > 0
     assert len(num_hits) >= 3, "damage at every extent and state of the document"
 

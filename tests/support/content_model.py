@@ -122,7 +122,7 @@ class _State(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """What the draft head runs on: a token, by its tag, and the one after it."""
+    """An input of the draft head: a token, by its tag, and the one after it."""
 
     tag: int
     next_token: int

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,29 @@ def damage(file: Path, rng: random.Random) -> None:
         case 6:
             data += b"\0"
     file.write_bytes(data)
+
+
+def ask_amid_damage(llm: LLM, path: Path, questions: Sequence[Any], num_files: int) -> set[int]:
+    """Ask at random while files are damaged, until so many have been. No answer may change.
+
+    Returns the different numbers of tokens that were reused.
+    """
+    rng, num_damaged, num_hits = random.Random(num_files), 0, set()
+    expected = [ask(llm, question)["token_ids"] for question in questions]
+    while num_damaged < num_files:
+        wait_until_stored(llm)
+        forget_all(llm)
+        files = extents_below(path)
+        for file in rng.sample(files, min(len(files), rng.choice([1, 1, 2, 5]))):
+            damage(file, rng)
+            num_damaged += 1
+        i = rng.randrange(len(questions))
+        output = ask(llm, questions[i])
+        assert output["token_ids"] == expected[i] and output["finish_reason"] == "length"
+        num_hits.add(output["num_cached_tokens"])
+        llm.runner._disk.store.refresh()
+    llm.scheduler.check_integrity()
+    return num_hits
 
 
 ASKS_UNTIL_KILLED = """

@@ -38,7 +38,7 @@ class PagedKeys(NamedTuple):
 
 
 class Resumption(NamedTuple):
-    """What a preempted sequence with a state still has: blocks, of which the last may not be full, and their tokens."""
+    """The rest of a preempted sequence with a state: blocks, of which the last may not be full, and their tokens."""
 
     block_ids: list[int]
     num_tokens: int
@@ -173,7 +173,7 @@ class KVCacheManager(ABC):
             self.states.free(seq)
 
     def state_step(self, seq: Sequence, num_tokens: int, *, has_drafts: bool) -> StateStep | None:
-        """What the step does with the state of a sequence that has `num_tokens` new tokens in it, without guesses.
+        """Plan the step's use of the state of a sequence that has `num_tokens` new tokens in it, without guesses.
         Called once after finish_step.
         """
         if self.states is None:
@@ -199,7 +199,7 @@ class KVCacheManager(ABC):
         return not is_filling and (self.states is None or self.states.can_draft)
 
     def head_step(self, seq: Sequence, num_tokens: int, num_certain: int) -> HeadStep | None:
-        """What the draft head needs for a sequence that has `num_tokens` new tokens in the step, of which the first
+        """Plan the draft head's way through a sequence that has `num_tokens` new tokens in the step, of which the first
         `num_certain` are not guesses. Called after finish_step.
         """
         if not self.has_draft_head:
@@ -236,7 +236,7 @@ class KVCacheManager(ABC):
         return fills
 
     def _stats_of_parts(self) -> dict[str, float | None]:
-        """Those of the shadow and of the states, where there are any."""
+        """Counters of the shadow and of the states, where there are any."""
         stats = {} if self.states is None else self.states.stats()
         if self.shadow is not None:
             stats |= {"num_shadow_pages": len(self.shadow), "num_used_shadow_pages": self.shadow.num_used}
