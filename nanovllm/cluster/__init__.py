@@ -4,3 +4,9 @@ One engine has one GPU, or a tensor-parallel group of GPUs. `nanovllm batch` run
 serve --num-replicas` serves several. Ray is an extra. Apart from this folder only `executor/ray_reservation.py` imports
 it, which reserves GPUs for the ranks of one engine. Both are imported only where they are asked for.
 """
+
+import os
+
+# Otherwise a thread that Ray Data leaves behind would connect again, or start Ray, with its next call. Ray reads this
+# when it is imported.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")

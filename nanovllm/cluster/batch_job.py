@@ -8,8 +8,8 @@ have no part.
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -161,8 +161,11 @@ def _run_units(job: BatchJob, engine: EngineJob, todo: Mapping[int, Unit], summa
     # Connecting sets Ray's own handler of SIGTERM, which prints its stack
     with connected(job.options.ray_address, OBJECT_STORE_BYTES), ended_by_sigterm():
         engine, needs, num_engines = _place(job, engine, len(todo))
-        with progress_bar(total=num_rows, initial=num_before, desc="Rows", unit="row") as bar:
-            for result in _unit_results(job.engine_class, engine, todo, needs, num_engines):
+        with (
+            progress_bar(total=num_rows, initial=num_before, desc="Rows", unit="row") as bar,
+            closing(_unit_results(job.engine_class, engine, todo, needs, num_engines)) as results,
+        ):
+            for result in results:
                 if result["failure"]:
                     raise (ConfigError if result["is_refusal"] else EngineError)(result["failure"])
                 _check_part(engine, result["unit"])
@@ -234,7 +237,7 @@ def _plan_memory_there(needs: EngineNeeds, config: Config, find_machine: Callabl
 
 def _unit_results(
     engine_class: type[BatchEngine], engine: EngineJob, units: Mapping[int, Unit], needs: EngineNeeds, num_engines: int
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any], None, None]:
     """Run the units, and yield what BatchEngine returns for each, in the order in which they end.
 
     One task is one unit. Ray Data restarts an actor that dies, and runs its tasks again, without limit.

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import nanovllm.cluster  # noqa: F401 (before the tests import Ray, as in the commands)
+
 ON_RAY = "test_ray_"
 
 
