@@ -138,7 +138,8 @@ def add_answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses", responses=ANSWERS)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        return await _answer_chat(service, _as_chat(service, body), request, partial(ResponsesAnswer, asked=body))
+        make_answer = partial(ResponsesAnswer, asked=body)
+        return await _answer_chat(service, _as_chat(service, body), request, make_answer, is_cut_to_fit=True)
 
     @app.post("/v1/messages", responses=ANSWERS)
     async def create_message(body: MessagesRequest, request: Request) -> Response:

@@ -136,7 +136,7 @@ def test_messages_say_what_ended_the_answer(url: str) -> None:
         assert events(response.text)[-2]["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def test_messages_answer_that_fills_the_context_says_so(served: tuple[AsyncLLM, str]) -> None:
+def test_answer_that_fills_the_context_says_so(served: tuple[AsyncLLM, str]) -> None:
     engine, url = served
     num_tokens = engine.llm.max_request_tokens - 100
     long = [{"role": "user", "content": "a" * num_tokens}]
@@ -145,6 +145,9 @@ def test_messages_answer_that_fills_the_context_says_so(served: tuple[AsyncLLM, 
     assert "usage" in body, body
     assert body["usage"]["output_tokens"] == engine.llm.max_request_tokens - counted
     assert body["stop_reason"] == "model_context_window_exceeded"
+    _, body = post(url, "/v1/responses", {"input": long, "max_output_tokens": 32_000, "temperature": 0})
+    assert (body["status"], body["usage"]["input_tokens"]) == ("incomplete", counted), body
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
 def test_empty_answer_can_be_sent_back(url: str) -> None:
