@@ -46,10 +46,10 @@ def guesses(name: str, arguments: str) -> Job:
     return bench(f"guesses-{name}", f"bench_offload.py --decode-tokens 24 {arguments} --compare", "")
 
 
-def offload(name: str, arguments: str, compare: str | None = "") -> Job:
+def offload(name: str, arguments: str, compare: str | None = "", **options: Any) -> Job:
     """compare: with what else in the same run; None: with all that bench_offload.py compares by default."""
     more = () if compare is None else ("--compare", compare)
-    return bench(f"offload-{name}", f"bench_offload.py {arguments}", *more)
+    return bench(f"offload-{name}", f"bench_offload.py {arguments}", *more, **options)
 
 
 def serving(name: str, options: str, arguments: str) -> Job:
@@ -87,6 +87,10 @@ QWEN3_8B = "--model qwen3-8b --max-model-len 32768"
 QWEN_7B_256K = "--model qwen2.5-7b-1m --max-model-len 262144 --num-gpu-blocks 36"  # 7.9 GiB of slots
 BOTH = "--cpu-attention both"
 SHORT_DECODE = f"--decode-tokens 24 {BOTH}"
+QWEN3_30B = "--model qwen3-30b-a3b"
+SHADOW = "--speculation shadow"
+SMALL_CARD = "--max-model-len 131072 --quantization int4 --decode-tokens 24 --runs 2 --cpu-attention both"
+LONG_HYBRID = "--max-model-len 524288 --num-gpu-blocks 64"  # 16 GiB of slots
 LONG_SERVER = "--max-model-len 135168 --max-num-seqs 64"  # 131,072 tokens, a question and its answer
 INTERFERENCE = "--workload interference --document-tokens 131072"
 EMPTY_KERNEL_CACHE = (("TRITON_CACHE_DIR", "{scratch}"),)
@@ -114,6 +118,32 @@ JOBS = [
     guesses("131k-cpu", "--speculation resident --max-model-len 131072"),
     guesses("40k", "--speculation resident --num-gpu-blocks 4 --cpu-attention off"),
     guesses("all-gpu", "--speculation prompt_lookup --num-gpu-blocks 0 --decode-tokens 256"),
+    bench("long-131k", "bench.py --long --max-model-len 131072 --runs 3"),
+    guesses("shadow-131k", f"{SHADOW} --max-model-len 131072"),
+    guesses("shadow-40k", SHADOW),
+    guesses("shadow-131k-all-gpu", f"{SHADOW} --num-gpu-blocks 0 --max-model-len 131072"),
+    guesses("shadow-7b-256k", f"{SHADOW} {QWEN_7B_256K}"),
+    *(
+        bench(f"{name}{'-' * bool(fmt)}{fmt}", f"bench.py {arguments}{' --quantization ' * bool(fmt)}{fmt}")
+        for name, arguments, formats in (
+            ("8b-8k", "--model qwen3-8b --long --max-model-len 8192 --runs 3", ("", "fp8", "int4")),
+            ("8b-40k", "--model qwen3-8b --long --max-model-len 40960 --runs 3", ("", "fp8", "int4")),
+            ("8b-throughput", "--model qwen3-8b --runs 3", ("", "fp8", "int4")),
+            ("30b-a3b", f"{QWEN3_30B} --long --max-model-len 8192 --runs 3", ("", "int4")),
+        )
+        for fmt in formats
+    ),
+    offload("30b-a3b-131k", f"{QWEN3_30B} --num-gpu-blocks 7 {SMALL_CARD}"),
+    offload("8b-int4-131k", f"--model qwen3-8b --block-size 1024 --num-gpu-blocks 10 {SMALL_CARD}"),
+    bench("hybrid-9b", "bench.py --long --model qwen3.5-9b --max-model-len 40960 --runs 3"),
+    bench("hybrid-9b-throughput", "bench.py --model qwen3.5-9b --runs 3"),
+    offload(
+        "hybrid-27b-512k",
+        f"--model qwen3.5-27b {LONG_HYBRID} --one-prompt --runs 1 {SHORT_DECODE}",
+        timeout_s=1200,
+    ),
+    bench("disk", "-m benchmarks.bench_disk --path kv-on-disk --restart --beside --model qwen3-0.6b"),
+    bench("disk-hybrid", "-m benchmarks.bench_disk --path kv-on-disk --restart --model qwen3.5-9b"),
     serving("chats", "--max-model-len 4096 --max-num-seqs 256", "--concurrency 256 --against-generate"),
     serving(
         "document",
@@ -188,6 +218,8 @@ def at_most(what: str, job: str, key: str, bound: float, unit: str = "") -> Targ
 
 
 RATE = "output_tok_per_s"
+SHADOW_RATE = "decode_tok_per_s_at_0.98 / decode_tok_per_s"
+DECODE_SHARE, PREFILL_SHARE = (f"{kind}_tok_per_s / {kind}_bound_tok_per_s" for kind in ("decode", "prefill"))
 TARGETS = [
     Target("256 requests", "requests", RATE, 28_000, "tok/s"),
     Target("256 requests, offload by default / all-GPU", "requests-offload / requests", RATE, 0.9),
@@ -234,6 +266,53 @@ TARGETS = [
     ),
     Target("40K, 4 slots, guesses right at 0.8 / none", "guesses-40k", "ratio_to_plain_at_0.8", 3),
     Target("40K on the GPU, guesses right at 0.9 / none", "guesses-all-gpu", "ratio_to_plain_at_0.9", 3),
+    Target("131K, 8 slots, shadow right at 0.98", "guesses-shadow-131k", "decode_tok_per_s_at_0.98", 108, "tok/s"),
+    *(
+        Target(f"{name}, shadow right at 0.98 / all-GPU", f"guesses-shadow-{name} / {plain}", SHADOW_RATE, least)
+        for name, plain, least in (("131k", "long-131k", 0.45), ("40k", "long", 0.6))
+    ),
+    Target(
+        "131K on the GPU, shadow right at 0.98 / none", "guesses-shadow-131k-all-gpu", "ratio_to_plain_at_0.98", 1.6
+    ),
+    Target("7B, 256K, shadow right at 0.98", "guesses-shadow-7b-256k", "decode_tok_per_s_at_0.98", 70, "tok/s"),
+    *(
+        Target(f"{name}, shadow right at 0 / none", f"guesses-shadow-{name}", "ratio_to_plain_at_0.0", 0.97)
+        for name in ("131k", "40k")
+    ),
+    *(
+        Target(f"Qwen3-8B {what}: {fmt} / bf16", f"{job}-{fmt} / {job}", key, least)
+        for what, job, key, int4, fp8 in (
+            ("decode", "8b-8k", "decode_tok_per_s", 2.6, 1.7),
+            ("prefill, 40K", "8b-40k", "prefill_tok_per_s", 0.95, 1.2),
+            ("256 requests", "8b-throughput", RATE, 1.1, 1.25),
+        )
+        for fmt, least in (("int4", int4), ("fp8", fp8))
+    ),
+    Target("Qwen3-8B decode: int4 / bound", "8b-8k-int4", DECODE_SHARE, 0.75),
+    Target("Qwen3-8B decode: fp8 / bound", "8b-8k-fp8", DECODE_SHARE, 0.8),
+    Target("Qwen3-30B-A3B decode / bound", "30b-a3b", DECODE_SHARE, 0.65),
+    Target("Qwen3-30B-A3B prefill / bound", "30b-a3b", PREFILL_SHARE, 0.5),
+    *(
+        Target(f"{what}, int4, 131K: decode with the CPU / without", f"offload-{job}", "decode_ratio_to_link_only", 1.5)
+        for what, job in (("Qwen3-30B-A3B", "30b-a3b-131k"), ("Qwen3-8B", "8b-int4-131k"))
+    ),
+    at_most("Qwen3-30B-A3B, int4, 131K: GPU memory", "offload-30b-a3b-131k", "offload_peak_bytes", 23 * 2**30, "B"),
+    at_most("Qwen3-8B, int4, 131K: GPU memory", "offload-8b-int4-131k", "offload_peak_bytes", 11 * 2**30, "B"),
+    Target("Qwen3.5-9B shapes, prefill 40K / bound", "hybrid-9b", PREFILL_SHARE, 0.6),
+    Target("Qwen3.5-9B shapes, decode at 40K / bound", "hybrid-9b", DECODE_SHARE, 0.65),
+    Target(
+        "Qwen3.5-27B shapes, 512K: decode with the CPU / without",
+        "offload-hybrid-27b-512k",
+        "decode_ratio_to_link_only",
+        1.7,
+    ),
+    *(
+        at_most(f"{what}: second question after a restart / first", job, "restart_share", 0.2)
+        for what, job in (("Qwen3-0.6B", "disk"), ("Qwen3.5-9B", "disk-hybrid"))
+    ),
+    Target("KV on disk: loading / plain reading", "disk", "load_share", 0.8),
+    Target("KV on disk: prefill while writing / without", "disk", "prefill_share_while_writing", 0.98),
+    Target("KV on disk: decode while writing / without", "disk", "decode_share_while_writing", 0.98),
     Target("131K, quote of 200 tokens: prompt_lookup / off", "quote", "prompt_lookup_ratio", 6),
     Target("offload 40K: prefill with the CPU / without", "offload-8slots", "prefill_ratio_to_link_only", 0.98),
     at_most("peak GPU memory, 131K / 40K", "offload-131k / offload-8slots", "offload_peak_bytes", 1.02),

@@ -13,7 +13,7 @@ import torch
 from tiny_models import write_tiny_model
 
 import bench_offload
-from benchmarks import bench_attention, common, device_memory, run_all, speculation
+from benchmarks import bench_attention, common, device_memory, run_all, speculation, trained_model
 from benchmarks.common import Ceilings, greedy, lengths_after_short_warm_up, random_prompt, serve, time_prompts
 from benchmarks.targets import JOBS, TARGETS, Job, Target
 from nanovllm import LLM, SamplingParams
@@ -67,13 +67,29 @@ def test_bench_speculation_the_oracle_changes_no_token(
     header = {"model": "tiny", "gpu": "none", "num_speculative_tokens": 15}
     result = speculation.run_speculation(args, CEILINGS, header, bench_offload.make_llm)
     targets = [target for target in TARGETS if all(job.startswith("guesses-") for job in target.jobs)]
-    assert len(targets) == 5
+    assert targets
     for target in targets:
         if num_gpu_blocks or "bound_tok_per_s" not in target.key:
             assert target.value(*[result for _ in target.jobs]) > 0
     assert [point["acceptance"] for point in result["points"]] == list(speculation.ACCEPTANCES)
     assert all(point["decode_tok_per_s"] > 0 for point in result["points"])
     assert result["plain_tok_per_s"] > 0 and ("bound_tok_per_s" in result) == (num_gpu_blocks > 0)
+
+
+@pytest.mark.parametrize("task", trained_model.TASKS)
+def test_prompts_of_tasks_have_their_length_and_show_what_is_asked_for(task: str) -> None:
+    lines = [f"def function_{i}(argument):\n    return {i * 7919} + argument\n" for i in range(400)]
+    files = ["".join(lines[start : start + 25]).encode() for start in range(0, 400, 25)]
+    prompt = trained_model.make_prompt(task, random.Random(0), files, 6000, 64)
+    assert len(prompt) == 6000
+    text = bytes(token_id if token_id < 256 else 0 for token_id in prompt)
+    if task in ("quote", "far"):
+        cue, start = text[-trained_model.CUE_TOKENS :], text.index(text[-trained_model.CUE_TOKENS :])
+        assert text.count(cue) == 2 and (start < 1600) == (task == "far")
+    else:
+        shown = text.rpartition(b"\0")[2]
+        assert shown.startswith(b"def ") and shown.endswith(b"\n")
+        assert any(content.startswith(shown) for content in files) == (task == "continue")
 
 
 def test_oracle_errs_with_the_given_probability() -> None:
