@@ -225,7 +225,7 @@ class ModelConfig:
     recurrent: RecurrentConfig | None = None  # None: every layer is attention
     attention_gate: bool = False  # sigmoid gates multiply what attention yields
     norms_add_one: bool = False  # norms multiply by 1 + weight
-    has_mtp: bool = False  # the checkpoint has a head that drafts (models/mtp.py)
+    has_mtp: bool = False  # the checkpoint has a head that drafts (MTPHead)
 
     @property
     def num_attention_layers(self) -> int:

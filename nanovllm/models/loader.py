@@ -21,8 +21,7 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.linear import WeightShard
 from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight
-from nanovllm.models.decoder import CausalLM
-from nanovllm.models.mtp import MTPHead
+from nanovllm.models.decoder import CausalLM, MTPHead
 from nanovllm.models.quantized import StoredTensor, quantize, read_quantized, stored_parts
 from nanovllm.utils.progress import progress_bar
 

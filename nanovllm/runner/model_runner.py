@@ -30,12 +30,11 @@ from nanovllm.runner.cpu_rates import make_cpu_attention, measure_split
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory
-from nanovllm.runner.startup_memory import profile_memory
+from nanovllm.runner.startup_memory import Phases, profile_memory
 from nanovllm.runner.step_result import StepResult
 from nanovllm.runner.step_runner import StepRunner
 from nanovllm.utils.arithmetic import format_bytes
 from nanovllm.utils.memory import available_host_bytes
-from nanovllm.utils.phases import Phases
 from nanovllm.utils.version import __version__
 
 logger = logging.getLogger("nanovllm")

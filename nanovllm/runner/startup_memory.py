@@ -6,6 +6,7 @@ need, so that start-up can compile them all and no request has to wait.
 import importlib.util
 import itertools
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -40,7 +41,6 @@ from nanovllm.runner.kv_memory import KVMemory
 from nanovllm.runner.step_result import StepResult
 from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.utils.arithmetic import ceil_div
-from nanovllm.utils.phases import Phases
 
 # More history or more groups would not need more memory. From the fourth part on there is a running result in fp32
 # (attention/base.py), and further parts reuse its temporaries. Scattered keys are attended to 16 MiB at a time. The
@@ -122,6 +122,26 @@ def _sequence(seq_id: int, length: int, max_model_len: int, block_size: int) -> 
         edits=_EDITS,
         num_logprobs=MAX_LOGPROBS,
     )
+
+
+class Phases:
+    """Seconds by phase, in the order in which the phases first began. A phase can occur several times."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        self.seconds.setdefault(name, 0.0)
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start_s
+
+    def __str__(self) -> str:
+        """Return the phases, such as `model 1.2 s, kernels 3.4 s`."""
+        return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
 
 
 class MeasuredRunner(Protocol):

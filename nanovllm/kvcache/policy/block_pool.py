@@ -6,7 +6,7 @@ content and its hashes, and the prefix index still finds it. Free blocks are all
 two exceptions:
 - A spare block is allocated before all others, because evicting it loses nothing: it holds no whole grain, or another
   block holds the same grains.
-- A long chunk gets contiguous blocks where possible, because they are copied faster (copy_runs.py).
+- A long chunk gets contiguous blocks where possible, because they are copied faster (Run in offload_engine.py).
 """
 
 import itertools
@@ -419,7 +419,7 @@ class BlockPool:
         return [self.blocks[block_id] for block_id in sorted(ids)]
 
     def _choose_contiguous(self, count: int) -> list[int]:
-        """Choose from the longest contiguous ranges, so that few copies move the chunk (copy_runs.py)."""
+        """Choose from the longest contiguous ranges, so that few copies move the chunk (Run in offload_engine.py)."""
         num_older = len(self.cached_ids) - len(self.cached_ids) // PROTECTED_SHARE
         older = itertools.islice(self.cached_ids, max(num_older, count - len(self.spare_ids)))
         # Search the spare blocks from the end: blocks that were never used are there, in long contiguous ranges.
