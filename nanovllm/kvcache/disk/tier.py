@@ -19,7 +19,7 @@ import mmap
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -134,12 +134,6 @@ class PromptTimes(Protocol):
         """The time to compute so many tokens of a prompt from `position` on; None if none was measured."""
 
 
-class Keys(Protocol):
-    """The extents on disk, as far as is known."""
-
-    def __contains__(self, key: object) -> bool: ...
-
-
 class _Loadable(NamedTuple):
     """The part of a prompt that a load would bring."""
 
@@ -170,7 +164,7 @@ class _Content(NamedTuple):
 class DiskTier:
     def __init__(
         self,
-        keys: Keys,
+        keys: Container[bytes],
         kv: KVCacheManager,
         board: DiskBoard,
         *,
@@ -182,9 +176,11 @@ class DiskTier:
         grain: int = DISK_GRAIN_TOKENS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`extent_bytes`, `state_bytes`: of one rank. `stores_prompts`: write prompts once they have been computed, and
-        not only what would be evicted. `least_prompt_s`: like `times.prompt_s`, a bound that holds before anything is
-        measured. `grain`: tokens of an extent. Starts to count the versions of `kv`'s blocks and snapshots.
+        """`keys`: the extents on disk, as far as is known. `extent_bytes`, `state_bytes`: of one rank.
+
+        `stores_prompts`: write prompts once they have been computed, and not only what would be evicted.
+        `least_prompt_s`: like `times.prompt_s`, a bound that holds before anything is measured. `grain`: tokens of an
+        extent. Starts to count the versions of `kv`'s blocks and snapshots.
         """
         self.keys, self.kv, self.board = keys, kv, board
         self.extent_bytes, self.state_bytes = extent_bytes, state_bytes
