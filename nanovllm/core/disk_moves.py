@@ -21,7 +21,7 @@ NUM_READERS = 4  # extents that a rank reads at once: while some wait for the di
 DISK_HEADER_BYTES = 4096  # of the file of an extent, before K and V
 KEY_BYTES = 21  # a hash, and the kind
 _KV, _STATE = b"\0", b"\1"
-LATER_S = 1e-6  # how much older than the extent before it an extent counts
+LATER_S = 1e-6  # added to the age of an extent for each extent before it
 
 
 def root_key(salt: int) -> bytes:

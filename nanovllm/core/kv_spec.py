@@ -205,6 +205,6 @@ class BlockState(IntEnum):
 class StartReport:
     """Rank 0's report on its start-up."""
 
-    needs_rope_lens: bool  # whether the keys of a sequence can depend on the length of its prompt
+    needs_rope_lens: bool  # True if the keys of a sequence can depend on the length of its prompt
     link_byte_per_s: float | None  # host to device, measured; None without offload and on a CPU
-    phases: str  # how long each phase took, for the log
+    phases: str  # the time of each phase, for the log

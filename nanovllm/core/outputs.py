@@ -305,7 +305,7 @@ class Receiver:
         and so end the engine. Hot.
         """
         if logprobs is not None and seq.error is None:
-            logprobs = logprobs.copy()  # those of the whole step would stay in memory otherwise
+            logprobs = logprobs.copy()  # otherwise the arrays of the whole step would stay in memory
             self._logprobs.add(logprobs, self._text_of)
             if self._with_tokens:
                 self._new_logprobs.add(logprobs, self._text_of)

@@ -28,9 +28,9 @@ from nanovllm.layers.linear import (
     NamedShard,
     RowParallelLinear,
     WeightShard,
-    new_parameter,
     share,
 )
+from nanovllm.layers.packed_weight import new_parameter
 
 CHUNK_TOKENS = 64  # computed at once
 L2_EPS = 1e-6  # added to the squared length of q and k before the root

@@ -19,12 +19,11 @@ from nanovllm.layers.linear import (
     NamedShard,
     WeightShard,
     divide,
-    new_parameter,
     new_weight,
     silu_and_mul,
     weight_rows,
 )
-from nanovllm.layers.packed_weight import PackedWeight, packed
+from nanovllm.layers.packed_weight import PackedWeight, new_parameter, packed
 
 MAX_ROUTER_ROWS = 4  # tokens up to which our kernel computes the router's logits
 MAX_SINGLE_PAIRS = 32  # pairs of a token and an expert up to which each reads the expert by itself

@@ -99,7 +99,7 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_up_proj = GateUpParallelLinear(
             config.hidden_size,
-            config.intermediate_size,
+            [config.intermediate_size] * 2,
             bias=config.mlp_bias,
             tp=tp,
             dtype=dtype,

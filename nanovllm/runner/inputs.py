@@ -23,7 +23,7 @@ Tree = TypeVar("Tree")
 _ALIGNMENT = 16  # bytes; Triton compiles a kernel again when a pointer's alignment changes
 _DTYPE_OF: dict[type, np.dtype] = {float: np.dtype(np.float32), int: np.dtype(np.int64)}
 _ROW_DTYPES = tuple(_DTYPE_OF[kind] for kind in typing.get_type_hints(SamplingRow).values())  # one for each field
-SAMPLING_DTYPES = (*_ROW_DTYPES, np.dtype(np.int64))  # those of SamplingTensors
+SAMPLING_DTYPES = (*_ROW_DTYPES, np.dtype(np.int64))  # of the fields of SamplingTensors
 
 
 class GroupInputs(NamedTuple):

@@ -46,7 +46,7 @@ from nanovllm.utils.arithmetic import format_bytes
 FORMAT = 2  # of the files, part of the fingerprint
 FINGERPRINT_BYTES = 16
 PAUSE_S = 60.0  # without writing, after the disk was full or failed
-REFRESH_S = 2.0  # how often files of other processes are looked for
+REFRESH_S = 2.0  # between two looks for files of other processes
 EVICTED_SHARE = 0.05  # of the limit, which is freed at once, because finding the oldest files means listing all
 _MAGIC = b"NANOVKV\n"
 _FIELDS = struct.Struct(f"<8sIQ{FINGERPRINT_BYTES}s{KEY_BYTES}s{KEY_BYTES}s16sI")

@@ -46,7 +46,7 @@ CLEAN_INTERVAL_S = 0.05  # between two looks at them
 CLEANED_BLOCKS = 32  # written after one look
 MIN_SLOW_S = 0.25  # a load is not given up before
 HUNG_S = 10.0  # for an extent, where nothing is known about computing
-RATE_S = 60.0  # how long the rate of the last load is believed
+RATE_S = 60.0  # for which the rate of the last load is believed
 _RANK_CELLS = 6  # see DiskBoard
 
 

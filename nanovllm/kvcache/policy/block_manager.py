@@ -51,10 +51,10 @@ class KVCacheManager(ABC):
     each sequence that runs in the step. It may call preempt and free at any point between the two.
     """
 
-    cpu_split: FollowingSplit | None = None  # how missing keys are divided; None if the CPU attends to none
+    cpu_split: FollowingSplit | None = None  # divides missing keys; None if the CPU attends to none
     shadow: ShadowPages | None = None  # None: there is no shadow
     states: RecurrentStates | None = None  # None: no layer is recurrent
-    has_draft_head = False  # whether the checkpoint's draft head drafts
+    has_draft_head = False  # True if the checkpoint's draft head drafts
     pool: BlockPool
     block_size: int
     num_watermark_blocks: int
@@ -172,8 +172,8 @@ class KVCacheManager(ABC):
         self.states.pause(seq, tail)
 
     def _resumption(self, seq: Sequence, match: PrefixMatch) -> Resumption | None:
-        """How a preempted sequence goes on where it was. None for others, if its state or a block is gone, and if
-        another sequence has computed more of the same tokens: then it can use that.
+        """Find the blocks with which a preempted sequence goes on where it was. None for other sequences, if its state
+        or a block is gone, and if the prefix cache has more of its tokens than it had computed itself.
         """
         paused = None if self.states is None else self.states.find_paused(seq)
         if paused is None or paused.num_tokens <= len(match.full_blocks) * self.block_size + match.num_partial_tokens:

@@ -382,7 +382,7 @@ class BlockPool:
         # The free blocks: spare ones, and those whose content a prompt could still match. In both, the block to
         # allocate next comes first. A plain dict would be slow: finding its first key has to skip every key that was
         # deleted before it.
-        self.versions: np.ndarray | None = None  # how often each block was allocated; None: nobody asks
+        self.versions: np.ndarray | None = None  # the number of allocations of each block; None: nobody asks
         self.spare_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(len(blocks)))
         self.cached_ids: OrderedDict[int, None] = OrderedDict()
 

@@ -1,4 +1,4 @@
-"""RecurrentStates: where the states of recurrent layers are. Snapshots: those that are kept for later prompts.
+"""RecurrentStates: the places of the states of recurrent layers. Snapshots: states that are kept for later prompts.
 
 A running sequence has a slot on the GPU, in which every step leaves its newest state. Attention can go on anywhere in a
 known text, but a recurrent layer needs the state there. So some states are copied to snapshots in CPU memory, and a
@@ -28,13 +28,16 @@ from nanovllm.utils.arithmetic import ceil_div
 
 
 class Snapshots:
-    """Which snapshot holds the state after which prefix, least recently used first. `version` counts changes."""
+    """The snapshots by prefix, least recently used first: each holds the state after its prefix.
+
+    `version` counts changes.
+    """
 
     def __init__(self, count: int) -> None:
         self.count, self.version = count, 0
-        self.versions: np.ndarray | None = None  # how often each was given a state; None: nobody asks
+        self.versions: np.ndarray | None = None  # of each, the number of states it was given; None: nobody asks
         self._unused = list(reversed(range(count)))
-        self._held: set[int] = set()  # those that are being loaded from disk
+        self._held: set[int] = set()  # snapshots that are being loaded from disk
         self._by_prefix: OrderedDict[int, int] = OrderedDict()  # prefix id -> snapshot
 
     def __contains__(self, prefix_id: int) -> bool:
@@ -169,7 +172,7 @@ class RecurrentStates:
         self._flushes.append(StateFlush(held.slot, self.snapshots.add(_pause_key(seq))))
 
     def find_paused(self, seq: Sequence) -> Paused | None:
-        """How to resume a waiting sequence, if it was preempted and its state is still there."""
+        """Find the rest of a waiting sequence that was preempted; None if its state is gone."""
         return self._paused.get(seq.seq_id) if _pause_key(seq) in self.snapshots else None
 
     def forget_paused(self, seq: Sequence) -> Paused | None:

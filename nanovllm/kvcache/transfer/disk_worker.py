@@ -50,7 +50,7 @@ from nanovllm.kvcache.disk.tier import DiskBoard
 from nanovllm.kvcache.transfer.pinned_memory import HostBuffer
 from nanovllm.kvcache.transfer.streams import Event, Stream, Streams
 
-CLOSE_S = 5.0  # how long `close` waits for what is still to be written
+CLOSE_S = 5.0  # for which `close` waits for extents that are still to be written
 POLL_S = 0.5e-3
 WRITER_NICENESS = 15
 MAX_STORES = 8192  # extents that wait to be written; more are dropped

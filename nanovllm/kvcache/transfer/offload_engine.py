@@ -52,7 +52,7 @@ COPY_BYTES = 8 * 2**20  # size of one copy; smaller copies do not reach the link
 TOTAL_BYTES = 2**30  # 20 ms at 54.6 GB/s, which is long compared with the calls that are timed along with it
 
 KV: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # K and V of one layer or staging group, each [N * P, K, D]
-LayersKV: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # those of all layers, each [L, N * P, K, D]
+LayersKV: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # K and V of all layers, each [L, N * P, K, D]
 Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # target and source
 
 
