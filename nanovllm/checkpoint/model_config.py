@@ -112,20 +112,13 @@ _QWEN3_YARN = {40960: (32768, 131072)}  # these positions include the answer
 # other difference goes into models/decoder.py
 ARCHITECTURES = {
     "Qwen3ForCausalLM": Architecture(
-        model_type="qwen3",
-        defaults=_QWEN | {"head_dim": 128},
-        has_qk_norm=True,
-        recommended_yarn=_QWEN3_YARN,
+        model_type="qwen3", defaults=_QWEN | {"head_dim": 128}, has_qk_norm=True, recommended_yarn=_QWEN3_YARN
     ),
     "Qwen3MoeForCausalLM": Architecture(
         model_type="qwen3_moe", defaults=_QWEN_MOE, has_qk_norm=True, has_experts=True, recommended_yarn=_QWEN3_YARN
     ),
     "Qwen2ForCausalLM": Architecture(
-        model_type="qwen2",
-        defaults=_QWEN,
-        qkv_bias=True,
-        o_bias=False,
-        recommended_yarn={32768: (32768, 131072)},
+        model_type="qwen2", defaults=_QWEN, qkv_bias=True, o_bias=False, recommended_yarn={32768: (32768, 131072)}
     ),
     "LlamaForCausalLM": Architecture(model_type="llama", defaults=_LLAMA, mlp_bias="mlp_bias"),
     "MistralForCausalLM": Architecture(model_type="mistral", defaults=_MISTRAL, qkv_bias=False, o_bias=False),

@@ -223,12 +223,7 @@ class LogitEditor:
 
     @classmethod
     def make(
-        cls,
-        params: SamplingParams,
-        prompt: Seq[int],
-        end_token_ids: Iterable[int],
-        vocab_size: int,
-        rules: AnswerRules,
+        cls, params: SamplingParams, prompt: Seq[int], end_token_ids: Iterable[int], vocab_size: int, rules: AnswerRules
     ) -> "LogitEditor | None":
         """None for a request that edits nothing."""
         edits = params.min_tokens or params.logit_bias or rules != NO_RULES

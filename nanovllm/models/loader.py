@@ -75,12 +75,7 @@ def _unquantized_layers(directory: Path) -> list[str]:
 
 
 def load_weights(
-    model: CausalLM,
-    directory: Path | None,
-    *,
-    load_format: str = "auto",
-    seed: int = 0,
-    show_progress: bool = False,
+    model: CausalLM, directory: Path | None, *, load_format: str = "auto", seed: int = 0, show_progress: bool = False
 ) -> None:
     """Fill every parameter of `model`, in place, on its own device and in its own dtype.
 

@@ -148,12 +148,7 @@ class OffloadEngine:
     """
 
     def __init__(
-        self,
-        spec: KVCacheSpec,
-        num_cpu_blocks: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        streams: Streams,
+        self, spec: KVCacheSpec, num_cpu_blocks: int, dtype: torch.dtype, device: torch.device, streams: Streams
     ) -> None:
         """Allocate the CPU pool and the staging groups. `allocate_slots` allocates the slots."""
         self.spec, self.dtype, self.device = spec, dtype, device
