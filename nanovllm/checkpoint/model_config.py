@@ -466,7 +466,8 @@ def _mlp_size(settings: Mapping[str, Any]) -> int:
 
 def _experts(settings: Mapping[str, Any]) -> ExpertsConfig:
     _require_integers(settings, "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
-    count = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"  # of transformers 5
+    # transformers 5 writes num_local_experts
+    count = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
     _require_integers(settings, count)
     num_experts = settings[count]
     num_chosen, num_layers = settings["num_experts_per_tok"], settings["num_hidden_layers"]

@@ -113,10 +113,10 @@ class KVCacheSizes:
 
     num_gpu_blocks: int
     num_cpu_blocks: int = 0  # 0 without offload
-    num_pages: int = 0  # of the shadow; 0 without one
+    num_pages: int = 0  # in the shadow; 0 without one
     shadow_bits: int = 0
     num_state_slots: int = 0  # on the GPU, with slot 0, which belongs to nobody; 0 if no layer is recurrent
-    num_snapshots: int = 0  # of states, in CPU memory
+    num_snapshots: int = 0  # states kept in CPU memory
 
 
 def dtype_name(config: Config, model: ModelConfig) -> str:

@@ -23,7 +23,7 @@ class Logprob(NamedTuple):
 # One position: token id -> Logprob. First the position's own token, then the most likely ones in order.
 TokenLogprobs: TypeAlias = dict[int, Logprob]
 
-_PART_POSITIONS = 100  # whose dicts are made at once
+_PART_POSITIONS = 100  # positions whose dicts are made at once
 TextOf: TypeAlias = Callable[[int], str | None]  # the text of a token
 Entry = TypeVar("Entry", bound=TokenLogprobs | None)
 

@@ -210,7 +210,7 @@ class SequenceStep(NamedTuple):
 
     seq_id: int
     token_ids: np.ndarray  # int64 [num_tokens]; -1 for a token that the previous step is still sampling, or a draft
-    position: int  # of the first new token
+    position: int  # the first new token's
     num_prompt_tokens: int
     block_table: tuple[int, ...]
     num_paged_keys: int

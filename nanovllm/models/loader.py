@@ -330,7 +330,7 @@ def regular_groups(num_columns: int, block_columns: int) -> torch.Tensor:
 
 
 _MAIN = {"awq": "qweight", "gptq": "qweight"}
-_OTHERS = {  # of which a checkpoint may lack some
+_OTHERS = {  # a checkpoint may lack some of these
     "fp8": ("weight_scale_inv", "weight_scale", "input_scale", "activation_scale"),
     "compressed-tensors": ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "input_scale"),
     "awq": ("scales", "qzeros"),

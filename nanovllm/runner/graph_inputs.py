@@ -146,7 +146,7 @@ class GraphBuffers:
             self._logits = torch.zeros(max_num_rows, padded_vocab_size, dtype=dtype)
             self.hidden = torch.zeros(max_num_rows if hidden_size else 0, hidden_size, dtype=dtype)
             self._read_ids = torch.zeros(max(shape.num_tokens for shape in shapes), dtype=torch.int64)
-        self._ids = self._static.view(torch.int64)  # in which token_source counts
+        self._ids = self._static.view(torch.int64)  # token_source has indices into this
         self.sampled_ids = self._ids[:max_num_rows]
         self._host_tables = np.zeros(table_shape, dtype=np.int32)  # the same values as _block_tables
 

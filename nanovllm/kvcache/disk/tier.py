@@ -46,7 +46,7 @@ CLEAN_INTERVAL_S = 0.05  # between two looks at them
 CLEANED_BLOCKS = 32  # written after one look
 MIN_SLOW_S = 0.25  # a load is not given up before
 HUNG_S = 10.0  # for an extent, where nothing is known about computing
-RATE_S = 60.0  # for which the rate of the last load is believed
+RATE_S = 60.0  # lifetime of the last load's rate; after that it is taken to be unknown
 _RANK_CELLS = 6  # see DiskBoard
 
 
@@ -156,7 +156,7 @@ class _Content(NamedTuple):
     """The content of a block."""
 
     version: int
-    used_s: float  # of the first extent; see Extent
+    used_s: float  # the first extent's; see Extent
     parent: bytes  # the key of the prefix before
     keys: tuple[bytes, ...]
 
@@ -193,7 +193,7 @@ class DiskTier:
         self._waiting: deque[Sequence] = deque()  # for a load to begin
         self._load: _Load | None = None  # the one that the ranks work on
         self._ready: list[Sequence] = []  # sequences that wait for no load any more
-        self._epoch_s = time.time() - time.perf_counter()  # of the clock by which sequences arrive
+        self._epoch_s = time.time() - time.perf_counter()  # start of the clock by which sequences arrive
         self._num_loads = self._num_moves = 0
         self._last_load_s = self._clock()  # when the last load ended
         self._stores: list[Extent] = []

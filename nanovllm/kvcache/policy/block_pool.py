@@ -39,7 +39,7 @@ class Block:
     token_ids: TokenIds = field(default_factory=lambda: array("q"))
     grain_hashes: list[int] = field(default_factory=list)
     prefix_ids: list[int] = field(default_factory=list)
-    page: int = -1  # of the shadow; -1: none
+    page: int = -1  # its page of the shadow; -1: none
     tail_of: int = -1  # seq_id of a preempted sequence that can go on behind its tokens; -1: none
 
     @property
@@ -64,7 +64,7 @@ class PrefixMatch:
     full_blocks: tuple[int, ...] = ()
     partial_block: int | None = None
     num_partial_tokens: int = 0
-    prefix_id: int | None = None  # of all matching tokens, whose snapshot there is
+    prefix_id: int | None = None  # id of the whole match, which has a snapshot
     # With recurrent layers, also what matches behind the last snapshot
     known_blocks: tuple[int, ...] = ()  # whole ones
     num_known_tokens: int = 0
@@ -83,7 +83,7 @@ class _Search(NamedTuple):
     match: PrefixMatch
     block_ids: frozenset[int]  # the matching blocks
     next_hash: int | None  # hash of the first grain that no block holds
-    version: int  # of the snapshots
+    version: int  # the snapshots' version
 
 
 class PrefixIndex:

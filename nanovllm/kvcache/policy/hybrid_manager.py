@@ -158,7 +158,7 @@ class HybridKVCacheManager(KVCacheManager):
         self._running: dict[int, Sequence] = {}  # by seq_id
         self._slotless_ids: set[int] = set()  # running sequences that need a slot for their next token and hold none
         self._copy_sources: list[HybridBlock] = []
-        self._page_copies: list[PageCopy] = []  # of the step
+        self._page_copies: list[PageCopy] = []  # the step's
         self._last_moves = KVMoves()  # for display
         # seq_id -> (block that holds the matched start of the sequence's first new block, number of matched tokens)
         self._prefix_sources: dict[int, tuple[HybridBlock, int]] = {}

@@ -35,7 +35,7 @@ class Snapshots:
 
     def __init__(self, count: int) -> None:
         self.count, self.version = count, 0
-        self.versions: np.ndarray | None = None  # of each, the number of states it was given; None: nobody asks
+        self.versions: np.ndarray | None = None  # number of states that each was given; None: nobody asks
         self._unused = list(reversed(range(count)))
         self._held: set[int] = set()  # snapshots that are being loaded from disk
         self._by_prefix: OrderedDict[int, int] = OrderedDict()  # prefix id -> snapshot
@@ -112,7 +112,7 @@ class Paused(NamedTuple):
     """A preempted sequence that can go on where it was, as long as its K and V and its snapshot are there."""
 
     num_tokens: int  # computed
-    num_state_tokens: int  # that the state covers; the others were guesses, and are pending
+    num_state_tokens: int  # tokens that the state covers; the others were guesses, and are pending
     tail_block: int  # the block of the last tokens if it is not full; -1: it is
 
 
@@ -121,7 +121,7 @@ class _Held:
     """The slot of a running sequence."""
 
     slot: int
-    num_tokens: int  # that the state in the slot covers, once all planned steps have run
+    num_tokens: int  # tokens that the state in the slot covers, once all planned steps have run
     load: int = -1  # the snapshot to start from
     save_points: list[int] = field(default_factory=list)  # numbers of tokens, ascending
 
