@@ -24,7 +24,7 @@ from nanovllm.request_stream import Dispatcher, RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request_check import Prompt, prompt_list
 
-CHECK_INTERVAL_S = 1.0  # how often an idle engine makes sure that all its ranks are alive
+CHECK_INTERVAL_S = 1.0  # interval at which an idle engine makes sure that all its ranks are alive
 
 
 class AsyncLLM:

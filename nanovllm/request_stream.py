@@ -25,9 +25,9 @@ from nanovllm.core.outputs import LogprobList, RequestOutput, StepOutput, TextSo
 from nanovllm.core.sequence import Sequence, TokenIds
 from nanovllm.errors import EngineError
 
-MAX_PASSING_S = 0.02  # how long the engine's thread waits for consumers to take what has arrived
+MAX_PASSING_S = 0.02  # longest wait of the engine's thread for consumers to take what has arrived
 MAX_WOKEN = 16  # consumers per dispatch
-MAX_FIRST_WOKEN = 12  # of these, how many may wait for their first update if others wait, too
+MAX_FIRST_WOKEN = 12  # most of them that wait for their first update, if others wait, too
 REST_RATIO = 3.0  # length of the rest after a dispatch, relative to the dispatch: it gets a quarter of the time at most
 MAX_REST_S = 0.1
 

@@ -13,10 +13,10 @@ from nanovllm.utils.options import MAX_INT32, check_options, option, shown
 # greedy to uniform; far outside them, 1 / temperature would overflow or underflow.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-10, 1e10
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # seeds are int64 on the device
-MAX_LOGPROBS = 20  # of the most likely tokens at each position
-MAX_PENALTY = 2.0  # of a presence or frequency penalty, as in OpenAI's API
+MAX_LOGPROBS = 20  # reported at each position, for the most likely tokens
+MAX_PENALTY = 2.0  # limit of presence and frequency penalties, as in OpenAI's API
 MAX_LOGIT_BIAS = 100.0  # as in OpenAI's API
-MAX_STOP_CHARS = 16_384  # of all stop strings together, which take 15 ms to prepare
+MAX_STOP_CHARS = 16_384  # limit of all stop strings together; so many take 15 ms to prepare
 
 INVALID_TOKEN = -1  # the sampler returns this instead of a token id if the logits hold NaN or infinity
 

@@ -112,20 +112,13 @@ _QWEN3_YARN = {40960: (32768, 131072)}  # these positions include the answer
 # other difference goes into models/decoder.py
 ARCHITECTURES = {
     "Qwen3ForCausalLM": Architecture(
-        model_type="qwen3",
-        defaults=_QWEN | {"head_dim": 128},
-        has_qk_norm=True,
-        recommended_yarn=_QWEN3_YARN,
+        model_type="qwen3", defaults=_QWEN | {"head_dim": 128}, has_qk_norm=True, recommended_yarn=_QWEN3_YARN
     ),
     "Qwen3MoeForCausalLM": Architecture(
         model_type="qwen3_moe", defaults=_QWEN_MOE, has_qk_norm=True, has_experts=True, recommended_yarn=_QWEN3_YARN
     ),
     "Qwen2ForCausalLM": Architecture(
-        model_type="qwen2",
-        defaults=_QWEN,
-        qkv_bias=True,
-        o_bias=False,
-        recommended_yarn={32768: (32768, 131072)},
+        model_type="qwen2", defaults=_QWEN, qkv_bias=True, o_bias=False, recommended_yarn={32768: (32768, 131072)}
     ),
     "LlamaForCausalLM": Architecture(model_type="llama", defaults=_LLAMA, mlp_bias="mlp_bias"),
     "MistralForCausalLM": Architecture(model_type="mistral", defaults=_MISTRAL, qkv_bias=False, o_bias=False),
@@ -225,7 +218,7 @@ class ModelConfig:
     recurrent: RecurrentConfig | None = None  # None: every layer is attention
     attention_gate: bool = False  # sigmoid gates multiply what attention yields
     norms_add_one: bool = False  # norms multiply by 1 + weight
-    has_mtp: bool = False  # the checkpoint has a head that drafts (models/mtp.py)
+    has_mtp: bool = False  # the checkpoint has a head that drafts (MTPHead)
 
     @property
     def num_attention_layers(self) -> int:
@@ -473,7 +466,8 @@ def _mlp_size(settings: Mapping[str, Any]) -> int:
 
 def _experts(settings: Mapping[str, Any]) -> ExpertsConfig:
     _require_integers(settings, "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
-    count = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"  # of transformers 5
+    # transformers 5 writes num_local_experts
+    count = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
     _require_integers(settings, count)
     num_experts = settings[count]
     num_chosen, num_layers = settings["num_experts_per_tok"], settings["num_hidden_layers"]

@@ -50,8 +50,7 @@ def run_demo(options: DemoOptions) -> int:
     from nanovllm.demo.haystack import build_haystack
     from nanovllm.demo.retrieval_model import build_retrieval_model
 
-    drawn = random.Random(options.seed).choices(string.ascii_lowercase + string.digits, k=PASSKEY_LEN)
-    passkey = "".join(drawn) if options.passkey is None else options.passkey
+    passkey = _draw_passkey(options.seed) if options.passkey is None else options.passkey
     prompt = build_haystack(options.num_tokens, options.depth, passkey)
     model = build_retrieval_model(dtype=options.dtype)
     max_tokens = len(passkey) + 2  # the passkey, ".", the stop

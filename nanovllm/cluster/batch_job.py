@@ -66,7 +66,7 @@ class BatchJob:
 
 class JobSummary(NamedTuple):
     num_rows: int  # in the whole job
-    num_rows_before: int  # that earlier runs had answered
+    num_rows_before: int  # answered by earlier runs
     num_errors: int  # in this run
     num_tokens: int  # likewise
 

@@ -24,7 +24,7 @@ MIN_BEGINNING_BYTES = 256  # shorter beginnings take no time worth saving
 NUM_LOOKED_UP = 2
 BILLING_HEADER = re.compile(r'x-anthropic-billing-header:[^"]*')  # not in the prompt; it differs in each request
 MAX_QUEUE_GAP = 16  # requests that a replica's queue may be longer than the shortest one, for the sake of its cache
-MAX_BEGINNINGS = 1 << 16  # that are remembered: about 15 MB, and 5,000 prompts of 4 MB
+MAX_BEGINNINGS = 1 << 16  # remembered at most: about 15 MB, and 5,000 prompts of 4 MB
 
 
 @dataclass(frozen=True)

@@ -57,11 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_service(
-    load: Callable[[], AsyncLLM],
-    config: Config,
-    options: ServerOptions,
-    service: ServiceOptions,
-    bound: socket.socket,
+    load: Callable[[], AsyncLLM], config: Config, options: ServerOptions, service: ServiceOptions, bound: socket.socket
 ) -> int:
     """Serve with replicas until a signal arrives, and return the exit status. Call it in the main thread.
 

@@ -40,7 +40,7 @@ class CpuSplit:
 
     token_bytes: int  # K and V of a token in one layer, on one rank
     max_queries: int  # in a whole step; with more of them, everything is streamed
-    max_sequence_queries: int  # of any sequence in the step; with more, everything is streamed
+    max_sequence_queries: int  # in any sequence of the step; with more, everything is streamed
     is_forced: bool  # the CPU takes its share even where that gains nothing
     link_byte_per_s: float | None = None  # None on a CPU: there is no link, so the CPU attends to everything
     cpu_rates: tuple[CpuRate, ...] = ()  # by rising num_queries, the first for 1

@@ -18,10 +18,10 @@ from nanovllm.utils.arithmetic import ceil_div
 
 DISK_GRAIN_TOKENS = BLOCK_SIZE_STEP  # every size of block is a multiple
 NUM_READERS = 4  # extents that a rank reads at once: while some wait for the disk, others are checked
-DISK_HEADER_BYTES = 4096  # of the file of an extent, before K and V
+DISK_HEADER_BYTES = 4096  # at the start of an extent's file, before K and V
 KEY_BYTES = 21  # a hash, and the kind
 _KV, _STATE = b"\0", b"\1"
-LATER_S = 1e-6  # how much older than the extent before it an extent counts
+LATER_S = 1e-6  # added to the age of an extent for each extent before it
 
 
 def root_key(salt: int) -> bytes:
@@ -107,6 +107,6 @@ class DiskSetup(NamedTuple):
 
     path: str
     model: str  # its name, for people
-    limit_bytes: int  # of all that is below the path
+    limit_bytes: int  # limit of everything below the path
     board: str  # the address of the DiskBoard
     num_places: int  # blocks and snapshots

@@ -113,10 +113,10 @@ class KVCacheSizes:
 
     num_gpu_blocks: int
     num_cpu_blocks: int = 0  # 0 without offload
-    num_pages: int = 0  # of the shadow; 0 without one
+    num_pages: int = 0  # in the shadow; 0 without one
     shadow_bits: int = 0
     num_state_slots: int = 0  # on the GPU, with slot 0, which belongs to nobody; 0 if no layer is recurrent
-    num_snapshots: int = 0  # of states, in CPU memory
+    num_snapshots: int = 0  # states kept in CPU memory
 
 
 def dtype_name(config: Config, model: ModelConfig) -> str:
@@ -205,6 +205,6 @@ class BlockState(IntEnum):
 class StartReport:
     """Rank 0's report on its start-up."""
 
-    needs_rope_lens: bool  # whether the keys of a sequence can depend on the length of its prompt
+    needs_rope_lens: bool  # True if the keys of a sequence can depend on the length of its prompt
     link_byte_per_s: float | None  # host to device, measured; None without offload and on a CPU
-    phases: str  # how long each phase took, for the log
+    phases: str  # the time of each phase, for the log

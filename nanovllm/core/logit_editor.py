@@ -72,8 +72,8 @@ NO_BIASES = Biases.of([], 0.0)
 class RowEdits(NamedTuple):
     """The edits of one row that differ from those of the sequence's other rows."""
 
-    biases: Biases = NO_BIASES  # what changes seldom, and is shared by many rows
-    bad_ends: Biases = NO_BIASES  # what bad words forbid
+    biases: Biases = NO_BIASES  # they change seldom, and many rows share them
+    bad_ends: Biases = NO_BIASES  # tokens that bad words forbid
     allowed: np.ndarray | None = None  # int32 [ceil(vocab_size / 32)]: token t is bit t % 32 of entry t // 32
 
     @property
@@ -163,7 +163,7 @@ class BadWords:
             state: Biases.of([end for _, end in found], _FORBID, [last for last, _ in found])
             for state, found in pairs.items()
         }
-        self._found: dict[tuple[int, bool], Biases] = {}  # what `ends` has returned; answers often share states
+        self._found: dict[tuple[int, bool], Biases] = {}  # results of `ends`; answers often share states
 
     def follow(self, state: int, token_id: int) -> int:
         """The state after one more token of the answer. It begins with state 0."""
@@ -223,12 +223,7 @@ class LogitEditor:
 
     @classmethod
     def make(
-        cls,
-        params: SamplingParams,
-        prompt: Seq[int],
-        end_token_ids: Iterable[int],
-        vocab_size: int,
-        rules: AnswerRules,
+        cls, params: SamplingParams, prompt: Seq[int], end_token_ids: Iterable[int], vocab_size: int, rules: AnswerRules
     ) -> "LogitEditor | None":
         """None for a request that edits nothing."""
         edits = params.min_tokens or params.logit_bias or rules != NO_RULES

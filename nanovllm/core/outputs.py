@@ -23,7 +23,7 @@ class Logprob(NamedTuple):
 # One position: token id -> Logprob. First the position's own token, then the most likely ones in order.
 TokenLogprobs: TypeAlias = dict[int, Logprob]
 
-_PART_POSITIONS = 100  # whose dicts are made at once
+_PART_POSITIONS = 100  # positions whose dicts are made at once
 TextOf: TypeAlias = Callable[[int], str | None]  # the text of a token
 Entry = TypeVar("Entry", bound=TokenLogprobs | None)
 
@@ -305,7 +305,7 @@ class Receiver:
         and so end the engine. Hot.
         """
         if logprobs is not None and seq.error is None:
-            logprobs = logprobs.copy()  # those of the whole step would stay in memory otherwise
+            logprobs = logprobs.copy()  # otherwise the arrays of the whole step would stay in memory
             self._logprobs.add(logprobs, self._text_of)
             if self._with_tokens:
                 self._new_logprobs.add(logprobs, self._text_of)

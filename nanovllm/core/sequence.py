@@ -10,7 +10,7 @@ from nanovllm.core.logit_editor import LogitEditor, TokenConstraint
 from nanovllm.core.step_plan import SamplingRow
 from nanovllm.sampling_params import SamplingParams
 
-ErrorCause: TypeAlias = Literal["request", "engine"]  # whether a request's own parameters made it fail
+ErrorCause: TypeAlias = Literal["request", "engine"]  # "request": the request's own parameters made it fail
 TokenIds: TypeAlias = "array[int]"  # int64, so that hashes and model inputs can use the bytes of a slice directly
 
 
@@ -46,7 +46,7 @@ class Sequence:
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
         self.error: str | None = None  # what happened, if finish_reason is "error"
         self.error_cause: ErrorCause = "engine"
-        self.has_end_token = False  # whether its last token is one that ends answers, and not part of the text
+        self.has_end_token = False  # its last token is one that ends answers, and not part of the text
 
         self.num_pending_tokens = 0
         self.pending_row = -1  # row of the newest pending token among those that its step samples
@@ -61,7 +61,7 @@ class Sequence:
         self.hash_salt = hash_salt  # sequences with different salts never share blocks
         self.grain_hashes: list[int] = []
         self.num_registered_tokens = 0
-        self.disk_keys: list[bytes] = []  # of its first extents (core/disk_moves.py), as far as they were needed
+        self.disk_keys: list[bytes] = []  # keys of its first extents (core/disk_moves.py), as far as they were needed
         self.num_disk_tokens = 0  # K and V that were in memory or on disk, without gaps, when it waited for the disk
         self.num_loadable_tokens = self.num_prompt_tokens  # fewer once a load of its state has failed
 

@@ -193,7 +193,7 @@ class StateStep(NamedTuple):
 class HeadStep(NamedTuple):
     """The draft head's way through a sequence's new tokens, each with the token after it."""
 
-    pages: tuple[int, ...]  # those of the sequence's blocks, in order
+    pages: tuple[int, ...]  # the pages of the sequence's blocks, in order
     next_token: int  # the token after the new ones; -1: the step samples it
 
 
@@ -210,7 +210,7 @@ class SequenceStep(NamedTuple):
 
     seq_id: int
     token_ids: np.ndarray  # int64 [num_tokens]; -1 for a token that the previous step is still sampling, or a draft
-    position: int  # of the first new token
+    position: int  # the first new token's
     num_prompt_tokens: int
     block_table: tuple[int, ...]
     num_paged_keys: int
@@ -218,7 +218,7 @@ class SequenceStep(NamedTuple):
     previous_row: int = -1  # row of the previous step whose sampled token is this step's last token
     num_guesses: int = 0
     num_drafts: int = 0  # tokens that the ranks draft one after another, of which those with id -1 become guesses
-    draft_keys: DraftKeys | None = None  # what drafts attend to; None: the paged keys
+    draft_keys: DraftKeys | None = None  # the keys that drafts attend to; None: the paged keys
     edits: LogitEdits | None = None
     num_logprobs: int | None = None  # most likely tokens to report beside each sampled one; None: no log-probabilities
     scores: PromptScores | None = None

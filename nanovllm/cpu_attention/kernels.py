@@ -102,11 +102,7 @@ class CompiledKernel(CpuKernel):
     """
 
     def __init__(
-        self,
-        variant: InstructionSet,
-        cpus: Sequence[int],
-        is_pinned: bool = True,
-        stays_awake: bool = True,
+        self, variant: InstructionSet, cpus: Sequence[int], is_pinned: bool = True, stays_awake: bool = True
     ) -> None:
         """Raises UnusableLibraryError. The processor must be able to run the variant: that has to be known before."""
         assert cpus, "a kernel needs at least one cpu"

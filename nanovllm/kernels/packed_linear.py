@@ -210,7 +210,7 @@ def _values(words, scale_bits, PART: tl.constexpr, KIND: tl.constexpr, SCALE_DTY
 
 
 class FewRowsTile(NamedTuple):
-    """How a program multiplies 16 rows of the weight by up to `block_m` rows (or pairs)."""
+    """Sizes of a program that multiplies 16 rows of the weight by up to `block_m` rows (or pairs)."""
 
     block_m: int  # 8 or 16
     num_warps: int  # that sum over columns of their own

@@ -52,7 +52,7 @@ def _layout(spec: ShadowSpec) -> dict[str, int]:
 
 
 class ShadowTile(NamedTuple):
-    """How a program of `attend` runs. Each warp attends to units of its own."""
+    """Launch options of `attend`. Each warp of a program attends to units of its own."""
 
     num_warps: int
     num_stages: int

@@ -1,4 +1,4 @@
-"""Tensors of recurrent layers: what a layer keeps of each sequence, how the rows of a step use it, and its weights."""
+"""Tensors of recurrent layers: the states of sequences, their use by the rows of a step, and the layers' weights."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class HostStateRows(NamedTuple):
 
 
 class StateRows(NamedTuple):
-    """How the rows of a step, its sequences, use the states of recurrent layers. The same for all layers of a step.
+    """The states that the rows of a step, its sequences, read and write. The same for all recurrent layers.
 
-    A row starts from the state in its source slot, or from zeros if that is -1. It first goes through the inputs of
-    `num_replayed` tokens, the first ones that are pending in the source slot: guesses of the step before that have
-    proved right. Then it goes through its new tokens. The last `num_guesses` of these are guesses: their outputs are
-    computed, but the state before them goes to the target slot, and their inputs become pending there. So a wrong guess
-    leaves no trace.
+    A row starts from the state in its source slot, or from zeros if that is -1. It first replays the inputs of the
+    first `num_replayed` tokens that are pending in the source slot: guesses of the step before that have proved right.
+    Then it goes through its new tokens. The last `num_guesses` of these are guesses: their outputs are computed, but
+    the state before them goes to the target slot, and their inputs become pending there. So a wrong guess leaves no
+    trace.
 
     Source and target may be the same slot, but a slot is the target of only one row. Slot 0 is an exception: it belongs
     to nobody, any number of rows may leave arbitrary states there, and none starts from it. Inside a CUDA graph there

@@ -23,14 +23,8 @@ from nanovllm.checkpoint.model_config import RecurrentConfig
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.kernels.state_tensors import DeltaWeights, LayerStates
-from nanovllm.layers.linear import (
-    MergedColumnParallelLinear,
-    NamedShard,
-    RowParallelLinear,
-    WeightShard,
-    new_parameter,
-    share,
-)
+from nanovllm.layers.linear import MergedColumnParallelLinear, NamedShard, RowParallelLinear, WeightShard, share
+from nanovllm.layers.packed_weight import new_parameter
 
 CHUNK_TOKENS = 64  # computed at once
 L2_EPS = 1e-6  # added to the squared length of q and k before the root

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from nanovllm.layers.linear import NamedShard, WeightShard, new_parameter
+from nanovllm.layers.linear import NamedShard, WeightShard
+from nanovllm.layers.packed_weight import new_parameter
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import ConfigError
-from nanovllm.layers.packed_weight import PackedRows, PackedWeight
+from nanovllm.layers.packed_weight import PackedRows, PackedWeight, new_parameter
 from nanovllm.utils.arithmetic import ceil_div
 
 Weight: TypeAlias = nn.Parameter | PackedWeight
@@ -49,11 +49,6 @@ class HasWeightShards(Protocol):
     def weight_shards(self) -> Iterator[NamedShard]:
         """List every checkpoint tensor that fills this module's parameters."""
         ...
-
-
-def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter in uninitialised memory on the device of the `torch.device` context. The loader fills it."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 def new_weight(
@@ -189,19 +184,6 @@ class MergedColumnParallelLinear(nn.Module):
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
     """The first half of a gated MLP, silu(gate) * up: [T, hidden_size] -> [T, intermediate_size / tp]."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        bias: bool,
-        tp: TPGroup,
-        dtype: torch.dtype,
-        quantization: Quantization | None = None,
-    ) -> None:
-        sizes = [intermediate_size] * 2
-        super().__init__(hidden_size, sizes, bias=bias, tp=tp, dtype=dtype, quantization=quantization)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return gate_up(x, self.weight, self.bias)

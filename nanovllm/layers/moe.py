@@ -15,16 +15,8 @@ from nanovllm.checkpoint.model_config import MAX_ROUTED_TOKENS, ExpertsConfig
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import ConfigError
-from nanovllm.layers.linear import (
-    NamedShard,
-    WeightShard,
-    divide,
-    new_parameter,
-    new_weight,
-    silu_and_mul,
-    weight_rows,
-)
-from nanovllm.layers.packed_weight import PackedWeight, packed
+from nanovllm.layers.linear import NamedShard, WeightShard, divide, new_weight, silu_and_mul, weight_rows
+from nanovllm.layers.packed_weight import PackedWeight, new_parameter, packed
 
 MAX_ROUTER_ROWS = 4  # tokens up to which our kernel computes the router's logits
 MAX_SINGLE_PAIRS = 32  # pairs of a token and an expert up to which each reads the expert by itself

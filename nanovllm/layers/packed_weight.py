@@ -47,6 +47,11 @@ class QuantizedWeight(NamedTuple):
             target[rows] = codes * self.scales[rows, self.groups]
 
 
+def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter in uninitialised memory on the device of the `torch.device` context. The loader fills it."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
 class PackedWeight(nn.Module):
     """Codes, scales and zeros of a weight [N, K], in uninitialised memory on the device of the `torch.device` context.
 
@@ -72,8 +77,8 @@ class PackedWeight(nn.Module):
                 "or device='cpu'"
             )
         num_scales = num_columns // self.group_size, num_rows // self.scale_rows
-        self.codes = _buffer(num_rows, num_columns * quantization.bits // 32, dtype=torch.int32)
-        self.scales = _buffer(*num_scales, dtype=torch.float32 if self.is_float else torch.int32)
+        self.codes = new_parameter(num_rows, num_columns * quantization.bits // 32, dtype=torch.int32)
+        self.scales = new_parameter(*num_scales, dtype=torch.float32 if self.is_float else torch.int32)
         # Integers have scales of 16 bits, whose type the first shard tells
         self.scale_dtype = torch.float32 if self.is_float else None
 
@@ -147,10 +152,6 @@ class PackedRows:
             scales = kernels.pack_scales(scales, given.zeros[::step, columns], weight.bits)
         weight.codes[rows] = kernels.pack_codes(given.codes.view(torch.uint8), weight.bits).to(self.device)
         weight.scales[:, self._start // step : self._end // step] = scales.t().to(self.device)
-
-
-def _buffer(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 def packed(weight: nn.Parameter | PackedWeight) -> "Packed":

@@ -168,11 +168,7 @@ def _shift_right(x: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 
 def resample_edited(
-    edits: EditTensors,
-    params: SamplingTensors,
-    logits: torch.Tensor,
-    input_ids: torch.Tensor,
-    tokens: torch.Tensor,
+    edits: EditTensors, params: SamplingTensors, logits: torch.Tensor, input_ids: torch.Tensor, tokens: torch.Tensor
 ) -> None:
     """Sample the rows whose logits [S, vocab_size] a request edits, and replace their `tokens`, int64 [S]. Hot.
 

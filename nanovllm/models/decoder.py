@@ -99,7 +99,7 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_up_proj = GateUpParallelLinear(
             config.hidden_size,
-            config.intermediate_size,
+            [config.intermediate_size] * 2,
             bias=config.mlp_bias,
             tp=tp,
             dtype=dtype,
@@ -228,6 +228,52 @@ def _kind(module: nn.Module) -> tuple[type, type]:
     return type(module), type(getattr(module, "weight", None))
 
 
+class MTPHead(nn.Module):
+    """The head with which some checkpoints draft, from multi-token prediction in training: one layer of attention.
+
+    It guesses the token after the next one, from the model's hidden state of a token and the token that came after it.
+    Its keys and values belong to such pairs; the first is the hidden state of token 0 with token 1. For a further guess
+    its own output takes the place of the hidden state, and its guess that of the token.
+
+    Its modules have the names that they have in the checkpoint. Embedding and output head are the model's.
+    """
+
+    def __init__(self, config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.pre_fc_norm_embedding = new_norm(config, dtype)
+        self.pre_fc_norm_hidden = new_norm(config, dtype)
+        self.fc = RowParallelLinear(
+            2 * config.hidden_size,
+            config.hidden_size,
+            bias=False,
+            tp=tp,
+            dtype=dtype,
+            quantization=quantization_of(config, "mtp", "fc"),
+        )
+        is_sparse, number = config.experts is not None, config.num_attention_layers
+        self.layers = nn.ModuleList([DecoderLayer(config, "mtp.layers.0", "attention", number, is_sparse, tp, dtype)])
+        self.norm = new_norm(config, dtype)
+
+    def forward(
+        self,
+        embedded: torch.Tensor,
+        hidden: torch.Tensor,
+        cos_sin: torch.Tensor,
+        attn: StepAttention,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Embedded tokens [T, hidden_size], and for each the hidden state of the token before it, after the last norm
+        -> hidden states [T, hidden_size], or [S, hidden_size] if `rows` [S] selects tokens. Hot: once per guess.
+
+        It calls `attn` with the number of the model's attention layers.
+        """
+        joined = torch.cat((self.pre_fc_norm_embedding(embedded)[0], self.pre_fc_norm_hidden(hidden)[0]), dim=-1)
+        first = self.fc.tp.rank * self.fc.weight.shape[1]
+        out = self.fc(joined[:, first : first + self.fc.weight.shape[1]].contiguous())
+        out, residual = self.layers[0](out, None, cos_sin, attn, rows)
+        return cast(torch.Tensor, self.norm(out, residual)[0])
+
+
 class CausalLM(nn.Module):
     """A decoder and its head on one rank. Parameters are uninitialised until the loader has filled them.
 
@@ -253,7 +299,7 @@ class CausalLM(nn.Module):
             dtype=dtype,
             tied_to=self.model.embed_tokens.weight if config.tie_word_embeddings else None,
         )
-        self.mtp: nn.Module | None = None  # an MTPHead, if there is one
+        self.mtp: MTPHead | None = None
 
     def draft(
         self,
@@ -264,14 +310,14 @@ class CausalLM(nn.Module):
         rope_lens: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states of the draft head (models/mtp.py), from which `compute_logits` makes guesses.
+        """Hidden states of the draft head (MTPHead), from which `compute_logits` makes guesses.
 
         `hidden` [T, hidden_size]: of the token before each of `input_ids` [T], from `forward` or from this function.
         `positions`: those of the hidden states. The others are as in `forward`.
         """
         assert self.mtp is not None, "the model was built without its draft head"
         cos_sin = self.model.rotary_emb.cos_sin(positions, rope_lens)
-        return cast(torch.Tensor, self.mtp(self.model.embed_tokens(input_ids), hidden, cos_sin, attn, rows))
+        return self.mtp(self.model.embed_tokens(input_ids), hidden, cos_sin, attn, rows)
 
     @contextmanager
     def skipping_inner_layers(self) -> Iterator[None]:

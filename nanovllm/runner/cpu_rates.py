@@ -29,15 +29,9 @@ from nanovllm.runner.step_result import StepResult
 
 MAX_QUERIES = 512  # in a step in which the CPU attends, unless max_num_seqs is larger
 NUM_TIMED_STEPS = 8
-NUM_QUERIES = (
-    1,
-    4,
-    8,
-    16,
-    32,
-    MAX_VERIFYING_ROWS,
-)  # of one sequence that are measured: a decode step's, and with guesses
-LINK_S = 0.04  # for which the link is kept busy
+# Queries of one sequence that are measured: a decode step's, and with guesses
+NUM_QUERIES = (1, 4, 8, 16, 32, MAX_VERIFYING_ROWS)
+LINK_S = 0.04  # time that the link is kept busy
 JOB_S = 0.004  # duration of a timed call of the CPU's kernel, long against its start and end
 FIRST_JOB_BYTES = 2**24  # read by the first call, which tells how large such a job is
 

@@ -202,7 +202,7 @@ class DraftGraphs(DecodeGraphs):
         num_columns = ceil_div(buffers.max_model_len, memory.spec.block_size)
         self._lens = torch.zeros(sizes[-1], dtype=torch.int32, device=buffers.device)
         self._tables = torch.zeros(sizes[-1], num_columns, dtype=torch.int32, device=buffers.device)
-        self._held = b""  # what the two hold
+        self._held = b""  # the content of the two
 
     def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
         batch = self.buffers.decode_batch(size, 1)

@@ -1,4 +1,4 @@
-"""DraftHead: how the checkpoint's draft head (models/mtp.py) follows the steps of the engine.
+"""DraftHead: how the checkpoint's draft head (MTPHead in models/decoder.py) follows the steps of the engine.
 
 At the end of a step the head goes through the step's tokens, each with its hidden state and the token after it: the
 next one of the prompt, or the one that the step has sampled. Behind a wrong guess it goes through nonsense, which

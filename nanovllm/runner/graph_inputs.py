@@ -1,7 +1,7 @@
 """The static buffers that all graphs read and write. A step fills them with one copy.
 
-Only one graph may be in use at a time: replays follow each other on the compute stream, and what a step leaves here is
-read before the next step overwrites it.
+Only one graph may be in use at a time. Replays follow each other on the compute stream, and the results of a step are
+read before the next step overwrites them.
 """
 
 import typing
@@ -146,7 +146,7 @@ class GraphBuffers:
             self._logits = torch.zeros(max_num_rows, padded_vocab_size, dtype=dtype)
             self.hidden = torch.zeros(max_num_rows if hidden_size else 0, hidden_size, dtype=dtype)
             self._read_ids = torch.zeros(max(shape.num_tokens for shape in shapes), dtype=torch.int64)
-        self._ids = self._static.view(torch.int64)  # what token_source points to
+        self._ids = self._static.view(torch.int64)  # token_source has indices into this
         self.sampled_ids = self._ids[:max_num_rows]
         self._host_tables = np.zeros(table_shape, dtype=np.int32)  # the same values as _block_tables
 
@@ -196,7 +196,7 @@ class GraphBuffers:
         return self.batch(self.cu_seqlens_q(size, max_query_len), context_lens, max_query_len)
 
     def state_rows(self, size: int, max_query_len: int) -> StateRows | None:
-        """How up to `size` sequences with `size` tokens in all use their states; None if no layer is recurrent."""
+        """The use of states by up to `size` sequences with `size` tokens in all; None if no layer is recurrent."""
         if not self.has_states:
             return None
         states = self.tensors(GraphShape.decode(size)).states

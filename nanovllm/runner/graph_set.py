@@ -28,14 +28,7 @@ from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 
 class GraphSet:
     def __init__(
-        self,
-        *,
-        buffers: GraphBuffers,
-        model: CausalLM,
-        memory: KVMemory,
-        num_heads: int,
-        max_guesses: int,
-        tp: TPGroup,
+        self, *, buffers: GraphBuffers, model: CausalLM, memory: KVMemory, num_heads: int, max_guesses: int, tp: TPGroup
     ) -> None:
         """Does not capture anything yet. `num_heads`: query heads of this rank. `max_guesses`: per sequence, 0 without
         speculation.

@@ -23,7 +23,7 @@ Tree = TypeVar("Tree")
 _ALIGNMENT = 16  # bytes; Triton compiles a kernel again when a pointer's alignment changes
 _DTYPE_OF: dict[type, np.dtype] = {float: np.dtype(np.float32), int: np.dtype(np.int64)}
 _ROW_DTYPES = tuple(_DTYPE_OF[kind] for kind in typing.get_type_hints(SamplingRow).values())  # one for each field
-SAMPLING_DTYPES = (*_ROW_DTYPES, np.dtype(np.int64))  # those of SamplingTensors
+SAMPLING_DTYPES = (*_ROW_DTYPES, np.dtype(np.int64))  # by field of SamplingTensors
 
 
 class GroupInputs(NamedTuple):
@@ -64,7 +64,7 @@ class StepInputs(NamedTuple):
 
 class EditInputs(NamedTuple):
     edits: EditTensors
-    sampling: SamplingTensors  # of the edited rows
+    sampling: SamplingTensors  # the edited rows'
 
 
 class LogprobInputs(NamedTuple):
@@ -127,7 +127,7 @@ def build_inputs(plan: StepPlan, block_size: int, group_blocks: int, has_states:
     )
 
 
-_NO_STATE = StateStep(source=-1, target=0)  # of steps that start-up measures
+_NO_STATE = StateStep(source=-1, target=0)  # for steps that start-up measures
 
 
 def _state_inputs(plan: StepPlan) -> StateInputs:

@@ -1,8 +1,15 @@
-"""ModelRunner: one rank's model and KV cache. It decides nothing: every rank runs the same plans as they are."""
+"""ModelRunner: one rank's model and KV cache. It decides nothing: every rank runs the same plans as they are.
+
+On a GPU, start-up measures the memory that a rank needs besides KV blocks (`profile_memory`), and compiles all kernels.
+"""
 
 import gc
+import importlib.util
 import logging
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +22,20 @@ from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DiskMoves, DiskSetup
 from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, StartReport, dtype_name
-from nanovllm.core.shadow_spec import ShadowSpec
+from nanovllm.core.shadow_spec import SHADOW_BITS, ShadowSpec, wants_shadow
 from nanovllm.core.step_limits import max_model_len, max_step_rows
 from nanovllm.core.step_plan import DraftTimes, StepPlan
 from nanovllm.device import kernel_target
-from nanovllm.device.devices import current_device, memory_remedy, on_own_device, use_expandable_segments, used_bytes
+from nanovllm.device.devices import (
+    GRAPH_LAYER_BYTES,
+    MemoryProfile,
+    current_device,
+    memory_remedy,
+    on_own_device,
+    reserved_by,
+    use_expandable_segments,
+    used_bytes,
+)
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.kernels.compile_server import CompileServer, TritonStart, start_compile_server
 from nanovllm.kvcache.disk.store import DiskStore
@@ -30,15 +46,34 @@ from nanovllm.runner.cpu_rates import make_cpu_attention, measure_split
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory
-from nanovllm.runner.startup_memory import profile_memory
+from nanovllm.runner.startup_steps import largest_steps, launch_sampler, short_steps, warm_up_products
 from nanovllm.runner.step_result import StepResult
 from nanovllm.runner.step_runner import StepRunner
 from nanovllm.utils.arithmetic import format_bytes
 from nanovllm.utils.memory import available_host_bytes
-from nanovllm.utils.phases import Phases
 from nanovllm.utils.version import __version__
 
 logger = logging.getLogger("nanovllm")
+
+
+class Phases:
+    """Seconds by phase, in the order in which the phases first began. A phase can occur several times."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        self.seconds.setdefault(name, 0.0)
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start_s
+
+    def __str__(self) -> str:
+        """Return the phases, such as `model 1.2 s, kernels 3.4 s`."""
+        return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
 
 
 class ModelRunner:
@@ -321,6 +356,99 @@ class ModelRunner:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
                 gc.unfreeze()
+
+
+# -- memory besides the KV cache, on a GPU -----------------------------------------------------------------------------
+
+
+def profile_memory(runner: ModelRunner, num_cpu_blocks: int, most_gpu_blocks: int) -> MemoryProfile:
+    """Measure with a cache of one block and one state, which all sequences share and which are dropped at the end.
+
+    `most_gpu_blocks`: the largest number of blocks that the engine could use.
+    """
+    config, spec = runner.config, runner.spec
+    num_pages = int(wants_shadow(config, spec))
+    sizes = KVCacheSizes(1, num_cpu_blocks, num_pages, config.shadow_bits or SHADOW_BITS[0])
+    sizes = replace(sizes, num_state_slots=int(spec.states is not None))  # all sequences use slot 0
+    runner.allocate_kv_cache(sizes)
+    steps = largest_steps(
+        num_tokens=config.max_num_batched_tokens,
+        max_num_seqs=max_step_rows(config, most_gpu_blocks),
+        max_model_len=runner.max_model_len,
+        block_size=spec.block_size,
+        group_blocks=spec.staging_group_blocks if num_cpu_blocks else 0,
+    )
+    with memory_remedy("running its largest step"):
+        _compile_kernels(runner, steps, most_gpu_blocks)
+        with runner.phases("largest step"):
+            step_bytes = reserved_by(lambda: [runner.launch(plan) for plan in steps])
+            step_bytes += runner.max_split_bytes()  # a shorter step may need them, and these steps may not
+    with runner.phases("graphs"):
+        graph_bytes = 0 if config.enforce_eager else _measure_graph_bytes(runner, most_gpu_blocks)
+    runner.memory.drop()
+    total_bytes = torch.cuda.mem_get_info()[1]
+    return MemoryProfile(
+        total_bytes=total_bytes,
+        utilization=config.gpu_memory_utilization,
+        used_bytes=used_bytes(),
+        step_bytes=step_bytes,
+        graph_bytes=graph_bytes,
+    )
+
+
+def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_blocks: int) -> None:
+    """Compile in parallel all kernels that prompts, chunks, sampling and decode graphs launch, so that no request waits
+    for a compilation. Meanwhile the libraries of the backends are initialised.
+
+    The kernels that take longest to compile come first. Short steps come before long ones, for which the backend's
+    library has to be initialised: most kernels are known by then. Building the library's plans fills the time until all
+    are compiled.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return
+    from nanovllm.kernels.launch import compile_only
+
+    short = short_steps(
+        max_num_seqs=max_step_rows(runner.config, most_gpu_blocks),
+        max_model_len=runner.max_model_len,
+        block_size=runner.spec.block_size,
+        group_blocks=runner.spec.staging_group_blocks if runner.memory.offload is not None else 0,
+    )
+    num_tokens = max(seq.num_tokens for plan in steps for seq in plan.sequences)
+    with (
+        runner.phases("kernels"),
+        torch.inference_mode(),
+        warm_up_products(runner.model, num_tokens),
+        compile_only(runner.compile_server) as is_compiling,
+    ):
+        if runner.triton_start is not None:
+            runner.triton_start.wait()
+        launch_sampler(runner.model)
+        runner.launch_attention_kernels(num_tokens)
+        with runner.model.skipping_inner_layers():
+            for plan in (*short, *steps):
+                runner.launch(plan)
+            if not runner.config.enforce_eager:
+                runner.make_graphs(most_gpu_blocks).launch_kernels()
+        for library_plan in runner.library_plans():
+            if library_plan.is_needed or is_compiling():
+                library_plan.build()
+    runner.close_compile_server(is_complete=True)
+    runner.reset_graphs()
+
+
+def _measure_graph_bytes(runner: ModelRunner, most_gpu_blocks: int) -> int:
+    """Capture the largest sizes of each kind, whose memory the others share. What these need on top is an estimate.
+
+    Kernels and workspaces that the captures load stay in use, so they are not counted here.
+    """
+    graphs = runner.make_graphs(most_gpu_blocks)
+    graphs.capture_largest()
+    with_graphs = used_bytes()
+    num_others = sum(len(kind.sizes) - len(kind.largest_sizes) for kind in graphs.kinds)
+    del graphs
+    runner.reset_graphs()
+    return with_graphs - used_bytes() + num_others * runner.spec.num_layers * GRAPH_LAYER_BYTES
 
 
 def make_runner(

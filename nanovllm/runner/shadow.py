@@ -56,7 +56,7 @@ def _unpacked_values(words: torch.Tensor, bits: int, head_dim: int) -> torch.Ten
 
 
 def _places(bits: int) -> torch.Tensor:
-    """Where the code of slice s and half h begins in its word: [s, h]."""
+    """The bit at which the code of slice s and half h begins in its word: [s, h]."""
     return torch.arange(0, 16, bits)[:, None] + torch.tensor([0, 16])
 
 

@@ -2,8 +2,8 @@
 
 Legend: see LayerStates in kernels/state_tensors.py.
 
-All copies are enqueued on the compute stream, in order with the steps. A state takes a millisecond to cross the link,
-and few steps move one.
+All copies between the two are enqueued on the compute stream, in order with the steps. A state crosses the link in a
+millisecond, and few steps move one.
 """
 
 from typing import NamedTuple
@@ -88,7 +88,7 @@ class StateMemory:
 
 
 def state_rows(plan: StepPlan, tensors: StepInputs) -> StateRows | None:
-    """How the sequences of a step use their states. None if no layer is recurrent."""
+    """The use of states by the sequences of a step; None if no layer is recurrent."""
     if tensors.states is None:
         return None
     saves = tuple(

@@ -110,12 +110,7 @@ class _Pass(NamedTuple):
 
 
 class StepRunner:
-    def __init__(
-        self,
-        model: CausalLM,
-        memory: KVMemory,
-        tp: TPGroup,
-    ) -> None:
+    def __init__(self, model: CausalLM, memory: KVMemory, tp: TPGroup) -> None:
         self.model, self.memory, self.spec, self.tp, self.device = model, memory, memory.spec, tp, memory.device
         self.graphs: GraphSet | None = None  # None: every step is launched kernel by kernel
         self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=self.device)  # by the last step

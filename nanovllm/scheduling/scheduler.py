@@ -39,7 +39,7 @@ class PlannedStep:
 
     def __init__(self, num_tokens: int, num_rows: int) -> None:
         self.budget, self.num_rows = num_tokens, num_rows  # left in this step: new tokens, tokens to sample
-        self.admits = True  # whether waiting sequences may start in it
+        self.admits = True  # waiting sequences may start in it
         self._placed: list[tuple[Sequence, int]] = []
         self._guesses: dict[int, Guesses] = {}  # by seq_id
 
@@ -257,8 +257,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of arrival
         self.sequences: dict[int, Sequence] = {}  # all unfinished ones
         self.num_preemptions = 0
-        self._has_new_document = False  # whether a long prompt has been computed since hits were last looked up
-        self.waits_for_masks = False  # whether the last plan left out a sequence for that reason
+        self._has_new_document = False  # a long prompt has been computed since hits were last looked up
+        self.waits_for_masks = False  # the last plan left out a sequence for that reason
         self._step = PlannedStep(0, 0)  # the one being planned
         self._load = load_of(0, 0)  # the step's load if all running sequences decode in it
         self._num_admissible = 0  # waiting sequences that this step could admit; guesses leave rows for them

@@ -125,7 +125,7 @@ class _MeasuredLine:
 
     def __init__(self) -> None:
         self._chunks: dict[int, deque[tuple[float, float]]] = defaultdict(_newest_chunks)  # by magnitude: work, time
-        self._line: ChunkLine | None = None  # of self._chunks; None: to be computed
+        self._line: ChunkLine | None = None  # fitted to self._chunks; None: to be computed
 
     def add(self, work: float, added_s: float) -> None:
         self._chunks[int(work).bit_length()].append((work, added_s))
@@ -215,7 +215,7 @@ class StepBound:
         self._has_long = self._is_paced = False  # a long prompt has a chunk; its chunk keeps the pace
         self._holds_long = False  # long prompts have to wait
         self._long_limit_s = self._streaming_s = 0.0  # time for chunks of long prompts, and to stream their keys
-        self._least_tokens = MIN_CHUNK_TOKENS  # of the first chunk
+        self._least_tokens = MIN_CHUNK_TOKENS  # the first chunk's minimum
 
     def begin_step(self, num_others: int, num_long: int, num_missing_tokens: int) -> None:
         """Begin to plan a step. `num_others`: answers and short prompts with work to do. `num_long`: long prompts.

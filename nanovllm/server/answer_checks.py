@@ -23,7 +23,7 @@ from nanovllm.server.metrics import Metrics
 
 TIES = {"float32": 0.002, "bfloat16": 0.25, "float16": 0.032}  # two units in the last place of a logit from 16 to 32
 MAX_QUEUE = 16  # answers that wait to be checked; while there are more, no others are drawn
-IDLE_S = 0.2  # for which the server must have had no answers
+IDLE_S = 0.2  # time without open answers before a check begins
 CACHE_SALT = "a check of an answer"
 
 

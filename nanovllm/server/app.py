@@ -23,7 +23,6 @@ from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs, TaggedJson
 from nanovllm.server.admission import Service, salted
 from nanovllm.server.answers import CompletionAnswer
-from nanovllm.server.call_formats import CallFormat, call_format_of
 from nanovllm.server.chat_answers import ChatAnswer, ChatForm
 from nanovllm.server.errors import (
     ANSWERS,
@@ -54,6 +53,7 @@ from nanovllm.server.protocol import (
     completion_params,
 )
 from nanovllm.server.responses import ResponsesAnswer, ResponsesRequest
+from nanovllm.server.tool_calls import CallFormat, call_format_of
 from nanovllm.text.request_check import Prompt, prompt_list
 
 _RENDERED_NAMES = ("messages", "conversations")  # the tokenizer itself passes these on to the template

@@ -15,9 +15,9 @@ from nanovllm.core.outputs import RequestOutput
 from nanovllm.request_stream import RequestUpdate
 from nanovllm.server.admission import Service
 from nanovllm.server.answers import Answer, PromptEntries, chat_logprobs
-from nanovllm.server.call_formats import CallFormat
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.tool_calls import (
+    CallFormat,
     Delta,
     ReasoningDelta,
     ReasoningSplitter,

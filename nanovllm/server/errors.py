@@ -39,7 +39,7 @@ ANTHROPIC_TYPES = {
 }
 CLOSING = (401, 408, 413, 503)  # the rest of the body is not read, or the server is about to end
 CLIENT_CLOSED_REQUEST = 499  # never received; it shows in logs
-_OF_CALLS = "structured_outputs.tagged_json"  # by which tool calls are checked
+_OF_CALLS = "structured_outputs.tagged_json"  # its name in errors about tool calls
 _BRANCH = re.compile(r"str|(list|dict)\[.*\]")  # pydantic adds this to an error's place in a union
 _LOGGERS = ("uvicorn.error", "uvicorn.asgi", "asyncio", "concurrent.futures")  # they log exceptions of requests
 _PARAM = re.compile(r"SamplingParams\.(\w+)")  # begins the message about a parameter

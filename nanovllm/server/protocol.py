@@ -32,8 +32,8 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, TaggedJson
-from nanovllm.server.call_formats import CallFormat
 from nanovllm.server.errors import ApiError
+from nanovllm.server.tool_calls import CallFormat
 
 COMPLETION_MAX_TOKENS = 16  # as OpenAI
 MAX_NAME_CHARS = 100  # as many of an unknown field's name are in the message

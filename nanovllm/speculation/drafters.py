@@ -61,7 +61,7 @@ class Drafter(Protocol):
 class Match(NamedTuple):
     """The longest suffix of a text that occurs earlier in it."""
 
-    num_tokens: int  # of the text
+    num_tokens: int  # the text's
     length: int = 0  # up to MAX_MATCH_TOKENS; 0 if it is below MIN_MATCH_TOKENS
     end: int = 0  # the position after the earlier occurrence
 

@@ -14,14 +14,14 @@ from nanovllm.speculation.drafters import DRAFTED, NO_GUESSES, Drafter, Guesses
 
 logger = logging.getLogger("nanovllm")
 
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0  # of a sequence that begins to guess; the weight is in guesses
-PRIORS = {"quote": 0.95, "shadow": 0.95}  # of the kinds of guesses that are nearly always right
-DECAY, COMMON_DECAY = 0.9, 0.98  # of the acceptance of a sequence and of all together
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0  # for a sequence that begins to guess; the weight is in guesses
+PRIORS = {"quote": 0.95, "shadow": 0.95}  # for the kinds of guesses that are nearly always right
+DECAY, COMMON_DECAY = 0.9, 0.98  # per pass, for the acceptance of a sequence and of all together
 MIN_GAIN = 1.02  # in tokens per second; less is within the error of the times
 REST_STEPS = 64  # from one trial of all resting sequences to the next
-MAX_REST_DOUBLINGS = 2  # of a rest, while trials fail without a right guess
+MAX_REST_DOUBLINGS = 2  # limit of the doublings of a rest, while trials fail without a right guess
 NUM_FEW = 4  # up to so many sequences, each begins with the prior acceptance; beyond, with that of all
-RECENT_DECAY = 0.8  # of what a sequence's passes have brought; each pass multiplies the weight of older ones by this
+RECENT_DECAY = 0.8  # each pass multiplies by this the weight of the sequence's older ones
 NUM_KNOWN_PASSES = 3  # the time of a pass is known after so many passes: the first one may be slow
 MAX_TRIAL_GUESSES = 4  # in each of these passes
 PASS_EXPIRY_STEPS = 2048  # times measured longer ago are forgotten
@@ -59,7 +59,7 @@ class StepTimes:
         self._drafts = drafts or DraftTimes()
         self._plain_s: dict[Load, deque[float]] = defaultdict(_newest_times)
         self._pass_s: dict[tuple[Load, int], deque[float]] = defaultdict(_newest_times)
-        self.num_steps = 0  # that have ended
+        self.num_steps = 0  # ended so far
         self._last_pass: dict[tuple[Load, int], int] = {}  # number of the newest step in _pass_s
         self._num_passes = 0  # with guesses, since a step without any was measured
         self._last_had_guesses: bool | None = None  # None: the step before was not a decode step
@@ -227,9 +227,9 @@ class _Answer:
 class _Pass(NamedTuple):
     """Guesses that are being verified."""
 
-    drafter: str  # whose they are
+    drafter: str  # its name
     num_known: int  # tokens of the sequence before them
-    seconds: float  # that the pass is expected to take
+    seconds: float  # expected duration of the pass
     kind: str
     proposed: dict[str, tuple[int, ...]]  # by kind: guesses that could have been made without drafts
 

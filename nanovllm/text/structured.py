@@ -37,7 +37,7 @@ from nanovllm.sampling_params import StructuredOutputs, TaggedJson, TaggedValue
 from nanovllm.utils.arithmetic import ceil_div
 
 MAX_GRAMMARS = 16  # compiled grammars in the cache
-MAX_RENEWALS = 4  # of one answer's automaton: each reads the answer again
+MAX_RENEWALS = 4  # limit for one answer's automaton: each renewal reads the answer again
 # llguidance's defaults would allow compilations and masks of seconds (tests/text/test_hostile_grammars.py).
 LIMITS: Mapping[str, Any] = {
     "max_grammar_size": 20_000,  # symbols; compilation is quadratic in the optional properties of an object

@@ -34,8 +34,7 @@ from nanovllm.core.kv_spec import StagingSizes
 from nanovllm.core.step_plan import KVMoves, SlotOffload
 from nanovllm.engine.setup import Internals
 from nanovllm.kvcache.transfer import offload_engine
-from nanovllm.kvcache.transfer.copy_runs import offload_runs
-from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
+from nanovllm.kvcache.transfer.offload_engine import OffloadEngine, offload_runs
 from nanovllm.kvcache.transfer.streams import CudaStreams, Event, Stream, make_streams
 from nanovllm.runner.cuda_graphs import capture_stream
 from nanovllm.runner.kv_memory import OffloadEngineFactory

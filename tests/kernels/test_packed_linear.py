@@ -18,7 +18,7 @@ from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers import moe
 from nanovllm.layers.moe import Experts
 from nanovllm.layers.packed_weight import PackedWeight, QuantizedWeight, unpacked_linear
-from nanovllm.models.quantized import quantize
+from nanovllm.models.loader import quantize
 
 pytestmark = needs_triton
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter truncates to bf16 where a GPU rounds

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from nanovllm.core.step_plan import SlotLoad, SlotOffload, StreamedGroup
-from nanovllm.kvcache.transfer.copy_runs import Run, join_runs, load_runs, offload_runs, staging_runs
+from nanovllm.kvcache.transfer.offload_engine import Run, join_runs, load_runs, offload_runs, staging_runs
 
 
 def test_blocks_that_are_neighbours_on_both_sides_are_one_run() -> None:

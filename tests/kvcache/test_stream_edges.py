@@ -29,8 +29,7 @@ from nanovllm.core.step_plan import KVMoves, StepPlan
 from nanovllm.cpu_attention.job import RowSpans, TokenSpan
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.transfer import offload_engine
-from nanovllm.kvcache.transfer.copy_runs import load_runs, offload_runs, staging_runs
-from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
+from nanovllm.kvcache.transfer.offload_engine import OffloadEngine, load_runs, offload_runs, staging_runs
 from nanovllm.kvcache.transfer.streams import Event
 
 NUM_LAYERS = 2

@@ -17,8 +17,7 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels.state_tensors import StateSave
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import build_model
-from nanovllm.models.quantized import quantize
+from nanovllm.models.loader import build_model, quantize
 
 PROMPT = random_prompt(150)
 TOLERANCE = 1e-4

@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.runner.inputs import build_inputs
-from nanovllm.runner.startup_memory import HISTORY_TOKENS, NUM_GROUPS, largest_steps, short_steps
+from nanovllm.runner.startup_steps import HISTORY_TOKENS, NUM_GROUPS, largest_steps, short_steps
 
 BLOCK = 256
 

@@ -16,7 +16,7 @@ from nanovllm.attention.backends.torch_backend import TorchBackend
 from nanovllm.attention.base import LibraryPlan
 from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
-from nanovllm.runner import cuda_graphs, startup_memory
+from nanovllm.runner import cuda_graphs, model_runner, startup_steps
 from nanovllm.runner.model_runner import ModelRunner
 
 GREEDY = SamplingRow()
@@ -100,7 +100,7 @@ def test_profile_memory_runs_everything_and_leaves_nothing(
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr("nanovllm.kernels.launch.compile_only", lambda server: nullcontext(lambda: False))
-    profile = startup_memory.profile_memory(runner, num_cpu_blocks, NUM_SEQS)
+    profile = model_runner.profile_memory(runner, num_cpu_blocks, NUM_SEQS)
     assert profile.used_bytes == 2**30 and profile.step_bytes == 2**20 and profile.graph_bytes > 0
     assert list(runner.phases.seconds) == ["weights", "KV cache", "kernels", "largest step", "graphs"]
     assert runner.graphs is None
@@ -114,9 +114,9 @@ def test_profile_memory_runs_everything_and_leaves_nothing(
 
 
 def test_product_rows_go_from_the_longest_step_down_to_two() -> None:
-    assert startup_memory.product_rows(16) == [16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2]
-    assert startup_memory.product_rows(1) == []
-    rows = startup_memory.product_rows(16_384)
+    assert startup_steps.product_rows(16) == [16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2]
+    assert startup_steps.product_rows(1) == []
+    rows = startup_steps.product_rows(16_384)
     assert rows[0] == 16_384 and rows[-1] == 2 and max(a / b for a, b in pairwise(rows[:-8])) <= 1.25
 
 

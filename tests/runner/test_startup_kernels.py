@@ -25,9 +25,9 @@ from nanovllm.core.step_plan import StepPlan
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KNOWN_TARGETS
 from nanovllm.kernels import launch
-from nanovllm.runner import startup_memory
+from nanovllm.runner import model_runner
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.startup_memory import largest_steps, short_steps
+from nanovllm.runner.startup_steps import largest_steps, short_steps
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_the_draft_head_launches_only_kernels_that_start_up_finds(
     sizes, options = KVCacheSizes(1, num_cpu_blocks, num_state_slots=1), {"speculation": "mtp"}
     with launching_runner(model, sizes, **options) as runner:
         monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
-        found = launched(lambda: startup_memory._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+        found = launched(lambda: model_runner._compile_kernels(runner, steps_of(runner), NUM_SEQS))
         runner.steps._sampled_ids = torch.full((8,), 2**40)
         needed = launched(lambda: runner.measure_drafts())
         assert len(needed) > 5 and set(needed) <= set(found)
@@ -130,7 +130,7 @@ def test_kernels_that_take_longest_to_compile_are_launched_first(
 ) -> None:
     """Regression: the variants for prefill came last, so that nothing else was left to compile beside them."""
     monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
-    found = launched(lambda: startup_memory._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+    found = launched(lambda: model_runner._compile_kernels(runner, steps_of(runner), NUM_SEQS))
     names = [kernel[0] for kernel in found]
     assert len(names) > 15
     assert {"_redraw_kernel", "_prefill_kernel"} <= set(names[: names.index("_rms_norm_kernel")])
@@ -150,7 +150,7 @@ def test_short_steps_are_launched_before_long_ones(runner: ModelRunner, monkeypa
     run = runner.launch
     monkeypatch.setattr(runner, "launch", note)
     monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
-    launched(lambda: startup_memory._compile_kernels(runner, longest, NUM_SEQS))
+    launched(lambda: model_runner._compile_kernels(runner, longest, NUM_SEQS))
     assert longest and lens[-1] == NUM_TOKENS and set(lens[:-1]) >= {2, 4, 8, 16}
 
 
@@ -162,7 +162,7 @@ def test_plans_that_every_long_prompt_needs_are_built_in_any_case(
     plans = [LibraryPlan(is_needed, partial(built.append, is_needed)) for is_needed in (True, False, True)]
     monkeypatch.setattr(runner, "library_plans", lambda: plans)
     monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: is_compiling))
-    launched(lambda: startup_memory._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+    launched(lambda: model_runner._compile_kernels(runner, steps_of(runner), NUM_SEQS))
     assert built == [True, False, True] if is_compiling else [True, True]
 
 
@@ -170,7 +170,7 @@ def test_nothing_is_launched_before_triton_is_prepared(runner: ModelRunner, monk
     events: list[str] = []
     prepared: Any = SimpleNamespace(wait=lambda: events.append("prepared"))
     monkeypatch.setattr(runner, "triton_start", prepared)
-    monkeypatch.setattr(startup_memory, "launch_sampler", lambda model: events.append("launched"))
+    monkeypatch.setattr(model_runner, "launch_sampler", lambda model: events.append("launched"))
     monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
-    launched(lambda: startup_memory._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+    launched(lambda: model_runner._compile_kernels(runner, steps_of(runner), NUM_SEQS))
     assert events == ["prepared", "launched"]

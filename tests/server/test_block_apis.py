@@ -11,12 +11,12 @@ import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.request_stream import RequestUpdate
-from nanovllm.server.call_formats import HERMES, LLAMA, QWEN_TAGS, CallFormat
 from nanovllm.server.chat_answers import Block, BlockAnswer, ChatAnswer, ChatForm
 from nanovllm.server.errors import ApiError, Refusal
 from nanovllm.server.messages import MessagesAnswer, MessagesRequest, _content
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.responses import ResponsesAnswer, ResponsesRequest
+from nanovllm.server.tool_calls import HERMES, LLAMA, QWEN_TAGS, CallFormat
 
 NOTE = "The passkey is 4711, says the old captain."
 QUESTION = f"{NOTE}\nThe passkey is"

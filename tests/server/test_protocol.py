@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
-from nanovllm.server.call_formats import HERMES, LLAMA
 from nanovllm.server.errors import ApiError
 from nanovllm.server.protocol import ChatRequest, CompletionRequest, call_constraint, chat_params, completion_params
+from nanovllm.server.tool_calls import HERMES, LLAMA
 
 FIELDS: dict[str, Any] = {
     "n": 2,

@@ -10,8 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
 
-from nanovllm.server.call_formats import HERMES, LLAMA, QWEN_TAGS, CallFormat, call_format_of
-from nanovllm.server.tool_calls import ReasoningSplitter, ToolCallDelta, ToolCallParser, make_parser
+from nanovllm.server.tool_calls import (
+    HERMES,
+    LLAMA,
+    QWEN_TAGS,
+    CallFormat,
+    ReasoningSplitter,
+    ToolCallDelta,
+    ToolCallParser,
+    call_format_of,
+    make_parser,
+)
 
 FORMATS = pytest.mark.parametrize("call_format", [HERMES, LLAMA], ids=["hermes", "llama"])
 CALL = '{"name": "weather", "arguments": {"city": "Zürich {\\"}"}}'

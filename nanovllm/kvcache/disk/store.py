@@ -43,20 +43,20 @@ from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DISK_HEADER_BYTES, KEY_B
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import format_bytes
 
-FORMAT = 2  # of the files, part of the fingerprint
+FORMAT = 2  # the files' format, part of the fingerprint
 FINGERPRINT_BYTES = 16
 PAUSE_S = 60.0  # without writing, after the disk was full or failed
-REFRESH_S = 2.0  # how often files of other processes are looked for
-EVICTED_SHARE = 0.05  # of the limit, which is freed at once, because finding the oldest files means listing all
+REFRESH_S = 2.0  # interval at which to look for files of other processes
+EVICTED_SHARE = 0.05  # share of the limit that is freed at once, because finding the oldest files means listing all
 _MAGIC = b"NANOVKV\n"
 _FIELDS = struct.Struct(f"<8sIQ{FINGERPRINT_BYTES}s{KEY_BYTES}s{KEY_BYTES}s16sI")
 _CHECKSUM_BYTES = 8
 _TOTAL = struct.Struct("<Q")
 _FOLDER = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
-_EXTENT = re.compile(r"((?:[0-9a-f]{2})+)\.kv")  # of any format, so that old ones are evicted
+_EXTENT = re.compile(r"((?:[0-9a-f]{2})+)\.kv")  # any format, so that old ones are evicted
 _TEMPORARY = re.compile(r"[0-9]+-[0-9]+\.tmp")
 _READ_BYTES = 8 * 2**20
-_MAX_PARTS = 512  # of one call of preadv or pwritev; Linux allows 1024
+_MAX_PARTS = 512  # in one call of preadv or pwritev; Linux allows 1024
 
 logger = logging.getLogger("nanovllm")
 
@@ -148,7 +148,7 @@ class DiskStore:
         self.num_evicted = 0
         self._known: set[bytes] = set()
         self._cannot_write_until: float = 0.0  # by time.monotonic
-        self._listed_mtime_ns = -1  # of the folder, when its files were last listed
+        self._listed_mtime_ns = -1  # the folder's mtime when its files were last listed
         self._lock = Lock(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -428,7 +428,7 @@ class StoredExtent(NamedTuple):
 
 class Listing(NamedTuple):
     extents: list[StoredExtent]
-    busy_bytes: int = 0  # of files that are being written
+    busy_bytes: int = 0  # size of files that are being written
 
     @property
     def num_bytes(self) -> int:

@@ -19,7 +19,7 @@ import mmap
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -46,7 +46,7 @@ CLEAN_INTERVAL_S = 0.05  # between two looks at them
 CLEANED_BLOCKS = 32  # written after one look
 MIN_SLOW_S = 0.25  # a load is not given up before
 HUNG_S = 10.0  # for an extent, where nothing is known about computing
-RATE_S = 60.0  # how long the rate of the last load is believed
+RATE_S = 60.0  # lifetime of the last load's rate; after that it is taken to be unknown
 _RANK_CELLS = 6  # see DiskBoard
 
 
@@ -134,12 +134,6 @@ class PromptTimes(Protocol):
         """The time to compute so many tokens of a prompt from `position` on; None if none was measured."""
 
 
-class Keys(Protocol):
-    """The extents on disk, as far as is known."""
-
-    def __contains__(self, key: object) -> bool: ...
-
-
 class _Loadable(NamedTuple):
     """The part of a prompt that a load would bring."""
 
@@ -162,7 +156,7 @@ class _Content(NamedTuple):
     """The content of a block."""
 
     version: int
-    used_s: float  # of the first extent; see Extent
+    used_s: float  # the first extent's; see Extent
     parent: bytes  # the key of the prefix before
     keys: tuple[bytes, ...]
 
@@ -170,7 +164,7 @@ class _Content(NamedTuple):
 class DiskTier:
     def __init__(
         self,
-        keys: Keys,
+        keys: Container[bytes],
         kv: KVCacheManager,
         board: DiskBoard,
         *,
@@ -182,9 +176,11 @@ class DiskTier:
         grain: int = DISK_GRAIN_TOKENS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`extent_bytes`, `state_bytes`: of one rank. `stores_prompts`: write prompts once they have been computed, and
-        not only what would be evicted. `least_prompt_s`: like `times.prompt_s`, a bound that holds before anything is
-        measured. `grain`: tokens of an extent. Starts to count the versions of `kv`'s blocks and snapshots.
+        """`keys`: the extents on disk, as far as is known. `extent_bytes`, `state_bytes`: of one rank.
+
+        `stores_prompts`: write prompts once they have been computed, and not only what would be evicted.
+        `least_prompt_s`: like `times.prompt_s`, a bound that holds before anything is measured. `grain`: tokens of an
+        extent. Starts to count the versions of `kv`'s blocks and snapshots.
         """
         self.keys, self.kv, self.board = keys, kv, board
         self.extent_bytes, self.state_bytes = extent_bytes, state_bytes
@@ -197,7 +193,7 @@ class DiskTier:
         self._waiting: deque[Sequence] = deque()  # for a load to begin
         self._load: _Load | None = None  # the one that the ranks work on
         self._ready: list[Sequence] = []  # sequences that wait for no load any more
-        self._epoch_s = time.time() - time.perf_counter()  # of the clock by which sequences arrive
+        self._epoch_s = time.time() - time.perf_counter()  # start of the clock by which sequences arrive
         self._num_loads = self._num_moves = 0
         self._last_load_s = self._clock()  # when the last load ended
         self._stores: list[Extent] = []

@@ -51,10 +51,10 @@ class KVCacheManager(ABC):
     each sequence that runs in the step. It may call preempt and free at any point between the two.
     """
 
-    cpu_split: FollowingSplit | None = None  # how missing keys are divided; None if the CPU attends to none
+    cpu_split: FollowingSplit | None = None  # divides missing keys; None if the CPU attends to none
     shadow: ShadowPages | None = None  # None: there is no shadow
     states: RecurrentStates | None = None  # None: no layer is recurrent
-    has_draft_head = False  # whether the checkpoint's draft head drafts
+    has_draft_head = False  # True if the checkpoint's draft head drafts
     pool: BlockPool
     block_size: int
     num_watermark_blocks: int
@@ -68,9 +68,12 @@ class KVCacheManager(ABC):
         if self.states is not None:
             self.states.begin_step()
 
-    @abstractmethod
     def num_known_tokens(self, seq: Sequence) -> int:
         """Count the tokens of a waiting sequence that would count as computed if it were admitted now."""
+        match = self.pool.match(seq)
+        if (resumption := self._resumption(seq, match)) is not None:
+            return resumption.num_tokens
+        return len(match.full_blocks) * self.block_size + match.num_partial_tokens
 
     @abstractmethod
     def can_admit(self, seq: Sequence) -> bool:
@@ -113,9 +116,11 @@ class KVCacheManager(ABC):
         """Return True if the shadow has keys of a running sequence."""
         return self.shadow is not None and self.shadow.has_pages(seq)
 
-    @abstractmethod
     def preempt(self, seq: Sequence) -> None:
-        """Take away a running sequence's room. If that loses tokens, num_computed_tokens is set back accordingly."""
+        """Take away a running sequence's blocks. It is computed again later, but for what can still be found then."""
+        self._pause(seq)
+        self.free(seq)
+        seq.num_computed_tokens = seq.num_registered_tokens = 0
 
     @abstractmethod
     def free(self, seq: Sequence) -> None:
@@ -129,10 +134,27 @@ class KVCacheManager(ABC):
         that the step copies from.
         """
 
+    def _num_blocks(self, num_tokens: int) -> int:
+        return ceil_div(num_tokens, self.block_size)
+
+    def _share_blocks(self, seq: Sequence, match: PrefixMatch) -> bool:
+        """Give a waiting sequence the whole blocks that match, or those with which it goes on where it was preempted.
+        Their tokens count as computed. Returns True in the second case.
+        """
+        resumption = self._resumption(seq, match)
+        seq.block_table.extend(match.full_blocks if resumption is None else resumption.block_ids)
+        for block_id in seq.block_table:
+            self.pool.retain(self.pool.blocks[block_id])
+        num_tokens = len(match.full_blocks) * self.block_size if resumption is None else resumption.num_tokens
+        seq.num_computed_tokens, seq.num_registered_tokens = num_tokens, num_tokens // self.block_size * self.block_size
+        return resumption is not None
+
     # -- states of recurrent layers ------------------------------------------------------------------------------
 
     def _admit_state(self, seq: Sequence, match: PrefixMatch, *, is_resumed: bool) -> None:
-        """Give a sequence that has just got its blocks the state after its computed tokens."""
+        """Count the hits of a sequence that has just got its blocks, and give it the state behind them."""
+        if seq.num_hit_tokens is None:
+            seq.num_hit_tokens = seq.num_computed_tokens
         if self.states is not None:
             prefix_id = None if is_resumed else match.prefix_id
             num_known = max(match.num_known_tokens, seq.num_disk_tokens)
@@ -150,8 +172,8 @@ class KVCacheManager(ABC):
         self.states.pause(seq, tail)
 
     def _resumption(self, seq: Sequence, match: PrefixMatch) -> Resumption | None:
-        """How a preempted sequence goes on where it was. None for others, if its state or a block is gone, and if
-        another sequence has computed more of the same tokens: then it can use that.
+        """Find the blocks with which a preempted sequence goes on where it was. None for other sequences, if its state
+        or a block is gone, and if the prefix cache has more of its tokens than it had computed itself.
         """
         paused = None if self.states is None else self.states.find_paused(seq)
         if paused is None or paused.num_tokens <= len(match.full_blocks) * self.block_size + match.num_partial_tokens:
@@ -205,7 +227,7 @@ class KVCacheManager(ABC):
         if not self.has_draft_head:
             return None
         start = seq.num_computed_tokens
-        pages = tuple(seq.block_table[: ceil_div(start + num_tokens, self.block_size)])
+        pages = tuple(seq.block_table[: self._num_blocks(start + num_tokens)])
         end = start + num_certain
         next_token = -1 if end == seq.num_tokens else seq.token_ids[end]
         return HeadStep(pages, next_token)
@@ -254,7 +276,7 @@ class KVCacheManager(ABC):
             if self._gpu_block(before) not in (-1, None):
                 first -= 1
                 pages = [page for page in pages if page != before.page]
-        block_ids = seq.block_table[first : ceil_div(end, self.block_size)]
+        block_ids = seq.block_table[first : self._num_blocks(end)]
         exact = [self._gpu_block(self.pool.blocks[block_id]) for block_id in block_ids]
         assert None not in exact, f"sequence {seq.seq_id} drafts in a step that loads its newest block"
         return DraftKeys(tuple(pages), tuple(block_id or 0 for block_id in exact), end - first * self.block_size)
@@ -270,7 +292,7 @@ class KVCacheManager(ABC):
         if not self.pool.has_room_for(seq, self.num_watermark_blocks):
             return None
         holder = copy.copy(seq)
-        num_blocks = ceil_div(num_tokens, self.block_size)
+        num_blocks = self._num_blocks(num_tokens)
         holder.block_table = list(self.pool.match(seq).whole_blocks[:num_blocks])
         holder.num_registered_tokens = len(holder.block_table) * self.block_size
         for block_id in holder.block_table:
@@ -335,9 +357,6 @@ class BlockManager(KVCacheManager):
         self.pool = BlockPool(blocks, block_size, block_size, enable_prefix_caching, snapshots=snapshots)
         self.num_watermark_blocks = int(watermark * num_blocks)
 
-    def _num_blocks(self, num_tokens: int) -> int:
-        return ceil_div(num_tokens, self.block_size)
-
     def check_fits(self, seq: Sequence) -> None:
         needed, have = self._num_blocks(seq.max_kv_tokens), len(self.pool.blocks)
         if needed > have:
@@ -347,27 +366,14 @@ class BlockManager(KVCacheManager):
                 "raise gpu_memory_utilization or num_kvcache_blocks, or use enable_cpu_offload=True"
             )
 
-    def num_known_tokens(self, seq: Sequence) -> int:
-        match = self.pool.match(seq)
-        resumption = self._resumption(seq, match)
-        return len(match.full_blocks) * self.block_size if resumption is None else resumption.num_tokens
-
     def can_admit(self, seq: Sequence) -> bool:
         return self.pool.has_room_for(seq, self.num_watermark_blocks)
 
     def admit(self, seq: Sequence) -> None:
         assert not seq.block_table, f"sequence {seq.seq_id} already holds blocks"
         match = self.pool.match(seq)
-        resumption = self._resumption(seq, match)
-        for block_id in match.full_blocks if resumption is None else resumption.block_ids:
-            self.pool.retain(self.pool.blocks[block_id])
-            seq.block_table.append(block_id)
-        num_tokens = len(match.full_blocks) * self.block_size if resumption is None else resumption.num_tokens
-        seq.num_computed_tokens = num_tokens
-        seq.num_registered_tokens = num_tokens // self.block_size * self.block_size
-        if seq.num_hit_tokens is None:
-            seq.num_hit_tokens = seq.num_computed_tokens
-        self._admit_state(seq, match, is_resumed=resumption is not None)
+        is_resumed = self._share_blocks(seq, match)
+        self._admit_state(seq, match, is_resumed=is_resumed)
         self._grow(seq, seq.num_tokens)
 
     def _grow(self, seq: Sequence, num_tokens: int) -> None:
@@ -384,11 +390,6 @@ class BlockManager(KVCacheManager):
 
     def accept(self, seq: Sequence) -> None:
         seq.num_computed_tokens += 1
-
-    def preempt(self, seq: Sequence) -> None:
-        self._pause(seq)
-        self.free(seq)
-        seq.num_computed_tokens = seq.num_registered_tokens = 0
 
     def free(self, seq: Sequence) -> None:
         if not seq.block_table:

@@ -6,7 +6,7 @@ content and its hashes, and the prefix index still finds it. Free blocks are all
 two exceptions:
 - A spare block is allocated before all others, because evicting it loses nothing: it holds no whole grain, or another
   block holds the same grains.
-- A long chunk gets contiguous blocks where possible, because they are copied faster (copy_runs.py).
+- A long chunk gets contiguous blocks where possible, because they are copied faster (Run in offload_engine.py).
 """
 
 import itertools
@@ -39,7 +39,7 @@ class Block:
     token_ids: TokenIds = field(default_factory=lambda: array("q"))
     grain_hashes: list[int] = field(default_factory=list)
     prefix_ids: list[int] = field(default_factory=list)
-    page: int = -1  # of the shadow; -1: none
+    page: int = -1  # its page of the shadow; -1: none
     tail_of: int = -1  # seq_id of a preempted sequence that can go on behind its tokens; -1: none
 
     @property
@@ -64,7 +64,7 @@ class PrefixMatch:
     full_blocks: tuple[int, ...] = ()
     partial_block: int | None = None
     num_partial_tokens: int = 0
-    prefix_id: int | None = None  # of all matching tokens, whose snapshot there is
+    prefix_id: int | None = None  # id of the whole match, which has a snapshot
     # With recurrent layers, also what matches behind the last snapshot
     known_blocks: tuple[int, ...] = ()  # whole ones
     num_known_tokens: int = 0
@@ -83,7 +83,7 @@ class _Search(NamedTuple):
     match: PrefixMatch
     block_ids: frozenset[int]  # the matching blocks
     next_hash: int | None  # hash of the first grain that no block holds
-    version: int  # of the snapshots
+    version: int  # the snapshots' version
 
 
 class PrefixIndex:
@@ -382,7 +382,7 @@ class BlockPool:
         # The free blocks: spare ones, and those whose content a prompt could still match. In both, the block to
         # allocate next comes first. A plain dict would be slow: finding its first key has to skip every key that was
         # deleted before it.
-        self.versions: np.ndarray | None = None  # how often each block was allocated; None: nobody asks
+        self.versions: np.ndarray | None = None  # the number of allocations of each block; None: nobody asks
         self.spare_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(len(blocks)))
         self.cached_ids: OrderedDict[int, None] = OrderedDict()
 
@@ -419,7 +419,7 @@ class BlockPool:
         return [self.blocks[block_id] for block_id in sorted(ids)]
 
     def _choose_contiguous(self, count: int) -> list[int]:
-        """Choose from the longest contiguous ranges, so that few copies move the chunk (copy_runs.py)."""
+        """Choose from the longest contiguous ranges, so that few copies move the chunk (Run in offload_engine.py)."""
         num_older = len(self.cached_ids) - len(self.cached_ids) // PROTECTED_SHARE
         older = itertools.islice(self.cached_ids, max(num_older, count - len(self.spare_ids)))
         # Search the spare blocks from the end: blocks that were never used are there, in long contiguous ranges.

@@ -31,7 +31,6 @@ from nanovllm.kvcache.policy.missing_keys import MissingKeys, divide_missing
 from nanovllm.kvcache.policy.shadow_pages import ShadowPages
 from nanovllm.kvcache.policy.states import RecurrentStates
 from nanovllm.kvcache.policy.step_slots import HybridBlock, SlotRing, StepSlots
-from nanovllm.utils.arithmetic import ceil_div
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -159,13 +158,10 @@ class HybridKVCacheManager(KVCacheManager):
         self._running: dict[int, Sequence] = {}  # by seq_id
         self._slotless_ids: set[int] = set()  # running sequences that need a slot for their next token and hold none
         self._copy_sources: list[HybridBlock] = []
-        self._page_copies: list[PageCopy] = []  # of the step
+        self._page_copies: list[PageCopy] = []  # the step's
         self._last_moves = KVMoves()  # for display
         # seq_id -> (block that holds the matched start of the sequence's first new block, number of matched tokens)
         self._prefix_sources: dict[int, tuple[HybridBlock, int]] = {}
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return ceil_div(num_tokens, self.block_size)
 
     # -- which block is where ------------------------------------------------------------------------------------
 
@@ -194,13 +190,6 @@ class HybridKVCacheManager(KVCacheManager):
         self._page_copies.clear()
         self._slotless_ids = {seq.seq_id for seq in running if seq.num_computed_tokens % self.block_size == 0}
 
-    def num_known_tokens(self, seq: Sequence) -> int:
-        match = self.pool.match(seq)
-        resumption = self._resumption(seq, match)
-        if resumption is not None:
-            return resumption.num_tokens
-        return len(match.full_blocks) * self.block_size + match.num_partial_tokens
-
     def can_admit(self, seq: Sequence) -> bool:
         if self._num_available_slots(seq) < 1:
             return False
@@ -216,24 +205,16 @@ class HybridKVCacheManager(KVCacheManager):
 
     def admit(self, seq: Sequence) -> None:
         match = self._usable_match(seq)
-        resumption = self._resumption(seq, match)
-        for block_id in match.full_blocks if resumption is None else resumption.block_ids:
-            block = self.blocks[block_id]
-            self.pool.retain(block)
-            self.slots.add_running_owner(block)
-            seq.block_table.append(block_id)
-        num_tokens = len(match.full_blocks) * self.block_size if resumption is None else resumption.num_tokens
-        seq.num_computed_tokens = num_tokens
-        seq.num_registered_tokens = num_tokens // self.block_size * self.block_size
-        if match.partial_block is not None and resumption is None:
+        is_resumed = self._share_blocks(seq, match)
+        for block_id in seq.block_table:
+            self.slots.add_running_owner(self.blocks[block_id])
+        if match.partial_block is not None and not is_resumed:
             source = self.blocks[match.partial_block]
             self.pool.retain(source)  # until finish_step
             self._copy_sources.append(source)
             self._prefix_sources[seq.seq_id] = source, match.num_partial_tokens
             seq.num_computed_tokens += match.num_partial_tokens
-        if seq.num_hit_tokens is None:
-            seq.num_hit_tokens = seq.num_computed_tokens
-        self._admit_state(seq, match, is_resumed=resumption is not None)
+        self._admit_state(seq, match, is_resumed=is_resumed)
         self._grow(seq, seq.num_tokens)
         self._running[seq.seq_id] = seq
 
@@ -321,9 +302,7 @@ class HybridKVCacheManager(KVCacheManager):
 
     def preempt(self, seq: Sequence) -> None:
         self._slotless_ids.discard(seq.seq_id)
-        self._pause(seq)
-        self.free(seq)
-        seq.num_computed_tokens = seq.num_registered_tokens = 0
+        super().preempt(seq)
 
     def free(self, seq: Sequence) -> None:
         if not seq.block_table:

@@ -1,4 +1,4 @@
-"""RecurrentStates: where the states of recurrent layers are. Snapshots: those that are kept for later prompts.
+"""RecurrentStates: the places of the states of recurrent layers. Snapshots: states that are kept for later prompts.
 
 A running sequence has a slot on the GPU, in which every step leaves its newest state. Attention can go on anywhere in a
 known text, but a recurrent layer needs the state there. So some states are copied to snapshots in CPU memory, and a
@@ -28,13 +28,16 @@ from nanovllm.utils.arithmetic import ceil_div
 
 
 class Snapshots:
-    """Which snapshot holds the state after which prefix, least recently used first. `version` counts changes."""
+    """The snapshots by prefix, least recently used first: each holds the state after its prefix.
+
+    `version` counts changes.
+    """
 
     def __init__(self, count: int) -> None:
         self.count, self.version = count, 0
-        self.versions: np.ndarray | None = None  # how often each was given a state; None: nobody asks
+        self.versions: np.ndarray | None = None  # number of states that each was given; None: nobody asks
         self._unused = list(reversed(range(count)))
-        self._held: set[int] = set()  # those that are being loaded from disk
+        self._held: set[int] = set()  # snapshots that are being loaded from disk
         self._by_prefix: OrderedDict[int, int] = OrderedDict()  # prefix id -> snapshot
 
     def __contains__(self, prefix_id: int) -> bool:
@@ -109,7 +112,7 @@ class Paused(NamedTuple):
     """A preempted sequence that can go on where it was, as long as its K and V and its snapshot are there."""
 
     num_tokens: int  # computed
-    num_state_tokens: int  # that the state covers; the others were guesses, and are pending
+    num_state_tokens: int  # tokens that the state covers; the others were guesses, and are pending
     tail_block: int  # the block of the last tokens if it is not full; -1: it is
 
 
@@ -118,7 +121,7 @@ class _Held:
     """The slot of a running sequence."""
 
     slot: int
-    num_tokens: int  # that the state in the slot covers, once all planned steps have run
+    num_tokens: int  # tokens that the state in the slot covers, once all planned steps have run
     load: int = -1  # the snapshot to start from
     save_points: list[int] = field(default_factory=list)  # numbers of tokens, ascending
 
@@ -169,7 +172,7 @@ class RecurrentStates:
         self._flushes.append(StateFlush(held.slot, self.snapshots.add(_pause_key(seq))))
 
     def find_paused(self, seq: Sequence) -> Paused | None:
-        """How to resume a waiting sequence, if it was preempted and its state is still there."""
+        """Find the rest of a waiting sequence that was preempted; None if its state is gone."""
         return self._paused.get(seq.seq_id) if _pause_key(seq) in self.snapshots else None
 
     def forget_paused(self, seq: Sequence) -> Paused | None:

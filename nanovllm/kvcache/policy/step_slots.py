@@ -58,7 +58,7 @@ class SlotRing:
     - pinned: it holds a block that must not be evicted.
 
     Block i prefers slot i % num_slots, its home. Blocks that are contiguous in CPU memory therefore tend to be
-    contiguous on the GPU too, and one copy can move them (copy_runs.py).
+    contiguous on the GPU too, and one copy can move them (Run in offload_engine.py).
     """
 
     def __init__(self, num_slots: int) -> None:

@@ -72,7 +72,7 @@ class CpuAttention:
         host = (q, out, torch.zeros(num_heads * max_rows))
         self._host_rows = _Rows(*(rows.pin_memory() if is_pinned else rows for rows in host))
         self._device_rows = _Rows(*(streams.on_device(rows) for rows in self._host_rows))
-        self._jobs: deque[tuple[AttentionJob, Event]] = deque()  # those that may still be running
+        self._jobs: deque[tuple[AttentionJob, Event]] = deque()  # jobs that may still be running
         self._last_job: tuple[tuple[CpuRows, float, int], AttentionJob] | None = None  # with make_job's arguments
 
     @property

@@ -50,11 +50,11 @@ from nanovllm.kvcache.disk.tier import DiskBoard
 from nanovllm.kvcache.transfer.pinned_memory import HostBuffer
 from nanovllm.kvcache.transfer.streams import Event, Stream, Streams
 
-CLOSE_S = 5.0  # how long `close` waits for what is still to be written
+CLOSE_S = 5.0  # time that `close` gives extents that are still to be written
 POLL_S = 0.5e-3
 WRITER_NICENESS = 15
 MAX_STORES = 8192  # extents that wait to be written; more are dropped
-_HASHED_WORDS = 2**22  # of 4 bytes, of a weight on the GPU, that become one number
+_HASHED_WORDS = 2**22  # words of 4 bytes that are folded into one number, for weights on the GPU
 
 logger = logging.getLogger("nanovllm")
 
@@ -175,7 +175,7 @@ class DiskWorker:
         self._loads: deque[_Submitted] = deque()
         self._num_to_store = 0
         self._close_at_s: float | None = None  # by time.monotonic; None: not yet
-        self._byte_per_s = 0.0  # of reading
+        self._byte_per_s = 0.0  # rate of reading
         self._write_s = 0.0
         self.num_stored_bytes = self.num_loaded_bytes = self.num_misses = self.num_dropped = 0
         self._readers = ThreadPoolExecutor(NUM_READERS, "nanovllm-disk-read")

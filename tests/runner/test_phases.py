@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from nanovllm.utils.phases import Phases
+from nanovllm.runner.model_runner import Phases
 
 
 def test_phases_add_up_in_order_and_count_what_was_raised() -> None:
