@@ -248,7 +248,8 @@ def _warm_up_products(model: CausalLM, num_tokens: int) -> Iterator[None]:
     cuBLAS chooses a kernel by the number of rows, and loads it when it is first used, which takes 15 to 140 ms.
     """
     head = model.lm_head.weight
-    given = [getattr(module, "weight", None) for module in model.model.layers.modules()]
+    layers = (model.model.layers, model.mtp)
+    given = [getattr(module, "weight", None) for part in layers if part is not None for module in part.modules()]
     of_shape = {tuple(weight.shape): weight for weight in given if weight is not None and len(weight.shape) == 2}
     weights = list(of_shape.values())
     has_ended = threading.Event()
