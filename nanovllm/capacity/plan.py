@@ -158,8 +158,8 @@ class CapacityPlan:
             by_limit |= {"the slots": self.num_gpu_blocks, "the CPU pool": self.num_cpu_blocks // each}
         else:
             by_limit |= {"the KV cache": self.num_gpu_blocks // each}
-        if self.num_state_slots:
-            by_limit["the state slots"] = max_stateful_seqs(self.config, self.num_state_slots)
+        if self.spec.states is not None:
+            by_limit["the state slots"] = max_stateful_seqs(self.config, self.spec.states, self.num_state_slots)
         limit = min(by_limit, key=by_limit.__getitem__)
         return Capacity(by_limit[limit], limit)
 
@@ -531,7 +531,7 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
 def _states_remark(plan: CapacityPlan) -> str:
     if plan.spec.states is None:
         return ""
-    num_seqs = max_stateful_seqs(plan.config, plan.num_state_slots)
+    num_seqs = max_stateful_seqs(plan.config, plan.spec.states, plan.num_state_slots)
     return f"of {num_seqs} sequence{'s' * (num_seqs > 1)}, {format_bytes(plan.spec.states.slot_bytes)} each"
 
 

@@ -103,7 +103,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     report = executor.runner.start_report()
     scheduler = Scheduler(
         kv,
-        max_num_seqs=_max_num_seqs(setup.config, sizes),
+        max_num_seqs=_max_num_seqs(setup.config, setup.plan.spec, sizes),
         max_num_batched_tokens=setup.config.max_num_batched_tokens,
         chunked_prefill=setup.config.chunked_prefill,
         eos_token_ids=tuple(end_token_ids),
@@ -162,11 +162,11 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
     return replace(sizes, num_snapshots=plan.num_snapshots)
 
 
-def _max_num_seqs(config: Config, sizes: KVCacheSizes) -> int:
+def _max_num_seqs(config: Config, spec: KVCacheSpec, sizes: KVCacheSizes) -> int:
     """The most sequences that run together: each needs a slot for its state if the model keeps one."""
-    if not sizes.num_state_slots:
+    if spec.states is None:
         return config.max_num_seqs
-    return min(config.max_num_seqs, max_stateful_seqs(config, sizes.num_state_slots))
+    return min(config.max_num_seqs, max_stateful_seqs(config, spec.states, sizes.num_state_slots))
 
 
 def _make_speculator(

@@ -110,7 +110,9 @@ def test_plan_states_of_qwen35_by_hand() -> None:
     assert plan.num_snapshots == 4 * GIB // state and plan.snapshot_bytes <= 4 * GIB
     assert hybrid_plan(max_num_seqs=8, enable_prefix_caching=False).num_snapshots == 0
     pending = 24 * 15 * (8192 + 2 * 32) * 2
-    assert hybrid_plan(max_num_seqs=8, speculation="prompt_lookup").state_bytes == (1 + 8 + 2) * (state + pending)
+    assert hybrid_plan(max_num_seqs=8, speculation="prompt_lookup").state_bytes == (1 + 8 + 1) * (state + pending)
+    drafting = hybrid_plan(max_num_seqs=8, speculation="resident", enable_cpu_offload=True)
+    assert drafting.state_bytes == (1 + 8 + 2) * (state + pending) and drafting.capacity(256).num_sequences == 8
     halves = hybrid_plan(max_num_seqs=8, tensor_parallel_size=2)
     assert (halves.state_bytes, halves.snapshot_bytes) == (5 * state, 2 * halves.num_snapshots * state // 2)
     few_keys, many_keys = (hybrid_plan(max_model_len=n).memory_decode_tok_per_s for n in (1, 100_000))
@@ -128,6 +130,7 @@ def test_plan_draft_head_of_qwen35_by_hand() -> None:
     kept = (1 + 15) * 4096 * 2
     guessing = hybrid_plan(max_num_seqs=8, speculation="prompt_lookup")
     assert plan.state_bytes - guessing.state_bytes == plan.num_state_slots * kept
+    assert plan.num_state_slots == 1 + 8 + 1  # its drafts need none
     assert plan.num_snapshots == guessing.num_snapshots
     offload: dict[str, Any] = {"enable_cpu_offload": True, "num_cpu_blocks": 1000, "num_gpu_blocks": 8}
     for speculation in ("mtp", "auto"):
