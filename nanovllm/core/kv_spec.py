@@ -125,7 +125,9 @@ def dtype_name(config: Config, model: ModelConfig) -> str:
 
 
 def uses_draft_head(config: Config, model: ModelConfig) -> bool:
-    """Return True if the checkpoint's draft head is loaded. Blocks from disk lack its K and V."""
+    """Return True if the checkpoint's draft head is loaded. Blocks from disk lack its K and V. Where "auto" leaves it
+    out for lack of memory, the plan's model has none.
+    """
     return config.speculation == "mtp" or (
         config.speculation == "auto" and model.has_mtp and config.kv_disk_path is None
     )

@@ -119,7 +119,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
             together = (split.link_byte_per_s + split.cpu_byte_per_s) * plan.config.tensor_parallel_size
         machine = plan.machine.with_link(report.link_byte_per_s, "measured")
         machine = replace(machine, cpu_byte_per_s=together, cpu_source="measured, the link and the CPU together")
-        plan = make_plan(plan.config, plan.model, machine, sizes=sizes, staging=plan.spec.staging)
+        plan = make_plan(plan.config, setup.model_config, machine, sizes=sizes, staging=plan.spec.staging)
         logger.info("%s", plan_table(plan))
         setup = replace(setup, plan=plan)
     return Engine(setup, executor, scheduler, sizes, report)

@@ -1,5 +1,7 @@
 """Drafts of the checkpoint's draft head are those of a plain one, and they change no token, whatever its weights."""
 
+import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -194,6 +196,15 @@ def test_auto_knows_the_head(helper: Reference, num_gpu_blocks: int | None) -> N
         assert [drafter.name for drafter in llm.scheduler.speculator.drafters] == ["prompt_lookup", "mtp"]
         assert llm.scheduler.speculator.times._drafts.base_s > 0
         llm.answer_and_check(PROMPTS, max_tokens=6)
+
+
+def test_auto_does_without_a_head_whose_keys_take_too_much(helper: Reference, caplog: pytest.LogCaptureFixture) -> None:
+    options = cache_options(2) | {"speculation": "auto", "gpu_memory_utilization": 1e-6}
+    with caplog.at_level(logging.INFO, "nanovllm"), CheckedLLM(helper, **options) as llm:
+        assert [drafter.name for drafter in llm.scheduler.speculator.drafters] == ["prompt_lookup", "resident"]
+        assert llm.runner.model.mtp is None and llm.runner.memory.draft_head is None
+        assert re.search("draft head +left out +its K and V would take 2.50 MiB", caplog.text)
+        llm.answer_and_check(PROMPTS[1:3], max_tokens=4)
 
 
 @SLOW
