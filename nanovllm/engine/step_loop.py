@@ -226,7 +226,8 @@ class StepLoop:
             if receiver is None:
                 continue  # aborted while the step ran
             content = receiver.outbox.content
-            if step.num_tokens == step.num_sampled:
+            is_prompt = step.position < step.num_prompt_tokens  # its last token may be in a step of its own
+            if step.num_tokens == step.num_sampled and not is_prompt:
                 num_tokens = num_new.get(step.seq_id, 0)
                 content.num_decode_tokens += num_tokens
                 self._num_decode_tokens += num_tokens
