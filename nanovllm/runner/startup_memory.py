@@ -209,6 +209,12 @@ def _compile_kernels(runner: MeasuredRunner, steps: Sequence[StepPlan], most_gpu
         group_blocks=runner.spec.staging_group_blocks if runner.memory.offload is not None else 0,
     )
     num_tokens = max(seq.num_tokens for plan in steps for seq in plan.sequences)
+    if runner.model.config.experts is not None:  # the more tokens, the larger the tiles
+        chunks = [
+            _sequences((1 << i,), runner.max_model_len, runner.spec.block_size)
+            for i in range(5, num_tokens.bit_length())
+        ]
+        short += [StepPlan(sequences, KVMoves()) for sequences in chunks]
     with (
         runner.phases("kernels"),
         torch.inference_mode(),
