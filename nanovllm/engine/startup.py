@@ -142,12 +142,15 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
             useful = max(2, min(useful, num_cpu_blocks))
         num_bytes, room = executor.call(Runner.measure_kv_room, num_cpu_blocks, given or useful)
         sizes = divide_memory(config, spec, num_bytes, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)
-        num_bytes -= spec.draft_bytes(num_cpu_blocks)
+        draft_bytes = spec.draft_bytes(num_cpu_blocks)
+        num_bytes -= draft_bytes
         if spec.states is not None:
             num_bytes -= sizes.num_state_slots * spec.states.slot_bytes
         fitting = max(0, num_bytes) // spec.block_bytes if given else sizes.num_gpu_blocks
         if fitting < max(given, least):
             lower = f"lower {name} to {fitting}" if fitting >= least else "lower kvcache_block_size"
+            if draft_bytes:
+                lower += f", use a smaller CPU pool, for which the draft head takes {format_bytes(draft_bytes)} of that"
             raise ConfigError(
                 f"there is no room for {name}={max(given, least)} blocks of "
                 f"{format_bytes(spec.block_bytes)}: {room}; {lower}, lower max_num_batched_tokens or "

@@ -239,9 +239,11 @@ def test_auto_does_without_the_head_if_blocks_come_from_disk(helper: Reference, 
         assert llm.runner.model.mtp is None
 
 
-def test_what_has_no_head_is_refused(tmp_path: Path, stranger: Reference) -> None:
+def test_a_head_that_is_missing_or_does_not_fit_is_refused(tmp_path: Path, stranger: Reference) -> None:
     without = write_tiny_model(tmp_path, "qwen3_5", num_layers=4)
     with pytest.raises(ConfigError, match=r"speculation='mtp' drafts with the head .* which .* does not have"):
         LLM(str(without), device="cpu", speculation="mtp")
     with pytest.raises(ConfigError, match="speculation='mtp' needs the draft head's own K and V, which kv_disk_path"):
         LLM(str(stranger.directory), device="cpu", speculation="mtp", kv_disk_path="x")
+    with pytest.raises(ConfigError, match=r"no room for num_gpu_blocks=2 .*smaller CPU pool.* head takes 2\.50 MiB"):
+        LLM(str(stranger.directory), device="cpu", **OFFLOAD, **MTP, gpu_memory_utilization=1e-6)
