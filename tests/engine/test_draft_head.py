@@ -102,6 +102,8 @@ def test_guesses_may_follow_the_last_token_of_a_prompt(helper: Reference) -> Non
     with GuessingLLM(helper, **ALL_GPU, max_num_batched_tokens=40) as llm:
         llm.answer_and_check_guesses([random_prompt(41)], max_tokens=6)
         assert llm.plans[1].sequences[0].position == 40 and llm.plans[1].draft_rows()
+        stats = llm.stats()
+        assert (stats["num_prefill_tokens"], stats["num_decode_tokens"]) == (41, 5)
 
 
 @pytest.mark.parametrize("num_gpu_blocks", [None, pytest.param(2, marks=SLOW)])
