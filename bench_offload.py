@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--cpu-memory-gb", type=float, help="size of the CPU pool in GiB; default: what the runs need")
     parser.add_argument(
         "--speculation",
-        choices=("resident", "shadow", "prompt_lookup"),
+        choices=("resident", "shadow", "mtp", "prompt_lookup"),
         help="measure decode with guesses instead, by an oracle whose guesses cost as much as this drafter's; "
         "--num-gpu-blocks 0: all on the GPU",
     )

@@ -95,7 +95,7 @@ def model_of_length(model: str, max_model_len: int) -> str:
         return model
     data = json.loads(presets()[model].read_text())
     if config.max_model_len_limit < max_model_len:
-        data["max_position_embeddings"] = max_model_len
+        data.get("text_config", data)["max_position_embeddings"] = max_model_len
     copy = Path(tempfile.mkdtemp(prefix=f"{model}-"))
     (copy / "config.json").write_text(json.dumps(data))
     return str(copy)

@@ -1,10 +1,10 @@
 """Decode against the share of right guesses: `bench_offload.py --speculation` measures it.
 
 Random weights say nothing about how often guesses are right, so an oracle guesses. It knows the answer, because the
-same engine has given it before without guesses, and errs with a given probability. With `resident` and `shadow` every
-guess also costs the draft that it would have taken; with `prompt_lookup` guesses are free. How many there are, the
-engine decides as always. To make the answer robust against rounding, the embedding is scaled up until the model repeats
-its last token, which changes no shape and no work.
+same engine has given it before without guesses, and errs with a given probability. With `resident`, `shadow` and `mtp`
+every guess also costs the draft that it would have taken, and a draft head follows all steps; with `prompt_lookup`
+guesses are free. How many there are, the engine decides as always. To make the answer robust against rounding, the
+embedding is scaled up until the model repeats its last token, which changes no shape and no work.
 """
 
 import argparse

@@ -200,8 +200,9 @@ class Config:
         help="guess the next tokens and verify all guesses in one step, which changes no token; prompt_lookup: what "
         "followed the same words before in prompt or answer; resident: the model over the keys on the GPU, with CPU "
         "offload; shadow: the model over a copy of all keys in 2 to 4 bits on the GPU; mtp: the checkpoint's draft "
-        "head, where it has one; auto: prompt_lookup and mtp, or else, with CPU offload, shadow where it takes a "
-        "quarter of the memory or less, else resident, whichever gains more; off: never",
+        "head, where it has one; auto: prompt_lookup and mtp or, without a draft head and with CPU offload, "
+        "shadow or else resident, whichever gains more; with CPU offload it uses mtp and shadow only where they take a "
+        "quarter of the memory or less; off: never",
         group=_SCHEDULING,
         choices=SPECULATION,
     )

@@ -18,6 +18,7 @@ from benchmarks.common import Ceilings, greedy, lengths_after_short_warm_up, ran
 from benchmarks.targets import JOBS, TARGETS, Job, Target
 from nanovllm import LLM, SamplingParams
 from nanovllm.capacity.plan_check import check_plan
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.core.sequence import Sequence
 from nanovllm.speculation.drafters import Guesses
 
@@ -57,10 +58,15 @@ def arguments(model: str, **options: Any) -> argparse.Namespace:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("made")
-@pytest.mark.parametrize(("drafter", "num_gpu_blocks"), [("resident", 3), ("shadow", 3), ("prompt_lookup", 0)])
+@pytest.mark.parametrize(
+    ("drafter", "num_gpu_blocks"), [("resident", 3), ("shadow", 3), ("mtp", 3), ("mtp", 0), ("prompt_lookup", 0)]
+)
 def test_bench_speculation_the_oracle_changes_no_token(
-    model: str, drafter: str, num_gpu_blocks: int, monkeypatch: pytest.MonkeyPatch
+    model: str, drafter: str, num_gpu_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if drafter == "mtp":
+        sizes: dict[str, Any] = {"num_layers": 4, "max_position_embeddings": CONTEXT, "with_mtp": True}
+        model = str(write_tiny_model(tmp_path, "qwen3_5", **sizes))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     args = arguments(model, speculation=drafter, num_gpu_blocks=num_gpu_blocks, decode_tokens=6, cpu_attention="auto")
     args.max_model_len, args.num_speculative_tokens, args.shadow_bits = CONTEXT, 15, 4
@@ -74,6 +80,15 @@ def test_bench_speculation_the_oracle_changes_no_token(
     assert [point["acceptance"] for point in result["points"]] == list(speculation.ACCEPTANCES)
     assert all(point["decode_tok_per_s"] > 0 for point in result["points"])
     assert result["plain_tok_per_s"] > 0 and ("bound_tok_per_s" in result) == (num_gpu_blocks > 0)
+    costs_drafts = drafter != "prompt_lookup"
+    assert all((point["draft_s"] > 0) == costs_drafts for point in result["points"])
+
+
+def test_presets_of_any_length() -> None:
+    """Regression: the context of a preset whose text part is nested stayed as it was."""
+    for preset in ("qwen3-0.6b", "qwen3.5-9b"):
+        config, _ = ModelConfig.from_pretrained(common.model_of_length(preset, 500_000))
+        assert config.max_model_len_limit == 500_000
 
 
 @pytest.mark.parametrize("task", trained_model.TASKS)

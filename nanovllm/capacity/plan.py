@@ -24,9 +24,8 @@ from nanovllm.core.kv_spec import (
     StagingSizes,
     kv_cache_spec,
     max_stateful_seqs,
-    uses_draft_head,
 )
-from nanovllm.core.shadow_spec import ShadowSpec, divide_memory
+from nanovllm.core.shadow_spec import AUTO_SHARE, ShadowSpec, divide_memory
 from nanovllm.core.step_limits import expected_tokens, max_model_len
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
@@ -73,6 +72,7 @@ class CapacityPlan:
     shadow_bits: int = 0
     num_state_slots: int = 0  # with slot 0, which belongs to nobody; 0 if no layer is recurrent
     num_snapshots: int = 0  # states kept in CPU memory
+    unused_draft_bytes: int = 0  # K and V of a draft head that "auto" leaves out because they would take too much
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -158,8 +158,8 @@ class CapacityPlan:
             by_limit |= {"the slots": self.num_gpu_blocks, "the CPU pool": self.num_cpu_blocks // each}
         else:
             by_limit |= {"the KV cache": self.num_gpu_blocks // each}
-        if self.num_state_slots:
-            by_limit["the state slots"] = max_stateful_seqs(self.config, self.num_state_slots)
+        if self.spec.states is not None:
+            by_limit["the state slots"] = max_stateful_seqs(self.config, self.spec.states, self.num_state_slots)
         limit = min(by_limit, key=by_limit.__getitem__)
         return Capacity(by_limit[limit], limit)
 
@@ -286,9 +286,9 @@ def make_plan(
 ) -> CapacityPlan:
     """The plan of an engine with these options that runs `num_sequences` sequences of `context` tokens together.
 
-    `context` defaults to max_model_len. `sizes` are those that start-up has chosen, once it has. Raises ConfigError if
-    max_model_len exceeds what the model's rope covers, and if the kv heads cannot be split evenly. plan_check.py checks
-    everything else.
+    `context` defaults to max_model_len. `sizes` are those that start-up has chosen, once it has. speculation="auto" may
+    leave out the draft head: then the plan's `model` has none. Raises ConfigError if max_model_len exceeds what the
+    model's rope covers, and if the kv heads cannot be split evenly. plan_check.py checks everything else.
     """
     limit = max_model_len(config, model)
     if model.num_kv_heads % config.tensor_parallel_size:
@@ -303,14 +303,19 @@ def make_plan(
             f"speculation='mtp' drafts with the head for multi-token prediction, which {config.model} does not have; "
             "use another speculation"
         )
+    spec, num_cpu_blocks = _spec_and_pool(config, model, machine, limit, staging)
+    unused_draft_bytes = 0
+    if config.speculation == "auto" and (draft_bytes := spec.draft_bytes(num_cpu_blocks)):
+        given, _, room_bytes = _room(config, model, machine, spec, limit, num_cpu_blocks)
+        if draft_bytes > (room_bytes - given * spec.block_bytes) // AUTO_SHARE:
+            model, unused_draft_bytes = replace(model, has_mtp=False), draft_bytes
+            spec, num_cpu_blocks = _spec_and_pool(config, model, machine, limit, staging)
     for name in ("shadow_bits", "shadow_memory_gb"):
-        if uses_draft_head(config, model) and getattr(config, name) is not None:
+        if spec.has_draft_head and getattr(config, name) is not None:
             raise ConfigError(
                 f"{name} has no effect: with speculation='auto' the draft head of {config.model} takes the place of a "
                 "shadow; leave it out, or use speculation='shadow'"
             )
-    spec = kv_cache_spec(config, model, config.tensor_parallel_size, staging)
-    num_cpu_blocks = _num_cpu_blocks(config, model, machine, spec, limit) if config.enable_cpu_offload else 0
     sizes = sizes or _sizes(config, model, machine, spec, limit, num_cpu_blocks)
     return CapacityPlan(
         config=config,
@@ -325,7 +330,16 @@ def make_plan(
         shadow_bits=sizes.shadow_bits,
         num_state_slots=sizes.num_state_slots,
         num_snapshots=_num_snapshots(config, machine, spec, num_cpu_blocks or sizes.num_gpu_blocks),
+        unused_draft_bytes=unused_draft_bytes,
     )
+
+
+def _spec_and_pool(
+    config: Config, model: ModelConfig, machine: Machine, limit: int, staging: StagingSizes
+) -> tuple[KVCacheSpec, int]:
+    """The shape of the KV cache, and the number of blocks in the CPU pool."""
+    spec = kv_cache_spec(config, model, config.tensor_parallel_size, staging)
+    return spec, _num_cpu_blocks(config, model, machine, spec, limit) if config.enable_cpu_offload else 0
 
 
 def _check_recurrent(config: Config, recurrent: RecurrentConfig) -> None:
@@ -382,24 +396,32 @@ def _sizes(
     """The blocks and pages that the user asks for, or an estimate of those that start-up will have room for; at least
     the fewest blocks that work.
     """
+    given, useful, room = _room(config, model, machine, spec, limit, num_cpu_blocks)
+    sizes = divide_memory(config, spec, room, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)
+    return replace(sizes, num_gpu_blocks=max(least_gpu_blocks(config), sizes.num_gpu_blocks))
+
+
+def _room(
+    config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, limit: int, num_cpu_blocks: int
+) -> tuple[int, int, int]:
+    """The blocks on the GPU that the user asks for, the most that can be used, and an estimate of the bytes that
+    start-up will have for them, for states and for drafts.
+    """
     given = (config.num_gpu_blocks or 0) if config.enable_cpu_offload else max(config.num_kvcache_blocks, 0)
     useful = config.max_num_seqs * ceil_div(limit, config.block_size)
     if config.enable_cpu_offload:
         useful = min(useful, num_cpu_blocks)
     if machine.gpu_bytes is None:  # the same rule as ModelRunner.measure_kv_room
         room = int(machine.host_bytes * config.gpu_memory_utilization / 2 / config.tensor_parallel_size)
-        room -= spec.staging_bytes if config.enable_cpu_offload else 0
-    else:
-        room = int(machine.gpu_bytes * config.gpu_memory_utilization) - GPU_RESERVE_BYTES
+        return given, useful, room - (spec.staging_bytes if config.enable_cpu_offload else 0)
 
-        def other_bytes(num_blocks: int) -> int:
-            return device_memory(config, model, machine, spec, limit, num_blocks).total_bytes - num_blocks * block_bytes
+    def other_bytes(num_blocks: int) -> int:
+        return device_memory(config, model, machine, spec, limit, num_blocks).total_bytes - num_blocks * block_bytes
 
-        block_bytes = spec.block_bytes  # all other needs grow with the number of blocks
-        num_fitting = bisect_right(range(useful + 1), room, key=lambda n: other_bytes(n) + n * block_bytes) - 1
-        room -= other_bytes(given or max(0, num_fitting))
-    sizes = divide_memory(config, spec, room, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)
-    return replace(sizes, num_gpu_blocks=max(least_gpu_blocks(config), sizes.num_gpu_blocks))
+    room = int(machine.gpu_bytes * config.gpu_memory_utilization) - GPU_RESERVE_BYTES
+    block_bytes = spec.block_bytes  # all other needs grow with the number of blocks
+    num_fitting = bisect_right(range(useful + 1), room, key=lambda n: other_bytes(n) + n * block_bytes) - 1
+    return given, useful, room - other_bytes(given or max(0, num_fitting))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -507,6 +529,9 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         ("CUDA", "~", memory.context_bytes, "its context and kernels"),
     )
     rows = [(name, f"{sign}{format_bytes(num_bytes)}", remark) for name, sign, num_bytes, remark in parts if num_bytes]
+    if plan.unused_draft_bytes:
+        needs = f"its K and V would take {format_bytes(plan.unused_draft_bytes)}, over a quarter of the memory for KV"
+        rows.append(("draft head", "left out", needs))
     if limit is not None:
         remark = f"of {format_bytes(limit)} that may be used" + ("" if plan.fits_gpu else " (!)")
         rows.append(("GPU memory", f"~{format_bytes(memory.total_bytes)}", remark))
@@ -531,7 +556,7 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
 def _states_remark(plan: CapacityPlan) -> str:
     if plan.spec.states is None:
         return ""
-    num_seqs = max_stateful_seqs(plan.config, plan.num_state_slots)
+    num_seqs = max_stateful_seqs(plan.config, plan.spec.states, plan.num_state_slots)
     return f"of {num_seqs} sequence{'s' * (num_seqs > 1)}, {format_bytes(plan.spec.states.slot_bytes)} each"
 
 

@@ -125,7 +125,9 @@ def dtype_name(config: Config, model: ModelConfig) -> str:
 
 
 def uses_draft_head(config: Config, model: ModelConfig) -> bool:
-    """Return True if the checkpoint's draft head is loaded. Blocks from disk lack its K and V."""
+    """Return True if the checkpoint's draft head is loaded. Blocks from disk lack its K and V. Where "auto" leaves it
+    out for lack of memory, the plan's model has none.
+    """
     return config.speculation == "mtp" or (
         config.speculation == "auto" and model.has_mtp and config.kv_disk_path is None
     )
@@ -164,21 +166,22 @@ def _state_spec(config: Config, model: ModelConfig, tp_size: int, itemsize: int)
     )
 
 
-def num_spare_state_slots(config: Config) -> int:
+def num_spare_state_slots(config: Config, states: StateSpec) -> int:
     """State slots beyond those of running sequences and slot 0: one for states that are saved in the middle of a chunk,
-    and one for drafts. More of both are possible while fewer sequences run.
+    and one for drafts by the model itself. More of both are possible while fewer sequences run.
     """
-    return int(config.enable_prefix_caching) + int(config.max_guesses > 0)
+    model_drafts = not states.draft_size and (config.wants_shadow or config.speculation == "resident")
+    return int(config.enable_prefix_caching) + int(model_drafts)
 
 
-def max_stateful_seqs(config: Config, num_state_slots: int) -> int:
+def max_stateful_seqs(config: Config, states: StateSpec, num_state_slots: int) -> int:
     """Number of sequences that can run together with so many state slots."""
-    return num_state_slots - 1 - num_spare_state_slots(config)
+    return num_state_slots - 1 - num_spare_state_slots(config, states)
 
 
 def num_state_slots(config: Config, states: StateSpec, room_bytes: int) -> int:
     """Slots for max_num_seqs sequences, or as many as there is room for, but at least enough for one sequence."""
-    others = 1 + num_spare_state_slots(config)
+    others = 1 + num_spare_state_slots(config, states)
     return max(others + 1, min(others + config.max_num_seqs, room_bytes // states.slot_bytes))
 
 

@@ -14,6 +14,7 @@ from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, num_state_slots
 SHADOW_BITS = (4, 3, 2)
 KEY_GROUP = 64  # tokens of a channel that share a scale
 SLICE_TOKENS = 16  # tokens whose codes have the same place in their words
+AUTO_SHARE = 4  # with speculation="auto" and offload, drafts take at most 1/AUTO_SHARE of the memory for KV
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ def divide_memory(
     most = room_bytes if config.shadow_memory_gb is None else int(config.shadow_memory_gb * 2**30)
     if config.enable_cpu_offload:
         wanted = num_cpu_blocks
-        share = 4 if config.speculation == "auto" else 2
+        share = AUTO_SHARE if config.speculation == "auto" else 2
         most = min(most, room_bytes - given * spec.block_bytes if given else room_bytes // share)
     else:
         bits = config.shadow_bits or SHADOW_BITS[0]

@@ -103,7 +103,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     report = executor.runner.start_report()
     scheduler = Scheduler(
         kv,
-        max_num_seqs=_max_num_seqs(setup.config, sizes),
+        max_num_seqs=_max_num_seqs(setup.config, setup.plan.spec, sizes),
         max_num_batched_tokens=setup.config.max_num_batched_tokens,
         chunked_prefill=setup.config.chunked_prefill,
         eos_token_ids=tuple(end_token_ids),
@@ -119,7 +119,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
             together = (split.link_byte_per_s + split.cpu_byte_per_s) * plan.config.tensor_parallel_size
         machine = plan.machine.with_link(report.link_byte_per_s, "measured")
         machine = replace(machine, cpu_byte_per_s=together, cpu_source="measured, the link and the CPU together")
-        plan = make_plan(plan.config, plan.model, machine, sizes=sizes, staging=plan.spec.staging)
+        plan = make_plan(plan.config, setup.model_config, machine, sizes=sizes, staging=plan.spec.staging)
         logger.info("%s", plan_table(plan))
         setup = replace(setup, plan=plan)
     return Engine(setup, executor, scheduler, sizes, report)
@@ -142,12 +142,15 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
             useful = max(2, min(useful, num_cpu_blocks))
         num_bytes, room = executor.call(Runner.measure_kv_room, num_cpu_blocks, given or useful)
         sizes = divide_memory(config, spec, num_bytes, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)
-        num_bytes -= spec.draft_bytes(num_cpu_blocks)
+        draft_bytes = spec.draft_bytes(num_cpu_blocks)
+        num_bytes -= draft_bytes
         if spec.states is not None:
             num_bytes -= sizes.num_state_slots * spec.states.slot_bytes
         fitting = max(0, num_bytes) // spec.block_bytes if given else sizes.num_gpu_blocks
         if fitting < max(given, least):
             lower = f"lower {name} to {fitting}" if fitting >= least else "lower kvcache_block_size"
+            if draft_bytes:
+                lower += f", use a smaller CPU pool, for which the draft head takes {format_bytes(draft_bytes)} of that"
             raise ConfigError(
                 f"there is no room for {name}={max(given, least)} blocks of "
                 f"{format_bytes(spec.block_bytes)}: {room}; {lower}, lower max_num_batched_tokens or "
@@ -162,11 +165,11 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
     return replace(sizes, num_snapshots=plan.num_snapshots)
 
 
-def _max_num_seqs(config: Config, sizes: KVCacheSizes) -> int:
+def _max_num_seqs(config: Config, spec: KVCacheSpec, sizes: KVCacheSizes) -> int:
     """The most sequences that run together: each needs a slot for its state if the model keeps one."""
-    if not sizes.num_state_slots:
+    if spec.states is None:
         return config.max_num_seqs
-    return min(config.max_num_seqs, max_stateful_seqs(config, sizes.num_state_slots))
+    return min(config.max_num_seqs, max_stateful_seqs(config, spec.states, sizes.num_state_slots))
 
 
 def _make_speculator(

@@ -220,19 +220,19 @@ class StepLoop:
             seq.finish_reason, seq.error = ending
 
     def _count_tokens(self, plan: StepPlan, num_new: Mapping[int, int]) -> None:
-        """Count the step's prompt tokens and the tokens that answers got, in all and by caller."""
+        """Count the step's prompt tokens and the tokens that answers got after their first, in all and by caller."""
         for step in plan.sequences:
             receiver = self.receivers.get(step.seq_id)
             if receiver is None:
                 continue  # aborted while the step ran
-            content = receiver.outbox.content
-            if step.num_tokens == step.num_sampled:
-                num_tokens = num_new.get(step.seq_id, 0)
-                content.num_decode_tokens += num_tokens
-                self._num_decode_tokens += num_tokens
-            else:
-                content.num_prefill_tokens += step.num_tokens
-                self._num_prefill_tokens += step.num_tokens
+            content, num_tokens = receiver.outbox.content, num_new.get(step.seq_id, 0)
+            if step.num_tokens > step.num_sampled or step.position < step.num_prompt_tokens:
+                num_computed = step.num_tokens - step.num_guesses  # which may follow the last token of a prompt
+                content.num_prefill_tokens += num_computed
+                self._num_prefill_tokens += num_computed
+                num_tokens = max(0, num_tokens - 1)
+            content.num_decode_tokens += num_tokens
+            self._num_decode_tokens += num_tokens
 
     def deliver(self, seq: Sequence) -> None:
         """Put what is new in a sequence into its outbox. `delivering` must be held."""

@@ -329,10 +329,11 @@ class KVMemory:
     def disk_pool(self) -> KVPool:
         """The memory that has room for all blocks, and the snapshots of states."""
         snapshots = () if self.state_memory is None else self.state_memory.stored_parts
-        if self.offload is not None:
-            offload = self.offload
-            return KVPool(self.spec, offload.k_cache_cpu, offload.v_cache_cpu, offload.streams, snapshots=snapshots)
-        return KVPool(self.spec, *self._pool, make_streams(self.device), snapshots=snapshots)
+        if self.offload is None:
+            caches, streams = self._pool, make_streams(self.device)
+        else:
+            caches, streams = (self.offload.k_cache_cpu, self.offload.v_cache_cpu), self.offload.streams
+        return KVPool(self.spec, *caches, streams, snapshots=snapshots, device=self.device)
 
     # -- one step ------------------------------------------------------------------------------------------------
 

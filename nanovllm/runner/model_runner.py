@@ -46,7 +46,13 @@ from nanovllm.runner.cpu_rates import make_cpu_attention, measure_split
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory
-from nanovllm.runner.startup_steps import largest_steps, launch_sampler, short_steps, warm_up_products
+from nanovllm.runner.startup_steps import (
+    chunk_steps,
+    largest_steps,
+    launch_sampler,
+    short_steps,
+    warm_up_products,
+)
 from nanovllm.runner.step_result import StepResult
 from nanovllm.runner.step_runner import StepRunner
 from nanovllm.utils.arithmetic import format_bytes
@@ -415,6 +421,8 @@ def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_bl
         group_blocks=runner.spec.staging_group_blocks if runner.memory.offload is not None else 0,
     )
     num_tokens = max(seq.num_tokens for plan in steps for seq in plan.sequences)
+    if runner.model.config.experts is not None:  # the more tokens, the larger the tiles
+        short += chunk_steps(num_tokens, runner.max_model_len, runner.spec.block_size)
     with (
         runner.phases("kernels"),
         torch.inference_mode(),

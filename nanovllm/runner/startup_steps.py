@@ -80,6 +80,12 @@ def short_steps(*, max_num_seqs: int, max_model_len: int, block_size: int, group
     return steps + [StepPlan(_sequences((n,), n + 1, block_size), KVMoves()) for n in few]
 
 
+def chunk_steps(max_num_tokens: int, max_model_len: int, block_size: int) -> list[StepPlan]:
+    """Return a step with one chunk for each power of two of tokens from 32 on."""
+    lengths = (1 << i for i in range(5, max_num_tokens.bit_length()))
+    return [StepPlan(_sequences((length,), max_model_len, block_size), KVMoves()) for length in lengths]
+
+
 def _sequences(lengths: Sequence[int], max_model_len: int, block_size: int) -> tuple[SequenceStep, ...]:
     return tuple(_sequence(i, length, max_model_len, block_size) for i, length in enumerate(lengths))
 
@@ -124,7 +130,8 @@ def warm_up_products(model: CausalLM, num_tokens: int) -> Iterator[None]:
     cuBLAS chooses a kernel by the number of rows, and loads it when it is first used, which takes 15 to 140 ms.
     """
     head = model.lm_head.weight
-    given = [getattr(module, "weight", None) for module in model.model.layers.modules()]
+    layers = (model.model.layers, model.mtp)
+    given = [getattr(module, "weight", None) for part in layers if part is not None for module in part.modules()]
     of_shape = {tuple(weight.shape): weight for weight in given if weight is not None and len(weight.shape) == 2}
     weights = list(of_shape.values())
     has_ended = threading.Event()

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from bisect import bisect_left
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,9 @@ def test_plan_states_of_qwen35_by_hand() -> None:
     assert plan.num_snapshots == 4 * GIB // state and plan.snapshot_bytes <= 4 * GIB
     assert hybrid_plan(max_num_seqs=8, enable_prefix_caching=False).num_snapshots == 0
     pending = 24 * 15 * (8192 + 2 * 32) * 2
-    assert hybrid_plan(max_num_seqs=8, speculation="prompt_lookup").state_bytes == (1 + 8 + 2) * (state + pending)
+    assert hybrid_plan(max_num_seqs=8, speculation="prompt_lookup").state_bytes == (1 + 8 + 1) * (state + pending)
+    drafting = hybrid_plan(max_num_seqs=8, speculation="resident", enable_cpu_offload=True)
+    assert drafting.state_bytes == (1 + 8 + 2) * (state + pending) and drafting.capacity(256).num_sequences == 8
     halves = hybrid_plan(max_num_seqs=8, tensor_parallel_size=2)
     assert (halves.state_bytes, halves.snapshot_bytes) == (5 * state, 2 * halves.num_snapshots * state // 2)
     few_keys, many_keys = (hybrid_plan(max_model_len=n).memory_decode_tok_per_s for n in (1, 100_000))
@@ -128,6 +131,7 @@ def test_plan_draft_head_of_qwen35_by_hand() -> None:
     kept = (1 + 15) * 4096 * 2
     guessing = hybrid_plan(max_num_seqs=8, speculation="prompt_lookup")
     assert plan.state_bytes - guessing.state_bytes == plan.num_state_slots * kept
+    assert plan.num_state_slots == 1 + 8 + 1  # its drafts need none
     assert plan.num_snapshots == guessing.num_snapshots
     offload: dict[str, Any] = {"enable_cpu_offload": True, "num_cpu_blocks": 1000, "num_gpu_blocks": 8}
     for speculation in ("mtp", "auto"):
@@ -139,9 +143,30 @@ def test_plan_draft_head_of_qwen35_by_hand() -> None:
         hybrid_plan(speculation="auto", shadow_bits=2, **offload)
     card = replace(H200, gpu_bytes=28 * GIB)
     with pytest.raises(ConfigError, match=r"K and V of the draft head \(10\.94 GiB\).*; use speculation=prompt_lookup"):
-        check_start(hybrid_plan(machine=card, max_num_seqs=8, speculation="auto", **offload | {"num_cpu_blocks": 700}))
+        check_start(hybrid_plan(machine=card, max_num_seqs=8, speculation="mtp", **offload | {"num_cpu_blocks": 700}))
     slow, fast = (plan.guessing_decode_tok_per_s(acceptance) for acceptance in (0.0, 0.9))
     assert slow and fast and slow < fast
+
+
+def test_plan_auto_leaves_out_a_draft_head_that_takes_more_than_a_quarter() -> None:
+    """Regression: an engine with speculation="auto" did not start, since the head's K and V grow with the CPU pool."""
+    offload: dict[str, Any] = {"enable_cpu_offload": True, "num_gpu_blocks": 8, "max_num_seqs": 8}
+    card, page = replace(H200, gpu_bytes=28 * GIB), 4096 * 2 * 4 * 256 * 2
+
+    def auto(num_cpu_blocks: int, **others: Any) -> CapacityPlan:
+        return hybrid_plan(machine=card, speculation="auto", num_cpu_blocks=num_cpu_blocks, **offload | others)
+
+    fitting = bisect_left(range(700), True, key=lambda n: auto(n).unused_draft_bytes > 0) - 1
+    with_head, without = auto(fitting), auto(fitting + 1)
+    assert with_head.memory.draft_bytes == fitting * page and without.unused_draft_bytes == (fitting + 1) * page
+    others = with_head.memory.total_bytes - with_head.state_bytes - fitting * page
+    assert 1 <= (with_head.gpu_limit_bytes - GPU_RESERVE_BYTES - others) / (4 * fitting * page) < 1 + 1 / fitting
+    stored = ModelConfig.without_weights("qwen3.5-9b")
+    assert without == replace(
+        make_plan(without.config, replace(stored, has_mtp=False), card), unused_draft_bytes=(fitting + 1) * page
+    )
+    assert "left out" in plan_table(without) and "left out" not in plan_table(with_head)
+    check_start(auto(700, shadow_bits=2))  # a shadow may take its place
 
 
 def test_plan_states_limit_the_sequences_where_memory_is_short() -> None:

@@ -1,5 +1,7 @@
 """Drafts of the checkpoint's draft head are those of a plain one, and they change no token, whatever its weights."""
 
+import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,8 @@ def test_guesses_may_follow_the_last_token_of_a_prompt(helper: Reference) -> Non
     with GuessingLLM(helper, **ALL_GPU, max_num_batched_tokens=40) as llm:
         llm.answer_and_check_guesses([random_prompt(41)], max_tokens=6)
         assert llm.plans[1].sequences[0].position == 40 and llm.plans[1].draft_rows()
+        stats = llm.stats()
+        assert (stats["num_prefill_tokens"], stats["num_decode_tokens"]) == (41, 5)
 
 
 @pytest.mark.parametrize("num_gpu_blocks", [None, pytest.param(2, marks=SLOW)])
@@ -196,6 +200,15 @@ def test_auto_knows_the_head(helper: Reference, num_gpu_blocks: int | None) -> N
         llm.answer_and_check(PROMPTS, max_tokens=6)
 
 
+def test_auto_does_without_a_head_whose_keys_take_too_much(helper: Reference, caplog: pytest.LogCaptureFixture) -> None:
+    options = cache_options(2) | {"speculation": "auto", "gpu_memory_utilization": 1e-6}
+    with caplog.at_level(logging.INFO, "nanovllm"), CheckedLLM(helper, **options) as llm:
+        assert [drafter.name for drafter in llm.scheduler.speculator.drafters] == ["prompt_lookup", "resident"]
+        assert llm.runner.model.mtp is None and llm.runner.memory.draft_head is None
+        assert re.search("draft head +left out +its K and V would take 2.50 MiB", caplog.text)
+        llm.answer_and_check(PROMPTS[1:3], max_tokens=4)
+
+
 @SLOW
 @pytest.mark.parametrize("num_gpu_blocks", [None, 2])
 def test_two_ranks(helper: Reference, num_gpu_blocks: int | None) -> None:
@@ -228,9 +241,11 @@ def test_auto_does_without_the_head_if_blocks_come_from_disk(helper: Reference, 
         assert llm.runner.model.mtp is None
 
 
-def test_what_has_no_head_is_refused(tmp_path: Path, stranger: Reference) -> None:
+def test_a_head_that_is_missing_or_does_not_fit_is_refused(tmp_path: Path, stranger: Reference) -> None:
     without = write_tiny_model(tmp_path, "qwen3_5", num_layers=4)
     with pytest.raises(ConfigError, match=r"speculation='mtp' drafts with the head .* which .* does not have"):
         LLM(str(without), device="cpu", speculation="mtp")
     with pytest.raises(ConfigError, match="speculation='mtp' needs the draft head's own K and V, which kv_disk_path"):
         LLM(str(stranger.directory), device="cpu", speculation="mtp", kv_disk_path="x")
+    with pytest.raises(ConfigError, match=r"no room for num_gpu_blocks=2 .*smaller CPU pool.* head takes 2\.50 MiB"):
+        LLM(str(stranger.directory), device="cpu", **OFFLOAD, **MTP, gpu_memory_utilization=1e-6)

@@ -414,6 +414,16 @@ def test_step_counts_prefill_and_decode_tokens(llm: LLM) -> None:
     assert [count for count in counts if count != (0, 0)] == [(50, 0), (0, 1), (0, 1)]
 
 
+def test_last_token_of_a_prompt_counts_as_prefill_in_a_step_of_its_own(llm: LLM) -> None:
+    """Regression: it counted as a token of the answer."""
+    for num_tokens in (1, llm.config.max_num_batched_tokens + 1):
+        before = llm.stats()
+        llm.generate([[7] * num_tokens], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        after = llm.stats()
+        counts = [after[name] - before[name] for name in ("num_prefill_tokens", "num_decode_tokens")]
+        assert counts == [num_tokens, 2]
+
+
 def test_stats_count(llm: LLM) -> None:
     before = llm.stats()
     llm.generate([list(range(200)) + list(range(300))], GREEDY, use_tqdm=False)

@@ -61,19 +61,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "triton": {"attn_backend": "triton", "max_num_seqs": 64},
     "eager": {"enforce_eager": True, "max_num_seqs": 300},
     "small slots": {"enable_cpu_offload": True, "cpu_memory_gb": 20.0, "kvcache_block_size": 256},
+    "draft head": {"model": "qwen3.5-9b", "speculation": "mtp", "enable_cpu_offload": True, "cpu_memory_gb": 20.0},
 }
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "utilization"),
-    [("defaults", 0.5), ("defaults", 0.95), ("offload", 0.95), ("one sequence", 0.5), ("triton", 0.5), ("eager", 0.5)],
+    [
+        *(("defaults", 0.5), ("defaults", 0.95), ("offload", 0.95), ("one sequence", 0.5), ("triton", 0.5)),
+        *(("eager", 0.5), ("draft head", 0.6)),
+    ],
 )
 def test_random_workload_never_uses_more_than_promised(name: str, utilization: float) -> None:
     """Regression: at 0.5 the engine held 4.4 GiB more than promised; at 0.95 filtered requests ran out of memory."""
     total = torch.cuda.mem_get_info()[1]
-    options = {"load_format": "dummy", "gpu_memory_utilization": utilization} | OPTIONS[name]
-    with LLM("qwen3-0.6b", **options) as llm:
+    options = {"model": "qwen3-0.6b", "load_format": "dummy", "gpu_memory_utilization": utilization} | OPTIONS[name]
+    with LLM(**options) as llm:
         peak = serve_at_random(llm, seed=len(name), num_waves=6)
         print(f"{name} at {utilization}: {peak / GIB:.2f} of {utilization * total / GIB:.2f} GiB")
         assert peak <= utilization * total, f"{peak / GIB:.2f} GiB of {utilization * total / GIB:.2f} GiB"

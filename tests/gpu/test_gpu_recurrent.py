@@ -83,16 +83,21 @@ def test_shadow_drafts_in_graphs(hybrid: Reference) -> None:
         assert llm.num_replays["draft"] > 10 and llm.stats()["num_accepted_guesses"] > 0
 
 
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
+def with_head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """A model whose draft head is often right."""
+    directory, sizes = tmp_path_factory.mktemp("head"), {"num_layers": 4, "max_position_embeddings": 8192}
+    return Reference(let_head_agree(write_tiny_model(directory, request.param, **sizes, with_mtp=True), 0.003))
+
+
 @CACHES
-def test_the_draft_head_follows_graphs(tmp_path: Path, num_gpu_blocks: int | None) -> None:
+def test_the_draft_head_follows_graphs(with_head: Reference, num_gpu_blocks: int | None) -> None:
     """Graphs leave it the hidden states that it needs: it drafts what it drafts without graphs, but for rounding."""
-    directory = write_tiny_model(tmp_path, "qwen3_5", num_layers=4, max_position_embeddings=8192, with_mtp=True)
-    reference = Reference(let_head_agree(directory, 0.003))
     options = cache_options(num_gpu_blocks) | {"speculation": "mtp", "num_speculative_tokens": 4}
     drafted: list[list[int]] = []
     for enforce_eager in (True, False):
         internals = Internals(always_guesses=True, works_ahead=True)
-        with GpuLLM(reference, internals=internals, enforce_eager=enforce_eager, **options) as llm:
+        with GpuLLM(with_head, internals=internals, enforce_eager=enforce_eager, **options) as llm:
             draft, ids = llm.runner.steps._draft, []
 
             def noted(plan: StepPlan, draft: Any = draft, ids: list[int] = ids) -> torch.Tensor:
@@ -109,6 +114,21 @@ def test_the_draft_head_follows_graphs(tmp_path: Path, num_gpu_blocks: int | Non
             drafted.append(ids)
     num_equal = sum(a == b for a, b in zip(*drafted, strict=False))
     assert num_equal > 0.9 * max(map(len, drafted)), drafted
+
+
+@pytest.mark.parametrize("always", [True, False])
+@CACHES
+def test_the_draft_head_with_everything(with_head: Reference, num_gpu_blocks: int | None, always: bool) -> None:
+    """Chunks, hits, preemption, an abort; then with as many guesses as pay, by the times that start-up has measured."""
+    options = cache_options(num_gpu_blocks) | {"speculation": "mtp" if always else "auto"}
+    with GpuLLM(with_head, internals=Internals(always_guesses=always), **options) as llm:
+        serve_everything(llm)
+        if always:
+            assert llm.stats()["num_accepted_guesses"] > 0 and llm.stats()["num_preemptions"] > 0
+        else:
+            assert llm.scheduler.speculator.times._drafts.base_s > 0
+            llm.answer_and_check(PROMPTS, max_tokens=100)
+            assert llm.scheduler.speculator.times._plain_s
 
 
 @CACHES

@@ -21,11 +21,11 @@ from triton.runtime.jit import JITFunction
 from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import LibraryPlan
 from nanovllm.core.kv_spec import KVCacheSizes
-from nanovllm.core.step_plan import StepPlan
+from nanovllm.core.step_plan import KVMoves, StepPlan
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KNOWN_TARGETS
 from nanovllm.kernels import launch
-from nanovllm.runner import model_runner
+from nanovllm.runner import model_runner, startup_steps
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup_steps import largest_steps, short_steps
 
@@ -106,6 +106,19 @@ def test_the_draft_head_launches_only_kernels_that_start_up_finds(
         runner.steps._sampled_ids = torch.full((8,), 2**40)
         needed = launched(lambda: runner.measure_drafts())
         assert len(needed) > 5 and set(needed) <= set(found)
+
+
+def test_experts_of_any_number_of_tokens_launch_only_kernels_that_start_up_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: prompts of a length between those of start-up's steps waited for tiles of another size."""
+    model = write_tiny_model(tmp_path, "qwen3_5_moe", head_dim=64, max_position_embeddings=2048)
+    with launching_runner(model, KVCacheSizes(1, num_state_slots=1)) as runner:
+        monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
+        found = launched(lambda: model_runner._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+        for num_tokens in (20, 47, 100, 299):
+            (step,) = startup_steps._sequences((num_tokens,), runner.max_model_len, BLOCK)
+            assert set(launched(lambda step=step: runner.launch(StepPlan((step,), KVMoves())))) <= set(found)
 
 
 def launch_steps_and_graphs(runner: ModelRunner) -> None:

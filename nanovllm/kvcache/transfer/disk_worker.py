@@ -72,14 +72,15 @@ class KVPool:
         streams: Streams,
         needs_buffers: bool | None = None,
         snapshots: Seq[torch.Tensor] = (),
+        device: torch.device | None = None,
     ) -> None:
         """`needs_buffers`: by default, if the caches are on a GPU. `snapshots`: the parts of all snapshots, in CPU
-        memory; none if no layer is recurrent.
+        memory; none if no layer is recurrent. `device`: the rank's own; by default, where the caches are.
         """
         self._snapshots, self._num_blocks = tuple(snapshots), k_LNPKD.shape[1]
         self.state_bytes = sum(part[0].nbytes for part in snapshots)
         self._caches: tuple[torch.Tensor, ...] = k_LNPKD, v_LNPKD
-        self._streams, self._device = streams, k_LNPKD.device
+        self._streams, self._device = streams, device or k_LNPKD.device
         self._shape = (2, spec.num_layers, DISK_GRAIN_TOKENS, spec.num_kv_heads, spec.head_dim)
         self.extent_bytes = DISK_GRAIN_TOKENS * spec.block_bytes // spec.block_size
         self.needs_buffers = k_LNPKD.is_cuda if needs_buffers is None else needs_buffers
@@ -99,7 +100,9 @@ class KVPool:
         return events
 
     def is_over(self, fence: Iterable[Event]) -> bool:
-        return all(self._streams.is_done(event) for event in fence)
+        """On the rank's own GPU: in a new thread another one may be current, where a call would take memory."""
+        with current_device(self._device):
+            return all(self._streams.is_done(event) for event in fence)
 
     def _parts(self, extent: Extent) -> Iterator[torch.Tensor]:
         """The extent in K and in V, each [L, G, K, D]."""
