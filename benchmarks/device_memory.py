@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {  # simulated_gib: memory of a smaller GPU, 
     "all-gpu": {"model": "qwen3-0.6b", "max_model_len": 40960, "num_kvcache_blocks": 200},
     "8b-24gib": {"model": "qwen3-8b", "enable_cpu_offload": True, "simulated_gib": 24},
     "8b-24gib-all-gpu": {"model": "qwen3-8b", "max_model_len": 8192, "simulated_gib": 24},
+    "draft-head": README | {"model": "qwen3.5-9b", "speculation": "mtp", "max_num_seqs": 64},
 }
 NUM_SHORT_PROMPTS = 600
 LONG_PROMPT_TOKENS = 40_960

@@ -328,11 +328,17 @@ def device_memory(
 
 
 def _pool_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows: int) -> int:
-    """Activations of the largest graph of each kind, which its pool keeps. See _graph_bytes for the kinds."""
-    num_kinds = (1 + config.enable_cpu_offload) * (1 + (config.max_guesses > 0)) + wants_shadow(config, spec)
+    """Activations of the largest graph of each kind, which its pool keeps. See _graph_bytes for the kinds. In a
+    recurrent layer each row has places for its new tokens and for all that may be replayed.
+    """
+    guesses = config.max_guesses
+    num_kinds = (1 + config.enable_cpu_offload) * (1 + (guesses > 0)) + wants_shadow(config, spec)
     num_bytes = num_kinds * layer_bytes(config, model, num_rows)
-    if model.recurrent is not None:
-        return num_bytes
+    if spec.states is not None:
+        num_verifying = verifying_graph_sizes(num_rows)[-1] if guesses else 0
+        num_places = num_rows * (1 + guesses) + num_verifying * (1 + 2 * guesses)
+        input_bytes = spec.states.input_size * spec.states.itemsize
+        return num_bytes + (1 + config.enable_cpu_offload) * num_places * input_bytes
     mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)[-1].num_tokens
     return num_bytes + layer_bytes(config, model, mixed)
 

@@ -114,6 +114,8 @@ def test_plan_states_of_qwen35_by_hand() -> None:
     assert hybrid_plan(max_num_seqs=8, speculation="prompt_lookup").state_bytes == (1 + 8 + 1) * (state + pending)
     drafting = hybrid_plan(max_num_seqs=8, speculation="resident", enable_cpu_offload=True)
     assert drafting.state_bytes == (1 + 8 + 2) * (state + pending) and drafting.capacity(256).num_sequences == 8
+    few, many = (hybrid_plan(speculation="prompt_lookup", num_speculative_tokens=n).memory for n in (3, 7))
+    assert many.graph_bytes - few.graph_bytes == (512 * 4 + 64 * 8) * (8192 + 2 * 32) * 2  # more may be replayed
     halves = hybrid_plan(max_num_seqs=8, tensor_parallel_size=2)
     assert (halves.state_bytes, halves.snapshot_bytes) == (5 * state, 2 * halves.num_snapshots * state // 2)
     few_keys, many_keys = (hybrid_plan(max_model_len=n).memory_decode_tok_per_s for n in (1, 100_000))
