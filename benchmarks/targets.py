@@ -42,8 +42,8 @@ def by_backend(name: str, arguments: str) -> list[Job]:
     ]
 
 
-def guesses(name: str, arguments: str) -> Job:
-    return bench(f"guesses-{name}", f"bench_offload.py --decode-tokens 24 {arguments} --compare", "")
+def guesses(name: str, arguments: str, **options: Any) -> Job:
+    return bench(f"guesses-{name}", f"bench_offload.py --decode-tokens 24 {arguments} --compare", "", **options)
 
 
 def offload(name: str, arguments: str, compare: str | None = "", **options: Any) -> Job:
@@ -142,6 +142,9 @@ JOBS = [
         f"--model qwen3.5-27b {LONG_HYBRID} --one-prompt --runs 1 {SHORT_DECODE}",
         timeout_s=1200,
     ),
+    guesses("mtp-27b-512k", f"--speculation mtp --model qwen3.5-27b {LONG_HYBRID}", timeout_s=1200),
+    guesses("mtp-9b-131k", "--speculation mtp --model qwen3.5-9b --max-model-len 131072"),
+    guesses("mtp-9b-131k-all-gpu", "--speculation mtp --model qwen3.5-9b --max-model-len 131072 --num-gpu-blocks 0"),
     bench("disk", "-m benchmarks.bench_disk --path kv-on-disk --restart --beside --model qwen3-0.6b"),
     bench("disk-hybrid", "-m benchmarks.bench_disk --path kv-on-disk --restart --model qwen3.5-9b"),
     serving("chats", "--max-model-len 4096 --max-num-seqs 256", "--concurrency 256 --against-generate"),
@@ -306,6 +309,7 @@ TARGETS = [
         "decode_ratio_to_link_only",
         1.7,
     ),
+    Target("the same, draft head right at 0.95 / none", "guesses-mtp-27b-512k", "ratio_to_plain_at_0.95", 4),
     *(
         at_most(f"{what}: second question after a restart / first", job, "restart_share", 0.2)
         for what, job in (("Qwen3-0.6B", "disk"), ("Qwen3.5-9B", "disk-hybrid"))
