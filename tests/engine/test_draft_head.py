@@ -82,8 +82,8 @@ class GuessingLLM(CheckedLLM):
     ("model", "num_gpu_blocks", "max_num_batched_tokens"),
     [
         *(("helper", None, 37), ("stranger", 2, 300)),
-        *(pytest.param("helper", *case, marks=SLOW) for case in ((None, 300), (2, 37), (2, 300), (3, 5000))),
-        *(pytest.param("stranger", *case, marks=SLOW) for case in ((None, 37), (None, 300), (2, 37), (3, 5000))),
+        *(pytest.param("helper", *case, marks=SLOW) for case in ((2, 37), (3, 5000))),
+        *(pytest.param("stranger", *case, marks=SLOW) for case in ((None, 300), (2, 37))),
     ],
 )
 def test_guesses_are_those_of_the_plain_head(
@@ -197,11 +197,10 @@ def test_auto_knows_the_head(helper: Reference, num_gpu_blocks: int | None) -> N
 
 
 @SLOW
-@pytest.mark.parametrize("num_gpu_blocks", [None, 2])
-def test_two_ranks(helper: Reference, num_gpu_blocks: int | None) -> None:
+def test_two_ranks(helper: Reference) -> None:
     answers = []
     for options in ({"speculation": "off"}, MTP | {"tensor_parallel_size": 2}):
-        given = cache_options(num_gpu_blocks) | options | {"dtype": "float32", "device": "cpu"}
+        given = cache_options(2) | options | {"dtype": "float32", "device": "cpu"}
         with LLM(str(helper.directory), internals=ALWAYS, **given) as llm:
             answers += [
                 [output["token_ids"] for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)] for _ in range(2)

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 import triton
 from odd_kernels import failing_kernel, tagged_kernel
 from offline_compiler import compiling_for
-from test_compile import launch_layers, launch_merge, launch_prefill
+from test_compile import launch_layers, launch_merge, launch_prefill, launch_sampler
 from triton.backends.nvidia import driver as nvidia_driver
 from triton.runtime import cache as triton_cache
 from triton.runtime.driver import DriverConfig
@@ -92,7 +92,8 @@ def compile_with(server: CompileServer | None, launch: Callable[[], object]) -> 
 
 def launch_some() -> None:
     """With functions that several kernels call, and constants that these use."""
-    launch_layers(1024, 5000, BF16)
+    launch_layers(1024, BF16)
+    launch_sampler(5000, BF16)
     launch_merge(128, BF16, 16)
 
 
