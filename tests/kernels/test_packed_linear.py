@@ -91,11 +91,14 @@ def test_products_with_any_number_of_rows(device: str, kind: str, num_rows: int,
     """One row, several, more than a tile, and the values themselves; groups of 32, 64 and 128 columns and of all."""
     from nanovllm.kernels import packed_linear as kernels
 
-    for group in (32, 64, 128, size):
+    for i, group in enumerate((32, 64, 128, size)):
         weight, values = make_weight(kind, num_rows, size, group, device)
         bias = torch.randn(num_rows, device=device).to(DTYPE) if group == 64 else None
         exact_bias = 0.0 if bias is None else bias.double()
-        for num_inputs, tile in itertools.product((1, 3, 19), TILES):
+        choices = list(itertools.product((1, 3, 19), TILES))
+        if INTERPRETED and kind != "dense":
+            choices = choices[i % 3 :: 3]  # three groups have them all
+        for num_inputs, tile in choices:
             x = torch.randn(num_inputs, size + 16, device=device).to(DTYPE)[:, :size]
             exact = F.linear(x.double(), values) + exact_bias
             assert_close(kernels.products(x, weight, bias, tile=as_tile(tile)), x, values, exact)
