@@ -174,7 +174,7 @@ def tokens_around_the_bounds(logits: torch.Tensor, filters: Filters) -> torch.Te
 
 LARGE_CASES = [
     Filters(top_k=1),
-    Filters(top_k=7),  # at most as many as there are groups, which bounds the k-th largest logit from below
+    Filters(top_k=4),  # at most as many as there are groups, which bounds the k-th largest logit from below
     Filters(top_k=10),
     Filters(top_k=11),
     Filters(top_k=300),
@@ -200,7 +200,7 @@ def test_kernel_keeps_what_plain_torch_keeps_of_several_groups(dtype: torch.dtyp
     vocab_size = 9_001 if INTERPRETED else 20_011
     logits = spread * torch.randn(vocab_size, generator=torch.Generator().manual_seed(2))
     logits[4096:6144] = -torch.inf
-    for filters in LARGE_CASES[::3] if INTERPRETED else LARGE_CASES:
+    for filters in LARGE_CASES[1::3] if INTERPRETED else LARGE_CASES:
         for offset in (0.0,) if INTERPRETED else (0.0, 30.0, -30.0):
             shifted = (logits + offset).to(dtype)
             tokens = tokens_around_the_bounds(shifted, filters)
