@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 PAGE = 256
 PARKED_VALUES = 2  # that a loop may spill: ptxas does so to stay at a round number of registers
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-PATHS = ("8.0", "8.6", "9.0", "10.0", "12.0")  # 8.9 has the choices and the instructions of 8.6
+PATHS = ("8.0", "8.6", "9.0", "10.0", "12.0")  # 8.9 has the choices and the PTX of 8.6
 
 
 def rotating(number: int) -> KernelTarget:
