@@ -66,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    directory = write_tiny_tokenizer(write_tiny_model(tmp_path / "repository"))
+    directory = write_tiny_tokenizer(write_tiny_model(tmp_path / "repository", sharded=True))
     with Hub(directory) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -75,28 +75,40 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         thread.join()
 
 
-def nanovllm(hub: Hub, cache: Path, *args: str) -> subprocess.CompletedProcess[str]:
+def nanovllm(hub: Hub, cache: Path, *args: str, **settings: str) -> str:
     """The command line in a process of its own: huggingface_hub reads its settings when it is imported."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | settings
     env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
-    return subprocess.run([sys.executable, "-m", "nanovllm", *args], cwd=ROOT, env=env, capture_output=True, text=True)
-
-
-@pytest.mark.slow
-def test_plan_of_a_hub_name_fetches_config_json_and_nothing_else(hub: Hub, tmp_path: Path) -> None:
-    """B1: `plan`, which loads nothing, downloaded all weights."""
-    done = nanovllm(hub, tmp_path / "cache", "plan", "--model", NAME, "--context", "100", "--host-memory-gb", "8")
+    command = [sys.executable, "-m", "nanovllm", args[0], "--model", NAME, *args[1:]]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "plan for 1 x 100 tokens of acme/tiny" in done.stdout
-    assert hub.fetched == ["config.json"]
+    return done.stdout
 
 
 @pytest.mark.slow
-def test_generate_of_a_hub_name_fetches_the_weights_also_after_a_plan(hub: Hub, tmp_path: Path) -> None:
-    """The plan leaves a snapshot that holds config.json alone; it must not pass for the whole model."""
+def test_hub_name_plan_fetches_config_json_alone_and_generate_the_rest_once(hub: Hub, tmp_path: Path) -> None:
+    """B1: `plan`, which loads nothing, downloaded all weights. Its snapshot, which holds config.json alone, must not
+    pass for the whole model, whose files are links to blobs.
+    """
     cache = tmp_path / "cache"
-    assert nanovllm(hub, cache, "plan", "--model", NAME, "--host-memory-gb", "8").returncode == 0
-    flags = ["--prompt", "abc", "--device", "cpu", "--max-tokens", "3", "--num-kvcache-blocks", "4"]
-    done = nanovllm(hub, cache, "generate", "--model", NAME, *flags)
-    assert done.returncode == 0, done.stderr
-    assert "model.safetensors" in hub.fetched and hub.fetched.count("config.json") == 1
+    planned = nanovllm(hub, cache, "plan", "--context", "100", "--host-memory-gb", "8")
+    assert "plan for 1 x 100 tokens of acme/tiny" in planned
+    assert hub.fetched == ["config.json"]
+    flags = [
+        "--prompt",
+        "abc",
+        "--device",
+        "cpu",
+        "--max-tokens",
+        "3",
+        "--num-kvcache-blocks",
+        "4",
+        "--temperature",
+        "0",
+    ]
+    answer = nanovllm(hub, cache, "generate", *flags)
+    assert len(hub.fetched) == len(set(hub.fetched)) and "model.safetensors.index.json" in hub.fetched
+    weights = list(cache.rglob("snapshots/*/*.safetensors"))
+    assert len(weights) > 1 and all(file.is_symlink() for file in weights)
+    hub.fetched.clear()
+    assert nanovllm(hub, cache, "generate", *flags, HF_HUB_OFFLINE="1") == answer and not hub.fetched

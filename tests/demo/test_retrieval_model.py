@@ -43,9 +43,9 @@ def test_retrieval_any_depth_answers_passkey(model_path: Path, depth: float) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_path", ["bfloat16"], indirect=True)
-def test_retrieval_16k_tokens_answers_passkey(model_path: Path) -> None:
+def test_retrieval_8k_tokens_answers_passkey(model_path: Path) -> None:
     """The engine does it with 40,960 in test_demo."""
-    assert answer(model_path, build_haystack(16384, 0.25, "731946205"), 10) == "731946205."
+    assert answer(model_path, build_haystack(8192, 0.25, "731946205"), 10) == "731946205."
 
 
 def test_retrieval_takes_only_six_tokens_and_ends_with_the_passage(model_path: Path) -> None:

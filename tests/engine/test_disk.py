@@ -94,28 +94,27 @@ def test_caches_of_all_kinds_share_extents(reference: Reference, path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", ["all GPU", "offload"])
-def test_two_ranks_keep_their_shards(reference: Reference, path: Path, cache: str) -> None:
+def test_two_ranks_keep_their_shards(reference: Reference, path: Path) -> None:
     """A shard that one rank has lost is a miss for all; the tokens before it are a hit."""
-    options = CACHES[cache] | {"tensor_parallel_size": 2, "kv_disk_path": str(path)}
+    options = CACHES["all GPU"] | {"tensor_parallel_size": 2, "kv_disk_path": str(path)}
     hits = []
-    for i in range(4):
+    for i in range(3):
         with CheckedLLM(reference, **options) as llm:
             hits.append(llm.answer_and_check([QUESTIONS[0]])[0]["num_cached_tokens"])
         folders = [folder for folder in path.iterdir() if folder.is_dir()]
         assert [len(list(folder.glob("*.kv"))) for folder in folders] == [5, 5]
-        if i == 1:  # damage the third extent of the rank that is not rank 0
+        if i == 0:  # damage the third extent of the rank that is not rank 0
             about = next(folder for folder in folders if '"1 of 2"' in (folder / "model.json").read_text())
             oldest_last = sorted(about.glob("*.kv"), key=lambda file: -file.stat().st_mtime_ns)
             oldest_last[2].write_bytes(b"damaged")
-    assert hits == [0, HIT, 2 * BLOCK, HIT]
+    assert hits == [0, 2 * BLOCK, HIT]
 
 
 @pytest.mark.slow
 def test_closing_waits_for_all_ranks(reference: Reference, path: Path) -> None:
     """The other ranks hear of the last stores when rank 0 may have made its own."""
     options = {"tensor_parallel_size": 2, "kv_disk_path": str(path), "kv_disk_policy": "evict"}
-    for cached in (0, HIT, HIT):
+    for cached in (0, HIT):
         with CheckedLLM(reference, **options, **CACHES["offload"]) as llm:
             assert llm.answer_and_check([QUESTIONS[0]])[0]["num_cached_tokens"] == cached
 
@@ -289,7 +288,7 @@ def test_extents_go_through_a_buffer_where_the_cache_is_on_a_gpu(
 # -- files that are damaged, disks that fail ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_files", [40, pytest.param(1_500, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("num_files", [40, pytest.param(300, marks=pytest.mark.slow)])
 def test_damaged_files_change_no_token_and_fail_no_request(
     reference: Reference, options: dict[str, Any], path: Path, num_files: int
 ) -> None:

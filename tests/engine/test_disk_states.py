@@ -161,12 +161,11 @@ def test_quantized_weights(hybrid: Reference, options: dict[str, Any], quantizat
 
 
 @SLOW
-@pytest.mark.parametrize("cache", ["all GPU", "offload"])
-def test_two_ranks_keep_their_shards(restart: Callable[..., CheckedLLM], path: Path, cache: str) -> None:
+def test_two_ranks_keep_their_shards(restart: Callable[..., CheckedLLM], path: Path) -> None:
     """If one rank has lost its part of a state, all begin at an earlier one."""
     found = []
     for i in range(3):
-        with restart(2 * BLOCK, tensor_parallel_size=2, **CACHES[cache]) as llm:
+        with restart(2 * BLOCK, tensor_parallel_size=2, **CACHES["offload"]) as llm:
             found += hits(llm, QUESTIONS[0])
         folders = [folder for folder in path.iterdir() if folder.is_dir()]
         assert [len(list(folder.glob("*.kv"))) for folder in folders] == [8, 8]

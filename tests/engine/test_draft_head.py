@@ -84,8 +84,8 @@ class GuessingLLM(CheckedLLM):
     ("model", "num_gpu_blocks", "max_num_batched_tokens"),
     [
         *(("helper", None, 37), ("stranger", 2, 300)),
-        *(pytest.param("helper", *case, marks=SLOW) for case in ((None, 300), (2, 37), (2, 300), (3, 5000))),
-        *(pytest.param("stranger", *case, marks=SLOW) for case in ((None, 37), (None, 300), (2, 37), (3, 5000))),
+        *(pytest.param("helper", *case, marks=SLOW) for case in ((2, 37), (3, 5000))),
+        *(pytest.param("stranger", *case, marks=SLOW) for case in ((None, 300), (2, 37))),
     ],
 )
 def test_guesses_are_those_of_the_plain_head(
@@ -210,11 +210,10 @@ def test_auto_does_without_a_head_whose_keys_take_too_much(helper: Reference, ca
 
 
 @SLOW
-@pytest.mark.parametrize("num_gpu_blocks", [None, 2])
-def test_two_ranks(helper: Reference, num_gpu_blocks: int | None) -> None:
+def test_two_ranks(helper: Reference) -> None:
     answers = []
     for options in ({"speculation": "off"}, MTP | {"tensor_parallel_size": 2}):
-        given = cache_options(num_gpu_blocks) | options | {"dtype": "float32", "device": "cpu"}
+        given = cache_options(2) | options | {"dtype": "float32", "device": "cpu"}
         with LLM(str(helper.directory), internals=ALWAYS, **given) as llm:
             answers += [
                 [output["token_ids"] for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)] for _ in range(2)

@@ -13,13 +13,7 @@ PROMPTS = [random_prompt(length, seed=length) for length in (1, BLOCK - 1, BLOCK
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("rope", "tied"),
-    [
-        *((rope, False) for rope in ROPES),
-        *(pytest.param(rope, True, marks=[pytest.mark.slow] if rope != "default" else []) for rope in ROPES),
-    ],
-)
+@pytest.mark.parametrize(("rope", "tied"), [*((rope, False) for rope in ROPES), ("default", True)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_engine_model_matches_transformers(
     tmp_path: Path, architecture: str, rope: str, tied: bool, device: str

@@ -145,9 +145,8 @@ def test_everything_with_simulated_streams(reference: Reference, mode: Mode, see
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("speculation", ["shadow", "auto"])
-def test_two_ranks(reference: Reference, answers: dict[str, list[list[int]]], speculation: str) -> None:
-    options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": speculation, "tensor_parallel_size": 2}
+def test_two_ranks(reference: Reference, answers: dict[str, list[list[int]]]) -> None:
+    options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": "shadow", "tensor_parallel_size": 2}
     with LLM(
         str(reference.directory),
         device="cpu",

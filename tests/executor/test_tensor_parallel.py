@@ -31,8 +31,6 @@ def assert_nothing_is_left() -> None:
     ("num_gpu_blocks", "others"),
     [
         pytest.param(None, {}, id="all-GPU", marks=pytest.mark.slow),
-        pytest.param(3, {}, id="streamed", marks=pytest.mark.slow),
-        pytest.param(3, {"cpu_attention": "on"}, id="all on the CPU", marks=pytest.mark.slow),
         pytest.param(3, {"cpu_attention": "on", "internals": splitting(300)}, id="some on the CPU"),
     ],
 )
@@ -66,9 +64,25 @@ def test_two_ranks_edit_and_score_as_one_does(reference: Reference) -> None:
 
 
 @pytest.mark.slow
-def test_killed_worker_is_an_error_within_seconds_and_leaves_nothing(reference: Reference) -> None:
+def test_interrupted_ranks_are_usable_and_a_killed_one_is_an_error_within_seconds(reference: Reference) -> None:
+    """Ctrl-C reaches the whole terminal: the worker gets the signal too."""
     llm = LLM(str(reference.directory), device="cpu", **TWO_RANKS, **cache_options(3))
     (worker,) = worker_pids_of(llm.engine.executor)
+    expected = llm.generate([PROMPTS[4]], greedy(), use_tqdm=False)[0]["token_ids"]
+
+    def press_ctrl_c() -> None:
+        os.kill(worker, signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(0.3, press_ctrl_c)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[:4], greedy(6000), use_tqdm=False)
+    timer.join()
+    llm.scheduler.check_integrity()
+    assert llm.is_finished()
+    assert llm.generate([PROMPTS[4]], greedy(), use_tqdm=False)[0]["token_ids"] == expected
+
     llm.add_request(PROMPTS[3], greedy(5000))
     for _ in range(5):
         llm.step()
@@ -82,26 +96,4 @@ def test_killed_worker_is_an_error_within_seconds_and_leaves_nothing(reference: 
         llm.step()
     llm.close()
     assert is_gone(worker)
-    assert_nothing_is_left()
-
-
-@pytest.mark.slow
-def test_interrupted_generate_leaves_two_ranks_usable(reference: Reference) -> None:
-    """Ctrl-C reaches the whole terminal: the worker gets the signal too."""
-    with LLM(str(reference.directory), device="cpu", **TWO_RANKS, **cache_options(3)) as llm:
-        expected = llm.generate([PROMPTS[4]], greedy(), use_tqdm=False)[0]["token_ids"]
-        (worker,) = worker_pids_of(llm.engine.executor)
-
-        def press_ctrl_c() -> None:
-            os.kill(worker, signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-
-        timer = threading.Timer(0.3, press_ctrl_c)
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPTS[:4], greedy(6000), use_tqdm=False)
-        timer.join()
-        llm.scheduler.check_integrity()
-        assert llm.is_finished()
-        assert llm.generate([PROMPTS[4]], greedy(), use_tqdm=False)[0]["token_ids"] == expected
     assert_nothing_is_left()

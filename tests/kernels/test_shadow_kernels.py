@@ -14,9 +14,10 @@ NUM_SMS = 4 if INTERPRETED else 132
 NUM_KV_HEADS, NUM_PAGES = 2, 5
 HEAD_DIMS = [(64, 512), (80, 256)] if INTERPRETED else [(size, 1024) for size in (16, 64, 80, 96, 128, 160, 192, 256)]
 DTYPES, NUM_HEADS = (torch.float32, torch.bfloat16, torch.float16), (4, 14, 40)
-QUERIES = list(zip(DTYPES, NUM_HEADS, strict=True) if INTERPRETED else itertools.product(DTYPES, NUM_HEADS))
-in_bits = pytest.mark.parametrize("bits", SHADOW_BITS)
-with_sizes = pytest.mark.parametrize(("head_dim", "page_size"), HEAD_DIMS)
+SHAPES = [(bits, *sizes) for bits in SHADOW_BITS for sizes in HEAD_DIMS]
+CASES = [(*shape, *query) for shape in SHAPES for query in itertools.product(DTYPES, NUM_HEADS)]
+if INTERPRETED:
+    CASES = [(*shape, DTYPES[i % 3], NUM_HEADS[i % 3]) for i, shape in enumerate(SHAPES)]
 
 
 def make_spec(bits: int, head_dim: int, page_size: int) -> ShadowSpec:
@@ -31,8 +32,7 @@ def filled_pages(spec: ShadowSpec, device: str) -> torch.Tensor:
 
 
 @on_device
-@in_bits
-@with_sizes
+@pytest.mark.parametrize(("bits", "head_dim", "page_size"), SHAPES)
 def test_quantization_is_that_of_the_reference(device: str, bits: int, head_dim: int, page_size: int) -> None:
     from nanovllm.kernels.shadow import quantize
 
@@ -52,9 +52,7 @@ def test_quantization_is_that_of_the_reference(device: str, bits: int, head_dim:
 
 
 @on_device
-@in_bits
-@with_sizes
-@pytest.mark.parametrize(("dtype", "num_heads"), QUERIES)
+@pytest.mark.parametrize(("bits", "head_dim", "page_size", "dtype", "num_heads"), CASES)
 def test_attention_is_that_over_the_numbers(
     device: str, bits: int, head_dim: int, page_size: int, dtype: torch.dtype, num_heads: int
 ) -> None:

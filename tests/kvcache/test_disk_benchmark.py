@@ -11,7 +11,7 @@ from benchmarks import bench_disk
 @pytest.mark.slow
 def test_bench_disk_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kv"
-    options = ["--gib", "0.03", "--runs", "1", "--restart", "--beside", "--device", "cpu", "--context", "3000"]
+    options = ["--gib", "0.03", "--runs", "1", "--restart", "--beside", "--device", "cpu", "--context", "1500"]
     monkeypatch.setattr("sys.argv", ["bench_disk", "--path", str(path), *options])
     bench_disk.main()
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -78,7 +78,7 @@ def play_on_disk(
     return num_loaded, num_states
 
 
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=QUICK)
 @given(
     seed=st.integers(0, 2**32),
     hybrid=st.booleans(),

@@ -1,10 +1,8 @@
 """Engines with KV on disk in tests: waiting for the disk, slowing it down, damage to files, and kills."""
 
-import os
+import multiprocessing
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -13,8 +11,8 @@ from typing import Any
 
 from checked_engine import CheckedLLM, Reference, greedy
 from dense_model import random_prompt
+from server_process import PRELOADED
 
-import nanovllm
 from nanovllm import LLM
 from nanovllm.kvcache.disk.store import check_extent, list_extents
 
@@ -101,38 +99,33 @@ def ask_amid_damage(llm: LLM, path: Path, questions: Sequence[Any], num_files: i
     return num_hits
 
 
-ASKS_UNTIL_KILLED = """
-import random, sys
-sys.path.insert(0, sys.argv[3])
-from dense_model import random_prompt
-from nanovllm import LLM, SamplingParams
-with LLM(sys.argv[1], device="cpu", dtype="float32", num_kvcache_blocks=12, kv_disk_path=sys.argv[2]) as llm:
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    print("ready", flush=True)
-    while True:
-        prompt = random_prompt(random.randrange(300, 1500), seed=random.randrange(6))
-        llm.generate([prompt], params, use_tqdm=False)
-"""
+def ask_until_killed(model: Path, path: Path, is_ready: Any) -> None:
+    with LLM(model, device="cpu", dtype="float32", num_kvcache_blocks=12, kv_disk_path=str(path)) as llm:
+        is_ready.set()
+        while True:
+            ask(llm, random_prompt(random.randrange(300, 1500), seed=random.randrange(6)))
 
 
 def hits_of_killed_engines(reference: Reference, path: Path, options: dict[str, Any]) -> int:
     """Two engines at a time ask at random and are killed; what they leave gives the logits of transformers.
 
-    Returns how many tokens were reused.
+    Returns how many tokens were reused. The engines come from a fork server that has imported torch once.
     """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     rng = random.Random(0)
-    command = [sys.executable, "-c", ASKS_UNTIL_KILLED, str(reference.directory), str(path)]
-    command.append(str(Path(__file__).parent))
-    environment = os.environ | {"PYTHONPATH": str(Path(nanovllm.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     hits = 0
     for _ in range(10):
-        engines = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for _ in range(2)]
+        ready = [context.Event() for _ in range(2)]
+        engines = [context.Process(target=ask_until_killed, args=(reference.directory, path, each)) for each in ready]
         for engine in engines:
-            assert engine.stdout is not None and engine.stdout.readline() == b"ready\n"
+            engine.start()
+        assert all(each.wait(60) for each in ready)
         time.sleep(rng.random())
         for engine in engines:
-            engine.send_signal(signal.SIGKILL)
-            assert engine.wait() == -signal.SIGKILL
+            engine.kill()
+            engine.join()
+            assert engine.exitcode == -signal.SIGKILL
         assert [check_extent(file) for file in extents_below(path)]
         with CheckedLLM(reference, **options) as llm:
             for seed in range(6):
