@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # Ctrl-C need Python's own handler, which the processes they start do not inherit: those begin with the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(50_000, 10, 10)  # a full collection visits the half a million objects of the modules that are loaded
+# httpx and openai load 140 certificates for each client, which takes 25 ms. No test speaks TLS
+os.environ.setdefault("SSL_CERT_DIR", os.devnull)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: tiny models gain nothing from more threads
 
 
