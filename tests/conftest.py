@@ -6,6 +6,7 @@
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(50_000, 10, 10)  # a full collection visits the half a million objects of the modules that are loaded
 # httpx and openai load 140 certificates for each client, which takes 25 ms. No test speaks TLS
 os.environ.setdefault("SSL_CERT_DIR", os.devnull)
+for name in ("sklearn", "scipy"):  # where they are installed, transformers imports them, for 2 s and no use here
+    sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: tiny models gain nothing from more threads
 
 

@@ -214,7 +214,7 @@ def test_answer_is_found_by_the_next_turn(reference: Reference, path: Path) -> N
     """The K and V of answers are stored when the engine is closed."""
     options = {"kv_disk_path": str(path), **cache_options(None)}
     with CheckedLLM(reference, **options) as llm:
-        answer = llm.answer_and_check([QUESTIONS[0]], max_tokens=2 * BLOCK)[0]["token_ids"]
+        answer = llm.answer_and_check([QUESTIONS[0]], max_tokens=BLOCK)[0]["token_ids"]
     with CheckedLLM(reference, **options) as llm:
         turn = [*QUESTIONS[0], *answer, 1, 2, 3]
         assert llm.answer_and_check([turn])[0]["num_cached_tokens"] == (len(turn) - 4) // BLOCK * BLOCK

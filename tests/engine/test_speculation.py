@@ -128,7 +128,7 @@ def test_drafters_leave_answers_alone(reference: Reference, speculation: str, wo
     internals = Internals(always_guesses=True, works_ahead=works_ahead)
     options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": speculation}
     with CheckedLLM(reference, internals=internals, **options) as llm:
-        llm.answer_and_check([PROMPTS[0] + PROMPTS[0][:300], *PROMPTS[1:]], max_tokens=16)
+        llm.answer_and_check([PROMPTS[0] + PROMPTS[0][:300], *PROMPTS[1:]], max_tokens=30)
         stats = llm.stats()
         assert stats["num_accepted_guesses"] > 0
         assert any(plan.draft_rows() for plan in llm.plans) == (speculation != "prompt_lookup")
