@@ -104,8 +104,7 @@ def test_workloads_load_from_disk(hybrid: bool, has_states: bool) -> None:
     assert sum(num_states > 0 for _, num_states in loaded) >= 3 * has_states
 
 
-@pytest.mark.parametrize("has_states", [False, True])
-@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize(("hybrid", "has_states"), [(False, True), (True, False)])
 def test_store_of_a_block_that_was_given_away_is_noticed(hybrid: bool, has_states: bool) -> None:
     """Without the versions of blocks, extents hold the tokens of other sequences, and the model sees it."""
     with pytest.raises(ContentError):

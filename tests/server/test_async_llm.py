@@ -217,7 +217,7 @@ async def test_consumers_have_everything_before_a_long_step_is_launched(model: P
     engine.llm.engine.executor.launch = noting_launch  # type: ignore[method-assign]
 
     async def consume(number: int) -> None:
-        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
         async with aclosing(engine.generate([1, 2, 3 + number], params)) as updates:
             async for update in updates:
                 taken[number] += len(update.token_ids)
