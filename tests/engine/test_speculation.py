@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checked_engine import ALL_GPU, OFFLOAD, CheckedLLM, Reference, cache_options, greedy
+from checked_engine import ALL_GPU, OFFLOAD, CheckedLLM, Reference, cache_options, greedy, speculating
 from cpu_splits import RandomSplit, splitting
-from odd_drafters import KINDS, OddDrafter
+from odd_drafters import KINDS, OddDrafter, drafter_of
 from offload_workload import BLOCK, prompts_of, serve_everything
 from simulated_streams import Mode, SimulatedStreams
 
@@ -47,26 +47,11 @@ def answers(reference: Reference) -> dict[str, list[list[int]]]:
         }
 
 
-def drafter_of(kind: str, answers: list[list[int]]) -> OddDrafter:
-    """Knows the answer to each of PROMPTS."""
-    whole = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
-
-    def next_tokens(seq: Sequence, count: int) -> list[int]:
-        known = seq.token_ids.tolist()
-        return next((text[len(known) : len(known) + count] for text in whole if text[: len(known)] == known), [])
-
-    return OddDrafter(kind, next_tokens, vocab_size=320)
-
-
-def speculating(drafter: OddDrafter, internals: Internals = Internals()) -> Internals:
-    return replace(internals, drafters=(drafter,), always_guesses=True)
-
-
 @pytest.mark.parametrize(("kind", "num_gpu_blocks"), CASES)
 def test_every_kind_of_guess_leaves_answers_and_logits_alone(
     reference: Reference, answers: dict[str, list[list[int]]], kind: str, num_gpu_blocks: int | None
 ) -> None:
-    internals = speculating(drafter_of(kind, answers["greedy"]))
+    internals = speculating(drafter_of(kind, PROMPTS, answers["greedy"]))
     options = cache_options(num_gpu_blocks) | {"speculation": "auto", "num_speculative_tokens": 7}
     with CheckedLLM(reference, internals=internals, **options) as llm:
         outputs = llm.answer_and_check(PROMPTS, max_tokens=NUM_TOKENS)
@@ -94,7 +79,7 @@ def test_sampled_answers_are_the_same(
     works_ahead: bool,
 ) -> None:
     """With filters, and with prompts mixed in."""
-    internals = speculating(drafter_of(kind, answers["sampled"]), Internals(works_ahead=works_ahead))
+    internals = speculating(drafter_of(kind, PROMPTS, answers["sampled"]), Internals(works_ahead=works_ahead))
     options = cache_options(num_gpu_blocks) | {"speculation": "auto", "max_num_batched_tokens": 100}
     with CheckedLLM(reference, internals=internals, **options) as llm:
         outputs = llm.generate(PROMPTS, sampled(NUM_TOKENS), use_tqdm=False)
@@ -107,7 +92,7 @@ def test_sampled_answers_are_the_same(
 def test_the_cpu_attends_to_missing_keys_of_guesses(
     reference: Reference, answers: dict[str, list[list[int]]], num_tokens: int
 ) -> None:
-    internals = speculating(drafter_of("random", answers["greedy"]), splitting(num_tokens))
+    internals = speculating(drafter_of("random", PROMPTS, answers["greedy"]), splitting(num_tokens))
     options = OFFLOAD | {"num_gpu_blocks": 2, "cpu_attention": "on", "speculation": "auto"}
     with CheckedLLM(reference, internals=internals, **options) as llm:
         llm.answer_and_check(PROMPTS, max_tokens=NUM_TOKENS)
@@ -161,7 +146,7 @@ def test_two_ranks(reference: Reference, answers: dict[str, list[list[int]]], sp
         str(reference.directory),
         device="cpu",
         dtype="float32",
-        internals=speculating(drafter_of("mixed", answers["greedy"])),
+        internals=speculating(drafter_of("mixed", PROMPTS, answers["greedy"])),
         **options,
     ) as llm:
         outputs = llm.generate(PROMPTS, greedy(12), use_tqdm=False)
@@ -175,7 +160,9 @@ def test_end_tokens_and_stop_tokens_inside_a_chunk(reference: Reference, answers
     stop = next(token_id for token_id in answer[3:] if answer.index(token_id) >= 3)
     expected = answer[: answer.index(stop) + 1]
     options = ALL_GPU | {"speculation": "auto"}
-    with CheckedLLM(reference, internals=speculating(drafter_of("right", answers["greedy"])), **options) as llm:
+    with CheckedLLM(
+        reference, internals=speculating(drafter_of("right", PROMPTS, answers["greedy"])), **options
+    ) as llm:
         params = replace(greedy(NUM_TOKENS), stop_token_ids=[stop])
         (output,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
         assert (output["token_ids"], output["finish_reason"]) == (expected, "stop")
@@ -189,7 +176,9 @@ def test_tokens_that_are_guessed_and_rejected_are_never_found_by_a_prompt(
 ) -> None:
     """The prefix cache holds what was verified only: a prompt that goes on with the guesses gets no hit beyond."""
     options = OFFLOAD | {"num_gpu_blocks": 3, "speculation": "auto"}
-    with CheckedLLM(reference, internals=speculating(drafter_of("wrong", answers["greedy"])), **options) as llm:
+    with CheckedLLM(
+        reference, internals=speculating(drafter_of("wrong", PROMPTS, answers["greedy"])), **options
+    ) as llm:
         llm.answer_and_check(PROMPTS[2:3], max_tokens=NUM_TOKENS)
         prompt, answer = PROMPTS[2], answers["greedy"][2]
         wrong = [(token_id + 1) % 320 for token_id in answer]
@@ -203,7 +192,7 @@ def test_drafts_that_do_not_wait_for_copies_are_noticed(
     """They write to slots that blocks may still be copied out of (E4)."""
     for seed in range(4):
         streams = SimulatedStreams("late", seed)
-        internals = speculating(drafter_of("drafts", answers["greedy"]))
+        internals = speculating(drafter_of("drafts", PROMPTS, answers["greedy"]))
         options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": "resident"}
         with CheckedLLM(reference, streams=streams, internals=internals, **options) as llm:
             llm.runner.memory.begin_all_layers = lambda: None
@@ -262,7 +251,7 @@ def test_answers_are_passed_on_before_a_long_step_is_launched(
     reference: Reference, answers: dict[str, list[list[int]]]
 ) -> None:
     """Regression: where guesses were verified, a long step was launched in the turn that had committed the answers."""
-    internals = speculating(drafter_of("right", answers["greedy"]), Internals(works_ahead=True))
+    internals = speculating(drafter_of("right", PROMPTS, answers["greedy"]), Internals(works_ahead=True))
     options = ALL_GPU | {"speculation": "auto", "max_num_batched_tokens": 64, "max_step_ms": 100.0}
     with CheckedLLM(reference, internals=internals, **options) as llm:
         turn: list[str] = []

@@ -21,6 +21,7 @@ from nanovllm.runner import step_runner
 from nanovllm.sampling_params import StructuredOutputs
 
 ON_CPU: dict[str, Any] = {"device": "cpu", "max_num_batched_tokens": 64}
+NUM_TOKENS = 28
 PROMPT = "the passkey is 4711.\nthe answer is:"
 SCHEMA = {
     "type": "object",
@@ -41,7 +42,7 @@ LEAST_MARGIN = 0.05  # devices differ by some 1e-5 in fp32
 
 
 def params_of(kind: str, **more: Any) -> SamplingParams:
-    settings = {"max_tokens": 40, "temperature": 1.0, "seed": 7, "structured_outputs": STRUCTURES[kind]}
+    settings = {"max_tokens": NUM_TOKENS, "temperature": 1.0, "seed": 7, "structured_outputs": STRUCTURES[kind]}
     return SamplingParams(**(settings | more))
 
 
@@ -49,7 +50,7 @@ def assert_matches(kind: str, output: RequestOutput) -> None:
     text, reason = output["text"], output["finish_reason"]
     assert text is not None
     if reason == "length":  # without an end, the answer is the beginning of one that matches
-        assert kind in ("json", "json_object", "regex") and len(output["token_ids"]) == 40
+        assert kind in ("json", "json_object", "regex") and len(output["token_ids"]) == NUM_TOKENS
         return
     assert reason == "stop", output.get("error")
     if kind == "choice":

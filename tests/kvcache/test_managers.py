@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from content_model import Simulation
+from content_model import Simulation, tokens
 from random_workloads import GRAIN, odd_drafter
 
 from nanovllm.core.sequence import Sequence, SequenceStatus
@@ -13,12 +13,6 @@ from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.policy.hybrid_manager import History, HybridKVCacheManager
 from nanovllm.kvcache.policy.step_slots import HybridBlock, SlotRing
-
-
-def tokens(count: int, start: int = 0) -> list[int]:
-    """`count` token ids that repeat in no block of the sizes used here."""
-    return [start + i * i % 1009 for i in range(count)]
-
 
 # -- both managers ---------------------------------------------------------------------------------------------------
 

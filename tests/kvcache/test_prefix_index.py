@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import xxhash
-from content_model import Simulation, longest_prefix_left
+from content_model import Simulation, longest_prefix_left, tokens
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.kvcache.policy.block_manager import BlockManager
@@ -19,11 +19,6 @@ from nanovllm.sampling_params import SamplingParams
 
 def make_sequence(token_ids: list[int], max_tokens: int = 4, seq_id: int = 0, hash_salt: int = 0) -> Sequence:
     return Sequence(seq_id, token_ids, SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0, hash_salt)
-
-
-def tokens(count: int, start: int = 0) -> list[int]:
-    """`count` token ids that repeat in no block of the sizes used here."""
-    return [start + i * i % 1009 for i in range(count)]
 
 
 def filled_pool(seq: Sequence, num_blocks: int = 8, block_size: int = 4, grain: int = 2) -> BlockPool:
