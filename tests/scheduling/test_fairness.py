@@ -9,7 +9,6 @@ from itertools import count
 from statistics import median
 
 import pytest
-from tiers import RUNS_ALL
 from timed_steps import Gpu, Request, TimedSteps
 
 from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
@@ -55,10 +54,10 @@ def with_streams(kv: KVCacheManager, gpu: Gpu, max_step_s: float | None, num_str
     return steps
 
 
-def solo_s(kv: KVCacheManager, gpu: Gpu, num_tokens: int = LONG) -> float:
+def solo_s(kv: KVCacheManager, gpu: Gpu) -> float:
     """Time to the first token of a long prompt that has the engine to itself, with the whole budget for each chunk."""
     steps = TimedSteps(kv, gpu)
-    request = steps.add(num_tokens, max_tokens=1)
+    request = steps.add(LONG, max_tokens=1)
     steps.run_until(request)
     return request.first_token_s
 
@@ -166,15 +165,14 @@ def test_lone_long_prompt_loses_little_to_the_bound() -> None:
 def test_flood_of_short_prompts_does_not_starve_a_long_one(make_kv: object, max_step_s: float | None) -> None:
     """More short prompts arrive in each step than it has room for."""
     steps = TimedSteps(make_kv(), NO_LAUNCHES, max_step_s=max_step_s)  # type: ignore[operator]
-    num_tokens = LONG if RUNS_ALL else LONG // 4
-    long = steps.add(num_tokens, max_tokens=1)
+    long = steps.add(LONG, max_tokens=1)
     num_steps = 0
     while long.seq.finish_reason is None:
         for _ in range(10 if num_steps < 400 else 0):
             steps.add(1000, max_tokens=1, token_ids=[len(steps.requests), *range(999)])
         steps.step()
         num_steps += 1
-    assert long.first_token_s < 6 * solo_s(make_kv(), NO_LAUNCHES, num_tokens)  # type: ignore[operator]
+    assert long.first_token_s < 6 * solo_s(make_kv(), NO_LAUNCHES)  # type: ignore[operator]
 
 
 def test_prompt_at_the_head_that_lacks_blocks_is_not_overtaken() -> None:
