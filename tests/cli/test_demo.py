@@ -15,7 +15,8 @@ from nanovllm.demo import haystack
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("cache_directory")
-SMALL = ["demo", "--num-tokens", "3000", "--device", "cpu"]
+NUM_TOKENS = 2100  # eight blocks and a half
+SMALL = ["demo", "--num-tokens", str(NUM_TOKENS), "--device", "cpu"]
 
 
 def _last_line(text: str) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def test_demo_small_text_finds_the_passkey(cache_directory: Path, capsys: pytest
     figures = _last_line(text)
     assert figures["retrieved"] is True and figures["same_tokens"] is True
     assert figures["answer"] == "q7m2x9kd." and text.count("\nq7m2x9kd.\n") == 2
-    assert figures["num_prompt_tokens"] == 3000
+    assert figures["num_prompt_tokens"] == NUM_TOKENS
     assert figures["num_slots"] <= figures["num_blocks"] / 4
     assert figures["prefill_tok_per_s"] > 0 and figures["decode_tok_per_s"] > 0
     assert figures["num_hit_blocks"] > 0
@@ -39,7 +40,7 @@ def test_demo_small_text_finds_the_passkey(cache_directory: Path, capsys: pytest
     assert figures["num_cpu_tokens"] > 0 and 0 <= num_streamed <= figures["num_missed_blocks"] / 2
     assert figures["num_loaded_bytes"] == num_streamed * block_bytes
     assert figures["num_accepted_guesses"] <= figures["num_guesses"]
-    assert figures["num_offloaded_bytes"] == 3000 // 256 * block_bytes
+    assert figures["num_offloaded_bytes"] == NUM_TOKENS // 256 * block_bytes
     assert figures["cpu_pool_bytes"] == figures["num_blocks"] * block_bytes
     assert str(cache_directory) in text
 

@@ -14,6 +14,11 @@ import pytest
 from checked_engine import ALL_GPU, WORKS_AHEAD, CheckedLLM, Reference, cache_options, greedy
 from dense_model import random_prompt
 from disk_engines import (
+    BLOCK,
+    CACHES,
+    DOCUMENT,
+    HIT,
+    QUESTIONS,
     ask,
     ask_amid_damage,
     extents_below,
@@ -25,21 +30,9 @@ from disk_engines import (
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.disk.store import check_extent
 from nanovllm.kvcache.transfer.disk_worker import KVPool
-
-BLOCK = DISK_GRAIN_TOKENS
-DOCUMENT = random_prompt(5 * BLOCK + 17, seed=5)
-QUESTIONS = [[*DOCUMENT, *random_prompt(9, seed=i)] for i in range(3)]
-HIT = 5 * BLOCK
-CACHES: dict[str, dict[str, Any]] = {
-    "all GPU": cache_options(None),
-    "all GPU, large blocks": cache_options(None) | {"kvcache_block_size": 2 * BLOCK, "num_kvcache_blocks": 20},
-    "offload": cache_options(3),
-    "offload, CPU attends": cache_options(3) | {"cpu_attention": "on"},
-}
 
 
 @pytest.mark.parametrize("cache", ["all GPU", "offload"])
@@ -213,7 +206,7 @@ def test_answer_is_found_by_the_next_turn(reference: Reference, path: Path) -> N
     """The K and V of answers are stored when the engine is closed."""
     options = {"kv_disk_path": str(path), **cache_options(None)}
     with CheckedLLM(reference, **options) as llm:
-        answer = llm.answer_and_check([QUESTIONS[0]], max_tokens=2 * BLOCK)[0]["token_ids"]
+        answer = llm.answer_and_check([QUESTIONS[0]], max_tokens=BLOCK)[0]["token_ids"]
     with CheckedLLM(reference, **options) as llm:
         turn = [*QUESTIONS[0], *answer, 1, 2, 3]
         assert llm.answer_and_check([turn])[0]["num_cached_tokens"] == (len(turn) - 4) // BLOCK * BLOCK

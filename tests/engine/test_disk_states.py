@@ -11,6 +11,11 @@ import pytest
 from checked_engine import ALL_GPU, WORKS_AHEAD, CheckedLLM, Reference, cache_options, greedy
 from dense_model import random_prompt
 from disk_engines import (
+    BLOCK,
+    CACHES,
+    DOCUMENT,
+    HIT,
+    QUESTIONS,
     ask,
     ask_amid_damage,
     extents_below,
@@ -21,23 +26,13 @@ from disk_engines import (
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM
-from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DISK_HEADER_BYTES, is_state_key, state_key
+from nanovllm.core.disk_moves import DISK_HEADER_BYTES, is_state_key, state_key
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.disk.store import check_extent, list_extents
 from nanovllm.utils.arithmetic import format_bytes
 
-BLOCK = DISK_GRAIN_TOKENS
-DOCUMENT = random_prompt(5 * BLOCK + 17, seed=5)
-QUESTIONS = [[*DOCUMENT, *random_prompt(9, seed=i)] for i in range(3)]  # each ends in the document's last block
 LONG_QUESTIONS = [[*DOCUMENT, *random_prompt(300, seed=i)] for i in range(3)]
-HIT = 5 * BLOCK
 SLOW = pytest.mark.slow
-CACHES: dict[str, dict[str, Any]] = {
-    "all GPU": cache_options(None),
-    "all GPU, large blocks": cache_options(None) | {"kvcache_block_size": 2 * BLOCK, "num_kvcache_blocks": 20},
-    "offload": cache_options(3),
-    "offload, CPU attends": cache_options(3) | {"cpu_attention": "on"},
-}
 
 
 @pytest.fixture

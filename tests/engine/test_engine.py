@@ -114,16 +114,16 @@ PROMPT_KINDS: dict[str, Callable[[list[int]], Any]] = {
 
 def test_generate_prompts_of_every_kind_agree(llm: LLM) -> None:
     """R7: only strings and lists of plain integers were taken, and one call could not mix them."""
-    ids = llm.tokenizer.encode("Hello")
-    (expected,) = llm.generate("Hello", GREEDY, use_tqdm=False)
+    ids, params = llm.tokenizer.encode("Hello"), replace(GREEDY, max_tokens=3)
+    (expected,) = llm.generate("Hello", params, use_tqdm=False)
     for kind, make in PROMPT_KINDS.items():
         prompt = make(ids)
-        assert token_ids(llm, prompt, GREEDY) == [expected["token_ids"]], kind
-        assert token_ids(llm, (p for p in ("Hello", prompt, ids)), GREEDY) == [expected["token_ids"]] * 3, kind
-        assert "".join(llm.stream(prompt, GREEDY)) == expected["text"], kind
+        assert token_ids(llm, prompt, params) == [expected["token_ids"]], kind
+        assert token_ids(llm, (p for p in ("Hello", prompt, ids)), params) == [expected["token_ids"]] * 3, kind
+        assert "".join(llm.stream(prompt, params)) == expected["text"], kind
     rows = np.arange(12).reshape(3, 4)  # of an array, each is a prompt
-    assert token_ids(llm, rows, GREEDY) == token_ids(llm, rows.tolist(), GREEDY)
-    assert token_ids(llm, range(4), GREEDY) == token_ids(llm, [[0, 1, 2, 3]], GREEDY)
+    assert token_ids(llm, rows, params) == token_ids(llm, rows.tolist(), params)
+    assert token_ids(llm, range(4), params) == token_ids(llm, [[0, 1, 2, 3]], params)
 
 
 def test_generate_second_time_counts_cached_tokens(llm: LLM) -> None:
@@ -177,7 +177,7 @@ def test_seeded_request_gives_the_same_tokens_whatever_it_is_batched_with(llm: L
         assert token_ids(other, PROMPTS, params) == alone
 
 
-@pytest.mark.parametrize("kind", ["all GPU", "hybrid"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_bounded_steps_give_the_same_tokens(model: Path, kind: str) -> None:
     """Long and short prompts at once, in steps that aim for the shortest time there is."""
     prompts = [[1 + i % 200 for i in range(n)] for n in (300, 5, 250, 40)]
@@ -476,9 +476,9 @@ def test_open_ended_answers_that_outgrow_the_pool_have_the_tokens_of_a_large_one
     """Regression: a request without max_tokens reserved the rest of its context, so that two ran at once here."""
     prompts = [[n + 1, *range(50, 250 + 10 * n)] for n in range(6)]
     params = [SamplingParams(temperature=n % 2, seed=n, max_tokens=None, ignore_eos=True) for n in range(6)]
-    options = {"num_gpu_blocks": 8, "max_model_len": 530, "max_num_batched_tokens": 2048}
+    options = {"num_gpu_blocks": 8, "max_model_len": 330, "max_num_batched_tokens": 2048}
     texts, num_running = [], []
-    for num_cpu_blocks in (6, 40):  # two contexts; all of them
+    for num_cpu_blocks in (6, 40):  # three contexts; all of them
         with make_llm(model, "offload", **(options | {"num_cpu_blocks": num_cpu_blocks})) as engine:
             ids = [engine.add_request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
             finished: dict[int, Any] = {}
@@ -528,6 +528,7 @@ def test_engine_dropped_without_close_is_gone_at_once(model: Path, device: str, 
 @pytest.mark.gpu
 def test_collector_leaves_out_what_start_up_made_until_the_engine_is_closed(model: Path) -> None:
     """Regression: full collections of 0.2 s each, one in some hundred steps of 256 sequences."""
+    gc.unfreeze()  # what conftest.py has frozen
     with make_llm(model, device="cuda") as engine:
         assert gc.get_freeze_count() > 10_000
         token_ids(engine, PROMPTS, GREEDY)
@@ -568,7 +569,7 @@ def interrupt_in_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
     return install
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 4, 9])
+@pytest.mark.parametrize("num_steps", [1, 2, 9])
 def test_ctrl_c_in_generate_ends_its_requests_and_the_engine_goes_on(
     llm: LLM, interrupt_in_step: Callable[[int], None], num_steps: int
 ) -> None:
@@ -721,30 +722,28 @@ def test_model_directory_without_a_model_is_refused(tmp_path: Path, name: str, m
         LLM(str(tmp_path / name), device="cpu")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "params", "message"),
-    [
-        ([], {}, "the prompt is empty"),
-        ("", {}, "the prompt is empty"),
-        ([1, 320], {}, r"token_ids\[1\]=320 is outside the vocabulary 0..319"),
-        ([1, -1], {}, r"token_ids\[1\]=-1 is outside the vocabulary"),
-        ([1, 2**70], {}, rf"token_ids\[1\]={2**70} is outside the vocabulary"),
-        ([1, 2.0], {}, r"token_ids\[1\]=2.0 is not an integer"),
-        ([1, "a"], {}, r"token_ids\[1\]='a' is not an integer"),
-        ([1, True], {}, r"token_ids\[1\]=True is not an integer"),
-        (5, {}, "a prompt has type int, expected a string or a list of token ids"),
-        ([1] * 2000, {"max_tokens": 49}, r"prompt of 2000 tokens \+ max_tokens=49 exceeds max_model_len=2048; shorten"),
-        ("x", {"max_tokens": 2048}, r"prompt of 1 tokens \+ max_tokens=2048 exceeds max_model_len=2048"),
-    ],
-)
-def test_bad_request_is_refused_and_leaves_running_ones_untouched(
-    llm: LLM, prompt: Any, params: dict[str, Any], message: str
-) -> None:
+BAD_REQUESTS: list[tuple[Any, dict[str, Any], str]] = [
+    ([], {}, "the prompt is empty"),
+    ("", {}, "the prompt is empty"),
+    ([1, 320], {}, r"token_ids\[1\]=320 is outside the vocabulary 0..319"),
+    ([1, -1], {}, r"token_ids\[1\]=-1 is outside the vocabulary"),
+    ([1, 2**70], {}, rf"token_ids\[1\]={2**70} is outside the vocabulary"),
+    ([1, 2.0], {}, r"token_ids\[1\]=2.0 is not an integer"),
+    ([1, "a"], {}, r"token_ids\[1\]='a' is not an integer"),
+    ([1, True], {}, r"token_ids\[1\]=True is not an integer"),
+    (5, {}, "a prompt has type int, expected a string or a list of token ids"),
+    ([1] * 2000, {"max_tokens": 49}, r"prompt of 2000 tokens \+ max_tokens=49 exceeds max_model_len=2048; shorten"),
+    ("x", {"max_tokens": 2048}, r"prompt of 1 tokens \+ max_tokens=2048 exceeds max_model_len=2048"),
+]
+
+
+def test_bad_request_is_refused_and_leaves_running_ones_untouched(llm: LLM) -> None:
     expected = token_ids(llm, PROMPTS[3:], GREEDY)[0]
     running = llm.add_request(PROMPTS[3], GREEDY)
     llm.step()
-    with pytest.raises(RequestError, match=message):
-        llm.add_request(prompt, SamplingParams(**params))
+    for prompt, params, message in BAD_REQUESTS:
+        with pytest.raises(RequestError, match=message):
+            llm.add_request(prompt, SamplingParams(**params))
     finished = finish_all(llm)
     assert list(finished) == [running] and finished[running]["token_ids"] == expected
 
@@ -774,33 +773,31 @@ def test_generate_with_a_prompt_larger_than_the_pool_queues_none_of_them(model: 
         assert add.call_count == 0 and engine.is_finished()
 
 
-@pytest.mark.parametrize(
-    ("prompts", "params", "message"),
-    [
-        (["a", "b"], [GREEDY], "1 sampling_params for 2 prompts; give one, or one per prompt"),
-        (["a"], [], "0 sampling_params for 1 prompts"),
-        (["a", 5], None, "a prompt has type int, expected a string or a list of token ids"),
-        ({"a": 1}, None, "a prompt is a dict with the keys 'a'; expected"),
-        ({"prompt": "a", "multi_modal_data": {}}, None, "keys 'prompt', 'multi_modal_data'; expected"),
-        ([{}], None, "a prompt is a dict with the keys none"),
-        (b"abc", None, "prompts has type bytes, expected"),
-        ([b"abc"], None, "a prompt has type bytes, expected"),
-        (np.ones(3), None, "a prompt has type float64, expected"),
-        ([np.ones((1, 2), int)], None, r"an array of int64 of shape \(1, 2\), expected integers in one dimension"),
-        ([np.array([1.5])], None, "an array of float64"),
-        (7, None, "prompts has type int, expected"),
-        ([[1], []], None, "the prompt is empty"),
-        ([[1], [400]], None, "outside the vocabulary"),
-        (["a"], {"temperature": 0}, "sampling_params has type dict, expected SamplingParams"),
-        (["a", "b"], [GREEDY, 3], "sampling_params has type int, expected SamplingParams"),
-    ],
-)
-def test_generate_bad_arguments_are_refused_before_anything_is_queued(
-    llm: LLM, prompts: Any, params: Any, message: str
-) -> None:
-    with pytest.raises(RequestError, match=message):
-        llm.generate(prompts, params, use_tqdm=False)
-    assert not llm.scheduler.has_unfinished
+BAD_CALLS: list[tuple[Any, Any, str]] = [
+    (["a", "b"], [GREEDY], "1 sampling_params for 2 prompts; give one, or one per prompt"),
+    (["a"], [], "0 sampling_params for 1 prompts"),
+    (["a", 5], None, "a prompt has type int, expected a string or a list of token ids"),
+    ({"a": 1}, None, "a prompt is a dict with the keys 'a'; expected"),
+    ({"prompt": "a", "multi_modal_data": {}}, None, "keys 'prompt', 'multi_modal_data'; expected"),
+    ([{}], None, "a prompt is a dict with the keys none"),
+    (b"abc", None, "prompts has type bytes, expected"),
+    ([b"abc"], None, "a prompt has type bytes, expected"),
+    (np.ones(3), None, "a prompt has type float64, expected"),
+    ([np.ones((1, 2), int)], None, r"an array of int64 of shape \(1, 2\), expected integers in one dimension"),
+    ([np.array([1.5])], None, "an array of float64"),
+    (7, None, "prompts has type int, expected"),
+    ([[1], []], None, "the prompt is empty"),
+    ([[1], [400]], None, "outside the vocabulary"),
+    (["a"], {"temperature": 0}, "sampling_params has type dict, expected SamplingParams"),
+    (["a", "b"], [GREEDY, 3], "sampling_params has type int, expected SamplingParams"),
+]
+
+
+def test_generate_bad_arguments_are_refused_before_anything_is_queued(llm: LLM) -> None:
+    for prompts, params, message in BAD_CALLS:
+        with pytest.raises(RequestError, match=message):
+            llm.generate(prompts, params, use_tqdm=False)
+        assert not llm.scheduler.has_unfinished
 
 
 def test_stop_token_id_outside_the_vocabulary_is_refused(llm: LLM) -> None:

@@ -42,13 +42,12 @@ def check(reference: Reference, prompt: list[int], output: RequestOutput, num_to
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("num_top", [0, 3])
 @pytest.mark.parametrize(
-    ("options", "internals"),
+    ("options", "internals", "num_top"),
     [
-        (cache_options(None), Internals()),
-        (cache_options(None) | {"chunked_prefill": False}, WORKS_AHEAD),
-        (cache_options(2), WORKS_AHEAD),
+        (cache_options(None), Internals(), 0),
+        (cache_options(None) | {"chunked_prefill": False}, WORKS_AHEAD, 3),
+        (cache_options(2), WORKS_AHEAD, 3),
     ],
 )
 def test_logprobs_are_those_of_transformers(

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checked_engine import ALL_GPU, OFFLOAD, CheckedLLM, Reference, cache_options, greedy, small_staging
+from checked_engine import ALL_GPU, OFFLOAD, CheckedLLM, Reference, cache_options, greedy, small_staging, speculating
 from cpu_splits import splitting
 from dense_model import random_prompt
-from odd_drafters import OddDrafter
+from odd_drafters import OddDrafter, drafter_of
 from offload_workload import BLOCK, DOCUMENT, MIXED, prompts_of, serve_everything
 from simulated_streams import SimulatedStreams
 from tiny_models import write_tiny_model
@@ -97,7 +97,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(
     hybrid: Reference, answers: list[list[int]], num_gpu_blocks: int | None, speculation: str
 ) -> None:
     """Nothing is computed twice, and the inputs of right guesses that its state does not cover come back too."""
-    internals = Internals() if speculation == "off" else speculating(drafter_of("right", answers))
+    internals = Internals() if speculation == "off" else speculating(drafter_of("right", PROMPTS, answers))
     options = cache_options(num_gpu_blocks) | ({} if speculation == "off" else {"num_speculative_tokens": 3})
     options |= {"speculation": speculation}
     with CheckedLLM(hybrid, internals=internals, **options) as llm:
@@ -123,21 +123,6 @@ def test_few_snapshots(hybrid: Reference, num_snapshots: int, num_hits: int) -> 
         assert hits == [0, 0, num_hits * BLOCK]
 
 
-def drafter_of(kind: str, answers: list[list[int]]) -> OddDrafter:
-    """Knows the answer to each of PROMPTS."""
-    whole = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
-
-    def next_tokens(seq: Sequence, count: int) -> list[int]:
-        known = seq.token_ids.tolist()
-        return next((text[len(known) : len(known) + count] for text in whole if text[: len(known)] == known), [])
-
-    return OddDrafter(kind, next_tokens, vocab_size=320)
-
-
-def speculating(drafter: OddDrafter, internals: Internals = Internals()) -> Internals:
-    return replace(internals, drafters=(drafter,), always_guesses=True)
-
-
 @pytest.mark.parametrize(
     ("kind", "num_gpu_blocks"),
     [
@@ -150,7 +135,7 @@ def test_guesses_of_every_kind_leave_no_trace(
     hybrid: Reference, answers: list[list[int]], kind: str, num_gpu_blocks: int | None
 ) -> None:
     options = cache_options(num_gpu_blocks) | {"speculation": "auto", "num_speculative_tokens": 7}
-    with CheckedLLM(hybrid, internals=speculating(drafter_of(kind, answers)), **options) as llm:
+    with CheckedLLM(hybrid, internals=speculating(drafter_of(kind, PROMPTS, answers)), **options) as llm:
         outputs = llm.answer_and_check(PROMPTS, max_tokens=NUM_TOKENS)
         assert [output["token_ids"] for output in outputs] == answers
         stats = llm.stats()
@@ -164,7 +149,7 @@ def test_guesses_of_every_kind_leave_no_trace(
 @pytest.mark.parametrize("num_right", [0, 2, 5, *(pytest.param(n, marks=SLOW) for n in (1, 3, 4))])
 def test_garbage_from_any_guess_on_leaves_no_trace(hybrid: Reference, answers: list[list[int]], num_right: int) -> None:
     """Always five guesses, of which so many are right."""
-    drafter = drafter_of("right", answers)
+    drafter = drafter_of("right", PROMPTS, answers)
 
     class Garbage(OddDrafter):
         def guess(self, seq: Sequence, max_guesses: int) -> Any:
@@ -193,7 +178,7 @@ def test_drafters_leave_answers_alone(hybrid: Reference, speculation: str, works
 
 @SLOW
 def test_two_ranks(hybrid: Reference, answers: list[list[int]]) -> None:
-    internals = speculating(drafter_of("mixed", answers))
+    internals = speculating(drafter_of("mixed", PROMPTS, answers))
     options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": "shadow", "tensor_parallel_size": 2}
     with LLM(str(hybrid.directory), device="cpu", dtype="float32", internals=internals, **options) as llm:
         for _ in range(2):  # the second time with hits

@@ -40,15 +40,14 @@ def exact_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shadow, "dequantize_page", lambda page_KW, spec: kept[int(page_KW[0, 0])])
 
 
-@pytest.mark.parametrize("num_gpu_blocks", [None, 2, 3, 8])
-@pytest.mark.parametrize("works_ahead", [False, True])
+@pytest.mark.parametrize(("num_gpu_blocks", "works_ahead"), [(None, True), (2, True), (3, False), (8, True)])
 def test_drafts_read_every_key(
     reference: Reference, exact_pages: None, num_gpu_blocks: int | None, works_ahead: bool
 ) -> None:
     options = cache_options(num_gpu_blocks) | SHADOW | {"num_speculative_tokens": 20}
     internals = Internals(always_guesses=True, works_ahead=works_ahead)
     with CheckedLLM(reference, internals=internals, **options) as llm:
-        llm.answer_and_check(PROMPTS, max_tokens=40)
+        llm.answer_and_check(PROMPTS, max_tokens=24)
         stats = llm.stats()
         assert stats["guess_acceptance"] == 1 and stats["num_guesses"] > 50
         assert stats["num_used_shadow_pages"] == 6  # full blocks, those of answers too
@@ -87,9 +86,9 @@ def test_drafts_of_a_model_that_pays_attention_are_right(tmp_path: Path, bits: i
     options: dict[str, Any] = {"enable_cpu_offload": True, "num_gpu_blocks": 2, "num_cpu_blocks": 20, "device": "cpu"}
     model = build_retrieval_model(tmp_path / "model")
     with LLM(
-        model, max_model_len=3100, kvcache_block_size=256, shadow_bits=bits, **options, **SHADOW, internals=ALWAYS
+        model, max_model_len=1600, kvcache_block_size=256, shadow_bits=bits, **options, **SHADOW, internals=ALWAYS
     ) as llm:
-        (output,) = llm.generate([build_haystack(3000, 0.4, passkey)], SamplingParams(temperature=0, max_tokens=40))
+        (output,) = llm.generate([build_haystack(1500, 0.4, passkey)], SamplingParams(temperature=0, max_tokens=40))
         assert output["text"].startswith(passkey)
         assert llm.stats()["guess_acceptance"] > 0.9
 
@@ -107,9 +106,9 @@ def test_garbage_in_the_shadow_costs_time_and_no_token(
 ) -> None:
     monkeypatch.setattr(shadow, "quantize_page", Garbage())
     with CheckedLLM(reference, internals=ALWAYS, **(cache_options(num_gpu_blocks) | SHADOW)) as llm:
-        llm.answer_and_check(PROMPTS, max_tokens=20)
+        llm.answer_and_check(PROMPTS, max_tokens=8)
         stats = llm.stats()
-        assert stats["num_guesses"] > 100 and stats["guess_acceptance"] < 0.2
+        assert stats["num_guesses"] > 30 and stats["guess_acceptance"] < 0.2
         llm.assert_nothing_left()
 
 
@@ -119,7 +118,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"temperature": 1.5, "seed": 1, "top_p": 0.9},
     {"temperature": 0.7, "seed": 2, "n": 3, "repetition_penalty": 1.3, "logprobs": 2},
     {"temperature": 0.9, "seed": 3, "frequency_penalty": 0.6, "min_tokens": 8, "logit_bias": {7: 4.0}},
-    {"temperature": 0.6, "seed": 5, "structured_outputs": StructuredOutputs(regex="[a-f0-9 ]{30,50}")},
+    {"temperature": 0.6, "seed": 5, "structured_outputs": StructuredOutputs(regex="[a-f0-9 ]{15,25}")},
     {"temperature": 0.8, "seed": 4, "stop": ["e", "th"]},
 ]
 
@@ -129,7 +128,7 @@ def test_any_request_gets_the_tokens_that_it_gets_without_guesses(tmp_path: Path
     """With chunks of prompts, and more sequences than run at once."""
     model = build_retrieval_model(tmp_path / "model")
     prompts = [build_haystack(length, 0.4, "q7m2x9kd") for length in (600, 300, 450, 700, 350, 500)]
-    params = [SamplingParams(max_tokens=50, **request) for request in REQUESTS]
+    params = [SamplingParams(max_tokens=28, **request) for request in REQUESTS]
     options = {"num_kvcache_blocks": 7} if num_gpu_blocks is None else OFFLOAD | {"num_cpu_blocks": 7}
     options |= {"kvcache_block_size": 256, "max_model_len": 800, "max_num_batched_tokens": 200, "max_num_seqs": 4}
     options |= {} if num_gpu_blocks is None else {"num_gpu_blocks": num_gpu_blocks, "cpu_attention": "on"}
@@ -140,7 +139,7 @@ def test_any_request_gets_the_tokens_that_it_gets_without_guesses(tmp_path: Path
             answers.append([(output["text"], output["token_ids"], output["finish_reason"]) for output in outputs])
             stats = llm.stats()
     assert answers[0] == answers[1]
-    assert stats["drafters"]["shadow"]["num_accepted_guesses"] > 100
+    assert stats["drafters"]["shadow"]["num_accepted_guesses"] > 50
 
 
 @pytest.mark.parametrize(("mode", "seed"), [("late", 0), ("early", 1), ("random", 0)])

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checked_engine import ALL_GPU, OFFLOAD, CheckedLLM, Reference, cache_options, greedy
+from checked_engine import ALL_GPU, OFFLOAD, CheckedLLM, Reference, cache_options, greedy, speculating
 from cpu_splits import RandomSplit, splitting
-from odd_drafters import KINDS, OddDrafter
+from odd_drafters import KINDS, OddDrafter, drafter_of
 from offload_workload import BLOCK, prompts_of, serve_everything
 from simulated_streams import Mode, SimulatedStreams
 
@@ -21,7 +21,12 @@ from nanovllm.engine.setup import Internals
 
 PROMPTS = prompts_of(3 * BLOCK - 5, 40, BLOCK - 3, 2 * BLOCK)  # answers cross the edges of blocks
 NUM_TOKENS = 24
-CASES = [*[(kind, 3) for kind in KINDS], *[(kind, slots) for kind in ("random", "drafts") for slots in (None, 2, 8)]]
+SLOW = pytest.mark.slow
+CASES = [
+    *[(kind, 3) for kind in KINDS],
+    *(("random", None), ("drafts", 2)),
+    *[pytest.param(*case, marks=SLOW) for case in (("random", 2), ("random", 8), ("drafts", None), ("drafts", 8))],
+]
 
 
 def sampled(max_tokens: int) -> list[SamplingParams]:
@@ -42,26 +47,11 @@ def answers(reference: Reference) -> dict[str, list[list[int]]]:
         }
 
 
-def drafter_of(kind: str, answers: list[list[int]]) -> OddDrafter:
-    """Knows the answer to each of PROMPTS."""
-    whole = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
-
-    def next_tokens(seq: Sequence, count: int) -> list[int]:
-        known = seq.token_ids.tolist()
-        return next((text[len(known) : len(known) + count] for text in whole if text[: len(known)] == known), [])
-
-    return OddDrafter(kind, next_tokens, vocab_size=320)
-
-
-def speculating(drafter: OddDrafter, internals: Internals = Internals()) -> Internals:
-    return replace(internals, drafters=(drafter,), always_guesses=True)
-
-
 @pytest.mark.parametrize(("kind", "num_gpu_blocks"), CASES)
 def test_every_kind_of_guess_leaves_answers_and_logits_alone(
     reference: Reference, answers: dict[str, list[list[int]]], kind: str, num_gpu_blocks: int | None
 ) -> None:
-    internals = speculating(drafter_of(kind, answers["greedy"]))
+    internals = speculating(drafter_of(kind, PROMPTS, answers["greedy"]))
     options = cache_options(num_gpu_blocks) | {"speculation": "auto", "num_speculative_tokens": 7}
     with CheckedLLM(reference, internals=internals, **options) as llm:
         outputs = llm.answer_and_check(PROMPTS, max_tokens=NUM_TOKENS)
@@ -74,8 +64,13 @@ def test_every_kind_of_guess_leaves_answers_and_logits_alone(
         llm.assert_nothing_left()
 
 
-@pytest.mark.parametrize("works_ahead", [False, True])
-@pytest.mark.parametrize(("kind", "num_gpu_blocks"), [("right", None), ("mixed", 3)])
+@pytest.mark.parametrize(
+    ("kind", "num_gpu_blocks", "works_ahead"),
+    [
+        *(("right", None, False), ("mixed", 3, True)),
+        *(pytest.param(*case, marks=SLOW) for case in (("right", None, True), ("mixed", 3, False))),
+    ],
+)
 def test_sampled_answers_are_the_same(
     reference: Reference,
     answers: dict[str, list[list[int]]],
@@ -84,7 +79,7 @@ def test_sampled_answers_are_the_same(
     works_ahead: bool,
 ) -> None:
     """With filters, and with prompts mixed in."""
-    internals = speculating(drafter_of(kind, answers["sampled"]), Internals(works_ahead=works_ahead))
+    internals = speculating(drafter_of(kind, PROMPTS, answers["sampled"]), Internals(works_ahead=works_ahead))
     options = cache_options(num_gpu_blocks) | {"speculation": "auto", "max_num_batched_tokens": 100}
     with CheckedLLM(reference, internals=internals, **options) as llm:
         outputs = llm.generate(PROMPTS, sampled(NUM_TOKENS), use_tqdm=False)
@@ -93,11 +88,11 @@ def test_sampled_answers_are_the_same(
         assert llm.stats()["num_accepted_guesses"] > 0
 
 
-@pytest.mark.parametrize("num_tokens", [1, 100, 2**40])
+@pytest.mark.parametrize("num_tokens", [1, pytest.param(100, marks=SLOW), 2**40])
 def test_the_cpu_attends_to_missing_keys_of_guesses(
     reference: Reference, answers: dict[str, list[list[int]]], num_tokens: int
 ) -> None:
-    internals = speculating(drafter_of("random", answers["greedy"]), splitting(num_tokens))
+    internals = speculating(drafter_of("random", PROMPTS, answers["greedy"]), splitting(num_tokens))
     options = OFFLOAD | {"num_gpu_blocks": 2, "cpu_attention": "on", "speculation": "auto"}
     with CheckedLLM(reference, internals=internals, **options) as llm:
         llm.answer_and_check(PROMPTS, max_tokens=NUM_TOKENS)
@@ -110,8 +105,7 @@ def test_the_cpu_attends_to_missing_keys_of_guesses(
         ("prompt_lookup", True),
         ("resident", True),
         ("auto", False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("prompt_lookup", False), ("resident", False)]),
-        pytest.param("auto", True, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=SLOW) for case in [("prompt_lookup", False), ("resident", False), ("auto", True)]),
     ],
 )
 def test_drafters_leave_answers_alone(reference: Reference, speculation: str, works_ahead: bool) -> None:
@@ -128,8 +122,8 @@ def test_drafters_leave_answers_alone(reference: Reference, speculation: str, wo
 @pytest.mark.parametrize(
     ("mode", "seed"),
     [
-        *(("late", 0), ("early", 1), ("random", 0), ("random", 1)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("late", 1), ("early", 0)]),
+        *(("late", 0), ("early", 1), ("random", 1)),
+        *(pytest.param(*case, marks=SLOW) for case in [("late", 1), ("early", 0), ("random", 0)]),
     ],
 )
 def test_everything_with_simulated_streams(reference: Reference, mode: Mode, seed: int) -> None:
@@ -151,7 +145,7 @@ def test_two_ranks(reference: Reference, answers: dict[str, list[list[int]]]) ->
         str(reference.directory),
         device="cpu",
         dtype="float32",
-        internals=speculating(drafter_of("mixed", answers["greedy"])),
+        internals=speculating(drafter_of("mixed", PROMPTS, answers["greedy"])),
         **options,
     ) as llm:
         outputs = llm.generate(PROMPTS, greedy(12), use_tqdm=False)
@@ -165,7 +159,9 @@ def test_end_tokens_and_stop_tokens_inside_a_chunk(reference: Reference, answers
     stop = next(token_id for token_id in answer[3:] if answer.index(token_id) >= 3)
     expected = answer[: answer.index(stop) + 1]
     options = ALL_GPU | {"speculation": "auto"}
-    with CheckedLLM(reference, internals=speculating(drafter_of("right", answers["greedy"])), **options) as llm:
+    with CheckedLLM(
+        reference, internals=speculating(drafter_of("right", PROMPTS, answers["greedy"])), **options
+    ) as llm:
         params = replace(greedy(NUM_TOKENS), stop_token_ids=[stop])
         (output,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
         assert (output["token_ids"], output["finish_reason"]) == (expected, "stop")
@@ -179,7 +175,9 @@ def test_tokens_that_are_guessed_and_rejected_are_never_found_by_a_prompt(
 ) -> None:
     """The prefix cache holds what was verified only: a prompt that goes on with the guesses gets no hit beyond."""
     options = OFFLOAD | {"num_gpu_blocks": 3, "speculation": "auto"}
-    with CheckedLLM(reference, internals=speculating(drafter_of("wrong", answers["greedy"])), **options) as llm:
+    with CheckedLLM(
+        reference, internals=speculating(drafter_of("wrong", PROMPTS, answers["greedy"])), **options
+    ) as llm:
         llm.answer_and_check(PROMPTS[2:3], max_tokens=NUM_TOKENS)
         prompt, answer = PROMPTS[2], answers["greedy"][2]
         wrong = [(token_id + 1) % 320 for token_id in answer]
@@ -193,7 +191,7 @@ def test_drafts_that_do_not_wait_for_copies_are_noticed(
     """They write to slots that blocks may still be copied out of (E4)."""
     for seed in range(4):
         streams = SimulatedStreams("late", seed)
-        internals = speculating(drafter_of("drafts", answers["greedy"]))
+        internals = speculating(drafter_of("drafts", PROMPTS, answers["greedy"]))
         options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": "resident"}
         with CheckedLLM(reference, streams=streams, internals=internals, **options) as llm:
             llm.runner.memory.begin_all_layers = lambda: None
@@ -252,7 +250,7 @@ def test_answers_are_passed_on_before_a_long_step_is_launched(
     reference: Reference, answers: dict[str, list[list[int]]]
 ) -> None:
     """Regression: where guesses were verified, a long step was launched in the turn that had committed the answers."""
-    internals = speculating(drafter_of("right", answers["greedy"]), Internals(works_ahead=True))
+    internals = speculating(drafter_of("right", PROMPTS, answers["greedy"]), Internals(works_ahead=True))
     options = ALL_GPU | {"speculation": "auto", "max_num_batched_tokens": 64, "max_step_ms": 100.0}
     with CheckedLLM(reference, internals=internals, **options) as llm:
         turn: list[str] = []

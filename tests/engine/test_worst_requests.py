@@ -36,7 +36,7 @@ from nanovllm.text.frontend import TextFrontend
 VOCAB, MODEL_LEN, BLOCK = 65_536, 131_072, 4096
 GPU_STEP_S = 5e-3  # of an 8B model on an H200, without a long context
 MAX_RATIO = 1.5
-NUM_STEPS = 15
+NUM_STEPS = 9
 NUM_TRIES = 3  # until the ratio is small enough: threads that share a core slow each other
 SHORT, LONG = [1], [i % VOCAB for i in range(MODEL_LEN - 2000)]
 LETTER_A = 64  # a token

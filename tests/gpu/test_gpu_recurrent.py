@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from checked_engine import Reference, cache_options
+from checked_engine import Reference, cache_options, speculating
 from dense_model import random_prompt
 from gpu_llm import GpuLLM
-from odd_drafters import OddDrafter
+from odd_drafters import drafter_of
 from offload_workload import BLOCK, DOCUMENT, prompts_of, serve_everything
 from plain_head import let_head_agree
 from tiny_models import write_tiny_model
 
-from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.setup import Internals
 
@@ -48,13 +47,7 @@ def knowing(kind: str, reference: Reference) -> Internals:
     """An engine that always guesses, with a drafter that knows the answers to PROMPTS."""
     with GpuLLM(reference, **cache_options(None)) as llm:
         outputs = llm.answer_and_check(PROMPTS, max_tokens=40)
-    whole = [prompt + output["token_ids"] for prompt, output in zip(PROMPTS, outputs, strict=True)]
-
-    def next_tokens(seq: Sequence, count: int) -> list[int]:
-        known = seq.token_ids.tolist()
-        return next((text[len(known) : len(known) + count] for text in whole if text[: len(known)] == known), [])
-
-    return Internals(drafters=(OddDrafter(kind, next_tokens, vocab_size=320),), always_guesses=True)
+    return speculating(drafter_of(kind, PROMPTS, [output["token_ids"] for output in outputs]))
 
 
 @pytest.mark.parametrize(

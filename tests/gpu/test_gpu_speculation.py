@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checked_engine import OFFLOAD, Reference, cache_options, greedy
+from checked_engine import OFFLOAD, Reference, cache_options, greedy, speculating
 from cpu_splits import ALL, splitting
 from gpu_llm import GpuLLM
-from odd_drafters import KINDS, OddDrafter
+from odd_drafters import KINDS, OddDrafter, drafter_of
 from offload_workload import BLOCK, prompts_of, serve_everything
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.core.sequence import Sequence
 from nanovllm.core.shadow_spec import SHADOW_BITS
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model
@@ -36,14 +35,7 @@ def answers(reference: Reference) -> list[list[int]]:
 
 def knowing(kind: str, answers: list[list[int]], **others: object) -> Internals:
     """An engine that always guesses, with a drafter that knows the answers to PROMPTS."""
-    whole = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
-
-    def next_tokens(seq: Sequence, count: int) -> list[int]:
-        known = seq.token_ids.tolist()
-        return next((text[len(known) : len(known) + count] for text in whole if text[: len(known)] == known), [])
-
-    internals = Internals(drafters=(OddDrafter(kind, next_tokens, vocab_size=320),), always_guesses=True)
-    return replace(internals, **others)  # type: ignore[arg-type]
+    return replace(speculating(drafter_of(kind, PROMPTS, answers)), **others)  # type: ignore[arg-type]
 
 
 @CACHES

@@ -175,7 +175,7 @@ def test_file_of_another_extent_or_model_is_a_miss(store: DiskStore, extent: Ext
         assert read(store, extent) is None
 
 
-@pytest.mark.parametrize("num_files", [30, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_files", [30, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_random_damage_is_never_read(store: DiskStore, num_files: int) -> None:
     rng, num_misses = random.Random(num_files), 0
     for _ in range(num_files):

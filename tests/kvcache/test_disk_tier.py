@@ -99,13 +99,12 @@ def test_disk_changes_no_token_and_loses_nothing(seed: int, hybrid: bool, drafte
 )
 def test_workloads_load_from_disk(hybrid: bool, has_states: bool) -> None:
     """Else the test above would prove nothing."""
-    loaded = [play_on_disk(seed, hybrid, has_states=has_states) for seed in range(20)]
-    assert sum(num_extents > 0 for num_extents, _ in loaded) >= 10
-    assert sum(num_states > 0 for _, num_states in loaded) >= 10 * has_states
+    loaded = [play_on_disk(seed, hybrid, has_states=has_states) for seed in range(6)]
+    assert sum(num_extents > 0 for num_extents, _ in loaded) >= 3
+    assert sum(num_states > 0 for _, num_states in loaded) >= 3 * has_states
 
 
-@pytest.mark.parametrize("has_states", [False, True])
-@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize(("hybrid", "has_states"), [(False, True), (True, False)])
 def test_store_of_a_block_that_was_given_away_is_noticed(hybrid: bool, has_states: bool) -> None:
     """Without the versions of blocks, extents hold the tokens of other sequences, and the model sees it."""
     with pytest.raises(ContentError):

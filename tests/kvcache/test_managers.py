@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from content_model import Simulation
+from content_model import Simulation, tokens
 from random_workloads import GRAIN, odd_drafter
 
 from nanovllm.core.sequence import Sequence, SequenceStatus
@@ -13,12 +13,6 @@ from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.policy.hybrid_manager import History, HybridKVCacheManager
 from nanovllm.kvcache.policy.step_slots import HybridBlock, SlotRing
-
-
-def tokens(count: int, start: int = 0) -> list[int]:
-    """`count` token ids that repeat in no block of the sizes used here."""
-    return [start + i * i % 1009 for i in range(count)]
-
 
 # -- both managers ---------------------------------------------------------------------------------------------------
 
@@ -438,12 +432,17 @@ def test_a_slot_that_got_only_wrong_guesses_is_free_again() -> None:
 @pytest.mark.parametrize("keeps_first_blocks", [False, True])
 def test_the_first_block_stays_on_the_gpu_with_the_newest(keeps_first_blocks: bool) -> None:
     kv = HybridKVCacheManager(
-        num_cpu_blocks=16, num_gpu_blocks=4, block_size=256, group_blocks=2, keeps_first_blocks=keeps_first_blocks
+        num_cpu_blocks=16,
+        num_gpu_blocks=4,
+        block_size=16,
+        group_blocks=2,
+        keeps_first_blocks=keeps_first_blocks,
+        grain=16,
     )
-    simulation = Simulation(kv, max_num_batched_tokens=300)
-    seq = simulation.add(tokens(9 * 256 + 10), max_tokens=600)
+    simulation = Simulation(kv, max_num_batched_tokens=19)
+    seq = simulation.add(tokens(9 * 16 + 5), max_tokens=50)
     simulation.step()
-    while seq.num_computed_tokens < 11 * 256 + 5:
+    while seq.num_computed_tokens < 11 * 16 + 5:
         simulation.step()
         resident = [i for i, block_id in enumerate(seq.block_table) if kv.blocks[block_id].ring_slot >= 0]
         assert not keeps_first_blocks or resident[0] == 0, f"blocks {resident} after {seq.num_computed_tokens} tokens"

@@ -11,11 +11,12 @@ from simulated_streams import MODES, Mode, SimulatedStreams
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.engine.setup import Internals
 
+SLOW = pytest.mark.slow
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_gpu_blocks", [None, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_gpu_blocks", [None, 2, 3, *(pytest.param(n, marks=SLOW) for n in (4, 8))])
 def test_lengths_around_block_edges_are_exact(reference: Reference, device: str, num_gpu_blocks: int | None) -> None:
     lengths = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK + 1, 3 * BLOCK, 5 * BLOCK - 1, 5 * BLOCK + 1)
     with CheckedLLM(reference, device=device, **cache_options(num_gpu_blocks)) as llm:
@@ -25,8 +26,13 @@ def test_lengths_around_block_edges_are_exact(reference: Reference, device: str,
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("chunked_prefill", [True, False])
-@pytest.mark.parametrize("max_num_batched_tokens", [100, 300, 513, 4096])
+@pytest.mark.parametrize(
+    ("max_num_batched_tokens", "chunked_prefill"),
+    [
+        *((100, True), (300, False), (513, True), (4096, False)),
+        *(pytest.param(*case, marks=SLOW) for case in ((100, False), (300, True), (513, False), (4096, True))),
+    ],
+)
 @pytest.mark.parametrize("num_gpu_blocks", [None, 4])
 def test_chunks_and_schedules_are_exact(
     reference: Reference, device: str, chunked_prefill: bool, max_num_batched_tokens: int, num_gpu_blocks: int | None
@@ -44,7 +50,7 @@ def test_chunks_and_schedules_are_exact(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_gpu_blocks", [None, 2, 3, 8])
+@pytest.mark.parametrize("num_gpu_blocks", [None, 2, *(pytest.param(n, marks=SLOW) for n in (3, 8))])
 def test_long_and_short_together_one_step_ahead_are_exact(
     reference: Reference, device: str, num_gpu_blocks: int | None
 ) -> None:
@@ -125,8 +131,13 @@ def test_all_gpu_pool_runs_out_preempted_is_exact(reference: Reference, device: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_steps", [1, 4, 9, 13])
-@pytest.mark.parametrize("num_gpu_blocks", [None, 3])
+@pytest.mark.parametrize(
+    ("num_gpu_blocks", "num_steps"),
+    [
+        *((None, 1), (None, 9), (3, 4), (3, 13)),
+        *(pytest.param(*case, marks=SLOW) for case in ((None, 4), (None, 13), (3, 1), (3, 9))),
+    ],
+)
 def test_abort_in_the_middle_leaves_the_others_exact(
     reference: Reference, device: str, num_gpu_blocks: int | None, num_steps: int
 ) -> None:
@@ -163,10 +174,8 @@ def test_small_staging_that_wraps_is_exact(
 @pytest.mark.parametrize(
     ("num_gpu_blocks", "block_size"),
     [
-        (2, BLOCK),
-        (3, 2 * BLOCK),
-        (5, BLOCK),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 2 * BLOCK), (3, BLOCK), (5, 2 * BLOCK)]),
+        *((2, BLOCK), (3, 2 * BLOCK)),
+        *(pytest.param(*case, marks=SLOW) for case in [(5, BLOCK), (2, 2 * BLOCK), (3, BLOCK), (5, 2 * BLOCK)]),
     ],
 )
 @pytest.mark.parametrize("mode", MODES)

@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import xxhash
-from content_model import Simulation, longest_prefix_left
+from content_model import Simulation, longest_prefix_left, tokens
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.kvcache.policy.block_manager import BlockManager
@@ -19,11 +19,6 @@ from nanovllm.sampling_params import SamplingParams
 
 def make_sequence(token_ids: list[int], max_tokens: int = 4, seq_id: int = 0, hash_salt: int = 0) -> Sequence:
     return Sequence(seq_id, token_ids, SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0, hash_salt)
-
-
-def tokens(count: int, start: int = 0) -> list[int]:
-    """`count` token ids that repeat in no block of the sizes used here."""
-    return [start + i * i % 1009 for i in range(count)]
 
 
 def filled_pool(seq: Sequence, num_blocks: int = 8, block_size: int = 4, grain: int = 2) -> BlockPool:
@@ -400,33 +395,33 @@ def check_found_shrinks_only_with_the_blocks(simulation: Simulation, prompt: lis
     found = []
     for i in range(num_requests):
         match = simulation.pool.match(asking)
-        found.append(4096 * len(match.full_blocks) + match.num_partial_tokens)
+        found.append(256 * len(match.full_blocks) + match.num_partial_tokens)
         assert found[-1] == longest_prefix_left(simulation.pool, asking)
-        simulation.add(tokens(300, start=100_000 + 2000 * i))
+        simulation.add(tokens(20, start=100_000 + 2000 * i))
         simulation.run()
     assert found[0] > 0 and found[-1] == 0
-    assert all(before - after <= 4096 for before, after in itertools.pairwise(found)), found
+    assert all(before - after <= 256 for before, after in itertools.pairwise(found)), found
 
 
 def test_document_whose_first_block_began_as_a_copy_is_found_until_its_blocks_are_taken() -> None:
-    """Regression: the first 768 tokens were indexed under the first message's block alone. With that block went the
+    """Regression: the first three grains were indexed under the first message's block alone. With that block went the
     whole document, all of whose blocks were still there.
     """
-    simulation = Simulation(HybridKVCacheManager(20, 8, 4096, 2), max_num_batched_tokens=16_384)
-    first_message, document = tokens(1000), tokens(39_008)
+    simulation = Simulation(HybridKVCacheManager(20, 8, 256, 2, grain=16), max_num_batched_tokens=1024)
+    first_message, document = tokens(62), tokens(2438)
     simulation.add(first_message)
     simulation.run()
     simulation.add(document)
     simulation.run()
     again = simulation.add(document)
     simulation.run()
-    assert again.num_hit_tokens == 38_912
+    assert again.num_hit_tokens == 2432
     for i in range(9):
-        simulation.add(tokens(300, start=50_000 + 2000 * i))
+        simulation.add(tokens(20, start=50_000 + 2000 * i))
         simulation.run()
     later = simulation.add(document, max_tokens=1)
     simulation.run()
-    assert later.num_hit_tokens == 38_912
+    assert later.num_hit_tokens == 2432
     check_found_shrinks_only_with_the_blocks(simulation, document, 25)
 
 
@@ -450,16 +445,16 @@ def test_conversation_is_found_in_its_newest_block_when_those_of_earlier_turns_a
 
 def test_requests_that_begin_alike_leave_a_document_in_the_pool_and_copy_nothing_out() -> None:
     """Each of them ends with a block that holds the same grains: it is reused first, and its slot needs no flush."""
-    simulation = Simulation(HybridKVCacheManager(14, 3, 4096, 2), max_num_batched_tokens=16_384)
-    document, examples = tokens(39_008), tokens(1800, start=50_000)
+    simulation = Simulation(HybridKVCacheManager(14, 3, 256, 2, grain=16), max_num_batched_tokens=1024)
+    document, examples = tokens(2438), tokens(116, start=50_000)
     simulation.add(document)
     simulation.run()
     for i in range(40):
         seq = simulation.add([*examples, 7, i, 7], max_tokens=2)
         simulation.run()
-        assert seq.num_hit_tokens == (1792 if i else 0)
+        assert seq.num_hit_tokens == (112 if i else 0)
     flushes = [flush for plan in simulation.plans for flush in plan.moves.flushes]
     assert len(flushes) <= 2  # the document's last block, and one block that holds the examples
     again = simulation.add(document)
     simulation.run()
-    assert again.num_hit_tokens == 38_912
+    assert again.num_hit_tokens == 2432

@@ -22,7 +22,7 @@ from offload_workload import BLOCK, RESUMED, serve_resumed
 from race_detector import Site, StreamRaceError
 from random_workloads import play_dense
 from simulated_streams import MODES, Edge, Mode, SimulatedStreams
-from tiers import examples
+from tiers import RUNS_ALL, examples
 
 from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes
 from nanovllm.core.step_plan import KVMoves, StepPlan
@@ -177,7 +177,17 @@ def play_with_streams(seed: int, streams: SimulatedStreams, with_cpu: bool = Fal
     )
 
 
-SEEDS = (75, 81, 92, 107, 131, 132, 141, 187, *range(8))  # the first ones load what was just copied out (E6)
+SEEDS = (
+    75,
+    81,
+    92,
+    107,
+    131,
+    132,
+    141,
+    187,
+    *range(8 if RUNS_ALL else 3),
+)  # the first ones load what was just copied out (E6)
 Workloads = dict[int, tuple[Simulation, SimulatedStreams]]
 
 

@@ -9,15 +9,14 @@ from dense_model import DenseAttention, load_model, random_prompt, run_greedy, r
 from quantized_models import write_quantized
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
+from tiers import RUNS_ALL
 from tiny_models import HYBRIDS, RECURRENT, ROPES, greedy_reference, reference_model, write_tiny_model
 
-from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS
-from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels.state_tensors import StateSave
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import build_model, quantize
+from nanovllm.models.loader import quantize
 
 PROMPT = random_prompt(150)
 TOLERANCE = 1e-4
@@ -32,18 +31,19 @@ def expected_logits(directory: Path, prompt: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("architecture", ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
 def test_logits_in_pieces_of_any_size_match_transformers(tmp_path: Path, architecture: str) -> None:
     """Pieces are summed in another order. In transformers this changes the logits by up to 1e-4 as well."""
+    prompt = PROMPT if RUNS_ALL else PROMPT[:70]
     write_tiny_model(tmp_path, architecture, num_layers=4, max_position_embeddings=256)
-    expected, model = expected_logits(tmp_path, PROMPT), load_model(tmp_path, max_model_len=256)
+    expected, model = expected_logits(tmp_path, prompt), load_model(tmp_path, max_model_len=256)
     reference = reference_model(tmp_path)
     for chunk in (1000, 64, 37, 2, 1):
         cache, pieces = None, []
-        for start in range(0, len(PROMPT), chunk):
+        for start in range(0, len(prompt), chunk):
             with torch.no_grad():
-                out = reference(torch.tensor([PROMPT[start : start + chunk]]), past_key_values=cache, use_cache=True)
+                out = reference(torch.tensor([prompt[start : start + chunk]]), past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             pieces.append(out.logits[0])
         theirs = (torch.cat(pieces) - expected).abs().max()
-        assert (run_logits(model, PROMPT, chunk) - expected).abs().max() < TOLERANCE + theirs, chunk
+        assert (run_logits(model, prompt, chunk) - expected).abs().max() < TOLERANCE + theirs, chunk
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -123,7 +123,7 @@ def test_random_weights_are_the_same_for_any_number_of_ranks(tmp_path: Path, arc
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_bfloat16_error_is_at_most_twice_that_of_transformers(tmp_path: Path, architecture: str) -> None:
     write_tiny_model(tmp_path, architecture, num_layers=4, dtype=torch.bfloat16)
-    prompt = PROMPT[:100]
+    prompt = PROMPT[:40]
     reference = reference_model(tmp_path)
     with torch.no_grad():
         exact = reference(torch.tensor([prompt])).logits[0]
@@ -133,8 +133,14 @@ def test_bfloat16_error_is_at_most_twice_that_of_transformers(tmp_path: Path, ar
         assert (ours - exact).abs().mean() <= 2 * (plain - exact).abs().mean()
 
 
-@pytest.mark.parametrize("name", ["fp8 small blocks", "awq", "packed 4 zeros", "gptq 8 order"])
-@pytest.mark.parametrize("architecture", HYBRIDS)
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        *(("qwen3_5", name) for name in ("fp8 small blocks", "awq", "packed 4 zeros", "gptq 8 order")),
+        ("qwen3_5_moe", "awq"),
+        *(pytest.param("qwen3_5_moe", name, marks=pytest.mark.slow) for name in ("fp8 small blocks", "gptq 8 order")),
+    ],
+)
 def test_quantized_checkpoints_have_the_logits_of_their_values(tmp_path: Path, architecture: str, name: str) -> None:
     """Parts of a layer, such as the rows of one head that are rotated, are cut out of packed words and blocks."""
     plain = write_tiny_model(tmp_path / "plain", architecture, with_vision=True, head_dim=32)
@@ -274,15 +280,6 @@ def test_only_the_first_layer_of_each_kind_runs_when_inner_layers_are_skipped(tm
     with model.skipping_inner_layers():
         run(model, attn, [1, 2, 3], 0)
     assert attn.heard == [("states", 0, 0), ("attend", 0, 3), ("attend", 1, 3)]
-
-
-def test_presets_have_the_published_number_of_parameters() -> None:
-    """Of the text part, as the names say; the published totals include the vision tower and the draft head."""
-    for preset, num_billions in (("qwen3.5-9b", 8.95), ("qwen3.5-27b", 26.9), ("qwen3.5-35b-a3b", 34.66)):
-        config, _ = ModelConfig.from_pretrained(preset)
-        model = build_model(config, TPGroup(), max_model_len=4096, dtype=torch.bfloat16, device="meta")
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        assert num_parameters / 1e9 == pytest.approx(num_billions, rel=0.01), preset
 
 
 def test_weights_of_another_shape_or_name_are_refused(tmp_path: Path) -> None:

@@ -69,15 +69,19 @@ def test_greedy_tokens_of_the_tiny_models_vary(tmp_path: Path, architecture: str
 
 
 def test_presets_have_the_published_number_of_parameters() -> None:
-    for preset, num_billions in (
-        ("qwen3-0.6b", 0.596),
-        ("qwen3-4b", 4.022),
-        ("qwen3-8b", 8.191),
-        ("qwen2.5-7b-1m", 7.616),
-        ("llama-3.1-8b", 8.030),
-        ("qwen3-30b-a3b", 30.532),
+    """Of the text part, as the names say; some published totals include the vision tower and the draft head."""
+    for preset, num_billions, error in (
+        ("qwen3-0.6b", 0.596, 0.001),
+        ("qwen3-4b", 4.022, 0.001),
+        ("qwen3-8b", 8.191, 0.001),
+        ("qwen2.5-7b-1m", 7.616, 0.001),
+        ("llama-3.1-8b", 8.030, 0.001),
+        ("qwen3-30b-a3b", 30.532, 0.001),
+        ("qwen3.5-9b", 8.95, 0.09),
+        ("qwen3.5-27b", 26.9, 0.27),
+        ("qwen3.5-35b-a3b", 34.66, 0.35),
     ):
         config, _ = ModelConfig.from_pretrained(preset)
         model = build_model(config, TPGroup(), max_model_len=4096, dtype=torch.bfloat16, device="meta")
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        assert num_parameters / 1e9 == pytest.approx(num_billions, abs=0.001), preset
+        assert num_parameters / 1e9 == pytest.approx(num_billions, abs=error), preset

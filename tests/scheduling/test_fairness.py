@@ -161,10 +161,8 @@ def test_lone_long_prompt_loses_little_to_the_bound() -> None:
 @pytest.mark.parametrize(
     ("make_kv", "max_step_s"),
     [
-        (all_gpu, None),
         (hybrid, 0.2),
-        pytest.param(all_gpu, 0.2, marks=pytest.mark.slow),
-        pytest.param(hybrid, None, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((all_gpu, None), (all_gpu, 0.2), (hybrid, None))),
     ],
 )
 def test_flood_of_short_prompts_does_not_starve_a_long_one(make_kv: object, max_step_s: float | None) -> None:

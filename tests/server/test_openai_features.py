@@ -12,6 +12,7 @@ from nanovllm import AsyncLLM, SamplingParams
 LINE = "The passkey is 4711, says the old captain."
 PROMPT = f"{LINE}\n\nThe passkey is"
 MESSAGES: list[Any] = [{"role": "user", "content": f"{LINE}\nThe passkey is"}]
+NUM_TOKENS = 8
 REPEATED = "ab"  # continued by more of "b"
 NEARLY_Q = {"113": 23.5}  # after REPEATED, with this bias, "q" is only a little less likely than "b"
 NO_SPACES = {str(ord(space)): -100 for space in " \t\n\r"}  # the model never ends those that JSON allows
@@ -51,14 +52,14 @@ def expected_texts(engine: AsyncLLM, prompt: str | list[int], fields: dict[str, 
     biases = fields.get("logit_bias")
     if biases is not None:
         fields = fields | {"logit_bias": {int(token_id): bias for token_id, bias in biases.items()}}
-    params = SamplingParams(**({"temperature": 0, "max_tokens": 12} | fields))
+    params = SamplingParams(**({"temperature": 0, "max_tokens": NUM_TOKENS} | fields))
     (output,) = engine.llm.generate([prompt], params, use_tqdm=False)
     return [str(each["text"]) for each in output.get("outputs", [output])]
 
 
 def test_fields_change_the_answer_as_in_the_engine(client: openai.OpenAI, served: tuple[AsyncLLM, str]) -> None:
     for prompt, fields, extra in EDITS:
-        asked = {"model": "tiny", "temperature": 0, "max_tokens": 12, "extra_body": extra} | fields
+        asked = {"model": "tiny", "temperature": 0, "max_tokens": NUM_TOKENS, "extra_body": extra} | fields
         done = client.completions.create(prompt=prompt, **asked)
         assert [choice.text for choice in done.choices] == expected_texts(served[0], prompt, fields | extra)
         without_last = dict(list((fields | extra).items())[:-1])
@@ -72,7 +73,7 @@ def test_fields_change_the_answer_as_in_the_engine(client: openai.OpenAI, served
 
 
 def test_n_answers_with_a_seed_are_those_of_the_engine(client: openai.OpenAI, served: tuple[AsyncLLM, str]) -> None:
-    fields: dict[str, Any] = {"n": 3, "seed": 11, "temperature": 8, "max_tokens": 12}
+    fields: dict[str, Any] = {"n": 3, "seed": 11, "temperature": 8, "max_tokens": NUM_TOKENS}
     (token_ids,) = served[0].llm.chat_token_ids(MESSAGES)
     expected = expected_texts(served[0], token_ids, fields)
     done = client.chat.completions.create(model="tiny", messages=MESSAGES, **fields)

@@ -181,8 +181,8 @@ def test_parser_content_streams_at_once() -> None:
 def test_parser_time_is_linear_in_the_text(unit: str) -> None:
     """The server parses on the thread that serves all connections."""
     start_s = time.process_time()
-    parse(HERMES, ['<tool_call>{"' + unit * 100_000])
-    assert time.process_time() - start_s < 5
+    parse(HERMES, ['<tool_call>{"' + unit * 30_000])
+    assert time.process_time() - start_s < 2
 
 
 def test_call_format_comes_from_the_template_or_the_architecture() -> None:

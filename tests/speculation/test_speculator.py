@@ -103,7 +103,7 @@ def test_no_guesses_before_the_time_of_a_step_is_known() -> None:
     assert speculator.guess(seq, 4, load(1)) == Guesses((5,) * 4)
 
 
-@pytest.mark.parametrize("num_seqs", [1, 8, 32, 60])
+@pytest.mark.parametrize("num_seqs", [1, 32, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 60))])
 def test_guesses_that_gain_nothing_cost_little_and_are_tried_again(num_seqs: int) -> None:
     """No guess is right, and a pass takes half as long again. Sequences end, and others take their place."""
     times = StepTimes()

@@ -22,6 +22,7 @@ from nanovllm.core.step_limits import max_step_rows
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.setup import Internals
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
+from nanovllm.speculation.drafters import Drafter
 
 TOLERANCE = 1e-4  # for logits in fp32
 OFFLOAD = {"enable_cpu_offload": True, "num_cpu_blocks": 40, "kvcache_block_size": 256, "cpu_attention": "off"}
@@ -38,6 +39,11 @@ def cache_options(num_gpu_blocks: int | None) -> dict[str, Any]:
 def small_staging(group_tokens: int, num_groups: int) -> Internals:
     """Staging for few tokens, so that a few blocks fill it and it wraps."""
     return Internals(staging=StagingSizes(group_tokens, num_groups))
+
+
+def speculating(drafter: Drafter, internals: Internals = Internals()) -> Internals:
+    """Guess in every step, whatever is gained."""
+    return replace(internals, drafters=(drafter,), always_guesses=True)
 
 
 def greedy(max_tokens: int = 6) -> SamplingParams:

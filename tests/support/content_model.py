@@ -41,6 +41,11 @@ def extend_tags(tags: list[int], token_ids: list[int], salt: int = 0) -> None:
         tags.append(xxhash.xxh64_intdigest(parent.to_bytes(8, "little") + token_id.to_bytes(8, "little")) >> 1)
 
 
+def tokens(count: int, start: int = 0) -> list[int]:
+    """`count` token ids that repeat in no block of the sizes used in tests."""
+    return [start + i * i % 1009 for i in range(count)]
+
+
 def next_token(tag: int) -> int:
     """Return the model's answer after the token with this tag."""
     return tag % VOCAB_SIZE

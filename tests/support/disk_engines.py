@@ -9,12 +9,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checked_engine import CheckedLLM, Reference, greedy
+from checked_engine import CheckedLLM, Reference, cache_options, greedy
 from dense_model import random_prompt
 from server_process import PRELOADED
 
 from nanovllm import LLM
+from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS
 from nanovllm.kvcache.disk.store import check_extent, list_extents
+
+BLOCK = DISK_GRAIN_TOKENS
+DOCUMENT = random_prompt(5 * BLOCK + 17, seed=5)
+QUESTIONS = [[*DOCUMENT, *random_prompt(9, seed=i)] for i in range(3)]  # each ends in the document's last block
+HIT = 5 * BLOCK
+CACHES: dict[str, dict[str, Any]] = {
+    "all GPU": cache_options(None),
+    "all GPU, large blocks": cache_options(None) | {"kvcache_block_size": 2 * BLOCK, "num_kvcache_blocks": 20},
+    "offload": cache_options(3),
+    "offload, CPU attends": cache_options(3) | {"cpu_attention": "on"},
+}
 
 
 def ask(llm: LLM, prompt: Any, max_tokens: int = 6) -> Any:

@@ -52,3 +52,14 @@ class OddDrafter:
             "outside": [*right[:1], self._vocab_size, -1],
         }[self._kind]
         return Guesses(tuple(guesses))
+
+
+def drafter_of(kind: str, prompts: list[list[int]], answers: list[list[int]]) -> OddDrafter:
+    """Make a drafter that knows the answer to each prompt, for tiny models."""
+    whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+
+    def next_tokens(seq: Sequence, count: int) -> list[int]:
+        known = seq.token_ids.tolist()
+        return next((text[len(known) : len(known) + count] for text in whole if text[: len(known)] == known), [])
+
+    return OddDrafter(kind, next_tokens, vocab_size=320)

@@ -137,7 +137,7 @@ def test_encode_other_salt_reuses_nothing() -> None:
 
 
 @each_tokenizer
-@pytest.mark.parametrize("text", ["a" * 5000, "漢字" * 2500, "\n" * 5000, " " * 5000, "1" * 5000, "\u0301" * 5000])
+@pytest.mark.parametrize("text", ["a" * 2500, "漢字" * 1250, "\n" * 2500, " " * 2500, "1" * 2500, "\u0301" * 2500])
 def test_encode_text_without_cuts(name: str, text: str) -> None:
     encoder = Spy(tokenizer_of(name), min_chars=1000, piece_chars=200)
     for _ in range(2):
