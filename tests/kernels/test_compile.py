@@ -336,11 +336,10 @@ def launch_other_choices(head_dim: int, dtype: torch.dtype) -> None:
 
 
 # Head dim, dtype and target; tiles depend on the next power of two of the head dim
-ALL_CHOICES = [(64, BF16, "9.0"), (80, BF16, "12.0"), (128, FP16, "8.9"), (160, BF16, "9.0"), (256, BF16, "8.6")]
-ALL_CHOICES += [(64, FP32, "8.0")]
-LARGEST = [(16, BF16, "8.0"), (32, BF16, "10.0"), (64, BF16, "8.6"), (80, BF16, "9.0"), (96, BF16, "10.0")]
-LARGEST += [(112, BF16, "8.6"), (160, BF16, "8.0"), (192, BF16, "12.0"), (256, BF16, "10.0"), (128, FP32, "8.6")]
-LARGEST += [(160, FP32, "9.0"), (256, FP32, "8.9")]
+ALL_CHOICES = [(64, BF16, "9.0"), (80, BF16, "12.0"), (256, BF16, "8.6"), (64, FP32, "8.0")]
+LARGEST = [(16, BF16, "8.0"), (32, BF16, "12.0"), (64, BF16, "8.6"), (80, BF16, "9.0"), (96, BF16, "10.0")]
+LARGEST += [(112, BF16, "8.6"), (128, FP16, "8.9"), (160, BF16, "8.0"), (160, BF16, "9.0"), (192, BF16, "12.0")]
+LARGEST += [(256, BF16, "10.0"), (128, FP32, "8.6"), (160, FP32, "9.0"), (256, FP32, "8.9")]
 
 
 @pytest.mark.slow
