@@ -1,8 +1,8 @@
 """Configurations of the attention kernels on each target: tiles, warps, stages, loads, and splits of the keys.
 
 The choices are fixed, so that start-up spends no time on tuning. docs/measurements.md has the figures for the H200;
-`benchmarks/bench_attention.py --tune` compares other choices. tests/kernels/test_compile.py compiles every choice for
-every target. It checks that each fits into shared memory and registers and loads its tiles asynchronously.
+`benchmarks/bench_attention.py --tune` compares other choices. tests/kernels/test_compile.py compiles the kernels for
+these targets, and checks that they fit into shared memory and registers and load their tiles asynchronously.
 """
 
 from __future__ import annotations

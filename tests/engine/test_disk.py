@@ -88,8 +88,11 @@ def test_caches_of_all_kinds_share_extents(reference: Reference, path: Path) -> 
 
 @pytest.mark.slow
 def test_two_ranks_keep_their_shards(reference: Reference, path: Path) -> None:
-    """A shard that one rank has lost is a miss for all; the tokens before it are a hit."""
-    options = CACHES["all GPU"] | {"tensor_parallel_size": 2, "kv_disk_path": str(path)}
+    """A shard that one rank has lost is a miss for all; the tokens before it are a hit.
+
+    Regression: rank 0, which still had its own shard, never let it be stored again when blocks were evicted.
+    """
+    options = CACHES["all GPU"] | {"tensor_parallel_size": 2, "kv_disk_path": str(path), "kv_disk_policy": "evict"}
     hits = []
     for i in range(3):
         with CheckedLLM(reference, **options) as llm:

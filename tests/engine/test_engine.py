@@ -476,7 +476,7 @@ def test_open_ended_answers_that_outgrow_the_pool_have_the_tokens_of_a_large_one
     """Regression: a request without max_tokens reserved the rest of its context, so that two ran at once here."""
     prompts = [[n + 1, *range(50, 250 + 10 * n)] for n in range(6)]
     params = [SamplingParams(temperature=n % 2, seed=n, max_tokens=None, ignore_eos=True) for n in range(6)]
-    options = {"num_gpu_blocks": 8, "max_model_len": 330, "max_num_batched_tokens": 2048}
+    options = {"num_gpu_blocks": 8, "max_model_len": 290, "max_num_batched_tokens": 2048}
     texts, num_running = [], []
     for num_cpu_blocks in (6, 40):  # three contexts; all of them
         with make_llm(model, "offload", **(options | {"num_cpu_blocks": num_cpu_blocks})) as engine:

@@ -126,8 +126,11 @@ def test_few_snapshots(hybrid: Reference, num_snapshots: int, num_hits: int) -> 
 @pytest.mark.parametrize(
     ("kind", "num_gpu_blocks"),
     [
-        *(("right", 2), ("random", 2), ("wrong", None), ("drafts", None), ("mixed", 2)),
-        *(pytest.param(kind, None, marks=SLOW) for kind in ("right", "mixed", "wrong at the last", "too many")),
+        *(("right", 2), ("random", 2), ("drafts", None), ("mixed", 2)),
+        *(
+            pytest.param(kind, None, marks=SLOW)
+            for kind in ("right", "wrong", "mixed", "wrong at the last", "too many")
+        ),
         *(pytest.param(kind, 2, marks=SLOW) for kind in ("drafts", "end tokens", "outside")),
     ],
 )

@@ -102,9 +102,8 @@ def test_the_cpu_attends_to_missing_keys_of_guesses(
 @pytest.mark.parametrize(
     ("speculation", "works_ahead"),
     [
-        ("prompt_lookup", True),
-        ("resident", True),
-        ("auto", False),
+        *(("prompt_lookup", True), ("resident", True)),
+        pytest.param("auto", False, marks=SLOW),
         *(pytest.param(*case, marks=SLOW) for case in [("prompt_lookup", False), ("resident", False), ("auto", True)]),
     ],
 )

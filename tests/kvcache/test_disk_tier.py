@@ -108,7 +108,7 @@ def test_workloads_load_from_disk(hybrid: bool, has_states: bool) -> None:
 def test_store_of_a_block_that_was_given_away_is_noticed(hybrid: bool, has_states: bool) -> None:
     """Without the versions of blocks, extents hold the tokens of other sequences, and the model sees it."""
     with pytest.raises(ContentError):
-        for seed in range(200):
+        for seed in range(34, 234):  # the first one shows it
             play_on_disk(seed, hybrid, has_states=has_states, checks_versions=False)
 
 

@@ -234,7 +234,7 @@ HEAD_FAULTS = {
 
 @pytest.mark.parametrize("fault", HEAD_FAULTS)
 def test_content_model_faulty_draft_head_is_noticed(fault: str) -> None:
-    for seed in range(80):
+    for seed in range(38, 118):  # the first one shows all of them
         try:
             play_dense(seed, hybrid=True, drafter="mtp", has_states=True, has_head=True, change_plan=HEAD_FAULTS[fault])
         except (AssertionError, KeyError):

@@ -195,8 +195,8 @@ async def test_stream_slow_consumer_gets_merged_updates_and_holds_up_nobody(engi
 
 @on_a_loop
 async def test_consumers_have_everything_before_a_long_step_is_launched(model: Path) -> None:
-    """Launching takes long, and holds the lock of Python that they need. Each of 20 takes a while for its update."""
-    num_streams, taken, num_late = 20, Counter[int](), []
+    """Launching takes long, and holds the lock of Python that they need. Each of 12 takes a while for its update."""
+    num_streams, taken, num_late = 12, Counter[int](), []
     options = OPTIONS | {"max_num_batched_tokens": 400, "max_num_seqs": 64, "num_kvcache_blocks": 60}
     options |= {"max_step_ms": 1000.0}
     engine = AsyncLLM(model, internals=Internals(works_ahead=True), **options)

@@ -148,6 +148,7 @@ class _Load:
     seq: Sequence | None  # None: nobody waits for it any more
     holder: Sequence  # owns the blocks
     part: _Loadable
+    keys: tuple[bytes, ...]  # what is loaded, in order
     snapshot: int  # for the state; -1: no layer is recurrent
     begun_s: float
 
@@ -200,6 +201,7 @@ class DiskTier:
         self._contents: dict[int, _Content] = {}  # by block
         self._submitted: dict[int, int] = {}  # block -> its version when all its extents were submitted
         self._states: dict[int, Extent] = {}  # by snapshot, what it held; not those that were stored since
+        self._lost: set[bytes] = set()  # missing on some rank, if not on this one, and not stored again since
         self._next_clean_s = 0.0
         self.num_loaded_tokens = self.num_loaded_states = self.num_cancelled_loads = 0
 
@@ -299,6 +301,7 @@ class DiskTier:
 
     def _make_moves(self, stores: list[Extent], loads: tuple[Extent, ...] = ()) -> DiskMoves:
         self._num_moves += 1
+        self._lost.difference_update(extent.key for extent in stores)
         return DiskMoves(self._num_moves, stores, loads, self._num_loads)
 
     @property
@@ -335,6 +338,9 @@ class DiskTier:
             keys.append(next_key(keys[i - 1] if i else root_key(seq.hash_salt), self._token_ids(seq, i)))
         return keys[extent_idx]
 
+    def _is_on_disk(self, key: bytes) -> bool:
+        return key in self.keys and key not in self._lost
+
     def _parent(self, seq: Sequence, extent_idx: int) -> bytes:
         """The key of the prefix before an extent."""
         return self._key(seq, extent_idx - 1) if extent_idx else root_key(seq.hash_salt)
@@ -344,7 +350,7 @@ class DiskTier:
     def _end_on_disk(self, seq: Sequence, start: int) -> int:
         """The end of the tokens from `start` on that are on disk without gaps, in whole grains of the prefix index."""
         extent_idx, limit = start // self.grain, (len(seq.token_ids) - 1) // self.grain
-        while extent_idx < limit and self._key(seq, extent_idx) in self.keys:
+        while extent_idx < limit and self._is_on_disk(self._key(seq, extent_idx)):
             extent_idx += 1
         grain = self.kv.pool.index.grain
         return extent_idx * self.grain // grain * grain
@@ -366,7 +372,7 @@ class DiskTier:
         """The last place up to `end` after which there is a state on disk. `start` if there is none behind it."""
         grain = self.kv.pool.index.grain
         places = range(end // grain * grain, start, -grain)
-        return next((place for place in places if self._state_key(seq, place) in self.keys), start)
+        return next((place for place in places if self._is_on_disk(self._state_key(seq, place))), start)
 
     def _num_bytes(self, found: _Loadable) -> int:
         return (found.end - found.start) // self.grain * self.extent_bytes + self.state_bytes
@@ -400,7 +406,8 @@ class DiskTier:
             if self.kv.states is not None:
                 snapshot = self.kv.states.hold_snapshot()
                 extents.append(self._state(holder, found.end, snapshot))
-            self._load = _Load(self._num_loads, seq, holder, found, snapshot, self._clock())
+            keys = tuple(extent.key for extent in extents)
+            self._load = _Load(self._num_loads, seq, holder, found, keys, snapshot, self._clock())
             return tuple(extents)
         return ()
 
@@ -411,6 +418,8 @@ class DiskTier:
             num_tokens = min(load.part.start + progress.num_loaded * self.grain, load.part.end)
             self.kv.fill(load.holder, num_tokens)
             self.num_loaded_tokens += num_tokens - load.part.start
+            if load.seq is not None:
+                self._lost.update(load.keys[progress.num_loaded :][:1])
             has_failed = self._snapshots is not None and not self._fill_snapshot(load, progress.num_loaded)
             if load.seq is not None and has_failed:
                 load.seq.num_loadable_tokens = min(num_tokens, load.part.end - 1)
@@ -490,7 +499,7 @@ class DiskTier:
         grain = self.kv.pool.index.grain
         for place in range(end // grain * grain, 0, -grain):
             is_in_memory = self._snapshots.find(self.kv.pool.prefix_id(seq, place)) is not None
-            if is_in_memory or self._state_key(seq, place) in self.keys:
+            if is_in_memory or self._is_on_disk(self._state_key(seq, place)):
                 return place
         return 0
 
@@ -508,7 +517,7 @@ class DiskTier:
                 continue
             block_idx, before = divmod(place - 1, block_size)
             is_stored = self.kv.num_stored_tokens(seq.block_table[block_idx]) > before
-            if is_stored or self._key(seq, place // self.grain - 1) in self.keys:
+            if is_stored or self._is_on_disk(self._key(seq, place // self.grain - 1)):
                 states.append(self._state(seq, place, snapshot))
         self._states.update((state.block_id - len(self.kv.pool.blocks), state) for state in states)
         return states
@@ -517,7 +526,7 @@ class DiskTier:
         """The states in some snapshots that have been noted and are neither on disk nor were taken before."""
         for snapshot in snapshots:
             state = None if snapshot is None else self._states.pop(snapshot, None)
-            if state is not None and state.key not in self.keys and self._is_in_memory(state):
+            if state is not None and not self._is_on_disk(state.key) and self._is_in_memory(state):
                 yield state
 
     def _extents_of_block(self, block_id: int) -> Iterator[Extent]:
@@ -532,7 +541,7 @@ class DiskTier:
             start = i * self.grain
             tokens = token_ids[start : start + self.grain].tobytes()
             extent = Extent(key, parent, tokens, noted.used_s - i * LATER_S, block_id, start, version)
-            if key not in self.keys and self._is_in_memory(extent):
+            if not self._is_on_disk(key) and self._is_in_memory(extent):
                 yield extent
             parent = key
 
