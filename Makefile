@@ -15,7 +15,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PROCESSES)
 
-# These and the rest: all sizes, all kernels in the interpreter, servers and processes, many random examples
+# These and the rest: more sizes, all kernels in the interpreter, servers and processes, many random examples
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest $(PROCESSES) -m "not browser and not clients and not ray"
 

@@ -1,6 +1,6 @@
 """Guesses of a trained model on tasks that people have: how many are right, and what they gain.
 
-    python -m benchmarks.trained_model train /tmp/small-lm                    # 5 minutes on an H100
+    python -m benchmarks.trained_model train /tmp/small-lm                    # 5 minutes and compiling
     python -m benchmarks.trained_model measure /tmp/small-lm --context 16384 --num-gpu-blocks 4
     python -m benchmarks.trained_model measure /tmp/small-lm --context 131072 --num-gpu-blocks 16 --tasks rewrite
 

@@ -94,18 +94,7 @@ def test_hub_name_plan_fetches_config_json_alone_and_generate_the_rest_once(hub:
     planned = nanovllm(hub, cache, "plan", "--context", "100", "--host-memory-gb", "8")
     assert "plan for 1 x 100 tokens of acme/tiny" in planned
     assert hub.fetched == ["config.json"]
-    flags = [
-        "--prompt",
-        "abc",
-        "--device",
-        "cpu",
-        "--max-tokens",
-        "3",
-        "--num-kvcache-blocks",
-        "4",
-        "--temperature",
-        "0",
-    ]
+    flags = "--prompt abc --device cpu --max-tokens 3 --num-kvcache-blocks 4 --temperature 0".split()
     answer = nanovllm(hub, cache, "generate", *flags)
     assert len(hub.fetched) == len(set(hub.fetched)) and "model.safetensors.index.json" in hub.fetched
     weights = list(cache.rglob("snapshots/*/*.safetensors"))

@@ -69,8 +69,8 @@ def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("loads")
 @pytest.mark.parametrize(("heads", "head_dim", "page", "dtype", "causal", "loads"), PREFILLS, indirect=["loads"])
 def test_attend_queries_matches_naive(device, heads, head_dim, page, dtype, causal):
-    """Decodes, chunks and whole prompts in one batch, at odd lengths around the edges of tiles and blocks. Of the last
-    chunk all but the first token see the last key of a tile.
+    """Decodes, chunks and whole prompts in one batch, at odd lengths around the edges of tiles and blocks. In the
+    last chunk all but the first token see the last key of a tile.
     """
     if INTERPRETED:
         lens = [(1, 1), (3, 258), (40, 40), (7, 300), (20, 274)]

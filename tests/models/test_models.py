@@ -70,7 +70,7 @@ def test_greedy_tokens_of_the_tiny_models_vary(tmp_path: Path, architecture: str
 
 
 def test_presets_have_the_published_number_of_parameters() -> None:
-    """Of the text part, as the names say; some published totals include the vision tower and the draft head."""
+    """The text part alone, as the names say; some published totals include the vision tower and the draft head."""
     for preset, num_billions, error in (
         ("qwen3-0.6b", 0.596, 0.001),
         ("qwen3-4b", 4.022, 0.001),

@@ -142,7 +142,7 @@ def test_chunks_measured_where_the_load_had_dropped_do_not_make_others_free() ->
 
 
 def test_times_that_say_nothing_do_not_count() -> None:
-    """Of the first step after a pause, of a chunk beside answers of unknown time, of chunks whose keys are loaded."""
+    """The first step after a pause, a chunk beside answers of unknown time, and chunks whose keys are loaded."""
     steps = Steps()
     steps.run(100)
     steps.run(follows_pause=True)

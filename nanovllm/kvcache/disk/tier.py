@@ -201,7 +201,7 @@ class DiskTier:
         self._contents: dict[int, _Content] = {}  # by block
         self._submitted: dict[int, int] = {}  # block -> its version when all its extents were submitted
         self._states: dict[int, Extent] = {}  # by snapshot, what it held; not those that were stored since
-        self._lost: set[bytes] = set()  # missing on some rank, if not on this one, and not stored again since
+        self._lost: set[bytes] = set()  # found missing by any rank, and not stored again since
         self._next_clean_s = 0.0
         self.num_loaded_tokens = self.num_loaded_states = self.num_cancelled_loads = 0
 
