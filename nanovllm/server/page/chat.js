@@ -36,14 +36,14 @@ const cache = new CacheView(() => running !== null, showServer, documents);
 /** Ask what the server is, at first and whenever it is back. It may be another one then. */
 async function showServer() {
   try {
-    const [model] = (await (await request("v1/models")).json()).data;
-    server.maxRequestTokens = model.max_request_tokens;
-    byId("model").textContent = byId("model").title = model.id;
-    document.title = `${model.id} · nanovllm`;
-    const [example, openApi] = await Promise.all(["example", "openapi.json"].map(async (path) =>
+    const [models, example, openApi] = await Promise.all(["v1/models", "example", "openapi.json"].map(async (path) =>
       (await request(path)).json()));
+    const [model] = models.data;
+    server.maxRequestTokens = model.max_request_tokens;
     server.example = example;
     server.hasProgress = "return_progress" in (openApi.components?.schemas?.ChatRequest?.properties ?? {});
+    byId("model").textContent = byId("model").title = model.id;
+    document.title = `${model.id} · nanovllm`;
     byId("try-example").hidden = byId("built-in-note").hidden = example === null;
     byId("choose").classList.toggle("primary", example === null);
     documents.setLimit(server.maxRequestTokens);
