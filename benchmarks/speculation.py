@@ -82,11 +82,11 @@ def run_speculation(
         make_repeating(llm)
         prompt = random_prompt(random.Random(1), args.max_model_len - longest, llm.model_config.vocab_size)
         decode(llm, prompt, 4)  # the prompt is in the prefix cache from here on
-        plain, oracle.answer = decode(llm, prompt, args.decode_tokens)
+        plain, oracle.answer = decode(llm, prompt, 3 * args.decode_tokens)
         oracle.answer = oracle.answer[-1:] * longest
         points = [measure(llm, oracle, prompt, args.decode_tokens, plain, a) for a in ACCEPTANCES]
         oracle.acceptance = None
-        plain_after, _ = decode(llm, prompt, args.decode_tokens)
+        plain_after, _ = decode(llm, prompt, 3 * args.decode_tokens)
         stats = llm.stats()
     result = header | {"plain_tok_per_s": plain, "plain_after_tok_per_s": plain_after, "points": points}
     for point in points:  # for the targets
@@ -123,7 +123,7 @@ def measure(
     point = {"acceptance": acceptance, "decode_tok_per_s": rate, "ratio_to_plain": rate / plain}
     point |= {"tokens_per_step": len(answer) / num_passes, "guesses_per_step": num_guesses / num_passes}
     if times is not None:
-        load = load_of(1, len(prompt) + len(answer))
+        load = load_of(1, len(prompt) + 1)
         num_guesses_per_pass = round(point["guesses_per_step"])
         pass_s = times.pass_s(load, num_guesses_per_pass)
         point |= {"draft_s": times.draft_s(load), "plain_s": times.plain_s(load), "pass_s": pass_s}

@@ -22,6 +22,7 @@ from nanovllm.core.step_limits import (
     MAX_GRAPH_CHUNKS,
     draft_graph_sizes,
     graph_sizes,
+    head_graph_sizes,
     max_step_rows,
     mixed_graph_sizes,
     streamed_graph_sizes,
@@ -333,6 +334,7 @@ def _pool_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows:
     """
     guesses = config.max_guesses
     num_kinds = (1 + config.enable_cpu_offload) * (1 + (guesses > 0)) + wants_shadow(config, spec)
+    num_kinds += uses_draft_head(config, model)
     num_bytes = num_kinds * layer_bytes(config, model, num_rows)
     if spec.states is not None:
         num_verifying = verifying_graph_sizes(num_rows)[-1] if guesses else 0
@@ -369,8 +371,8 @@ def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows
     """Size of all graphs.
 
     With offload these include the graphs in pieces and those of the staging groups, which are captured for fewer batch
-    sizes. With speculation there is another kind of each, which verifies guesses, and with a shadow one for drafts. The
-    last kind runs steps with chunks of prompts, if no layer is recurrent.
+    sizes. With speculation there is another kind of each, which verifies guesses, with a shadow one for drafts, and one
+    for the draft head, which is a layer. The last kind runs steps with chunks of prompts, if no layer is recurrent.
     """
     whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
     sizes = [graph_sizes(num_rows), *([verifying_graph_sizes(num_rows)] if config.max_guesses else [])]
@@ -382,6 +384,9 @@ def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows
         streamed = [streamed_graph_sizes(num_rows), *verifying]
         num_nodes += sum(map(len, streamed)) * per_size
         num_pools += 2 * len(streamed)  # pieces, groups
+    if uses_draft_head(config, model):
+        num_nodes += len(head_graph_sizes(num_rows)) * (NODES_PER_LAYER + NODES_BESIDE_LAYERS)
+        num_pools += 1
     if model.recurrent is None:
         num_mixed = len(mixed_graph_sizes(config.max_num_batched_tokens, num_rows))
         num_nodes += num_mixed * (whole + MIXED_NODES_PER_LAYER * model.num_layers)

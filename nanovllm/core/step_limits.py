@@ -53,6 +53,13 @@ def draft_graph_sizes(max_num_rows: int) -> list[int]:
     return _sizes_up_to((1, 2, 4, 8, 16, MAX_VERIFYING_ROWS // 2), max_num_rows)
 
 
+def head_graph_sizes(max_num_rows: int) -> list[int]:
+    """Numbers of tokens to capture graphs of the draft head for: powers of two and `max_num_rows` itself. The head is a
+    single layer, in which padding costs little.
+    """
+    return sorted({2**i for i in range(max_num_rows.bit_length())} | {max_num_rows})
+
+
 MAX_GRAPH_CHUNKS = 8  # chunks of prompts in a step with answers that a graph can run
 MAX_GRAPH_CHUNK_TOKENS = 1024  # in all of these chunks
 

@@ -29,6 +29,7 @@ from nanovllm.kernels.state_tensors import LayerStates, StateRows
 from nanovllm.kvcache.transfer.cpu_attention import CpuRows
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
+from nanovllm.runner.draft_head import DraftHead, HeadAttention
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import StepInputs, to_device
 from nanovllm.runner.kv_memory import KVMemory
@@ -224,6 +225,32 @@ class DraftGraphs(DecodeGraphs):
             self._lens.copy_(on_device[:, 0])
             self._tables[:, : tables.shape[1]].copy_(on_device[:, 1:])
         return super().replay(inputs)
+
+
+class HeadGraphs(DecodeGraphs):
+    """The draft head on tokens whose hidden states are in `buffers.hidden`, where it leaves its own. It runs after a
+    decode step, or drafts.
+    """
+
+    def __init__(self, buffers: GraphBuffers, sizes: list[int], max_query_len: int, head: DraftHead) -> None:
+        super().__init__(buffers, "draft head", sizes, max_query_len)
+        self.head = head
+
+    def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
+        shape, hidden = GraphShape.decode(size), self.buffers.hidden[:size]
+        tensors, batch = self.buffers.tensors(shape), self.buffers.decode_batch(size, self.query_len(size))
+        attention = HeadAttention(self.head, tensors.slot_mapping, batch)
+        rope_lens = tensors.rope_lens if model.needs_rope_lens else None
+        input_ids = self.buffers.input_ids(shape)
+        hidden.copy_(model.draft(input_ids, tensors.positions, hidden, attention, rope_lens))
+
+    def run(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """`hidden` [T, hidden_size], of the tokens before those of `inputs` -> those of the head. Hot."""
+        rows = self.buffers.hidden[: len(hidden)]
+        if rows.data_ptr() != hidden.data_ptr():
+            rows.copy_(hidden)
+        self.replay(inputs)
+        return rows
 
 
 # -- answers beside short chunks of prompts ----------------------------------------------------------------------

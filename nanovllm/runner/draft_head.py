@@ -33,7 +33,7 @@ class HeadAttention:
     """The StepAttention of the head, which has a single layer. Makes `copies` once the new K and V are stored."""
 
     def __init__(
-        self, head: "DraftHead", slot_mapping_T: torch.Tensor, batch: PagedBatch, copies: Sequence[PageCopy]
+        self, head: "DraftHead", slot_mapping_T: torch.Tensor, batch: PagedBatch, copies: Sequence[PageCopy] = ()
     ) -> None:
         """`batch`: for the rows that the head is asked for."""
         self.head, self.slot_mapping_T, self.batch, self.copies = head, slot_mapping_T, batch, copies

@@ -1,6 +1,6 @@
 """All graphs of a rank: of decode steps whose keys are all on the GPU and, with offload, of streamed ones. With
-speculation there is one more kind of each, for steps that verify guesses, and with a shadow one for drafts. The last
-kind is for steps with short chunks of prompts, if no layer is recurrent.
+speculation there is one more kind of each, for steps that verify guesses, with a shadow one for drafts, and one for the
+draft head. The last kind is for steps with short chunks of prompts, if no layer is recurrent.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from nanovllm.core.step_limits import (
     MixedSize,
     draft_graph_sizes,
     graph_sizes,
+    head_graph_sizes,
     streamed_graph_sizes,
     streamed_verifying_graph_sizes,
     verifying_graph_sizes,
@@ -20,7 +21,7 @@ from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.devices import memory_remedy
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.cuda_graphs import DecodeGraphs, DraftGraphs, GraphKind, MixedGraphs, Size, StepGraphs
+from nanovllm.runner.cuda_graphs import DecodeGraphs, DraftGraphs, GraphKind, HeadGraphs, MixedGraphs, Size, StepGraphs
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.kv_memory import KVMemory
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
@@ -44,6 +45,9 @@ class GraphSet:
         self._drafts: DraftGraphs | None = None  # None: drafts attend to the keys on the GPU alone
         if memory.shadow is not None:
             self._drafts = DraftGraphs(buffers, draft_graph_sizes(rows), memory)
+        self._head: HeadGraphs | None = None
+        if memory.draft_head is not None:
+            self._head = HeadGraphs(buffers, head_graph_sizes(rows), 1 + max_guesses, memory.draft_head)
         self.mixed: MixedGraphs | None = None  # None: chunks are launched kernel by kernel
         if memory.spec.states is None:
             self.mixed = MixedGraphs(buffers, model.config.hidden_size, memory.dtype)
@@ -64,7 +68,7 @@ class GraphSet:
 
     @property
     def kinds(self) -> Sequence[GraphKind[Any]]:
-        others = [kind for kind in (self._drafts, self.mixed) if kind is not None]
+        others = [kind for kind in (self._drafts, self._head, self.mixed) if kind is not None]
         return [*self._by_kind.values(), *others]
 
     def find(self, plan: StepPlan, is_draft: bool = False) -> StepGraphs | None:
@@ -77,6 +81,10 @@ class GraphSet:
             assert self._drafts is not None, "the plan reads the shadow, but there is none"
             graphs = self._drafts
         return graphs if plan.num_tokens <= graphs.sizes[-1] else None
+
+    def find_head(self, plan: StepPlan) -> HeadGraphs | None:
+        """The graphs that can run the draft head on these tokens, if there are any."""
+        return self._head if plan.is_decode and not plan.moves.page_copies else None
 
     def find_mixed(self, plan: StepPlan) -> MixedSize | None:
         """The size of `mixed` that can run the layers of a step with chunks of prompts, if there is one."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.attention.base import PagedBatch, StepAttention
+from nanovllm.attention.base import StepAttention
 from nanovllm.core.step_plan import (
     DraftKeys,
     DraftTimes,
@@ -175,40 +175,33 @@ class StepRunner:
     def _run_head(self, head: DraftHead, plan: StepPlan, is_first: bool) -> torch.Tensor:
         """Draft a token of each sequence. Returns their ids. The first ones are known but for the head's logits."""
         inputs = draft_inputs(plan, self.spec.block_size)
-        tensors, first_rows = to_device((inputs, head.first_rows(plan)), self.device)
+        before = head.first_rows(plan) if is_first else inputs.pending_rows
+        sampling, rows = to_device((inputs.sampling, before), self.device)
         if is_first:
-            self._drafted = head.kept[first_rows]
+            self._drafted = head.kept[rows]
         else:
-            batch = build_batches(plan, tensors, self.spec.block_size).paged
-            hidden = self._drafted[tensors.pending_rows]
-            self._drafted = self._draft_hidden(head, plan, tensors, hidden, batch)
-        return sample(self.model.compute_logits(self._drafted), tensors.sampling)
+            self._drafted = self._draft_hidden(head, plan, inputs, self._drafted[rows])
+        return sample(self.model.compute_logits(self._drafted), sampling)
 
     def _follow(self, head: DraftHead, plan: StepPlan, hidden: torch.Tensor) -> None:
         """Let the draft head go through the tokens of a step that has run. `hidden`: the model's, of all tokens."""
         followed = followed_plan(plan, self.spec.block_size)
         inputs = followed_inputs(followed, self.spec.block_size)
-        tensors, kept_rows = to_device((inputs, head.kept_rows(followed)), self.device)
-        batches = build_batches(followed, tensors, self.spec.block_size)
-        rows = None
-        if not followed.is_decode:
-            batches, rows = last_token_batches(followed, batches, tensors), tensors.logits_rows
-        head.kept[kept_rows] = self._draft_hidden(head, followed, tensors, hidden, batches.paged, rows)
+        kept_rows = to_device(head.kept_rows(followed), self.device)
+        head.kept[kept_rows] = self._draft_hidden(head, followed, inputs, hidden)
 
-    def _draft_hidden(
-        self,
-        head: DraftHead,
-        plan: StepPlan,
-        tensors: StepInputs,
-        hidden: torch.Tensor,
-        batch: PagedBatch,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Run the draft head: see CausalLM.draft. `batch`: for `rows`."""
-        attention = HeadAttention(head, tensors.slot_mapping, batch, plan.moves.page_copies)
+    def _draft_hidden(self, head: DraftHead, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """Run the draft head: see CausalLM.draft. Returns its results where the plan samples, [S, hidden_size]."""
+        graphs = None if self.graphs is None else self.graphs.find_head(plan)
+        if graphs is not None:
+            return graphs.run(inputs, hidden)
+        tensors = to_device(inputs, self.device)
+        batches, rows = build_batches(plan, tensors, self.spec.block_size), None
+        if not plan.is_decode:
+            batches, rows = last_token_batches(plan, batches, tensors), tensors.logits_rows
+        attention = HeadAttention(head, tensors.slot_mapping, batches.paged, plan.moves.page_copies)
         rope_lens = tensors.rope_lens if self.model.needs_rope_lens else None
-        input_ids = self._known_ids(tensors)
-        return self.model.draft(input_ids, tensors.positions, hidden, attention, rope_lens, rows)
+        return self.model.draft(self._known_ids(tensors), tensors.positions, hidden, attention, rope_lens, rows)
 
     def _known_ids(self, tensors: StepInputs) -> torch.Tensor:
         """The input ids of a step, with those sampled last in the places of pending ones, which the host may not have

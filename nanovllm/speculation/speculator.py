@@ -51,16 +51,18 @@ class StepTimes:
 
     With more guesses a pass takes longer, so its time is known by the number of binary digits of the most guesses that
     a sequence has. A number with one digit more than those that are known may be tried. The numbers below that count
-    as MAX_TRIAL_GUESSES, so that guesses which prove wrong need not be tried in each of these numbers.
+    as MAX_TRIAL_GUESSES, so that guesses which prove wrong need not be tried in each of these numbers. From a step
+    without guesses to the passes with the fewest digits, time is taken to grow evenly.
     """
 
     def __init__(self, drafts: DraftTimes | None = None) -> None:
         """`drafts`: None if nothing is drafted."""
         self._drafts = drafts or DraftTimes()
         self._plain_s: dict[Load, deque[float]] = defaultdict(_newest_times)
-        self._pass_s: dict[tuple[Load, int], deque[float]] = defaultdict(_newest_times)
+        # With each time the number of guesses
+        self._passes: dict[tuple[Load, int], deque[tuple[float, int]]] = defaultdict(_newest_times)
         self.num_steps = 0  # ended so far
-        self._last_pass: dict[tuple[Load, int], int] = {}  # number of the newest step in _pass_s
+        self._last_pass: dict[tuple[Load, int], int] = {}  # number of the newest step in _passes
         self._num_passes = 0  # with guesses, since a step without any was measured
         self._last_had_guesses: bool | None = None  # None: the step before was not a decode step
 
@@ -76,11 +78,13 @@ class StepTimes:
         load = load_of(len(plan.sequences), sum(step.position for step in plan.sequences))
         if plan.has_guesses:
             self._num_passes += 1
-            key = load, _num_digits(max(step.num_guesses for step in plan.sequences))
+            num_guesses = max(step.num_guesses for step in plan.sequences)
+            key = load, _num_digits(num_guesses)
             if self._is_expired(key):
-                self._pass_s[key].clear()
+                self._passes[key].clear()
             self._last_pass[key] = self.num_steps
-            self._pass_s[key].append(max(0.0, seconds - len(plan.draft_rows()) * self.draft_s(load)))
+            own_s = max(0.0, seconds - len(plan.draft_rows()) * self.draft_s(load))
+            self._passes[key].append((own_s, num_guesses))
         else:
             self._num_passes = 0
             self._plain_s[load].append(seconds)
@@ -96,16 +100,16 @@ class StepTimes:
         """Return the time of a step of this load with so many guesses, without its drafts. If none with as many digits
         is known, that of the nearest number with fewer, or else of the least; None if nothing is known.
         """
-        return _nearest(self._pass_times(load), num_guesses)
+        return _expected_s(self._known_passes(load), self.plain_s(load), num_guesses)
 
-    def _pass_times(self, load: Load) -> dict[int, float]:
-        """By digits, in rising order."""
-        times = {}
+    def _known_passes(self, load: Load) -> dict[int, tuple[float, float]]:
+        """By digits, in rising order: the median time of passes, and of their numbers of guesses."""
+        known = {}
         for digits in range(_num_digits(1), _num_digits(MAX_GUESSES) + 1):
-            known = self._pass_s.get((load, digits), ())
-            if len(known) >= NUM_KNOWN_PASSES and not self._is_expired((load, digits)):
-                times[digits] = median(known)
-        return times
+            passes = self._passes.get((load, digits), ())
+            if len(passes) >= NUM_KNOWN_PASSES and not self._is_expired((load, digits)):
+                known[digits] = median(seconds for seconds, _ in passes), median(number for _, number in passes)
+        return known
 
     def _is_expired(self, key: tuple[Load, int]) -> bool:
         return self.num_steps - self._last_pass.get(key, 0) > PASS_EXPIRY_STEPS
@@ -122,14 +126,14 @@ class StepTimes:
         """
         plain_s = self.plain_s(load)
         assert plain_s is not None, "no guesses are made before a step without them is measured"
-        known = self._pass_times(load)
+        known = self._known_passes(load)
         most = min(max_guesses, 2 ** (max(known) + 1) - 1 if known else MAX_TRIAL_GUESSES)
         draft_s = self.draft_s(load) if costs_drafts else 0.0
         choices, num_tokens, chance = [], 1.0, 1.0
         for num_guesses in range(1, most + 1):
             chance *= acceptance
             num_tokens += chance
-            seconds = max(plain_s, _nearest(known, num_guesses) or 0.0) + num_guesses * draft_s
+            seconds = max(plain_s, _expected_s(known, plain_s, num_guesses) or 0.0) + num_guesses * draft_s
             if num_tokens * plain_s > MIN_GAIN * seconds:
                 choices.append(Choice(num_guesses, num_tokens, seconds))
         return choices
@@ -151,13 +155,19 @@ def _num_digits(num_guesses: int) -> int:
     return max(num_guesses, MAX_TRIAL_GUESSES).bit_length()
 
 
-def _nearest(times: dict[int, float], num_guesses: int) -> float | None:
+def _expected_s(known: dict[int, tuple[float, float]], plain_s: float | None, num_guesses: int) -> float | None:
     """See StepTimes.pass_s."""
-    below = [digits for digits in times if digits <= _num_digits(num_guesses)]
-    return times[below[-1] if below else min(times)] if times else None
+    if not known:
+        return None
+    least, own_digits = min(known), _num_digits(num_guesses)
+    digits = max((each for each in known if each <= own_digits), default=least)
+    seconds, usual_number = known[digits]
+    if digits > least or plain_s is None:
+        return seconds
+    return plain_s + (seconds - plain_s) * min(1.0, num_guesses / usual_number)
 
 
-def _newest_times() -> deque[float]:
+def _newest_times() -> deque[Any]:
     return deque(maxlen=NUM_TIMES)
 
 

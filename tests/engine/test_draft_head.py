@@ -4,11 +4,13 @@ import logging
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from checked_engine import ALL_GPU, OFFLOAD, CheckedLLM, Reference, cache_options, greedy, small_staging
+from cpu_runner import HostlessTorch
 from cpu_splits import splitting
 from dense_model import random_prompt
 from offload_workload import BLOCK, MIXED, RESUMED, prompts_of, serve_everything, serve_resumed
@@ -17,8 +19,12 @@ from simulated_streams import SimulatedStreams
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.core.step_limits import head_graph_sizes
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import ConfigError
+from nanovllm.runner.cuda_graphs import HeadGraphs
+from nanovllm.runner.graph_inputs import GraphBuffers
+from nanovllm.runner.graph_set import GraphSet
 
 SLOW = pytest.mark.slow
 ALWAYS = Internals(always_guesses=True)
@@ -95,6 +101,55 @@ def test_guesses_are_those_of_the_plain_head(
     with GuessingLLM(request.getfixturevalue(model), **options) as llm:
         assert llm.answer_and_check_guesses(PROMPTS[1:], max_tokens=12) > 15
         assert (llm.stats()["num_accepted_guesses"] > 5) == (model == "helper")
+
+
+class ReplayingLLM(GuessingLLM):
+    """The head's graphs are replayed: what one would hold is launched, on the same static inputs."""
+
+    def __init__(self, reference: Reference, **options: Any) -> None:
+        super().__init__(reference, **options)
+        runner: Any = self.runner
+        head, config = runner.memory.draft_head, runner.model.config
+        buffers = GraphBuffers(
+            max_num_rows=40,
+            max_num_tokens=4096,
+            max_model_len=runner.max_model_len,
+            block_size=runner.spec.block_size,
+            vocab_size=1,
+            padded_vocab_size=1,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            has_states=True,
+            hidden_size=config.hidden_size,
+        )
+        self.head_graphs = HeadGraphs(buffers, head_graph_sizes(40), 1 + MTP["num_speculative_tokens"], head)
+        sizes = self.head_graphs.sizes
+        self.head_graphs._graphs = {
+            size: [SimpleNamespace(replay=lambda size=size: self._run_size(size))] for size in sizes
+        }
+        self.num_rows: list[int] = []
+        graphs: Any = SimpleNamespace(_head=self.head_graphs, buffers=buffers, kinds=[], reset=lambda: None)
+        graphs.find = graphs.find_mixed = lambda *args: None
+        graphs.find_head = lambda plan: GraphSet.find_head(graphs, plan)
+        runner.steps.graphs = graphs
+
+    @torch.inference_mode()
+    def _run_size(self, size: int) -> None:
+        runner: Any = self.runner
+        self.num_rows.append(size)
+        head = runner.memory.draft_head
+        own, head.backend = head.backend, HostlessTorch()
+        self.head_graphs.launch_kernels(runner.model, runner.memory.paged_attention, size)
+        head.backend = own
+
+
+@pytest.mark.parametrize("num_gpu_blocks", [None, 2])
+def test_the_head_runs_as_graphs_where_a_step_only_decodes(helper: Reference, num_gpu_blocks: int | None) -> None:
+    """Rows of padding, chains of drafts that end at different lengths, and steps with several tokens of a sequence."""
+    with ReplayingLLM(helper, **cache_options(num_gpu_blocks)) as llm:
+        assert llm.answer_and_check_guesses(PROMPTS[1:], max_tokens=12) > 15
+        assert llm.stats()["num_accepted_guesses"] > 5
+        assert {1, 4, 8} <= set(llm.num_rows)
 
 
 def test_guesses_may_follow_the_last_token_of_a_prompt(helper: Reference) -> None:

@@ -103,6 +103,7 @@ def test_the_draft_head_follows_graphs(with_head: Reference, num_gpu_blocks: int
             assert llm.stats()["num_accepted_guesses"] > 20
             if not enforce_eager:
                 assert llm.num_replays["streamed verifying" if num_gpu_blocks else "resident verifying"] > 3
+                assert llm.num_replays["draft head"] > 20
             llm.assert_nothing_left()
             drafted.append(ids)
     num_equal = sum(a == b for a, b in zip(*drafted, strict=False))

@@ -72,6 +72,16 @@ def test_the_time_of_a_pass_depends_on_the_number_of_its_guesses() -> None:
     assert [times.pass_s(load(1), n) for n in (1, 15, 16, 63)] == [1.0, 1.0, 4.0, 4.0]
 
 
+def test_few_guesses_take_less_than_the_passes_that_were_measured() -> None:
+    """Regression: where drafts took longer than at start-up, the time of passes with seven guesses stood for one guess
+    too. So answers that began after those made no guesses at all.
+    """
+    times = measured(*[(step_plan(), 8.0)] * 2, *[(step_plan(7, 7), 8.0 + 7 * 3.5)] * 3, draft_s=2.8)
+    assert times.pass_s(load(1), 7) == times.pass_s(load(1), 9) == pytest.approx(8.0 + 7 * 0.7)
+    assert times.pass_s(load(1), 1) == pytest.approx(8.0 + 0.7)
+    assert best_number(times, speculator.PRIOR_ACCEPTANCE, 15, costs_drafts=True) > 0
+
+
 def test_drafts_take_longer_with_more_keys() -> None:
     times = StepTimes(DraftTimes(1.0, 0.5))
     assert times.draft_s(load_of(1, 6)) == 1.0 + 0.5 * 6 and times.draft_s(load_of(4, 1000)) == 1.0 + 0.5 * 1000

@@ -9,6 +9,7 @@ from checked_engine import CheckedLLM, Reference, greedy
 from transformers import AutoModelForCausalLM
 
 from nanovllm.core.outputs import RequestOutput
+from nanovllm.runner.cuda_graphs import HeadGraphs, MixedGraphs
 
 
 class GpuLLM(CheckedLLM):
@@ -21,7 +22,8 @@ class GpuLLM(CheckedLLM):
         self.num_replays: Counter[str] = Counter()
         if self.runner.graphs is not None:
             for graphs in self.runner.graphs.kinds:
-                graphs.replay = self._counted(graphs.name, graphs.replay, graphs is not self.runner.graphs.mixed)
+                returns_logits = not isinstance(graphs, MixedGraphs | HeadGraphs)
+                graphs.replay = self._counted(graphs.name, graphs.replay, returns_logits)
 
     def _counted(
         self, name: str, replay: Callable[..., torch.Tensor], returns_logits: bool
