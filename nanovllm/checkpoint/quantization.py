@@ -9,8 +9,8 @@ codes in e4m3 have no zero. A format that is not in this list is refused by name
 - awq: integers of 4 bits (version gemm)
 - gptq: integers of 4 or 8 bits, with zeros as they are (gptq_v2) or less one (gptq)
 
-A checkpoint that is not quantized can be quantized while it is loaded: QUANTIZATIONS. Activations for which a checkpoint
-in e4m3 asks for dynamic quantization get it in some products (layers/packed_weight.py). All others keep the model's
+A checkpoint that is not quantized can be quantized while it is loaded: QUANTIZATIONS. If one in e4m3 asks for dynamic
+quantization of activations, some products have it (layers/packed_weight.py). Otherwise activations keep the model's
 dtype, and so does the KV cache. Importing this module loads no torch.
 """
 

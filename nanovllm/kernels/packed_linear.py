@@ -783,7 +783,7 @@ def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
 # -- activations in fp8 ------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])  # compile once for all numbers of rows
 def _quantize_kernel(
     x_ptr,
     codes_ptr,  # two codes in 16 bits

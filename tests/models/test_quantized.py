@@ -338,3 +338,35 @@ def test_formats_that_are_not_supported_are_refused_by_name() -> None:
         wrong["config_groups"]["group_0"][key] = ["re:.*q_proj"]
         with pytest.raises(CheckpointError, match=f"group_0.{key}="):
             parse_quantization(wrong)
+
+
+def test_activations_are_quantized_if_the_checkpoint_asks_for_scales_found_at_each_product() -> None:
+    token = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+    group = token | {"strategy": "group", "group_size": 128}
+
+    def of_library(strategy: str, activations: Any) -> dict[str, Any]:
+        weights = {"type": "float", "num_bits": 8, "strategy": strategy, "block_structure": [128, 128]}
+        settings = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": settings},
+        }
+
+    for given, expected in (
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, True),
+        ({"quant_method": "fp8"}, True),  # the default of the format
+        ({"quant_method": "fp8", "activation_scheme": "static"}, False),
+        (of_library("channel", token), True),
+        (of_library("tensor", token), True),
+        (of_library("block", group), True),
+        (of_library("block", token), False),
+        (of_library("channel", group), False),
+        (of_library("channel", token | {"dynamic": False}), False),
+        (of_library("tensor", token | {"strategy": "tensor"}), False),
+        (of_library("channel", token | {"type": "int"}), False),
+        (of_library("channel", None), False),
+    ):
+        quantization = parse_quantization(given)
+        assert quantization is not None and quantization.has_fp8_activations == expected, given
+    assert not any(each.has_fp8_activations for each in QUANTIZATIONS.values())
