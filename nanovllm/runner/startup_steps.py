@@ -142,8 +142,10 @@ def warm_up_products(model: CausalLM, num_tokens: int) -> Iterator[None]:
             for num_rows, weight in itertools.product(product_rows(num_tokens), weights):
                 if has_ended.is_set():
                     return
-                x = head.new_zeros(num_rows, weight.shape[1])
-                weight.warm_up(x) if isinstance(weight, PackedWeight) else F.linear(x, weight)
+                if isinstance(weight, PackedWeight):
+                    weight.warm_up(head.new_zeros(num_rows, weight.shape[1]))
+                else:
+                    F.linear(weight.new_zeros(num_rows, weight.shape[1]), weight)
 
     thread = threading.Thread(target=multiply, name="warm-up")
     thread.start()
