@@ -365,12 +365,15 @@ def quantized_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Ten
 def stored_weight(
     part_sizes: list[int], size: int, name: str, device: str
 ) -> tuple[PackedWeight, torch.Tensor, torch.Tensor]:
-    """A weight, its codes, and its values in fp64. Each part has another range."""
+    """A rank's weight, its codes, and its values in fp64. It has the second half of the checkpoint's columns, and each
+    part has another range.
+    """
     with torch.device(device):
         weight = PackedWeight(part_sizes, size, WITH_FP8[name], multiplies_codes=True)
     codes, values, start = [], [], 0
     for part, num_rows in enumerate(part_sizes):
-        given = quantize(torch.randn(num_rows, size) * 2.0**part / size**0.5, WITH_FP8[name])
+        whole = quantize(torch.randn(num_rows, 2 * size) * 2.0**part / size**0.5, WITH_FP8[name])
+        given = whole.part(slice(None), slice(size, 2 * size))
         weight.rows(start, start + num_rows).store(given, "this one")
         values.append(torch.empty(num_rows, size, dtype=torch.float64))
         given.copy_values(values[-1])
