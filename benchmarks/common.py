@@ -85,15 +85,23 @@ class Work:
         )
 
 
+FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
 def model_of_length(model: str, max_model_len: int) -> str:
     """`model`, or for a preset a directory with its config, which transformers and vLLM read, too.
 
-    The config allows `max_model_len` tokens; a preset's weights are random anyway.
+    The config allows `max_model_len` tokens; a preset's weights are random anyway. A preset's name followed by -fp8 is
+    the model in the format of Qwen's checkpoints in fp8, whose activations are quantized as well.
     """
-    config, directory = ModelConfig.from_pretrained(model)
+    is_fp8 = model not in presets() and model.removesuffix("-fp8") in presets() and not Path(model).exists()
+    preset = model.removesuffix("-fp8") if is_fp8 else model
+    config, directory = ModelConfig.from_pretrained(preset)
     if directory is not None:
         return model
-    data = json.loads(presets()[model].read_text())
+    data = json.loads(presets()[preset].read_text())
+    if is_fp8:
+        data["quantization_config"] = FP8_CONFIG
     if config.max_model_len_limit < max_model_len:
         data.get("text_config", data)["max_position_embeddings"] = max_model_len
     copy = Path(tempfile.mkdtemp(prefix=f"{model}-"))
@@ -182,7 +190,7 @@ def lengths_after_short_warm_up(num_tokens: int, num_runs: int, num_slots: int, 
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="qwen3-0.6b", help="preset, directory or hub name")
+    parser.add_argument("--model", default="qwen3-0.6b", help="preset, one followed by -fp8, directory or hub name")
     parser.add_argument("--quantization", help="quantize linear layers while they are loaded: fp8 or int4")
     parser.add_argument("--load-format", default="dummy", help="dummy: random weights; auto: the model's own")
     parser.add_argument("--max-model-len", type=int, default=40960, help="tokens of the long workload")

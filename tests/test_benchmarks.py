@@ -19,6 +19,7 @@ from benchmarks.targets import JOBS, TARGETS, Job, Target
 from nanovllm import LLM, SamplingParams
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import parse_quantization
 from nanovllm.core.sequence import Sequence
 from nanovllm.speculation.drafters import Guesses
 
@@ -89,6 +90,19 @@ def test_presets_of_any_length() -> None:
     for preset in ("qwen3-0.6b", "qwen3.5-9b"):
         config, _ = ModelConfig.from_pretrained(common.model_of_length(preset, 500_000))
         assert config.max_model_len_limit == 500_000
+
+
+def test_random_weights_in_fp8_whose_activations_are_quantized(tmp_path: Path) -> None:
+    """Unlike those of a preset that is quantized while it is loaded."""
+    config, _ = ModelConfig.from_pretrained(common.model_of_length("qwen3-0.6b-fp8", 500))
+    assert config.quantization == parse_quantization(common.FP8_CONFIG) and config.quantization.has_fp8_activations
+    tiny = write_tiny_model(tmp_path, hidden_size=128, intermediate_size=256, max_position_embeddings=500)
+    settings = json.loads((tiny / "config.json").read_text()) | {"quantization_config": common.FP8_CONFIG}
+    (tiny / "config.json").write_text(json.dumps(settings))
+    with LLM(str(tiny), device="cpu", load_format="dummy", num_kvcache_blocks=4) as llm:
+        assert llm.model_config.quantization == config.quantization
+        (output,) = llm.generate([[1] * 100], greedy(3), use_tqdm=False)
+    assert len(output["token_ids"]) == 3
 
 
 @pytest.mark.parametrize("task", trained_model.TASKS)

@@ -9,8 +9,9 @@ codes in e4m3 have no zero. A format that is not in this list is refused by name
 - awq: integers of 4 bits (version gemm)
 - gptq: integers of 4 or 8 bits, with zeros as they are (gptq_v2) or less one (gptq)
 
-A checkpoint that is not quantized can be quantized while it is loaded: QUANTIZATIONS. How activations were to be
-quantized does not matter: they keep the model's dtype, and so does the KV cache. Importing this module loads no torch.
+A checkpoint that is not quantized can be quantized while it is loaded: QUANTIZATIONS. If one in e4m3 asks for dynamic
+quantization of activations, some products have it (layers/packed_weight.py). Otherwise activations keep the model's
+dtype, and so does the KV cache. Importing this module loads no torch.
 """
 
 import re
@@ -35,6 +36,7 @@ class Quantization:
     has_zeros: bool = False  # else integers have the middle of their range as zero
     stores_less_one: bool = False  # zeros are stored less one, modulo 2^32 for a word of them
     has_order: bool = False  # a tensor says which group each column belongs to; else it may be missing
+    has_fp8_activations: bool = False  # they are quantized as well, with scales found at each product (dynamic)
     ignored: tuple[str, ...] = ()  # parts of the names of layers that are not quantized; "re:" begins an expression
 
     @property
@@ -116,10 +118,12 @@ def _group_size(given: Mapping[str, Any], where: str = "") -> int:
 
 def _fp8(given: Mapping[str, Any]) -> Quantization:
     _choose(given, "fmt", ("e4m3",), default="e4m3")
-    _choose(given, "activation_scheme", ("dynamic", "static"), default="dynamic")
+    is_dynamic = _choose(given, "activation_scheme", ("dynamic", "static"), default="dynamic") == "dynamic"
     block = (0, 0) if given.get("weight_block_size") is None else _block(given["weight_block_size"])
     ignored = _names(given, "modules_to_not_convert")
-    return Quantization(method="fp8", bits=8, is_float=True, block=block, ignored=ignored)
+    return Quantization(
+        method="fp8", bits=8, is_float=True, block=block, has_fp8_activations=is_dynamic, ignored=ignored
+    )
 
 
 def _names(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
@@ -186,8 +190,20 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
         block=block,
         has_zeros=not is_symmetric,
         has_order=weights.get("actorder") in ("group", "dynamic"),
+        has_fp8_activations=is_float and _is_dynamic(group.get("input_activations"), strategy),
         ignored=_names(given, "ignore"),
     )
+
+
+def _is_dynamic(activations: Any, weight_strategy: str) -> bool:
+    """Return True if activations have a scale per token or, with weights in blocks, per token and 128 columns, which is
+    computed at each product.
+    """
+    if not isinstance(activations, dict):
+        return False
+    wanted = {"type": "float", "num_bits": 8, "dynamic": True}
+    wanted |= {"strategy": "group", "group_size": 128} if weight_strategy == "block" else {"strategy": "token"}
+    return all(activations.get(name) == value for name, value in wanted.items())
 
 
 def _awq(given: Mapping[str, Any]) -> Quantization:

@@ -38,6 +38,8 @@ DENSE, INT4, INT8, E4M3 = (tl.constexpr(kind) for kind in range(4))
 BLOCK_WORDS, SLICE = (tl.constexpr(size) for size in (16, 32))  # words of a block, columns of a slice
 MAX_FEW_ROWS, MAX_BLOCK_M = 16, 128
 MAX_SUMMED = 16  # experts of a token
+MAX_E4M3 = tl.constexpr(448.0)
+MIN_E4M3_RANGE = tl.constexpr(2.0**-100)  # the least that the largest value of a group is taken for
 MANY_TILES = 384  # programs that fill a GPU with few warps each
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -239,7 +241,7 @@ def _load_block(
     scale_row,  # None: no scales are wanted
     chunk,
     scale_chunk,
-    num_scales,
+    group_stride,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     SHARED: tl.constexpr,
@@ -257,7 +259,7 @@ def _load_block(
     if scale_row is not None:
         column = scale_chunk * COLUMNS
         for start in tl.static_range(0, COLUMNS, SHARED):
-            scale = tl.load(scale_row + (column + start) // GROUP * num_scales, mask=column < K, other=0)
+            scale = tl.load(scale_row + (column + start) // GROUP * group_stride, mask=column < K, other=0)
             scales = scales + (scale,)  # noqa: RUF005  # Triton does not know the other form
     return words, scales
 
@@ -301,7 +303,8 @@ def _few_products_kernel(
     x_stride,  # in 16 bytes, from one row to the next
     num_pairs,
     num_experts,
-    num_scales,  # of a group of columns
+    group_stride,  # between the scales of neighbouring groups of columns
+    scale_stride,  # between those of neighbouring rows
     N,  # features of the result
     CHOSEN: tl.constexpr,  # pairs of a row of x
     SUMMED: tl.constexpr,  # pairs of a row of the result, each of which is a warp's; 0: nothing is summed
@@ -361,7 +364,8 @@ def _few_products_kernel(
     high_row = code_ptr + (expert * (ROWS * N) + high).to(tl.int64) * (K // CODES)
     scale_row = None
     if KIND != DENSE:
-        scale_row = scales_ptr + (warp_expert * (ROWS * N) + row[None, :, None] + 0 * warp) // SCALE_ROWS
+        weight_row = warp_expert * (ROWS * N) + row[None, :, None] + 0 * warp
+        scale_row = scales_ptr + weight_row // SCALE_ROWS * scale_stride
     block_scale_row = None if AT_END else scale_row
     first, scale_first = (0 * part, 0 * warp) if SUMMED else (part, warp)
     queue = _nothing()
@@ -372,7 +376,7 @@ def _few_products_kernel(
             block_scale_row,
             step * STRIDE + first,
             step * STRIDE + scale_first,
-            num_scales,
+            group_stride,
             K,
             COLUMNS,
             SHARED,
@@ -404,7 +408,7 @@ def _few_products_kernel(
             block_scale_row,
             (step + AHEAD) * STRIDE + first,
             (step + AHEAD) * STRIDE + scale_first,
-            num_scales,
+            group_stride,
             K,
             COLUMNS,
             SHARED,
@@ -477,7 +481,8 @@ def _products_kernel(
     x_stride,
     num_pairs,
     num_experts,
-    num_scales,
+    group_stride,
+    scale_stride,
     N,
     CHOSEN: tl.constexpr,
     K: tl.constexpr,
@@ -517,7 +522,7 @@ def _products_kernel(
     is_pair = pair < num_pairs
     COLUMNS: tl.constexpr = WORDS if KIND == DENSE else SLICE
     code_row = codes_ptr + weight_row[:, None] * ROW_WORDS + tl.arange(0, WORDS)[None, :]
-    scale_row = scales_ptr + (weight_row // SCALE_ROWS)[:, None] if KIND != DENSE else 0
+    scale_row = scales_ptr + (weight_row // SCALE_ROWS * scale_stride)[:, None] if KIND != DENSE else 0
     x_column = x_ptr + (pair // CHOSEN).to(tl.int64)[None, :] * x_stride + tl.arange(0, COLUMNS)[:, None]
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in tl.range(0, ROW_WORDS, WORDS, num_stages=STAGES):
@@ -528,7 +533,7 @@ def _products_kernel(
         else:
             for i in tl.static_range(CODES // 2):
                 column = start * CODES + i * SLICE
-                scale_bits = tl.load(scale_row + column // GROUP * num_scales, eviction_policy="evict_first")
+                scale_bits = tl.load(scale_row + column // GROUP * group_stride, eviction_policy="evict_first")
                 x = tl.load(x_column + column, mask=is_pair[None, :], other=0.0)
                 values = _values(words, scale_bits, i, KIND, SCALE_DTYPE, dtype)
                 sums = tl.dot(values, x, sums, input_precision="ieee")
@@ -701,7 +706,7 @@ def _launch(
         x_stride,
         num_pairs,
         num_experts,
-        0 if weight.scales is None else weight.scales.shape[1],
+        *((0, 0) if weight.scales is None else weight.scales.stride()),
         num_features,
         CHOSEN=num_chosen,
         K=weight.num_columns,
@@ -729,7 +734,8 @@ def _unpack_kernel(
     out_ptr,
     first_row,
     num_rows,
-    num_scales,
+    group_stride,
+    scale_stride,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
@@ -745,7 +751,8 @@ def _unpack_kernel(
     words = tl.load(codes_ptr + row * (K // CODES) + word, mask=is_row, other=0)
     for part in tl.static_range(CODES // 2):
         column = block * BLOCK_WORDS * CODES + part * SLICE
-        scale_bits = tl.load(scales_ptr + column // GROUP * num_scales + row // SCALE_ROWS, mask=is_row, other=0)
+        scale = scales_ptr + column // GROUP * group_stride + row // SCALE_ROWS * scale_stride
+        scale_bits = tl.load(scale, mask=is_row, other=0)
         values = _values(words, scale_bits, part, KIND, SCALE_DTYPE, out_ptr.dtype.element_ty)
         at = out_row.to(tl.int64) * K + column + tl.arange(0, SLICE)[None, :]
         tl.store(out_ptr + at, values, mask=is_row)
@@ -762,7 +769,7 @@ def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
         out,
         first_row,
         len(out),
-        weight.scales.shape[1],
+        *weight.scales.stride(),
         K=weight.num_columns,
         GROUP=weight.group_size,
         SCALE_ROWS=weight.scale_rows,
@@ -771,3 +778,83 @@ def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
         BLOCK_N=block_n,
     )
     return out
+
+
+# -- activations in fp8 ------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])  # compile once for all numbers of rows
+def _quantize_kernel(
+    x_ptr,
+    codes_ptr,  # two codes in 16 bits
+    scales_ptr,
+    x_stride,
+    num_rows,
+    scale_stride,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of 64 columns, at a time
+):
+    row, group = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    is_row = row < num_rows
+    NUM_BLOCKS: tl.constexpr = GROUP // (2 * SLICE)
+    block, in_slice = tl.arange(0, BLOCKS)[None, :, None], tl.arange(0, SLICE)[None, None, :]
+    of_row, first = row.to(tl.int64)[:, None, None], group * GROUP
+    largest = tl.zeros((ROWS,), tl.float32)
+    for start in tl.range(0, NUM_BLOCKS, BLOCKS):
+        is_there = is_row[:, None, None] & (start + block < NUM_BLOCKS)
+        x = x_ptr + of_row * x_stride + first + (start + block) * (2 * SLICE) + in_slice
+        low, high = tl.load(x, mask=is_there, other=0.0), tl.load(x + SLICE, mask=is_there, other=0.0)
+        both = tl.maximum(tl.abs(low.to(tl.float32)), tl.abs(high.to(tl.float32)))
+        largest = tl.maximum(largest, tl.max(tl.max(both, 2), 1))
+    largest = tl.maximum(largest, MIN_E4M3_RANGE)
+    factor = tl.div_rn(MAX_E4M3, largest)[:, None, None]
+    tl.store(scales_ptr + group * scale_stride + row, tl.div_rn(largest, MAX_E4M3), mask=is_row)
+    for start in tl.range(0, NUM_BLOCKS, BLOCKS):
+        is_there = is_row[:, None, None] & (start + block < NUM_BLOCKS)
+        x = x_ptr + of_row * x_stride + first + (start + block) * (2 * SLICE) + in_slice
+        low = _e4m3(tl.load(x, mask=is_there, other=0.0), factor)
+        high = _e4m3(tl.load(x + SLICE, mask=is_there, other=0.0), factor)
+        codes = codes_ptr + of_row * (K // 2) + first // 2 + (start + block) * SLICE + in_slice
+        tl.store(codes, low | (high << 8), mask=is_there)
+
+
+@triton.jit
+def _e4m3(x, factor):
+    """The codes of x * factor, in int16."""
+    return (x.to(tl.float32) * factor).to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int16)
+
+
+def new_codes(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for x [M, K] in e4m3 [M', K], and for scales fp32 [M', K / group_size], of which those of neighbouring
+    rows are neighbours. cuBLAS wants both like this. M' is the next multiple of 4.
+    """
+    num_rows, num_groups = triton.cdiv(len(x), 4) * 4, x.shape[1] // group_size
+    codes = torch.empty((num_rows, x.shape[1]), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((num_groups, num_rows), dtype=torch.float32, device=x.device)
+    return codes, scales.t() if num_groups > 1 else scales.view(num_rows, 1)
+
+
+def quantize_rows(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize x [M, K] to e4m3, with a scale for each row and group of columns. Hot: several times per layer.
+
+    Returns codes, in the order of those of a packed weight, and scales, both as `new_codes` does; the rows that it adds
+    are arbitrary. The largest value of a group becomes the largest in e4m3. A row with NaN or infinities has NaN.
+    """
+    assert x.stride(1) == 1 and group_size % (2 * SLICE.value) == 0, "the kernel reads whole blocks in order"
+    (codes, scales), num_blocks = new_codes(x, group_size), group_size // (2 * SLICE.value)
+    block_rows, blocks = (16, num_blocks) if num_blocks <= 2 else (1, min(64, triton.next_power_of_2(num_blocks)))
+    on_grid(_quantize_kernel, (triton.cdiv(len(x), block_rows), scales.shape[1]))(
+        x,
+        codes.view(torch.int16),
+        scales,
+        x.stride(0),
+        len(x),
+        len(scales),
+        K=x.shape[1],
+        GROUP=group_size,
+        ROWS=block_rows,
+        BLOCKS=blocks,
+    )
+    return codes, scales

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.checkpoint.quantization import Quantization
+from nanovllm.device import kernel_target
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import ConfigError
-from nanovllm.layers.packed_weight import PackedRows, PackedWeight, new_parameter
+from nanovllm.layers.packed_weight import PackedRows, PackedWeight, can_multiply_codes, new_parameter
 from nanovllm.utils.arithmetic import ceil_div
 
 Weight: TypeAlias = nn.Parameter | PackedWeight
@@ -55,9 +56,12 @@ def new_weight(
     part_sizes: Sequence[int], num_columns: int, *, dtype: torch.dtype, quantization: Quantization | None
 ) -> Weight:
     """The weight of a layer whose parts, such as q, k and v, have these sizes. A quantized one is packed on a GPU."""
-    if quantization is None or torch.get_default_device().type == "cpu":
+    device = torch.get_default_device()
+    if quantization is None or device.type == "cpu":
         return new_parameter(sum(part_sizes), num_columns, dtype=dtype)
-    return PackedWeight(part_sizes, num_columns, quantization)
+    capability = kernel_target.target_of(device).capability
+    multiplies_codes = can_multiply_codes(part_sizes, num_columns, quantization, dtype, capability)
+    return PackedWeight(part_sizes, num_columns, quantization, multiplies_codes=multiplies_codes)
 
 
 def weight_rows(weight: Weight, start: int, end: int) -> torch.Tensor | PackedRows:

@@ -5,6 +5,7 @@ ranks. Legend: T tokens, E experts, C experts chosen for each token.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,6 +81,8 @@ class Experts(nn.Module):
                 f"an expert has {hidden_size} and {self.local_size} features on each rank, which must be multiples of "
                 "16 on a GPU; use fewer ranks, or device='cpu'"
             )
+        if quantization is not None:  # the products with experts take activations in 16 bits
+            quantization = replace(quantization, has_fp8_activations=False)
         # The experts' rows are together
         self.gate_up = new_weight(
             [self.local_size] * 2 * self.num_experts, hidden_size, dtype=dtype, quantization=quantization

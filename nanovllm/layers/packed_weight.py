@@ -1,8 +1,9 @@
 """PackedWeight: a quantized weight that stays packed, and its product with the rows of a step.
 
 For few rows a kernel multiplies the packed weight; for many the values are unpacked, some of them at a time, and
-multiplied by cuBLAS (kernels/packed_linear.py). On a CPU weights are not packed: their values are computed when they
-are loaded.
+multiplied by cuBLAS (kernels/packed_linear.py). If the checkpoint wants activations in fp8, the many rows are quantized
+instead, and cuBLAS multiplies the codes: see `can_multiply_codes`. On a CPU weights are not packed: their values are
+computed when they are loaded.
 """
 
 import math
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import ScalingType
 
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.utils.arithmetic import ceil_div
 
 if TYPE_CHECKING:
     from nanovllm.kernels.packed_linear import Packed
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 MAX_PACKED_ROWS = 64  # rows up to which the packed weight is multiplied; beyond, unpacking costs less than it gains
 UNPACKED_BYTES = 64 * 2**20  # values that exist at a time
 _ALIGNED_ROWS = 128  # cuBLAS is slow if the parts of its results are not aligned
+_FP8_BLOCK = 128  # rows and columns that share a scale where cuBLAS multiplies blocks of codes
 _CHUNK_ROWS = 1024  # values are computed for so many rows at a time, to limit the memory beside the model
 
 
@@ -52,14 +56,41 @@ def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
+def can_multiply_codes(
+    part_sizes: Sequence[int],
+    num_columns: int,
+    quantization: Quantization,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+) -> bool:
+    """Return True if cuBLAS can multiply the codes of this weight by activations in fp8, and the checkpoint wants it.
+
+    The weight has a scale for each row, or for each block of 128 x 128, which parts and ranks must not cut. cuBLAS has
+    blocks on compute capability 9.0 alone, and rows were tested on nothing else.
+    """
+    by_row = quantization.block in ((1, 0), (0, 0)) and num_columns % 64 == 0 and sum(part_sizes) % 16 == 0
+    by_block = quantization.block == (_FP8_BLOCK, _FP8_BLOCK) and not any(
+        size % _FP8_BLOCK for size in (*part_sizes, num_columns)
+    )
+    fits = quantization.has_fp8_activations and (by_row or by_block)
+    return fits and dtype == torch.bfloat16 and capability == (9, 0)
+
+
 class PackedWeight(nn.Module):
     """Codes, scales and zeros of a weight [N, K], in uninitialised memory on the device of the `torch.device` context.
 
-    part_sizes: rows of each part that has scales of its own, such as those of q, k and v. Raises ConfigError if groups
-    or blocks do not fit.
+    part_sizes: rows of each part that has scales of its own, such as those of q, k and v. multiplies_codes: many rows
+    are multiplied in fp8. Raises ConfigError if groups or blocks do not fit.
     """
 
-    def __init__(self, part_sizes: Sequence[int], num_columns: int, quantization: Quantization) -> None:
+    def __init__(
+        self,
+        part_sizes: Sequence[int],
+        num_columns: int,
+        quantization: Quantization,
+        *,
+        multiplies_codes: bool = False,
+    ) -> None:
         from nanovllm.kernels import packed_linear as kernels
 
         super().__init__()
@@ -76,9 +107,16 @@ class PackedWeight(nn.Module):
                 f"the columns must be a multiple of {512 // quantization.bits} and the groups of 32; use fewer ranks, "
                 "or device='cpu'"
             )
+        self.multiplies_codes = multiplies_codes
+        if multiplies_codes and self.group_size == num_columns:
+            self.scale_rows = 1  # cuBLAS wants a scale for each row
         num_scales = num_columns // self.group_size, num_rows // self.scale_rows
         self.codes = new_parameter(num_rows, num_columns * quantization.bits // 32, dtype=torch.int32)
         self.scales = new_parameter(*num_scales, dtype=torch.float32 if self.is_float else torch.int32)
+        if multiplies_codes and self.scale_rows > 1:
+            # cuBLAS wants the scales of a row of blocks together, and their number to be a multiple of 4
+            scales = torch.zeros(num_scales[1], ceil_div(num_scales[0], 4) * 4)
+            self.scales = nn.Parameter(scales.t(), requires_grad=False)
         # Integers have scales of 16 bits, whose type the first shard tells
         self.scale_dtype = torch.float32 if self.is_float else None
 
@@ -103,7 +141,31 @@ class PackedWeight(nn.Module):
 
         if len(x) <= MAX_PACKED_ROWS:
             return kernels.products(x, packed(self), bias)
+        if self.multiplies_codes:
+            return self.product_of_codes(*kernels.quantize_rows(x, self.group_size), bias)[: len(x)]
         return unpacked_linear(x, packed(self), bias)
+
+    def product_of_codes(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Multiply rows as `quantize_rows` returns them: [M, K], [M, K / group_size] -> [M, N] in bf16. Hot."""
+        by_row = self.scale_rows == 1
+        out = F.scaled_mm(
+            codes,
+            self.codes.view(torch.float8_e4m3fn).t(),
+            scales,
+            ScalingType.RowWise if by_row else ScalingType.BlockWise1x128,
+            self.scales,
+            ScalingType.RowWise if by_row else ScalingType.BlockWise128x128,
+        )
+        return out if bias is None else out.add_(bias)
+
+    def warm_up(self, x: torch.Tensor) -> None:
+        """Call cuBLAS as `linear` does for many rows, but no kernel of ours. The numbers are arbitrary."""
+        from nanovllm.kernels import packed_linear as kernels
+
+        if self.multiplies_codes:
+            self.product_of_codes(*kernels.new_codes(x, self.group_size), None)
+        else:
+            F.linear(x, new_values(*self.shape, x))
 
     def gate_up(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """silu(first half) * second half of the product. Hot: once per layer."""
@@ -151,7 +213,7 @@ class PackedRows:
             weight.choose_scales(scales.dtype, where)
             scales = kernels.pack_scales(scales, given.zeros[::step, columns], weight.bits)
         weight.codes[rows] = kernels.pack_codes(given.codes.view(torch.uint8), weight.bits).to(self.device)
-        weight.scales[:, self._start // step : self._end // step] = scales.t().to(self.device)
+        weight.scales[:num_groups, self._start // step : self._end // step] = scales.t().to(self.device)
 
 
 def packed(weight: nn.Parameter | PackedWeight) -> "Packed":

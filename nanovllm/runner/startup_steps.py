@@ -18,7 +18,7 @@ from nanovllm.core.step_plan import KVMoves, PromptScores, SamplingRow, Sequence
 from nanovllm.device.devices import (
     current_device,
 )
-from nanovllm.layers.packed_weight import PackedWeight, new_values
+from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.inputs import sampling_arrays, to_device
@@ -142,8 +142,10 @@ def warm_up_products(model: CausalLM, num_tokens: int) -> Iterator[None]:
             for num_rows, weight in itertools.product(product_rows(num_tokens), weights):
                 if has_ended.is_set():
                     return
-                values = new_values(*weight.shape, head) if isinstance(weight, PackedWeight) else weight
-                F.linear(values.new_zeros(num_rows, values.shape[1]), values)
+                if isinstance(weight, PackedWeight):
+                    weight.warm_up(head.new_zeros(num_rows, weight.shape[1]))
+                else:
+                    F.linear(weight.new_zeros(num_rows, weight.shape[1]), weight)
 
     thread = threading.Thread(target=multiply, name="warm-up")
     thread.start()

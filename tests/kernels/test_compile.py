@@ -165,6 +165,9 @@ PACKED_KINDS: dict[str, Callable[[int, torch.dtype], packed_linear.Packed]] = {
     ),
     "int8": lambda size, _: packed_linear.Packed(*packed_words(size, 8), packed_linear.INT8.value, FP16),
     "fp8": lambda size, _: packed_linear.Packed(*fp8_words(size), packed_linear.E4M3.value, None, 128, 128),
+    "fp8 in blocks": lambda size, _: packed_linear.Packed(
+        fp8_words(size)[0], torch.zeros(2, size // 128).t(), packed_linear.E4M3.value, None, 128, 128
+    ),
     "fp8 by row": lambda size, _: packed_linear.Packed(*fp8_words(size), packed_linear.E4M3.value, None, 1, size),
 }
 
@@ -400,6 +403,14 @@ def test_packed_products_fit(kind: str) -> None:
             launch_packed(kind, 4096, BF16, gates=(True,), rows=(16, 64), tiles=(32, 64))
         else:
             launch_packed(kind, 4096, BF16, gates=(True,), rows=(16, 64), tiles=(128,))
+    check(compiled, target)
+
+
+@pytest.mark.slow
+def test_quantizing_of_rows_fits() -> None:
+    with compiling_for(target := KNOWN_TARGETS["9.0"]) as compiled:
+        for size, group in ((4096, 128), (4096, 4096), (12288, 12288)):
+            packed_linear.quantize_rows(torch.zeros(70, size, dtype=BF16), group)
     check(compiled, target)
 
 

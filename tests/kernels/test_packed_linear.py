@@ -17,7 +17,7 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers import moe
 from nanovllm.layers.moe import Experts
-from nanovllm.layers.packed_weight import PackedWeight, QuantizedWeight, unpacked_linear
+from nanovllm.layers.packed_weight import PackedWeight, QuantizedWeight, can_multiply_codes, unpacked_linear
 from nanovllm.models.loader import quantize
 
 pytestmark = needs_triton
@@ -325,3 +325,154 @@ def test_weights_that_cannot_be_packed_are_refused() -> None:
     other = given.part(slice(8, 16), slice(None))
     with pytest.raises(CheckpointError, match=r"^there has scales in torch.float16, but .* torch.bfloat16"):
         weight.rows(8, 16).store(other._replace(scales=other.scales.half()), "there")
+
+
+# -- activations in fp8 ------------------------------------------------------------------------------------------
+
+WITH_FP8 = {
+    "blocks": Quantization(method="fp8", bits=8, is_float=True, block=(128, 128), has_fp8_activations=True),
+    "rows": Quantization(method="fp8", bits=8, is_float=True, block=(1, 0), has_fp8_activations=True),
+    "tensor": Quantization(method="fp8", bits=8, is_float=True, block=(0, 0), has_fp8_activations=True),
+}
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def exact_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter does not carry when it rounds a mantissa up, and is wrong for subnormal results."""
+    if INTERPRETED:
+        from triton.runtime import interpreter
+
+        convert = interpreter._convert_float
+
+        def convert_exactly(given, source, target, rounding):  # type: ignore[no-untyped-def]
+            if str(target) != "fp8e4nv":
+                return convert(given, source, target, rounding)
+            return torch.from_numpy(given).clamp(-448, 448).to(E4M3).view(torch.uint8).numpy()
+
+        monkeypatch.setattr(interpreter, "_convert_float", convert_exactly)
+
+
+def quantized_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [M, K] in e4m3 and scales [M, K / group]: the largest of a group becomes 448."""
+    groups = x.float().unflatten(1, (-1, group))
+    largest = groups.abs().amax(-1, keepdim=True).clamp(min=2**-100)
+    most = torch.full_like(largest, 448)  # torch would multiply by the reciprocal of a number
+    codes = (groups * (most / largest)).clamp(-448, 448).to(E4M3)
+    return codes.flatten(1), (largest / most)[..., 0]
+
+
+def stored_weight(
+    part_sizes: list[int], size: int, name: str, device: str
+) -> tuple[PackedWeight, torch.Tensor, torch.Tensor]:
+    """A rank's weight, its codes, and its values in fp64. It has the second half of the checkpoint's columns, and each
+    part has another range.
+    """
+    with torch.device(device):
+        weight = PackedWeight(part_sizes, size, WITH_FP8[name], multiplies_codes=True)
+    codes, values, start = [], [], 0
+    for part, num_rows in enumerate(part_sizes):
+        whole = quantize(torch.randn(num_rows, 2 * size) * 2.0**part / size**0.5, WITH_FP8[name])
+        given = whole.part(slice(None), slice(size, 2 * size))
+        weight.rows(start, start + num_rows).store(given, "this one")
+        values.append(torch.empty(num_rows, size, dtype=torch.float64))
+        given.copy_values(values[-1])
+        codes.append(given.codes)
+        start += num_rows
+    return weight, torch.cat(codes), torch.cat(values).to(device)
+
+
+@on_device
+@pytest.mark.parametrize("group", [64, 128, 4480])
+def test_rows_are_quantized_as_in_torch(exact_conversion: None, device: str, group: int) -> None:
+    """Rows of zeros, of numbers near both ends of bf16's range, and in memory with gaps between them."""
+    from nanovllm.kernels import packed_linear as kernels
+
+    size = group if group > 128 else 3 * 128
+    for num_rows in (1, 4, 18):
+        x = (torch.randn(num_rows, size + 8) * torch.randn(num_rows, size + 8).mul(3).exp()).bfloat16()[:, :size]
+        for row, factor in ((0, 0.0), (1, 1e-38), (2, 1e-29), (3, 3e38 / x.abs().max().item())):
+            x[row : row + 1] *= factor
+        codes, scales = (each[:num_rows].cpu() for each in kernels.quantize_rows(x.to(device), group))
+        expected_codes, expected_scales = quantized_rows(x, group)
+        assert torch.equal(scales, expected_scales)
+        in_order = kernels.pack_codes(expected_codes.view(torch.uint8), 8).view(torch.uint8)
+        assert torch.equal(codes.view(torch.uint8), in_order)
+
+
+@on_device
+def test_rows_with_infinities_and_nan_have_nan(exact_conversion: None, device: str) -> None:
+    from nanovllm.kernels import packed_linear as kernels
+
+    x = torch.randn(4, 256).bfloat16()
+    x[1, 3], x[2, 200], x[2, 201] = float("nan"), float("inf"), float("-inf")
+    codes, scales = kernels.quantize_rows(x.to(device), 128)
+    values = codes.float() * scales.repeat_interleave(128, 1)
+    assert values.isnan().any(1).tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("name", WITH_FP8)
+def test_codes_of_rows_and_of_a_weight_are_in_the_same_order(name: str) -> None:
+    """The product of the codes as they are stored, group by group, is that of the codes in order. Sums in fp64 are
+    exact. The weight has an odd number of groups, so cuBLAS gets scales that are padded.
+    """
+    from nanovllm.kernels import packed_linear as kernels
+
+    weight, codes, values = stored_weight([256, 128], 384, name, "cpu")
+    group = weight.group_size
+    x_codes, x_scales = quantized_rows(torch.randn(5, 384).bfloat16(), group)
+    x_in_order = kernels.pack_codes(x_codes.view(torch.uint8), 8).view(E4M3)
+    scales = weight.scales[: 384 // group].t().double().repeat_interleave(weight.scale_rows, 0)
+    total = torch.zeros(5, 384, dtype=torch.float64)
+    for i, start in enumerate(range(0, 384, group)):
+        columns = slice(start, start + group)
+        sums = x_in_order[:, columns].double() @ weight.codes.view(E4M3)[:, columns].double().t()
+        assert torch.equal(sums, x_codes[:, columns].double() @ codes[:, columns].double().t())
+        total += sums * x_scales[:, i : i + 1].double() * scales[:, i]
+    exact = (x_codes.double() * x_scales.double().repeat_interleave(group, 1)) @ values.t()
+    torch.testing.assert_close(total, exact, rtol=1e-5, atol=1e-5)  # values are rounded to fp32
+
+
+@on_device
+@pytest.mark.parametrize("name", WITH_FP8)
+def test_few_rows_read_scales_in_the_order_of_cublas(device: str, name: str) -> None:
+    from nanovllm.kernels import packed_linear as kernels
+    from nanovllm.layers.packed_weight import packed
+
+    weight, _, values = stored_weight([128, 128], 256, name, device)
+    for num_rows, tile in ((1, None), (5, (16, 64, 4, 2))):
+        x = torch.randn(num_rows, 256, device=device).to(DTYPE)
+        got = kernels.products(x, packed(weight), tile=as_tile(tile))
+        assert_close(got, x, values, F.linear(x.double(), values))
+    some = torch.empty(64, 256, device=device)
+    torch.testing.assert_close(kernels.unpack(packed(weight), 160, some).double(), values[160:224])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs cuBLAS")
+@pytest.mark.parametrize("name", WITH_FP8)
+def test_products_of_codes_are_what_the_format_implies(name: str) -> None:
+    """The error against the product of the quantized rows with the values of the weight is that of a result in bf16.
+    Rows that are no multiple of 4, groups whose number is none, parts with ranges of their own, a bias, no bias.
+    """
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("only compute capability 9.0 multiplies codes")
+    for part_sizes, size in (([256, 128, 128], 640), ([128], 128), ([4096, 1024, 1024], 4096), ([4096], 12288)):
+        weight, _, values = stored_weight(part_sizes, size, name, "cuda")
+        assert can_multiply_codes(part_sizes, size, WITH_FP8[name], torch.bfloat16, (9, 0))
+        for num_rows, has_bias in ((65, False), (66, True), (300, False), (2051, True)):
+            x = torch.randn(num_rows, size, device="cuda").bfloat16()
+            bias = torch.randn(len(values), device="cuda").bfloat16() if has_bias else None
+            codes, scales = quantized_rows(x, weight.group_size)
+            quantized = codes.double() * scales.double().repeat_interleave(weight.group_size, 1)
+            exact = F.linear(quantized, values, None if bias is None else bias.double())
+            got = weight.linear(x, bias)
+            assert_close(got, quantized.bfloat16(), values, exact)
+            of_format = (exact - F.linear(x.double(), values, None if bias is None else bias.double())).abs().max()
+            assert of_format > 4 * (got.double() - exact).abs().max(), "this test cannot tell fp8 from 16 bits"
+            if not has_bias and len(part_sizes) == 1:
+                gate, up = exact.chunk(2, dim=-1)
+                gated, activated = weight.gate_up(x, None), F.silu(gate) * up
+                assert (gated.double() - activated).abs().max() <= 4 * torch.finfo(DTYPE).eps * activated.abs().max()
+        empty = weight.linear(torch.empty(0, size, device="cuda", dtype=torch.bfloat16), None)
+        assert empty.shape == (0, len(values))

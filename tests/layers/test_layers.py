@@ -1,12 +1,16 @@
 """The layers against plain torch and transformers, on one rank and on several."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from thread_ranks import ThreadGroup, run_ranks
 
+from nanovllm.checkpoint.model_config import ExpertsConfig
+from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization
+from nanovllm.device import kernel_target
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import ConfigError
 from nanovllm.layers.layernorm import RMSNorm
@@ -19,6 +23,8 @@ from nanovllm.layers.linear import (
     VocabParallelEmbedding,
     silu_and_mul,
 )
+from nanovllm.layers.moe import Experts
+from nanovllm.layers.packed_weight import PackedWeight, can_multiply_codes
 
 FP32 = torch.float32
 
@@ -153,3 +159,43 @@ def test_rms_norm_equals_transformers_bit_for_bit(dtype: torch.dtype) -> None:
 def test_silu_and_mul_gates_with_the_first_half() -> None:
     gate, up = torch.randn(3, 5), torch.randn(3, 5)
     torch.testing.assert_close(silu_and_mul(torch.cat((gate, up), -1)), gate * torch.sigmoid(gate) * up)
+
+
+def test_activations_in_fp8_are_for_weights_that_cublas_can_multiply() -> None:
+    """It needs capability 9.0, bf16, a checkpoint that asks for it, and parts that consist of whole blocks."""
+    blocks = Quantization(method="fp8", bits=8, is_float=True, block=(128, 128), has_fp8_activations=True)
+    rows, tensor = replace(blocks, block=(1, 0)), replace(blocks, block=(0, 0))
+    for part_sizes, size, quantization, dtype, capability, expected in (
+        ([256, 128], 640, blocks, torch.bfloat16, (9, 0), True),
+        ([256, 128], 640, blocks, torch.float16, (9, 0), False),
+        ([256, 128], 640, blocks, FP32, (9, 0), False),
+        ([256, 128], 640, blocks, torch.bfloat16, (8, 9), False),
+        ([256, 128], 640, blocks, torch.bfloat16, (10, 0), False),
+        ([256, 64], 640, blocks, torch.bfloat16, (9, 0), False),
+        ([256, 128], 576, blocks, torch.bfloat16, (9, 0), False),
+        ([256, 128], 640, replace(blocks, block=(64, 128)), torch.bfloat16, (9, 0), False),
+        ([256, 128], 640, replace(blocks, has_fp8_activations=False), torch.bfloat16, (9, 0), False),
+        ([48, 16], 576, rows, torch.bfloat16, (9, 0), True),
+        ([48, 16], 576, tensor, torch.bfloat16, (9, 0), True),
+        ([48, 8], 576, rows, torch.bfloat16, (9, 0), False),
+        ([48, 16], 576, QUANTIZATIONS["fp8"], torch.bfloat16, (9, 0), False),
+    ):
+        given = part_sizes, size, quantization, dtype, capability
+        assert can_multiply_codes(*given) == expected, given
+
+
+def test_layers_choose_products_for_the_device_and_experts_keep_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(kernel_target, "target_of", lambda device: kernel_target.KNOWN_TARGETS["9.0"])
+    blocks = Quantization(method="fp8", bits=8, is_float=True, block=(128, 128), has_fp8_activations=True)
+    config = ExpertsConfig(
+        num_experts=2, num_experts_per_token=1, intermediate_size=128, norm_topk_prob=True, layers=(0,)
+    )
+    with torch.device("meta"):
+        given = {"tp": TPGroup(), "dtype": torch.bfloat16, "quantization": blocks}
+        row = RowParallelLinear(256, 384, bias=False, **given)
+        column = MergedColumnParallelLinear(256, [384, 128], bias=True, **given)
+        experts = Experts(128, config, **given)
+    for weight, expected in ((row.weight, True), (column.weight, True), (experts.down, False)):
+        assert isinstance(weight, PackedWeight) and weight.multiplies_codes == expected
+    assert isinstance(row.weight, PackedWeight) and row.weight.scales.shape == (4, 3)  # padded from 2 groups

@@ -24,7 +24,7 @@ from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.step_plan import KVMoves, StepPlan
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KNOWN_TARGETS
-from nanovllm.kernels import launch
+from nanovllm.kernels import launch, packed_linear
 from nanovllm.runner import model_runner, startup_steps
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup_steps import largest_steps, short_steps
@@ -119,6 +119,13 @@ def test_experts_of_any_number_of_tokens_launch_only_kernels_that_start_up_finds
         for num_tokens in (20, 47, 100, 299):
             (step,) = startup_steps._sequences((num_tokens,), runner.max_model_len, BLOCK)
             assert set(launched(lambda step=step: runner.launch(StepPlan((step,), KVMoves())))) <= set(found)
+
+
+def test_any_number_of_rows_is_quantized_by_the_same_kernel() -> None:
+    """The stride of their scales depends on it, and no request must wait for another kernel."""
+    rows = (torch.zeros(num_rows, 256, dtype=torch.bfloat16) for num_rows in (1, 65, 80, 299))
+    found = [launched(lambda x=x: packed_linear.quantize_rows(x, 128)) for x in rows]
+    assert len(found[0]) == 1 and all(each == found[0] for each in found)
 
 
 def launch_steps_and_graphs(runner: ModelRunner) -> None:
