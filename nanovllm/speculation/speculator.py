@@ -20,7 +20,9 @@ DECAY, COMMON_DECAY = 0.9, 0.98  # per pass, for the acceptance of a sequence an
 MIN_GAIN = 1.02  # in tokens per second; less is within the error of the times
 REST_STEPS = 64  # from one trial of all resting sequences to the next
 MAX_REST_DOUBLINGS = 2  # limit of the doublings of a rest, while trials fail without a right guess
-NUM_FEW = 4  # up to so many sequences, each begins with the prior acceptance; beyond, with that of all
+NUM_FEW = (
+    4  # up to so many sequences, each begins with the mean of prior and common acceptance; beyond, with the latter
+)
 RECENT_DECAY = 0.8  # each pass multiplies by this the weight of the sequence's older ones
 NUM_KNOWN_PASSES = 3  # the time of a pass is known after so many passes: the first one may be slow
 MAX_TRIAL_GUESSES = 4  # in each of these passes
@@ -195,9 +197,10 @@ class Pace:
     takes longer for all sequences, whichever of them guesses.
     """
 
-    def __init__(self, prior_acceptance: float) -> None:
-        self._prior = prior_acceptance
-        self.acceptance = Acceptance(prior_acceptance, DECAY)
+    def __init__(self, prior: float, first: float) -> None:
+        """`prior`: the acceptance with which it starts afresh after a rest. `first`: that with which it begins."""
+        self._prior = prior
+        self.acceptance = Acceptance(first, DECAY)
         self._rest_end: int | None = None  # number of a step
         self._num_failed = 0  # rests since a guess was right
 
@@ -260,8 +263,7 @@ class Speculator:
         """`times`: None for as many guesses as allowed, always."""
         self.drafters, self.max_guesses, self.times = drafters, max_guesses, times
         self._vocab_size = vocab_size
-        # By kind of guesses: the acceptance of all sequences together
-        self._acceptances: dict[str, Acceptance] = defaultdict(lambda: Acceptance(PRIOR_ACCEPTANCE, COMMON_DECAY))
+        self._acceptances: dict[str, Acceptance] = {}  # by kind of guesses: that of all sequences together
         self._answers: dict[int, _Answer] = {}  # by seq_id
         self._passes: dict[int, _Pass] = {}  # by seq_id
         self.num_passes = self.num_guesses = self.num_accepted = 0
@@ -292,9 +294,17 @@ class Speculator:
     def _pace(self, drafter: Drafter, seq: Sequence, load: Load) -> Pace:
         kind, paces = drafter.kind(seq), self._answers[seq.seq_id].paces
         if kind not in paces:
-            prior = PRIORS.get(kind, PRIOR_ACCEPTANCE)
-            paces[kind] = Pace(prior if load.num_seqs <= NUM_FEW else self._acceptances[kind].estimate)
+            prior, common = PRIORS.get(kind, PRIOR_ACCEPTANCE), self._common_acceptance(kind).estimate
+            if load.num_seqs <= NUM_FEW:
+                paces[kind] = Pace(prior, (prior + common) / 2)
+            else:
+                paces[kind] = Pace(common, common)
         return paces[kind]
+
+    def _common_acceptance(self, kind: str) -> Acceptance:
+        if kind not in self._acceptances:
+            self._acceptances[kind] = Acceptance(PRIORS.get(kind, PRIOR_ACCEPTANCE), COMMON_DECAY)
+        return self._acceptances[kind]
 
     def guess(self, seq: Sequence, max_guesses: int, load: Load) -> Guesses:
         """Return up to `max_guesses` guesses, by the drafter whose guesses gain most. `load`: of the step."""
@@ -370,7 +380,7 @@ class Speculator:
 
     def _learn(self, answer: _Answer, kind: str, num_guesses: int, num_right: int) -> None:
         answer.paces[kind].verified(num_guesses, num_right)
-        self._acceptances[kind].verified(num_guesses, num_right)
+        self._common_acceptance(kind).verified(num_guesses, num_right)
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of LLM.stats. tokens_per_pass is over the passes that had guesses."""

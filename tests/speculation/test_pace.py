@@ -152,7 +152,7 @@ def test_acceptance_approaches_that_of_the_guesses(acceptance: float) -> None:
 
 def test_sequences_that_rest_try_again_together_as_if_nothing_were_known() -> None:
     """A shadow's guesses began anew with the acceptance of others, and where drafts are dear they never did."""
-    sequences = [Pace(0.95) for _ in range(3)]
+    sequences = [Pace(0.95, 0.95) for _ in range(3)]
     ends = []
     for step in range(9 * speculator.REST_STEPS):
         resting = [some.rests(step) for some in sequences]
