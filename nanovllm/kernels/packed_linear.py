@@ -226,6 +226,7 @@ class Tile(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    num_splits: int = 1  # parts of the columns, whose sums another kernel adds
 
 
 @triton.jit
@@ -448,15 +449,9 @@ def _few_products_kernel(
     if SUMMED:
         sums *= tl.load(factors_ptr + block * SUMMED + warp, mask=warp < SUMMED, other=0.0)
     sums = tl.sum(sums, 0)
-    if BIAS:
-        sums += tl.load(bias_ptr + row).to(tl.float32)[:, None]
-    if GATED:
-        sums = _gated(sums, dtype)
-    if factors_ptr is not None and not SUMMED:
-        sums *= tl.load(factors_ptr + pair, mask=pair < num_pairs, other=0.0)[None, :]
-    feature += tl.arange(0, FEATURES)
-    out = out_ptr + pair.to(tl.int64)[None, :] * N + feature[:, None]
-    tl.store(out, sums.to(dtype), mask=(pair < num_pairs)[None, :] & (feature < N)[:, None])
+    if SUMMED:
+        factors_ptr = None
+    _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, num_pairs, N, GATED, BIAS, dtype)
 
 
 @triton.jit
@@ -468,6 +463,52 @@ def _gated(sums, dtype: tl.constexpr):
     return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
 
 
+@triton.jit
+def _fma(x, factor, addend):
+    """x * factor + addend in 16 bits, for two numbers at a time."""
+    if _INTERPRETED:
+        x = (x.to(tl.float32) * factor.to(tl.float32) + addend.to(tl.float32)).to(x.dtype)
+    elif x.dtype == tl.bfloat16:
+        asm: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;"
+        x = tl.inline_asm_elementwise(asm, "=r,r,r,r", [x, factor, addend], x.dtype, is_pure=True, pack=2)
+    else:
+        half_asm: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;"
+        x = tl.inline_asm_elementwise(half_asm, "=r,r,r,r", [x, factor, addend], x.dtype, is_pure=True, pack=2)
+    return x
+
+
+@triton.jit
+def _differences(words, scale_bits, PART: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
+    """code - zero, or the number in e4m3, for slice PART of blocks [BLOCK_N, n]: [BLOCK_N, 2 n]. All of it is exact."""
+    read: tl.constexpr = tl.float16 if dtype == tl.float16 else tl.bfloat16
+    one = tl.full((1, 1), 1.0, read)
+    if KIND == E4M3:
+        factor: tl.constexpr = 2.0**8 if read == tl.float16 else 2.0**120
+        x = _fma(_small_e4m3(words, 8 * PART, read), tl.full((1, 1), factor, read), tl.zeros((1, 1), read))
+    elif KIND == INT4:
+        x = _fma(_nibbles(words, 4 * PART, read), one, (-(scale_bits >> 16)).to(tl.float32).to(read))
+    else:
+        x = _fma(_nibbles(words, 8 * PART + 4, read, True), one, tl.full((1, 1), -272.0, read))
+        x = _fma(_nibbles(words, 8 * PART, read), one, x)
+        x = _fma(x, one, (272 - (scale_bits >> 16)).to(tl.float32).to(read))
+    return x.to(dtype)
+
+
+@triton.jit
+def _slices(words, scale_bits, FIRST: tl.constexpr, COUNT: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
+    """Differences of COUNT slices of each block, with the columns in order: [BLOCK_N, n] -> [BLOCK_N, 2 n COUNT]."""
+    x = _differences(words, scale_bits, FIRST, KIND, dtype)
+    if COUNT == 2:
+        x = tl.join(x, _differences(words, scale_bits, FIRST + 1, KIND, dtype))
+    elif COUNT == 4:
+        x = tl.join(x, _differences(words, scale_bits, FIRST + 2, KIND, dtype))
+        second = _differences(words, scale_bits, FIRST + 1, KIND, dtype)
+        x = tl.join(x, tl.join(second, _differences(words, scale_bits, FIRST + 3, KIND, dtype)))
+    BLOCKS: tl.constexpr = words.shape[1] // BLOCK_WORDS
+    x = x.reshape(words.shape[0], BLOCKS, SLICE, COUNT).permute(0, 1, 3, 2)
+    return x.reshape(words.shape[0], BLOCKS * COUNT * SLICE)
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _products_kernel(
     x_ptr,
@@ -477,7 +518,7 @@ def _products_kernel(
     factors_ptr,  # these and the others as above
     pairs_ptr,
     experts_ptr,
-    out_ptr,
+    out_ptr,  # with several splits: fp32 [splits, pairs, rows of the weight]
     x_stride,
     num_pairs,
     num_experts,
@@ -486,6 +527,8 @@ def _products_kernel(
     N,
     CHOSEN: tl.constexpr,
     K: tl.constexpr,
+    COLUMNS: tl.constexpr,  # that are loaded at once
+    SHARED: tl.constexpr,  # of these that have one scale
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_DTYPE: tl.constexpr,
@@ -494,19 +537,23 @@ def _products_kernel(
     BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    WORDS: tl.constexpr,  # of a row that are multiplied at once: a block; dense: columns
+    SPLITS: tl.constexpr,  # parts of the columns, each of which is a program's
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Multiply BLOCK_N rows of a weight. The tensor cores take differences of codes and zeros from registers and x from
+    shared memory. Scales are applied to the sums of a group.
+    """
     let_next_start(PDL)
     wait_for_previous(PDL)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     CODES: tl.constexpr = 1 if KIND == DENSE else 8 if KIND == INT4 else 4  # of a word
-    ROW_WORDS: tl.constexpr = K // CODES
-    block, in_tile = tl.program_id(1), tl.arange(0, BLOCK_N)
+    AT_END: tl.constexpr = KIND == E4M3 and GROUP == K
+    # Programs that share a part of the weight are neighbours, so that they find it in the cache
+    block, in_tile = tl.program_id(0), tl.arange(0, BLOCK_N)
     ROWS: tl.constexpr = 2 if GATED else 1  # of a feature
     FEATURES: tl.constexpr = BLOCK_N // ROWS
-    feature = tl.program_id(0) * FEATURES
+    feature = tl.program_id(1) * FEATURES
     row = tl.minimum(feature + in_tile % FEATURES, N - 1) + in_tile // FEATURES * N
     pair = block * BLOCK_M + tl.arange(0, BLOCK_M)
     weight_row = row.to(tl.int64)
@@ -519,33 +566,96 @@ def _products_kernel(
             pair = tl.load(pairs_ptr + pair)
         else:  # a block for each pair
             pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
-    is_pair = pair < num_pairs
-    COLUMNS: tl.constexpr = WORDS if KIND == DENSE else SLICE
-    code_row = codes_ptr + weight_row[:, None] * ROW_WORDS + tl.arange(0, WORDS)[None, :]
+    x_row = tl.minimum(pair, num_pairs - 1) // CHOSEN  # rows that do not exist are copies of others
+    x_column = x_ptr + x_row.to(tl.int64)[None, :] * x_stride + tl.arange(0, SHARED)[:, None]
+    code_row = codes_ptr + weight_row[:, None] * (K // CODES) + tl.arange(0, COLUMNS // CODES)[None, :]
     scale_row = scales_ptr + (weight_row // SCALE_ROWS * scale_stride)[:, None] if KIND != DENSE else 0
-    x_column = x_ptr + (pair // CHOSEN).to(tl.int64)[None, :] * x_stride + tl.arange(0, COLUMNS)[:, None]
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in tl.range(0, ROW_WORDS, WORDS, num_stages=STAGES):
-        words = tl.load(code_row + start, eviction_policy="evict_first")
-        if KIND == DENSE:
-            x = tl.load(x_column + start, mask=is_pair[None, :], other=0.0)
-            sums = tl.dot(words, x, sums, input_precision="ieee")
-        else:
-            for i in tl.static_range(CODES // 2):
-                column = start * CODES + i * SLICE
-                scale_bits = tl.load(scale_row + column // GROUP * group_stride, eviction_policy="evict_first")
-                x = tl.load(x_column + column, mask=is_pair[None, :], other=0.0)
-                values = _values(words, scale_bits, i, KIND, SCALE_DTYPE, dtype)
-                sums = tl.dot(values, x, sums, input_precision="ieee")
+    STEPS: tl.constexpr = (K // COLUMNS + SPLITS - 1) // SPLITS
+    first = tl.program_id(2) * STEPS
+    for step in tl.range(first, tl.minimum(first + STEPS, K // COLUMNS), num_stages=STAGES):
+        words = tl.load(code_row + step * (COLUMNS // CODES))
+        for start in tl.static_range(0, COLUMNS, SHARED):
+            column = step * COLUMNS + start
+            x = tl.load(x_column + column)
+            if KIND == DENSE:
+                sums = tl.dot(words, x, sums, input_precision="ieee")
+            elif AT_END:
+                codes = _slices(words, None, 0, CODES // 2, KIND, dtype)
+                sums = tl.dot(codes, x, sums, input_precision="ieee")
+            else:
+                scale_bits = tl.load(scale_row + column // GROUP * group_stride)
+                COUNT: tl.constexpr = min(SHARED // SLICE, CODES // 2)
+                codes = _slices(words, scale_bits, start // SLICE, COUNT, KIND, dtype)
+                scale = scale_bits if KIND == E4M3 else _scale(scale_bits, SCALE_DTYPE, KIND, dtype)
+                sums += tl.dot(codes, x, input_precision="ieee") * scale
+    if AT_END:
+        sums *= tl.load(scale_row)
+    if SPLITS > 1:
+        part = (tl.program_id(2).to(tl.int64) * num_pairs + pair) * (ROWS * N)
+        is_there = (pair < num_pairs)[None, :] & (feature + in_tile % FEATURES < N)[:, None]
+        tl.store(out_ptr + part[None, :] + row[:, None], sums, mask=is_there)
+    else:
+        _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, num_pairs, N, GATED, BIAS, dtype)
+
+
+@triton.jit
+def _finish(
+    sums,
+    row,
+    feature,
+    pair,
+    bias_ptr,
+    factors_ptr,
+    out_ptr,
+    num_pairs,
+    N,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Store the results for the sums of rows of the weight and of pairs [BLOCK_N, BLOCK_M]."""
+    FEATURES: tl.constexpr = sums.shape[0] // (2 if GATED else 1)
     if BIAS:
         sums += tl.load(bias_ptr + row).to(tl.float32)[:, None]
     if GATED:
         sums = _gated(sums, dtype)
     if factors_ptr is not None:
-        sums *= tl.load(factors_ptr + pair, mask=is_pair, other=0.0)[None, :]
+        sums *= tl.load(factors_ptr + pair, mask=pair < num_pairs, other=0.0)[None, :]
     feature += tl.arange(0, FEATURES)
     out = out_ptr + pair.to(tl.int64)[None, :] * N + feature[:, None]
-    tl.store(out, sums.to(dtype), mask=is_pair[None, :] & (feature < N)[:, None])
+    tl.store(out, sums.to(dtype), mask=(pair < num_pairs)[None, :] & (feature < N)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _sum_parts_kernel(
+    parts_ptr,  # fp32 [splits, pairs, rows of the weight]
+    bias_ptr,
+    factors_ptr,
+    out_ptr,
+    num_pairs,
+    N,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    in_tile, pair = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    ROWS: tl.constexpr = 2 if GATED else 1
+    FEATURES: tl.constexpr = BLOCK_N // ROWS
+    feature = tl.program_id(1) * FEATURES
+    row = tl.minimum(feature + in_tile % FEATURES, N - 1) + in_tile // FEATURES * N
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    of_pair = tl.minimum(pair, num_pairs - 1).to(tl.int64)
+    for split in tl.static_range(SPLITS):
+        part = (split * num_pairs + of_pair) * (ROWS * N)
+        sums += tl.load(parts_ptr + part[None, :] + row[:, None])
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, num_pairs, N, GATED, BIAS, dtype)
 
 
 class Routing(NamedTuple):
@@ -682,19 +792,25 @@ def _launch(
         return out
     assert x.stride(-1) == 1 and (experts is None or experts.is_contiguous()), "the kernels read both in order"
     constants: dict[str, Any] = {}
+    columns = BLOCK_WORDS.value * 4 // weight.codes.element_size() * weight.num_columns // weight.codes.shape[1]
+    group, num_splits, target = weight.group_size, 1, out
+    num_rows = 2 * num_features if gated else num_features  # of the weight, for a pair
     if isinstance(tile, FewRowsTile):
         assert len(x) <= 1 or x.stride(0) % 8 == 0, "the stride between rows must be a multiple of 16 bytes"
-        kernel, x_stride, block_n, group = _few_products_kernel, x.stride(0) // 8, 16, weight.group_size
-        columns = BLOCK_WORDS.value * 4 // weight.codes.element_size() * weight.num_columns // weight.codes.shape[1]
-        shared = min(group, columns) if columns % group == 0 or group % columns == 0 else SLICE.value
-        constants |= {"COLUMNS": columns, "SHARED": columns if weight.scales is None else shared}
+        kernel, x_stride = _few_products_kernel, x.stride(0) // 8
+        grid: tuple[int, ...] = triton.cdiv(num_rows, 16), num_blocks
         constants |= {"SUMMED": num_summed, "SPLIT": tile.num_warps, "AHEAD": tile.num_ahead}
     else:
-        kernel, x_stride, block_n = _products_kernel, x.stride(0), tile.block_n
-        num_words = math.gcd(weight.num_columns, 128) if weight.scales is None else BLOCK_WORDS.value
-        assert num_words >= 16, "a row must consist of whole steps"
-        constants |= {"BLOCK_N": block_n, "WORDS": num_words, "STAGES": tile.num_stages}
-    on_grid(kernel, (triton.cdiv(num_features, block_n // 2 if gated else block_n), num_blocks))(
+        kernel, x_stride, num_splits = _products_kernel, x.stride(0), tile.num_splits
+        if num_splits > 1:
+            target = torch.empty((num_splits, num_pairs, num_rows), dtype=torch.float32, device=x.device)
+        if weight.scales is None or weight.num_columns % 128 == 0 == group % 128:
+            columns = math.gcd(weight.num_columns, 128)
+        assert columns >= 16, "a row must consist of whole steps"
+        grid = num_blocks, triton.cdiv(num_rows, tile.block_n), num_splits
+        constants |= {"BLOCK_N": tile.block_n, "SPLITS": num_splits, "STAGES": tile.num_stages}
+    shared = min(group, columns) if columns % group == 0 or group % columns == 0 else SLICE.value
+    on_grid(kernel, grid)(
         x,
         weight.codes,
         weight.scales,
@@ -702,7 +818,7 @@ def _launch(
         factors,
         pairs,
         experts,
-        out,
+        target,
         x_stride,
         num_pairs,
         num_experts,
@@ -710,7 +826,9 @@ def _launch(
         num_features,
         CHOSEN=num_chosen,
         K=weight.num_columns,
-        GROUP=weight.group_size,
+        COLUMNS=columns,
+        SHARED=columns if weight.scales is None else shared,
+        GROUP=group,
         SCALE_ROWS=weight.scale_rows,
         SCALE_DTYPE=weight.scale_type,
         KIND=weight.kind,
@@ -721,6 +839,21 @@ def _launch(
         **constants,
         **pdl_options(x.device),
     )
+    if num_splits > 1:
+        on_grid(_sum_parts_kernel, (triton.cdiv(num_pairs, 8), triton.cdiv(num_rows, 128)))(
+            target,
+            bias,
+            factors,
+            out,
+            num_pairs,
+            num_features,
+            GATED=gated,
+            BIAS=bias is not None,
+            BLOCK_M=8,
+            BLOCK_N=128,
+            SPLITS=num_splits,
+            **pdl_options(x.device),
+        )
     return out
 
 
