@@ -479,34 +479,68 @@ def _fma(x, factor, addend):
 
 @triton.jit
 def _differences(words, scale_bits, PART: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
-    """code - zero, or the number in e4m3, for slice PART of blocks [BLOCK_N, n]: [BLOCK_N, 2 n]. All of it is exact."""
-    read: tl.constexpr = tl.float16 if dtype == tl.float16 else tl.bfloat16
-    one = tl.full((1, 1), 1.0, read)
+    """code - zero, or the number in e4m3, for slice PART of a block, in 16 bits: [.., n] -> [.., 2 n]. All are exact."""
+    one, none = tl.full((1, 1), 1.0, dtype), tl.zeros((1, 1), dtype)
     if KIND == E4M3:
-        factor: tl.constexpr = 2.0**8 if read == tl.float16 else 2.0**120
-        x = _fma(_small_e4m3(words, 8 * PART, read), tl.full((1, 1), factor, read), tl.zeros((1, 1), read))
+        factor: tl.constexpr = 2.0**8 if dtype == tl.float16 else 2.0**120
+        x = _fma(_small_e4m3(words, 8 * PART, dtype), tl.full((1, 1), factor, dtype), none)
     elif KIND == INT4:
-        x = _fma(_nibbles(words, 4 * PART, read), one, (-(scale_bits >> 16)).to(tl.float32).to(read))
+        x = _fma(_nibbles(words, 4 * PART, dtype), one, (-(scale_bits >> 16)).to(tl.float32).to(dtype))
     else:
-        x = _fma(_nibbles(words, 8 * PART + 4, read, True), one, tl.full((1, 1), -272.0, read))
-        x = _fma(_nibbles(words, 8 * PART, read), one, x)
-        x = _fma(x, one, (272 - (scale_bits >> 16)).to(tl.float32).to(read))
-    return x.to(dtype)
+        x = _fma(_nibbles(words, 8 * PART + 4, dtype, True), one, tl.full((1, 1), -272.0, dtype))
+        x = _fma(_nibbles(words, 8 * PART, dtype), one, x)
+        x = _fma(x, one, (272 - (scale_bits >> 16)).to(tl.float32).to(dtype))
+    return x
 
 
 @triton.jit
-def _slices(words, scale_bits, FIRST: tl.constexpr, COUNT: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
-    """Differences of COUNT slices of each block, with the columns in order: [BLOCK_N, n] -> [BLOCK_N, 2 n COUNT]."""
-    x = _differences(words, scale_bits, FIRST, KIND, dtype)
-    if COUNT == 2:
-        x = tl.join(x, _differences(words, scale_bits, FIRST + 1, KIND, dtype))
-    elif COUNT == 4:
-        x = tl.join(x, _differences(words, scale_bits, FIRST + 2, KIND, dtype))
-        second = _differences(words, scale_bits, FIRST + 1, KIND, dtype)
-        x = tl.join(x, tl.join(second, _differences(words, scale_bits, FIRST + 3, KIND, dtype)))
-    BLOCKS: tl.constexpr = words.shape[1] // BLOCK_WORDS
-    x = x.reshape(words.shape[0], BLOCKS, SLICE, COUNT).permute(0, 1, 3, 2)
-    return x.reshape(words.shape[0], BLOCKS * COUNT * SLICE)
+def _fast_values(
+    words,
+    scale_bits,
+    PART: tl.constexpr,
+    AT_END: tl.constexpr,  # scales are not applied here
+    KIND: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """As `_values`, computed in 16 bits where these have the range for it."""
+    if AT_END:
+        read: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
+        x = _differences(words, 0, PART, KIND, read).to(dtype)
+    elif dtype == tl.bfloat16 or (dtype == tl.float16 and SCALE_DTYPE == tl.float16):
+        x = _differences(words, scale_bits, PART, KIND, dtype)
+        scale = scale_bits if KIND == E4M3 else _scale(scale_bits, SCALE_DTYPE, KIND, dtype)
+        rounded, rest = scale.to(dtype), tl.zeros((1, 1), dtype)
+        if SCALE_DTYPE != dtype:
+            rest = _fma(x, (scale - rounded.to(tl.float32)).to(dtype), rest)
+        x = _fma(x, rounded, rest)
+    else:
+        x = _values(words, scale_bits, PART, KIND, SCALE_DTYPE, dtype)
+    return x
+
+
+@triton.jit
+def _block_values(
+    words,
+    scales,
+    SHARED: tl.constexpr,
+    AT_END: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """The values of whole blocks, with the columns in order: [BLOCK_N, n] -> [BLOCK_N, n * codes of a word]. SHARED
+    columns share one of `scales`.
+    """
+    EACH: tl.constexpr = SHARED // SLICE
+    x = _fast_values(words, scales[0], 0, AT_END, KIND, SCALE_DTYPE, dtype)
+    second = _fast_values(words, scales[1 // EACH], 1, AT_END, KIND, SCALE_DTYPE, dtype)
+    SLICES: tl.constexpr = 4 if KIND == INT4 else 2  # of a block
+    if SLICES == 4:
+        x = tl.join(x, _fast_values(words, scales[2 // EACH], 2, AT_END, KIND, SCALE_DTYPE, dtype))
+        second = tl.join(second, _fast_values(words, scales[3 // EACH], 3, AT_END, KIND, SCALE_DTYPE, dtype))
+    x = tl.join(x, second).reshape(words.shape[0], words.shape[1] // BLOCK_WORDS, SLICE, SLICES)
+    return x.permute(0, 1, 3, 2).reshape(words.shape[0], words.shape[1] * 2 * SLICES)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -541,8 +575,8 @@ def _products_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply BLOCK_N rows of a weight. The tensor cores take differences of codes and zeros from registers and x from
-    shared memory. Scales are applied to the sums of a group.
+    """Multiply BLOCK_N rows of a weight. Values are computed in the registers from which the tensor cores take them,
+    while these multiply those before; x is in shared memory.
     """
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -567,28 +601,22 @@ def _products_kernel(
         else:  # a block for each pair
             pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
     x_row = tl.minimum(pair, num_pairs - 1) // CHOSEN  # rows that do not exist are copies of others
-    x_column = x_ptr + x_row.to(tl.int64)[None, :] * x_stride + tl.arange(0, SHARED)[:, None]
+    x_column = x_ptr + x_row.to(tl.int64)[None, :] * x_stride + tl.arange(0, COLUMNS)[:, None]
     code_row = codes_ptr + weight_row[:, None] * (K // CODES) + tl.arange(0, COLUMNS // CODES)[None, :]
     scale_row = scales_ptr + (weight_row // SCALE_ROWS * scale_stride)[:, None] if KIND != DENSE else 0
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     STEPS: tl.constexpr = (K // COLUMNS + SPLITS - 1) // SPLITS
     first = tl.program_id(2) * STEPS
     for step in tl.range(first, tl.minimum(first + STEPS, K // COLUMNS), num_stages=STAGES):
-        words = tl.load(code_row + step * (COLUMNS // CODES))
-        for start in tl.static_range(0, COLUMNS, SHARED):
-            column = step * COLUMNS + start
-            x = tl.load(x_column + column)
-            if KIND == DENSE:
-                sums = tl.dot(words, x, sums, input_precision="ieee")
-            elif AT_END:
-                codes = _slices(words, None, 0, CODES // 2, KIND, dtype)
-                sums = tl.dot(codes, x, sums, input_precision="ieee")
-            else:
-                scale_bits = tl.load(scale_row + column // GROUP * group_stride)
-                COUNT: tl.constexpr = min(SHARED // SLICE, CODES // 2)
-                codes = _slices(words, scale_bits, start // SLICE, COUNT, KIND, dtype)
-                scale = scale_bits if KIND == E4M3 else _scale(scale_bits, SCALE_DTYPE, KIND, dtype)
-                sums += tl.dot(codes, x, input_precision="ieee") * scale
+        values = tl.load(code_row + step * (COLUMNS // CODES))
+        x = tl.load(x_column + step * COLUMNS)
+        if KIND != DENSE:
+            scales = _nothing()
+            for start in tl.static_range(0, COLUMNS, SHARED):
+                scale_ptr = scale_row + (step * COLUMNS + start) // GROUP * group_stride
+                scales = scales + (0 if AT_END else tl.load(scale_ptr),)  # noqa: RUF005
+            values = _block_values(values, scales, SHARED, AT_END, KIND, SCALE_DTYPE, dtype)
+        sums = tl.dot(values, x, sums, input_precision="ieee")
     if AT_END:
         sums *= tl.load(scale_row)
     if SPLITS > 1:
