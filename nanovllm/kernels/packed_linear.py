@@ -15,8 +15,8 @@ slice, which has one scale.
 
 There are two kernels for products. For few rows each warp of a program has columns of its own, and their sums are added
 at the end; scales and zeros are applied to the sums of a group. For many rows all warps work on one tile, and the
-values are computed before they are multiplied. `unpack` writes the values of some rows, so that cuBLAS can multiply
-them by many.
+values are computed before they are multiplied; several programs share the columns of a narrow weight. `unpack` writes
+the values of some rows, so that cuBLAS can multiply them by many.
 
 Legend: M rows, N output features, K input features; a pair is a row and one of the experts that it has chosen.
 """
@@ -41,6 +41,8 @@ MAX_SUMMED = 16  # experts of a token
 MAX_E4M3 = tl.constexpr(448.0)
 MIN_E4M3_RANGE = tl.constexpr(2.0**-100)  # the least that the largest value of a group is taken for
 MANY_TILES = 384  # programs that fill a GPU with few warps each
+MANY_TILES_AT_ONCE = 264  # programs that fill a GPU with all warps on a tile: two for each multiprocessor of an H100
+MIN_SPLIT_COLUMNS, MAX_SPLITS = 512, 8  # fewer columns, or more parts, cost more than they gain
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -190,22 +192,87 @@ def _scale(bits, SCALE_DTYPE: tl.constexpr, KIND: tl.constexpr, dtype: tl.conste
 
 
 @triton.jit
-def _values(words, scale_bits, PART: tl.constexpr, KIND: tl.constexpr, SCALE_DTYPE: tl.constexpr, dtype: tl.constexpr):
-    """The values of slice PART of a block, rounded to `dtype`: [.., n] -> [.., 2 n]."""
-    if KIND == E4M3:  # of 16-bit types fp16 needs the smaller factor
-        values = _small_e4m3(words, 8 * PART, tl.float16).to(tl.float32) * _scale(
-            scale_bits, SCALE_DTYPE, KIND, tl.float16
-        )
+def _fma(x, factor, addend):
+    """x * factor + addend in 16 bits, for two numbers at a time."""
+    if _INTERPRETED:
+        x = (x.to(tl.float32) * factor.to(tl.float32) + addend.to(tl.float32)).to(x.dtype)
+    elif x.dtype == tl.bfloat16:
+        asm: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;"
+        x = tl.inline_asm_elementwise(asm, "=r,r,r,r", [x, factor, addend], x.dtype, is_pure=True, pack=2)
     else:
-        read: tl.constexpr = tl.float16 if dtype == tl.float16 else tl.bfloat16
-        if KIND == INT4:
-            codes = _nibbles(words, 4 * PART, read).to(tl.float32)
-        else:
-            codes = _nibbles(words, 8 * PART, read).to(tl.float32)
-            codes += _nibbles(words, 8 * PART + 4, read, True).to(tl.float32)
-        scale = _scale(scale_bits, SCALE_DTYPE, KIND, dtype)
-        values = codes * scale - (scale_bits >> 16).to(tl.float32) * scale  # the second product is exact
-    return values.to(dtype)
+        half_asm: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;"
+        x = tl.inline_asm_elementwise(half_asm, "=r,r,r,r", [x, factor, addend], x.dtype, is_pure=True, pack=2)
+    return x
+
+
+@triton.jit
+def _differences(words, scale_bits, PART: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
+    """code - zero, or the number in e4m3, for slice PART of a block: [.., n] -> [.., 2 n] in bf16 or fp16. None of them
+    is rounded.
+    """
+    one, none = tl.full((1, 1), 1.0, dtype), tl.zeros((1, 1), dtype)
+    if KIND == E4M3:
+        factor: tl.constexpr = 2.0**8 if dtype == tl.float16 else 2.0**120
+        x = _fma(_small_e4m3(words, 8 * PART, dtype), tl.full((1, 1), factor, dtype), none)
+    elif KIND == INT4:
+        x = _fma(_nibbles(words, 4 * PART, dtype), one, (-(scale_bits >> 16)).to(tl.float32).to(dtype))
+    else:
+        x = _fma(_nibbles(words, 8 * PART + 4, dtype, True), one, tl.full((1, 1), -272.0, dtype))
+        x = _fma(_nibbles(words, 8 * PART, dtype), one, x)
+        x = _fma(x, one, (272 - (scale_bits >> 16)).to(tl.float32).to(dtype))
+    return x
+
+
+@triton.jit
+def _values(
+    words,
+    scale_bits,
+    PART: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
+    dtype: tl.constexpr,
+    SCALED: tl.constexpr = True,
+):
+    """The values of slice PART of a block, rounded to `dtype`: [.., n] -> [.., 2 n]. Without SCALED, numbers in e4m3.
+
+    A scale with more bits than `dtype` is the sum of two numbers.
+    """
+    read: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
+    x = _differences(words, scale_bits, PART, KIND, read)
+    if SCALED:
+        scale = scale_bits if KIND == E4M3 else _scale(scale_bits, SCALE_DTYPE, KIND, dtype)
+        if dtype == tl.bfloat16 or (dtype == tl.float16 and dtype == SCALE_DTYPE):
+            rounded, rest = scale.to(dtype), tl.zeros((1, 1), dtype)
+            if dtype != SCALE_DTYPE:
+                rest = _fma(x, (scale - rounded.to(tl.float32)).to(dtype), rest)
+            x = _fma(x, rounded, rest)
+        else:  # in fp16 small scales would lose bits
+            x = x.to(tl.float32) * scale
+    return x.to(dtype)
+
+
+@triton.jit
+def _block_values(
+    words,
+    scales,
+    SHARED: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
+    dtype: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """The values of whole blocks, with the columns in order: [rows, n] -> [rows, n * codes of a word]. SHARED columns
+    of a block share one of `scales`.
+    """
+    EACH: tl.constexpr = SHARED // SLICE
+    x = _values(words, scales[0], 0, KIND, SCALE_DTYPE, dtype, SCALED)
+    second = _values(words, scales[1 // EACH], 1, KIND, SCALE_DTYPE, dtype, SCALED)
+    SLICES: tl.constexpr = 4 if KIND == INT4 else 2  # of a block
+    if SLICES == 4:
+        x = tl.join(x, _values(words, scales[2 // EACH], 2, KIND, SCALE_DTYPE, dtype, SCALED))
+        second = tl.join(second, _values(words, scales[3 // EACH], 3, KIND, SCALE_DTYPE, dtype, SCALED))
+    x = tl.join(x, second).reshape(words.shape[0], words.shape[1] // BLOCK_WORDS, SLICE, SLICES)
+    return x.permute(0, 1, 3, 2).reshape(words.shape[0], words.shape[1] * 2 * SLICES)
 
 
 # -- products ----------------------------------------------------------------------------------------------------
@@ -463,86 +530,6 @@ def _gated(sums, dtype: tl.constexpr):
     return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
 
 
-@triton.jit
-def _fma(x, factor, addend):
-    """x * factor + addend in 16 bits, for two numbers at a time."""
-    if _INTERPRETED:
-        x = (x.to(tl.float32) * factor.to(tl.float32) + addend.to(tl.float32)).to(x.dtype)
-    elif x.dtype == tl.bfloat16:
-        asm: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;"
-        x = tl.inline_asm_elementwise(asm, "=r,r,r,r", [x, factor, addend], x.dtype, is_pure=True, pack=2)
-    else:
-        half_asm: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;"
-        x = tl.inline_asm_elementwise(half_asm, "=r,r,r,r", [x, factor, addend], x.dtype, is_pure=True, pack=2)
-    return x
-
-
-@triton.jit
-def _differences(words, scale_bits, PART: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
-    """code - zero, or the number in e4m3, for slice PART of a block, in 16 bits: [.., n] -> [.., 2 n]. All are exact."""
-    one, none = tl.full((1, 1), 1.0, dtype), tl.zeros((1, 1), dtype)
-    if KIND == E4M3:
-        factor: tl.constexpr = 2.0**8 if dtype == tl.float16 else 2.0**120
-        x = _fma(_small_e4m3(words, 8 * PART, dtype), tl.full((1, 1), factor, dtype), none)
-    elif KIND == INT4:
-        x = _fma(_nibbles(words, 4 * PART, dtype), one, (-(scale_bits >> 16)).to(tl.float32).to(dtype))
-    else:
-        x = _fma(_nibbles(words, 8 * PART + 4, dtype, True), one, tl.full((1, 1), -272.0, dtype))
-        x = _fma(_nibbles(words, 8 * PART, dtype), one, x)
-        x = _fma(x, one, (272 - (scale_bits >> 16)).to(tl.float32).to(dtype))
-    return x
-
-
-@triton.jit
-def _fast_values(
-    words,
-    scale_bits,
-    PART: tl.constexpr,
-    AT_END: tl.constexpr,  # scales are not applied here
-    KIND: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """As `_values`, computed in 16 bits where these have the range for it."""
-    if AT_END:
-        read: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
-        x = _differences(words, 0, PART, KIND, read).to(dtype)
-    elif dtype == tl.bfloat16 or (dtype == tl.float16 and SCALE_DTYPE == tl.float16):
-        x = _differences(words, scale_bits, PART, KIND, dtype)
-        scale = scale_bits if KIND == E4M3 else _scale(scale_bits, SCALE_DTYPE, KIND, dtype)
-        rounded, rest = scale.to(dtype), tl.zeros((1, 1), dtype)
-        if SCALE_DTYPE != dtype:
-            rest = _fma(x, (scale - rounded.to(tl.float32)).to(dtype), rest)
-        x = _fma(x, rounded, rest)
-    else:
-        x = _values(words, scale_bits, PART, KIND, SCALE_DTYPE, dtype)
-    return x
-
-
-@triton.jit
-def _block_values(
-    words,
-    scales,
-    SHARED: tl.constexpr,
-    AT_END: tl.constexpr,
-    KIND: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """The values of whole blocks, with the columns in order: [BLOCK_N, n] -> [BLOCK_N, n * codes of a word]. SHARED
-    columns share one of `scales`.
-    """
-    EACH: tl.constexpr = SHARED // SLICE
-    x = _fast_values(words, scales[0], 0, AT_END, KIND, SCALE_DTYPE, dtype)
-    second = _fast_values(words, scales[1 // EACH], 1, AT_END, KIND, SCALE_DTYPE, dtype)
-    SLICES: tl.constexpr = 4 if KIND == INT4 else 2  # of a block
-    if SLICES == 4:
-        x = tl.join(x, _fast_values(words, scales[2 // EACH], 2, AT_END, KIND, SCALE_DTYPE, dtype))
-        second = tl.join(second, _fast_values(words, scales[3 // EACH], 3, AT_END, KIND, SCALE_DTYPE, dtype))
-    x = tl.join(x, second).reshape(words.shape[0], words.shape[1] // BLOCK_WORDS, SLICE, SLICES)
-    return x.permute(0, 1, 3, 2).reshape(words.shape[0], words.shape[1] * 2 * SLICES)
-
-
 @triton.jit(do_not_specialize=["num_pairs"])
 def _products_kernel(
     x_ptr,
@@ -615,7 +602,7 @@ def _products_kernel(
             for start in tl.static_range(0, COLUMNS, SHARED):
                 scale_ptr = scale_row + (step * COLUMNS + start) // GROUP * group_stride
                 scales = scales + (0 if AT_END else tl.load(scale_ptr),)  # noqa: RUF005
-            values = _block_values(values, scales, SHARED, AT_END, KIND, SCALE_DTYPE, dtype)
+            values = _block_values(values, scales, SHARED, KIND, SCALE_DTYPE, dtype, not AT_END)
         sums = tl.dot(values, x, sums, input_precision="ieee")
     if AT_END:
         sums *= tl.load(scale_row)
@@ -729,10 +716,14 @@ def choose_tile(
         num_ahead = 2 if block_m == 8 and weight.scales is not None else 1
         return FewRowsTile(block_m, 4 if num_tiles >= MANY_TILES else 8, num_ahead)
     if x.dtype == torch.float32:  # twice the bytes
-        return Tile(block_m, 64, 4 if block_m < MAX_BLOCK_M else 8, 2)
-    if block_m < MAX_BLOCK_M:
-        return Tile(block_m, 64, 4, 3 if weight.scales is None else 4)
-    return Tile(block_m, 128, 8, 3) if target.shared_bytes >= 200 * 1024 else Tile(block_m, 64, 8, 2)
+        return Tile(block_m, 64, 4, 2) if block_m < MAX_BLOCK_M else Tile(block_m, 32, 8, 2)
+    if target.shared_bytes >= 200 * 1024:
+        block_n, num_warps, num_stages = 128, 8, 4 if block_m <= 32 else 3
+    else:
+        block_n, num_warps, num_stages = (64, 4, 4) if block_m < MAX_BLOCK_M else (64, 8, 2)
+    num_programs = triton.cdiv(16 * num_tiles, block_n) * max(1, triton.cdiv(num_rows, block_m))
+    num_splits = min(MANY_TILES_AT_ONCE // num_programs, weight.num_columns // MIN_SPLIT_COLUMNS, MAX_SPLITS)
+    return Tile(block_m, block_n, num_warps, num_stages, max(1, num_splits))
 
 
 def products(
@@ -761,7 +752,7 @@ def products(
     elif experts is not None:
         num_blocks, block_rows = num_pairs, 1
     if tile is None:
-        num_tiles = len(weight.codes) // num_experts // 16 * num_blocks
+        num_tiles = triton.cdiv(len(weight.codes) // num_experts, 16) * num_blocks
         tile = choose_tile(block_rows, num_tiles, kernel_target.target_of(x.device), x, weight)
     assert routing is None or routing.block_m == tile.block_m, "pairs are sorted into blocks of another size"
     num_features = len(weight.codes) // num_experts // (2 if gated else 1)
