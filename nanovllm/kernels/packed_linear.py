@@ -41,7 +41,7 @@ MAX_SUMMED = 16  # experts of a token
 MAX_E4M3 = tl.constexpr(448.0)
 MIN_E4M3_RANGE = tl.constexpr(2.0**-100)  # the least that the largest value of a group is taken for
 MANY_TILES = 384  # programs that fill a GPU with few warps each
-MANY_TILES_AT_ONCE = 264  # programs that fill a GPU with all warps on a tile: two for each multiprocessor of an H100
+NUM_SMS = 132  # multiprocessors of an H100: columns are split until there are almost so many programs
 MIN_SPLIT_COLUMNS, MAX_SPLITS = 512, 8  # fewer columns, or more parts, cost more than they gain
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -685,11 +685,11 @@ class Routing(NamedTuple):
 
 def route(experts: torch.Tensor, num_experts: int, block_m: int | None = None) -> Routing:
     """`experts`: int64 [M, C], those that each row has chosen. Blocks have up to `block_m` pairs; by default they have
-    room for about twice the pairs of an expert.
+    room for about the pairs of an expert.
     """
     flat = experts.flatten().clamp(0, num_experts - 1)  # while kernels are only compiled, nobody has chosen
     if block_m is None:
-        block_m = min(max(16, triton.next_power_of_2(2 * len(flat) // num_experts)), MAX_BLOCK_M)
+        block_m = min(max(16, triton.next_power_of_2(len(flat) // num_experts)), MAX_BLOCK_M)
     num_pairs, device = len(flat), flat.device
     num_blocks = min(num_pairs, triton.cdiv(num_pairs, block_m) + num_experts)
     order = flat.argsort(stable=True)
@@ -705,25 +705,35 @@ def route(experts: torch.Tensor, num_experts: int, block_m: int | None = None) -
 
 
 def choose_tile(
-    num_rows: int, num_tiles: int, target: KernelTarget, x: torch.Tensor, weight: Packed
+    num_rows: int, num_tiles: int, target: KernelTarget, x: torch.Tensor, weight: Packed, is_routed: bool = False
 ) -> Tile | FewRowsTile:
-    """The fastest of those that benchmarks/bench_linear.py tried for most layers of Qwen3-8B and -30B-A3B.
+    """The fastest, or nearly, of those that were tried for most layers of Qwen3-8B and -30B-A3B on an H100.
 
-    `num_rows`: that a weight multiplies; `num_tiles`: of 16 rows of weights, of all programs.
+    `num_rows`: that a weight multiplies; `num_tiles`: of 16 rows of weights, of all programs; `is_routed`: rows are
+    sorted into blocks of `num_rows`.
     """
     block_m = min(max(8, triton.next_power_of_2(num_rows)), MAX_BLOCK_M)
-    if block_m <= MAX_FEW_ROWS and _suits_few_rows(x, weight):
+    if block_m <= MAX_FEW_ROWS and not is_routed and _suits_few_rows(x, weight):
         num_ahead = 2 if block_m == 8 and weight.scales is not None else 1
         return FewRowsTile(block_m, 4 if num_tiles >= MANY_TILES else 8, num_ahead)
     if x.dtype == torch.float32:  # twice the bytes
         return Tile(block_m, 64, 4, 2) if block_m < MAX_BLOCK_M else Tile(block_m, 32, 8, 2)
-    if target.shared_bytes >= 200 * 1024:
-        block_n, num_warps, num_stages = 128, 8, 4 if block_m <= 32 else 3
+    is_large = target.shared_bytes >= 200 * 1024
+    if weight.scales is None:
+        if block_m < MAX_BLOCK_M:
+            return Tile(block_m, 64, 4, 3)
+        return Tile(block_m, 128, 8, 3) if is_large else Tile(block_m, 64, 8, 2)
+    block_n = 128 if is_large else 64
+    num_programs = triton.cdiv(16 * num_tiles, block_n) * max(1, triton.cdiv(num_rows, MAX_BLOCK_M))
+    if not is_routed and num_rows <= MAX_BLOCK_M and num_programs < NUM_SMS:
+        block_m = min(block_m, 64)
+    num_splits = max(1, min(NUM_SMS // num_programs, weight.num_columns // MIN_SPLIT_COLUMNS, MAX_SPLITS))
+    if block_m == MAX_BLOCK_M:
+        num_warps, num_stages = 8, 3 if is_large else 2
     else:
-        block_n, num_warps, num_stages = (64, 4, 4) if block_m < MAX_BLOCK_M else (64, 8, 2)
-    num_programs = triton.cdiv(16 * num_tiles, block_n) * max(1, triton.cdiv(num_rows, block_m))
-    num_splits = min(MANY_TILES_AT_ONCE // num_programs, weight.num_columns // MIN_SPLIT_COLUMNS, MAX_SPLITS)
-    return Tile(block_m, block_n, num_warps, num_stages, max(1, num_splits))
+        num_warps = 8 if is_large and block_m >= 32 else 4
+        num_stages = 6 if is_large and block_m == 32 and not is_routed else 3 if is_large and block_m == 64 else 4
+    return Tile(block_m, block_n, num_warps, num_stages, 1 if is_routed else num_splits)
 
 
 def products(
@@ -753,7 +763,8 @@ def products(
         num_blocks, block_rows = num_pairs, 1
     if tile is None:
         num_tiles = triton.cdiv(len(weight.codes) // num_experts, 16) * num_blocks
-        tile = choose_tile(block_rows, num_tiles, kernel_target.target_of(x.device), x, weight)
+        target = kernel_target.target_of(x.device)
+        tile = choose_tile(block_rows, num_tiles, target, x, weight, routing is not None)
     assert routing is None or routing.block_m == tile.block_m, "pairs are sorted into blocks of another size"
     num_features = len(weight.codes) // num_experts // (2 if gated else 1)
     out = torch.empty((num_pairs, num_features), dtype=x.dtype, device=x.device)
