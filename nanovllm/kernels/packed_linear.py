@@ -15,8 +15,8 @@ slice, which has one scale.
 
 There are two kernels for products. For few rows each warp of a program has columns of its own, and their sums are added
 at the end; scales and zeros are applied to the sums of a group. For many rows all warps work on one tile, and the
-values are computed before they are multiplied. `unpack` writes the values of some rows, so that cuBLAS can multiply
-them by many.
+values are computed before they are multiplied; several programs share the columns of a narrow weight. `unpack` writes
+the values of some rows, so that cuBLAS can multiply them by many.
 
 Legend: M rows, N output features, K input features; a pair is a row and one of the experts that it has chosen.
 """
@@ -41,6 +41,8 @@ MAX_SUMMED = 16  # experts of a token
 MAX_E4M3 = tl.constexpr(448.0)
 MIN_E4M3_RANGE = tl.constexpr(2.0**-100)  # the least that the largest value of a group is taken for
 MANY_TILES = 384  # programs that fill a GPU with few warps each
+NUM_SMS = 132  # multiprocessors of an H100: columns are split until there are almost so many programs
+MIN_SPLIT_COLUMNS, MAX_SPLITS = 512, 8  # fewer columns, or more parts, cost more than they gain
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -190,22 +192,87 @@ def _scale(bits, SCALE_DTYPE: tl.constexpr, KIND: tl.constexpr, dtype: tl.conste
 
 
 @triton.jit
-def _values(words, scale_bits, PART: tl.constexpr, KIND: tl.constexpr, SCALE_DTYPE: tl.constexpr, dtype: tl.constexpr):
-    """The values of slice PART of a block, rounded to `dtype`: [.., n] -> [.., 2 n]."""
-    if KIND == E4M3:  # of 16-bit types fp16 needs the smaller factor
-        values = _small_e4m3(words, 8 * PART, tl.float16).to(tl.float32) * _scale(
-            scale_bits, SCALE_DTYPE, KIND, tl.float16
-        )
+def _fma(x, factor, addend):
+    """x * factor + addend in 16 bits, for two numbers at a time."""
+    if _INTERPRETED:
+        x = (x.to(tl.float32) * factor.to(tl.float32) + addend.to(tl.float32)).to(x.dtype)
+    elif x.dtype == tl.bfloat16:
+        asm: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;"
+        x = tl.inline_asm_elementwise(asm, "=r,r,r,r", [x, factor, addend], x.dtype, is_pure=True, pack=2)
     else:
-        read: tl.constexpr = tl.float16 if dtype == tl.float16 else tl.bfloat16
-        if KIND == INT4:
-            codes = _nibbles(words, 4 * PART, read).to(tl.float32)
-        else:
-            codes = _nibbles(words, 8 * PART, read).to(tl.float32)
-            codes += _nibbles(words, 8 * PART + 4, read, True).to(tl.float32)
-        scale = _scale(scale_bits, SCALE_DTYPE, KIND, dtype)
-        values = codes * scale - (scale_bits >> 16).to(tl.float32) * scale  # the second product is exact
-    return values.to(dtype)
+        half_asm: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;"
+        x = tl.inline_asm_elementwise(half_asm, "=r,r,r,r", [x, factor, addend], x.dtype, is_pure=True, pack=2)
+    return x
+
+
+@triton.jit
+def _differences(words, scale_bits, PART: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
+    """code - zero, or the number in e4m3, for slice PART of a block: [.., n] -> [.., 2 n] in bf16 or fp16. None of them
+    is rounded.
+    """
+    one, none = tl.full((1, 1), 1.0, dtype), tl.zeros((1, 1), dtype)
+    if KIND == E4M3:
+        factor: tl.constexpr = 2.0**8 if dtype == tl.float16 else 2.0**120
+        x = _fma(_small_e4m3(words, 8 * PART, dtype), tl.full((1, 1), factor, dtype), none)
+    elif KIND == INT4:
+        x = _fma(_nibbles(words, 4 * PART, dtype), one, (-(scale_bits >> 16)).to(tl.float32).to(dtype))
+    else:
+        x = _fma(_nibbles(words, 8 * PART + 4, dtype, True), one, tl.full((1, 1), -272.0, dtype))
+        x = _fma(_nibbles(words, 8 * PART, dtype), one, x)
+        x = _fma(x, one, (272 - (scale_bits >> 16)).to(tl.float32).to(dtype))
+    return x
+
+
+@triton.jit
+def _values(
+    words,
+    scale_bits,
+    PART: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
+    dtype: tl.constexpr,
+    SCALED: tl.constexpr = True,
+):
+    """The values of slice PART of a block, rounded to `dtype`: [.., n] -> [.., 2 n]. Without SCALED, numbers in e4m3.
+
+    A scale with more bits than `dtype` is the sum of two numbers.
+    """
+    read: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
+    x = _differences(words, scale_bits, PART, KIND, read)
+    if SCALED:
+        scale = scale_bits if KIND == E4M3 else _scale(scale_bits, SCALE_DTYPE, KIND, dtype)
+        if dtype == tl.bfloat16 or (dtype == tl.float16 and dtype == SCALE_DTYPE):
+            rounded, rest = scale.to(dtype), tl.zeros((1, 1), dtype)
+            if dtype != SCALE_DTYPE:
+                rest = _fma(x, (scale - rounded.to(tl.float32)).to(dtype), rest)
+            x = _fma(x, rounded, rest)
+        else:  # in fp16 small scales would lose bits
+            x = x.to(tl.float32) * scale
+    return x.to(dtype)
+
+
+@triton.jit
+def _block_values(
+    words,
+    scales,
+    SHARED: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
+    dtype: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """The values of whole blocks, with the columns in order: [rows, n] -> [rows, n * codes of a word]. SHARED columns
+    of a block share one of `scales`.
+    """
+    EACH: tl.constexpr = SHARED // SLICE
+    x = _values(words, scales[0], 0, KIND, SCALE_DTYPE, dtype, SCALED)
+    second = _values(words, scales[1 // EACH], 1, KIND, SCALE_DTYPE, dtype, SCALED)
+    SLICES: tl.constexpr = 4 if KIND == INT4 else 2  # of a block
+    if SLICES == 4:
+        x = tl.join(x, _values(words, scales[2 // EACH], 2, KIND, SCALE_DTYPE, dtype, SCALED))
+        second = tl.join(second, _values(words, scales[3 // EACH], 3, KIND, SCALE_DTYPE, dtype, SCALED))
+    x = tl.join(x, second).reshape(words.shape[0], words.shape[1] // BLOCK_WORDS, SLICE, SLICES)
+    return x.permute(0, 1, 3, 2).reshape(words.shape[0], words.shape[1] * 2 * SLICES)
 
 
 # -- products ----------------------------------------------------------------------------------------------------
@@ -226,6 +293,7 @@ class Tile(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    num_splits: int = 1  # parts of the columns, whose sums another kernel adds
 
 
 @triton.jit
@@ -448,15 +516,9 @@ def _few_products_kernel(
     if SUMMED:
         sums *= tl.load(factors_ptr + block * SUMMED + warp, mask=warp < SUMMED, other=0.0)
     sums = tl.sum(sums, 0)
-    if BIAS:
-        sums += tl.load(bias_ptr + row).to(tl.float32)[:, None]
-    if GATED:
-        sums = _gated(sums, dtype)
-    if factors_ptr is not None and not SUMMED:
-        sums *= tl.load(factors_ptr + pair, mask=pair < num_pairs, other=0.0)[None, :]
-    feature += tl.arange(0, FEATURES)
-    out = out_ptr + pair.to(tl.int64)[None, :] * N + feature[:, None]
-    tl.store(out, sums.to(dtype), mask=(pair < num_pairs)[None, :] & (feature < N)[:, None])
+    if SUMMED:
+        factors_ptr = None
+    _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, num_pairs, N, GATED, BIAS, dtype)
 
 
 @triton.jit
@@ -477,7 +539,7 @@ def _products_kernel(
     factors_ptr,  # these and the others as above
     pairs_ptr,
     experts_ptr,
-    out_ptr,
+    out_ptr,  # with several splits: fp32 [splits, pairs, rows of the weight]
     x_stride,
     num_pairs,
     num_experts,
@@ -486,6 +548,8 @@ def _products_kernel(
     N,
     CHOSEN: tl.constexpr,
     K: tl.constexpr,
+    COLUMNS: tl.constexpr,  # that are loaded at once
+    SHARED: tl.constexpr,  # of these that have one scale
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_DTYPE: tl.constexpr,
@@ -494,19 +558,23 @@ def _products_kernel(
     BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    WORDS: tl.constexpr,  # of a row that are multiplied at once: a block; dense: columns
+    SPLITS: tl.constexpr,  # parts of the columns, each of which is a program's
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Multiply BLOCK_N rows of a weight. Values are computed in the registers from which the tensor cores take them,
+    while these multiply those before; x is in shared memory.
+    """
     let_next_start(PDL)
     wait_for_previous(PDL)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     CODES: tl.constexpr = 1 if KIND == DENSE else 8 if KIND == INT4 else 4  # of a word
-    ROW_WORDS: tl.constexpr = K // CODES
-    block, in_tile = tl.program_id(1), tl.arange(0, BLOCK_N)
+    AT_END: tl.constexpr = KIND == E4M3 and GROUP == K
+    # Programs that share a part of the weight are neighbours, so that they find it in the cache
+    block, in_tile = tl.program_id(0), tl.arange(0, BLOCK_N)
     ROWS: tl.constexpr = 2 if GATED else 1  # of a feature
     FEATURES: tl.constexpr = BLOCK_N // ROWS
-    feature = tl.program_id(0) * FEATURES
+    feature = tl.program_id(1) * FEATURES
     row = tl.minimum(feature + in_tile % FEATURES, N - 1) + in_tile // FEATURES * N
     pair = block * BLOCK_M + tl.arange(0, BLOCK_M)
     weight_row = row.to(tl.int64)
@@ -519,33 +587,90 @@ def _products_kernel(
             pair = tl.load(pairs_ptr + pair)
         else:  # a block for each pair
             pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
-    is_pair = pair < num_pairs
-    COLUMNS: tl.constexpr = WORDS if KIND == DENSE else SLICE
-    code_row = codes_ptr + weight_row[:, None] * ROW_WORDS + tl.arange(0, WORDS)[None, :]
+    x_row = tl.minimum(pair, num_pairs - 1) // CHOSEN  # rows that do not exist are copies of others
+    x_column = x_ptr + x_row.to(tl.int64)[None, :] * x_stride + tl.arange(0, COLUMNS)[:, None]
+    code_row = codes_ptr + weight_row[:, None] * (K // CODES) + tl.arange(0, COLUMNS // CODES)[None, :]
     scale_row = scales_ptr + (weight_row // SCALE_ROWS * scale_stride)[:, None] if KIND != DENSE else 0
-    x_column = x_ptr + (pair // CHOSEN).to(tl.int64)[None, :] * x_stride + tl.arange(0, COLUMNS)[:, None]
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in tl.range(0, ROW_WORDS, WORDS, num_stages=STAGES):
-        words = tl.load(code_row + start, eviction_policy="evict_first")
-        if KIND == DENSE:
-            x = tl.load(x_column + start, mask=is_pair[None, :], other=0.0)
-            sums = tl.dot(words, x, sums, input_precision="ieee")
-        else:
-            for i in tl.static_range(CODES // 2):
-                column = start * CODES + i * SLICE
-                scale_bits = tl.load(scale_row + column // GROUP * group_stride, eviction_policy="evict_first")
-                x = tl.load(x_column + column, mask=is_pair[None, :], other=0.0)
-                values = _values(words, scale_bits, i, KIND, SCALE_DTYPE, dtype)
-                sums = tl.dot(values, x, sums, input_precision="ieee")
+    STEPS: tl.constexpr = (K // COLUMNS + SPLITS - 1) // SPLITS
+    first = tl.program_id(2) * STEPS
+    for step in tl.range(first, tl.minimum(first + STEPS, K // COLUMNS), num_stages=STAGES):
+        values = tl.load(code_row + step * (COLUMNS // CODES))
+        x = tl.load(x_column + step * COLUMNS)
+        if KIND != DENSE:
+            scales = _nothing()
+            for start in tl.static_range(0, COLUMNS, SHARED):
+                scale_ptr = scale_row + (step * COLUMNS + start) // GROUP * group_stride
+                scales = scales + (0 if AT_END else tl.load(scale_ptr),)  # noqa: RUF005
+            values = _block_values(values, scales, SHARED, KIND, SCALE_DTYPE, dtype, not AT_END)
+        sums = tl.dot(values, x, sums, input_precision="ieee")
+    if AT_END:
+        sums *= tl.load(scale_row)
+    if SPLITS > 1:
+        part = (tl.program_id(2).to(tl.int64) * num_pairs + pair) * (ROWS * N)
+        is_there = (pair < num_pairs)[None, :] & (feature + in_tile % FEATURES < N)[:, None]
+        tl.store(out_ptr + part[None, :] + row[:, None], sums, mask=is_there)
+    else:
+        _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, num_pairs, N, GATED, BIAS, dtype)
+
+
+@triton.jit
+def _finish(
+    sums,
+    row,
+    feature,
+    pair,
+    bias_ptr,
+    factors_ptr,
+    out_ptr,
+    num_pairs,
+    N,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Store the results for the sums of rows of the weight and of pairs [BLOCK_N, BLOCK_M]."""
+    FEATURES: tl.constexpr = sums.shape[0] // (2 if GATED else 1)
     if BIAS:
         sums += tl.load(bias_ptr + row).to(tl.float32)[:, None]
     if GATED:
         sums = _gated(sums, dtype)
     if factors_ptr is not None:
-        sums *= tl.load(factors_ptr + pair, mask=is_pair, other=0.0)[None, :]
+        sums *= tl.load(factors_ptr + pair, mask=pair < num_pairs, other=0.0)[None, :]
     feature += tl.arange(0, FEATURES)
     out = out_ptr + pair.to(tl.int64)[None, :] * N + feature[:, None]
-    tl.store(out, sums.to(dtype), mask=is_pair[None, :] & (feature < N)[:, None])
+    tl.store(out, sums.to(dtype), mask=(pair < num_pairs)[None, :] & (feature < N)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _sum_parts_kernel(
+    parts_ptr,  # fp32 [splits, pairs, rows of the weight]
+    bias_ptr,
+    factors_ptr,
+    out_ptr,
+    num_pairs,
+    N,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    in_tile, pair = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    ROWS: tl.constexpr = 2 if GATED else 1
+    FEATURES: tl.constexpr = BLOCK_N // ROWS
+    feature = tl.program_id(1) * FEATURES
+    row = tl.minimum(feature + in_tile % FEATURES, N - 1) + in_tile // FEATURES * N
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    of_pair = tl.minimum(pair, num_pairs - 1).to(tl.int64)
+    for split in tl.static_range(SPLITS):
+        part = (split * num_pairs + of_pair) * (ROWS * N)
+        sums += tl.load(parts_ptr + part[None, :] + row[:, None])
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, num_pairs, N, GATED, BIAS, dtype)
 
 
 class Routing(NamedTuple):
@@ -560,11 +685,11 @@ class Routing(NamedTuple):
 
 def route(experts: torch.Tensor, num_experts: int, block_m: int | None = None) -> Routing:
     """`experts`: int64 [M, C], those that each row has chosen. Blocks have up to `block_m` pairs; by default they have
-    room for about twice the pairs of an expert.
+    room for about the pairs of an expert.
     """
     flat = experts.flatten().clamp(0, num_experts - 1)  # while kernels are only compiled, nobody has chosen
     if block_m is None:
-        block_m = min(max(16, triton.next_power_of_2(2 * len(flat) // num_experts)), MAX_BLOCK_M)
+        block_m = min(max(16, triton.next_power_of_2(len(flat) // num_experts)), MAX_BLOCK_M)
     num_pairs, device = len(flat), flat.device
     num_blocks = min(num_pairs, triton.cdiv(num_pairs, block_m) + num_experts)
     order = flat.argsort(stable=True)
@@ -580,21 +705,35 @@ def route(experts: torch.Tensor, num_experts: int, block_m: int | None = None) -
 
 
 def choose_tile(
-    num_rows: int, num_tiles: int, target: KernelTarget, x: torch.Tensor, weight: Packed
+    num_rows: int, num_tiles: int, target: KernelTarget, x: torch.Tensor, weight: Packed, is_routed: bool = False
 ) -> Tile | FewRowsTile:
-    """The fastest of those that benchmarks/bench_linear.py tried for most layers of Qwen3-8B and -30B-A3B.
+    """The fastest, or nearly, of those that were tried for most layers of Qwen3-8B and -30B-A3B on an H100.
 
-    `num_rows`: that a weight multiplies; `num_tiles`: of 16 rows of weights, of all programs.
+    `num_rows`: that a weight multiplies; `num_tiles`: of 16 rows of weights, of all programs; `is_routed`: rows are
+    sorted into blocks of `num_rows`.
     """
     block_m = min(max(8, triton.next_power_of_2(num_rows)), MAX_BLOCK_M)
-    if block_m <= MAX_FEW_ROWS and _suits_few_rows(x, weight):
+    if block_m <= MAX_FEW_ROWS and not is_routed and _suits_few_rows(x, weight):
         num_ahead = 2 if block_m == 8 and weight.scales is not None else 1
         return FewRowsTile(block_m, 4 if num_tiles >= MANY_TILES else 8, num_ahead)
     if x.dtype == torch.float32:  # twice the bytes
-        return Tile(block_m, 64, 4 if block_m < MAX_BLOCK_M else 8, 2)
-    if block_m < MAX_BLOCK_M:
-        return Tile(block_m, 64, 4, 3 if weight.scales is None else 4)
-    return Tile(block_m, 128, 8, 3) if target.shared_bytes >= 200 * 1024 else Tile(block_m, 64, 8, 2)
+        return Tile(block_m, 64, 4, 2) if block_m < MAX_BLOCK_M else Tile(block_m, 32, 8, 2)
+    is_large = target.shared_bytes >= 200 * 1024
+    if weight.scales is None:
+        if block_m < MAX_BLOCK_M:
+            return Tile(block_m, 64, 4, 3)
+        return Tile(block_m, 128, 8, 3) if is_large else Tile(block_m, 64, 8, 2)
+    block_n = 128 if is_large else 64
+    num_programs = triton.cdiv(16 * num_tiles, block_n) * max(1, triton.cdiv(num_rows, MAX_BLOCK_M))
+    if not is_routed and num_rows <= MAX_BLOCK_M and num_programs < NUM_SMS:
+        block_m = min(block_m, 64)
+    num_splits = max(1, min(NUM_SMS // num_programs, weight.num_columns // MIN_SPLIT_COLUMNS, MAX_SPLITS))
+    if block_m == MAX_BLOCK_M:
+        num_warps, num_stages = 8, 3 if is_large else 2
+    else:
+        num_warps = 8 if is_large and block_m >= 32 else 4
+        num_stages = 6 if is_large and block_m == 32 and not is_routed else 3 if is_large and block_m == 64 else 4
+    return Tile(block_m, block_n, num_warps, num_stages, 1 if is_routed else num_splits)
 
 
 def products(
@@ -623,8 +762,9 @@ def products(
     elif experts is not None:
         num_blocks, block_rows = num_pairs, 1
     if tile is None:
-        num_tiles = len(weight.codes) // num_experts // 16 * num_blocks
-        tile = choose_tile(block_rows, num_tiles, kernel_target.target_of(x.device), x, weight)
+        num_tiles = triton.cdiv(len(weight.codes) // num_experts, 16) * num_blocks
+        target = kernel_target.target_of(x.device)
+        tile = choose_tile(block_rows, num_tiles, target, x, weight, routing is not None)
     assert routing is None or routing.block_m == tile.block_m, "pairs are sorted into blocks of another size"
     num_features = len(weight.codes) // num_experts // (2 if gated else 1)
     out = torch.empty((num_pairs, num_features), dtype=x.dtype, device=x.device)
@@ -682,19 +822,25 @@ def _launch(
         return out
     assert x.stride(-1) == 1 and (experts is None or experts.is_contiguous()), "the kernels read both in order"
     constants: dict[str, Any] = {}
+    columns = BLOCK_WORDS.value * 4 // weight.codes.element_size() * weight.num_columns // weight.codes.shape[1]
+    group, num_splits, target = weight.group_size, 1, out
+    num_rows = 2 * num_features if gated else num_features  # of the weight, for a pair
     if isinstance(tile, FewRowsTile):
         assert len(x) <= 1 or x.stride(0) % 8 == 0, "the stride between rows must be a multiple of 16 bytes"
-        kernel, x_stride, block_n, group = _few_products_kernel, x.stride(0) // 8, 16, weight.group_size
-        columns = BLOCK_WORDS.value * 4 // weight.codes.element_size() * weight.num_columns // weight.codes.shape[1]
-        shared = min(group, columns) if columns % group == 0 or group % columns == 0 else SLICE.value
-        constants |= {"COLUMNS": columns, "SHARED": columns if weight.scales is None else shared}
+        kernel, x_stride = _few_products_kernel, x.stride(0) // 8
+        grid: tuple[int, ...] = triton.cdiv(num_rows, 16), num_blocks
         constants |= {"SUMMED": num_summed, "SPLIT": tile.num_warps, "AHEAD": tile.num_ahead}
     else:
-        kernel, x_stride, block_n = _products_kernel, x.stride(0), tile.block_n
-        num_words = math.gcd(weight.num_columns, 128) if weight.scales is None else BLOCK_WORDS.value
-        assert num_words >= 16, "a row must consist of whole steps"
-        constants |= {"BLOCK_N": block_n, "WORDS": num_words, "STAGES": tile.num_stages}
-    on_grid(kernel, (triton.cdiv(num_features, block_n // 2 if gated else block_n), num_blocks))(
+        kernel, x_stride, num_splits = _products_kernel, x.stride(0), tile.num_splits
+        if num_splits > 1:
+            target = torch.empty((num_splits, num_pairs, num_rows), dtype=torch.float32, device=x.device)
+        if weight.scales is None or weight.num_columns % 128 == 0 == group % 128:
+            columns = math.gcd(weight.num_columns, 128)
+        assert columns >= 16, "a row must consist of whole steps"
+        grid = num_blocks, triton.cdiv(num_rows, tile.block_n), num_splits
+        constants |= {"BLOCK_N": tile.block_n, "SPLITS": num_splits, "STAGES": tile.num_stages}
+    shared = min(group, columns) if columns % group == 0 or group % columns == 0 else SLICE.value
+    on_grid(kernel, grid)(
         x,
         weight.codes,
         weight.scales,
@@ -702,7 +848,7 @@ def _launch(
         factors,
         pairs,
         experts,
-        out,
+        target,
         x_stride,
         num_pairs,
         num_experts,
@@ -710,7 +856,9 @@ def _launch(
         num_features,
         CHOSEN=num_chosen,
         K=weight.num_columns,
-        GROUP=weight.group_size,
+        COLUMNS=columns,
+        SHARED=columns if weight.scales is None else shared,
+        GROUP=group,
         SCALE_ROWS=weight.scale_rows,
         SCALE_DTYPE=weight.scale_type,
         KIND=weight.kind,
@@ -721,6 +869,21 @@ def _launch(
         **constants,
         **pdl_options(x.device),
     )
+    if num_splits > 1:
+        on_grid(_sum_parts_kernel, (triton.cdiv(num_pairs, 8), triton.cdiv(num_rows, 128)))(
+            target,
+            bias,
+            factors,
+            out,
+            num_pairs,
+            num_features,
+            GATED=gated,
+            BIAS=bias is not None,
+            BLOCK_M=8,
+            BLOCK_N=128,
+            SPLITS=num_splits,
+            **pdl_options(x.device),
+        )
     return out
 
 

@@ -22,7 +22,8 @@ from nanovllm.utils.arithmetic import ceil_div
 if TYPE_CHECKING:
     from nanovllm.kernels.packed_linear import Packed
 
-MAX_PACKED_ROWS = 64  # rows up to which the packed weight is multiplied; beyond, unpacking costs less than it gains
+MAX_PACKED_ROWS = 256  # rows up to which the packed weight is multiplied; beyond, unpacking was not compared
+MAX_ROWS_BEFORE_CODES = 64  # the same where cuBLAS can multiply the codes
 UNPACKED_BYTES = 64 * 2**20  # values that exist at a time
 _ALIGNED_ROWS = 128  # cuBLAS is slow if the parts of its results are not aligned
 _FP8_BLOCK = 128  # rows and columns that share a scale where cuBLAS multiplies blocks of codes
@@ -108,6 +109,7 @@ class PackedWeight(nn.Module):
                 "or device='cpu'"
             )
         self.multiplies_codes = multiplies_codes
+        self.max_packed_rows = MAX_ROWS_BEFORE_CODES if multiplies_codes else MAX_PACKED_ROWS
         if multiplies_codes and self.group_size == num_columns:
             self.scale_rows = 1  # cuBLAS wants a scale for each row
         num_scales = num_columns // self.group_size, num_rows // self.scale_rows
@@ -139,7 +141,7 @@ class PackedWeight(nn.Module):
         """[M, K] -> [M, N]. Hot: several times per layer."""
         from nanovllm.kernels import packed_linear as kernels
 
-        if len(x) <= MAX_PACKED_ROWS:
+        if len(x) <= self.max_packed_rows:
             return kernels.products(x, packed(self), bias)
         if self.multiplies_codes:
             return self.product_of_codes(*kernels.quantize_rows(x, self.group_size), bias)[: len(x)]
@@ -172,7 +174,7 @@ class PackedWeight(nn.Module):
         from nanovllm.kernels import fused
         from nanovllm.kernels import packed_linear as kernels
 
-        if len(x) <= MAX_PACKED_ROWS:
+        if len(x) <= self.max_packed_rows:
             return kernels.products(x, packed(self), bias, gated=True)
         return fused.silu_and_mul(self.linear(x, bias))
 

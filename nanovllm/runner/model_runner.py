@@ -41,6 +41,7 @@ from nanovllm.kernels.compile_server import CompileServer, TritonStart, start_co
 from nanovllm.kvcache.disk.store import DiskStore
 from nanovllm.kvcache.transfer.disk_worker import DiskWorker, open_worker, weights_identity
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
+from nanovllm.layers.packed_weight import MAX_PACKED_ROWS
 from nanovllm.models.loader import build_model, load_weights
 from nanovllm.runner.cpu_rates import make_cpu_attention, measure_split
 from nanovllm.runner.graph_inputs import GraphBuffers
@@ -421,8 +422,10 @@ def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_bl
         group_blocks=runner.spec.staging_group_blocks if runner.memory.offload is not None else 0,
     )
     num_tokens = max(seq.num_tokens for plan in steps for seq in plan.sequences)
-    if runner.model.config.experts is not None:  # the more tokens, the larger the tiles
-        short += chunk_steps(num_tokens, runner.max_model_len, runner.spec.block_size)
+    model = runner.model.config
+    if model.experts is not None or model.quantization is not None:  # the more tokens, the larger the tiles
+        most_tokens = num_tokens if model.experts is not None else min(num_tokens, MAX_PACKED_ROWS)
+        short += chunk_steps(most_tokens, runner.max_model_len, runner.spec.block_size)
     with (
         runner.phases("kernels"),
         torch.inference_mode(),

@@ -26,10 +26,10 @@ SIZES = [(6, 512), (17, 128)] if INTERPRETED else [(6, 256), (1024, 4096), (4100
 KINDS = ("dense", "int4", "int8", "e4m3", "e4m3 in blocks")
 
 
-# Rows, warps and blocks ahead; or rows, features, warps and stages; None: the default
-TILES = [None, (8, 2, 1), (16, 4, 3), (16, 16, 4, 2)]
+# Rows, warps and blocks ahead; or rows, features, warps, stages and splits; None: the default
+TILES = [None, (8, 2, 1), (16, 4, 3), (16, 16, 4, 2), (16, 16, 4, 2, 2)]
 if not INTERPRETED:
-    TILES = [None, (8, 8, 1), (16, 4, 3), (16, 64, 4, 3), (64, 128, 8, 3)]
+    TILES = [None, (8, 8, 1), (16, 4, 3), (16, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 3, 4)]
 
 
 def as_tile(sizes: tuple[int, ...] | None):  # type: ignore[no-untyped-def]
