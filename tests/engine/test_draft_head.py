@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checked_engine import ALL_GPU, OFFLOAD, CheckedLLM, Reference, cache_options, greedy, small_staging
-from cpu_runner import HostlessTorch
+from cpu_runner import HostlessTorch, graph_buffers
 from cpu_splits import splitting
 from dense_model import random_prompt
 from offload_workload import BLOCK, MIXED, RESUMED, prompts_of, serve_everything, serve_resumed
@@ -23,7 +23,6 @@ from nanovllm.core.step_limits import head_graph_sizes
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import ConfigError
 from nanovllm.runner.cuda_graphs import HeadGraphs
-from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.graph_set import GraphSet
 
 SLOW = pytest.mark.slow
@@ -110,18 +109,7 @@ class ReplayingLLM(GuessingLLM):
         super().__init__(reference, **options)
         runner: Any = self.runner
         head, config = runner.memory.draft_head, runner.model.config
-        buffers = GraphBuffers(
-            max_num_rows=40,
-            max_num_tokens=4096,
-            max_model_len=runner.max_model_len,
-            block_size=runner.spec.block_size,
-            vocab_size=1,
-            padded_vocab_size=1,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            has_states=True,
-            hidden_size=config.hidden_size,
-        )
+        buffers = graph_buffers(runner, 40, has_states=True, hidden_size=config.hidden_size)
         self.head_graphs = HeadGraphs(buffers, head_graph_sizes(40), 1 + MTP["num_speculative_tokens"], head)
         sizes = self.head_graphs.sizes
         self.head_graphs._graphs = {

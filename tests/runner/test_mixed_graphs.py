@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from checked_engine import CheckedLLM, Reference, cache_options
-from cpu_runner import HostlessTorch
+from cpu_runner import HostlessTorch, graph_buffers
 from offload_workload import BLOCK, prompts_of
 
 from nanovllm.attention.base import PagedBatch, PartialAttention
 from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.runner.cuda_graphs import MixedGraphs
-from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.sampling_params import SamplingParams
 
@@ -44,16 +43,7 @@ class MixedLLM(CheckedLLM):
     def __init__(self, reference: Reference, **options: Any) -> None:
         super().__init__(reference, **options)
         runner: Any = self.runner
-        buffers = GraphBuffers(
-            max_num_rows=MAX_ROWS,
-            max_num_tokens=4096,
-            max_model_len=runner.max_model_len,
-            block_size=runner.spec.block_size,
-            vocab_size=1,
-            padded_vocab_size=1,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
+        buffers = graph_buffers(runner, MAX_ROWS)
         self.mixed = MixedGraphs(buffers, runner.model.config.hidden_size, torch.float32)
         sizes = self.mixed.sizes
         self.mixed._graphs = {size: [SimpleNamespace(replay=lambda size=size: self._run_size(size))] for size in sizes}

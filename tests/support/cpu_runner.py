@@ -12,6 +12,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import kv_cache_spec
 from nanovllm.device.tp_group import TPGroup
+from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.kv_memory import make_offload_engine
 from nanovllm.runner.model_runner import ModelRunner
 
@@ -28,6 +29,21 @@ class HostlessTorch(TorchBackend):
             sizes = (batch.cu_seqlens_q.diff(), batch.context_lens, batch.block_tables)
             batch = replace(batch, host=HostTables(*(size.tolist() for size in sizes)))
         return super().attend(q_THD, k_NPKD, v_NPKD, batch, scale)
+
+
+def graph_buffers(runner: ModelRunner, max_num_rows: int, **options: Any) -> GraphBuffers:
+    """The buffers of graphs that neither compute logits nor sample."""
+    return GraphBuffers(
+        max_num_rows=max_num_rows,
+        max_num_tokens=4096,
+        max_model_len=runner.max_model_len,
+        block_size=runner.spec.block_size,
+        vocab_size=1,
+        padded_vocab_size=1,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        **options,
+    )
 
 
 def make_runner(model: Path, num_cpu_blocks: int, **options: Any) -> ModelRunner:
