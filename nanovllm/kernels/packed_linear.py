@@ -685,11 +685,12 @@ class Routing(NamedTuple):
 
 def route(experts: torch.Tensor, num_experts: int, block_m: int | None = None) -> Routing:
     """`experts`: int64 [M, C], those that each row has chosen. Blocks have up to `block_m` pairs; by default they have
-    room for about the pairs of an expert.
+    room for about the pairs of an expert. That is rounded up, so that twice the rows have at most the next size, and
+    start-up finds all sizes.
     """
     flat = experts.flatten().clamp(0, num_experts - 1)  # while kernels are only compiled, nobody has chosen
     if block_m is None:
-        block_m = min(max(16, triton.next_power_of_2(len(flat) // num_experts)), MAX_BLOCK_M)
+        block_m = min(max(16, triton.next_power_of_2(triton.cdiv(len(flat), num_experts))), MAX_BLOCK_M)
     num_pairs, device = len(flat), flat.device
     num_blocks = min(num_pairs, triton.cdiv(num_pairs, block_m) + num_experts)
     order = flat.argsort(stable=True)

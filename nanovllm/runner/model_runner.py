@@ -424,7 +424,9 @@ def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_bl
     num_tokens = max(seq.num_tokens for plan in steps for seq in plan.sequences)
     model = runner.model.config
     if model.experts is not None or model.quantization is not None:  # the more tokens, the larger the tiles
-        most_tokens = num_tokens if model.experts is not None else min(num_tokens, MAX_PACKED_ROWS)
+        most_tokens = max(plan.num_tokens for plan in steps)
+        if model.experts is None:
+            most_tokens = min(most_tokens, MAX_PACKED_ROWS)
         short += chunk_steps(most_tokens, runner.max_model_len, runner.spec.block_size)
     with (
         runner.phases("kernels"),

@@ -81,9 +81,12 @@ def short_steps(*, max_num_seqs: int, max_model_len: int, block_size: int, group
 
 
 def chunk_steps(max_num_tokens: int, max_model_len: int, block_size: int) -> list[StepPlan]:
-    """Return a step with one chunk for each power of two of tokens from 32 on."""
-    lengths = (1 << i for i in range(5, max_num_tokens.bit_length()))
-    return [StepPlan(_sequences((length,), max_model_len, block_size), KVMoves()) for length in lengths]
+    """Return a step of chunks, as few as possible, for each power of two of tokens from 32 on."""
+    steps = []
+    for num_tokens in (1 << i for i in range(5, max_num_tokens.bit_length())):
+        lengths = _lengths(num_tokens, ceil_div(num_tokens, max_model_len), max_model_len)
+        steps.append(StepPlan(_sequences(lengths, max_model_len, block_size), KVMoves()))
+    return steps
 
 
 def _sequences(lengths: Sequence[int], max_model_len: int, block_size: int) -> tuple[SequenceStep, ...]:

@@ -20,9 +20,7 @@ DECAY, COMMON_DECAY = 0.9, 0.98  # per pass, for the acceptance of a sequence an
 MIN_GAIN = 1.02  # in tokens per second; less is within the error of the times
 REST_STEPS = 64  # from one trial of all resting sequences to the next
 MAX_REST_DOUBLINGS = 2  # limit of the doublings of a rest, while trials fail without a right guess
-NUM_FEW = (
-    4  # up to so many sequences, each begins with the mean of prior and common acceptance; beyond, with the latter
-)
+NUM_FEW = 4  # up to so many sequences, each begins halfway from the prior acceptance to that of all; beyond, with that
 RECENT_DECAY = 0.8  # each pass multiplies by this the weight of the sequence's older ones
 NUM_KNOWN_PASSES = 3  # the time of a pass is known after so many passes: the first one may be slow
 MAX_TRIAL_GUESSES = 4  # in each of these passes
@@ -100,7 +98,8 @@ class StepTimes:
 
     def pass_s(self, load: Load, num_guesses: int) -> float | None:
         """Return the time of a step of this load with so many guesses, without its drafts. If none with as many digits
-        is known, that of the nearest number with fewer, or else of the least; None if nothing is known.
+        is known, that of the nearest number with fewer, or else of the least. In the group with the fewest digits it
+        grows evenly from that of a step without guesses. None if nothing is known.
         """
         return _expected_s(self._known_passes(load), self.plain_s(load), num_guesses)
 

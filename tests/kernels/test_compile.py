@@ -400,9 +400,9 @@ def test_packed_products_fit(kind: str) -> None:
     with compiling_for(target := rotating(1 + list(PACKED_KINDS).index(kind))) as compiled:
         if kind in ("plain", "int4", "int8", "fp8"):
             launch_packed(kind, 4096, BF16, gates=(False,), rows=(1,), tiles=(16, 128))
-            launch_packed(kind, 4096, BF16, gates=(True,), rows=(16, 64), tiles=(32, 64))
+            launch_packed(kind, 4096, BF16, gates=(True,), rows=(16, 32, 64), tiles=(32, 64))
         else:
-            launch_packed(kind, 4096, BF16, gates=(True,), rows=(16, 64), tiles=(128,))
+            launch_packed(kind, 4096, BF16, gates=(True,), rows=(16, 32, 64), tiles=(128,))
     check(compiled, target)
 
 

@@ -206,6 +206,16 @@ def test_choose_experts_among_logits_that_are_nan(device: str) -> None:
     assert experts.min() >= 0 and experts.max() < 60
 
 
+def test_blocks_of_routed_pairs_double_at_most_when_rows_do() -> None:
+    """Regression: rounded down, 16.5 pairs for each of 31 experts had blocks of 16 and 33 had blocks of 64. Start-up
+    launches powers of two, so a prompt of a length between them waited for blocks of 32.
+    """
+    from nanovllm.kernels import packed_linear as kernels
+
+    sizes = [kernels.route(torch.zeros(num_rows, 4, dtype=torch.int64), 31).block_m for num_rows in (128, 200, 256)]
+    assert sizes == [32, 32, 64]
+
+
 @on_device
 def test_route_accepts_any_numbers(device: str) -> None:
     """Regression: while start-up only compiles kernels, no expert is chosen, and torch ended the process at an index

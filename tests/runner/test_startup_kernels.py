@@ -1,7 +1,7 @@
 """Which kernels start-up finds, and in which order. Nothing is compiled: launches on CPU tensors are only noted."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -20,14 +20,18 @@ from triton.runtime.jit import JITFunction
 
 from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import LibraryPlan
+from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.step_plan import KVMoves, StepPlan
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KNOWN_TARGETS
 from nanovllm.kernels import launch, packed_linear
+from nanovllm.layers import linear
+from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.runner import model_runner, startup_steps
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup_steps import largest_steps, short_steps
+from nanovllm.utils.arithmetic import ceil_div
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +123,39 @@ def test_experts_of_any_number_of_tokens_launch_only_kernels_that_start_up_finds
         for num_tokens in (20, 47, 100, 299):
             (step,) = startup_steps._sequences((num_tokens,), runner.max_model_len, BLOCK)
             assert set(launched(lambda step=step: runner.launch(StepPlan((step,), KVMoves())))) <= set(found)
+
+
+@pytest.mark.parametrize(("name", "max_model_len"), [("int4", 2048), ("int4", 100), ("fp8", 2048)])
+def test_packed_weights_launch_only_kernels_that_start_up_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_model_len: int
+) -> None:
+    """Some are narrow and have enough columns for parts. In fp8, cuBLAS multiplies the codes of many rows. Short
+    prompts make a step together.
+    """
+
+    def new_weight(
+        part_sizes: Sequence[int], num_columns: int, *, quantization: Quantization, **_: Any
+    ) -> PackedWeight:
+        return PackedWeight(part_sizes, num_columns, quantization, multiplies_codes=name == "fp8")
+
+    def product_of_codes(weight: PackedWeight, codes: torch.Tensor, *_: Any) -> torch.Tensor:
+        return torch.zeros(len(codes), weight.shape[0], dtype=torch.bfloat16)
+
+    monkeypatch.setattr(linear, "new_weight", new_weight)
+    monkeypatch.setattr(PackedWeight, "product_of_codes", product_of_codes)
+    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 1024, "head_dim": 64}
+    model = write_tiny_model(tmp_path, max_position_embeddings=2048, **sizes)
+    with launching_runner(model, KVCacheSizes(1), quantization=name, max_model_len=max_model_len) as runner:
+        monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
+        found = launched(lambda: model_runner._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+        assert "_sum_parts_kernel" in {kernel[0] for kernel in found}
+        for num_tokens in (20, 47, 100, 200, 300):
+            lengths = startup_steps._lengths(num_tokens, ceil_div(num_tokens, max_model_len), max_model_len)
+            plan = StepPlan(startup_steps._sequences(lengths, max_model_len, BLOCK), KVMoves())
+            needed = launched(lambda plan=plan: runner.launch(plan))
+            many = "_quantize_kernel" if name == "fp8" else "_unpack_kernel"
+            assert (many in {kernel[0] for kernel in needed}) == (num_tokens > (64 if name == "fp8" else 256))
+            assert set(needed) <= set(found)
 
 
 def test_any_number_of_rows_is_quantized_by_the_same_kernel() -> None:

@@ -58,5 +58,6 @@ def make_runner(model: Path, num_cpu_blocks: int, **options: Any) -> ModelRunner
         **options,
     )
     model_config, directory = ModelConfig.from_pretrained(str(model))
+    model_config = model_config.quantized(config.quantization)
     spec = kv_cache_spec(config, model_config, tp_size=1)
     return ModelRunner(config, model_config, directory, spec, TPGroup(), torch.device("cpu"), make_offload_engine)
