@@ -22,7 +22,7 @@ from benchmarks.common import measure_ceilings, median_seconds
 from benchmarks.reporting import report, versions
 from nanovllm.checkpoint.quantization import QUANTIZATIONS
 from nanovllm.kernels import packed_linear as kernels
-from nanovllm.kernels.packed_linear import Packed
+from nanovllm.kernels.packed_values import Packed
 from nanovllm.layers.moe import MAX_SINGLE_PAIRS
 from nanovllm.layers.packed_weight import PackedWeight, packed, unpacked_linear
 from nanovllm.models.loader import quantize

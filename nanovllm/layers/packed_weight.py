@@ -1,7 +1,7 @@
 """PackedWeight: a quantized weight that stays packed, and its product with the rows of a step.
 
 For few rows a kernel multiplies the packed weight; for many the values are unpacked, some of them at a time, and
-multiplied by cuBLAS (kernels/packed_linear.py). If the checkpoint wants activations in fp8, the many rows are quantized
+multiplied by cuBLAS (kernels/packed_values.py). If the checkpoint wants activations in fp8, the many rows are quantized
 instead, and cuBLAS multiplies the codes: see `can_multiply_codes`. On a CPU weights are not packed: their values are
 computed when they are loaded.
 """
@@ -20,7 +20,7 @@ from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.utils.arithmetic import ceil_div
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.packed_linear import Packed
+    from nanovllm.kernels.packed_values import Packed
 
 MAX_PACKED_ROWS = 256  # rows up to which the packed weight is multiplied, which was fastest on an H100
 MAX_ROWS_BEFORE_CODES = 64  # the same where cuBLAS can multiply the codes
@@ -92,17 +92,16 @@ class PackedWeight(nn.Module):
         *,
         multiplies_codes: bool = False,
     ) -> None:
-        from nanovllm.kernels import packed_linear as kernels
+        from nanovllm.kernels import packed_values
 
         super().__init__()
         num_rows, (block_rows, block_columns) = sum(part_sizes), quantization.block
         self.shape, self.bits, self.is_float = (num_rows, num_columns), quantization.bits, quantization.is_float
-        self.kind = (
-            kernels.E4M3.value if self.is_float else kernels.INT4.value if self.bits == 4 else kernels.INT8.value
-        )
+        integers = packed_values.INT4 if self.bits == 4 else packed_values.INT8
+        self.kind = (packed_values.E4M3 if self.is_float else integers).value
         self.scale_rows = math.gcd(block_rows, *part_sizes)
         self.group_size = math.gcd(block_columns, num_columns)
-        if not kernels.can_pack(num_columns, quantization.bits, self.group_size):
+        if not packed_values.can_pack(num_columns, quantization.bits, self.group_size):
             raise ConfigError(
                 f"a quantized weight has {num_columns} columns on each rank, in groups of {self.group_size}; on a GPU "
                 f"the columns must be a multiple of {512 // quantization.bits} and the groups of 32; use fewer ranks, "
@@ -140,11 +139,12 @@ class PackedWeight(nn.Module):
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[M, K] -> [M, N]. Hot: several times per layer."""
         from nanovllm.kernels import packed_linear as kernels
+        from nanovllm.kernels import packed_values
 
         if len(x) <= self.max_packed_rows:
             return kernels.products(x, packed(self), bias)
         if self.multiplies_codes:
-            return self.product_of_codes(*kernels.quantize_rows(x, self.group_size), bias)[: len(x)]
+            return self.product_of_codes(*packed_values.quantize_rows(x, self.group_size), bias)[: len(x)]
         return unpacked_linear(x, packed(self), bias)
 
     def product_of_codes(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -162,10 +162,10 @@ class PackedWeight(nn.Module):
 
     def warm_up(self, x: torch.Tensor) -> None:
         """Call cuBLAS as `linear` does for many rows, but no kernel of ours. The numbers are arbitrary."""
-        from nanovllm.kernels import packed_linear as kernels
+        from nanovllm.kernels import packed_values
 
         if self.multiplies_codes:
-            self.product_of_codes(*kernels.new_codes(x, self.group_size), None)
+            self.product_of_codes(*packed_values.new_codes(x, self.group_size), None)
         else:
             F.linear(x, new_values(*self.shape, x))
 
@@ -194,7 +194,7 @@ class PackedRows:
         """Raises CheckpointError, which names `where`, for groups that are not contiguous, and for scales of several
         types.
         """
-        from nanovllm.kernels import packed_linear as kernels
+        from nanovllm.kernels import packed_values
 
         weight, rows = self._weight, slice(self._start, self._end)
         of_groups = given.groups.view(-1, weight.group_size)
@@ -213,14 +213,14 @@ class PackedRows:
             scales = scales.float()
         else:
             weight.choose_scales(scales.dtype, where)
-            scales = kernels.pack_scales(scales, given.zeros[::step, columns], weight.bits)
-        weight.codes[rows] = kernels.pack_codes(given.codes.view(torch.uint8), weight.bits).to(self.device)
+            scales = packed_values.pack_scales(scales, given.zeros[::step, columns], weight.bits)
+        weight.codes[rows] = packed_values.pack_codes(given.codes.view(torch.uint8), weight.bits).to(self.device)
         weight.scales[:num_groups, self._start // step : self._end // step] = scales.t().to(self.device)
 
 
 def packed(weight: nn.Parameter | PackedWeight) -> "Packed":
     """A weight as the kernels take it. Hot."""
-    from nanovllm.kernels.packed_linear import Packed
+    from nanovllm.kernels.packed_values import Packed
 
     if isinstance(weight, PackedWeight):
         sizes = weight.scale_rows, weight.group_size
@@ -238,16 +238,16 @@ def unpacked_linear(
     x: torch.Tensor, weight: "Packed", bias: torch.Tensor | None, max_bytes: int = UNPACKED_BYTES
 ) -> torch.Tensor:
     """[M, K] -> [M, N] by cuBLAS, with the values of some rows of the weight at a time. Hot."""
-    from nanovllm.kernels import packed_linear as kernels
+    from nanovllm.kernels import packed_values
 
     num_rows = len(weight.codes)
     values = new_values(num_rows, weight.num_columns, x, max_bytes)
     if len(values) == num_rows:
-        return F.linear(x, kernels.unpack(weight, 0, values), bias)
+        return F.linear(x, packed_values.unpack(weight, 0, values), bias)
     out = x.new_empty(len(x), num_rows)
     for start in range(0, num_rows, len(values)):
         end = min(start + len(values), num_rows)
-        part = kernels.unpack(weight, start, values[: end - start]).t()
+        part = packed_values.unpack(weight, start, values[: end - start]).t()
         if bias is None:
             torch.mm(x, part, out=out[:, start:end])
         else:

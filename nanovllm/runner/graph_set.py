@@ -83,7 +83,9 @@ class GraphSet:
         return graphs if plan.num_tokens <= graphs.sizes[-1] else None
 
     def find_head(self, plan: StepPlan) -> HeadGraphs | None:
-        """The graphs that can run the draft head on these tokens, if there are any."""
+        """The graphs that can run the draft head on these tokens, if there are any. The largest size has room for every
+        step that only decodes.
+        """
         return self._head if plan.is_decode and not plan.moves.page_copies else None
 
     def find_mixed(self, plan: StepPlan) -> MixedSize | None:

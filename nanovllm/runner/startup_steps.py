@@ -146,7 +146,8 @@ def warm_up_products(model: CausalLM, num_tokens: int) -> Iterator[None]:
                 if has_ended.is_set():
                     return
                 if isinstance(weight, PackedWeight):
-                    weight.warm_up(head.new_zeros(num_rows, weight.shape[1]))
+                    if num_rows > weight.max_packed_rows:  # fewer never reach cuBLAS
+                        weight.warm_up(head.new_zeros(num_rows, weight.shape[1]))
                 else:
                     F.linear(weight.new_zeros(num_rows, weight.shape[1]), weight)
 

@@ -33,6 +33,7 @@ from nanovllm.kernels import (
     logit_edits,
     merge,
     packed_linear,
+    packed_values,
     prefill,
     sampler,
     shadow,
@@ -154,21 +155,21 @@ def launch_sampler(vocab_size: int, dtype: torch.dtype) -> None:
     sampler.sample_tokens(logit_edits.edit_logits(logits, edits, ids), params)
 
 
-PACKED_KINDS: dict[str, Callable[[int, torch.dtype], packed_linear.Packed]] = {
-    "plain": lambda size, dtype: packed_linear.Packed(torch.zeros(256, size, dtype=dtype)),
-    "int4": lambda size, _: packed_linear.Packed(*packed_words(size, 4), packed_linear.INT4.value, FP16),
-    "int4 in groups of 32": lambda size, _: packed_linear.Packed(
-        *packed_words(size, 4), packed_linear.INT4.value, BF16, group_size=32
+PACKED_KINDS: dict[str, Callable[[int, torch.dtype], packed_values.Packed]] = {
+    "plain": lambda size, dtype: packed_values.Packed(torch.zeros(256, size, dtype=dtype)),
+    "int4": lambda size, _: packed_values.Packed(*packed_words(size, 4), packed_values.INT4.value, FP16),
+    "int4 in groups of 32": lambda size, _: packed_values.Packed(
+        *packed_words(size, 4), packed_values.INT4.value, BF16, group_size=32
     ),
-    "int4 by row": lambda size, _: packed_linear.Packed(
-        *packed_words(size, 4), packed_linear.INT4.value, FP16, 1, size
+    "int4 by row": lambda size, _: packed_values.Packed(
+        *packed_words(size, 4), packed_values.INT4.value, FP16, 1, size
     ),
-    "int8": lambda size, _: packed_linear.Packed(*packed_words(size, 8), packed_linear.INT8.value, FP16),
-    "fp8": lambda size, _: packed_linear.Packed(*fp8_words(size), packed_linear.E4M3.value, None, 128, 128),
-    "fp8 in blocks": lambda size, _: packed_linear.Packed(
-        fp8_words(size)[0], torch.zeros(2, size // 128).t(), packed_linear.E4M3.value, None, 128, 128
+    "int8": lambda size, _: packed_values.Packed(*packed_words(size, 8), packed_values.INT8.value, FP16),
+    "fp8": lambda size, _: packed_values.Packed(*fp8_words(size), packed_values.E4M3.value, None, 128, 128),
+    "fp8 in blocks": lambda size, _: packed_values.Packed(
+        fp8_words(size)[0], torch.zeros(2, size // 128).t(), packed_values.E4M3.value, None, 128, 128
     ),
-    "fp8 by row": lambda size, _: packed_linear.Packed(*fp8_words(size), packed_linear.E4M3.value, None, 1, size),
+    "fp8 by row": lambda size, _: packed_values.Packed(*fp8_words(size), packed_values.E4M3.value, None, 1, size),
 }
 
 
@@ -203,7 +204,7 @@ def launch_packed(
     if dtype != FP32:
         packed_linear.sum_of_experts(x[:2], weight, experts, 2, torch.zeros(1, 2))
     if weight.scales is not None:
-        packed_linear.unpack(weight, 0, torch.zeros(256, size, dtype=dtype))
+        packed_values.unpack(weight, 0, torch.zeros(256, size, dtype=dtype))
 
 
 def launch_shadow(head_dim: int, dtype: torch.dtype, bits: int) -> None:
@@ -319,7 +320,7 @@ def test_kernels_fit_at_common_shapes(name: str) -> None:
 @pytest.mark.slow
 def test_sorted_experts_in_fp32_fit() -> None:
     """Regression: with the tiles of 16 bits they asked for more shared memory than any GPU has."""
-    weight, experts = packed_linear.Packed(torch.zeros(256, 4096)), torch.zeros(1, 2, dtype=torch.int64)
+    weight, experts = packed_values.Packed(torch.zeros(256, 4096)), torch.zeros(1, 2, dtype=torch.int64)
     with compiling_for(target := KNOWN_TARGETS["8.6"]) as compiled:
         routing = packed_linear.route(experts, 2, block_m=128)
         packed_linear.products(torch.zeros(1, 4096), weight, routing=routing, factors=torch.zeros(2))
@@ -410,7 +411,7 @@ def test_packed_products_fit(kind: str) -> None:
 def test_quantizing_of_rows_fits() -> None:
     with compiling_for(target := KNOWN_TARGETS["9.0"]) as compiled:
         for size, group in ((4096, 128), (4096, 4096), (12288, 12288)):
-            packed_linear.quantize_rows(torch.zeros(70, size, dtype=BF16), group)
+            packed_values.quantize_rows(torch.zeros(70, size, dtype=BF16), group)
     check(compiled, target)
 
 

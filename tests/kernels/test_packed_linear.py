@@ -49,30 +49,30 @@ def make_weight(  # type: ignore[no-untyped-def]
     kind: str, num_rows: int, size: int, group: int, device: str
 ):
     """A packed weight and its values in fp64; outputs are near 1."""
-    from nanovllm.kernels import packed_linear as kernels
+    from nanovllm.kernels import packed_values
 
     if kind == "dense":
         values = (torch.randn(num_rows, size) / size**0.5).to(DTYPE)
-        return kernels.Packed(values.to(device)), values.double().to(device)
+        return packed_values.Packed(values.to(device)), values.double().to(device)
     if "e4m3" in kind:
         codes = torch.randn(num_rows, size).to(torch.float8_e4m3fn)
         codes.view(torch.uint8)[0, :8] = torch.arange(8, dtype=torch.uint8) + 0x80  # subnormal, and -0
         scale_rows = 2 if "blocks" in kind and num_rows % 2 == 0 else 1
         scales = torch.rand(num_rows // scale_rows, size // group) / size**0.5
         values = codes.double() * scales.double().repeat_interleave(group, 1).repeat_interleave(scale_rows, 0)
-        packed = kernels.pack_codes(codes.view(torch.uint8), 8)
-        tensors = packed.to(device), scales.t().contiguous().to(device), kernels.E4M3.value
-        return kernels.Packed(*tensors, None, scale_rows, group), values.to(device)
+        packed = packed_values.pack_codes(codes.view(torch.uint8), 8)
+        tensors = packed.to(device), scales.t().contiguous().to(device), packed_values.E4M3.value
+        return packed_values.Packed(*tensors, None, scale_rows, group), values.to(device)
     bits, dtype = (8, torch.bfloat16) if "int8" in kind else (4, torch.float16)
     codes = torch.randint(2**bits, (num_rows, size), dtype=torch.uint8)
     scales = (torch.rand(num_rows, size // group) * 4 / 2**bits / size**0.5).to(dtype)
     zeros = torch.randint(2**bits, (num_rows, size // group))
     values = codes.double() - zeros.double().repeat_interleave(group, 1)
     values *= scales.double().repeat_interleave(group, 1)
-    tensors = kernels.pack_codes(codes, bits).to(device), kernels.pack_scales(scales, zeros, bits).t()
+    tensors = packed_values.pack_codes(codes, bits).to(device), packed_values.pack_scales(scales, zeros, bits).t()
     tensors = tensors[0], tensors[1].contiguous().to(device)
-    kind = kernels.INT4 if bits == 4 else kernels.INT8
-    return kernels.Packed(*tensors, kind.value, dtype, 1, group), values.to(device)
+    kind = packed_values.INT4 if bits == 4 else packed_values.INT8
+    return packed_values.Packed(*tensors, kind.value, dtype, 1, group), values.to(device)
 
 
 def assert_close(got: torch.Tensor, x: torch.Tensor, values: torch.Tensor, exact: torch.Tensor) -> None:
@@ -90,6 +90,7 @@ def assert_close(got: torch.Tensor, x: torch.Tensor, values: torch.Tensor, exact
 def test_products_with_any_number_of_rows(device: str, kind: str, num_rows: int, size: int) -> None:
     """One row, several, more than a tile, and the values themselves; groups of 32, 64 and 128 columns and of all."""
     from nanovllm.kernels import packed_linear as kernels
+    from nanovllm.kernels import packed_values
 
     for i, group in enumerate((32, 64, 128, size)):
         weight, values = make_weight(kind, num_rows, size, group, device)
@@ -104,7 +105,7 @@ def test_products_with_any_number_of_rows(device: str, kind: str, num_rows: int,
             assert_close(kernels.products(x, weight, bias, tile=as_tile(tile)), x, values, exact)
         if kind != "dense":
             some = torch.empty(min(5, num_rows), size, dtype=torch.float32, device=device)
-            torch.testing.assert_close(kernels.unpack(weight, 1, some).double(), values[1 : 1 + len(some)])
+            torch.testing.assert_close(packed_values.unpack(weight, 1, some).double(), values[1 : 1 + len(some)])
         if kind == "dense":
             break
 
@@ -113,11 +114,12 @@ def test_products_with_any_number_of_rows(device: str, kind: str, num_rows: int,
 def test_products_with_numbers_in_e4m3_that_are_all_subnormal(device: str) -> None:
     """They read as subnormal 16-bit numbers, which a matrix unit might take for 0."""
     from nanovllm.kernels import packed_linear as kernels
+    from nanovllm.kernels import packed_values
 
     codes = torch.randint(1, 8, (16, 256), dtype=torch.uint8)
     values = codes.view(torch.float8_e4m3fn).double().to(device)
-    scales, words = torch.ones(1, 16, device=device), kernels.pack_codes(codes, 8).to(device)
-    weight = kernels.Packed(words, scales, kernels.E4M3.value, None, 1, 256)
+    scales, words = torch.ones(1, 16, device=device), packed_values.pack_codes(codes, 8).to(device)
+    weight = packed_values.Packed(words, scales, packed_values.E4M3.value, None, 1, 256)
     x = torch.randn(3, 256, device=device).to(DTYPE)
     for tile in TILES:
         got = kernels.products(x, weight, tile=as_tile(tile))
@@ -282,7 +284,7 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_packed_weight_has_the_values_that_were_stored(device: str, name: str) -> None:
     """Three parts, each in two pieces, of a weight whose columns are the second half of those of the checkpoint."""
-    from nanovllm.kernels import packed_linear as kernels
+    from nanovllm.kernels import packed_values
     from nanovllm.layers.packed_weight import packed
 
     sizes = (32, 16, 16) if INTERPRETED and "blocks" not in name else (256, 128, 128)
@@ -296,7 +298,7 @@ def test_packed_weight_has_the_values_that_were_stored(device: str, name: str) -
         given.part(slice(None), slice(128, 256)).copy_values(values[-1])
         start += size
     expected = torch.cat(values).to(device)
-    got = kernels.unpack(packed(weight), 0, torch.empty_like(expected))
+    got = packed_values.unpack(packed(weight), 0, torch.empty_like(expected))
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
     for num_inputs in (1, 3, 600) if not INTERPRETED else (1, 3):
         x = torch.randn(num_inputs, 128, device=device).to(DTYPE)
@@ -396,27 +398,27 @@ def stored_weight(
 @pytest.mark.parametrize("group", [64, 128, 4480])
 def test_rows_are_quantized_as_in_torch(exact_conversion: None, device: str, group: int) -> None:
     """Rows of zeros, of numbers near both ends of bf16's range, and in memory with gaps between them."""
-    from nanovllm.kernels import packed_linear as kernels
+    from nanovllm.kernels import packed_values
 
     size = group if group > 128 else 3 * 128
     for num_rows in (1, 4, 18):
         x = (torch.randn(num_rows, size + 8) * torch.randn(num_rows, size + 8).mul(3).exp()).bfloat16()[:, :size]
         for row, factor in ((0, 0.0), (1, 1e-38), (2, 1e-29), (3, 3e38 / x.abs().max().item())):
             x[row : row + 1] *= factor
-        codes, scales = (each[:num_rows].cpu() for each in kernels.quantize_rows(x.to(device), group))
+        codes, scales = (each[:num_rows].cpu() for each in packed_values.quantize_rows(x.to(device), group))
         expected_codes, expected_scales = quantized_rows(x, group)
         assert torch.equal(scales, expected_scales)
-        in_order = kernels.pack_codes(expected_codes.view(torch.uint8), 8).view(torch.uint8)
+        in_order = packed_values.pack_codes(expected_codes.view(torch.uint8), 8).view(torch.uint8)
         assert torch.equal(codes.view(torch.uint8), in_order)
 
 
 @on_device
 def test_rows_with_infinities_and_nan_have_nan(exact_conversion: None, device: str) -> None:
-    from nanovllm.kernels import packed_linear as kernels
+    from nanovllm.kernels import packed_values
 
     x = torch.randn(4, 256).bfloat16()
     x[1, 3], x[2, 200], x[2, 201] = float("nan"), float("inf"), float("-inf")
-    codes, scales = kernels.quantize_rows(x.to(device), 128)
+    codes, scales = packed_values.quantize_rows(x.to(device), 128)
     values = codes.float() * scales.repeat_interleave(128, 1)
     assert values.isnan().any(1).tolist() == [False, True, True, False]
 
@@ -426,12 +428,12 @@ def test_codes_of_rows_and_of_a_weight_are_in_the_same_order(name: str) -> None:
     """The product of the codes as they are stored, group by group, is that of the codes in order. Sums in fp64 are
     exact. The weight has an odd number of groups, so cuBLAS gets scales that are padded.
     """
-    from nanovllm.kernels import packed_linear as kernels
+    from nanovllm.kernels import packed_values
 
     weight, codes, values = stored_weight([256, 128], 384, name, "cpu")
     group = weight.group_size
     x_codes, x_scales = quantized_rows(torch.randn(5, 384).bfloat16(), group)
-    x_in_order = kernels.pack_codes(x_codes.view(torch.uint8), 8).view(E4M3)
+    x_in_order = packed_values.pack_codes(x_codes.view(torch.uint8), 8).view(E4M3)
     scales = weight.scales[: 384 // group].t().double().repeat_interleave(weight.scale_rows, 0)
     total = torch.zeros(5, 384, dtype=torch.float64)
     for i, start in enumerate(range(0, 384, group)):
@@ -447,6 +449,7 @@ def test_codes_of_rows_and_of_a_weight_are_in_the_same_order(name: str) -> None:
 @pytest.mark.parametrize("name", WITH_FP8)
 def test_few_rows_read_scales_in_the_order_of_cublas(device: str, name: str) -> None:
     from nanovllm.kernels import packed_linear as kernels
+    from nanovllm.kernels import packed_values
     from nanovllm.layers.packed_weight import packed
 
     weight, _, values = stored_weight([128, 128], 256, name, device)
@@ -455,7 +458,7 @@ def test_few_rows_read_scales_in_the_order_of_cublas(device: str, name: str) -> 
         got = kernels.products(x, packed(weight), tile=as_tile(tile))
         assert_close(got, x, values, F.linear(x.double(), values))
     some = torch.empty(64, 256, device=device)
-    torch.testing.assert_close(kernels.unpack(packed(weight), 160, some).double(), values[160:224])
+    torch.testing.assert_close(packed_values.unpack(packed(weight), 160, some).double(), values[160:224])
 
 
 @pytest.mark.gpu

@@ -1,0 +1,413 @@
+"""Packed weights: how codes are arranged in words, how kernels turn them into numbers, and rows of x as codes.
+
+A packed weight (layers/packed_weight.py) consists of int32 words that hold codes of 4 or 8 bits. Groups of `group_size`
+columns and `scale_rows` rows share a scale, and integers also a zero: a value is (code - zero) * scale. The weights of
+several experts are one weight, with an expert's rows together.
+
+16 words of a row are a block. The codes are arranged so that the tensor cores can use them with few instructions: a
+shift and a mask leave two codes of a word in the halves of a register, in the mantissas of two 16-bit numbers, and
+these are neighbours in the weight. Word w of a block has, from bit B * s + 16 * h on, the code of column
+32 * s + 2 * w + h, for B bits per code, h of 0 and 1, and s from 0 to 16 / B - 1. The 32 columns with the same s are a
+slice, which has one scale.
+
+- An integer of 4 bits reads as 16 + code. 8 bits are two such integers.
+- The bits of an e4m3 number at the place of those of a bf16 number read as 2^-120 of its value.
+
+`unpack` writes the values of some rows, so that cuBLAS can multiply them by many. `quantize_rows` writes rows of x in
+e4m3, in the same order, so that cuBLAS can multiply the codes of both.
+
+Legend: M rows, N output features, K input features.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
+
+DENSE, INT4, INT8, E4M3 = (tl.constexpr(kind) for kind in range(4))
+BLOCK_WORDS, SLICE = (tl.constexpr(size) for size in (16, 32))  # words of a block, columns of a slice
+MAX_E4M3 = tl.constexpr(448.0)
+MIN_E4M3_RANGE = tl.constexpr(2.0**-100)  # the least that the largest value of a group is taken for
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+class Packed(NamedTuple):
+    """The tensors of a weight [N, K]. A dense one has nothing but values, in `codes`."""
+
+    codes: torch.Tensor  # int32 words [N, K / 8] or [N, K / 4]; dense: the values [N, K]
+    scales: torch.Tensor | None = None  # [K / group_size, N / scale_rows]: fp32, or words of `pack_scales`
+    kind: int = DENSE.value
+    scale_dtype: torch.dtype | None = None  # bf16 or fp16 in words; None is fp32
+    scale_rows: int = 1
+    group_size: int = 128
+
+    @property
+    def scale_type(self) -> tl.dtype:
+        return tl.float32 if self.scale_dtype is None else getattr(tl, str(self.scale_dtype).removeprefix("torch."))
+
+    @property
+    def num_columns(self) -> int:
+        return self.codes.shape[1] * (1 if self.kind == DENSE.value else 8 if self.kind == INT4.value else 4)
+
+
+def can_pack(num_columns: int, bits: int, group_size: int) -> bool:
+    """Return True if rows consist of whole blocks, and groups of whole slices."""
+    return num_columns % (BLOCK_WORDS.value * 32 // bits) == 0 and group_size % SLICE.value == 0
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes uint8 [n, K] -> words int32 [n, K * bits / 32]."""
+    slices = codes.reshape(len(codes), -1, 16 // bits, BLOCK_WORDS.value, 2).int()
+    places = torch.arange(0, 16, bits, dtype=torch.int32, device=codes.device)[:, None]
+    words = (slices.select(4, 0) << places).sum(2, dtype=torch.int32)
+    return (words | (slices.select(4, 1) << (places + 16)).sum(2, dtype=torch.int32)).flatten(1)
+
+
+def pack_scales(scales: torch.Tensor, zeros: torch.Tensor, bits: int) -> torch.Tensor:
+    """Scales in bf16 or fp16 and zeros of integers -> words int32: a scale's bits, and above them what is to be
+    subtracted from what the kernels read as a code.
+    """
+    offsets = zeros.int() + (16 if bits == 4 else 16 * 17)
+    return (scales.contiguous().view(torch.int16).int() & 0xFFFF) | (offsets << 16)
+
+
+# -- codes to numbers --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def halves(words, dtype: tl.constexpr):
+    """Two numbers in each word [.., n] -> [.., 2 n]."""
+    low = words.to(tl.int16).to(dtype, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(dtype, bitcast=True)
+    both = tl.join(low, high)
+    return both.reshape(both.shape[:-2] + [2 * both.shape[-2]])  # noqa: RUF005  # Triton does not know the other form
+
+
+@triton.jit
+def _mask_and_set(words, MASK: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+    """(words & MASK) | BITS, by one instruction where the compiler would use two."""
+    if _INTERPRETED:
+        words = (words & MASK) | BITS
+    else:
+        words = tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+    return words
+
+
+@triton.jit
+def nibbles(words, PLACE: tl.constexpr, dtype: tl.constexpr, IS_HIGH: tl.constexpr = False):
+    """The 4 bits at PLACE and at PLACE + 16 of words [.., n]: [.., 2 n] in `dtype`, which is bf16 or fp16.
+
+    They read as 16 + bits, or with IS_HIGH, as upper half of a code of 8 bits, as 256 + 16 * bits.
+    """
+    SHIFT: tl.constexpr = PLACE - (3 if dtype == tl.bfloat16 else 6)
+    if SHIFT < 0:
+        bits = words << -SHIFT
+    else:
+        bits = words >> SHIFT
+    if dtype == tl.bfloat16:
+        if IS_HIGH:
+            bits = _mask_and_set(bits, 0x00780078, 0x43804380, "lop3.b32 $0, $1, 0x00780078, 0x43804380, 0xEA;")
+        else:
+            bits = _mask_and_set(bits, 0x00780078, 0x41804180, "lop3.b32 $0, $1, 0x00780078, 0x41804180, 0xEA;")
+    elif IS_HIGH:
+        bits = _mask_and_set(bits, 0x03C003C0, 0x5C005C00, "lop3.b32 $0, $1, 0x03C003C0, 0x5C005C00, 0xEA;")
+    else:
+        bits = _mask_and_set(bits, 0x03C003C0, 0x4C004C00, "lop3.b32 $0, $1, 0x03C003C0, 0x4C004C00, 0xEA;")
+    return halves(bits, dtype)
+
+
+@triton.jit
+def ones(words, dtype: tl.constexpr):
+    """1 for each column of a slice. They seem to depend on the words, so that they get the same layout."""
+    if _INTERPRETED:
+        ones = words * 0 + (0x3F803F80 if dtype == tl.bfloat16 else 0x3C003C00)
+    elif dtype == tl.bfloat16:
+        ones = tl.inline_asm_elementwise("mov.b32 $0, 0x3F803F80;", "=r,r", [words], tl.int32, is_pure=True, pack=1)
+    else:
+        ones = tl.inline_asm_elementwise("mov.b32 $0, 0x3C003C00;", "=r,r", [words], tl.int32, is_pure=True, pack=1)
+    return halves(ones, dtype)
+
+
+@triton.jit
+def small_e4m3(words, PLACE: tl.constexpr, dtype: tl.constexpr):
+    """The numbers in the bytes at PLACE and at PLACE + 16, times 2^-120 in bf16, or 2^-8 in fp16."""
+    SHIFT: tl.constexpr = PLACE - (4 if dtype == tl.bfloat16 else 7)
+    MASK: tl.constexpr = 0x07F007F0 if dtype == tl.bfloat16 else 0x3F803F80
+    if SHIFT < 0:
+        bits = (words << -SHIFT) & MASK
+    else:
+        bits = (words >> SHIFT) & MASK
+    signs = words << (8 - PLACE)
+    if _INTERPRETED:
+        bits |= signs & -0x7FFF8000
+    else:
+        asm: tl.constexpr = "lop3.b32 $0, $1, 0x80008000, $2, 0xEA;"  # (signs & mask) | bits
+        bits = tl.inline_asm_elementwise(asm, "=r,r,r", [signs, bits], dtype=tl.int32, is_pure=True, pack=1)
+    return halves(bits, dtype)
+
+
+@triton.jit
+def enlarged(words, dtype: tl.constexpr):
+    """The numbers in words [.., n], times half of the factor by which those in e4m3 are too small: [.., 2 n]. All of it
+    at once could overflow.
+    """
+    if dtype == tl.float16:  # there the scales include all of the factor
+        x = halves(words, dtype)
+    elif _INTERPRETED:
+        x = (halves(words, dtype).to(tl.float32) * 2.0**60).to(dtype)
+    else:
+        asm: tl.constexpr = """{
+            .reg .b32 factor, zero;
+            mov.b32 factor, 0x5D805D80;
+            mov.b32 zero, 0x80008000;
+            fma.rn.bf16x2 $0, $1, factor, zero;
+        }"""
+        x = halves(tl.inline_asm_elementwise(asm, "=r,r", [words], tl.int32, is_pure=True, pack=1), dtype)
+    return x
+
+
+@triton.jit
+def scale_of(bits, SCALE_DTYPE: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
+    """Scales as they are stored -> fp32. Those of e4m3 numbers include the other half of the factor."""
+    if KIND == E4M3:
+        scale = bits * (2.0**8 if dtype == tl.float16 else 2.0**60)
+    else:
+        scale = bits.to(tl.int16).to(SCALE_DTYPE, bitcast=True).to(tl.float32)
+    return scale
+
+
+@triton.jit
+def _fma(x, factor, addend):
+    """x * factor + addend in 16 bits, for two numbers at a time."""
+    if _INTERPRETED:
+        x = (x.to(tl.float32) * factor.to(tl.float32) + addend.to(tl.float32)).to(x.dtype)
+    elif x.dtype == tl.bfloat16:
+        asm: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;"
+        x = tl.inline_asm_elementwise(asm, "=r,r,r,r", [x, factor, addend], x.dtype, is_pure=True, pack=2)
+    else:
+        half_asm: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;"
+        x = tl.inline_asm_elementwise(half_asm, "=r,r,r,r", [x, factor, addend], x.dtype, is_pure=True, pack=2)
+    return x
+
+
+@triton.jit
+def _differences(words, scale_bits, PART: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
+    """code - zero, or the number in e4m3, for slice PART of a block: [.., n] -> [.., 2 n] in bf16 or fp16. None of them
+    is rounded.
+    """
+    one, none = tl.full((1, 1), 1.0, dtype), tl.zeros((1, 1), dtype)
+    if KIND == E4M3:
+        factor: tl.constexpr = 2.0**8 if dtype == tl.float16 else 2.0**120
+        x = _fma(small_e4m3(words, 8 * PART, dtype), tl.full((1, 1), factor, dtype), none)
+    elif KIND == INT4:
+        x = _fma(nibbles(words, 4 * PART, dtype), one, (-(scale_bits >> 16)).to(tl.float32).to(dtype))
+    else:
+        x = _fma(nibbles(words, 8 * PART + 4, dtype, True), one, tl.full((1, 1), -272.0, dtype))
+        x = _fma(nibbles(words, 8 * PART, dtype), one, x)
+        x = _fma(x, one, (272 - (scale_bits >> 16)).to(tl.float32).to(dtype))
+    return x
+
+
+@triton.jit
+def _values(
+    words,
+    scale_bits,
+    PART: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
+    dtype: tl.constexpr,
+    SCALED: tl.constexpr = True,
+):
+    """The values of slice PART of a block, rounded to `dtype`: [.., n] -> [.., 2 n]. Without SCALED, numbers in e4m3.
+
+    A scale with more bits than `dtype` is the sum of two numbers.
+    """
+    read: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
+    x = _differences(words, scale_bits, PART, KIND, read)
+    if SCALED:
+        scale = scale_bits if KIND == E4M3 else scale_of(scale_bits, SCALE_DTYPE, KIND, dtype)
+        if dtype == tl.bfloat16 or (dtype == tl.float16 and dtype == SCALE_DTYPE):
+            rounded, rest = scale.to(dtype), tl.zeros((1, 1), dtype)
+            if dtype != SCALE_DTYPE:
+                rest = _fma(x, (scale - rounded.to(tl.float32)).to(dtype), rest)
+            x = _fma(x, rounded, rest)
+        else:  # in fp16 small scales would lose bits
+            x = x.to(tl.float32) * scale
+    return x.to(dtype)
+
+
+@triton.jit
+def block_values(
+    words,
+    scales,
+    SHARED: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
+    dtype: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """The values of whole blocks, with the columns in order: [rows, n] -> [rows, n * codes of a word]. SHARED columns
+    of a block share one of `scales`.
+    """
+    EACH: tl.constexpr = SHARED // SLICE
+    x = _values(words, scales[0], 0, KIND, SCALE_DTYPE, dtype, SCALED)
+    second = _values(words, scales[1 // EACH], 1, KIND, SCALE_DTYPE, dtype, SCALED)
+    SLICES: tl.constexpr = 4 if KIND == INT4 else 2  # of a block
+    if SLICES == 4:
+        x = tl.join(x, _values(words, scales[2 // EACH], 2, KIND, SCALE_DTYPE, dtype, SCALED))
+        second = tl.join(second, _values(words, scales[3 // EACH], 3, KIND, SCALE_DTYPE, dtype, SCALED))
+    x = tl.join(x, second).reshape(words.shape[0], words.shape[1] // BLOCK_WORDS, SLICE, SLICES)
+    return x.permute(0, 1, 3, 2).reshape(words.shape[0], words.shape[1] * 2 * SLICES)
+
+
+# -- values ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
+def _unpack_kernel(
+    codes_ptr,
+    scales_ptr,
+    out_ptr,
+    first_row,
+    num_rows,
+    group_stride,
+    scale_stride,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    out_row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    is_row, block = out_row < num_rows, tl.program_id(1)
+    row = (first_row + out_row).to(tl.int64)
+    CODES: tl.constexpr = 8 if KIND == INT4 else 4
+    word = block * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, :]
+    words = tl.load(codes_ptr + row * (K // CODES) + word, mask=is_row, other=0)
+    for part in tl.static_range(CODES // 2):
+        column = block * BLOCK_WORDS * CODES + part * SLICE
+        scale = scales_ptr + column // GROUP * group_stride + row // SCALE_ROWS * scale_stride
+        scale_bits = tl.load(scale, mask=is_row, other=0)
+        values = _values(words, scale_bits, part, KIND, SCALE_DTYPE, out_ptr.dtype.element_ty)
+        at = out_row.to(tl.int64) * K + column + tl.arange(0, SLICE)[None, :]
+        tl.store(out_ptr + at, values, mask=is_row)
+
+
+def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
+    """Write the values of as many rows, from `first_row` on, as `out` [rows, K] has. Hot."""
+    assert weight.scales is not None and out.is_contiguous(), "a dense weight has its values"
+    block_n = 32
+    num_blocks = weight.codes.shape[1] // BLOCK_WORDS.value
+    on_grid(_unpack_kernel, (triton.cdiv(len(out), block_n), num_blocks))(
+        weight.codes,
+        weight.scales,
+        out,
+        first_row,
+        len(out),
+        *weight.scales.stride(),
+        K=weight.num_columns,
+        GROUP=weight.group_size,
+        SCALE_ROWS=weight.scale_rows,
+        SCALE_DTYPE=weight.scale_type,
+        KIND=weight.kind,
+        BLOCK_N=block_n,
+    )
+    return out
+
+
+# -- activations in fp8 ------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])  # compile once for all numbers of rows
+def _quantize_kernel(
+    x_ptr,
+    codes_ptr,  # two codes in 16 bits
+    scales_ptr,
+    x_stride,
+    num_rows,
+    scale_stride,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of 64 columns, at a time
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    row, group = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    is_row = row < num_rows
+    NUM_BLOCKS: tl.constexpr = GROUP // (2 * SLICE)
+    block, in_slice = tl.arange(0, BLOCKS)[None, :, None], tl.arange(0, SLICE)[None, None, :]
+    of_row, first = row.to(tl.int64)[:, None, None], group * GROUP
+    largest = tl.zeros((ROWS,), tl.float32)
+    for start in tl.range(0, NUM_BLOCKS, BLOCKS):
+        is_there = is_row[:, None, None] & (start + block < NUM_BLOCKS)
+        x = x_ptr + of_row * x_stride + first + (start + block) * (2 * SLICE) + in_slice
+        low, high = tl.load(x, mask=is_there, other=0.0), tl.load(x + SLICE, mask=is_there, other=0.0)
+        both = tl.maximum(tl.abs(low.to(tl.float32)), tl.abs(high.to(tl.float32)))
+        largest = tl.maximum(largest, tl.max(tl.max(both, 2), 1))
+    largest = tl.maximum(largest, MIN_E4M3_RANGE)
+    factor = tl.div_rn(MAX_E4M3, largest)[:, None, None]
+    tl.store(scales_ptr + group * scale_stride + row, tl.div_rn(largest, MAX_E4M3), mask=is_row)
+    for start in tl.range(0, NUM_BLOCKS, BLOCKS):
+        is_there = is_row[:, None, None] & (start + block < NUM_BLOCKS)
+        x = x_ptr + of_row * x_stride + first + (start + block) * (2 * SLICE) + in_slice
+        low = tl.load(x, mask=is_there, other=0.0).to(tl.float32) * factor
+        high = tl.load(x + SLICE, mask=is_there, other=0.0).to(tl.float32) * factor
+        codes = codes_ptr + of_row * (K // 2) + first // 2 + (start + block) * SLICE + in_slice
+        tl.store(codes, _e4m3_pair(low, high), mask=is_there)
+
+
+@triton.jit
+def _e4m3_pair(low, high):
+    """The codes of two fp32 numbers in an int16. Triton's own conversion takes codes of neighbours apart again, and the
+    assembler of CUDA 12.8 lets that come before they are computed.
+    """
+    if _INTERPRETED:
+        low_code = low.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int16)
+        pair = low_code | (high.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int16) << 8)
+    else:
+        asm: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;"
+        pair = tl.inline_asm_elementwise(asm, "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1)
+    return pair
+
+
+def new_codes(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for x [M, K] in e4m3 [M', K], and for scales fp32 [M', K / group_size], of which those of neighbouring
+    rows are neighbours. cuBLAS wants both like this. M' is the next multiple of 4.
+    """
+    num_rows, num_groups = triton.cdiv(len(x), 4) * 4, x.shape[1] // group_size
+    codes = torch.empty((num_rows, x.shape[1]), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((num_groups, num_rows), dtype=torch.float32, device=x.device)
+    return codes, scales.t() if num_groups > 1 else scales.view(num_rows, 1)
+
+
+def quantize_rows(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize x [M, K] to e4m3, with a scale for each row and group of columns. Hot: several times per layer.
+
+    Returns codes, in the order of those of a packed weight, and scales, both as `new_codes` does; the rows that it adds
+    are arbitrary. The largest value of a group becomes the largest in e4m3. A row with NaN or infinities has NaN.
+    """
+    assert x.stride(1) == 1 and group_size % (2 * SLICE.value) == 0, "the kernel reads whole blocks in order"
+    (codes, scales), num_blocks = new_codes(x, group_size), group_size // (2 * SLICE.value)
+    block_rows, blocks = (16, num_blocks) if num_blocks <= 2 else (1, min(64, triton.next_power_of_2(num_blocks)))
+    on_grid(_quantize_kernel, (triton.cdiv(len(x), block_rows), scales.shape[1]))(
+        x,
+        codes.view(torch.int16),
+        scales,
+        x.stride(0),
+        len(x),
+        len(scales),
+        K=x.shape[1],
+        GROUP=group_size,
+        ROWS=block_rows,
+        BLOCKS=blocks,
+        **pdl_options(x.device),
+    )
+    return codes, scales
