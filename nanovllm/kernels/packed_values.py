@@ -328,7 +328,7 @@ def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _e4m3_codes(x):
-    """fp32 -> codes in int32, rounded to nearest even. For GPUs without an instruction: magnitudes below 464, or NaN."""
+    """fp32 numbers below 464, or NaN -> codes, rounded to nearest even. Some GPUs have no instruction for this."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43F00000)  # 480 has the code of NaN
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
@@ -337,9 +337,8 @@ def _e4m3_codes(x):
     return tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)  # below 2^-6
 
 
-# Compile once for all weights of a model
-@triton.jit(
-    do_not_specialize=["first_row", "num_rows", "row_words", "group_stride", "first_column", "num_columns"],
+@triton.jit(  # compile once for all weights of a model
+    do_not_specialize=["first_row", "num_rows", "row_words", "group_stride", "first_column", "num_columns"]
 )
 def _quantize_weight_kernel(
     values_ptr,

@@ -5,20 +5,25 @@ The reference is the product in fp64 with the values that the codes, scales and 
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from interpreter import INTERPRETED, needs_triton, on_device
+from safetensors.torch import save_file
 
 from nanovllm.checkpoint.model_config import ExpertsConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers import moe
+from nanovllm.layers.linear import WeightShard
 from nanovllm.layers.moe import Experts
-from nanovllm.layers.packed_weight import PackedWeight, QuantizedWeight, can_multiply_codes, unpacked_linear
-from nanovllm.models.loader import quantize
+from nanovllm.layers.packed_weight import PackedWeight, QuantizedWeight, can_multiply_codes, packed, unpacked_linear
+from nanovllm.models.loader import load_weights, quantize
 
 pytestmark = needs_triton
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter truncates to bf16 where a GPU rounds
@@ -285,7 +290,6 @@ FORMATS = {
 def test_packed_weight_has_the_values_that_were_stored(device: str, name: str) -> None:
     """Three parts, each in two pieces, of a weight whose columns are the second half of those of the checkpoint."""
     from nanovllm.kernels import packed_values
-    from nanovllm.layers.packed_weight import packed
 
     sizes = (32, 16, 16) if INTERPRETED and "blocks" not in name else (256, 128, 128)
     weight, start, values = PackedWeight(sizes, 128, FORMATS[name]).to(device), 0, []
@@ -420,6 +424,34 @@ def test_whole_matrices_are_quantized_at_once_as_by_torch(name: str, size: tuple
     assert torch.equal(at_once.scales, by_torch.scales)
 
 
+@on_device
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+def test_loader_quantizes_packed_weights_at_once(tmp_path: Path, device: str, name: str, load_format: str) -> None:
+    """They have the values of weights that are not packed. Two shards take the second rank's columns; the rows of the
+    first are quantized in pieces.
+    """
+    from nanovllm.kernels import packed_values
+
+    (first, num_rows), size, quantization = (40, 48) if INTERPRETED else (1100, 1200), 128, QUANTIZATIONS[name]
+    save_file({"layer.weight": torch.randn(num_rows, 2 * size)}, tmp_path / "model.safetensors")
+    with torch.device(device):
+        weight, values = PackedWeight([first, num_rows - first], size, quantization), torch.empty(num_rows, size)
+    for target_of in (weight.rows, lambda start, end: values[start:end]):
+        shards = [
+            WeightShard(target_of(*rows), (num_rows, 2 * size), (slice(*rows), slice(size, None)), quantization)
+            for rows in ((0, first), (first, num_rows))
+        ]
+        layer: Any = SimpleNamespace(
+            weight_shards=lambda shards=shards: [("layer.weight", shard) for shard in shards],
+            lm_head=SimpleNamespace(weight=values),
+            config=SimpleNamespace(quantization=quantization),
+        )
+        load_weights(layer, tmp_path, load_format=load_format)
+    got = packed_values.unpack(packed(weight), 0, torch.empty_like(values))
+    assert torch.equal(got, values) and values.std() > 0.01
+
+
 # -- activations in fp8 ------------------------------------------------------------------------------------------
 
 WITH_FP8 = {
@@ -515,7 +547,6 @@ def test_codes_of_rows_and_of_a_weight_are_in_the_same_order(name: str) -> None:
 def test_few_rows_read_scales_in_the_order_of_cublas(device: str, name: str) -> None:
     from nanovllm.kernels import packed_linear as kernels
     from nanovllm.kernels import packed_values
-    from nanovllm.layers.packed_weight import packed
 
     weight, _, values = stored_weight([128, 128], 256, name, device)
     for num_rows, tile in ((1, None), (5, (16, 64, 4, 2))):
