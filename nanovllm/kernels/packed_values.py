@@ -14,7 +14,8 @@ slice, which has one scale.
 - The bits of an e4m3 number at the place of those of a bf16 number read as 2^-120 of its value.
 
 `unpack` writes the values of some rows, so that cuBLAS can multiply them by many. `quantize_rows` writes rows of x in
-e4m3, in the same order, so that cuBLAS can multiply the codes of both.
+e4m3, in the same order, so that cuBLAS can multiply the codes of both. `quantize_weight` writes rows of a weight that
+is quantized while it is loaded.
 
 Legend: M rows, N output features, K input features.
 """
@@ -33,6 +34,7 @@ DENSE, INT4, INT8, E4M3 = (tl.constexpr(kind) for kind in range(4))
 BLOCK_WORDS, SLICE = (tl.constexpr(size) for size in (16, 32))  # words of a block, columns of a slice
 MAX_E4M3 = tl.constexpr(448.0)
 MIN_E4M3_RANGE = tl.constexpr(2.0**-100)  # the least that the largest value of a group is taken for
+MAX_INT4 = tl.constexpr(7.5)  # what the largest value of a group becomes, less the zero, before it is rounded
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -321,6 +323,108 @@ def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
+# -- weights that are quantized while they are loaded ------------------------------------------------------------
+
+
+@triton.jit
+def _e4m3_codes(x):
+    """fp32 numbers below 464, or NaN -> codes, rounded to nearest even. Some GPUs have no instruction for this."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43F00000)  # 480 has the code of NaN
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # Subnormal codes are multiples of 2^-9, and so are the fp32 numbers from 2^14 on
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + 2.0**14).to(tl.int32, bitcast=True) - 0x46800000
+    return tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)  # below 2^-6
+
+
+@triton.jit(  # compile once for all weights of a model
+    do_not_specialize=["first_row", "num_rows", "row_words", "group_stride", "first_column", "num_columns"]
+)
+def _quantize_weight_kernel(
+    values_ptr,
+    codes_ptr,
+    scales_ptr,
+    first_row,  # of the weight
+    num_rows,  # of the values
+    row_words,
+    group_stride,
+    first_column,  # of the values
+    num_columns,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,  # at a time
+):
+    CODES: tl.constexpr = 8 if KIND == INT4 else 4  # of a word
+    row, word, code = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WORDS), tl.arange(0, CODES)
+    first_of_word = word // BLOCK_WORDS * (BLOCK_WORDS * CODES) + word % BLOCK_WORDS * 2
+    column = first_of_word[None, :, None] + (code // 2 * SLICE + code % 2)[None, None, :]
+    place = (code // 2 * (32 // CODES) + code % 2 * 16)[None, None, :]  # in a word
+    group, group_words = tl.program_id(1), row_words // tl.num_programs(1)
+    is_row, start, size = row < num_rows, first_column + group * group_words * CODES, group_words * CODES
+    values = values_ptr + row.to(tl.int64)[:, None, None] * num_columns + column
+    shared_start, shared_size = (start, size) if KIND == INT4 else (0, num_columns)  # columns that share the scale
+
+    # The bits of numbers without a sign have the order of the numbers, with NaN above all others
+    largest = tl.zeros((ROWS,), tl.int32)
+    for offset in tl.range(0, shared_size, WORDS * CODES):
+        is_there = is_row[:, None, None] & (offset + column < shared_size)
+        x = tl.load(values + shared_start + offset, mask=is_there, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2), 1))
+    MOST: tl.constexpr = MAX_INT4 if KIND == INT4 else MAX_E4M3
+    bits = (largest.to(tl.float32, bitcast=True) * (1 / MOST)).to(tl.int32, bitcast=True)
+    bits = tl.minimum(tl.maximum(bits, 0x00800000), 0x7FC00000)  # from 2^-126 to NaN
+    weight_row = first_row + row.to(tl.int64)
+    scales_ptr += group * group_stride + weight_row
+    if KIND == INT4:
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # bf16
+        tl.store(scales_ptr, bits | (24 << 16), mask=is_row)  # as `pack_scales` writes them, with 8 as zero
+        bits <<= 16
+    scale = bits.to(tl.float32, bitcast=True)
+    if KIND == E4M3:
+        tl.store(scales_ptr, scale, mask=is_row)
+
+    for offset in tl.range(0, size, WORDS * CODES):
+        is_there = is_row[:, None, None] & (offset + column < size)
+        x = tl.load(values + start + offset, mask=is_there, other=0.0).to(tl.float32)
+        x = tl.div_rn(x, tl.broadcast_to(scale[:, None, None], x.shape))
+        if KIND == INT4:
+            x = tl.where(x == x, x, -8.0)  # torch has 0 as the code of NaN
+            # The numbers from 2^23 on are integers, so the sum is rounded to one, to nearest even
+            codes = tl.minimum((x + (2.0**23 + 8)).to(tl.int32, bitcast=True) - 0x4B000000, 15)
+        else:
+            codes = _e4m3_codes(x)
+        stored = (offset // CODES + word)[None, :]
+        at = weight_row[:, None] * row_words + group * group_words + stored
+        tl.store(codes_ptr + at, tl.sum(codes << place, 2), mask=is_row[:, None] & (stored < group_words))
+
+
+def quantize_weight(values: torch.Tensor, weight: Packed, first_row: int, first_column: int) -> None:
+    """Quantize `values` [n, k], and write as many columns as the weight has, from `first_column` on, to its rows from
+    `first_row` on. The numbers are those of `quantize` in models/loader.py, which says what they mean.
+
+    Integers have groups of one block of words, with scales in bf16. In e4m3, all columns of `values` share a scale.
+    """
+    num_groups, block_columns = weight.num_columns // weight.group_size, 8 * BLOCK_WORDS.value
+    is_integer = weight.kind == INT4.value
+    assert weight.scales is not None and weight.scales.stride(1) == 1 and values.is_contiguous()
+    assert weight.scale_rows == 1 and weight.group_size == (block_columns if is_integer else weight.num_columns)
+    rows, words = (16, BLOCK_WORDS.value) if is_integer else (2, 256)
+    on_grid(_quantize_weight_kernel, (triton.cdiv(len(values), rows), num_groups))(
+        values,
+        weight.codes,
+        weight.scales,
+        first_row,
+        len(values),
+        weight.codes.shape[1],
+        weight.scales.stride(0),
+        first_column,
+        values.shape[1],
+        KIND=weight.kind,
+        ROWS=rows,
+        WORDS=words,
+    )
+
+
 # -- activations in fp8 ------------------------------------------------------------------------------------------
 
 
@@ -370,8 +474,7 @@ def _e4m3_pair(low, high):
     assembler of CUDA 12.8 lets that come before they are computed.
     """
     if _INTERPRETED:
-        low_code = low.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int16)
-        pair = low_code | (high.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int16) << 8)
+        pair = (_e4m3_codes(low) | (_e4m3_codes(high) << 8)).to(tl.int16)
     else:
         asm: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;"
         pair = tl.inline_asm_elementwise(asm, "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1)

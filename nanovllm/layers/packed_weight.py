@@ -217,6 +217,20 @@ class PackedRows:
         weight.codes[rows] = packed_values.pack_codes(given.codes.view(torch.uint8), weight.bits).to(self.device)
         weight.scales[:num_groups, self._start // step : self._end // step] = scales.t().to(self.device)
 
+    def quantize(self, values: torch.Tensor, columns: slice) -> None:
+        """Store `columns` of `values` [n, k], a tensor of a checkpoint that is quantized while it is loaded.
+
+        This is `quantize` of models/loader.py and `store` in one kernel: a mixture has tens of thousands of matrices,
+        and to launch their operations one by one takes longer than all else.
+        """
+        from nanovllm.kernels import packed_values
+
+        assert len(values) == self._end - self._start, "there are values for each row"
+        if not self._weight.is_float:
+            self._weight.scale_dtype = torch.bfloat16
+        first_column, _, _ = columns.indices(values.shape[1])
+        packed_values.quantize_weight(values, packed(self._weight), self._start, first_column)
+
 
 def packed(weight: nn.Parameter | PackedWeight) -> "Packed":
     """A weight as the kernels take it. Hot."""

@@ -210,8 +210,11 @@ def _fill(
         for first in range(start, end, _QUANTIZED_ROWS):
             rows = slice(first, min(first + _QUANTIZED_ROWS, end))
             values = source.read(rows, slice(None)).to(shard.target.device)
-            weight = quantize(values, shard.quantization).part(slice(None), shard.index[1])
-            _store(weight, shard.target[rows.start - start : rows.stop - start], source.where)
+            target = shard.target[rows.start - start : rows.stop - start]
+            if isinstance(target, PackedRows):
+                target.quantize(values, shard.index[1])
+            else:
+                quantize(values, shard.quantization).part(slice(None), shard.index[1]).copy_values(target)
     elif isinstance(shard.target, PackedRows):
         raise CheckpointError(f"{source.where} is not quantized, but others of its layer are; use device='cpu'")
     else:
@@ -259,12 +262,13 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
     device, quantization = shards[0].target.device, shards[0].quantization
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     has_one_scale = quantization is not None and not quantization.block[0]
+    quantizes_itself = quantization is not None and quantization.is_online and isinstance(shards[0].target, PackedRows)
     num_drawn = num_rows if has_one_scale else _DUMMY_ROWS
     for start in range(0, num_rows, num_drawn):
         end = min(start + num_drawn, num_rows)
         drawn = torch.empty(end - start, *others, dtype=dtype, device=device)
         drawn.normal_(0, math.prod(others) ** -0.5, generator=generator)
-        weight = None if quantization is None else quantize(drawn, quantization)
+        weight = None if quantization is None or quantizes_itself else quantize(drawn, quantization)
         for shard in shards:
             rows, *columns = shard.index
             first_row, last_row, _ = rows.indices(num_rows)
@@ -275,8 +279,9 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
             part = shard.target[kept.start - first_row : kept.stop - first_row]
             if weight is not None:
                 _store(weight.part(of_drawn, *columns), part, name)
+            elif isinstance(part, PackedRows):
+                part.quantize(drawn[of_drawn], *columns)
             else:
-                assert isinstance(part, torch.Tensor), "only quantized layers are packed"
                 index = of_drawn, *columns
                 part.copy_(drawn[index])
 
@@ -301,6 +306,8 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of 8 neighbours is
 def quantize(values: torch.Tensor, quantization: Quantization) -> QuantizedWeight:
     """Quantize `values` [n, K], which begin at a row where a block of scales begins. Each block's largest value becomes
     the largest code, and zeros are the middle of the codes (round to nearest, as compressed-tensors does).
+
+    On a GPU, `quantize_weight` in kernels/packed_values.py does the same for QUANTIZATIONS.
     """
     (n, k), (block_rows, block_columns) = values.shape, quantization.block
     block_rows, block_columns = block_rows or n, block_columns or k
@@ -311,9 +318,10 @@ def quantize(values: torch.Tensor, quantization: Quantization) -> QuantizedWeigh
     largest = magnitudes.unflatten(1, (-1, block_columns)).amax(2)
     if block_rows > 1:
         largest = largest.unflatten(0, (-1, block_rows)).amax(1).repeat_interleave(block_rows, 0)[:n]
-    scales = (largest.float() / most).clamp_(min=torch.finfo(torch.float32).tiny)
+    # The product with the reciprocal is what torch computes on a GPU for a quotient, and the same on all devices
+    scales = (largest.float() * (1 / most)).clamp_(min=torch.finfo(torch.float32).tiny)
     if not quantization.is_float:
-        scales = scales.to(torch.bfloat16).clamp_(min=torch.finfo(torch.bfloat16).tiny)
+        scales = scales.to(torch.bfloat16)
     codes = values.float() / scales.float().repeat_interleave(block_columns, 1)[:, :k]
     groups = regular_groups(k, block_columns)
     if quantization.is_float:

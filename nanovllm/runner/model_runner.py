@@ -130,6 +130,8 @@ class ModelRunner:
             directory=directory if is_read else None,
             with_mtp=self.spec.has_draft_head,
         )
+        if self.triton_start is not None and config.quantization is not None:
+            self.triton_start.wait()  # loading launches a kernel
         load_weights(
             self.model, directory, load_format=config.load_format, seed=config.seed, show_progress=tp.rank == 0
         )

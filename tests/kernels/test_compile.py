@@ -207,6 +207,11 @@ def launch_packed(
         packed_values.unpack(weight, 0, torch.zeros(256, size, dtype=dtype))
 
 
+def launch_quantize_weight(size: int, dtype: torch.dtype) -> None:
+    for kind in ("int4", "fp8 by row"):
+        packed_values.quantize_weight(torch.zeros(256, size, dtype=dtype), PACKED_KINDS[kind](size, dtype), 0, 0)
+
+
 def launch_shadow(head_dim: int, dtype: torch.dtype, bits: int) -> None:
     num_heads, num_kv_heads = 28, 4
     cache, tables = torch.zeros(1, 1, 256, num_kv_heads, head_dim, dtype=dtype), torch.zeros(1, 2, dtype=torch.int32)
@@ -310,6 +315,7 @@ def test_kernels_fit_at_common_shapes(name: str) -> None:
             launch_layers(4096, BF16)
             launch_sampler(151936, BF16)
             launch_packed("int4", 4096, BF16, gates=(False,), rows=(1, 64), tiles=(128,))
+            launch_quantize_weight(4096, BF16)
             launch_shadow(128, BF16, bits=4)
             assert {kernel.name for kernel in compiled} == kernel_names()
     check(compiled, target)
@@ -413,6 +419,20 @@ def test_quantizing_of_rows_fits() -> None:
         for size, group in ((4096, 128), (4096, 4096), (12288, 12288)):
             packed_values.quantize_rows(torch.zeros(70, size, dtype=BF16), group)
     check(compiled, target)
+
+
+@pytest.mark.slow
+def test_quantizing_of_weights_fits_and_is_exact() -> None:
+    """One kernel for a format, whatever the shapes: it is compiled while weights are loaded."""
+    for name, dtype in (*((name, BF16) for name in PATHS), ("9.0", FP32), ("8.9", FP16)):
+        with compiling_for(target := KNOWN_TARGETS[name]) as compiled:
+            launch_quantize_weight(4096, dtype)
+            if dtype == BF16:
+                launch_quantize_weight(768, dtype)
+        check(compiled, target)
+        assert len({kernel.kernel.hash for kernel in compiled}) == 2
+        for kernel in compiled:
+            assert "div.rn.f32" in kernel.ptx and ".ftz" not in kernel.ptx, "subnormal numbers count"
 
 
 # By dtype a target, and the hidden sizes of layers: their blocks are the next powers of two

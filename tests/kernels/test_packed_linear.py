@@ -5,20 +5,25 @@ The reference is the product in fp64 with the values that the codes, scales and 
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from interpreter import INTERPRETED, needs_triton, on_device
+from safetensors.torch import save_file
 
 from nanovllm.checkpoint.model_config import ExpertsConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers import moe
+from nanovllm.layers.linear import WeightShard
 from nanovllm.layers.moe import Experts
-from nanovllm.layers.packed_weight import PackedWeight, QuantizedWeight, can_multiply_codes, unpacked_linear
-from nanovllm.models.loader import quantize
+from nanovllm.layers.packed_weight import PackedWeight, QuantizedWeight, can_multiply_codes, packed, unpacked_linear
+from nanovllm.models.loader import load_weights, quantize
 
 pytestmark = needs_triton
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter truncates to bf16 where a GPU rounds
@@ -285,7 +290,6 @@ FORMATS = {
 def test_packed_weight_has_the_values_that_were_stored(device: str, name: str) -> None:
     """Three parts, each in two pieces, of a weight whose columns are the second half of those of the checkpoint."""
     from nanovllm.kernels import packed_values
-    from nanovllm.layers.packed_weight import packed
 
     sizes = (32, 16, 16) if INTERPRETED and "blocks" not in name else (256, 128, 128)
     weight, start, values = PackedWeight(sizes, 128, FORMATS[name]).to(device), 0, []
@@ -339,6 +343,115 @@ def test_weights_that_cannot_be_packed_are_refused() -> None:
         weight.rows(8, 16).store(other._replace(scales=other.scales.half()), "there")
 
 
+# -- quantized while loading -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def subnormal_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter reads subnormal numbers in bf16 as others."""
+    if INTERPRETED:
+        from triton.runtime import interpreter
+
+        convert = interpreter._convert_float
+
+        def convert_exactly(given, source, target, rounding):  # type: ignore[no-untyped-def]
+            if (str(source), str(target)) == ("bf16", "fp32"):
+                return torch.from_numpy(given.view("int16")).view(torch.bfloat16).float().numpy()
+            return convert(given, source, target, rounding)
+
+        monkeypatch.setattr(interpreter, "_convert_float", convert_exactly)
+
+
+def quantized_at_once_and_by_torch(
+    values: torch.Tensor, name: str, columns: slice, device: str, torch_device: str
+) -> tuple[PackedWeight, PackedWeight]:
+    """Two weights whose first three rows are zeros, and whose other rows are `values`."""
+    num_rows, size = len(values), len(range(values.shape[1])[columns])
+    with torch.device(device):
+        at_once, by_torch = (PackedWeight([3, num_rows], size, QUANTIZATIONS[name]) for _ in range(2))
+    for parameter in (*at_once.parameters(), *by_torch.parameters()):
+        parameter.zero_()
+    at_once.rows(3, 3 + num_rows).quantize(values.to(device), columns)
+    given = quantize(values.to(torch_device), QUANTIZATIONS[name]).part(slice(None), columns)
+    by_torch.rows(3, 3 + num_rows).store(given, "this one")
+    assert torch.equal(at_once.codes, by_torch.codes) and at_once.scale_dtype == by_torch.scale_dtype
+    return at_once, by_torch
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+def test_weight_is_quantized_at_once_as_by_torch(
+    subnormal_bf16: None, device: str, name: str, dtype: torch.dtype
+) -> None:
+    """All columns, and those of the second rank; rows of zeros, subnormal and largest numbers, and ties."""
+    values = torch.randn(21, 1152) * torch.randn(21, 1152).exp()
+    values[1:3] *= torch.finfo(dtype).tiny / torch.tensor([[1.0], [32.0]])
+    values[3] *= torch.finfo(dtype).max / values[3].abs().max()
+    values[4:7] = torch.arange(1152) / 2 % 16 - 8
+    values[5] *= 2.0**-9
+    values[4:6, ::128] = torch.tensor([[7.5], [448.0]])  # scales of 1, before they are rounded
+    values[7:9] = torch.tensor([[0.0], [-0.0]])
+    values[9, :128] = 0
+    values[10] = (1 + torch.arange(1, 1152 * 2, 2) // 256 / 128 + 2**-8) * 7.5  # in fp32 scales between two in bf16
+    for columns, torch_device in itertools.product((slice(None), slice(128, 256)), {device, "cpu"}):
+        at_once, by_torch = quantized_at_once_and_by_torch(values.to(dtype), name, columns, device, torch_device)
+        assert torch.equal(at_once.scales, by_torch.scales)
+
+
+@on_device
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+def test_infinities_and_nan_are_quantized_at_once_as_by_torch(device: str, name: str) -> None:
+    """A group with NaN has NaN as its scale, which may have any bits."""
+    values = torch.randn(4, 256)
+    values[0, 3], values[1, 100], values[2, 7], values[2, 200] = torch.nan, torch.inf, -torch.inf, -torch.nan
+    values[3] *= 2.0**120  # the scale is finite
+    at_once, by_torch = (
+        each.scales.view(torch.bfloat16 if name == "int4" else torch.float32)
+        for each in quantized_at_once_and_by_torch(values, name, slice(None), device, device)
+    )
+    torch.testing.assert_close(at_once, by_torch, rtol=0, atol=0, equal_nan=True)
+    assert at_once.isnan().any() and at_once.isinf().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="too large")
+@pytest.mark.parametrize("size", [(768, 2048), (2048, 768), (1000, 12288)])  # experts of Qwen3-30B-A3B, and another
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+def test_whole_matrices_are_quantized_at_once_as_by_torch(name: str, size: tuple[int, int]) -> None:
+    values = (torch.randn(size) / size[1] ** 0.5).bfloat16()
+    at_once, by_torch = quantized_at_once_and_by_torch(values, name, slice(None), "cuda", "cuda")
+    assert torch.equal(at_once.scales, by_torch.scales)
+
+
+@on_device
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+def test_loader_quantizes_packed_weights_at_once(tmp_path: Path, device: str, name: str, load_format: str) -> None:
+    """They have the values of weights that are not packed. Two shards take the second rank's columns; the rows of the
+    first are quantized in pieces.
+    """
+    from nanovllm.kernels import packed_values
+
+    (first, num_rows), size, quantization = (40, 48) if INTERPRETED else (1100, 1200), 128, QUANTIZATIONS[name]
+    save_file({"layer.weight": torch.randn(num_rows, 2 * size)}, tmp_path / "model.safetensors")
+    with torch.device(device):
+        weight, values = PackedWeight([first, num_rows - first], size, quantization), torch.empty(num_rows, size)
+    for target_of in (weight.rows, lambda start, end: values[start:end]):
+        shards = [
+            WeightShard(target_of(*rows), (num_rows, 2 * size), (slice(*rows), slice(size, None)), quantization)
+            for rows in ((0, first), (first, num_rows))
+        ]
+        layer: Any = SimpleNamespace(
+            weight_shards=lambda shards=shards: [("layer.weight", shard) for shard in shards],
+            lm_head=SimpleNamespace(weight=values),
+            config=SimpleNamespace(quantization=quantization),
+        )
+        load_weights(layer, tmp_path, load_format=load_format)
+    got = packed_values.unpack(packed(weight), 0, torch.empty_like(values))
+    assert torch.equal(got, values) and values.std() > 0.01
+
+
 # -- activations in fp8 ------------------------------------------------------------------------------------------
 
 WITH_FP8 = {
@@ -347,22 +460,6 @@ WITH_FP8 = {
     "tensor": Quantization(method="fp8", bits=8, is_float=True, block=(0, 0), has_fp8_activations=True),
 }
 E4M3 = torch.float8_e4m3fn
-
-
-@pytest.fixture
-def exact_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter does not carry when it rounds a mantissa up, and is wrong for subnormal results."""
-    if INTERPRETED:
-        from triton.runtime import interpreter
-
-        convert = interpreter._convert_float
-
-        def convert_exactly(given, source, target, rounding):  # type: ignore[no-untyped-def]
-            if str(target) != "fp8e4nv":
-                return convert(given, source, target, rounding)
-            return torch.from_numpy(given).clamp(-448, 448).to(E4M3).view(torch.uint8).numpy()
-
-        monkeypatch.setattr(interpreter, "_convert_float", convert_exactly)
 
 
 def quantized_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -396,7 +493,7 @@ def stored_weight(
 
 @on_device
 @pytest.mark.parametrize("group", [64, 128, 4480])
-def test_rows_are_quantized_as_in_torch(exact_conversion: None, device: str, group: int) -> None:
+def test_rows_are_quantized_as_in_torch(subnormal_bf16: None, device: str, group: int) -> None:
     """Rows of zeros, of numbers near both ends of bf16's range, and in memory with gaps between them."""
     from nanovllm.kernels import packed_values
 
@@ -413,7 +510,7 @@ def test_rows_are_quantized_as_in_torch(exact_conversion: None, device: str, gro
 
 
 @on_device
-def test_rows_with_infinities_and_nan_have_nan(exact_conversion: None, device: str) -> None:
+def test_rows_with_infinities_and_nan_have_nan(device: str) -> None:
     from nanovllm.kernels import packed_values
 
     x = torch.randn(4, 256).bfloat16()
@@ -450,7 +547,6 @@ def test_codes_of_rows_and_of_a_weight_are_in_the_same_order(name: str) -> None:
 def test_few_rows_read_scales_in_the_order_of_cublas(device: str, name: str) -> None:
     from nanovllm.kernels import packed_linear as kernels
     from nanovllm.kernels import packed_values
-    from nanovllm.layers.packed_weight import packed
 
     weight, _, values = stored_weight([128, 128], 256, name, device)
     for num_rows, tile in ((1, None), (5, (16, 64, 4, 2))):

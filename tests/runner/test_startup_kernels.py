@@ -143,6 +143,7 @@ def test_packed_weights_launch_only_kernels_that_start_up_finds(
 
     monkeypatch.setattr(linear, "new_weight", new_weight)
     monkeypatch.setattr(PackedWeight, "product_of_codes", product_of_codes)
+    monkeypatch.setattr(packed_values, "quantize_weight", lambda *_: None)  # launched while the weights are loaded
     sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 1024, "head_dim": 64}
     model = write_tiny_model(tmp_path, max_position_embeddings=2048, **sizes)
     with launching_runner(model, KVCacheSizes(1), quantization=name, max_model_len=max_model_len) as runner:
