@@ -39,6 +39,7 @@ MAX_FEW_ROWS, MAX_BLOCK_M = 16, 128
 MAX_SUMMED = 16  # experts of a token
 MANY_TILES = 384  # programs that fill a GPU with few warps each
 NUM_SMS = 132  # multiprocessors of an H100: columns are split until there are almost so many programs
+REGISTERS = 65536  # of a multiprocessor
 MIN_SPLIT_COLUMNS, MAX_SPLITS = 512, 8  # fewer columns, or more parts, cost more than they gain
 
 
@@ -58,6 +59,7 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     num_splits: int = 1  # parts of the columns, whose sums another kernel adds
+    num_per_sm: int = 1  # programs of a multiprocessor: one multiplies while another computes values
 
 
 @triton.jit
@@ -158,12 +160,15 @@ def _few_products_kernel(
     loads words 4 * q to 4 * q + 3 of a block of two rows, 16 bytes each. These are its parts of all operands, in both
     layouts: nothing passes through shared memory before the end.
     """
-    let_next_start(PDL)
+    if experts_ptr is None:
+        let_next_start(PDL)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     CODES: tl.constexpr = 2 if KIND == DENSE else 8 if KIND == INT4 else 4  # of a word
     STRIDE: tl.constexpr = 1 if SUMMED else SPLIT  # blocks from one of a warp to its next
     STEPS: tl.constexpr = (K // COLUMNS + STRIDE - 1) // STRIDE
     AT_END: tl.constexpr = KIND == E4M3 and GROUP == K  # the scale of a row is applied to its sum
+    # The assembler moves the loads of a turn to its end. So many blocks ahead help only if a turn has more
+    UNROLLED: tl.constexpr = 2 * AHEAD if AHEAD > 3 else AHEAD
     # Tensors of a step are [lanes, 4 words]. Lane 4 * m + q of a warp has a part of rows m and m + 8.
     lane, warp = tl.arange(0, SPLIT * 32)[:, None], tl.arange(0, SPLIT)[:, None, None]
     part, m = lane // 32, lane % 32 // 4
@@ -178,11 +183,14 @@ def _few_products_kernel(
     pair = block * BLOCK_M + tl.arange(0, BLOCK_M)
     expert, warp_expert = 0, 0
     if experts_ptr is not None:
-        wait_for_previous(PDL)  # for the router's choice
-        if SUMMED:
-            expert = tl.load(experts_ptr + block * SUMMED + tl.minimum(part, SUMMED - 1))
-            warp_expert = tl.load(experts_ptr + block * SUMMED + tl.minimum(warp, SUMMED - 1))
+        if SUMMED:  # the kernel before has waited for the router's choice
+            let_next_start(PDL)
+            chosen = experts_ptr + block * SUMMED
+            expert = tl.load(chosen + tl.minimum(part, SUMMED - 1), cache_modifier=".cg")
+            warp_expert = tl.load(chosen + tl.minimum(warp, SUMMED - 1), cache_modifier=".cg")
         else:
+            wait_for_previous(PDL)  # for the router's choice
+            let_next_start(PDL)  # only now, because `sum_of_experts` reads the choice before it waits
             expert = tl.load(experts_ptr + block).to(tl.int64)
             warp_expert = expert
             if expert >= num_experts:
@@ -216,7 +224,7 @@ def _few_products_kernel(
             (step + 1) * STRIDE * COLUMNS <= K,
         )
         queue = queue + (ahead,)  # noqa: RUF005
-    if experts_ptr is None:
+    if experts_ptr is None or SUMMED:
         wait_for_previous(PDL)  # before this only weights may be read; other kernels use x and out
     # Rows of x that do not exist are copies of others
     x_ptr = x_ptr.to(tl.pointer_type(tl.int32)) + word
@@ -232,7 +240,7 @@ def _few_products_kernel(
             of_x = tl.minimum(tl.load(pairs_ptr + block * BLOCK_M + 8 * i + m), num_pairs - 1)
         x_row = x_row + (x_ptr + (of_x // CHOSEN).to(tl.int64) * (4 * x_stride),)  # noqa: RUF005
     sums = tl.zeros((SPLIT, 16, BLOCK_M), tl.float32)
-    for step in tl.range(STEPS, num_stages=1, loop_unroll_factor=AHEAD):
+    for step in tl.range(STEPS, num_stages=1, loop_unroll_factor=UNROLLED):
         words, scales = queue[0]
         ahead = _load_block(
             low_row,
@@ -323,14 +331,19 @@ def _products_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,  # parts of the columns, each of which is a program's
+    PRODUCTS: tl.constexpr,  # of a step, so that the values of each take fewer registers
+    WAIT: tl.constexpr,  # for the tensor cores before the next values are computed
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply BLOCK_N rows of a weight. Values are computed in the registers from which the tensor cores take them,
     while these multiply those before; x is in shared memory.
     """
-    let_next_start(PDL)
+    if experts_ptr is None:
+        let_next_start(PDL)
     wait_for_previous(PDL)
+    if experts_ptr is not None:
+        let_next_start(PDL)  # see `_few_products_kernel`
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     CODES: tl.constexpr = 1 if KIND == DENSE else 8 if KIND == INT4 else 4  # of a word
     AT_END: tl.constexpr = KIND == E4M3 and GROUP == K
@@ -352,22 +365,27 @@ def _products_kernel(
         else:  # a block for each pair
             pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
     x_row = tl.minimum(pair, num_pairs - 1) // CHOSEN  # rows that do not exist are copies of others
-    x_column = x_ptr + x_row.to(tl.int64)[None, :] * x_stride + tl.arange(0, COLUMNS)[:, None]
+    x_column = x_ptr + x_row.to(tl.int64)[None, :] * x_stride + tl.arange(0, COLUMNS // PRODUCTS)[:, None]
     code_row = codes_ptr + weight_row[:, None] * (K // CODES) + tl.arange(0, COLUMNS // CODES)[None, :]
     scale_row = scales_ptr + (weight_row // SCALE_ROWS * scale_stride)[:, None] if KIND != DENSE else 0
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     STEPS: tl.constexpr = (K // COLUMNS + SPLITS - 1) // SPLITS
     first = tl.program_id(2) * STEPS
     for step in tl.range(first, tl.minimum(first + STEPS, K // COLUMNS), num_stages=STAGES):
-        values = tl.load(code_row + step * (COLUMNS // CODES))
-        x = tl.load(x_column + step * COLUMNS)
-        if KIND != DENSE:
+        words = tl.load(code_row + step * (COLUMNS // CODES))
+        if KIND == DENSE:
+            sums = tl.dot(words, tl.load(x_column + step * COLUMNS), sums, input_precision="ieee")
+        else:
             scales = _nothing()
             for start in tl.static_range(0, COLUMNS, SHARED):
                 scale_ptr = scale_row + (step * COLUMNS + start) // GROUP * group_stride
                 scales = scales + (0 if AT_END else tl.load(scale_ptr),)  # noqa: RUF005
-            values = block_values(values, scales, SHARED, KIND, SCALE_DTYPE, dtype, not AT_END)
-        sums = tl.dot(values, x, sums, input_precision="ieee")
+            for part in tl.static_range(PRODUCTS):
+                x = tl.load(x_column + (step * COLUMNS + part * (COLUMNS // PRODUCTS)))
+                values = block_values(words, scales, part, PRODUCTS, SHARED, KIND, SCALE_DTYPE, dtype, not AT_END)
+                sums = tl.dot(values, x, sums, input_precision="ieee")
+                if WAIT:  # in other words: use the sums
+                    sums = tl.inline_asm_elementwise("// $0", "=r,0", [sums], tl.float32, is_pure=False, pack=1)
     if AT_END:
         sums *= tl.load(scale_row)
     if SPLITS > 1:
@@ -479,7 +497,7 @@ def choose_tile(
     """
     block_m = min(max(8, triton.next_power_of_2(num_rows)), MAX_BLOCK_M)
     if block_m <= MAX_FEW_ROWS and not is_routed and _suits_few_rows(x, weight):
-        num_ahead = 2 if block_m == 8 and weight.scales is not None else 1
+        num_ahead = 1 if block_m > 8 or weight.scales is None else 4 if weight.kind == E4M3.value else 2
         return FewRowsTile(block_m, 4 if num_tiles >= MANY_TILES else 8, num_ahead)
     if x.dtype == torch.float32:  # twice the bytes
         return Tile(block_m, 64, 4, 2) if block_m < MAX_BLOCK_M else Tile(block_m, 32, 8, 2)
@@ -493,12 +511,15 @@ def choose_tile(
     if not is_routed and num_rows <= MAX_BLOCK_M and num_programs < NUM_SMS:
         block_m = min(block_m, 64)
     num_splits = max(1, min(NUM_SMS // num_programs, weight.num_columns // MIN_SPLIT_COLUMNS, MAX_SPLITS))
+    num_per_sm = 1
     if block_m == MAX_BLOCK_M:
         num_warps, num_stages = 8, 3 if is_large else 2
+        if weight.kind == INT4.value and target.capability[0] == 9 and not is_routed and num_programs > NUM_SMS:
+            num_per_sm = 2
     else:
         num_warps = 8 if is_large and block_m >= 32 else 4
         num_stages = 6 if is_large and block_m == 32 and not is_routed else 3 if is_large and block_m == 64 else 4
-    return Tile(block_m, block_n, num_warps, num_stages, 1 if is_routed else num_splits)
+    return Tile(block_m, block_n, num_warps, num_stages, 1 if is_routed else num_splits, num_per_sm)
 
 
 def products(
@@ -554,6 +575,8 @@ def sum_of_experts(
 ) -> torch.Tensor:
     """x [T * C, K] by the rows of `experts` [T, C], weighted by `factors`, fp32 [T, C], and summed for each token:
     [T, N]. Every pair reads its expert. Hot: once per layer.
+
+    x must be what `products` has returned for the same `experts`: the kernel loads weights while that one still runs.
     """
     num_tokens, num_chosen = experts.shape
     tile = FewRowsTile(8, triton.next_power_of_2(num_chosen), num_ahead)
@@ -599,11 +622,19 @@ def _launch(
         kernel, x_stride, num_splits = _products_kernel, x.stride(0), tile.num_splits
         if num_splits > 1:
             target = torch.empty((num_splits, num_pairs, num_rows), dtype=torch.float32, device=x.device)
-        if weight.scales is None or weight.num_columns % 128 == 0 == group % 128:
+        is_wide = weight.num_columns % 128 == 0 == group % 128
+        if weight.scales is None or (is_wide and tile.num_per_sm == 1):
             columns = math.gcd(weight.num_columns, 128)
         assert columns >= 16, "a row must consist of whole steps"
         grid = num_blocks, triton.cdiv(num_rows, tile.block_n), num_splits
         constants |= {"BLOCK_N": tile.block_n, "SPLITS": num_splits, "STAGES": tile.num_stages}
+        # On 9.0 the tensor cores read values from registers while a warp goes on. Unless each step uses the sums,
+        # Triton 3.6 lets it overwrite these registers too early (triton-lang/triton#9433). Where the assembler notices,
+        # they wait after each instruction instead.
+        constants["WAIT"] = kernel_target.target_of(x.device).capability[0] == 9
+        constants["PRODUCTS"] = 1 if weight.scales is None else tile.num_per_sm
+        if tile.num_per_sm > 1:
+            constants["maxnreg"] = REGISTERS // (tile.num_per_sm * tile.num_warps * 32)
     shared = min(group, columns) if columns % group == 0 or group % columns == 0 else SLICE.value
     on_grid(kernel, grid)(
         x,

@@ -247,24 +247,29 @@ def _values(
 def block_values(
     words,
     scales,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
     SHARED: tl.constexpr,
     KIND: tl.constexpr,
     SCALE_DTYPE: tl.constexpr,
     dtype: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """The values of whole blocks, with the columns in order: [rows, n] -> [rows, n * codes of a word]. SHARED columns
-    of a block share one of `scales`.
+    """The values of a part of each block, with the columns in order: [rows, n] -> [rows, n * codes of a word / PARTS].
+    SHARED columns of a block share one of `scales`.
     """
     EACH: tl.constexpr = SHARED // SLICE
-    x = _values(words, scales[0], 0, KIND, SCALE_DTYPE, dtype, SCALED)
-    second = _values(words, scales[1 // EACH], 1, KIND, SCALE_DTYPE, dtype, SCALED)
-    SLICES: tl.constexpr = 4 if KIND == INT4 else 2  # of a block
-    if SLICES == 4:
-        x = tl.join(x, _values(words, scales[2 // EACH], 2, KIND, SCALE_DTYPE, dtype, SCALED))
-        second = tl.join(second, _values(words, scales[3 // EACH], 3, KIND, SCALE_DTYPE, dtype, SCALED))
-    x = tl.join(x, second).reshape(words.shape[0], words.shape[1] // BLOCK_WORDS, SLICE, SLICES)
-    return x.permute(0, 1, 3, 2).reshape(words.shape[0], words.shape[1] * 2 * SLICES)
+    SLICES: tl.constexpr = (4 if KIND == INT4 else 2) // PARTS
+    FIRST: tl.constexpr = PART * SLICES
+    x = _values(words, scales[FIRST // EACH], FIRST, KIND, SCALE_DTYPE, dtype, SCALED)
+    if SLICES > 1:
+        second = _values(words, scales[(FIRST + 1) // EACH], FIRST + 1, KIND, SCALE_DTYPE, dtype, SCALED)
+        if SLICES == 4:
+            x = tl.join(x, _values(words, scales[2 // EACH], 2, KIND, SCALE_DTYPE, dtype, SCALED))
+            second = tl.join(second, _values(words, scales[3 // EACH], 3, KIND, SCALE_DTYPE, dtype, SCALED))
+        x = tl.join(x, second).reshape(words.shape[0], words.shape[1] // BLOCK_WORDS, SLICE, SLICES)
+        x = x.permute(0, 1, 3, 2).reshape(words.shape[0], words.shape[1] * 2 * SLICES)
+    return x
 
 
 # -- values ------------------------------------------------------------------------------------------------------

@@ -32,9 +32,9 @@ KINDS = ("dense", "int4", "int8", "e4m3", "e4m3 in blocks")
 
 
 # Rows, warps and blocks ahead; or rows, features, warps, stages and splits; None: the default
-TILES = [None, (8, 2, 1), (16, 4, 3), (16, 16, 4, 2), (16, 16, 4, 2, 2)]
+TILES = [None, (8, 2, 1), (16, 4, 3), (16, 16, 4, 2), (16, 16, 4, 2, 2), (16, 16, 4, 2, 2, 2)]
 if not INTERPRETED:
-    TILES = [None, (8, 8, 1), (16, 4, 3), (16, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 3, 4)]
+    TILES = [None, (8, 8, 1), (16, 4, 3), (16, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 3, 4), (128, 128, 8, 3, 1, 2)]
 
 
 def as_tile(sizes: tuple[int, ...] | None):  # type: ignore[no-untyped-def]

@@ -13,12 +13,14 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.device import kernel_target
-from nanovllm.kernels import decode, fused, launch, merge, sampler, small_linear
+from nanovllm.kernels import decode, fused, launch, merge, packed_linear, sampler, small_linear
+from nanovllm.kernels.packed_values import Packed
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 
 NUM_LAYERS = 6
 HIDDEN, INTERMEDIATE, VOCAB = 1024, 3072, 5000
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128
+NUM_EXPERTS, NUM_CHOSEN, EXPERT_SIZE = 16, 4, 512
 PAGE, NUM_PAGES = 256, 12
 
 
@@ -36,11 +38,16 @@ class Chain:
             "o": (HIDDEN, NUM_HEADS * HEAD_DIM),
             "gate_up": (2 * INTERMEDIATE, HIDDEN),
             "down": (HIDDEN, INTERMEDIATE),
+            "router": (NUM_EXPERTS, HIDDEN),
+            "experts_gate_up": (NUM_EXPERTS * 2 * EXPERT_SIZE, HIDDEN),
+            "experts_down": (NUM_EXPERTS * HIDDEN, EXPERT_SIZE),
             "bias": (HIDDEN,),
             "norm": (HIDDEN,),
             "head_norm": (HEAD_DIM,),
         }
         self.layers = [{name: new(*size) for name, size in sizes.items()} for _ in range(NUM_LAYERS)]
+        for layer in self.layers:
+            layer["router"] = layer["router"].float()
         self.head = new(VOCAB, HIDDEN)
         self.x, self.cos_sin = new(num_seqs, HIDDEN), torch.zeros(num_seqs, HEAD_DIM, device="cuda")
         self.caches = torch.zeros(NUM_LAYERS, 2, NUM_PAGES * num_seqs, PAGE, NUM_KV_HEADS, HEAD_DIM, device="cuda")
@@ -91,6 +98,12 @@ class Chain:
             x = small_linear.small_linear(out.flatten(1), layer["o"], layer["bias"])
             x = fused.rms_norm(x, layer["norm"], 1e-6)
             x = small_linear.small_linear(small_linear.small_gate_up(x, layer["gate_up"], None), layer["down"], None)
+            experts, weights = fused.choose_experts(
+                small_linear.small_linear(x, layer["router"], None), NUM_CHOSEN, True
+            )
+            chosen = Packed(layer["experts_gate_up"]), Packed(layer["experts_down"])
+            hidden = packed_linear.products(x, chosen[0], gated=True, experts=experts, num_experts=NUM_EXPERTS)
+            x = packed_linear.sum_of_experts(hidden, chosen[1], experts, NUM_EXPERTS, weights)
             both = small_linear.small_linear(x, layer["gate_up"], None)
             x = small_linear.small_linear(fused.silu_and_mul(both), layer["down"], layer["bias"])
         x, residual = fused.add_rms_norm(x, residual, self.layers[0]["norm"], 1e-6)
