@@ -24,6 +24,7 @@ from nanovllm.kernels.packed_values import (
     DENSE,
     E4M3,
     INT4,
+    INT8,
     SLICE,
     Packed,
     block_values,
@@ -37,6 +38,7 @@ from nanovllm.kernels.packed_values import (
 
 MAX_FEW_ROWS, MAX_BLOCK_M = 16, 128
 MAX_SUMMED = 16  # experts of a token
+BLOCKS_AHEAD = {DENSE.value: 1, INT4.value: 2, INT8.value: 2, E4M3.value: 4}  # that a warp loads, for up to 8 rows
 MANY_TILES = 384  # programs that fill a GPU with few warps each
 NUM_SMS = 132  # multiprocessors of an H100: columns are split until there are almost so many programs
 REGISTERS = 65536  # of a multiprocessor
@@ -497,7 +499,7 @@ def choose_tile(
     """
     block_m = min(max(8, triton.next_power_of_2(num_rows)), MAX_BLOCK_M)
     if block_m <= MAX_FEW_ROWS and not is_routed and _suits_few_rows(x, weight):
-        num_ahead = 1 if block_m > 8 or weight.scales is None else 4 if weight.kind == E4M3.value else 2
+        num_ahead = 1 if block_m > 8 else BLOCKS_AHEAD[weight.kind]
         return FewRowsTile(block_m, 4 if num_tiles >= MANY_TILES else 8, num_ahead)
     if x.dtype == torch.float32:  # twice the bytes
         return Tile(block_m, 64, 4, 2) if block_m < MAX_BLOCK_M else Tile(block_m, 32, 8, 2)
