@@ -17,6 +17,7 @@ import torch
 class KernelTarget:
     capability: tuple[int, int]  # compute capability, major and minor
     shared_bytes: int  # shared memory that one program can use
+    num_sms: int  # multiprocessors
 
     @property
     def has_dependent_launches(self) -> bool:
@@ -32,11 +33,14 @@ class KernelTarget:
         return self.capability[0] in (9, 10)
 
 
+# CUDA Programming Guide, "Technical Specifications per Compute Capability"
 _SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
-KNOWN_TARGETS = {  # CUDA Programming Guide, "Technical Specifications per Compute Capability"
-    f"{major}.{minor}": KernelTarget((major, minor), kib * 1024) for (major, minor), kib in _SHARED_KIB.items()
+_NUM_SMS = {(8, 0): 108, (8, 6): 82, (8, 9): 128, (9, 0): 132, (10, 0): 148, (12, 0): 170}  # of the largest GPUs
+KNOWN_TARGETS = {
+    f"{major}.{minor}": KernelTarget((major, minor), kib * 1024, _NUM_SMS[major, minor])
+    for (major, minor), kib in _SHARED_KIB.items()
 }
-INTERPRETER = KernelTarget((0, 0), 99 * 1024)  # Triton's interpreter on a CPU
+INTERPRETER = KernelTarget((0, 0), 99 * 1024, 4)  # Triton's interpreter on a CPU
 
 
 @cache
@@ -45,4 +49,5 @@ def target_of(device: torch.device) -> KernelTarget:
     if device.type != "cuda":
         return INTERPRETER
     properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of its fields
-    return KernelTarget((properties.major, properties.minor), properties.shared_memory_per_block_optin)
+    capability = properties.major, properties.minor
+    return KernelTarget(capability, properties.shared_memory_per_block_optin, properties.multi_processor_count)

@@ -40,7 +40,6 @@ MAX_FEW_ROWS, MAX_BLOCK_M = 16, 128
 MAX_SUMMED = 16  # experts of a token
 BLOCKS_AHEAD = {DENSE.value: 1, INT4.value: 2, INT8.value: 2, E4M3.value: 4}  # that a warp loads, for up to 8 rows
 MANY_TILES = 384  # programs that fill a GPU with few warps each
-NUM_SMS = 132  # multiprocessors of an H100: columns are split until there are almost so many programs
 REGISTERS = 65536  # of a multiprocessor
 MIN_SPLIT_COLUMNS, MAX_SPLITS = 512, 8  # fewer columns, or more parts, cost more than they gain
 
@@ -499,7 +498,11 @@ def choose_tile(
     """
     block_m = min(max(8, triton.next_power_of_2(num_rows)), MAX_BLOCK_M)
     if block_m <= MAX_FEW_ROWS and not is_routed and _suits_few_rows(x, weight):
-        num_ahead = 1 if block_m > 8 else BLOCKS_AHEAD[weight.kind]
+        has_one_scale = weight.group_size == weight.num_columns  # others take registers
+        num_ahead = 4 if weight.kind == E4M3.value and has_one_scale else 1 if weight.scales is None else 2
+        if weight.kind == INT4.value:
+            num_ahead = BLOCKS_AHEAD[1]
+        num_ahead = num_ahead if block_m == 8 else 1
         return FewRowsTile(block_m, 4 if num_tiles >= MANY_TILES else 8, num_ahead)
     if x.dtype == torch.float32:  # twice the bytes
         return Tile(block_m, 64, 4, 2) if block_m < MAX_BLOCK_M else Tile(block_m, 32, 8, 2)
@@ -510,13 +513,14 @@ def choose_tile(
         return Tile(block_m, 128, 8, 3) if is_large else Tile(block_m, 64, 8, 2)
     block_n = 128 if is_large else 64
     num_programs = triton.cdiv(16 * num_tiles, block_n) * max(1, triton.cdiv(num_rows, MAX_BLOCK_M))
-    if not is_routed and num_rows <= MAX_BLOCK_M and num_programs < NUM_SMS:
+    if not is_routed and num_rows <= MAX_BLOCK_M and num_programs < target.num_sms:
         block_m = min(block_m, 64)
-    num_splits = max(1, min(NUM_SMS // num_programs, weight.num_columns // MIN_SPLIT_COLUMNS, MAX_SPLITS))
+    num_splits = max(1, min(target.num_sms // num_programs, weight.num_columns // MIN_SPLIT_COLUMNS, MAX_SPLITS))
     num_per_sm = 1
     if block_m == MAX_BLOCK_M:
         num_warps, num_stages = 8, 3 if is_large else 2
-        if weight.kind == INT4.value and target.capability[0] == 9 and not is_routed and num_programs > NUM_SMS:
+        fits_twice = weight.kind == INT4.value and weight.group_size % 128 == 0 and target.capability[0] == 9
+        if fits_twice and not is_routed and num_programs > target.num_sms:
             num_per_sm = 2
     else:
         num_warps = 8 if is_large and block_m >= 32 else 4

@@ -16,6 +16,7 @@ import torch
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.core.shadow_spec import KEY_GROUP, SLICE_TOKENS, ShadowSpec
 from nanovllm.core.step_plan import PageFill, StreamedGroup
+from nanovllm.device import kernel_target
 from nanovllm.runner.inputs import pad_tables, to_device
 
 _MAX_HALF = 65504.0
@@ -104,7 +105,7 @@ class Shadow:
         self.spec, self.device = spec, device
         shape = (spec.num_layers, num_pages, spec.num_kv_heads, spec.head_words)
         self.pages_LNKW = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+        self._num_sms = kernel_target.target_of(device).num_sms
 
     def fill(self, fills: Sequence[PageFill], k_LNPKD: torch.Tensor, v_LNPKD: torch.Tensor) -> None:
         """Fill pages in all layers from blocks on the GPU."""

@@ -37,7 +37,7 @@ def gpu_of(monkeypatch: pytest.MonkeyPatch):
     """Pretend that the GPU has this compute capability, with cuDNN and without flash-attn."""
 
     def pretend(capability: tuple[int, int], flash: bool = False) -> None:
-        monkeypatch.setattr(kernel_target, "target_of", lambda device: KernelTarget(capability, 99 * 1024))
+        monkeypatch.setattr(kernel_target, "target_of", lambda device: KernelTarget(capability, 99 * 1024, 82))
         monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         reason = None if flash else "flash_attn is not installed"

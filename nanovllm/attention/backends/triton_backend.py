@@ -3,7 +3,6 @@
 import importlib.util
 import os
 from collections.abc import Sequence
-from functools import cache
 from typing import ClassVar
 
 import torch
@@ -71,7 +70,7 @@ class TritonBackend(AttentionBackend):
         scale: float,
     ) -> torch.Tensor:
         """By one kernel. Returns the LSE [H, T]."""
-        num_sms = _num_sms(q_THD.device)
+        num_sms = kernel_target.target_of(q_THD.device).num_sms
         if batch.max_query_len > MAX_DECODE_QUERIES:
             # In a graph, the longest chunk is planned for: others leave more of the GPU idle
             planned, num_sequences = q_THD, len(batch.context_lens)
@@ -131,7 +130,7 @@ class TritonBackend(AttentionBackend):
                 merged.add(PartialAttention(out_THD, out_THD.new_zeros(q_THD.shape[1], 1, dtype=torch.float32)))
 
     def max_split_bytes(self, q_THD: torch.Tensor) -> int:
-        return self.configs.max_split_bytes(q_THD, _num_sms(q_THD.device))
+        return self.configs.max_split_bytes(q_THD, kernel_target.target_of(q_THD.device).num_sms)
 
 
 def _num_sequences(q_THD: torch.Tensor, batch: PagedBatch) -> int:
@@ -151,10 +150,3 @@ def _leading_short(batch: PagedBatch) -> tuple[int, int]:
     query_lens = batch.host.query_lens
     num_short = next(i for i, query_len in enumerate(query_lens) if query_len > MAX_DECODE_QUERIES)
     return num_short, sum(query_lens[:num_short])
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4  # Triton's interpreter
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
