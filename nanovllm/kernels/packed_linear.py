@@ -24,7 +24,6 @@ from nanovllm.kernels.packed_values import (
     DENSE,
     E4M3,
     INT4,
-    INT8,
     SLICE,
     Packed,
     block_values,
@@ -38,7 +37,6 @@ from nanovllm.kernels.packed_values import (
 
 MAX_FEW_ROWS, MAX_BLOCK_M = 16, 128
 MAX_SUMMED = 16  # experts of a token
-BLOCKS_AHEAD = {DENSE.value: 1, INT4.value: 2, INT8.value: 2, E4M3.value: 4}  # that a warp loads, for up to 8 rows
 MANY_TILES = 384  # programs that fill a GPU with few warps each
 REGISTERS = 65536  # of a multiprocessor
 MIN_SPLIT_COLUMNS, MAX_SPLITS = 512, 8  # fewer columns, or more parts, cost more than they gain
@@ -498,11 +496,10 @@ def choose_tile(
     """
     block_m = min(max(8, triton.next_power_of_2(num_rows)), MAX_BLOCK_M)
     if block_m <= MAX_FEW_ROWS and not is_routed and _suits_few_rows(x, weight):
-        has_one_scale = weight.group_size == weight.num_columns  # others take registers
-        num_ahead = 4 if weight.kind == E4M3.value and has_one_scale else 1 if weight.scales is None else 2
-        if weight.kind == INT4.value:
-            num_ahead = BLOCKS_AHEAD[1]
-        num_ahead = num_ahead if block_m == 8 else 1
+        num_ahead = 1
+        if block_m == 8 and weight.scales is not None:
+            has_one_scale = weight.group_size == weight.num_columns  # others take registers
+            num_ahead = 3 if weight.kind == INT4.value else 4 if weight.kind == E4M3.value and has_one_scale else 2
         return FewRowsTile(block_m, 4 if num_tiles >= MANY_TILES else 8, num_ahead)
     if x.dtype == torch.float32:  # twice the bytes
         return Tile(block_m, 64, 4, 2) if block_m < MAX_BLOCK_M else Tile(block_m, 32, 8, 2)
