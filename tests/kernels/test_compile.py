@@ -426,6 +426,20 @@ def test_quantizing_of_rows_fits() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int4", "int4 by row"])
+def test_two_programs_of_a_wide_packed_product_fit_on_a_multiprocessor(kind: str) -> None:
+    """Each takes 1 KiB more of shared memory than it asks for. There is nothing to spare."""
+    x, weight = torch.zeros(256, 4096, dtype=BF16), PACKED_KINDS[kind](4096, BF16)
+    tile = packed_linear.choose_tile(256, 24576 // 16, target := KNOWN_TARGETS["9.0"], x, weight)
+    assert isinstance(tile, packed_linear.Tile) and tile.num_per_sm == 2
+    with compiling_for(target) as compiled:
+        packed_linear.products(x, weight, gated=True, tile=tile)
+    check(compiled, target)
+    (kernel,) = compiled
+    assert 2 * (kernel.shared_bytes + 1024) <= 228 * 1024 and kernel.stack_bytes() == 0
+
+
+@pytest.mark.slow
 def test_quantizing_of_weights_fits_and_is_exact() -> None:
     """One kernel for a format, whatever the shapes: it is compiled while weights are loaded."""
     for name, dtype in (*((name, BF16) for name in PATHS), ("9.0", FP32), ("8.9", FP16)):
