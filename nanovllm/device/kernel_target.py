@@ -35,7 +35,8 @@ class KernelTarget:
 
 # CUDA Programming Guide, "Technical Specifications per Compute Capability"
 _SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
-_NUM_SMS = {(8, 0): 108, (8, 6): 82, (8, 9): 128, (9, 0): 132, (10, 0): 148, (12, 0): 170}  # of the largest GPUs
+# A100, RTX 3090, RTX 4090, H100, B200, RTX 5090
+_NUM_SMS = {(8, 0): 108, (8, 6): 82, (8, 9): 128, (9, 0): 132, (10, 0): 148, (12, 0): 170}
 KNOWN_TARGETS = {
     f"{major}.{minor}": KernelTarget((major, minor), kib * 1024, _NUM_SMS[major, minor])
     for (major, minor), kib in _SHARED_KIB.items()

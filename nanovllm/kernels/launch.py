@@ -203,9 +203,9 @@ def compiling_in(threads: Executor, server: CompileServer | None) -> Iterator[No
 # - `let_next_start` comes first. That is safe: the next kernel's programs start only once all of ours have, so they
 #   take only resources that we leave idle, and then they wait for us.
 #
-# There is one exception. The down projection of experts must know which they are before it can load a weight. So the
-# kernel before it, which computes the gate and the up projection, calls `let_next_start` after its wait. What the
-# router has written is visible then, and the down projection reads it before it waits, past the first-level cache.
+# Experts are the exception to the last two. Their down projection must know which they are before it can load a weight.
+# So the kernel before it, which computes gate and up, calls `let_next_start` only after its wait. What the router has
+# written is visible then, and the down projection reads it before it waits, past the first-level cache.
 #
 # Other work in the stream needs no change. An ordinary kernel, a copy, a recorded event and the end of a graph wait
 # until the kernel before them is complete, and with it all earlier ones. A PDL kernel after an ordinary kernel starts

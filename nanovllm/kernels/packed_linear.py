@@ -58,7 +58,7 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     num_splits: int = 1  # parts of the columns, whose sums another kernel adds
-    num_per_sm: int = 1  # programs of a multiprocessor: one multiplies while another computes values
+    num_per_sm: int = 1  # programs of a multiprocessor, and products of a step: one multiplies while others compute
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def _few_products_kernel(
     STRIDE: tl.constexpr = 1 if SUMMED else SPLIT  # blocks from one of a warp to its next
     STEPS: tl.constexpr = (K // COLUMNS + STRIDE - 1) // STRIDE
     AT_END: tl.constexpr = KIND == E4M3 and GROUP == K  # the scale of a row is applied to its sum
-    # The assembler moves the loads of a turn to its end. So many blocks ahead help only if a turn has more
+    # The assembler moves the loads of a turn to its end, unless the turn has more steps than there are blocks ahead
     UNROLLED: tl.constexpr = 2 * AHEAD if AHEAD > 3 else AHEAD
     # Tensors of a step are [lanes, 4 words]. Lane 4 * m + q of a warp has a part of rows m and m + 8.
     lane, warp = tl.arange(0, SPLIT * 32)[:, None], tl.arange(0, SPLIT)[:, None, None]
@@ -383,7 +383,7 @@ def _products_kernel(
                 x = tl.load(x_column + (step * COLUMNS + part * (COLUMNS // PRODUCTS)))
                 values = block_values(words, scales, part, PRODUCTS, SHARED, KIND, SCALE_DTYPE, dtype, not AT_END)
                 sums = tl.dot(values, x, sums, input_precision="ieee")
-                if WAIT:  # in other words: use the sums
+                if WAIT:  # a use of the sums, before which Triton waits for the product
                     sums = tl.inline_asm_elementwise("// $0", "=r,0", [sums], tl.float32, is_pure=False, pack=1)
     if AT_END:
         sums *= tl.load(scale_row)
@@ -496,10 +496,11 @@ def choose_tile(
     """
     block_m = min(max(8, triton.next_power_of_2(num_rows)), MAX_BLOCK_M)
     if block_m <= MAX_FEW_ROWS and not is_routed and _suits_few_rows(x, weight):
-        num_ahead = 1
-        if block_m == 8 and weight.scales is not None:
-            has_one_scale = weight.group_size == weight.num_columns  # others take registers
-            num_ahead = 3 if weight.kind == INT4.value else 4 if weight.kind == E4M3.value and has_one_scale else 2
+        num_ahead = 1 if block_m > 8 or weight.scales is None else 2
+        if num_ahead > 1 and weight.kind == INT4.value:
+            num_ahead = 3
+        if num_ahead > 1 and weight.kind == E4M3.value and weight.group_size == weight.num_columns:
+            num_ahead = 4  # without scales that are loaded with each block, there are registers for it
         return FewRowsTile(block_m, 4 if num_tiles >= MANY_TILES else 8, num_ahead)
     if x.dtype == torch.float32:  # twice the bytes
         return Tile(block_m, 64, 4, 2) if block_m < MAX_BLOCK_M else Tile(block_m, 32, 8, 2)

@@ -333,7 +333,9 @@ def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _e4m3_codes(x):
-    """fp32 numbers below 464, or NaN -> codes, rounded to nearest even. Some GPUs have no instruction for this."""
+    """fp32 numbers below 464 -> codes, rounded to nearest even; larger ones and NaN have the code of NaN. Some GPUs
+    have no instruction for this.
+    """
     bits = x.to(tl.int32, bitcast=True)
     magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43F00000)  # 480 has the code of NaN
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)

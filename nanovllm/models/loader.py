@@ -262,13 +262,13 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
     device, quantization = shards[0].target.device, shards[0].quantization
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     has_one_scale = quantization is not None and not quantization.block[0]
-    quantizes_itself = quantization is not None and quantization.is_online and isinstance(shards[0].target, PackedRows)
+    target_quantizes = quantization is not None and quantization.is_online and isinstance(shards[0].target, PackedRows)
     num_drawn = num_rows if has_one_scale else _DUMMY_ROWS
     for start in range(0, num_rows, num_drawn):
         end = min(start + num_drawn, num_rows)
         drawn = torch.empty(end - start, *others, dtype=dtype, device=device)
         drawn.normal_(0, math.prod(others) ** -0.5, generator=generator)
-        weight = None if quantization is None or quantizes_itself else quantize(drawn, quantization)
+        weight = None if quantization is None or target_quantizes else quantize(drawn, quantization)
         for shard in shards:
             rows, *columns = shard.index
             first_row, last_row, _ = rows.indices(num_rows)

@@ -55,3 +55,4 @@ def test_target_of_gpu_is_what_the_tables_say(pytestconfig: pytest.Config) -> No
     assert target.shared_bytes == KNOWN_TARGETS.get(f"{major}.{minor}", target).shared_bytes
     if not pytestconfig.getoption("--kernel-target"):
         assert target.capability == torch.cuda.get_device_capability()
+        assert target.num_sms == torch.cuda.get_device_properties(CUDA).multi_processor_count
