@@ -124,7 +124,11 @@ def test_short_answers_gain_by_what_others_have_shown(kind: str) -> None:
     assert both > 0.95 * max(lookups, drafts), f"{both:.1f} tok/s with both, {lookups:.1f} and {drafts:.1f} with one"
 
 
+@pytest.mark.parametrize("length", [200, ANSWER_TOKENS])
 @pytest.mark.parametrize("times_of", TIMES.values(), ids=TIMES)
-def test_guesses_that_are_all_wrong_cost_little(times_of: tuple[Callable[[int], float], float]) -> None:
-    rate = tokens_per_s(["prompt_lookup", "shadow"], make_texts("new"), 0.0, times_of)
-    assert rate * times_of[0](0) > 0.97
+def test_guesses_that_are_all_wrong_cost_little(times_of: tuple[Callable[[int], float], float], length: int) -> None:
+    """Also in a first and short answer. After a rest, the prior acceptance of 0.95 took a dozen wrong passes again."""
+    texts = [(prompt, answer[:length]) for prompt, answer in make_texts("new")]
+    for some in (texts[:1], texts):
+        rate = tokens_per_s(["prompt_lookup", "shadow"], some, 0.0, times_of)
+        assert rate * times_of[0](0) > 0.97

@@ -150,8 +150,8 @@ def test_acceptance_approaches_that_of_the_guesses(acceptance: float) -> None:
         assert some.estimate == pytest.approx(acceptance, abs=0.03)
 
 
-def test_sequences_that_rest_try_again_together_as_if_nothing_were_known() -> None:
-    """A shadow's guesses began anew with the acceptance of others, and where drafts are dear they never did."""
+def test_sequences_that_rest_try_again_together() -> None:
+    """Regression: a shadow's guesses began anew with 0.7, and where drafts are dear they never did."""
     sequences = [Pace(0.95, 0.95) for _ in range(3)]
     ends = []
     for step in range(9 * speculator.REST_STEPS):
@@ -160,7 +160,9 @@ def test_sequences_that_rest_try_again_together_as_if_nothing_were_known() -> No
         if not any(resting):
             ends.append(step)
             for some in sequences:
-                assert some.acceptance.estimate == pytest.approx(0.95)
+                assert some.acceptance.estimate == pytest.approx(0.8 if step else 0.95)
                 some.verified(4, len(ends) == 4)
                 some.rest(step)
     assert ends == [i * speculator.REST_STEPS for i in (0, 1, 2, 4, 5, 6, 8)]
+    times = measured((step_plan(), 1.0), (step_plan(), 1.0), draft_s=0.6)
+    assert best_number(times, 0.8, 15, costs_drafts=True) > 0 == best_number(times, 0.6, 15, costs_drafts=True)
