@@ -496,10 +496,12 @@ def choose_tile(
     """
     block_m = min(max(8, triton.next_power_of_2(num_rows)), MAX_BLOCK_M)
     if block_m <= MAX_FEW_ROWS and not is_routed and _suits_few_rows(x, weight):
-        num_ahead = 1 if block_m > 8 or weight.scales is None else 2
-        if num_ahead > 1 and weight.kind == INT4.value:
+        num_ahead = 2
+        if block_m > 8 or weight.scales is None:
+            num_ahead = 1
+        elif weight.kind == INT4.value:
             num_ahead = 3
-        if num_ahead > 1 and weight.kind == E4M3.value and weight.group_size == weight.num_columns:
+        elif weight.kind == E4M3.value and weight.group_size == weight.num_columns:
             num_ahead = 4  # without scales that are loaded with each block, there are registers for it
         return FewRowsTile(block_m, 4 if num_tiles >= MANY_TILES else 8, num_ahead)
     if x.dtype == torch.float32:  # twice the bytes
@@ -627,7 +629,7 @@ def _launch(
         if num_splits > 1:
             target = torch.empty((num_splits, num_pairs, num_rows), dtype=torch.float32, device=x.device)
         is_wide = weight.num_columns % 128 == 0 == group % 128
-        if weight.scales is None or (is_wide and tile.num_per_sm == 1):
+        if weight.scales is None or (is_wide and tile.num_per_sm == 1):  # several products divide a single block
             columns = math.gcd(weight.num_columns, 128)
         assert columns >= 16, "a row must consist of whole steps"
         grid = num_blocks, triton.cdiv(num_rows, tile.block_n), num_splits

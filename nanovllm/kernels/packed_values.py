@@ -91,7 +91,7 @@ def halves(words, dtype: tl.constexpr):
 
 
 @triton.jit
-def _mask_and_set(words, MASK: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+def mask_and_set(words, MASK: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """(words & MASK) | BITS, by one instruction where the compiler would use two."""
     if _INTERPRETED:
         words = (words & MASK) | BITS
@@ -113,13 +113,13 @@ def nibbles(words, PLACE: tl.constexpr, dtype: tl.constexpr, IS_HIGH: tl.constex
         bits = words >> SHIFT
     if dtype == tl.bfloat16:
         if IS_HIGH:
-            bits = _mask_and_set(bits, 0x00780078, 0x43804380, "lop3.b32 $0, $1, 0x00780078, 0x43804380, 0xEA;")
+            bits = mask_and_set(bits, 0x00780078, 0x43804380, "lop3.b32 $0, $1, 0x00780078, 0x43804380, 0xEA;")
         else:
-            bits = _mask_and_set(bits, 0x00780078, 0x41804180, "lop3.b32 $0, $1, 0x00780078, 0x41804180, 0xEA;")
+            bits = mask_and_set(bits, 0x00780078, 0x41804180, "lop3.b32 $0, $1, 0x00780078, 0x41804180, 0xEA;")
     elif IS_HIGH:
-        bits = _mask_and_set(bits, 0x03C003C0, 0x5C005C00, "lop3.b32 $0, $1, 0x03C003C0, 0x5C005C00, 0xEA;")
+        bits = mask_and_set(bits, 0x03C003C0, 0x5C005C00, "lop3.b32 $0, $1, 0x03C003C0, 0x5C005C00, 0xEA;")
     else:
-        bits = _mask_and_set(bits, 0x03C003C0, 0x4C004C00, "lop3.b32 $0, $1, 0x03C003C0, 0x4C004C00, 0xEA;")
+        bits = mask_and_set(bits, 0x03C003C0, 0x4C004C00, "lop3.b32 $0, $1, 0x03C003C0, 0x4C004C00, 0xEA;")
     return halves(bits, dtype)
 
 

@@ -30,6 +30,7 @@ from nanovllm.device.kernel_target import KernelTarget
 from nanovllm.kernels.configs import plan_num_splits
 from nanovllm.kernels.launch import LN_2, LOG2_E, let_next_start, on_grid, pdl_options, wait_for_previous
 from nanovllm.kernels.merge import merge_splits
+from nanovllm.kernels.packed_values import mask_and_set
 
 MAX_ROWS = 16  # query heads of a program
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -86,27 +87,17 @@ def _at(words, PLACE: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def _mask_and_set(words, MASK: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """(words & MASK) | BITS, by one instruction where the compiler would use two."""
-    if _INTERPRETED:
-        words = (words & MASK) | BITS
-    else:
-        words = tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
-    return words
-
-
-@triton.jit
 def _codes(words, s: tl.constexpr, BITS: tl.constexpr):
     """2^BITS + code in fp16, two in each word, of slice `s`.
 
     The code is in the highest bits of the mantissa, and the exponent is that of 2^BITS.
     """
     if BITS == 4:
-        words = _mask_and_set(
+        words = mask_and_set(
             _at(words, 4 * s, 6), 0x03C003C0, 0x4C004C00, "lop3.b32 $0, $1, 0x03C003C0, 0x4C004C00, 0xEA;"
         )
     else:
-        words = _mask_and_set(
+        words = mask_and_set(
             _at(words, 2 * s, 8), 0x03000300, 0x44004400, "lop3.b32 $0, $1, 0x03000300, 0x44004400, 0xEA;"
         )
     return words

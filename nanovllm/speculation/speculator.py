@@ -16,7 +16,7 @@ logger = logging.getLogger("nanovllm")
 
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0  # for a sequence that begins to guess; the weight is in guesses
 PRIORS = {"quote": 0.95, "shadow": 0.95}  # for the kinds of guesses that are nearly always right
-MAX_RESTED_ACCEPTANCE = 0.8  # with which a sequence begins after a rest: then it has shown wrong guesses
+MAX_RESTED_ACCEPTANCE = 0.8  # with which a sequence begins after a rest at most, since its guesses were wrong before
 DECAY, COMMON_DECAY = 0.9, 0.98  # per pass, for the acceptance of a sequence and of all together
 MIN_GAIN = 1.02  # in tokens per second; less is within the error of the times
 REST_STEPS = 64  # from one trial of all resting sequences to the next
