@@ -32,6 +32,7 @@ from nanovllm.kernels.packed_values import (
     nibbles,
     ones,
     scale_of,
+    scale_row,
     small_e4m3,
 )
 
@@ -71,10 +72,10 @@ def _nothing():
 def _load_block(
     low_row,
     high_row,
-    scale_row,  # None: no scales are wanted
+    scales_of_row,  # None: no scales are wanted
     chunk,
     scale_chunk,
-    group_stride,
+    GROUP_STRIDE: tl.constexpr,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     SHARED: tl.constexpr,
@@ -89,10 +90,10 @@ def _load_block(
     words = tl.join(_load(low, is_block, EVEN), _load(high, is_block, EVEN))
     words = words.reshape(words.shape[0] // 32, 8, 4, 4, 2).permute(0, 4, 1, 2, 3)
     scales = _nothing()
-    if scale_row is not None:
+    if scales_of_row is not None:
         column = scale_chunk * COLUMNS
         for start in tl.static_range(0, COLUMNS, SHARED):
-            scale = tl.load(scale_row + (column + start) // GROUP * group_stride, mask=column < K, other=0)
+            scale = tl.load(scales_of_row + (column + start) // GROUP * GROUP_STRIDE, mask=column < K, other=0)
             scales = scales + (scale,)  # noqa: RUF005  # Triton does not know the other form
     return words, scales
 
@@ -136,8 +137,6 @@ def _few_products_kernel(
     x_stride,  # in 16 bytes, from one row to the next
     num_pairs,
     num_experts,
-    group_stride,  # between the scales of neighbouring groups of columns
-    scale_stride,  # between those of neighbouring rows
     N,  # features of the result
     CHOSEN: tl.constexpr,  # pairs of a row of x
     SUMMED: tl.constexpr,  # pairs of a row of the result, each of which is a warp's; 0: nothing is summed
@@ -146,6 +145,7 @@ def _few_products_kernel(
     SHARED: tl.constexpr,  # columns of a block that have one scale
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr,  # from one tile, row and group to the next
     SCALE_DTYPE: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,  # the result is silu(first half) * second half
@@ -201,21 +201,21 @@ def _few_products_kernel(
     code_ptr = codes_ptr.to(tl.pointer_type(tl.int32)) + word
     low_row = code_ptr + (expert * (ROWS * N) + low).to(tl.int64) * (K // CODES)
     high_row = code_ptr + (expert * (ROWS * N) + high).to(tl.int64) * (K // CODES)
-    scale_row = None
+    scales_of_row = None
     if KIND != DENSE:
         weight_row = warp_expert * (ROWS * N) + row[None, :, None] + 0 * warp
-        scale_row = scales_ptr + weight_row // SCALE_ROWS * scale_stride
-    block_scale_row = None if AT_END else scale_row
+        scales_of_row = scale_row(scales_ptr, weight_row, SCALE_STRIDES[0], SCALE_STRIDES[1], SCALE_ROWS)
+    block_scales = None if AT_END else scales_of_row
     first, scale_first = (0 * part, 0 * warp) if SUMMED else (part, warp)
     queue = _nothing()
     for step in tl.static_range(AHEAD):
         ahead = _load_block(
             low_row,
             high_row,
-            block_scale_row,
+            block_scales,
             step * STRIDE + first,
             step * STRIDE + scale_first,
-            group_stride,
+            SCALE_STRIDES[2],
             K,
             COLUMNS,
             SHARED,
@@ -244,10 +244,10 @@ def _few_products_kernel(
         ahead = _load_block(
             low_row,
             high_row,
-            block_scale_row,
+            block_scales,
             (step + AHEAD) * STRIDE + first,
             (step + AHEAD) * STRIDE + scale_first,
-            group_stride,
+            SCALE_STRIDES[2],
             K,
             COLUMNS,
             SHARED,
@@ -283,7 +283,7 @@ def _few_products_kernel(
                     code_sums -= x_sums * (scale_bits >> 16).to(tl.float32)
                 sums += code_sums * scale_of(scale_bits, SCALE_DTYPE, KIND, dtype)
     if AT_END:
-        sums *= scale_of(tl.load(scale_row), SCALE_DTYPE, KIND, dtype)
+        sums *= scale_of(tl.load(scales_of_row), SCALE_DTYPE, KIND, dtype)
     if SUMMED:
         sums *= tl.load(factors_ptr + block * SUMMED + warp, mask=warp < SUMMED, other=0.0)
     sums = tl.sum(sums, 0)
@@ -314,8 +314,6 @@ def _products_kernel(
     x_stride,
     num_pairs,
     num_experts,
-    group_stride,
-    scale_stride,
     N,
     CHOSEN: tl.constexpr,
     K: tl.constexpr,
@@ -323,6 +321,7 @@ def _products_kernel(
     SHARED: tl.constexpr,  # of these that have one scale
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr,  # from one tile, row and group to the next
     SCALE_DTYPE: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
@@ -366,7 +365,9 @@ def _products_kernel(
     x_row = tl.minimum(pair, num_pairs - 1) // CHOSEN  # rows that do not exist are copies of others
     x_column = x_ptr + x_row.to(tl.int64)[None, :] * x_stride + tl.arange(0, COLUMNS // PRODUCTS)[:, None]
     code_row = codes_ptr + weight_row[:, None] * (K // CODES) + tl.arange(0, COLUMNS // CODES)[None, :]
-    scale_row = scales_ptr + (weight_row // SCALE_ROWS * scale_stride)[:, None] if KIND != DENSE else 0
+    scales_of_row = 0
+    if KIND != DENSE:
+        scales_of_row = scale_row(scales_ptr, weight_row[:, None], SCALE_STRIDES[0], SCALE_STRIDES[1], SCALE_ROWS)
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     STEPS: tl.constexpr = (K // COLUMNS + SPLITS - 1) // SPLITS
     first = tl.program_id(2) * STEPS
@@ -377,7 +378,7 @@ def _products_kernel(
         else:
             scales = _nothing()
             for start in tl.static_range(0, COLUMNS, SHARED):
-                scale_ptr = scale_row + (step * COLUMNS + start) // GROUP * group_stride
+                scale_ptr = scales_of_row + (step * COLUMNS + start) // GROUP * SCALE_STRIDES[2]
                 scales = scales + (0 if AT_END else tl.load(scale_ptr),)  # noqa: RUF005
             for part in tl.static_range(PRODUCTS):
                 x = tl.load(x_column + (step * COLUMNS + part * (COLUMNS // PRODUCTS)))
@@ -386,7 +387,7 @@ def _products_kernel(
                 if WAIT:  # a use of the sums, before which Triton waits for the product
                     sums = tl.inline_asm_elementwise("// $0", "=r,0", [sums], tl.float32, is_pure=False, pack=1)
     if AT_END:
-        sums *= tl.load(scale_row)
+        sums *= tl.load(scales_of_row)
     if SPLITS > 1:
         part = (tl.program_id(2).to(tl.int64) * num_pairs + pair) * (ROWS * N)
         is_there = (pair < num_pairs)[None, :] & (feature + in_tile % FEATURES < N)[:, None]
@@ -654,7 +655,6 @@ def _launch(
         x_stride,
         num_pairs,
         num_experts,
-        *((0, 0) if weight.scales is None else weight.scales.stride()),
         num_features,
         CHOSEN=num_chosen,
         K=weight.num_columns,
@@ -662,6 +662,7 @@ def _launch(
         SHARED=columns if weight.scales is None else shared,
         GROUP=group,
         SCALE_ROWS=weight.scale_rows,
+        SCALE_STRIDES=(0, 0, 0) if weight.scales is None else weight.scales.stride(),
         SCALE_DTYPE=weight.scale_type,
         KIND=weight.kind,
         GATED=gated,

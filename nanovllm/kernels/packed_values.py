@@ -4,6 +4,9 @@ A packed weight (layers/packed_weight.py) consists of int32 words that hold code
 columns and `scale_rows` rows share a scale, and integers also a zero: a value is (code - zero) * scale. The weights of
 several experts are one weight, with an expert's rows together.
 
+The scales of eight rows are together, group after group, so that a warp finds those of its next groups in the cache.
+Where cuBLAS multiplies blocks of codes, it wants those of a row together instead. So kernels take three strides.
+
 16 words of a row are a block. The codes are arranged so that the tensor cores can use them with few instructions: a
 shift and a mask leave two codes of a word in the halves of a register, in the mantissas of two 16-bit numbers, and
 these are neighbours in the weight. Word w of a block has, from bit B * s + 16 * h on, the code of column
@@ -32,6 +35,7 @@ from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_f
 
 DENSE, INT4, INT8, E4M3 = (tl.constexpr(kind) for kind in range(4))
 BLOCK_WORDS, SLICE = (tl.constexpr(size) for size in (16, 32))  # words of a block, columns of a slice
+SCALE_TILE = tl.constexpr(8)  # rows whose scales are together
 MAX_E4M3 = tl.constexpr(448.0)
 MIN_E4M3_RANGE = tl.constexpr(2.0**-100)  # the least that the largest value of a group is taken for
 MAX_INT4 = tl.constexpr(7.5)  # what the largest value of a group becomes, less the zero, before it is rounded
@@ -42,7 +46,7 @@ class Packed(NamedTuple):
     """The tensors of a weight [N, K]. A dense one has nothing but values, in `codes`."""
 
     codes: torch.Tensor  # int32 words [N, K / 8] or [N, K / 4]; dense: the values [N, K]
-    scales: torch.Tensor | None = None  # [K / group_size, N / scale_rows]: fp32, or words of `pack_scales`
+    scales: torch.Tensor | None = None  # [tiles, 8 rows, K / group_size] of `new_scales`: fp32, or `pack_scales`' words
     kind: int = DENSE.value
     scale_dtype: torch.dtype | None = None  # bf16 or fp16 in words; None is fp32
     scale_rows: int = 1
@@ -68,6 +72,18 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     places = torch.arange(0, 16, bits, dtype=torch.int32, device=codes.device)[:, None]
     words = (slices.select(4, 0) << places).sum(2, dtype=torch.int32)
     return (words | (slices.select(4, 1) << (places + 16)).sum(2, dtype=torch.int32)).flatten(1)
+
+
+def new_scales(num_rows: int, num_groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros for the scales of a weight, [tiles, 8 rows, groups]. The last tile may have rows that do not exist."""
+    tiles = torch.zeros(triton.cdiv(num_rows, SCALE_TILE.value), num_groups, SCALE_TILE.value, dtype=dtype)
+    return tiles.transpose(1, 2)
+
+
+def store_scales(target: torch.Tensor, first_row: int, scales: torch.Tensor) -> None:
+    """Write scales [n, groups] to those of the rows from `first_row` on."""
+    row = torch.arange(first_row, first_row + len(scales), device=target.device)
+    target[row // SCALE_TILE.value, row % SCALE_TILE.value, : scales.shape[1]] = scales.to(target.device)
 
 
 def pack_scales(scales: torch.Tensor, zeros: torch.Tensor, bits: int) -> torch.Tensor:
@@ -171,6 +187,13 @@ def enlarged(words, dtype: tl.constexpr):
         }"""
         x = halves(tl.inline_asm_elementwise(asm, "=r,r", [words], tl.int32, is_pure=True, pack=1), dtype)
     return x
+
+
+@triton.jit
+def scale_row(scales_ptr, row, tile_stride, row_stride, SCALE_ROWS: tl.constexpr):
+    """Where the scales of rows of the weight begin."""
+    row //= SCALE_ROWS
+    return scales_ptr + row // SCALE_TILE * tile_stride + row % SCALE_TILE * row_stride
 
 
 @triton.jit
@@ -282,8 +305,9 @@ def _unpack_kernel(
     out_ptr,
     first_row,
     num_rows,
+    tile_stride,
+    row_stride,
     group_stride,
-    scale_stride,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
@@ -297,10 +321,10 @@ def _unpack_kernel(
     CODES: tl.constexpr = 8 if KIND == INT4 else 4
     word = block * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, :]
     words = tl.load(codes_ptr + row * (K // CODES) + word, mask=is_row, other=0)
+    scales = scale_row(scales_ptr, row, tile_stride, row_stride, SCALE_ROWS)
     for part in tl.static_range(CODES // 2):
         column = block * BLOCK_WORDS * CODES + part * SLICE
-        scale = scales_ptr + column // GROUP * group_stride + row // SCALE_ROWS * scale_stride
-        scale_bits = tl.load(scale, mask=is_row, other=0)
+        scale_bits = tl.load(scales + column // GROUP * group_stride, mask=is_row, other=0)
         values = _values(words, scale_bits, part, KIND, SCALE_DTYPE, out_ptr.dtype.element_ty)
         at = out_row.to(tl.int64) * K + column + tl.arange(0, SLICE)[None, :]
         tl.store(out_ptr + at, values, mask=is_row)
@@ -345,7 +369,7 @@ def _e4m3_codes(x):
 
 
 @triton.jit(  # compile once for all weights of a model
-    do_not_specialize=["first_row", "num_rows", "row_words", "group_stride", "first_column", "num_columns"]
+    do_not_specialize=["first_row", "num_rows", "row_words", "tile_stride", "first_column", "num_columns"]
 )
 def _quantize_weight_kernel(
     values_ptr,
@@ -354,6 +378,8 @@ def _quantize_weight_kernel(
     first_row,  # of the weight
     num_rows,  # of the values
     row_words,
+    tile_stride,
+    row_stride,
     group_stride,
     first_column,  # of the values
     num_columns,
@@ -381,14 +407,14 @@ def _quantize_weight_kernel(
     bits = (largest.to(tl.float32, bitcast=True) * (1 / MOST)).to(tl.int32, bitcast=True)
     bits = tl.minimum(tl.maximum(bits, 0x00800000), 0x7FC00000)  # from 2^-126 to NaN
     weight_row = first_row + row.to(tl.int64)
-    scales_ptr += group * group_stride + weight_row
+    scales = scale_row(scales_ptr, weight_row, tile_stride, row_stride, 1) + group * group_stride
     if KIND == INT4:
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # bf16
-        tl.store(scales_ptr, bits | (24 << 16), mask=is_row)  # as `pack_scales` writes them, with 8 as zero
+        tl.store(scales, bits | (24 << 16), mask=is_row)  # as `pack_scales` writes them, with 8 as zero
         bits <<= 16
     scale = bits.to(tl.float32, bitcast=True)
     if KIND == E4M3:
-        tl.store(scales_ptr, scale, mask=is_row)
+        tl.store(scales, scale, mask=is_row)
 
     for offset in tl.range(0, size, WORDS * CODES):
         is_there = is_row[:, None, None] & (offset + column < size)
@@ -413,7 +439,7 @@ def quantize_weight(values: torch.Tensor, weight: Packed, first_row: int, first_
     """
     num_groups, block_columns = weight.num_columns // weight.group_size, 8 * BLOCK_WORDS.value
     is_integer = weight.kind == INT4.value
-    assert weight.scales is not None and weight.scales.stride(1) == 1 and values.is_contiguous()
+    assert weight.scales is not None and values.is_contiguous()
     assert weight.scale_rows == 1 and weight.group_size == (block_columns if is_integer else weight.num_columns)
     rows, words = (16, BLOCK_WORDS.value) if is_integer else (2, 256)
     on_grid(_quantize_weight_kernel, (triton.cdiv(len(values), rows), num_groups))(
@@ -423,7 +449,7 @@ def quantize_weight(values: torch.Tensor, weight: Packed, first_row: int, first_
         first_row,
         len(values),
         weight.codes.shape[1],
-        weight.scales.stride(0),
+        *weight.scales.stride(),
         first_column,
         values.shape[1],
         KIND=weight.kind,

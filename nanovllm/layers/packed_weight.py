@@ -111,13 +111,13 @@ class PackedWeight(nn.Module):
         self.max_packed_rows = MAX_ROWS_BEFORE_CODES if multiplies_codes else MAX_PACKED_ROWS
         if multiplies_codes and self.group_size == num_columns:
             self.scale_rows = 1  # cuBLAS wants a scale for each row
-        num_scales = num_columns // self.group_size, num_rows // self.scale_rows
+        num_scales = num_rows // self.scale_rows, num_columns // self.group_size
         self.codes = new_parameter(num_rows, num_columns * quantization.bits // 32, dtype=torch.int32)
-        self.scales = new_parameter(*num_scales, dtype=torch.float32 if self.is_float else torch.int32)
+        scales = packed_values.new_scales(*num_scales, torch.float32 if self.is_float else torch.int32)
         if multiplies_codes and self.scale_rows > 1:
             # cuBLAS wants the scales of a row of blocks together, and their number to be a multiple of 4
-            scales = torch.zeros(num_scales[1], ceil_div(num_scales[0], 4) * 4)
-            self.scales = nn.Parameter(scales.t(), requires_grad=False)
+            scales = torch.zeros(*scales.shape[:2], ceil_div(num_scales[1], 4) * 4)
+        self.scales = nn.Parameter(scales, requires_grad=False)
         # Integers have scales of 16 bits, whose type the first shard tells
         self.scale_dtype = torch.float32 if self.is_float else None
 
@@ -150,12 +150,13 @@ class PackedWeight(nn.Module):
     def product_of_codes(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Multiply rows as `quantize_rows` returns them: [M, K], [M, K / group_size] -> [M, N] in bf16. Hot."""
         by_row = self.scale_rows == 1
+        of_rows = self.scales.flatten(0, 1)[: self.shape[0] // self.scale_rows]
         out = F.scaled_mm(
             codes,
             self.codes.view(torch.float8_e4m3fn).t(),
             scales,
             ScalingType.RowWise if by_row else ScalingType.BlockWise1x128,
-            self.scales,
+            of_rows.t(),
             ScalingType.RowWise if by_row else ScalingType.BlockWise128x128,
         )
         return out if bias is None else out.add_(bias)
@@ -215,7 +216,7 @@ class PackedRows:
             weight.choose_scales(scales.dtype, where)
             scales = packed_values.pack_scales(scales, given.zeros[::step, columns], weight.bits)
         weight.codes[rows] = packed_values.pack_codes(given.codes.view(torch.uint8), weight.bits).to(self.device)
-        weight.scales[:num_groups, self._start // step : self._end // step] = scales.t().to(self.device)
+        packed_values.store_scales(weight.scales, self._start // step, scales)
 
     def quantize(self, values: torch.Tensor, columns: slice) -> None:
         """Store `columns` of `values` [n, k], a tensor of a checkpoint that is quantized while it is loaded.

@@ -168,15 +168,15 @@ PACKED_KINDS: dict[str, Callable[[int, torch.dtype], packed_values.Packed]] = {
     "int8": lambda size, _: packed_values.Packed(*packed_words(size, 8), packed_values.INT8.value, FP16),
     "fp8": lambda size, _: packed_values.Packed(*fp8_words(size), packed_values.E4M3.value, None, 128, 128),
     "fp8 in blocks": lambda size, _: packed_values.Packed(
-        fp8_words(size)[0], torch.zeros(2, size // 128).t(), packed_values.E4M3.value, None, 128, 128
+        fp8_words(size)[0], torch.zeros(1, 8, size // 128), packed_values.E4M3.value, None, 128, 128
     ),
     "fp8 by row": lambda size, _: packed_values.Packed(*fp8_words(size), packed_values.E4M3.value, None, 1, size),
 }
 
 
 def packed_words(size: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    words, scales = torch.zeros(256, size * bits // 32, dtype=torch.int32), torch.zeros(size // 32, 256)
-    return words, scales.int()
+    words = torch.zeros(256, size * bits // 32, dtype=torch.int32)
+    return words, packed_values.new_scales(256, size // 32, torch.int32)
 
 
 def fp8_words(size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -50,6 +50,16 @@ def _seed() -> Iterator[None]:
         yield
 
 
+def in_tiles(scales: torch.Tensor, device: str) -> torch.Tensor:
+    """Scales [rows, groups] as the kernels take them."""
+    from nanovllm.kernels import packed_values
+
+    with torch.device(device):
+        tiles = packed_values.new_scales(*scales.shape, scales.dtype)
+    packed_values.store_scales(tiles, 0, scales)
+    return tiles
+
+
 def make_weight(  # type: ignore[no-untyped-def]
     kind: str, num_rows: int, size: int, group: int, device: str
 ):
@@ -66,7 +76,7 @@ def make_weight(  # type: ignore[no-untyped-def]
         scales = torch.rand(num_rows // scale_rows, size // group) / size**0.5
         values = codes.double() * scales.double().repeat_interleave(group, 1).repeat_interleave(scale_rows, 0)
         packed = packed_values.pack_codes(codes.view(torch.uint8), 8)
-        tensors = packed.to(device), scales.t().contiguous().to(device), packed_values.E4M3.value
+        tensors = packed.to(device), in_tiles(scales, device), packed_values.E4M3.value
         return packed_values.Packed(*tensors, None, scale_rows, group), values.to(device)
     bits, dtype = (8, torch.bfloat16) if "int8" in kind else (4, torch.float16)
     codes = torch.randint(2**bits, (num_rows, size), dtype=torch.uint8)
@@ -74,10 +84,10 @@ def make_weight(  # type: ignore[no-untyped-def]
     zeros = torch.randint(2**bits, (num_rows, size // group))
     values = codes.double() - zeros.double().repeat_interleave(group, 1)
     values *= scales.double().repeat_interleave(group, 1)
-    tensors = packed_values.pack_codes(codes, bits).to(device), packed_values.pack_scales(scales, zeros, bits).t()
-    tensors = tensors[0], tensors[1].contiguous().to(device)
+    words, scales = packed_values.pack_codes(codes, bits), packed_values.pack_scales(scales, zeros, bits)
     kind = packed_values.INT4 if bits == 4 else packed_values.INT8
-    return packed_values.Packed(*tensors, kind.value, dtype, 1, group), values.to(device)
+    weight = packed_values.Packed(words.to(device), in_tiles(scales, device), kind.value, dtype, 1, group)
+    return weight, values.to(device)
 
 
 def assert_close(got: torch.Tensor, x: torch.Tensor, values: torch.Tensor, exact: torch.Tensor) -> None:
@@ -123,7 +133,7 @@ def test_products_with_numbers_in_e4m3_that_are_all_subnormal(device: str) -> No
 
     codes = torch.randint(1, 8, (16, 256), dtype=torch.uint8)
     values = codes.view(torch.float8_e4m3fn).double().to(device)
-    scales, words = torch.ones(1, 16, device=device), packed_values.pack_codes(codes, 8).to(device)
+    scales, words = in_tiles(torch.ones(16, 1), device), packed_values.pack_codes(codes, 8).to(device)
     weight = packed_values.Packed(words, scales, packed_values.E4M3.value, None, 1, 256)
     x = torch.randn(3, 256, device=device).to(DTYPE)
     for tile in TILES:
@@ -407,7 +417,7 @@ def test_infinities_and_nan_are_quantized_at_once_as_by_torch(device: str, name:
     values[0, 3], values[1, 100], values[2, 7], values[2, 200] = torch.nan, torch.inf, -torch.inf, -torch.nan
     values[3] *= 2.0**120  # the scale is finite
     at_once, by_torch = (
-        each.scales.view(torch.bfloat16 if name == "int4" else torch.float32)
+        each.scales.contiguous().view(torch.bfloat16 if name == "int4" else torch.float32)
         for each in quantized_at_once_and_by_torch(values, name, slice(None), device, device)
     )
     torch.testing.assert_close(at_once, by_torch, rtol=0, atol=0, equal_nan=True)
@@ -531,7 +541,7 @@ def test_codes_of_rows_and_of_a_weight_are_in_the_same_order(name: str) -> None:
     group = weight.group_size
     x_codes, x_scales = quantized_rows(torch.randn(5, 384).bfloat16(), group)
     x_in_order = packed_values.pack_codes(x_codes.view(torch.uint8), 8).view(E4M3)
-    scales = weight.scales[: 384 // group].t().double().repeat_interleave(weight.scale_rows, 0)
+    scales = weight.scales.flatten(0, 1).double().repeat_interleave(weight.scale_rows, 0)[:384]
     total = torch.zeros(5, 384, dtype=torch.float64)
     for i, start in enumerate(range(0, 384, group)):
         columns = slice(start, start + group)

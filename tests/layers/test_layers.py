@@ -198,4 +198,4 @@ def test_layers_choose_products_for_the_device_and_experts_keep_16_bits(monkeypa
         experts = Experts(128, config, **given)
     for weight, expected in ((row.weight, True), (column.weight, True), (experts.down, False)):
         assert isinstance(weight, PackedWeight) and weight.multiplies_codes == expected
-    assert isinstance(row.weight, PackedWeight) and row.weight.scales.shape == (4, 3)  # padded from 2 groups
+    assert isinstance(row.weight, PackedWeight) and row.weight.scales.shape == (1, 8, 4)  # 2 groups and padding
