@@ -48,14 +48,14 @@ class Layers:
             return torch.randn(*shape, dtype=dtype, device="cuda")
 
         slots = num_rows + 1, NUM_LAYERS
-        self.conv = randn(*slots, self.channels, WIDTH)
+        self.conv = randn(*slots, WIDTH, self.channels)
         self.matrix = randn(*slots, self.num_heads, DIM, DIM, dtype=torch.float32)
         self.pending = randn(*slots, max_guesses, self.channels + 2 * self.num_heads)
         value_size = self.num_heads * DIM
         qkvz = randn(num_rows * num_tokens, self.channels + value_size)
         self.inputs = *qkvz.split((self.channels, value_size), 1), randn(num_rows * num_tokens, 2 * self.num_heads)
         gates = randn(2, self.num_heads, dtype=torch.float32)
-        conv_weight = randn(self.channels, WIDTH + 1)
+        conv_weight = randn(WIDTH + 1, self.channels)
         self.weights = DeltaWeights(conv_weight, gates[0] - 2, gates[1] - 1, randn(DIM), 1e-6, key_heads, DIM)
 
     def run(self, rows: StateRows, config: kernels.PassConfig | None = None, num_layers: int = NUM_LAYERS) -> None:

@@ -62,7 +62,7 @@ class LayerStates(NamedTuple):
     the first dimension is not contiguous with the others. Slots of nobody hold arbitrary, finite numbers.
     """
 
-    conv_NCW: torch.Tensor  # in the model's dtype: the convolution's newest inputs, oldest first
+    conv_NWC: torch.Tensor  # in the model's dtype: the convolution's newest inputs, oldest first
     matrix_NHKV: torch.Tensor  # fp32
     pending_NGI: torch.Tensor  # in the model's dtype: inputs of guesses (q, k and v before the convolution, b, a)
     rows: StateRows
@@ -71,7 +71,7 @@ class LayerStates(NamedTuple):
 class DeltaWeights(NamedTuple):
     """The parameters of a layer beside its projections, and its sizes on this rank."""
 
-    conv_CX: torch.Tensor  # X = W + 1
+    conv_XC: torch.Tensor  # X = W + 1
     decay_log_H: torch.Tensor  # fp32: g = -exp(decay_log) softplus(a + dt_bias)
     dt_bias_H: torch.Tensor  # fp32
     norm_V: torch.Tensor

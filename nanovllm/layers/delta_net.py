@@ -85,7 +85,7 @@ class GatedDeltaNet(nn.Module):
         self.value_rows = value_rows
         local_heads = value_rows.stop - value_rows.start
         self.local_sizes = [config.conv_channels // tp.size, value_size // tp.size]
-        self.conv = new_parameter(self.local_sizes[0], config.conv_kernel, dtype=dtype)
+        self.conv = new_parameter(config.conv_kernel, self.local_sizes[0], dtype=dtype)
         self.A_log = new_parameter(local_heads, dtype=torch.float32)
         self.dt_bias = new_parameter(local_heads, dtype=torch.float32)
         self.norm = new_parameter(config.value_head_dim, dtype=dtype)
@@ -116,7 +116,7 @@ class GatedDeltaNet(nn.Module):
         shape = config.conv_channels, 1, config.conv_kernel
         for _, rows in self.conv_parts:
             start, end = end, end + rows.stop - rows.start
-            target = self.conv[start:end].unsqueeze(1)
+            target = self.conv[:, start:end].t().unsqueeze(1)
             yield NamedShard(0, "conv1d.weight", WeightShard(target, shape, (rows, slice(None), slice(None))))
         for name, parameter in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
             yield NamedShard(0, name, WeightShard(parameter, (config.num_value_heads,), (self.value_rows,)))
@@ -165,18 +165,18 @@ def _run_row(
     kept: tuple[tuple[int, int], ...],
 ) -> torch.Tensor:
     """One row's outputs before the norm, fp32 [T, H, V]. kept: after how many tokens the state goes to which slot."""
-    num_channels, width = states.conv_NCW.shape[1:]
+    width, num_channels = states.conv_NWC.shape[1:]
     replayed = max(source, 0)
     inputs_TI = torch.cat((states.pending_NGI[replayed, :num_replayed], inputs_TI))
     if source < 0:
-        past_CW, matrix = states.conv_NCW.new_zeros(num_channels, width), torch.zeros_like(states.matrix_NHKV[0])
+        past_WC, matrix = states.conv_NWC.new_zeros(width, num_channels), torch.zeros_like(states.matrix_NHKV[0])
     else:
-        past_CW, matrix = states.conv_NCW[source], states.matrix_NHKV[source].clone()
+        past_WC, matrix = states.conv_NWC[source], states.matrix_NHKV[source].clone()
     qkv_TC, ba_TX = inputs_TI[:, :num_channels], inputs_TI[:, num_channels:]
-    seen_CT = torch.cat((past_CW, qkv_TC.t()), dim=1)
+    seen_TC = torch.cat((past_WC, qkv_TC))
     mixed_TC = qkv_TC  # a row may have no token
     if len(inputs_TI):
-        mixed_TC = F.silu(F.conv1d(seen_CT, weights.conv_CX.unsqueeze(1), groups=num_channels)).t()
+        mixed_TC = F.silu(F.conv1d(seen_TC.t(), weights.conv_XC.t().unsqueeze(1), groups=num_channels)).t()
     q, k, v = _heads(mixed_TC, weights, matrix.shape[0])
     beta, g = gates(ba_TX, weights)
     kept = tuple(sorted((num_replayed + num_tokens, slot) for num_tokens, slot in kept))
@@ -189,7 +189,7 @@ def _run_row(
             outs.append(out)
         for at, slot in kept:
             if at == end:
-                states.conv_NCW[slot], states.matrix_NHKV[slot] = seen_CT[:, end : end + width], matrix
+                states.conv_NWC[slot], states.matrix_NHKV[slot] = seen_TC[end : end + width], matrix
         start = end
     return torch.cat(outs, dim=1).transpose(0, 1)[num_replayed:]
 

@@ -26,8 +26,8 @@ class StepStates(NamedTuple):
 
     def of_layer(self, layer: int) -> LayerStates:
         """Hot: once per layer."""
-        conv_NCW, matrix_NHKV, pending_NGI = self.memory.layers[layer]
-        return LayerStates(conv_NCW, matrix_NHKV, pending_NGI, self.rows)
+        conv_NWC, matrix_NHKV, pending_NGI = self.memory.layers[layer]
+        return LayerStates(conv_NWC, matrix_NHKV, pending_NGI, self.rows)
 
 
 class StateMemory:
@@ -40,7 +40,7 @@ class StateMemory:
     ) -> None:
         """`num_slots`: with slot 0, which is nobody's."""
         s = self.spec = spec
-        conv_shape = (s.num_layers, s.conv_channels, s.conv_tokens)
+        conv_shape = (s.num_layers, s.conv_tokens, s.conv_channels)
         matrix_shape = (s.num_layers, s.num_value_heads, s.key_head_dim, s.value_head_dim)
         pending_shape = (s.num_layers, s.max_guesses, s.input_size)
         shapes = ((conv_shape, dtype), (matrix_shape, torch.float32), (pending_shape, dtype))

@@ -228,7 +228,7 @@ def launch_delta_net(heads: tuple[int, int], key_dim: int, value_dim: int, dtype
     key_heads, value_heads = heads
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     weights = DeltaWeights(
-        torch.zeros(channels, 4, dtype=dtype),
+        torch.zeros(4, channels, dtype=dtype),
         torch.zeros(value_heads),
         torch.zeros(value_heads),
         torch.zeros(value_dim, dtype=dtype),
@@ -236,7 +236,7 @@ def launch_delta_net(heads: tuple[int, int], key_dim: int, value_dim: int, dtype
         key_heads,
         key_dim,
     )
-    conv = torch.zeros(2, channels, 3, dtype=dtype)
+    conv = torch.zeros(2, 3, channels, dtype=dtype)
     matrix, pending = torch.zeros(2, value_heads, key_dim, value_dim), torch.zeros(2, 4, channels + 2 * value_heads)
     for num_tokens, saves in (([1], ()), ([1] * 64, ()), ([100], [StateSave(0, 64, 1)])):
         ones, zeros, num_rows = [1] * len(num_tokens), [0] * len(num_tokens), sum(num_tokens)

@@ -41,7 +41,7 @@ class Case:
         self.qkv, self.z = randn(num_tokens, channels + heads * value_dim).split((channels, heads * value_dim), dim=1)
         self.ba = randn(num_tokens, 2 * heads, scale=2.0)
         self.weights = DeltaWeights(
-            randn(channels, WIDTH + 1, scale=0.5),
+            randn(WIDTH + 1, channels, scale=0.5),
             randn(heads, dtype=torch.float32) - 1,
             randn(heads, dtype=torch.float32),
             randn(value_dim, scale=0.2) + 1,
@@ -50,7 +50,7 @@ class Case:
             key_dim,
         )
         # Slots of all layers are together, so that slots are apart
-        self.conv = randn(NUM_SLOTS, 2, channels, WIDTH)
+        self.conv = randn(NUM_SLOTS, 2, WIDTH, channels)
         self.matrix = randn(NUM_SLOTS, 2, heads, key_dim, value_dim, scale=0.3, dtype=torch.float32)
         self.pending = randn(NUM_SLOTS, 2, MAX_GUESSES, channels + 2 * heads)
 
@@ -75,7 +75,7 @@ class Case:
             source, target, num_replayed = host.source_slots[row], host.target_slots[row], host.num_replayed[row]
             num_guesses, slot = host.num_guesses[row], max(source, 0)
             tokens = torch.cat((old.pending_NGI[slot, :num_replayed], inputs[start:end])).double()
-            window, matrix = old.conv_NCW[slot].double(), old.matrix_NHKV[slot].double()
+            window, matrix = old.conv_NWC[slot].double(), old.matrix_NHKV[slot].double()
             if source < 0:
                 window, matrix = window * 0, matrix * 0
             keep = {num_replayed + save.num_tokens: [save.slot] for save in host.saves if save.row == row}
@@ -86,9 +86,9 @@ class Case:
                 if i == len(tokens):
                     break
                 qkv, b, a = tokens[i].split((self.qkv.shape[1], heads, heads))
-                seen = torch.cat((window, qkv[:, None]), 1)
-                window = seen[:, 1:]
-                mixed = torch.nn.functional.silu((seen * weights.conv_CX.double()).sum(1))
+                seen = torch.cat((window, qkv[None]))
+                window = seen[1:]
+                mixed = torch.nn.functional.silu((seen * weights.conv_XC.double()).sum(0))
                 q, k, v = mixed.split((key_heads * key_dim, key_heads * key_dim, heads * value_dim))
                 q, k = (x.view(key_heads, -1).repeat_interleave(heads // key_heads, 0) for x in (q, k))
                 q, k = (x / (x.square().sum(1, keepdim=True) + 1e-6).sqrt() for x in (q, k))

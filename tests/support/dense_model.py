@@ -53,7 +53,7 @@ class DenseAttention:
                 r.conv_channels // tp,
                 r.num_value_heads // tp,
             )
-            self.conv = torch.randn(*slots, channels, r.conv_kernel - 1).to(dtype)
+            self.conv = torch.randn(*slots, r.conv_kernel - 1, channels).to(dtype)
             self.matrix = torch.randn(*slots, heads, r.key_head_dim, r.value_head_dim)
             self.pending = torch.randn(*slots, self.MAX_GUESSES, channels + 2 * heads).to(dtype)
 

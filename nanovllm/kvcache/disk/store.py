@@ -43,7 +43,7 @@ from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DISK_HEADER_BYTES, KEY_B
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import format_bytes
 
-FORMAT = 2  # the files' format, part of the fingerprint
+FORMAT = 3  # the files' format, part of the fingerprint
 FINGERPRINT_BYTES = 16
 PAUSE_S = 60.0  # without writing, after the disk was full or failed
 REFRESH_S = 2.0  # interval at which to look for files of other processes
