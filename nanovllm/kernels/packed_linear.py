@@ -503,7 +503,7 @@ def choose_tile(
         elif weight.kind == INT4.value:
             num_ahead = 3
         elif weight.kind == E4M3.value and weight.group_size == weight.num_columns:
-            num_ahead = 4  # without scales that are loaded with each block, there are registers for it
+            num_ahead = 8  # without scales that are loaded with each block, there are registers for it
         return FewRowsTile(block_m, 4 if num_tiles >= MANY_TILES else 8, num_ahead)
     if x.dtype == torch.float32:  # twice the bytes
         return Tile(block_m, 64, 4, 2) if block_m < MAX_BLOCK_M else Tile(block_m, 32, 8, 2)
@@ -624,7 +624,8 @@ def _launch(
         assert len(x) <= 1 or x.stride(0) % 8 == 0, "the stride between rows must be a multiple of 16 bytes"
         kernel, x_stride = _few_products_kernel, x.stride(0) // 8
         grid: tuple[int, ...] = triton.cdiv(num_rows, 16), num_blocks
-        constants |= {"SUMMED": num_summed, "SPLIT": tile.num_warps, "AHEAD": tile.num_ahead}
+        num_steps = triton.cdiv(weight.num_columns, columns * (1 if num_summed else tile.num_warps))
+        constants |= {"SUMMED": num_summed, "SPLIT": tile.num_warps, "AHEAD": min(tile.num_ahead, num_steps)}
     else:
         kernel, x_stride, num_splits = _products_kernel, x.stride(0), tile.num_splits
         if num_splits > 1:
