@@ -71,7 +71,8 @@ class Quantization:
 
     @cached_property
     def _ignored_names(self) -> frozenset[str]:
-        return frozenset(part.replace(_NESTED, _TEXT_ALONE, 1) for part in self.ignored if not part.startswith("re:"))
+        names = (part.rstrip(".") for part in self.ignored if not part.startswith("re:"))
+        return frozenset(name.replace(_NESTED, _TEXT_ALONE, 1) for name in names)
 
 
 _GATES = ("in_proj_a", "in_proj_b")  # small layers on which states depend for thousands of tokens
@@ -120,7 +121,7 @@ def _fp8(given: Mapping[str, Any]) -> Quantization:
     _choose(given, "fmt", ("e4m3",), default="e4m3")
     is_dynamic = _choose(given, "activation_scheme", ("dynamic", "static"), default="dynamic") == "dynamic"
     block = (0, 0) if given.get("weight_block_size") is None else _block(given["weight_block_size"])
-    ignored = _names(given, "modules_to_not_convert")
+    ignored = _names(given, "modules_to_not_convert") + _names(given, "ignored_layers")  # the latter by AutoFP8
     return Quantization(
         method="fp8", bits=8, is_float=True, block=block, has_fp8_activations=is_dynamic, ignored=ignored
     )
@@ -208,9 +209,9 @@ def _is_dynamic(activations: Any, weight_strategy: str) -> bool:
 
 def _awq(given: Mapping[str, Any]) -> Quantization:
     bits = _choose(given, "bits", (4,), default=given.get("w_bit"))
-    version = given.get("version") or "gemm"
-    if str(version).lower() != "gemm":
-        raise _refusal("version", version, "gemm")
+    for name in ("version", "format", "checkpoint_format"):  # the last two by GPTQModel
+        if str(given.get(name) or "gemm").lower() != "gemm":
+            raise _refusal(name, given[name], "gemm")
     _choose(given, "zero_point", (True,), default=True)
     ignored = _names(given, "modules_to_not_convert")
     return Quantization(method="awq", bits=bits, block=(1, _group_size(given)), has_zeros=True, ignored=ignored)
@@ -219,11 +220,13 @@ def _awq(given: Mapping[str, Any]) -> Quantization:
 def _gptq(given: Mapping[str, Any]) -> Quantization:
     bits = _choose(given, "bits", (4, 8))
     _choose(given, "lm_head", (False,), default=False)
-    dynamic = given.get("dynamic") or {}
-    if not isinstance(dynamic, dict) or not all(key.startswith("-:") for key in dynamic):  # only what is left out
+    _choose(given, "is_marlin_format", (False,), default=False)
+    dynamic = given.get("dynamic") or {}  # "-:" leaves layers out; other keys change their settings, or none of them
+    if not isinstance(dynamic, dict) or any(value for key, value in dynamic.items() if not key.startswith("-:")):
         raise _refusal("dynamic", dynamic)
-    ignored = _names({"dynamic": [f"re:{key[2:]}" for key in dynamic]}, "dynamic")
-    layout = _choose(given, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
+    ignored = _names({"dynamic": [f"re:{key[2:]}" for key in dynamic if key.startswith("-:")]}, "dynamic")
+    # GPTQModel and transformers write both names, and read either
+    layout = _choose(given, "checkpoint_format", ("gptq", "gptq_v2"), default=given.get("format") or "gptq")
     return Quantization(
         method="gptq",
         bits=bits,

@@ -178,6 +178,7 @@ def test_layers_that_config_json_leaves_unquantized() -> None:
         "model.layers.1.mlp.gate_proj",
         "model.layers.11.mlp.down_proj",
     )
+    layer_1 = [o_proj, gate]
     for given, expected in (
         ({"quant_method": "fp8", "modules_to_not_convert": None}, []),
         ({"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "model.layers.1.mlp"]}, [gate]),
@@ -188,10 +189,10 @@ def test_layers_that_config_json_leaves_unquantized() -> None:
             {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["re:.*down_proj", gate]},
             [gate, down],
         ),
-        (
-            {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {r"-:model\.layers\.1\.": {}}},
-            [o_proj, gate],
-        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["model.layers.1."]}, layer_1),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {r"-:model\.layers\.1\.": {}}}, layer_1),
+        # Regression: AutoFP8's name for the list was not read
+        ({"quant_method": "fp8", "ignored_layers": ["lm_head", "model.layers.1.mlp"]}, [gate]),
     ):
         quantization = parse_quantization(given)
         assert quantization is not None
@@ -311,8 +312,12 @@ def test_formats_that_are_not_supported_are_refused_by_name() -> None:
         (gptq | {"group_size": 0}, "group_size=0 must be"),
         (gptq | {"group_size": 32, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         (gptq | {"group_size": 32, "lm_head": True}, "lm_head=True"),
-        (gptq | {"group_size": 32, "dynamic": {"-:x": {}, "+:y": {}}}, "dynamic={.*use a checkpoint without it"),
+        (gptq | {"group_size": 32, "dynamic": {"-:x": {}, "+:y": {"bits": 8}}}, "dynamic={.*use a checkpoint without"),
+        (gptq | {"group_size": 32, "dynamic": ["-:x"]}, r"dynamic=\['-:x'\]"),
+        (gptq | {"group_size": 32, "format": "marlin"}, "checkpoint_format='marlin'"),
+        (gptq | {"group_size": 32, "is_marlin_format": True}, "is_marlin_format=True"),
         (awq | {"version": "gemv"}, "version='gemv' is not supported; supported are 'gemm'"),
+        (awq | {"format": "gemv_fast"}, "format='gemv_fast' is not supported; supported are 'gemm'"),
         (awq | {"zero_point": False}, "zero_point=False"),
         (awq | {"bits": 8}, "bits=8"),
         (group(num_bits=2), r"config_groups\.group_0\.weights\.num_bits=2"),
@@ -338,6 +343,26 @@ def test_formats_that_are_not_supported_are_refused_by_name() -> None:
         wrong["config_groups"]["group_0"][key] = ["re:.*q_proj"]
         with pytest.raises(CheckpointError, match=f"group_0.{key}="):
             parse_quantization(wrong)
+
+
+def test_settings_of_gptq_are_read_as_its_tools_write_them() -> None:
+    """Regression: zeros were taken for those of gptq if config.json calls the layout `format`, and checkpoints such as
+    Qwen3.5-27B-GPTQ-Int4 were refused because of keys of `dynamic` that change nothing.
+    """
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    for given, expected in (
+        ({}, True),
+        ({"format": "gptq"}, True),
+        ({"format": "gptq_v2"}, False),
+        ({"checkpoint_format": "gptq_v2", "format": "gptq_v2"}, False),
+    ):
+        quantization = parse_quantization(gptq | given)
+        assert quantization is not None and quantization.stores_less_one == expected, given
+    dynamic: dict[str, Any] = {"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {}}
+    quantization = parse_quantization(gptq | {"dynamic": dynamic})
+    assert quantization is not None
+    names = ("self_attn.q_proj", "linear_attn.out_proj", "mlp.experts.0.down_proj")
+    assert [quantization.covers(f"model.layers.1.{name}") for name in names] == [False, False, True]
 
 
 def test_activations_are_quantized_if_the_checkpoint_asks_for_scales_found_at_each_product() -> None:
