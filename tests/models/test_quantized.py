@@ -237,7 +237,12 @@ def test_wrong_tensors_are_refused_by_name(tmp_path: Path, plain: Path) -> None:
             ("gptq", "g_idx", lambda x: x + 1, r"g_idx .* groups 1 to 4, but there are 4"),
             # Regression: with desc_act, columns whose order is not stored were read in that of the file
             ("gptq 8 order", "g_idx", lambda x: None, "qweight in .* has no g_idx beside it"),
-            ("gptq", "qweight", lambda x: None, r"misses weights: model\.layers\.0\.self_attn\.q_proj\.weight"),
+            (
+                "gptq",
+                "qweight",
+                lambda x: None,
+                r"misses weights: model\.layers\.0\.self_attn\.q_proj\.weight; the files have .*q_proj\.g_idx",
+            ),
         )
     ):
         (tmp_path / str(i)).mkdir()
@@ -250,6 +255,54 @@ def test_wrong_tensors_are_refused_by_name(tmp_path: Path, plain: Path) -> None:
         for num_ranks in (1, 2):
             with pytest.raises(CheckpointError, match=message):
                 run_ranks(num_ranks, lambda tp, path=quantized: load_model(path, tp))
+
+
+def test_tensors_of_a_wrong_shape_are_refused_before_any_is_read(tmp_path: Path, plain: Path) -> None:
+    """Regression: a missing tensor was reported once all others had been loaded, minutes later."""
+    last = "model.layers.1.self_attn.v_proj"
+    for name, part in (("packed 4", "weight_scale"), ("gptq", "qzeros"), ("awq", "qweight"), ("fp8 blocks", "weight")):
+        (tmp_path / name).mkdir()
+        quantized, _ = write_quantized(plain, tmp_path / name, name)
+        file = quantized / "model.safetensors"
+        tensors = load_file(file)
+        stored = tensors.pop(f"{last}.{part}")
+        config, path = ModelConfig.from_pretrained(str(quantized))
+        for changed in ({}, {f"{last}.{part}": stored[:-1].contiguous()}):
+            save_file(tensors | changed, file)
+            model = build_model(config, TPGroup(), max_model_len=64, dtype=torch.float32, device="cpu", directory=path)
+            for parameter in model.parameters():
+                parameter.fill_(7)
+            with pytest.raises(CheckpointError, match=last):
+                load_weights(model, path)
+            assert all((parameter == 7).all() for parameter in model.parameters())
+
+
+def test_zeros_that_config_json_denies_are_refused(tmp_path: Path, plain: Path) -> None:
+    """Regression: they were ignored, and the weights had other values. Old files have zeros of 0."""
+    quantized, values = write_quantized(plain, tmp_path, "packed 4 zeros")
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = True
+    (quantized / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight_zero_point in .* is not 0, but .* symmetric=true"):
+        load_model(quantized)
+    (tmp_path / "channel").mkdir()
+    quantized, values = write_quantized(plain, tmp_path / "channel", "float channel")
+    file = quantized / "model.safetensors"
+    save_file(load_file(file) | {f"{Q_PROJ}.weight_zero_point": torch.zeros(128, 1).to(torch.float8_e4m3fn)}, file)
+    assert torch.equal(run_logits(load_model(quantized), PROMPT), run_logits(load_model(values), PROMPT))
+
+
+def test_quantized_files_without_quantization_config_are_refused_by_what_they_have(tmp_path: Path, plain: Path) -> None:
+    for name, message in (
+        ("packed 4", r"q_proj\.weight, .* the files have .*q_proj\.weight_packed, .* check quantization_config"),
+        ("awq", r"q_proj\.weight, .* the files have .*q_proj\.qweight, .* check quantization_config"),
+        ("fp8 tensor", r"q_proj\.weight in .* has dtype F8_E4M3, but config\.json has no quantization_config"),
+    ):
+        (tmp_path / name).mkdir()
+        quantized, _ = write_quantized(plain, tmp_path / name, name)
+        shutil.copy(plain / "config.json", quantized)
+        with pytest.raises(CheckpointError, match=message):
+            load_model(quantized)
 
 
 def test_order_of_columns_is_read_wherever_it_is_stored(tmp_path: Path, plain: Path) -> None:
