@@ -233,7 +233,9 @@ def _gptq(given: Mapping[str, Any]) -> Quantization:
         block=(1, _group_size(given)),
         has_zeros=True,
         stores_less_one=layout == "gptq",
-        has_order=_choose(given, "desc_act", (False, True), default=False),
+        # With static groups columns are quantized in another order, but a group consists of neighbours
+        has_order=_choose(given, "desc_act", (False, True), default=False)
+        and not _choose(given, "static_groups", (False, True), default=False),
         ignored=ignored,
     )
 
