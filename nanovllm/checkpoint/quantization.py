@@ -212,7 +212,7 @@ def _awq(given: Mapping[str, Any]) -> Quantization:
     for name in ("version", "format", "checkpoint_format"):  # the last two by GPTQModel
         if str(given.get(name) or "gemm").lower() != "gemm":
             raise _refusal(name, given[name], "gemm")
-    _choose(given, "zero_point", (True,), default=True)
+    _choose(given, "zero_point", (True, False), default=True)  # without them GPTQModel stores the middle as zeros
     ignored = _names(given, "modules_to_not_convert")
     return Quantization(method="awq", bits=bits, block=(1, _group_size(given)), has_zeros=True, ignored=ignored)
 

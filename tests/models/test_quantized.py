@@ -305,6 +305,24 @@ def test_quantized_files_without_quantization_config_are_refused_by_what_they_ha
             load_model(quantized)
 
 
+def test_zeros_of_a_symmetric_awq_checkpoint_are_read(tmp_path: Path, plain: Path) -> None:
+    """Regression: zero_point=false was refused, but GPTQModel writes it by default, and stores all zeros as 8."""
+    quantized, values = write_quantized(plain, tmp_path, "awq")
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["zero_point"] = False
+    (quantized / "config.json").write_text(json.dumps(config))
+    assert torch.equal(run_logits(load_model(quantized), PROMPT), run_logits(load_model(values), PROMPT))
+
+
+def test_old_name_of_quantization_config_is_read(tmp_path: Path, plain: Path) -> None:
+    """Regression: checkpoints of 2024 that have `compression_config` were refused for missing weights."""
+    quantized, values = write_quantized(plain, tmp_path, "packed 4")
+    config = json.loads((quantized / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    (quantized / "config.json").write_text(json.dumps(config))
+    assert torch.equal(run_logits(load_model(quantized), PROMPT), run_logits(load_model(values), PROMPT))
+
+
 def test_order_of_columns_is_read_wherever_it_is_stored(tmp_path: Path, plain: Path) -> None:
     """Regression: it was ignored unless config.json had actorder="group". -1 throughout stands for no order."""
     quantized, values = write_quantized(plain, tmp_path, "packed 4")
@@ -371,7 +389,7 @@ def test_formats_that_are_not_supported_are_refused_by_name() -> None:
         (gptq | {"group_size": 32, "is_marlin_format": True}, "is_marlin_format=True"),
         (awq | {"version": "gemv"}, "version='gemv' is not supported; supported are 'gemm'"),
         (awq | {"format": "gemv_fast"}, "format='gemv_fast' is not supported; supported are 'gemm'"),
-        (awq | {"zero_point": False}, "zero_point=False"),
+        (awq | {"zero_point": "asymmetric"}, "zero_point='asymmetric' is not supported; supported are True, False"),
         (awq | {"bits": 8}, "bits=8"),
         (group(num_bits=2), r"config_groups\.group_0\.weights\.num_bits=2"),
         (group(type="float"), r"weights\.type='float'"),
