@@ -219,7 +219,6 @@ def _awq(given: Mapping[str, Any]) -> Quantization:
 
 def _gptq(given: Mapping[str, Any]) -> Quantization:
     bits = _choose(given, "bits", (4, 8))
-    _choose(given, "lm_head", (False,), default=False)
     _choose(given, "is_marlin_format", (False,), default=False)
     dynamic = given.get("dynamic") or {}  # "-:" leaves layers out; other keys change their settings, or none of them
     if not isinstance(dynamic, dict) or any(value for key, value in dynamic.items() if not key.startswith("-:")):

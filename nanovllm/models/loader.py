@@ -185,6 +185,11 @@ def _as_named_here(tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     if kinds is None or not parent.endswith(".experts") or len(tensor.shape) != 3:
         yield name, tensor
         return
+    if tensor.dtype not in _FLOAT_DTYPES:
+        raise CheckpointError(
+            f"{tensor.where} has dtype {tensor.dtype}, and quantized experts in one tensor are not supported; use a "
+            "checkpoint with tensors for each expert"
+        )
     num_experts, num_rows, _ = tensor.shape
     size = num_rows // len(kinds)
     if not size or num_rows % size:  # it cannot be divided, so its experts are missing

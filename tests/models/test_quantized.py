@@ -202,6 +202,18 @@ def test_layers_that_config_json_leaves_unquantized() -> None:
             parse_quantization({"quant_method": "fp8", "modules_to_not_convert": wrong})
 
 
+def test_quantized_experts_in_one_tensor_are_refused_by_name(tmp_path: Path) -> None:
+    """Regression: the message asked to download the model again, because of a scale that has another name."""
+    plain = write_tiny_model(tmp_path / "plain", "qwen3_moe")
+    quantized, _ = write_quantized(plain, tmp_path, "fp8 tensor")
+    file, experts = quantized / "model.safetensors", "model.layers.0.mlp.experts"
+    tensors = {key: value for key, value in load_file(file).items() if not key.startswith(experts)}
+    tensors |= {f"{experts}.gate_up_proj": torch.zeros(8, 64, 64).to(torch.float8_e4m3fn)}
+    save_file(tensors | {f"{experts}.gate_up_proj_scale_inv": torch.ones(8)}, file)
+    with pytest.raises(CheckpointError, match=r"gate_up_proj in .* F8_E4M3, .* use a checkpoint with tensors for each"):
+        load_model(quantized)
+
+
 def test_experts_of_which_one_is_not_quantized_have_their_values(tmp_path: Path) -> None:
     """Regression: on a GPU they were packed, and the weight as it is had no place."""
     plain = write_tiny_model(tmp_path / "plain", "qwen3_moe")
@@ -305,6 +317,25 @@ def test_quantized_files_without_quantization_config_are_refused_by_what_they_ha
             load_model(quantized)
 
 
+@pytest.mark.parametrize("name", ["fp8 blocks", "packed 4 zeros", "awq", "gptq"])
+def test_a_quantized_head_is_replaced_by_its_values(tmp_path: Path, name: str) -> None:
+    """Regression: with lm_head=true a GPTQ checkpoint was refused, but the same worked in all other formats."""
+    plain = write_tiny_model(tmp_path / "plain", "qwen3")
+    paths = write_quantized(plain, tmp_path, name)
+    quantized, values = (load_file(path / "model.safetensors") for path in paths)
+    parts, values["lm_head.weight"] = FORMATS[name][1]("lm_head", quantized.pop("lm_head.weight"))
+    quantized |= {f"lm_head.{part}": tensor.contiguous() for part, tensor in parts.items()}
+    for path, tensors in zip(paths, (quantized, values), strict=True):
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((paths[0] / "config.json").read_text())
+    config["quantization_config"]["lm_head"] = True
+    (paths[0] / "config.json").write_text(json.dumps(config))
+    expected = run_logits(load_model(paths[1]), PROMPT)
+    assert torch.equal(run_logits(load_model(paths[0]), PROMPT), expected)
+    for logits in run_ranks(2, lambda tp: run_logits(load_model(paths[0], tp), PROMPT)):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_zeros_of_a_symmetric_awq_checkpoint_are_read(tmp_path: Path, plain: Path) -> None:
     """Regression: zero_point=false was refused, but GPTQModel writes it by default, and stores all zeros as 8."""
     quantized, values = write_quantized(plain, tmp_path, "awq")
@@ -382,7 +413,6 @@ def test_formats_that_are_not_supported_are_refused_by_name() -> None:
         (gptq, "group_size=None must be a number of columns"),
         (gptq | {"group_size": 0}, "group_size=0 must be"),
         (gptq | {"group_size": 32, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
-        (gptq | {"group_size": 32, "lm_head": True}, "lm_head=True"),
         (gptq | {"group_size": 32, "dynamic": {"-:x": {}, "+:y": {"bits": 8}}}, "dynamic={.*use a checkpoint without"),
         (gptq | {"group_size": 32, "dynamic": ["-:x"]}, r"dynamic=\['-:x'\]"),
         (gptq | {"group_size": 32, "format": "marlin"}, "checkpoint_format='marlin'"),
