@@ -143,6 +143,21 @@ def _head_sum(model: ModelConfig, of_module: OfModule, of_other: float, num_toke
     return layer + of_module("mtp", {"fc": hidden}, 2 * hidden) + 3 * hidden * of_other
 
 
+def packing_problem(config: Config, model: ModelConfig) -> str | None:
+    """The reason why a GPU cannot keep one of the quantized weights packed, if there is one."""
+    problems: list[str | None] = []
+
+    def of_module(parent: str, rows: Mapping[str, int], columns: int) -> float:
+        is_row_parallel = len(rows) == 1  # its columns are split; modules that stack layers are column-parallel
+        if model.quantization is not None and _is_quantized(model.quantization, parent, tuple(rows)):
+            num_columns = columns // config.tensor_parallel_size if is_row_parallel else columns
+            problems.append(model.quantization.packing_problem(num_columns))
+        return 0.0
+
+    _layers_sum(model, of_module, 0.0)
+    return next(filter(None, problems), None)
+
+
 def layers_params(model: ModelConfig, num_tokens: int | None = None) -> float:
     """Number of weights in all layers, over all GPUs. `num_tokens`: only those that so many tokens use together."""
     return _layers_sum(model, lambda parent, rows, columns: sum(rows.values()) * columns, 1, num_tokens)

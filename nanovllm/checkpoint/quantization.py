@@ -14,6 +14,7 @@ quantization of activations, some products have it (layers/packed_weight.py). Ot
 dtype, and so does the KV cache. Importing this module loads no torch.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,6 +65,16 @@ class Quantization:
         parts = layer.split(".")  # there are tens of thousands of experts, and hundreds of names
         ends = range(1, len(parts) + 1)
         return not any(".".join(parts[i:j]) in self._ignored_names for j in ends for i in range(j))
+
+    def packing_problem(self, num_columns: int) -> str | None:
+        """The reason why a GPU cannot keep a weight with so many columns on a rank packed, if there is one."""
+        least, group = 512 // self.bits, math.gcd(self.block[1], num_columns)
+        if num_columns % least == 0 and group % 32 == 0:  # blocks and slices of kernels/packed_values.py
+            return None
+        return (
+            f"a quantized weight has {num_columns} columns on each rank, in groups of {group}; on a GPU the columns "
+            f"must be a multiple of {least} and the groups of 32; use fewer ranks, or device='cpu'"
+        )
 
     @cached_property
     def _ignored_patterns(self) -> list[re.Pattern[str]]:

@@ -212,6 +212,29 @@ def test_columns_in_another_order_are_refused_for_a_gpu_before_anything_is_loade
                 check(plan)
 
 
+def test_ranks_that_cut_groups_of_packed_weights_are_neither_planned_nor_a_remedy() -> None:
+    """Regression: 768 features of an expert in 4 bits were planned for 4 ranks, which the engine refused."""
+    model, machine = ModelConfig.without_weights("qwen3-30b-a3b"), Machine.gpu(64 * GIB, find_gpu("RTX 4060"))
+    for name, machine_, num_ranks, message in (
+        ("int4", H200, 4, "192 columns on each rank, in groups of 64; .*multiple of 128 .*use fewer ranks"),
+        ("int4", H200, 2, ""),
+        ("fp8", H200, 4, ""),
+        ("int4", Machine.cpu(200 * GIB), 4, ""),
+    ):
+        options: dict[str, Any] = {"device": "cpu"} if machine_ is not H200 else {}
+        config = Config(model="m", tensor_parallel_size=num_ranks, **options)
+        plan = make_plan(config, model.quantized(name), machine_, context=1000, num_sequences=1)
+        if not message:
+            check_plan(plan)
+            continue
+        with pytest.raises(ConfigError, match=message):
+            check_plan(plan)
+    plan = make_plan(Config(model="m"), model.quantized("int4"), machine, context=1000, num_sequences=1)
+    with pytest.raises(ConfigError) as error:
+        check_plan(plan)
+    assert "tensor_parallel_size to 4" not in str(error.value)
+
+
 # -- rules that hold for all of them ---------------------------------------------------------------------------------
 
 ENGINES: dict[str, dict[str, Any]] = {
