@@ -8,9 +8,10 @@ were fitted to the memory use of six engines of Qwen3-0.6B and Qwen3-8B on an H2
 benchmarks.device_memory`; docs/log/2026-11-21.md has the figures). A constant marked as assumed was never measured.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache, partial
+from typing import TypeAlias
 
 from nanovllm.capacity.machine import Machine
 from nanovllm.checkpoint.model_config import MAX_ROUTED_TOKENS, ModelConfig
@@ -57,67 +58,130 @@ def itemsize(config: Config, model: ModelConfig) -> int:
     return kv_cache_spec(config, model, tp_size=1).itemsize
 
 
-def _layers_sum(
-    model: ModelConfig, of_linear: Callable[[int, int], float], of_other: float, num_tokens: int | None = None
-) -> float:
-    """Sum over the weights of all layers, over all GPUs: `of_linear` of each linear weight's rows and columns, and
-    `of_other` for every number in norms, biases and routers.
+OfModule: TypeAlias = Callable[[str, Mapping[str, int], int], float]
 
-    `num_tokens`: only the weights that so many tokens use together. Of a mixture of experts these are
-    E (1 - (1 - C / E)^T) experts on average, if all of the E experts are as likely and each token has C.
+
+def _layers_sum(model: ModelConfig, of_module: OfModule, of_other: float, num_tokens: int | None = None) -> float:
+    """Sum over the weights of all layers, over all GPUs: `of_module` of each module of linear layers, and `of_other`
+    for every number in norms, biases and routers.
+
+    `of_module` gets the name of the module's parent in the checkpoint, the rows of each linear layer that the module
+    stacks, by name, and their columns. `num_tokens`: only the weights that so many tokens use together. Of a mixture of
+    experts these are E (1 - (1 - C / E)^T) experts on average, if all of the E experts are as likely and each token has
+    C.
     """
-    c = model
-    q, kv, hidden = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
-    attention = of_linear(q * (1 + c.attention_gate), hidden) + 2 * of_linear(kv, hidden) + of_linear(hidden, q)
-    others = 2 * c.head_dim * c.qk_norm + (q * (1 + c.attention_gate) + 2 * kv) * c.qkv_bias + hidden * c.o_bias
-    in_all = c.num_attention_layers * (attention + of_other * others) + c.num_layers * of_other * 2 * hidden
-    if c.recurrent is not None:
-        r = c.recurrent
+    return sum(
+        count * _layer_sum(model, name, kind, is_sparse, of_module, of_other, num_tokens)
+        for kind, is_sparse, name, count in _equal_layers(model)
+    )
+
+
+@lru_cache(maxsize=64)  # a plan asks thousands of times
+def _equal_layers(model: ModelConfig) -> list[tuple[str, bool, str, int]]:
+    """Group the layers whose weights have the same sizes: for each group the kind, True if the MLP is sparse, the name
+    of its first layer, and the number of layers.
+    """
+    groups: dict[tuple[str, bool, tuple[float, ...]], list[str]] = {}
+    sparse = model.experts.layers if model.experts else ()
+    for i, kind in enumerate(model.layer_kinds):
+        name, sizes = f"model.layers.{i}", list[float]()
+
+        def of_module(parent: str, rows: Mapping[str, int], columns: int, sizes: list[float] = sizes) -> float:
+            sizes.append(module_bytes(parent, rows, columns, itemsize=4, quantization=model.quantization))
+            return 0.0
+
+        _layer_sum(model, name, kind, i in sparse, of_module, 0.0, None)
+        groups.setdefault((kind, i in sparse, tuple(sizes)), []).append(name)
+    return [(kind, is_sparse, names[0], len(names)) for (kind, is_sparse, _), names in groups.items()]
+
+
+def _layer_sum(
+    model: ModelConfig,
+    name: str,
+    kind: str,
+    is_sparse: bool,
+    of_module: OfModule,
+    of_other: float,
+    num_tokens: int | None,
+) -> float:
+    """The same for the layer of this name. The first expert stands for all."""
+    c, hidden = model, model.hidden_size
+    if kind == "attention":
+        q, kv, parent = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, f"{name}.self_attn"
+        q_rows = q * (1 + c.attention_gate)
+        mixer = of_module(parent, {"q_proj": q_rows, "k_proj": kv, "v_proj": kv}, hidden)
+        mixer += of_module(parent, {"o_proj": hidden}, q)
+        others = 2 * c.head_dim * c.qk_norm + (q_rows + 2 * kv) * c.qkv_bias + hidden * c.o_bias
+    else:
+        assert c.recurrent is not None, "a recurrent layer"
+        r, parent = c.recurrent, f"{name}.linear_attn"
         values = r.num_value_heads * r.value_head_dim
-        recurrent = of_linear(r.conv_channels + values, hidden) + of_linear(hidden, values)
+        mixer = of_module(parent, {"in_proj_qkv": r.conv_channels, "in_proj_z": values}, hidden)
+        mixer += of_module(parent, {"out_proj": hidden}, values)
         others = 2 * r.num_value_heads * (hidden + 1) + r.conv_channels * r.conv_kernel + r.value_head_dim
-        in_all += c.num_recurrent_layers * (recurrent + of_other * others)
 
-    def mlp(num_features: int) -> float:
-        return 2 * of_linear(num_features, hidden) + of_linear(hidden, num_features)
+    def mlp(parent: str, num_features: int) -> float:
+        gate_up = of_module(parent, {"gate_proj": num_features, "up_proj": num_features}, hidden)
+        return gate_up + of_module(parent, {"down_proj": hidden}, num_features)
 
-    num_sparse = 0 if c.experts is None else len(c.experts.layers)
-    dense = mlp(c.intermediate_size) + of_other * (2 * c.intermediate_size + hidden) * c.mlp_bias
-    in_all += (c.num_layers - num_sparse) * dense
-    if c.experts is None:
-        return in_all
+    parent = f"{name}.mlp"
+    if c.experts is None or not is_sparse:
+        others += (2 * c.intermediate_size + hidden) * c.mlp_bias
+        return mixer + mlp(parent, c.intermediate_size) + of_other * (others + 2 * hidden)
     e = c.experts
     share = 1.0 if num_tokens is None else 1 - (1 - e.num_experts_per_token / e.num_experts) ** num_tokens
+    sparse = e.num_experts * share * mlp(f"{parent}.experts.0", e.intermediate_size)
     if e.shared_size:
-        in_all += num_sparse * (mlp(e.shared_size) + of_other * hidden)
-    return in_all + num_sparse * e.num_experts * (share * mlp(e.intermediate_size) + of_other * hidden)
+        sparse += mlp(f"{parent}.shared_expert", e.shared_size)
+    return mixer + sparse + of_other * (others + (2 + e.num_experts + bool(e.shared_size)) * hidden)
 
 
-def _head_sum(
-    model: ModelConfig, of_linear: Callable[[int, int], float], of_other: float, num_tokens: int | None = None
-) -> float:
+def _head_sum(model: ModelConfig, of_module: OfModule, of_other: float, num_tokens: int | None = None) -> float:
     """The same for the draft head: a layer of attention, a linear weight that joins two inputs, and three norms."""
-    experts = model.experts and replace(model.experts, layers=(0,))
-    layer = replace(model, num_layers=1, layer_kinds=("attention",), recurrent=None, experts=experts)
-    hidden = model.hidden_size
-    return _layers_sum(layer, of_linear, of_other, num_tokens) + of_linear(hidden, 2 * hidden) + 3 * hidden * of_other
+    is_sparse, hidden = model.experts is not None, model.hidden_size
+    layer = _layer_sum(model, "mtp.layers.0", "attention", is_sparse, of_module, of_other, num_tokens)
+    return layer + of_module("mtp", {"fc": hidden}, 2 * hidden) + 3 * hidden * of_other
+
+
+def packing_problem(config: Config, model: ModelConfig) -> str | None:
+    """The reason why a GPU cannot keep one of the quantized weights packed, if there is one."""
+    problems: list[str | None] = []
+
+    def of_module(parent: str, rows: Mapping[str, int], columns: int) -> float:
+        is_row_parallel = len(rows) == 1  # its columns are split; modules that stack layers are column-parallel
+        if model.quantization is not None and _is_quantized(model.quantization, parent, tuple(rows)):
+            num_columns = columns // config.tensor_parallel_size if is_row_parallel else columns
+            problems.append(model.quantization.packing_problem(num_columns))
+        return 0.0
+
+    _layers_sum(model, of_module, 0.0)
+    return next(filter(None, problems), None)
 
 
 def layers_params(model: ModelConfig, num_tokens: int | None = None) -> float:
     """Number of weights in all layers, over all GPUs. `num_tokens`: only those that so many tokens use together."""
-    return _layers_sum(model, lambda rows, columns: rows * columns, 1, num_tokens)
+    return _layers_sum(model, lambda parent, rows, columns: sum(rows.values()) * columns, 1, num_tokens)
 
 
-def linear_bytes(rows: int, columns: int, itemsize: int, quantization: Quantization | None) -> float:
-    """Size of one linear weight as the GPU keeps it.
+def module_bytes(
+    parent: str, rows: Mapping[str, int], columns: int, *, itemsize: int, quantization: Quantization | None
+) -> float:
+    """Size of the linear layers that a module stacks, as the GPU keeps them. The arguments are those of an OfModule.
 
-    Quantized, it has its packed codes, and for each block that shares a scale an fp32 scale (e4m3), or a scale in bf16
-    and a zero in uint8 (integers).
+    Quantized, a layer has its packed codes, and for each block that shares a scale an fp32 scale (e4m3), or a scale in
+    bf16 and a zero in uint8 (integers). They are packed if config.json leaves none of them unquantized.
     """
-    if quantization is None:
-        return rows * columns * itemsize
-    num_scales = ceil_div(rows, quantization.block[0] or rows) * ceil_div(columns, quantization.block[1] or columns)
-    return rows * columns * quantization.bits / 8 + num_scales * (4 if quantization.is_float else 2 + 1)
+    if quantization is None or not _is_quantized(quantization, parent, tuple(rows)):
+        return sum(rows.values()) * columns * itemsize
+    block_rows, block_columns = quantization.block
+    num_scales = sum(ceil_div(n, block_rows or n) for n in rows.values()) * ceil_div(columns, block_columns or columns)
+    scales = num_scales * (4 if quantization.is_float else 2 + 1)
+    return sum(rows.values()) * columns * quantization.bits / 8 + scales
+
+
+@lru_cache(maxsize=2**14)
+def _is_quantized(quantization: Quantization, parent: str, names: tuple[str, ...]) -> bool:
+    return all(quantization.covers(f"{parent}.{name}") for name in names)
 
 
 def _layers_bytes(config: Config, model: ModelConfig, num_tokens: int | None = None, *, is_packed: bool) -> float:
@@ -125,9 +189,9 @@ def _layers_bytes(config: Config, model: ModelConfig, num_tokens: int | None = N
     are never quantized.
     """
     size = itemsize(config, model)
-    of_linear = partial(linear_bytes, itemsize=size, quantization=model.quantization if is_packed else None)
-    head = _head_sum(model, of_linear, size, num_tokens) if uses_draft_head(config, model) else 0
-    return _layers_sum(model, of_linear, size, num_tokens) + head
+    of_module = partial(module_bytes, itemsize=size, quantization=model.quantization if is_packed else None)
+    head = _head_sum(model, of_module, size, num_tokens) if uses_draft_head(config, model) else 0
+    return _layers_sum(model, of_module, size, num_tokens) + head
 
 
 def weight_bytes(config: Config, model: ModelConfig, *, is_packed: bool) -> int:
@@ -226,8 +290,8 @@ def decode_bytes(
 def head_draft_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_sequences: int, num_keys: int) -> float:
     """Bytes that a draft by the draft head reads: the head's weights, the output head, and the keys of one layer."""
     size = itemsize(config, model)
-    of_linear = partial(linear_bytes, itemsize=size, quantization=model.quantization)
-    weights = _head_sum(model, of_linear, size, num_sequences) + model.hidden_size * model.vocab_size * size
+    of_module = partial(module_bytes, itemsize=size, quantization=model.quantization)
+    weights = _head_sum(model, of_module, size, num_sequences) + model.hidden_size * model.vocab_size * size
     return weights / config.tensor_parallel_size + num_keys * spec.layer_block_bytes / spec.block_size
 
 

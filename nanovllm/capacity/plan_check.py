@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any, TypeAlias
 
+from nanovllm.capacity.costs import packing_problem
 from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, least_gpu_blocks, make_plan
 from nanovllm.checkpoint.model_config import rope_extension
 from nanovllm.checkpoint.quantization import QUANTIZATIONS
@@ -26,6 +27,8 @@ def check_start(plan: CapacityPlan) -> None:
     graphs' logits. An engine that is too large only by estimate may still work; start-up runs the largest step to find
     out.
     """
+    if problem := _order_problem(plan):
+        raise ConfigError(problem)
     if problem := _pool_problem(plan) or _gpu_problem(plan, with_estimates=False):
         raise ConfigError(f"{problem}; {remedies(plan, memory_problem)}")
     if problem := _cpu_problem(plan):
@@ -38,7 +41,7 @@ def check_plan(plan: CapacityPlan) -> None:
     Estimates count here too: everything that the plan's table marks with (!) is refused. A remedy may be to quantize
     the weights.
     """
-    if problem := _length_problem(plan):
+    if problem := _order_problem(plan) or _packing_problem(plan) or _length_problem(plan):
         raise ConfigError(problem)
     if problem := any_problem(plan):
         raise ConfigError(f"{problem}; {remedies(plan, any_problem, QUANTIZATIONS)}")
@@ -130,6 +133,21 @@ def _cpu_problem(plan: CapacityPlan) -> str | None:
     )
 
 
+def _order_problem(plan: CapacityPlan) -> str | None:
+    quantization = plan.model.quantization
+    if plan.machine.gpu_bytes is None or quantization is None or not (quantization.has_order and quantization.block[1]):
+        return None
+    return (
+        f"quant_method={quantization.method!r} has columns in another order (desc_act), which is supported on a CPU "
+        "only; use a checkpoint with desc_act=false, or device='cpu'"
+    )
+
+
+def _packing_problem(plan: CapacityPlan) -> str | None:
+    """By config.json. An engine asks the files, too, which may leave more layers unquantized."""
+    return None if plan.machine.gpu_bytes is None else packing_problem(plan.config, plan.model)
+
+
 def _length_problem(plan: CapacityPlan) -> str | None:
     limit, longest = max_model_len(plan.config, plan.model), plan.model.max_model_len_limit
     if plan.context <= limit:
@@ -213,15 +231,18 @@ def _first_working(plan: CapacityPlan, changes: Iterable[Change], problem: Probl
 
 
 def _changed(plan: CapacityPlan, change: Change) -> CapacityPlan | None:
-    """The plan with other options; None if they are invalid together."""
-    options = dict(change)
+    """The plan with other options; None if they do not work together."""
+    options, model = dict(change), plan.model
+    if "quantization" in change and model.quantization is not None and model.quantization.is_online:
+        model = replace(model, quantization=None)  # as the checkpoint is
     try:
-        model = plan.model.quantized(options.pop("quantization", None))
+        model = model.quantized(options.pop("quantization", None))
         config = replace(plan.config, **options)
         context, num_sequences, staging = plan.context, plan.num_sequences, plan.spec.staging
-        return make_plan(config, model, plan.machine, context=context, num_sequences=num_sequences, staging=staging)
+        made = make_plan(config, model, plan.machine, context=context, num_sequences=num_sequences, staging=staging)
     except ConfigError:
         return None
+    return None if _packing_problem(made) else made
 
 
 def _changes(plan: CapacityPlan) -> Iterator[Change]:

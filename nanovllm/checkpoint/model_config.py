@@ -316,7 +316,8 @@ def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mappin
         rope=_rope(settings, architecture),
         torch_dtype=_weight_dtype(settings),
         eos_token_ids=_eos_token_ids(settings, directory),
-        quantization=parse_quantization(settings.get("quantization_config")),
+        # llm-compressor called the entry compression_config until the end of 2024
+        quantization=parse_quantization(settings.get("quantization_config") or settings.get("compression_config")),
         experts=_experts(settings) if architecture.has_experts else None,
         layer_kinds=layer_kinds,
         recurrent=_recurrent(settings) if architecture.is_hybrid else None,

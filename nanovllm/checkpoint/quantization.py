@@ -14,6 +14,7 @@ quantization of activations, some products have it (layers/packed_weight.py). Ot
 dtype, and so does the KV cache. Importing this module loads no torch.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,13 +66,24 @@ class Quantization:
         ends = range(1, len(parts) + 1)
         return not any(".".join(parts[i:j]) in self._ignored_names for j in ends for i in range(j))
 
+    def packing_problem(self, num_columns: int) -> str | None:
+        """The reason why a GPU cannot keep a weight with so many columns on a rank packed, if there is one."""
+        least, group = 512 // self.bits, math.gcd(self.block[1], num_columns)
+        if num_columns % least == 0 and group % 32 == 0:  # blocks and slices of kernels/packed_values.py
+            return None
+        return (
+            f"a quantized weight has {num_columns} columns on each rank, in groups of {group}; on a GPU the columns "
+            f"must be a multiple of {least} and the groups of 32; use fewer ranks, or device='cpu'"
+        )
+
     @cached_property
     def _ignored_patterns(self) -> list[re.Pattern[str]]:
         return [re.compile(part[3:]) for part in self.ignored if part.startswith("re:")]
 
     @cached_property
     def _ignored_names(self) -> frozenset[str]:
-        return frozenset(part.replace(_NESTED, _TEXT_ALONE, 1) for part in self.ignored if not part.startswith("re:"))
+        names = (part.rstrip(".") for part in self.ignored if not part.startswith("re:"))
+        return frozenset(name.replace(_NESTED, _TEXT_ALONE, 1) for name in names)
 
 
 _GATES = ("in_proj_a", "in_proj_b")  # small layers on which states depend for thousands of tokens
@@ -120,7 +132,7 @@ def _fp8(given: Mapping[str, Any]) -> Quantization:
     _choose(given, "fmt", ("e4m3",), default="e4m3")
     is_dynamic = _choose(given, "activation_scheme", ("dynamic", "static"), default="dynamic") == "dynamic"
     block = (0, 0) if given.get("weight_block_size") is None else _block(given["weight_block_size"])
-    ignored = _names(given, "modules_to_not_convert")
+    ignored = _names(given, "modules_to_not_convert") + _names(given, "ignored_layers")  # the latter by AutoFP8
     return Quantization(
         method="fp8", bits=8, is_float=True, block=block, has_fp8_activations=is_dynamic, ignored=ignored
     )
@@ -208,29 +220,32 @@ def _is_dynamic(activations: Any, weight_strategy: str) -> bool:
 
 def _awq(given: Mapping[str, Any]) -> Quantization:
     bits = _choose(given, "bits", (4,), default=given.get("w_bit"))
-    version = given.get("version") or "gemm"
-    if str(version).lower() != "gemm":
-        raise _refusal("version", version, "gemm")
-    _choose(given, "zero_point", (True,), default=True)
+    for name in ("version", "format", "checkpoint_format"):  # the last two by GPTQModel
+        if str(given.get(name) or "gemm").lower() != "gemm":
+            raise _refusal(name, given[name], "gemm")
+    _choose(given, "zero_point", (True, False), default=True)  # without them GPTQModel stores the middle as zeros
     ignored = _names(given, "modules_to_not_convert")
     return Quantization(method="awq", bits=bits, block=(1, _group_size(given)), has_zeros=True, ignored=ignored)
 
 
 def _gptq(given: Mapping[str, Any]) -> Quantization:
     bits = _choose(given, "bits", (4, 8))
-    _choose(given, "lm_head", (False,), default=False)
-    dynamic = given.get("dynamic") or {}
-    if not isinstance(dynamic, dict) or not all(key.startswith("-:") for key in dynamic):  # only what is left out
+    _choose(given, "is_marlin_format", (False,), default=False)
+    dynamic = given.get("dynamic") or {}  # "-:" leaves layers out; other keys change their settings, or none of them
+    if not isinstance(dynamic, dict) or any(value for key, value in dynamic.items() if not key.startswith("-:")):
         raise _refusal("dynamic", dynamic)
-    ignored = _names({"dynamic": [f"re:{key[2:]}" for key in dynamic]}, "dynamic")
-    layout = _choose(given, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
+    ignored = _names({"dynamic": [f"re:{key[2:]}" for key in dynamic if key.startswith("-:")]}, "dynamic")
+    # GPTQModel and transformers write both names, and read either
+    layout = _choose(given, "checkpoint_format", ("gptq", "gptq_v2"), default=given.get("format") or "gptq")
     return Quantization(
         method="gptq",
         bits=bits,
         block=(1, _group_size(given)),
         has_zeros=True,
         stores_less_one=layout == "gptq",
-        has_order=_choose(given, "desc_act", (False, True), default=False),
+        # With static groups columns are quantized in another order, but a group consists of neighbours
+        has_order=_choose(given, "desc_act", (False, True), default=False)
+        and not _choose(given, "static_groups", (False, True), default=False),
         ignored=ignored,
     )
 

@@ -58,7 +58,12 @@ ENTRIES: dict[str, Any] = {  # the entries that model_config.py reads
     "mtp_num_hidden_layers": (0, 2**12),
 }
 _MAX_LABELS = 2**20  # transformers makes a table of this many
-_NOT_OVERRIDABLE = {"auto_map": dict, "text_config": dict, "num_labels": (0, _MAX_LABELS)}
+_NOT_OVERRIDABLE = {
+    "auto_map": dict,
+    "text_config": dict,
+    "compression_config": dict,
+    "num_labels": (0, _MAX_LABELS),
+}
 ROPE_KEYS: dict[str, Any] = {
     **_KEPT,
     "rope_type": str,

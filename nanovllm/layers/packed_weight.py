@@ -101,12 +101,9 @@ class PackedWeight(nn.Module):
         self.kind = (packed_values.E4M3 if self.is_float else integers).value
         self.scale_rows = math.gcd(block_rows, *part_sizes)
         self.group_size = math.gcd(block_columns, num_columns)
-        if not packed_values.can_pack(num_columns, quantization.bits, self.group_size):
-            raise ConfigError(
-                f"a quantized weight has {num_columns} columns on each rank, in groups of {self.group_size}; on a GPU "
-                f"the columns must be a multiple of {512 // quantization.bits} and the groups of 32; use fewer ranks, "
-                "or device='cpu'"
-            )
+        if problem := quantization.packing_problem(num_columns):
+            raise ConfigError(problem)
+        assert packed_values.can_pack(num_columns, quantization.bits, self.group_size), "the kernels agree"
         self.multiplies_codes = multiplies_codes
         self.max_packed_rows = MAX_ROWS_BEFORE_CODES if multiplies_codes else MAX_PACKED_ROWS
         if multiplies_codes and self.group_size == num_columns:

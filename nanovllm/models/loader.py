@@ -31,6 +31,7 @@ _KV_SCALES = (
     *("k_proj.output_scale", "v_proj.output_scale"),
 )
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
+_SCALE_DTYPES = ("F32", "F16", "BF16")
 _QUANTIZED_ROWS = 1024  # quantized at a time; a multiple of all common blocks
 _DUMMY_ROWS = 8192  # rows drawn at a time, to limit the memory needed in addition to the model
 
@@ -82,8 +83,8 @@ def load_weights(
     With `load_format` "dummy" the weights are random, drawn from `seed`, and the same for every number of ranks. With
     any other, they are read from the safetensors files in `directory` (checkpoint/files.py finds them). Quantized
     weights are replaced by their values, one tensor at a time. Raises CheckpointError with the name of the file or
-    tensor if a file is missing or damaged, if a tensor is missing, unknown or of a wrong shape or type, and for scales
-    that are not finite.
+    tensor: before anything is read, if a file is missing or damaged, or if a tensor is missing, unknown or of a wrong
+    shape or type; and then for what is wrong in a tensor, such as scales that are not finite.
     """
     shards: dict[str, list[WeightShard]] = {}
     for name, shard in model.weight_shards():
@@ -98,23 +99,49 @@ def load_weights(
                 progress.update()
             return
         stored = _open(weight_files(directory), files)
-        missing: list[str] = []
-        unused = dict.fromkeys(stored)
+        sources = {
+            name: [_find(name, shard, stored, model.config.quantization) for shard in of_name]
+            for name, of_name in shards.items()
+        }
+        _check_names(model, directory, stored, sources)
         for name, of_name in shards.items():
-            for shard in of_name:
-                parts = _fill(name, shard, stored, model.config.quantization)
-            missing += [] if parts else [name]
-            for part in parts:
-                del unused[part]
+            for shard, source in zip(of_name, sources[name], strict=True):
+                assert source is not None, "a missing tensor has been refused"
+                _fill(shard, source)
             progress.update()
-        unknown = [name for name in unused if not _may_be_ignored(name, stored[name], model)]
-    for kind, names in (("misses weights", missing), ("has weights unknown to the model", unknown)):
-        if names:
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            remedy = "check that config.json belongs to these files"
-            if names is missing and all(name.startswith("mtp.") for name in names):
-                remedy = "there is no draft head in these files, so use another speculation than mtp or auto"
-            raise CheckpointError(f"{directory} {kind}: {shown}; {remedy}")
+
+
+def _check_names(
+    model: CausalLM,
+    directory: Path | None,
+    stored: Mapping[str, "StoredTensor"],
+    sources: Mapping[str, Sequence["QuantizedReader | StoredTensor | None"]],
+) -> None:
+    """Raise CheckpointError if tensors are missing or unknown."""
+    missing = [name for name, of_name in sources.items() if of_name[0] is None]
+    used: set[str] = set()
+    for name, (source, *_) in sources.items():
+        if isinstance(source, QuantizedReader):
+            used |= {name.removesuffix("weight") + part for part in source.parts}
+        else:
+            used.add(name)
+    unused = [name for name in stored if name not in used]
+    if missing:
+        remedy = "check that config.json belongs to these files"
+        if beside := [name for name in unused if name.startswith(missing[0].removesuffix("weight"))]:
+            remedy = f"the files have {', '.join(beside)} instead; check quantization_config in config.json"
+        if all(name.startswith("mtp.") for name in missing):
+            remedy = "there is no draft head in these files, so use another speculation than mtp or auto"
+        raise CheckpointError(f"{directory} misses weights: {_first(missing)}; {remedy}")
+    if unknown := [name for name in unused if not _may_be_ignored(name, stored[name], model)]:
+        raise CheckpointError(
+            f"{directory} has weights unknown to the model: {_first(unknown)}; check that config.json belongs to these "
+            "files"
+        )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 class StoredTensor:
@@ -158,6 +185,11 @@ def _as_named_here(tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     if kinds is None or not parent.endswith(".experts") or len(tensor.shape) != 3:
         yield name, tensor
         return
+    if tensor.dtype not in _FLOAT_DTYPES:
+        raise CheckpointError(
+            f"{tensor.where} has dtype {tensor.dtype}, and quantized experts in one tensor are not supported; use a "
+            "checkpoint with tensors for each expert"
+        )
     num_experts, num_rows, _ = tensor.shape
     size = num_rows // len(kinds)
     if not size or num_rows % size:  # it cannot be divided, so its experts are missing
@@ -183,18 +215,16 @@ class _OfExpert(StoredTensor):
         return self._experts.read(self._expert, slice(first + start, first + end), columns)[0]
 
 
-def _fill(
+def _find(
     name: str, shard: WeightShard, stored: Mapping[str, StoredTensor], quantization: Quantization | None
-) -> list[str]:
-    """Fill a parameter, or part of it. Returns the names of the tensors that it consists of; none if there are none."""
+) -> "QuantizedReader | StoredTensor | None":
+    """The checkpoint's tensors for a parameter, or for part of it; None if there are none. Reads nothing."""
     parts = stored_parts(quantization, name, stored) if quantization else {}
     if quantization and parts:
-        (num_rows, num_columns), (rows, columns) = shard.full_shape, shard.index
-        reader = QuantizedReader(quantization, parts, num_rows, num_columns, shard.target.device)
-        _store(reader.read(rows, columns), shard.target, reader.main.where)
-        return [f"{name.rpartition('.')[0]}.{part}" for part in parts]
+        num_rows, num_columns = shard.full_shape
+        return QuantizedReader(quantization, parts, num_rows, num_columns, shard.target.device)
     if name not in stored:
-        return []
+        return None
     source = stored[name]
     if source.shape != shard.full_shape:
         raise CheckpointError(
@@ -205,7 +235,18 @@ def _fill(
         raise CheckpointError(
             f"{source.where} has dtype {source.dtype}, but config.json has {given}; check that both belong together"
         )
-    if shard.quantization is not None and shard.quantization.is_online:
+    is_online = shard.quantization is not None and shard.quantization.is_online
+    if isinstance(shard.target, PackedRows) and not is_online:
+        raise CheckpointError(f"{source.where} is not quantized, but others of its layer are; use device='cpu'")
+    return source
+
+
+def _fill(shard: WeightShard, source: "QuantizedReader | StoredTensor") -> None:
+    """Fill a parameter, or part of it."""
+    if isinstance(source, QuantizedReader):
+        rows, columns = shard.index
+        _store(source.read(rows, columns), shard.target, source.main.where)
+    elif shard.quantization is not None and shard.quantization.is_online:
         start, end, _ = shard.index[0].indices(shard.full_shape[0])
         for first in range(start, end, _QUANTIZED_ROWS):
             rows = slice(first, min(first + _QUANTIZED_ROWS, end))
@@ -215,13 +256,11 @@ def _fill(
                 target.quantize(values, shard.index[1])
             else:
                 quantize(values, shard.quantization).part(slice(None), shard.index[1]).copy_values(target)
-    elif isinstance(shard.target, PackedRows):
-        raise CheckpointError(f"{source.where} is not quantized, but others of its layer are; use device='cpu'")
     else:
+        assert isinstance(shard.target, torch.Tensor), "a packed weight is quantized"
         shard.target.copy_(source.read(*shard.index))
         if shard.plus:
             shard.target.add_(shard.plus)
-    return [name]
 
 
 def _store(weight: QuantizedWeight, target: torch.Tensor | PackedRows, where: str) -> None:
@@ -366,8 +405,8 @@ def stored_parts(quantization: Quantization, name: str, stored: Mapping[str, Sto
 class QuantizedReader:
     """Reads parts of a weight [num_rows, num_columns], and unpacks them on `device`.
 
-    Raises CheckpointError, with the tensor's name, if one is missing or has a wrong shape or type, for scales that are
-    not finite, and for a column of a group that does not exist.
+    Raises CheckpointError, with the tensor's name: at first, if one is missing or has a wrong shape or type; while it
+    reads, for scales that are not finite, and for a column of a group that does not exist.
     """
 
     def __init__(
@@ -388,44 +427,65 @@ class QuantizedReader:
                 "a checkpoint with another group_size"
             )
         self.block_columns, self.num_groups = block_columns, ceil_div(self.num_columns, block_columns)
+        n, k, g = num_rows, num_columns, self.num_groups
+        n_words, k_words = ceil_div(n, quantization.codes_per_word), ceil_div(k, quantization.codes_per_word)
+        self._zeros: StoredTensor | None = None
+        self._order: StoredTensor | None = None
+        if quantization.is_float:
+            self._check(self.main, (n, k), "F8_E4M3")
+            stored = parts.get("weight_scale_inv") or self._get("weight_scale")
+            blocks = ceil_div(n, quantization.block[0] or n), g
+            shapes: list[tuple[int, ...]] = [blocks]
+            if g == 1:  # dimensions of size 1 may be missing
+                shapes += [blocks[:1], ()] if blocks[0] == 1 else [blocks[:1]]
+            self._scales = self._check(stored, stored.shape if stored.shape in shapes else blocks, *_SCALE_DTYPES)
+            return
+        scales, zeros, order = "scales", "qzeros", "g_idx"
+        shapes = [(k, n_words) if quantization.method == "awq" else (k_words, n), (g, n), (g, n_words)]
+        if quantization.method == "compressed-tensors":
+            scales, zeros, order = "weight_scale", "weight_zero_point", "weight_g_idx"
+            shapes = [(n, k_words), (n, g), (n_words, g)]
+        self._check(self.main, shapes[0], "I32")
+        self._scales = self._check(self._get(scales), shapes[1], *_SCALE_DTYPES)
+        if quantization.has_zeros:
+            self._zeros = self._check(self._get(zeros), shapes[2], "I32")
+        if order in parts or (quantization.has_order and g > 1):
+            self._order = self._check(self._get(order), (k,), "I32", "I64")
 
     def read(self, rows: slice, columns: slice) -> QuantizedWeight:
-        method, order = self.format.method, "g_idx"
+        groups, unused = self._groups()[columns], self.parts.get("weight_zero_point")
+        if unused is not None and not self.format.has_zeros and unused.read().float().any():
+            raise CheckpointError(
+                f"{unused.where} is not 0, but quantization_config has symmetric=true; check that config.json belongs "
+                "to these files"
+            )
         if self.format.is_float:
-            stored = self._part(self.main, (self.num_rows, self.num_columns), "F8_E4M3")
-            codes = stored.read(rows, columns).to(self.device)
+            codes = self.main.read(rows, columns).to(self.device)
             if (codes.view(torch.uint8) & 0x7F == 0x7F).any():
                 raise CheckpointError(f"{self.main.where} has codes that are NaN; download the model again")
-            return QuantizedWeight(codes, self._block_scales()[rows], None, self._groups()[columns])
-        if method == "compressed-tensors":
-            num_words = ceil_div(self.num_columns, self.format.codes_per_word)
-            words = self._part(self.main, (self.num_rows, num_words), "I32").read(rows, slice(None))
-            words = words.to(self.device)
-            codes, order = self._unpack(words, 1)[:, : self.num_columns][:, columns], "weight_g_idx"
-            scales = self._finite(self._get("weight_scale"), (self.num_rows, self.num_groups))
+            return QuantizedWeight(codes, self._block_scales()[rows], None, groups)
+        if self.format.method == "compressed-tensors":
+            words = self.main.read(rows, slice(None)).to(self.device)
+            codes, scales = self._unpack(words, 1)[:, : self.num_columns][:, columns], self._finite_scales()
         else:
-            codes = self._transposed_codes()[columns, rows].t()
-            scales = self._finite(self._get("scales"), (self.num_groups, self.num_rows)).t()
-        zeros = self._zeros() if self.format.has_zeros else torch.full_like(scales, self.format.middle).short()
-        return QuantizedWeight(codes, scales[rows], zeros[rows], self._groups(order)[columns])
+            codes, scales = self._transposed_codes()[columns, rows].t(), self._finite_scales().t()
+        zeros = self._read_zeros() if self.format.has_zeros else torch.full_like(scales, self.format.middle).short()
+        return QuantizedWeight(codes, scales[rows], zeros[rows], groups)
 
     def _transposed_codes(self) -> torch.Tensor:
         """uint8 [K, N], all of them."""
-        per_word = self.format.codes_per_word
+        words = self.main.read().to(self.device)
         if self.format.method == "awq":
-            words = self._whole(self.main, (self.num_columns, ceil_div(self.num_rows, per_word)), "I32")
             return self._unpack(words, 1, _AWQ_ORDER)[:, : self.num_rows]
-        words = self._whole(self.main, (ceil_div(self.num_columns, per_word), self.num_rows), "I32")
         return self._unpack(words, 0)[: self.num_columns]
 
-    def _zeros(self) -> torch.Tensor:
+    def _read_zeros(self) -> torch.Tensor:
         """int16 [N, G], all of them."""
-        num_words = ceil_div(self.num_rows, self.format.codes_per_word)
+        assert self._zeros is not None, "the format has zeros"
+        words = self._zeros.read().to(self.device)
         if self.format.method == "compressed-tensors":
-            words = self._whole(self._get("weight_zero_point"), (num_words, self.num_groups), "I32")
             zeros = self._unpack(words, 0)
         else:
-            words = self._whole(self._get("qzeros"), (self.num_groups, num_words), "I32")
             if self.format.stores_less_one:  # one was subtracted from words as a whole, so a zero of 0 has borrowed
                 words = words + sum(1 << place for place in range(0, 31, self.format.bits))
             zeros = self._unpack(words, 1, _AWQ_ORDER if self.format.method == "awq" else None).t()
@@ -433,33 +493,33 @@ class QuantizedReader:
 
     def _block_scales(self) -> torch.Tensor:
         """[N, G] of codes in e4m3."""
-        stored = self.parts.get("weight_scale_inv") or self._get("weight_scale")
         block_rows = self.format.block[0] or self.num_rows
-        num_blocks = ceil_div(self.num_rows, block_rows), self.num_groups
-        shapes: list[tuple[int, ...]] = [num_blocks]
-        if self.num_groups == 1:  # dimensions of size 1 may be missing
-            shapes += [num_blocks[:1], ()] if num_blocks[0] == 1 else [num_blocks[:1]]
-        scales = self._finite(stored, stored.shape if stored.shape in shapes else num_blocks).reshape(num_blocks)
+        scales = self._finite_scales().reshape(ceil_div(self.num_rows, block_rows), self.num_groups)
         return scales[torch.arange(self.num_rows, device=self.device) // block_rows]
 
-    def _groups(self, order: str = "") -> torch.Tensor:
-        """int64 [K] on the CPU: the group of each column. `order`: the tensor that says so, if there is one; -1 in all
-        of it says nothing.
-        """
-        groups = regular_groups(self.num_columns, self.block_columns)
-        if self.format.has_order and self.num_groups > 1:
-            self._get(order)
-        if order in self.parts:
-            stored = self._part(self.parts[order], (self.num_columns,), "I32", "I64").read().long()
-            groups = groups if bool((stored == -1).all()) else stored
-            if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < self.num_groups:
-                raise CheckpointError(
-                    f"{self.parts[order].where} has groups {int(groups.min())} to {int(groups.max())}, but there are "
-                    f"{self.num_groups}, of {self.block_columns} columns each; download the model again"
-                )
-        return groups
+    def _finite_scales(self) -> torch.Tensor:
+        """In the shape and the type that they have in the checkpoint."""
+        scales = self._scales.read().to(self.device)
+        if not scales.isfinite().all():
+            raise CheckpointError(f"{self._scales.where} has scales that are not finite; download the model again")
+        return scales
 
-    # -- checked tensors -------------------------------------------------------------------------------------------
+    def _groups(self) -> torch.Tensor:
+        """int64 [K] on the CPU: the group of each column. An order of -1 throughout says nothing."""
+        groups = regular_groups(self.num_columns, self.block_columns)
+        if self._order is None:
+            return groups
+        order = self._order.read().long()
+        if bool((order == -1).all()):
+            return groups
+        if len(order) and not 0 <= int(order.min()) <= int(order.max()) < self.num_groups:
+            raise CheckpointError(
+                f"{self._order.where} has groups {int(order.min())} to {int(order.max())}, but there are "
+                f"{self.num_groups}, of {self.block_columns} columns each; download the model again"
+            )
+        return order
+
+    # -- checks of names, shapes and types ---------------------------------------------------------------------------
 
     def _get(self, part: str) -> StoredTensor:
         if part not in self.parts:
@@ -469,23 +529,13 @@ class QuantizedReader:
             )
         return self.parts[part]
 
-    def _part(self, stored: StoredTensor, shape: tuple[int, ...], *dtypes: str) -> StoredTensor:
+    def _check(self, stored: StoredTensor, shape: tuple[int, ...], *dtypes: str) -> StoredTensor:
         if stored.shape != shape or stored.dtype not in dtypes:
             raise CheckpointError(
                 f"{stored.where} has shape {list(stored.shape)} and dtype {stored.dtype}, but config.json asks for "
                 f"{list(shape)} and {' or '.join(dtypes)}; check that config.json belongs to these files"
             )
         return stored
-
-    def _whole(self, stored: StoredTensor, shape: tuple[int, ...], *dtypes: str) -> torch.Tensor:
-        return self._part(stored, shape, *dtypes).read().to(self.device)
-
-    def _finite(self, stored: StoredTensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Scales, in the type that they have in the checkpoint."""
-        scales = self._whole(stored, shape, "F32", "F16", "BF16")
-        if not scales.isfinite().all():
-            raise CheckpointError(f"{stored.where} has scales that are not finite; download the model again")
-        return scales
 
     def _unpack(self, words: torch.Tensor, dim: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
         """The codes of int32 words [A, B] as uint8, in the place of `dim`."""

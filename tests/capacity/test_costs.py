@@ -81,6 +81,39 @@ def test_weight_bytes_of_packed_formats_by_hand() -> None:
         assert read == num_bytes + 2 * (others - 4096 - 151936 * 4096) + 70
 
 
+def test_weights_that_config_json_leaves_unquantized_count_as_they_are() -> None:
+    """Regression: the plan of a checkpoint whose attention is in bf16 had all of it in 4 bits, 10 GiB too little for
+    Qwen3.5-27B-GPTQ-Int4.
+    """
+    config, settings = Config(model="m"), {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+    def num_bytes(model: ModelConfig, *patterns: str) -> int:
+        quantization = parse_quantization(settings | {"dynamic": {f"-:{each}": {} for each in patterns}})
+        return parts.weight_bytes(config, replace(model, quantization=quantization), is_packed=True)
+
+    more = 2 - (1 / 2 + 3 / 128)  # bytes of a weight that is not quantized
+    model = ModelConfig.without_weights("qwen3-8b")
+    attention, mlp = 4096 * (2 * 4096 + 2 * 1024), 3 * 4096 * 12288
+    o_proj, qkv = 4096 * 4096, attention - 4096 * 4096
+    for patterns, num_weights in (
+        ([r".*self_attn"], 36 * attention),
+        ([r"model\.layers\.[02]\.self_attn", r"model\.layers\.2\.mlp"], 2 * attention + mlp),
+        ([r".*o_proj"], 36 * o_proj),
+        ([r".*\.5\..*k_proj"], qkv),  # a GPU has q, k and v in one weight
+        (["lm_head"], 0),
+    ):
+        assert num_bytes(model, *patterns) - num_bytes(model) == num_weights * more, patterns
+    model = ModelConfig.without_weights("qwen3.5-35b-a3b")
+    shared, values = 3 * 2048 * 512, 32 * 128
+    attention = 10 * 2048 * (3 * 16 * 256 + 2 * 2 * 256) + 30 * 2048 * (2 * 16 * 128 + 3 * values)
+    for patterns, num_weights in (
+        ([r".*attn.*"], attention),
+        ([r".*attn.*", r".*shared_expert.*"], attention + 40 * shared),
+        ([r"model\.layers\.7\.mlp\.experts"], 256 * 3 * 2048 * 512),
+    ):
+        assert num_bytes(model, *patterns) - num_bytes(model) == num_weights * more, patterns
+
+
 def test_of_quantized_experts_only_those_that_are_hit_are_read_packed() -> None:
     model = ModelConfig.without_weights("qwen3-30b-a3b")
     config, int4 = Config(model="m"), replace(model, quantization=QUANTIZATIONS["int4"])

@@ -12,6 +12,7 @@ from nanovllm.capacity.machine import GPUS, Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan, PlanOptions, make_plan, plan_table
 from nanovllm.capacity.plan_check import MAX_REMEDIES, any_problem, check_plan, check_start, memory_problem
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import parse_quantization
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 
@@ -184,6 +185,54 @@ def test_check_plan_format_that_would_fit_is_named() -> None:
     plan = plan_for(Machine.gpu(64 * GIB, find_gpu("RTX 4060")), model="qwen3-8b", context=32768)
     with pytest.raises(ConfigError, match="use quantization=int4 and use enable_cpu_offload"):
         check_plan(plan)
+    # Regression: int4 was not named if fp8 was asked for
+    asked = make_plan(plan.config, plan.model.quantized("fp8"), plan.machine, context=32768, num_sequences=1)
+    with pytest.raises(ConfigError, match="use quantization=int4 and use enable_cpu_offload"):
+        check_plan(asked)
+
+
+def test_columns_in_another_order_are_refused_for_a_gpu_before_anything_is_loaded() -> None:
+    """Regression: the plan said that such a checkpoint fits, and its tensors were refused while they were loaded."""
+    gptq, cpu = {"quant_method": "gptq", "bits": 4, "group_size": 128}, Machine.cpu(64 * GIB)
+    for given, machine, is_refused in (
+        (gptq | {"desc_act": True}, H200, True),
+        (gptq | {"desc_act": True}, cpu, False),
+        (gptq | {"desc_act": True, "static_groups": True}, H200, False),
+        (gptq | {"desc_act": True, "group_size": -1}, H200, False),
+        (gptq, H200, False),
+    ):
+        model = replace(MODELS["qwen3-8b"], quantization=parse_quantization(given))
+        device = "cpu" if machine is cpu else "auto"
+        plan = make_plan(Config(model="m", device=device), model, machine, context=1000, num_sequences=1)
+        for check in (check_start, check_plan):
+            if not is_refused:
+                check(plan)
+                continue
+            with pytest.raises(ConfigError, match=r"'gptq' has columns in another order \(desc_act\).*or device='cpu'"):
+                check(plan)
+
+
+def test_ranks_that_cut_groups_of_packed_weights_are_neither_planned_nor_a_remedy() -> None:
+    """Regression: 768 features of an expert in 4 bits were planned for 4 ranks, which the engine refused."""
+    model, machine = ModelConfig.without_weights("qwen3-30b-a3b"), Machine.gpu(64 * GIB, find_gpu("RTX 4060"))
+    for name, machine_, num_ranks, message in (
+        ("int4", H200, 4, "192 columns on each rank, in groups of 64; .*multiple of 128 .*use fewer ranks"),
+        ("int4", H200, 2, ""),
+        ("fp8", H200, 4, ""),
+        ("int4", Machine.cpu(200 * GIB), 4, ""),
+    ):
+        options: dict[str, Any] = {"device": "cpu"} if machine_ is not H200 else {}
+        config = Config(model="m", tensor_parallel_size=num_ranks, **options)
+        plan = make_plan(config, model.quantized(name), machine_, context=1000, num_sequences=1)
+        if not message:
+            check_plan(plan)
+            continue
+        with pytest.raises(ConfigError, match=message):
+            check_plan(plan)
+    plan = make_plan(Config(model="m"), model.quantized("int4"), machine, context=1000, num_sequences=1)
+    with pytest.raises(ConfigError) as error:
+        check_plan(plan)
+    assert "tensor_parallel_size to 4" not in str(error.value)
 
 
 # -- rules that hold for all of them ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ The reference is the product in fp64 with the values that the codes, scales and 
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -595,3 +596,13 @@ def test_products_of_codes_are_what_the_format_implies(name: str) -> None:
                 assert (gated.double() - activated).abs().max() <= 4 * torch.finfo(DTYPE).eps * activated.abs().max()
         empty = weight.linear(torch.empty(0, size, device="cuda", dtype=torch.bfloat16), None)
         assert empty.shape == (0, len(values))
+
+
+def test_planner_knows_which_weights_the_kernels_can_pack() -> None:
+    from nanovllm.kernels import packed_values
+
+    for name, num_columns in itertools.product(QUANTIZATIONS, (32, 64, 96, 128, 192, 256, 384, 768, 1000)):
+        quantization = QUANTIZATIONS[name]
+        group_size = math.gcd(quantization.block[1], num_columns)
+        can_pack = packed_values.can_pack(num_columns, quantization.bits, group_size)
+        assert can_pack == (quantization.packing_problem(num_columns) is None), (name, num_columns)

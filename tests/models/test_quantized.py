@@ -178,6 +178,7 @@ def test_layers_that_config_json_leaves_unquantized() -> None:
         "model.layers.1.mlp.gate_proj",
         "model.layers.11.mlp.down_proj",
     )
+    layer_1 = [o_proj, gate]
     for given, expected in (
         ({"quant_method": "fp8", "modules_to_not_convert": None}, []),
         ({"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "model.layers.1.mlp"]}, [gate]),
@@ -188,10 +189,10 @@ def test_layers_that_config_json_leaves_unquantized() -> None:
             {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["re:.*down_proj", gate]},
             [gate, down],
         ),
-        (
-            {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {r"-:model\.layers\.1\.": {}}},
-            [o_proj, gate],
-        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["model.layers.1."]}, layer_1),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {r"-:model\.layers\.1\.": {}}}, layer_1),
+        # Regression: AutoFP8's name for the list was not read
+        ({"quant_method": "fp8", "ignored_layers": ["lm_head", "model.layers.1.mlp"]}, [gate]),
     ):
         quantization = parse_quantization(given)
         assert quantization is not None
@@ -199,6 +200,18 @@ def test_layers_that_config_json_leaves_unquantized() -> None:
     for wrong in (["re:["], "lm_head", [1]):
         with pytest.raises(CheckpointError, match=r"quantization_config.modules_to_not_convert.*correct config.json"):
             parse_quantization({"quant_method": "fp8", "modules_to_not_convert": wrong})
+
+
+def test_quantized_experts_in_one_tensor_are_refused_by_name(tmp_path: Path) -> None:
+    """Regression: the message asked to download the model again, because of a scale that has another name."""
+    plain = write_tiny_model(tmp_path / "plain", "qwen3_moe")
+    quantized, _ = write_quantized(plain, tmp_path, "fp8 tensor")
+    file, experts = quantized / "model.safetensors", "model.layers.0.mlp.experts"
+    tensors = {key: value for key, value in load_file(file).items() if not key.startswith(experts)}
+    tensors |= {f"{experts}.gate_up_proj": torch.zeros(8, 64, 64).to(torch.float8_e4m3fn)}
+    save_file(tensors | {f"{experts}.gate_up_proj_scale_inv": torch.ones(8)}, file)
+    with pytest.raises(CheckpointError, match=r"gate_up_proj in .* F8_E4M3, .* use a checkpoint with tensors for each"):
+        load_model(quantized)
 
 
 def test_experts_of_which_one_is_not_quantized_have_their_values(tmp_path: Path) -> None:
@@ -236,7 +249,12 @@ def test_wrong_tensors_are_refused_by_name(tmp_path: Path, plain: Path) -> None:
             ("gptq", "g_idx", lambda x: x + 1, r"g_idx .* groups 1 to 4, but there are 4"),
             # Regression: with desc_act, columns whose order is not stored were read in that of the file
             ("gptq 8 order", "g_idx", lambda x: None, "qweight in .* has no g_idx beside it"),
-            ("gptq", "qweight", lambda x: None, r"misses weights: model\.layers\.0\.self_attn\.q_proj\.weight"),
+            (
+                "gptq",
+                "qweight",
+                lambda x: None,
+                r"misses weights: model\.layers\.0\.self_attn\.q_proj\.weight; the files have .*q_proj\.g_idx",
+            ),
         )
     ):
         (tmp_path / str(i)).mkdir()
@@ -249,6 +267,91 @@ def test_wrong_tensors_are_refused_by_name(tmp_path: Path, plain: Path) -> None:
         for num_ranks in (1, 2):
             with pytest.raises(CheckpointError, match=message):
                 run_ranks(num_ranks, lambda tp, path=quantized: load_model(path, tp))
+
+
+def test_tensors_of_a_wrong_shape_are_refused_before_any_is_read(tmp_path: Path, plain: Path) -> None:
+    """Regression: a missing tensor was reported once all others had been loaded, minutes later."""
+    last = "model.layers.1.self_attn.v_proj"
+    for name, part in (("packed 4", "weight_scale"), ("gptq", "qzeros"), ("awq", "qweight"), ("fp8 blocks", "weight")):
+        (tmp_path / name).mkdir()
+        quantized, _ = write_quantized(plain, tmp_path / name, name)
+        file = quantized / "model.safetensors"
+        tensors = load_file(file)
+        stored = tensors.pop(f"{last}.{part}")
+        config, path = ModelConfig.from_pretrained(str(quantized))
+        for changed in ({}, {f"{last}.{part}": stored[:-1].contiguous()}):
+            save_file(tensors | changed, file)
+            model = build_model(config, TPGroup(), max_model_len=64, dtype=torch.float32, device="cpu", directory=path)
+            for parameter in model.parameters():
+                parameter.fill_(7)
+            with pytest.raises(CheckpointError, match=last):
+                load_weights(model, path)
+            assert all((parameter == 7).all() for parameter in model.parameters())
+
+
+def test_zeros_that_config_json_denies_are_refused(tmp_path: Path, plain: Path) -> None:
+    """Regression: they were ignored, and the weights had other values. Old files have zeros of 0."""
+    quantized, values = write_quantized(plain, tmp_path, "packed 4 zeros")
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = True
+    (quantized / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight_zero_point in .* is not 0, but .* symmetric=true"):
+        load_model(quantized)
+    (tmp_path / "channel").mkdir()
+    quantized, values = write_quantized(plain, tmp_path / "channel", "float channel")
+    file = quantized / "model.safetensors"
+    save_file(load_file(file) | {f"{Q_PROJ}.weight_zero_point": torch.zeros(128, 1).to(torch.float8_e4m3fn)}, file)
+    assert torch.equal(run_logits(load_model(quantized), PROMPT), run_logits(load_model(values), PROMPT))
+
+
+def test_quantized_files_without_quantization_config_are_refused_by_what_they_have(tmp_path: Path, plain: Path) -> None:
+    for name, message in (
+        ("packed 4", r"q_proj\.weight, .* the files have .*q_proj\.weight_packed, .* check quantization_config"),
+        ("awq", r"q_proj\.weight, .* the files have .*q_proj\.qweight, .* check quantization_config"),
+        ("fp8 tensor", r"q_proj\.weight in .* has dtype F8_E4M3, but config\.json has no quantization_config"),
+    ):
+        (tmp_path / name).mkdir()
+        quantized, _ = write_quantized(plain, tmp_path / name, name)
+        shutil.copy(plain / "config.json", quantized)
+        with pytest.raises(CheckpointError, match=message):
+            load_model(quantized)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "packed 4 zeros", "awq", "gptq"])
+def test_a_quantized_head_is_replaced_by_its_values(tmp_path: Path, name: str) -> None:
+    """Regression: with lm_head=true a GPTQ checkpoint was refused, but the same worked in all other formats."""
+    plain = write_tiny_model(tmp_path / "plain", "qwen3")
+    paths = write_quantized(plain, tmp_path, name)
+    quantized, values = (load_file(path / "model.safetensors") for path in paths)
+    parts, values["lm_head.weight"] = FORMATS[name][1]("lm_head", quantized.pop("lm_head.weight"))
+    quantized |= {f"lm_head.{part}": tensor.contiguous() for part, tensor in parts.items()}
+    for path, tensors in zip(paths, (quantized, values), strict=True):
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((paths[0] / "config.json").read_text())
+    config["quantization_config"]["lm_head"] = True
+    (paths[0] / "config.json").write_text(json.dumps(config))
+    expected = run_logits(load_model(paths[1]), PROMPT)
+    assert torch.equal(run_logits(load_model(paths[0]), PROMPT), expected)
+    for logits in run_ranks(2, lambda tp: run_logits(load_model(paths[0], tp), PROMPT)):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_zeros_of_a_symmetric_awq_checkpoint_are_read(tmp_path: Path, plain: Path) -> None:
+    """Regression: zero_point=false was refused, but GPTQModel writes it by default, and stores all zeros as 8."""
+    quantized, values = write_quantized(plain, tmp_path, "awq")
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["zero_point"] = False
+    (quantized / "config.json").write_text(json.dumps(config))
+    assert torch.equal(run_logits(load_model(quantized), PROMPT), run_logits(load_model(values), PROMPT))
+
+
+def test_old_name_of_quantization_config_is_read(tmp_path: Path, plain: Path) -> None:
+    """Regression: checkpoints of 2024 that have `compression_config` were refused for missing weights."""
+    quantized, values = write_quantized(plain, tmp_path, "packed 4")
+    config = json.loads((quantized / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    (quantized / "config.json").write_text(json.dumps(config))
+    assert torch.equal(run_logits(load_model(quantized), PROMPT), run_logits(load_model(values), PROMPT))
 
 
 def test_order_of_columns_is_read_wherever_it_is_stored(tmp_path: Path, plain: Path) -> None:
@@ -310,10 +413,13 @@ def test_formats_that_are_not_supported_are_refused_by_name() -> None:
         (gptq, "group_size=None must be a number of columns"),
         (gptq | {"group_size": 0}, "group_size=0 must be"),
         (gptq | {"group_size": 32, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
-        (gptq | {"group_size": 32, "lm_head": True}, "lm_head=True"),
-        (gptq | {"group_size": 32, "dynamic": {"-:x": {}, "+:y": {}}}, "dynamic={.*use a checkpoint without it"),
+        (gptq | {"group_size": 32, "dynamic": {"-:x": {}, "+:y": {"bits": 8}}}, "dynamic={.*use a checkpoint without"),
+        (gptq | {"group_size": 32, "dynamic": ["-:x"]}, r"dynamic=\['-:x'\]"),
+        (gptq | {"group_size": 32, "format": "marlin"}, "checkpoint_format='marlin'"),
+        (gptq | {"group_size": 32, "is_marlin_format": True}, "is_marlin_format=True"),
         (awq | {"version": "gemv"}, "version='gemv' is not supported; supported are 'gemm'"),
-        (awq | {"zero_point": False}, "zero_point=False"),
+        (awq | {"format": "gemv_fast"}, "format='gemv_fast' is not supported; supported are 'gemm'"),
+        (awq | {"zero_point": "asymmetric"}, "zero_point='asymmetric' is not supported; supported are True, False"),
         (awq | {"bits": 8}, "bits=8"),
         (group(num_bits=2), r"config_groups\.group_0\.weights\.num_bits=2"),
         (group(type="float"), r"weights\.type='float'"),
@@ -338,6 +444,26 @@ def test_formats_that_are_not_supported_are_refused_by_name() -> None:
         wrong["config_groups"]["group_0"][key] = ["re:.*q_proj"]
         with pytest.raises(CheckpointError, match=f"group_0.{key}="):
             parse_quantization(wrong)
+
+
+def test_settings_of_gptq_are_read_as_its_tools_write_them() -> None:
+    """Regression: zeros were taken for those of gptq if config.json calls the layout `format`, and checkpoints such as
+    Qwen3.5-27B-GPTQ-Int4 were refused because of keys of `dynamic` that change nothing.
+    """
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    for given, expected in (
+        ({}, True),
+        ({"format": "gptq"}, True),
+        ({"format": "gptq_v2"}, False),
+        ({"checkpoint_format": "gptq_v2", "format": "gptq_v2"}, False),
+    ):
+        quantization = parse_quantization(gptq | given)
+        assert quantization is not None and quantization.stores_less_one == expected, given
+    dynamic: dict[str, Any] = {"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {}}
+    quantization = parse_quantization(gptq | {"dynamic": dynamic})
+    assert quantization is not None
+    names = ("self_attn.q_proj", "linear_attn.out_proj", "mlp.experts.0.down_proj")
+    assert [quantization.covers(f"model.layers.1.{name}") for name in names] == [False, False, True]
 
 
 def test_activations_are_quantized_if_the_checkpoint_asks_for_scales_found_at_each_product() -> None:

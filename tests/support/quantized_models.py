@@ -42,7 +42,7 @@ def integers(
     else:
         scales = (high - low) / levels
         zeros = np.clip(np.round(-low / scales), 0, levels)
-        zeros[::3] = 0  # the least that a format can store
+        zeros[::13] = 0  # the least that a format can store; with more of them, answers repeat one token
     scales = scales.astype(np.float16).astype(np.float64)
     codes = np.clip(np.round(w / scales[:, groups]) + zeros[:, groups], 0, levels)
     values = torch.from_numpy((codes - zeros[:, groups]) * scales[:, groups]).float()
