@@ -43,7 +43,7 @@ class Architecture:
     the model's authors recommend it, from the model cards.
 
     is_hybrid: most layers are recurrent, the attention layers have an output gate and rotate part of a head, and norms
-    multiply by 1 + weight. fixed: entries that have to have these values if config.json has them.
+    multiply by 1 + weight. fixed: entries that have to have one of these values if config.json has them.
     """
 
     model_type: str  # as in config.json
@@ -54,7 +54,7 @@ class Architecture:
     has_experts: bool = False
     has_qk_norm: bool = False
     is_hybrid: bool = False
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     recommended_yarn: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -85,13 +85,14 @@ _HYBRID |= {"linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_nu
 _HYBRID_MOE = _HYBRID | {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "num_experts": 256}
 _HYBRID_MOE |= {"num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 _HYBRID_MOE |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-_HYBRID_FIXED: Mapping[str, Any] = {
-    "attn_output_gate": True,
-    "mamba_ssm_dtype": "float32",
-    "mtp_use_dedicated_embeddings": False,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
+_HYBRID_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),  # of the recurrent layers; transformers ignores it
+    "mamba_ssm_dtype": ("float32",),
+    "mtp_use_dedicated_embeddings": (False,),
+    "mlp_only_layers": ([],),
+    "norm_topk_prob": (True,),
+    "decoder_sparse_step": (1,),
 }
 
 
@@ -349,11 +350,11 @@ def _text_settings(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_fixed(settings: Mapping[str, Any], architecture: Architecture) -> None:
-    for name, value in architecture.fixed.items():
-        if settings.get(name) is not None and settings[name] != value:
+    for name, supported in architecture.fixed.items():
+        if settings.get(name) is not None and settings[name] not in supported:
             raise CheckpointError(
                 f"{name}={settings[name]!r} is not supported for model_type={architecture.model_type!r}; use a "
-                f"checkpoint with {name}={value!r}"
+                f"checkpoint with {name}={' or '.join(map(repr, supported))}"
             )
 
 

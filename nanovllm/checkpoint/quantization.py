@@ -219,10 +219,10 @@ def _awq(given: Mapping[str, Any]) -> Quantization:
 def _gptq(given: Mapping[str, Any]) -> Quantization:
     bits = _choose(given, "bits", (4, 8))
     _choose(given, "lm_head", (False,), default=False)
-    dynamic = given.get("dynamic") or {}
-    if not isinstance(dynamic, dict) or not all(key.startswith("-:") for key in dynamic):  # only what is left out
+    dynamic = given.get("dynamic") or {}  # "-:" leaves layers out; others have settings of their own, if there are any
+    if not isinstance(dynamic, dict) or any(value for key, value in dynamic.items() if not key.startswith("-:")):
         raise _refusal("dynamic", dynamic)
-    ignored = _names({"dynamic": [f"re:{key[2:]}" for key in dynamic]}, "dynamic")
+    ignored = _names({"dynamic": [f"re:{key[2:]}" for key in dynamic if key.startswith("-:")]}, "dynamic")
     layout = _choose(given, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
     return Quantization(
         method="gptq",

@@ -236,6 +236,7 @@ def test_not_implemented_setting_raises_value_error(tmp_path: Path) -> None:
         ({**LLAMA, **rope(rope_type="default", mrope_section=[1, 2])}, "mrope_section"),
         (with_text(HYBRID, attn_output_gate=False), "attn_output_gate=False is not supported for model_type='qwen3_5'"),
         (with_text(HYBRID, mamba_ssm_dtype="bfloat16"), "mamba_ssm_dtype='bfloat16' is not supported"),
+        (with_text(HYBRID, output_gate_type="sigmoid"), "output_gate_type='sigmoid' .*='swish' or 'silu'"),
         (with_text(HYBRID, mtp_use_dedicated_embeddings=True), "mtp_use_dedicated_embeddings=True"),
         (with_text(HYBRID, mtp_num_hidden_layers=2), "mtp_num_hidden_layers=2 is not supported"),
         (with_text(HYBRID, linear_num_value_heads=24), "linear_num_value_heads=24 is not a multiple"),

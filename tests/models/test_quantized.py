@@ -170,7 +170,10 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path, plain: Pa
 
 
 def test_layers_that_config_json_leaves_unquantized() -> None:
-    """The planner and a model on a GPU go by it."""
+    """The planner and a model on a GPU go by it.
+
+    Regression: Qwen's own GPTQ checkpoints of Qwen3.5 were refused, because they name layers without settings.
+    """
     packed = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
     groups = {"group_0": {"targets": ["Linear"], "weights": packed, "format": "pack-quantized"}}
     o_proj, gate, down = (
@@ -191,6 +194,15 @@ def test_layers_that_config_json_leaves_unquantized() -> None:
         (
             {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {r"-:model\.layers\.1\.": {}}},
             [o_proj, gate],
+        ),
+        (
+            {
+                "quant_method": "gptq",
+                "bits": 4,
+                "group_size": 128,
+                "dynamic": {"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {}, "-:.*mtp.*": {}},
+            },
+            [o_proj],
         ),
     ):
         quantization = parse_quantization(given)
@@ -311,7 +323,10 @@ def test_formats_that_are_not_supported_are_refused_by_name() -> None:
         (gptq | {"group_size": 0}, "group_size=0 must be"),
         (gptq | {"group_size": 32, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         (gptq | {"group_size": 32, "lm_head": True}, "lm_head=True"),
-        (gptq | {"group_size": 32, "dynamic": {"-:x": {}, "+:y": {}}}, "dynamic={.*use a checkpoint without it"),
+        (
+            gptq | {"group_size": 32, "dynamic": {"-:x": {}, "+:y": {"bits": 8}}},
+            "dynamic={.*use a checkpoint without it",
+        ),
         (awq | {"version": "gemv"}, "version='gemv' is not supported; supported are 'gemm'"),
         (awq | {"zero_point": False}, "zero_point=False"),
         (awq | {"bits": 8}, "bits=8"),
