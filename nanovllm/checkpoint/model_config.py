@@ -411,10 +411,11 @@ def _layer_kinds(settings: Mapping[str, Any], architecture: Architecture) -> tup
     supported = LAYER_KINDS if architecture.is_hybrid else {"full_attention"}
     if other_types := sorted({str(each) for each in types} - set(supported)):
         raise CheckpointError(f"layer_types {', '.join(other_types)} are not supported: {remedy}")
-    if architecture.is_hybrid and (len(types) != num_layers or "full_attention" not in types):
+    if architecture.is_hybrid and (len(types) != num_layers or set(types) != set(LAYER_KINDS)):
         raise CheckpointError(
             f"layer_types names {len(types)} layers, {types.count('full_attention')} of them full_attention, but "
-            f"num_hidden_layers={num_layers}; give the type of every layer, at least one of them full_attention"
+            f"num_hidden_layers={num_layers}; give the type of every layer, with at least one layer of each type: "
+            f"{', '.join(LAYER_KINDS)}"
         )
     return tuple(LAYER_KINDS[each] for each in types) if architecture.is_hybrid else ("attention",) * num_layers
 

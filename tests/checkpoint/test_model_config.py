@@ -210,7 +210,9 @@ def rope(**scaling: Any) -> dict[str, Any]:
 
 
 def test_not_implemented_setting_raises_value_error(tmp_path: Path) -> None:
-    """Null for a size of recurrent layers, or for the number of experts, was a TypeError."""
+    """Null for a size of recurrent layers, or for the number of experts, was a TypeError; a hybrid model without
+    recurrent layers was a ZeroDivisionError.
+    """
     cases: tuple[Any, ...] = (
         ({**QWEN3, "architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM.*supported are Qwen3ForCausalLM"),
         ({**MOE, "decoder_sparse_step": None}, "decoder_sparse_step=None must be an integer"),
@@ -248,6 +250,7 @@ def test_not_implemented_setting_raises_value_error(tmp_path: Path) -> None:
         ({**MOE, "num_experts": None}, "num_experts=None must be an integer"),
         (with_text(HYBRID, layer_types=["full_attention"] * 31), "names 31 layers, 31 of them .* num_hidden_layers=32"),
         (with_text(HYBRID, layer_types=["linear_attention"] * 32), "0 of them full_attention"),
+        (with_text(HYBRID, layer_types=["full_attention"] * 32), "32 of them full_attention.* each type: .*linear"),
         (with_text(HYBRID, layer_types=["full_attention", "mamba"] * 16), "layer_types mamba are not supported"),
         (
             with_text(HYBRID, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.02}),
