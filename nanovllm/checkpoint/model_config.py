@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from nanovllm.checkpoint.files import find_model, read_json
+from nanovllm.checkpoint.files import find_model, read_json, stored_names
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization, parse_quantization
 from nanovllm.checkpoint.settings import (
     GENERATION_CONFIG_FILE,
@@ -285,7 +285,7 @@ class ModelConfig:
 
 
 def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mapping[str, Any] | None) -> ModelConfig:
-    """Read and check config.json after the overrides. directory: where generation_config.json may be."""
+    """Read and check config.json after the overrides. directory: where generation_config.json and weights may be."""
     given = apply_overrides(_text_settings(read_json(config_path)), hf_overrides)
     name = _architecture_name(given)
     check_settings(given, config_path)
@@ -323,7 +323,7 @@ def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mappin
         recurrent=_recurrent(settings) if architecture.is_hybrid else None,
         attention_gate=architecture.is_hybrid,
         norms_add_one=architecture.is_hybrid,
-        has_mtp=architecture.is_hybrid and _num_mtp_layers(settings) > 0,
+        has_mtp=architecture.is_hybrid and _num_mtp_layers(settings) > 0 and _may_have_mtp_weights(directory),
     )
     if config.rotary_dim % 2 or config.rotary_dim < 2:
         raise CheckpointError(
@@ -455,6 +455,12 @@ def _num_mtp_layers(settings: Mapping[str, Any]) -> int:
     if num_layers > 1:
         raise CheckpointError(f"mtp_num_hidden_layers={num_layers} is not supported; use a checkpoint with 0 or 1")
     return num_layers
+
+
+def _may_have_mtp_weights(directory: Path | None) -> bool:
+    """Return False if the files lack the draft head that config.json promises: some tools leave it out."""
+    names = stored_names(directory)
+    return names is None or any(name.startswith("mtp.") for name in names)
 
 
 def _mlp_size(settings: Mapping[str, Any]) -> int:

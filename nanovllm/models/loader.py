@@ -113,7 +113,7 @@ def load_weights(
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             remedy = "check that config.json belongs to these files"
             if names is missing and all(name.startswith("mtp.") for name in names):
-                remedy = "there is no draft head in these files, so use another speculation than mtp or auto"
+                remedy = "the draft head in these files is not complete, so use another speculation than mtp or auto"
             raise CheckpointError(f"{directory} {kind}: {shown}; {remedy}")
 
 
