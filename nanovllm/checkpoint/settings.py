@@ -81,6 +81,7 @@ SYNONYMS = (
     ROPE_ENTRIES,
     ("dtype", "torch_dtype"),
     ("num_experts", "num_local_experts"),
+    ("layer_types", "full_attention_interval"),
 )  # an override of one name removes the other
 
 GENERATION_CONFIG_FILE = "generation_config.json"

@@ -160,6 +160,10 @@ def test_text_part_has_the_entries_beside_it_and_takes_overrides(tmp_path: Path)
     )
     assert config.layer_kinds == ("attention", "recurrent") * 16 and not config.has_mtp
     assert config.rope == nested.rope
+    # Regression: the interval was dropped if config.json gives the types
+    assert read(tmp_path, with_text(HYBRID, layer_types=types)).layer_kinds == config.layer_kinds
+    every_second, _ = ModelConfig.from_pretrained(str(tmp_path), {"full_attention_interval": 2})
+    assert every_second.layer_kinds == ("recurrent", "attention") * 16
 
 
 def test_rope_all_forms_on_disk_are_read_alike(tmp_path: Path) -> None:
