@@ -541,7 +541,7 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         remark += f"; {format_bytes(plan.machine.host_bytes)} was available"
         rows.append(("CPU pool", format_bytes(plan.cpu_pool_bytes), remark + ("" if plan.fits_host else " (!)")))
     if plan.snapshot_bytes:
-        remark = f"{plan.num_snapshots} states for later prompts, in CPU memory"
+        remark = f"{plan.num_snapshots} state{'s' * (plan.num_snapshots > 1)} for later prompts, in CPU memory"
         rows.append(("snapshots", format_bytes(plan.snapshot_bytes), remark))
     if disk_limit := plan.config.disk_bytes:
         remark = f"a document of {plan.context:,} tokens"

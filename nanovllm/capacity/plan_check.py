@@ -68,8 +68,9 @@ def _pool_problem(plan: CapacityPlan) -> str | None:
         room = f"{MAX_HOST_SHARE:.0%} of the {format_bytes(available)} of memory available"
         return f"{room} is less than one block of {block}"
     if not plan.fits_host:
+        states = f" and states for later prompts {format_bytes(plan.snapshot_bytes)}" if plan.snapshot_bytes else ""
         return (
-            f"a CPU pool of {plan.num_cpu_blocks} blocks needs {format_bytes(plan.cpu_pool_bytes)}, "
+            f"a CPU pool of {plan.num_cpu_blocks} blocks needs {format_bytes(plan.cpu_pool_bytes)}{states}, "
             f"but only {format_bytes(available)} of memory is available"
         )
     return None

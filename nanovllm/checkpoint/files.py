@@ -26,6 +26,7 @@ from nanovllm.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+MAX_HEADER_BYTES = 10**8  # the library's limit
 CONFIG_FILES = ("config.json", "generation_config.json", INDEX_FILE)
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
@@ -117,6 +118,25 @@ def weight_files(directory: Path | None) -> list[Path]:
             f"{INDEX_FILE} that says which are the weights; add the index, or keep one file and name it {SINGLE_FILE}"
         )
     return found
+
+
+def stored_names(directory: Path | None) -> list[str] | None:
+    """The names of the tensors in the weights. None if the files are not here yet, or are not what they should be."""
+    try:
+        if directory is not None and (directory / INDEX_FILE).is_file():
+            return list(read_json(directory / INDEX_FILE)["weight_map"].keys())
+        return [name for file in weight_files(directory) for name in _names_in(file)]
+    except (ValueError, KeyError, AttributeError, OSError):  # the loader says what is wrong
+        return None
+
+
+def _names_in(file: Path) -> list[str]:
+    """The entries of the header of a safetensors file: its tensors, and perhaps "__metadata__"."""
+    with file.open("rb") as stream:
+        num_bytes = int.from_bytes(stream.read(8), "little")
+        if num_bytes > MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {num_bytes} bytes")
+        return list(json.loads(stream.read(num_bytes)).keys())
 
 
 def _complete_shards(shards: list[Path]) -> list[Path]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from nanovllm.checkpoint.files import find_model, read_json
+from nanovllm.checkpoint.files import find_model, read_json, stored_names
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization, parse_quantization
 from nanovllm.checkpoint.settings import (
     GENERATION_CONFIG_FILE,
@@ -43,7 +43,7 @@ class Architecture:
     the model's authors recommend it, from the model cards.
 
     is_hybrid: most layers are recurrent, the attention layers have an output gate and rotate part of a head, and norms
-    multiply by 1 + weight. fixed: entries that have to have these values if config.json has them.
+    multiply by 1 + weight. fixed: entries that have to have one of these values if config.json has them.
     """
 
     model_type: str  # as in config.json
@@ -54,7 +54,7 @@ class Architecture:
     has_experts: bool = False
     has_qk_norm: bool = False
     is_hybrid: bool = False
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     recommended_yarn: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -85,13 +85,14 @@ _HYBRID |= {"linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_nu
 _HYBRID_MOE = _HYBRID | {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "num_experts": 256}
 _HYBRID_MOE |= {"num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 _HYBRID_MOE |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-_HYBRID_FIXED: Mapping[str, Any] = {
-    "attn_output_gate": True,
-    "mamba_ssm_dtype": "float32",
-    "mtp_use_dedicated_embeddings": False,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
+_HYBRID_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),  # of the recurrent layers; transformers ignores it
+    "mamba_ssm_dtype": ("float32",),
+    "mtp_use_dedicated_embeddings": (False,),
+    "mlp_only_layers": ([],),
+    "norm_topk_prob": (True,),
+    "decoder_sparse_step": (1,),
 }
 
 
@@ -284,7 +285,7 @@ class ModelConfig:
 
 
 def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mapping[str, Any] | None) -> ModelConfig:
-    """Read and check config.json after the overrides. directory: where generation_config.json may be."""
+    """Read and check config.json after the overrides. directory: where generation_config.json and weights may be."""
     given = apply_overrides(_text_settings(read_json(config_path)), hf_overrides)
     name = _architecture_name(given)
     check_settings(given, config_path)
@@ -323,7 +324,7 @@ def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mappin
         recurrent=_recurrent(settings) if architecture.is_hybrid else None,
         attention_gate=architecture.is_hybrid,
         norms_add_one=architecture.is_hybrid,
-        has_mtp=architecture.is_hybrid and _num_mtp_layers(settings) > 0,
+        has_mtp=architecture.is_hybrid and _num_mtp_layers(settings) > 0 and _may_have_mtp_weights(directory),
     )
     if config.rotary_dim % 2 or config.rotary_dim < 2:
         raise CheckpointError(
@@ -350,11 +351,11 @@ def _text_settings(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_fixed(settings: Mapping[str, Any], architecture: Architecture) -> None:
-    for name, value in architecture.fixed.items():
-        if settings.get(name) is not None and settings[name] != value:
+    for name, supported in architecture.fixed.items():
+        if settings.get(name) is not None and settings[name] not in supported:
             raise CheckpointError(
                 f"{name}={settings[name]!r} is not supported for model_type={architecture.model_type!r}; use a "
-                f"checkpoint with {name}={value!r}"
+                f"checkpoint with {name}={' or '.join(map(repr, supported))}"
             )
 
 
@@ -411,10 +412,11 @@ def _layer_kinds(settings: Mapping[str, Any], architecture: Architecture) -> tup
     supported = LAYER_KINDS if architecture.is_hybrid else {"full_attention"}
     if other_types := sorted({str(each) for each in types} - set(supported)):
         raise CheckpointError(f"layer_types {', '.join(other_types)} are not supported: {remedy}")
-    if architecture.is_hybrid and (len(types) != num_layers or "full_attention" not in types):
+    if architecture.is_hybrid and (len(types) != num_layers or set(types) != set(LAYER_KINDS)):
         raise CheckpointError(
             f"layer_types names {len(types)} layers, {types.count('full_attention')} of them full_attention, but "
-            f"num_hidden_layers={num_layers}; give the type of every layer, at least one of them full_attention"
+            f"num_hidden_layers={num_layers}; give the type of every layer, with at least one layer of each type: "
+            f"{', '.join(LAYER_KINDS)}"
         )
     return tuple(LAYER_KINDS[each] for each in types) if architecture.is_hybrid else ("attention",) * num_layers
 
@@ -454,6 +456,12 @@ def _num_mtp_layers(settings: Mapping[str, Any]) -> int:
     if num_layers > 1:
         raise CheckpointError(f"mtp_num_hidden_layers={num_layers} is not supported; use a checkpoint with 0 or 1")
     return num_layers
+
+
+def _may_have_mtp_weights(directory: Path | None) -> bool:
+    """Return False if the files lack the draft head that config.json promises: some tools leave it out."""
+    names = stored_names(directory)
+    return names is None or any(name.startswith("mtp.") for name in names)
 
 
 def _mlp_size(settings: Mapping[str, Any]) -> int:

@@ -43,7 +43,7 @@ ENTRIES: dict[str, Any] = {  # the entries that model_config.py reads
     **_REQUIRED,
     **_KEPT,
     **dict.fromkeys(SWITCHES, bool),
-    **dict.fromkeys(("model_type", "hidden_act", "dtype", "torch_dtype", "mamba_ssm_dtype"), str),
+    **dict.fromkeys(("model_type", "hidden_act", "dtype", "torch_dtype", "mamba_ssm_dtype", "output_gate_type"), str),
     **dict.fromkeys(("architectures", "layer_types", "mlp_only_layers"), list),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
     **dict.fromkeys(("eos_token_id", "sliding_window", "quantization_config", "dual_chunk_attention_config"), object),
@@ -86,6 +86,7 @@ SYNONYMS = (
     ROPE_ENTRIES,
     ("dtype", "torch_dtype"),
     ("num_experts", "num_local_experts"),
+    ("layer_types", "full_attention_interval"),
 )  # an override of one name removes the other
 
 GENERATION_CONFIG_FILE = "generation_config.json"

@@ -167,11 +167,12 @@ def _state_spec(config: Config, model: ModelConfig, tp_size: int, itemsize: int)
 
 
 def num_spare_state_slots(config: Config, states: StateSpec) -> int:
-    """State slots beyond those of running sequences and slot 0: one for states that are saved in the middle of a chunk,
-    and one for drafts by the model itself. More of both are possible while fewer sequences run.
+    """State slots beyond those of running sequences and slot 0: SAVE_SLOTS, and one for drafts by the model itself.
+
+    More of both are possible while fewer sequences run.
     """
     model_drafts = not states.draft_size and (config.wants_shadow or config.speculation == "resident")
-    return int(config.enable_prefix_caching) + int(model_drafts)
+    return SAVE_SLOTS * config.enable_prefix_caching + int(model_drafts)
 
 
 def max_stateful_seqs(config: Config, states: StateSpec, num_state_slots: int) -> int:
@@ -185,6 +186,7 @@ def num_state_slots(config: Config, states: StateSpec, room_bytes: int) -> int:
     return max(others + 1, min(others + config.max_num_seqs, room_bytes // states.slot_bytes))
 
 
+SAVE_SLOTS = 2  # for states in the middle of a chunk: where its prompt parts from earlier ones, and the prompt's end
 SNAPSHOT_TOKENS = 8192  # a prompt leaves a snapshot of its state in each multiple of this
 
 

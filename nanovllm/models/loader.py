@@ -33,6 +33,7 @@ _KV_SCALES = (
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 _SCALE_DTYPES = ("F32", "F16", "BF16")
 _QUANTIZED_ROWS = 1024  # quantized at a time; a multiple of all common blocks
+_COMPARED_ROWS = 8192  # at a time
 _DUMMY_ROWS = 8192  # rows drawn at a time, to limit the memory needed in addition to the model
 
 
@@ -131,13 +132,13 @@ def _check_names(
         if beside := [name for name in unused if name.startswith(missing[0].removesuffix("weight"))]:
             remedy = f"the files have {', '.join(beside)} instead; check quantization_config in config.json"
         if all(name.startswith("mtp.") for name in missing):
-            remedy = "there is no draft head in these files, so use another speculation than mtp or auto"
+            remedy = "the draft head in these files is not complete, so use another speculation than mtp or auto"
         raise CheckpointError(f"{directory} misses weights: {_first(missing)}; {remedy}")
-    if unknown := [name for name in unused if not _may_be_ignored(name, stored[name], model)]:
-        raise CheckpointError(
-            f"{directory} has weights unknown to the model: {_first(unknown)}; check that config.json belongs to these "
-            "files"
-        )
+    if unknown := [name for name in unused if not _may_be_ignored(name, stored, model)]:
+        remedy = "check that config.json belongs to these files"
+        if unknown == ["lm_head.weight"]:
+            remedy = "it is not the embedding, so remove it, or use hf_overrides={'tie_word_embeddings': False}"
+        raise CheckpointError(f"{directory} has weights unknown to the model: {_first(unknown)}; {remedy}")
 
 
 def _first(names: Sequence[str]) -> str:
@@ -270,7 +271,7 @@ def _store(weight: QuantizedWeight, target: torch.Tensor | PackedRows, where: st
         weight.copy_values(target)
 
 
-def _may_be_ignored(name: str, tensor: StoredTensor, model: CausalLM) -> bool:
+def _may_be_ignored(name: str, stored: Mapping[str, StoredTensor], model: CausalLM) -> bool:
     """Return True for a tensor that some checkpoints contain although it changes nothing: the model computes or shares
     it, or it belongs to a quantized KV cache, where ours has the model's dtype, or it is a bias of zeros, which some
     tools write beside every quantized weight, or part of the model that reads images or drafts.
@@ -281,8 +282,19 @@ def _may_be_ignored(name: str, tensor: StoredTensor, model: CausalLM) -> bool:
     if model.config.quantization and name.endswith(_KV_SCALES):
         return True
     if model.config.quantization and name.endswith("_proj.bias"):
-        return not tensor.read().any()
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.config.tie_word_embeddings)
+        return not stored[name].read().any()
+    if name == "lm_head.weight" and model.config.tie_word_embeddings:
+        return _are_equal(stored[name], stored.get("model.embed_tokens.weight"))
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def _are_equal(tensor: StoredTensor, other: StoredTensor | None) -> bool:
+    """Compare two matrices, some rows at a time."""
+    if other is None or tensor.shape != other.shape:
+        return False
+    starts = range(0, tensor.shape[0], _COMPARED_ROWS)
+    parts = ((slice(start, start + _COMPARED_ROWS), slice(None)) for start in starts)
+    return all(torch.equal(tensor.read(*part), other.read(*part)) for part in parts)
 
 
 def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torch.dtype) -> None:

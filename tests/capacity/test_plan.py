@@ -107,17 +107,17 @@ def test_plan_states_of_qwen35_by_hand() -> None:
     state = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
     plan = hybrid_plan(max_num_seqs=8)
     assert plan.kv_bytes_per_token == 2 * 8 * 4 * 256 * 2
-    assert plan.state_bytes == plan.memory.state_bytes == (1 + 8 + 1) * state  # nobody's, and one to save from
+    assert plan.state_bytes == plan.memory.state_bytes == (1 + 8 + 2) * state  # nobody's, and two to save from
     assert plan.num_snapshots == 4 * GIB // state and plan.snapshot_bytes <= 4 * GIB
     assert hybrid_plan(max_num_seqs=8, enable_prefix_caching=False).num_snapshots == 0
     pending = 24 * 15 * (8192 + 2 * 32) * 2
-    assert hybrid_plan(max_num_seqs=8, speculation="prompt_lookup").state_bytes == (1 + 8 + 1) * (state + pending)
+    assert hybrid_plan(max_num_seqs=8, speculation="prompt_lookup").state_bytes == (1 + 8 + 2) * (state + pending)
     drafting = hybrid_plan(max_num_seqs=8, speculation="resident", enable_cpu_offload=True)
-    assert drafting.state_bytes == (1 + 8 + 2) * (state + pending) and drafting.capacity(256).num_sequences == 8
+    assert drafting.state_bytes == (1 + 8 + 3) * (state + pending) and drafting.capacity(256).num_sequences == 8
     few, many = (hybrid_plan(speculation="prompt_lookup", num_speculative_tokens=n).memory for n in (3, 7))
     assert many.graph_bytes - few.graph_bytes == (512 * 4 + 64 * 8) * (8192 + 2 * 32) * 2  # more may be replayed
     halves = hybrid_plan(max_num_seqs=8, tensor_parallel_size=2)
-    assert (halves.state_bytes, halves.snapshot_bytes) == (5 * state, 2 * halves.num_snapshots * state // 2)
+    assert (halves.state_bytes, halves.snapshot_bytes) == (11 * state // 2, 2 * halves.num_snapshots * state // 2)
     few_keys, many_keys = (hybrid_plan(max_model_len=n).memory_decode_tok_per_s for n in (1, 100_000))
     assert few_keys and many_keys and few_keys > many_keys
     config, model = Config(model="m"), ModelConfig.without_weights("qwen3.5-9b")
@@ -133,7 +133,7 @@ def test_plan_draft_head_of_qwen35_by_hand() -> None:
     kept = (1 + 15) * 4096 * 2
     guessing = hybrid_plan(max_num_seqs=8, speculation="prompt_lookup")
     assert plan.state_bytes - guessing.state_bytes == plan.num_state_slots * kept
-    assert plan.num_state_slots == 1 + 8 + 1  # its drafts need none
+    assert plan.num_state_slots == 1 + 8 + 2  # its drafts need none
     assert plan.num_snapshots == guessing.num_snapshots
     offload: dict[str, Any] = {"enable_cpu_offload": True, "num_cpu_blocks": 1000, "num_gpu_blocks": 8}
     for speculation in ("mtp", "auto"):
@@ -174,7 +174,7 @@ def test_plan_auto_leaves_out_a_draft_head_that_takes_more_than_a_quarter() -> N
 def test_plan_states_limit_the_sequences_where_memory_is_short() -> None:
     """They take half of what the weights and the largest step leave."""
     plan = hybrid_plan(machine=replace(H200, gpu_bytes=32 * GIB))
-    assert plan.capacity(256) == (plan.num_state_slots - 2, "the state slots") and plan.fits_gpu
+    assert plan.capacity(256) == (plan.num_state_slots - 3, "the state slots") and plan.fits_gpu
     assert 0.8 < plan.state_bytes / plan.memory.kv_bytes < 1.2
     tiny = hybrid_plan(machine=replace(H200, gpu_bytes=20 * GIB))
     assert tiny.capacity(256).num_sequences == 1 and not tiny.fits_gpu

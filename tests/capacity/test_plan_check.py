@@ -17,7 +17,8 @@ from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30
-MODELS = {name: ModelConfig.without_weights(name) for name in ("qwen3-0.6b", "qwen3-8b", "llama-3.1-8b")}
+PRESETS = ("qwen3-0.6b", "qwen3-8b", "llama-3.1-8b", "qwen3.5-9b")
+MODELS = {name: ModelConfig.without_weights(name) for name in PRESETS}
 H200 = Machine.gpu(100 * GIB)
 OFFLOAD: dict[str, Any] = {"enable_cpu_offload": True, "num_gpu_blocks": 8}
 
@@ -286,3 +287,13 @@ def test_every_gpu_of_the_table_can_be_planned_for() -> None:
         plan = plan_for(Machine.gpu(64 * GIB, gpu), enable_cpu_offload=True)
         check_plan(plan)
         assert gpu.name in plan_table(plan) and plan.memory_decode_tok_per_s and plan.flop_prefill_tok_per_s
+
+
+def test_a_pool_that_leaves_no_room_for_states_is_refused_with_the_size_of_both() -> None:
+    """Regression: the message said that a pool did not fit, and gave two figures of which the pool's was smaller."""
+    plan = plan_for(replace(H200, host_bytes=25 * GIB), model="qwen3.5-9b", num_cpu_blocks=200, **OFFLOAD)
+    states = r"needs 25\.00 GiB and states for later prompts 49\.12 MiB, but only 25\.00 GiB of memory is available"
+    with pytest.raises(ConfigError, match=states) as raised:
+        check_start(plan)
+    for options in changes(str(raised.value)):
+        check_start(with_changes(plan, options))

@@ -160,6 +160,10 @@ def test_text_part_has_the_entries_beside_it_and_takes_overrides(tmp_path: Path)
     )
     assert config.layer_kinds == ("attention", "recurrent") * 16 and not config.has_mtp
     assert config.rope == nested.rope
+    # Regression: the interval was dropped if config.json gives the types
+    assert read(tmp_path, with_text(HYBRID, layer_types=types)).layer_kinds == config.layer_kinds
+    every_second, _ = ModelConfig.from_pretrained(str(tmp_path), {"full_attention_interval": 2})
+    assert every_second.layer_kinds == ("recurrent", "attention") * 16
 
 
 def test_rope_all_forms_on_disk_are_read_alike(tmp_path: Path) -> None:
@@ -210,7 +214,9 @@ def rope(**scaling: Any) -> dict[str, Any]:
 
 
 def test_not_implemented_setting_raises_value_error(tmp_path: Path) -> None:
-    """Null for a size of recurrent layers, or for the number of experts, was a TypeError."""
+    """Null for a size of recurrent layers, or for the number of experts, was a TypeError; a hybrid model without
+    recurrent layers was a ZeroDivisionError.
+    """
     cases: tuple[Any, ...] = (
         ({**QWEN3, "architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM.*supported are Qwen3ForCausalLM"),
         ({**MOE, "decoder_sparse_step": None}, "decoder_sparse_step=None must be an integer"),
@@ -236,6 +242,7 @@ def test_not_implemented_setting_raises_value_error(tmp_path: Path) -> None:
         ({**LLAMA, **rope(rope_type="default", mrope_section=[1, 2])}, "mrope_section"),
         (with_text(HYBRID, attn_output_gate=False), "attn_output_gate=False is not supported for model_type='qwen3_5'"),
         (with_text(HYBRID, mamba_ssm_dtype="bfloat16"), "mamba_ssm_dtype='bfloat16' is not supported"),
+        (with_text(HYBRID, output_gate_type="sigmoid"), "output_gate_type='sigmoid' .*='swish' or 'silu'"),
         (with_text(HYBRID, mtp_use_dedicated_embeddings=True), "mtp_use_dedicated_embeddings=True"),
         (with_text(HYBRID, mtp_num_hidden_layers=2), "mtp_num_hidden_layers=2 is not supported"),
         (with_text(HYBRID, linear_num_value_heads=24), "linear_num_value_heads=24 is not a multiple"),
@@ -247,6 +254,7 @@ def test_not_implemented_setting_raises_value_error(tmp_path: Path) -> None:
         ({**MOE, "num_experts": None}, "num_experts=None must be an integer"),
         (with_text(HYBRID, layer_types=["full_attention"] * 31), "names 31 layers, 31 of them .* num_hidden_layers=32"),
         (with_text(HYBRID, layer_types=["linear_attention"] * 32), "0 of them full_attention"),
+        (with_text(HYBRID, layer_types=["full_attention"] * 32), "32 of them full_attention.* each type: .*linear"),
         (with_text(HYBRID, layer_types=["full_attention", "mamba"] * 16), "layer_types mamba are not supported"),
         (
             with_text(HYBRID, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.02}),

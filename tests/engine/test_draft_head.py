@@ -1,5 +1,6 @@
 """Drafts of the checkpoint's draft head are those of a plain one, and they change no token, whatever its weights."""
 
+import json
 import logging
 import re
 from dataclasses import replace
@@ -21,7 +22,7 @@ from tiny_models import write_tiny_model
 from nanovllm import LLM, SamplingParams
 from nanovllm.core.step_limits import head_graph_sizes
 from nanovllm.engine.setup import Internals
-from nanovllm.errors import ConfigError
+from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.runner.cuda_graphs import HeadGraphs
 from nanovllm.runner.graph_set import GraphSet
 
@@ -281,6 +282,24 @@ def test_auto_does_without_the_head_if_blocks_come_from_disk(helper: Reference, 
     with CheckedLLM(helper, **ALL_GPU, speculation="auto", kv_disk_path=str(tmp_path)) as llm:
         assert [drafter.name for drafter in llm.scheduler.speculator.drafters] == ["prompt_lookup"]
         assert llm.runner.model.mtp is None
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_head_that_only_config_json_has_is_not_used(tmp_path: Path, sharded: bool) -> None:
+    """Regression: tools that quantize leave the head out. Then "auto" failed, and "mtp" did once all was loaded."""
+    directory = write_tiny_model(tmp_path, "qwen3_5", num_layers=4, sharded=sharded)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"mtp_num_hidden_layers": 1}))
+    with CheckedLLM(Reference(directory), **ALL_GPU, speculation="auto") as llm:
+        assert [drafter.name for drafter in llm.scheduler.speculator.drafters] == ["prompt_lookup"]
+        llm.answer_and_check(PROMPTS[1:2])
+    with pytest.raises(ConfigError, match=r"speculation='mtp' drafts with the head .* which .* does not have"):
+        LLM(str(directory), device="cpu", speculation="mtp")
+    if not sharded:
+        for content in (b"", b"\xff" * 100, (3).to_bytes(8, "little") + b"[1]"):
+            (tmp_path / "model.safetensors").write_bytes(content)
+            with pytest.raises(CheckpointError, match="truncated or not a safetensors file"):
+                LLM(str(directory), device="cpu", speculation="mtp")
 
 
 def test_a_head_that_is_missing_or_does_not_fit_is_refused(tmp_path: Path, stranger: Reference) -> None:

@@ -80,6 +80,16 @@ def test_questions_of_any_length_reuse_the_document(hybrid: Reference, num_gpu_b
         assert stats["num_state_loads"] == 3 and stats["num_used_snapshots"] > 2
 
 
+@pytest.mark.parametrize("speculation", ["off", pytest.param("prompt_lookup", marks=SLOW)])
+def test_an_engine_for_one_sequence_reuses_the_document(hybrid: Reference, speculation: str) -> None:
+    """Regression: one slot was left for states within a chunk, and the question's end took it every time."""
+    options = ALL_GPU | {"max_num_seqs": 1, "max_num_batched_tokens": 5000, "speculation": speculation}
+    with CheckedLLM(hybrid, **options) as llm:
+        questions = [DOCUMENT + random_prompt(length, seed=length) for length in (300, 700, 530)]
+        hits = [llm.answer_and_check([question])[0]["num_cached_tokens"] for question in questions]
+        assert hits == [0, 0, len(DOCUMENT) // BLOCK * BLOCK]
+
+
 def test_a_long_prompt_leaves_states_on_its_way(hybrid: Reference) -> None:
     """Another text that parts from it anywhere has to be computed from the last of these on."""
     first, options = random_prompt(4 * BLOCK + 9), ALL_GPU | {"max_num_batched_tokens": 5 * BLOCK}

@@ -67,11 +67,26 @@ def test_checkpoint_dtype_is_converted_to_the_models(tmp_path: Path) -> None:
 def test_tied_head_and_rotary_buffers_in_the_file_are_ignored(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, tied=True)
     expected = run_logits(load_model(tmp_path), PROMPT)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     edit_tensors(
-        tmp_path,
-        **{"lm_head.weight": torch.zeros(320, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+        tmp_path, **{"lm_head.weight": embedding, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     )
     assert torch.equal(run_logits(load_model(tmp_path), PROMPT), expected)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_5"])
+def test_tied_head_that_is_not_the_embedding_is_refused(tmp_path: Path, architecture: str) -> None:
+    """Regression: it was ignored. transformers uses it: fine-tuned models may have one that was trained by itself."""
+    write_tiny_model(tmp_path, architecture, tied=True)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    other = embedding.clone()
+    other[-1, -1] += 1
+    for head in (other, embedding[:300].clone(), torch.zeros(0)):
+        edit_tensors(tmp_path, **{"lm_head.weight": head})
+        with pytest.raises(
+            CheckpointError, match=r"unknown to the model: lm_head\.weight; .*'tie_word_embeddings': Fal"
+        ):
+            load_model(tmp_path)
 
 
 def test_wrong_weight_raises_with_its_name(tmp_path: Path) -> None:

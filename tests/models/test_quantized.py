@@ -170,7 +170,10 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path, plain: Pa
 
 
 def test_layers_that_config_json_leaves_unquantized() -> None:
-    """The planner and a model on a GPU go by it."""
+    """The planner and a model on a GPU go by it.
+
+    Regression: Qwen's own GPTQ checkpoints of Qwen3.5 were refused, because they name layers without settings.
+    """
     packed = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
     groups = {"group_0": {"targets": ["Linear"], "weights": packed, "format": "pack-quantized"}}
     o_proj, gate, down = (

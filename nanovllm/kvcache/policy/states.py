@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.core.kv_spec import SNAPSHOT_TOKENS
+from nanovllm.core.kv_spec import SAVE_SLOTS, SNAPSHOT_TOKENS
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import StateFlush, StateSave, StateStep
 from nanovllm.utils.arithmetic import ceil_div
@@ -196,8 +196,8 @@ class RecurrentStates:
 
     @property
     def can_draft(self) -> bool:
-        """True if there is a slot for one more sequence's drafts. The last one is left to states that are saved."""
-        return len(self._free) > (self.snapshots.count > 0)
+        """True if there is a slot for one more sequence's drafts. The last ones are left to states that are saved."""
+        return len(self._free) > SAVE_SLOTS * (self.snapshots.count > 0)
 
     def step(
         self, seq: Sequence, num_tokens: int, prefix_id: Callable[[int], int | None], *, has_drafts: bool
