@@ -1,4 +1,4 @@
-"""Chunks of prompts through a gated delta net, and the parts that their kernels share with delta_net.py's.
+"""Kernels of the gated delta net for chunks of prompts, and the device functions that delta_net.py uses, too.
 
 Rows are cut into tiles of tokens, also wherever a state is kept. `_mix_tiles_kernel` computes the convolution of all
 tiles. For each tile and head, `_solve_kernel` computes how its tokens depend on each other and read each other, and
@@ -23,39 +23,44 @@ from nanovllm.device import kernel_target
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.state_tensors import DeltaWeights, LayerStates, StateRows
+    from nanovllm.kernels.state_tensors import DeltaWeights, HostStateRows, LayerStates
 
-L2_EPS = tl.constexpr(1e-6)  # as in layers/delta_net.py
-NUMBERS = (  # arrays that lie anywhere within others
+UNALIGNED = (  # arrays that lie anywhere within others
     *("cu_seqlens_ptr", "sources_ptr", "targets_ptr", "num_replayed_ptr", "num_guesses_ptr"),
     *("tile_rows_ptr", "tile_starts_ptr", "tile_lens_ptr", "tile_slots_ptr", "first_tiles_ptr", "first_tokens_ptr"),
 )
-_BLOCK = tl.constexpr(16)  # rows of the triangular matrix that are inverted row by row
 
 
-# -- parts of both paths -----------------------------------------------------------------------------------------------
+# -- device functions of both paths ------------------------------------------------------------------------------------
 
 
 @triton.jit
-def load_inputs(
-    at,  # a row's tokens, counted from the first replayed one; negative: before it
-    channel,
-    inside,
-    new_ptr,  # of the row's first new token
-    new_stride,
-    window_ptr,  # of the state that the row starts from
-    pending_ptr,
-    num_replayed,
-    has_state,
-    CHANNELS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Load inputs of the convolution. Selecting a token's address takes fewer registers than a load from each place."""
+def load_inputs(inputs, at, channel, inside, CHANNELS: tl.constexpr, INPUTS: tl.constexpr, WIDTH: tl.constexpr):
+    """Load inputs of the convolution at tokens [tokens, 1], counted from a row's first replayed one, and at channels.
+
+    inputs: the row's first new token and the stride from one to the next; the window and the pending inputs of the
+    state that the row starts from; how many of these are replayed; the slot of that state, negative if there is none.
+    """
+    new_ptr, new_stride, window_ptr, pending_ptr, num_replayed, source = inputs
+    has_state = source >= 0
+    # Selecting a token's address takes fewer registers than a load from each place
     new_ptr += (at - num_replayed).to(tl.int64) * new_stride
     old_ptr = tl.where(at < 0, window_ptr + (at + WIDTH) * CHANNELS, pending_ptr + at * INPUTS)
-    ptr = tl.where(at >= num_replayed, new_ptr, old_ptr) + channel
+    ptr = tl.where(at >= num_replayed, new_ptr, old_ptr) + channel[None, :]
     return tl.load(ptr, mask=inside & ((at >= 0) | has_state), other=0.0)
+
+
+@triton.jit
+def convolve(
+    inputs, at, channel, within, weight_ptr, CHANNELS: tl.constexpr, INPUTS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The convolution in fp32; arguments as above."""
+    acc = tl.zeros(within.shape, tl.float32)
+    for tap in tl.static_range(WIDTH + 1):
+        x = load_inputs(inputs, at - WIDTH + tap, channel, within, CHANNELS, INPUTS, WIDTH)
+        weight = tl.load(weight_ptr + tap * CHANNELS + channel, mask=channel < CHANNELS, other=0.0)
+        acc += x.to(tl.float32) * weight.to(tl.float32)[None, :]
+    return acc
 
 
 @triton.jit
@@ -79,6 +84,11 @@ def strength(b):
     return (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32)
 
 
+@triton.jit
+def inverse_norm(x, AXIS: tl.constexpr):
+    return 1.0 / tl.sqrt(tl.sum(x * x, AXIS) + 1e-6)  # L2_EPS of layers/delta_net.py
+
+
 # -- chunks of prompts -------------------------------------------------------------------------------------------------
 
 
@@ -94,7 +104,7 @@ class Tiles(NamedTuple):
     num_tokens: int  # E
 
 
-@triton.jit(do_not_specialize=["max_pending"], do_not_specialize_on_alignment=NUMBERS)
+@triton.jit(do_not_specialize=["max_pending"], do_not_specialize_on_alignment=UNALIGNED)
 def _mix_tiles_kernel(
     qkv_ptr,
     conv_weight_ptr,
@@ -120,7 +130,7 @@ def _mix_tiles_kernel(
     CHANNELS: tl.constexpr,
     INPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
+    S: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     PDL: tl.constexpr,
@@ -138,26 +148,17 @@ def _mix_tiles_kernel(
     new_ptr = qkv_ptr + first.to(tl.int64) * qkv_stride
     window_ptr += row.to(tl.int64) * (CHANNELS * WIDTH)
     replayed_ptr += row.to(tl.int64) * max_pending * INPUTS
-    token = tl.arange(0, TOKENS)
-    at, within = start + token, (token < length)[:, None] & inside[None, :]
-    acc = tl.zeros((TOKENS, BLOCK), tl.float32)
-    for tap in tl.static_range(WIDTH + 1):
-        x = load_inputs(
-            (at - WIDTH + tap)[:, None], channel[None, :], within, new_ptr, qkv_stride, window_ptr, replayed_ptr,
-            num_replayed, source >= 0, CHANNELS, INPUTS, WIDTH,
-        )  # fmt: skip
-        weight = tl.load(conv_weight_ptr + tap * CHANNELS + channel, mask=inside, other=0.0)
-        acc += x.to(tl.float32) * weight.to(tl.float32)[None, :]
-    first_token = tl.load(first_tokens_ptr + row)
-    out_ptr = mixed_ptr + (first_token + at).to(tl.int64)[:, None] * CHANNELS + channel[None, :]
-    tl.store(out_ptr, silu(acc, mixed_ptr.dtype.element_ty), mask=within)
+    inputs = new_ptr, qkv_stride, window_ptr, replayed_ptr, num_replayed, source
+    i = tl.arange(0, S)
+    at, within = start + i, (i < length)[:, None] & inside[None, :]
+    sums = convolve(inputs, at[:, None], channel, within, conv_weight_ptr, CHANNELS, INPUTS, WIDTH)
+    token = tl.load(first_tokens_ptr + row) + at
+    out_ptr = mixed_ptr + token.to(tl.int64)[:, None] * CHANNELS + channel[None, :]
+    tl.store(out_ptr, silu(sums, mixed_ptr.dtype.element_ty), mask=within)
     if slot >= 0:
         place = tl.arange(0, BLOCK_WIDTH)[:, None]
-        kept = inside[None, :] & (place < WIDTH)
-        window = load_inputs(
-            start + length - WIDTH + place, channel[None, :], kept, new_ptr, qkv_stride, window_ptr, replayed_ptr,
-            num_replayed, source >= 0, CHANNELS, INPUTS, WIDTH,
-        )  # fmt: skip
+        kept, before = inside[None, :] & (place < WIDTH), start + length - WIDTH
+        window = load_inputs(inputs, before + place, channel, kept, CHANNELS, INPUTS, WIDTH)
         tl.store(conv_ptr + slot * conv_stride + place * CHANNELS + channel[None, :], window, mask=kept)
     if start >= num_certain:
         pending_ptr += tl.load(targets_ptr + row).to(tl.int64) * pending_stride
@@ -173,43 +174,7 @@ def _load_heads(ptr, token, within, CHANNELS: tl.constexpr, SIZE: tl.constexpr):
     return tl.load(ptr + offset, mask=within[:, None], other=0.0)
 
 
-@triton.jit
-def _inverse_norm(x):
-    x = x.to(tl.float32)
-    return 1.0 / tl.sqrt(tl.sum(x * x, 1) + L2_EPS)
-
-
-@triton.jit
-def _invert_blocks(ptr, S: tl.constexpr):
-    """Replace the diagonal blocks of L [S, S] by those of (I + L)^-1, row by row."""
-    block: tl.constexpr = _BLOCK
-    part, i, j = tl.arange(0, S // block), tl.arange(0, block), tl.arange(0, block)
-    offset = part[:, None, None] * (block * (S + 1)) + i[None, :, None] * S + j[None, None, :]
-    inverse = -tl.load(ptr + offset)
-    for row in range(1, block):
-        is_row = (i == row)[None, :, None]
-        current = tl.sum(tl.where(is_row, inverse, 0.0), 1)  # [S / block, block]
-        current += tl.sum(current[:, :, None] * inverse, 1)
-        inverse = tl.where(is_row, current[:, None, :], inverse)
-    inverse += (i[:, None] == j[None, :]).to(tl.float32)[None, :, :]
-    tl.store(ptr + offset, inverse)
-
-
-@triton.jit
-def _join_blocks(ptr, S: tl.constexpr, HALF: tl.constexpr):
-    """From the inverses of two diagonal blocks each, compute that of the block twice as large: its lower left part."""
-    i = tl.arange(0, HALF)
-    offset = i[:, None] * S + i[None, :]
-    for pair in tl.static_range(S // (2 * HALF)):
-        corner_ptr = ptr + pair * (2 * HALF * (S + 1))
-        first = tl.load(corner_ptr + offset)
-        second = tl.load(corner_ptr + HALF * (S + 1) + offset)
-        below = tl.load(corner_ptr + HALF * S + offset)
-        product = tl.dot(tl.dot(second, below, input_precision="ieee"), first, input_precision="ieee")
-        tl.store(corner_ptr + HALF * S + offset, -product)
-
-
-@triton.jit(do_not_specialize=["max_pending"], do_not_specialize_on_alignment=NUMBERS)
+@triton.jit(do_not_specialize=["max_pending"], do_not_specialize_on_alignment=UNALIGNED)
 def _solve_kernel(
     mixed_ptr,
     ba_ptr,
@@ -270,7 +235,7 @@ def _solve_kernel(
     key_head = head // (HEADS // KEY_HEADS)
     q = _load_heads(mixed_ptr + key_head * K, token, within, CHANNELS, K)
     k = _load_heads(mixed_ptr + (KEY_HEADS + key_head) * K, token, within, CHANNELS, K)
-    q_scale, k_scale = _inverse_norm(q) * (K**-0.5), _inverse_norm(k)
+    q_scale, k_scale = inverse_norm(q.to(tl.float32), 1) * (K**-0.5), inverse_norm(k.to(tl.float32), 1)
     # Later tokens have smaller sums, so only the part below the diagonal may be exponentiated
     below = i[:, None] >= i[None, :]
     ratio = tl.exp(tl.where(below, sums[:, None] - sums[None, :], float("-inf")))
@@ -291,12 +256,36 @@ def _solve_kernel(
 
 
 @triton.jit
+def _join_blocks(ptr, S: tl.constexpr, HALF: tl.constexpr):
+    """From the inverses of two diagonal blocks each, compute that of the block twice as large: its lower left part."""
+    i = tl.arange(0, HALF)
+    offset = i[:, None] * S + i[None, :]
+    for pair in tl.static_range(S // (2 * HALF)):
+        corner_ptr = ptr + pair * (2 * HALF * (S + 1))
+        first = tl.load(corner_ptr + offset)
+        second = tl.load(corner_ptr + HALF * (S + 1) + offset)
+        below = tl.load(corner_ptr + HALF * S + offset)
+        product = tl.dot(tl.dot(second, below, input_precision="ieee"), first, input_precision="ieee")
+        tl.store(corner_ptr + HALF * S + offset, -product)
+
+
+@triton.jit
 def _invert_kernel(matrices_ptr, S: tl.constexpr, PDL: tl.constexpr):
-    """Replace L by (I + L)^-1 in each of the matrices [S, S]."""
+    """Replace L by (I + L)^-1 in each of the matrices [S, S]: first in blocks on the diagonal, row by row."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     ptr = matrices_ptr + tl.program_id(0).to(tl.int64) * (S * S)
-    _invert_blocks(ptr, S)
+    block: tl.constexpr = 16
+    part, i, j = tl.arange(0, S // block), tl.arange(0, block), tl.arange(0, block)
+    offset = part[:, None, None] * (block * (S + 1)) + i[None, :, None] * S + j[None, None, :]
+    inverse = -tl.load(ptr + offset)
+    for row in range(1, block):
+        is_row = (i == row)[None, :, None]
+        current = tl.sum(tl.where(is_row, inverse, 0.0), 1)  # [S / block, block]
+        current += tl.sum(current[:, :, None] * inverse, 1)
+        inverse = tl.where(is_row, current[:, None, :], inverse)
+    inverse += (i[:, None] == j[None, :]).to(tl.float32)[None, :, :]
+    tl.store(ptr + offset, inverse)
     if S >= 32:
         tl.debug_barrier()  # what one thread stores, others load
         _join_blocks(ptr, S, 16)
@@ -305,7 +294,7 @@ def _invert_kernel(matrices_ptr, S: tl.constexpr, PDL: tl.constexpr):
         _join_blocks(ptr, S, 32)
 
 
-@triton.jit(do_not_specialize_on_alignment=NUMBERS)
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _pass_kernel(
     mixed_ptr,
     inverse_ptr,
@@ -391,39 +380,21 @@ class PassConfig(NamedTuple):
 def _choose(device: torch.device, dtype: torch.dtype, value_dim: int) -> PassConfig:
     if dtype == torch.float32:  # no matrix units
         return PassConfig(16, min(16, value_dim), 8, 1)
-    target = kernel_target.target_of(device)
-    if target.has_shared_operands:
-        return PassConfig(64, min(32, value_dim), 4, 2)
-    return PassConfig(64, min(32, value_dim), 8, 1)
-
-
-def _cut(rows: StateRows, few: int, tile_tokens: int, device: torch.device) -> Tiles:
-    """Cut the rows with more than `few` new tokens. All layers of a step ask for the same tiles, so they are kept."""
-    host = rows.host
-    assert host is not None, "chunks of prompts are not captured"
-    numbers = (host.num_tokens, host.target_slots, host.num_replayed, host.num_guesses)
-    return _cut_rows(*(tuple(each) for each in numbers), tuple(host.saves), few, tile_tokens, device)
+    num_warps, num_stages = (4, 2) if kernel_target.target_of(device).has_shared_operands else (8, 1)
+    return PassConfig(64, min(32, value_dim), num_warps, num_stages)
 
 
 @lru_cache(maxsize=2)
-def _cut_rows(
-    num_tokens: tuple[int, ...],
-    target_slots: tuple[int, ...],
-    num_replayed: tuple[int, ...],
-    num_guesses: tuple[int, ...],
-    saves: tuple[tuple[int, int, int], ...],
-    few: int,
-    tile_tokens: int,
-    device: torch.device,
-) -> Tiles:
+def _cut(host: HostStateRows, few: int, tile_tokens: int, device: torch.device) -> Tiles:
+    """Cut the rows with more than `few` new tokens. All layers of a step ask for the same tiles, so they are kept."""
     tiles: list[tuple[int, int, int, int]] = []  # row, start, length, slot
     first_tiles, first_tokens, num_done = [0], [], 0
-    for row, num_new in enumerate(num_tokens):
-        total = num_replayed[row] + num_new if num_new > few else 0
-        kept = {num_replayed[row] + after: slot for of_row, after, slot in saves if of_row == row}
+    for row, num_new in enumerate(host.num_tokens):
+        start, total, kept = 0, 0, {}
         if num_new > few:
-            kept[total - num_guesses[row]] = target_slots[row]
-        start = 0
+            total = host.num_replayed[row] + num_new
+            kept = {host.num_replayed[row] + save.num_tokens: save.slot for save in host.saves if save.row == row}
+            kept[total - host.num_guesses[row]] = host.target_slots[row]
         for cut in sorted({*kept, total}):
             ends = [*range(start + tile_tokens, cut, tile_tokens), cut]
             tiles += [
@@ -454,13 +425,14 @@ def run_chunks(
 ) -> None:
     """Compute the rows with more than `few` new tokens."""
     conv, matrix, pending, rows = states
-    device, dtype, num_channels = qkv.device, qkv.dtype, qkv.shape[1]
-    num_rows, max_pending, width = len(rows.source_slots), pending.shape[1], conv.shape[1]
+    device, dtype = qkv.device, qkv.dtype
+    width, num_channels = conv.shape[1:]
     num_heads, key_dim, value_dim = matrix.shape[1:]
+    max_pending, num_inputs = pending.shape[1:]
     size, block_v, num_warps, num_stages = config or _choose(device, dtype, value_dim)
-    tiles = _cut(rows, few, size, device)
+    assert rows.host is not None, "chunks of prompts are not captured"
+    tiles = _cut(rows.host, few, size, device)
     num_tiles = len(tiles.rows)
-    assert rows.host is not None
     # Copies, because a program may store the target's while another reads the source's, and both may be the same
     sources = rows.source_slots.clamp(min=0)
     windows, replayed = conv[sources], pending[sources] if any(rows.host.num_replayed) else pending  # unread
@@ -477,19 +449,15 @@ def run_chunks(
         mixed,
         *tiles[:4],
         tiles.first_tokens,
-        rows.cu_seqlens,
-        rows.source_slots,
-        rows.target_slots,
-        rows.num_replayed,
-        rows.num_guesses,
+        *rows[:5],
         qkv.stride(0),
         conv.stride(0),
         pending.stride(0),
         max_pending,
         CHANNELS=num_channels,
-        INPUTS=num_channels + 2 * num_heads,
+        INPUTS=num_inputs,
         WIDTH=width,
-        TOKENS=size,
+        S=size,
         BLOCK=block,
         BLOCK_WIDTH=triton.next_power_of_2(width),
         num_warps=8,
@@ -499,13 +467,7 @@ def run_chunks(
     scores = torch.empty((num_tiles, num_heads, size, size), dtype=dtype, device=device)
     factors = torch.empty((tiles.num_tokens, num_heads, 4), dtype=torch.float32, device=device)
     decays = torch.empty((num_tiles, num_heads), dtype=torch.float32, device=device)
-    sizes = {
-        "CHANNELS": num_channels,
-        "HEADS": num_heads,
-        "KEY_HEADS": weights.num_key_heads,
-        "K": key_dim,
-        "S": size,
-    }
+    sizes = {"CHANNELS": num_channels, "HEADS": num_heads, "KEY_HEADS": weights.num_key_heads, "K": key_dim, "S": size}
     on_grid(_solve_kernel, (num_heads, num_tiles))(
         mixed,
         ba,
@@ -531,7 +493,7 @@ def run_chunks(
         **pdl,
     )
     on_grid(_invert_kernel, (num_tiles * num_heads,))(inverse, S=size, num_warps=2, **pdl)
-    on_grid(_pass_kernel, (value_dim // block_v, num_heads, num_rows))(
+    on_grid(_pass_kernel, (value_dim // block_v, num_heads, len(rows.source_slots)))(
         mixed,
         inverse,
         scores,

@@ -1,12 +1,11 @@
 """Kernels of the gated delta net: everything between the projections, with the numbers of layers/delta_net.py.
 
-A row goes through *its tokens*: the pending ones that are replayed, then the step's new ones. Chunks of prompts do so
-in delta_chunks.py.
+A row goes through *its tokens*: the pending ones that are replayed, then the step's new ones. Rows with few tokens,
+which are all that a captured step has, are computed here (`_run_tokens`), chunks of prompts in delta_chunks.py.
 
-Rows with few tokens, which are all that a captured step has, take two kernels. `_mix_kernel` computes the convolution
-and leaves its new window and the pending inputs. `_recur_kernel` has one program for each row, head and part of the
-values. It holds its part of the head's matrix in registers and goes through the tokens one by one. So it reads the
-matrix once and writes it once.
+`_mix_kernel` computes the convolution and leaves its new window and the pending inputs. `_recur_kernel` has one program
+for each row, head and part of the values. It holds its part of the head's matrix in registers and goes through the
+tokens one by one. So it reads the matrix once and writes it once.
 
 Both paths leave outputs for `_norm_kernel`, which applies the gated norm. In both, q and k stay as the convolution
 yields them until they are multiplied, in the model's dtype. Their norms are factors of the products, in fp32.
@@ -23,9 +22,10 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.delta_chunks import (
-    L2_EPS,
-    NUMBERS,
+    UNALIGNED,
     PassConfig,
+    convolve,
+    inverse_norm,
     load_inputs,
     log_decay,
     run_chunks,
@@ -53,20 +53,37 @@ def delta_net(
     assert qkv.stride(1) == z.stride(1) == ba.stride(1) == 1, "the last dimension must be contiguous"
     num_heads, _, value_dim = states.matrix_NHKV.shape[1:]
     out = torch.empty((len(qkv), num_heads * value_dim), dtype=qkv.dtype, device=qkv.device)
-    if rows.host is None:
-        _run_tokens(qkv, ba, states, weights, out, rows.max_num_tokens)
-        return _norm(out, z, weights)
-    few = 1 + states.pending_NGI.shape[1]  # what graphs run, so that these kernels are compiled already
-    if any(rows.host.num_tokens[save.row] <= few for save in rows.host.saves):
-        few = 0
-    if rows.max_num_tokens > few:
-        run_chunks(qkv, ba, states, weights, out, few, config)
-    if min(rows.host.num_tokens) <= few:
+    few = rows.max_num_tokens
+    if rows.host is not None:
+        few = 1 + states.pending_NGI.shape[1]  # what graphs run, so that these kernels are compiled already
+        if any(rows.host.num_tokens[save.row] <= few for save in rows.host.saves):
+            few = 0
+        if rows.max_num_tokens > few:
+            run_chunks(qkv, ba, states, weights, out, few, config)
+    if rows.host is None or min(rows.host.num_tokens) <= few:
         _run_tokens(qkv, ba, states, weights, out, few)
     return _norm(out, z, weights)
 
 
-@triton.jit(do_not_specialize=["places", "max_tokens"], do_not_specialize_on_alignment=NUMBERS)
+# -- few tokens --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_row(row, cu_seqlens_ptr, sources_ptr, targets_ptr, num_replayed_ptr, num_guesses_ptr, max_tokens):
+    """Load a row's first new token, its slots, and how many of its tokens are replayed, replayed or certain, and all.
+    A chunk of a prompt, which has more than `max_tokens`, has no token and no target here.
+    """
+    first = tl.load(cu_seqlens_ptr + row)
+    num_tokens = tl.load(cu_seqlens_ptr + row + 1) - first
+    source, target = tl.load(sources_ptr + row), tl.load(targets_ptr + row)
+    num_replayed, num_guesses = tl.load(num_replayed_ptr + row), tl.load(num_guesses_ptr + row)
+    total, num_certain = num_replayed + num_tokens, num_replayed + num_tokens - num_guesses
+    is_chunk = num_tokens > max_tokens
+    total, target = tl.where(is_chunk, 0, total), tl.where(is_chunk, 0, target)
+    return first, source, target, num_replayed, num_certain, total, is_chunk
+
+
+@triton.jit(do_not_specialize=["places", "max_tokens"], do_not_specialize_on_alignment=UNALIGNED)
 def _mix_kernel(
     qkv_ptr,
     ba_ptr,
@@ -101,13 +118,9 @@ def _mix_kernel(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
     wait_for_previous(PDL)
-    first = tl.load(cu_seqlens_ptr + row)
-    num_tokens = tl.load(cu_seqlens_ptr + row + 1) - first
-    source, target = tl.load(sources_ptr + row), tl.load(targets_ptr + row)
-    num_replayed, num_guesses = tl.load(num_replayed_ptr + row), tl.load(num_guesses_ptr + row)
-    total, num_certain = num_replayed + num_tokens, num_replayed + num_tokens - num_guesses
-    is_chunk = num_tokens > max_tokens  # of a prompt
-    total, target = tl.where(is_chunk, 0, total), tl.where(is_chunk, 0, target)
+    first, source, target, num_replayed, num_certain, total, _ = _load_row(
+        row, cu_seqlens_ptr, sources_ptr, targets_ptr, num_replayed_ptr, num_guesses_ptr, max_tokens
+    )
     slot = tl.maximum(source, 0).to(tl.int64)
     new_ptr = qkv_ptr + first.to(tl.int64) * qkv_stride
     window_ptr, replayed_ptr = conv_ptr + slot * conv_stride, pending_ptr + slot * pending_stride
@@ -127,23 +140,14 @@ def _mix_kernel(
         tl.store(kept_ptr + (at - num_certain) * INPUTS + CHANNELS + column, gate, mask=is_kept)
     else:
         within = (at < total) & inside[None, :]
-        acc = tl.zeros((BLOCK_PLACES, BLOCK), tl.float32)
-        for tap in tl.static_range(WIDTH + 1):
-            x = load_inputs(
-                at - WIDTH + tap, channel[None, :], within, new_ptr, qkv_stride, window_ptr, replayed_ptr,
-                num_replayed, source >= 0, CHANNELS, INPUTS, WIDTH,
-            )  # fmt: skip
-            weight = tl.load(conv_weight_ptr + tap * CHANNELS + channel, mask=inside, other=0.0)
-            acc += x.to(tl.float32) * weight.to(tl.float32)[None, :]
+        inputs = new_ptr, qkv_stride, window_ptr, replayed_ptr, num_replayed, source
+        sums = convolve(inputs, at, channel, within, conv_weight_ptr, CHANNELS, INPUTS, WIDTH)
         out_ptr = mixed_ptr + (row.to(tl.int64) * places + at) * CHANNELS + channel[None, :]
-        tl.store(out_ptr, silu(acc, mixed_ptr.dtype.element_ty), mask=within)
+        tl.store(out_ptr, silu(sums, mixed_ptr.dtype.element_ty), mask=within)
         if target > 0:
             place = tl.arange(0, BLOCK_WIDTH)[:, None]
             kept = inside[None, :] & (place < WIDTH)
-            window = load_inputs(
-                num_certain - WIDTH + place, channel[None, :], kept, new_ptr, qkv_stride, window_ptr, replayed_ptr,
-                num_replayed, source >= 0, CHANNELS, INPUTS, WIDTH,
-            )  # fmt: skip
+            window = load_inputs(inputs, num_certain - WIDTH + place, channel, kept, CHANNELS, INPUTS, WIDTH)
             tl.debug_barrier()  # the target may be the source
             target_ptr = conv_ptr + target.to(tl.int64) * conv_stride + place * CHANNELS + channel[None, :]
             tl.store(target_ptr, window, mask=kept)
@@ -179,7 +183,7 @@ def _load_token(
     return q, k, v, b, a
 
 
-@triton.jit(do_not_specialize=["places", "max_tokens"], do_not_specialize_on_alignment=NUMBERS)
+@triton.jit(do_not_specialize=["places", "max_tokens"], do_not_specialize_on_alignment=UNALIGNED)
 def _recur_kernel(
     mixed_ptr,
     gates_ptr,
@@ -208,15 +212,11 @@ def _recur_kernel(
     value = head * V + part * BLOCK_V + tl.arange(0, BLOCK_V)
     decay_log, dt_bias = tl.load(decay_log_ptr + head), tl.load(dt_bias_ptr + head)
     wait_for_previous(PDL)
-    first = tl.load(cu_seqlens_ptr + row)
-    num_tokens = tl.load(cu_seqlens_ptr + row + 1) - first
-    source, target = tl.load(sources_ptr + row), tl.load(targets_ptr + row)
-    num_replayed, num_guesses = tl.load(num_replayed_ptr + row), tl.load(num_guesses_ptr + row)
-    total, num_certain = num_replayed + num_tokens, num_replayed + num_tokens - num_guesses
-    is_chunk = num_tokens > max_tokens  # of a prompt
-    total, target = tl.where(is_chunk, 0, total), tl.where(is_chunk, 0, target)
+    first, source, target, num_replayed, num_certain, total, is_chunk = _load_row(
+        row, cu_seqlens_ptr, sources_ptr, targets_ptr, num_replayed_ptr, num_guesses_ptr, max_tokens
+    )
     cell = head * (K * V) + part * BLOCK_V + tl.arange(0, K)[:, None] * V + tl.arange(0, BLOCK_V)[None, :]
-    there = (source >= 0) & (num_tokens <= max_tokens) & (cell >= 0)
+    there = (source >= 0) & ~is_chunk & (cell >= 0)
     matrix_row = matrix_ptr + tl.maximum(source, 0).to(tl.int64) * matrix_stride
     matrix = tl.load(matrix_row + cell, mask=there, other=0.0)
     kept_ptr = matrix_ptr + target.to(tl.int64) * matrix_stride
@@ -230,8 +230,8 @@ def _recur_kernel(
             at + 1, total, head, value, mixed_ptr, gates_ptr, CHANNELS, HEADS, KEY_HEADS, K
         )
         q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
-        q *= 1.0 / tl.sqrt(tl.sum(q * q, 0) + L2_EPS) * (K**-0.5)
-        k *= 1.0 / tl.sqrt(tl.sum(k * k, 0) + L2_EPS)
+        q *= inverse_norm(q, 0) * (K**-0.5)
+        k *= inverse_norm(k, 0)
         decay = tl.exp(log_decay(a, decay_log, dt_bias))
         of_k, of_q = tl.sum(matrix * k[:, None], 0), tl.sum(matrix * q[:, None], 0)
         written = strength(b) * (v - decay * of_k)
@@ -255,12 +255,12 @@ def _run_tokens(
 ) -> None:
     """Compute the rows with up to `max_tokens` new tokens."""
     conv, matrix, pending, rows = states
-    num_channels, num_rows, places = qkv.shape[1], len(rows.source_slots), max_tokens + pending.shape[1]
+    width, num_channels = conv.shape[1:]
     num_heads, key_dim, value_dim = matrix.shape[1:]
-    width = conv.shape[1]
+    max_pending, num_inputs = pending.shape[1:]
+    num_rows, places = len(rows.source_slots), max_tokens + max_pending
     mixed = torch.empty((num_rows, places, num_channels), dtype=qkv.dtype, device=qkv.device)
     gates = torch.empty((num_rows, places, 2 * num_heads), dtype=qkv.dtype, device=qkv.device)
-    numbers = rows.cu_seqlens, rows.source_slots, rows.target_slots, rows.num_replayed, rows.num_guesses
     block_places = triton.next_power_of_2(max(1, places))
     block = min(max(16, 2048 // block_places), 512 if num_rows >= 64 else 128, triton.next_power_of_2(num_channels))
     pdl = pdl_options(qkv.device)
@@ -272,7 +272,7 @@ def _run_tokens(
         pending,
         mixed,
         gates,
-        *numbers,
+        *rows[:5],
         qkv.stride(0),
         ba.stride(0),
         conv.stride(0),
@@ -280,7 +280,7 @@ def _run_tokens(
         places,
         max_tokens,
         CHANNELS=num_channels,
-        INPUTS=num_channels + 2 * num_heads,
+        INPUTS=num_inputs,
         WIDTH=width,
         BLOCK=block,
         BLOCK_PLACES=block_places,
@@ -297,7 +297,7 @@ def _run_tokens(
         weights.dt_bias_H,
         out,
         matrix,
-        *numbers,
+        *rows[:5],
         matrix.stride(0),
         places,
         max_tokens,
@@ -310,6 +310,9 @@ def _run_tokens(
         num_warps=max(1, key_dim * block_v // 1024),
         **pdl,
     )
+
+
+# -- the gated norm ----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
