@@ -17,21 +17,22 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.common import Ceilings, measure_ceilings, median_seconds
 from benchmarks.reporting import report, versions
-from nanovllm.kernels import delta_net as kernels
+from nanovllm.kernels.delta_chunks import PassConfig
+from nanovllm.kernels.delta_net import delta_net
 from nanovllm.kernels.state_tensors import DeltaWeights, HostStateRows, LayerStates, StateRows
 
 NUM_LAYERS, WIDTH, DIM = 24, 3, 128
 MAX_GUESSES = 15
 CONFIGS = [
-    kernels.PassConfig(64, block_v, num_warps, num_stages)
+    PassConfig(64, block_v, num_warps, num_stages)
     for block_v, num_warps in ((16, 4), (32, 4), (64, 4), (64, 8), (128, 8))
     for num_stages in (1, 2, 3)
 ]
 
 
 def make_rows(num_rows: int, num_tokens: int, num_replayed: int, num_guesses: int, *, captured: bool) -> StateRows:
-    slots = list(range(1, num_rows + 1))
-    numbers = [num_tokens] * num_rows, slots, slots, [num_replayed] * num_rows, [num_guesses] * num_rows
+    slots = tuple(range(1, num_rows + 1))
+    numbers = (num_tokens,) * num_rows, slots, slots, (num_replayed,) * num_rows, (num_guesses,) * num_rows
     tensors = [torch.tensor(each, dtype=torch.int32, device="cuda") for each in numbers]
     cu_seqlens = torch.arange(num_rows + 1, dtype=torch.int32, device="cuda") * num_tokens
     return StateRows(cu_seqlens, *tensors[1:], num_tokens, None if captured else HostStateRows(*numbers))
@@ -58,10 +59,10 @@ class Layers:
         conv_weight = randn(WIDTH + 1, self.channels)
         self.weights = DeltaWeights(conv_weight, gates[0] - 2, gates[1] - 1, randn(DIM), 1e-6, key_heads, DIM)
 
-    def run(self, rows: StateRows, config: kernels.PassConfig | None = None, num_layers: int = NUM_LAYERS) -> None:
+    def run(self, rows: StateRows, config: PassConfig | None = None, num_layers: int = NUM_LAYERS) -> None:
         for layer in range(num_layers):
             states = LayerStates(self.conv[:, layer], self.matrix[:, layer], self.pending[:, layer], rows)
-            kernels.delta_net(*self.inputs, states, self.weights, config)
+            delta_net(*self.inputs, states, self.weights, config)
 
     def least_seconds(self, ceilings: Ceilings, num_rows: int, num_tokens: int) -> tuple[float, float]:
         """Bounds of a layer: moving its states, inputs and outputs once, and the products of tiles of 64 tokens."""
@@ -80,7 +81,7 @@ def captured_seconds(layers: Layers, rows: StateRows) -> float:
     return median_seconds(graph.replay) / NUM_LAYERS
 
 
-def kernel_us(layers: Layers, rows: StateRows, config: kernels.PassConfig | None = None) -> dict[str, float]:
+def kernel_us(layers: Layers, rows: StateRows, config: PassConfig | None = None) -> dict[str, float]:
     """Microseconds of each kernel of a layer."""
     layers.run(rows, config, num_layers=1)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:

@@ -1,50 +1,41 @@
 """Kernels of the gated delta net: everything between the projections, with the numbers of layers/delta_net.py.
 
-A row goes through *its tokens*: the pending ones that are replayed, then the step's new ones. Two paths lead through a
-layer.
+A row goes through *its tokens*: the pending ones that are replayed, then the step's new ones. Rows with few tokens,
+which are all that a captured step has, are computed here (`_run_tokens`), chunks of prompts in delta_chunks.py.
 
-Rows with few tokens, which are all that a captured step has (`_run_tokens`). `_mix_kernel` computes the convolution and
-leaves its new window and the pending inputs. `_recur_kernel` has one program for each row, head and part of the values.
-It holds its part of the head's matrix in registers and goes through the tokens one by one. So it reads the matrix once
-and writes it once.
+`_mix_kernel` computes the convolution and leaves its new window and the pending inputs. `_recur_kernel` has one program
+for each row, head and part of the values. It holds its part of the head's matrix in registers and goes through the
+tokens one by one. So it reads the matrix once and writes it once.
 
-Chunks of prompts (`_run_chunks`). Rows are cut into tiles of tokens, also wherever a state is kept. `_mix_tiles_kernel`
-computes the convolution of all tiles. For each tile and head, `_solve_kernel` computes how its tokens depend on each
-other and read each other, and `_invert_kernel` the inverse of that unit triangular matrix, I + L (the UT transform of
-arXiv 2406.06484, with the decay of arXiv 2412.06464). `_pass_kernel` has one program for each row, head and part of the
-values; it goes through the row's tiles with the matrix in registers, in fp32.
+Both paths leave outputs for `_norm_kernel`, which applies the gated norm. In both, q and k stay as the convolution
+yields them until they are multiplied, in the model's dtype. Their norms are factors of the products, in fp32.
 
-Both leave outputs for `_norm_kernel`, which applies the gated norm.
-
-q and k stay as the convolution yields them until they are multiplied, in the model's dtype. Their norms are factors
-of the products, in fp32.
-
-Legend: T new tokens, B rows, N state slots, C channels of the convolution, W its width - 1, H value heads, Q key heads,
-K key head dim, V value head dim, I = C + 2 H inputs of a token, E tokens of all rows with the replayed ones, S tokens
-of a tile.
+Legend: T new tokens, B rows, C channels of the convolution, H value heads, V value head dim.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.device import kernel_target
+from nanovllm.kernels.delta_chunks import (
+    UNALIGNED,
+    PassConfig,
+    convolve,
+    inverse_norm,
+    load_inputs,
+    log_decay,
+    run_chunks,
+    silu,
+    strength,
+)
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.state_tensors import DeltaWeights, LayerStates, StateRows
-
-L2_EPS = tl.constexpr(1e-6)  # as in layers/delta_net.py
-_BLOCK = tl.constexpr(16)  # rows of the triangular matrix that are inverted row by row
-_NUMBERS = (  # arrays that lie anywhere within others
-    *("cu_seqlens_ptr", "sources_ptr", "targets_ptr", "num_replayed_ptr", "num_guesses_ptr"),
-    *("tile_rows_ptr", "tile_starts_ptr", "tile_lens_ptr", "tile_slots_ptr", "first_tiles_ptr", "first_tokens_ptr"),
-)
+    from nanovllm.kernels.state_tensors import DeltaWeights, LayerStates
 
 
 def delta_net(
@@ -62,70 +53,37 @@ def delta_net(
     assert qkv.stride(1) == z.stride(1) == ba.stride(1) == 1, "the last dimension must be contiguous"
     num_heads, _, value_dim = states.matrix_NHKV.shape[1:]
     out = torch.empty((len(qkv), num_heads * value_dim), dtype=qkv.dtype, device=qkv.device)
-    if rows.host is None:
-        _run_tokens(qkv, ba, states, weights, out, rows.max_num_tokens)
-        return _norm(out, z, weights)
-    few = 1 + states.pending_NGI.shape[1]  # what graphs run, so that these kernels are compiled already
-    if any(rows.host.num_tokens[save.row] <= few for save in rows.host.saves):
-        few = 0
-    if rows.max_num_tokens > few:
-        config = config or _choose(qkv.device, qkv.dtype, value_dim)
-        _run_chunks(qkv, ba, states, weights, out, few, config)
-    if min(rows.host.num_tokens) <= few:
+    few = rows.max_num_tokens
+    if rows.host is not None:
+        few = 1 + states.pending_NGI.shape[1]  # what graphs run, so that these kernels are compiled already
+        if any(rows.host.num_tokens[save.row] <= few for save in rows.host.saves):
+            few = 0
+        if rows.max_num_tokens > few:
+            run_chunks(qkv, ba, states, weights, out, few, config)
+    if rows.host is None or min(rows.host.num_tokens) <= few:
         _run_tokens(qkv, ba, states, weights, out, few)
     return _norm(out, z, weights)
-
-
-# -- parts of kernels --------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _inputs(
-    at,  # a row's tokens, counted from the first replayed one; negative: before it
-    channel,
-    inside,
-    new_ptr,  # of the row's first new token
-    new_stride,
-    window_ptr,  # of the state that the row starts from
-    pending_ptr,
-    num_replayed,
-    has_state,
-    CHANNELS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Load inputs of the convolution. Selecting a token's address takes fewer registers than a load from each place."""
-    new_ptr += (at - num_replayed).to(tl.int64) * new_stride
-    old_ptr = tl.where(at < 0, window_ptr + (at + WIDTH) * CHANNELS, pending_ptr + at * INPUTS)
-    ptr = tl.where(at >= num_replayed, new_ptr, old_ptr) + channel
-    return tl.load(ptr, mask=inside & ((at >= 0) | has_state), other=0.0)
-
-
-@triton.jit
-def _silu(x, dtype: tl.constexpr):
-    """silu(x), rounded where torch rounds."""
-    x = x.to(dtype).to(tl.float32)
-    return (x / (1.0 + tl.exp(-x))).to(dtype)
-
-
-@triton.jit
-def _decay(a, decay_log, dt_bias):
-    """g = -exp(decay_log) softplus(a + dt_bias)."""
-    x = a.to(tl.float32) + dt_bias
-    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    return -tl.exp(decay_log) * softplus
-
-
-@triton.jit
-def _strength(b):
-    """beta = sigmoid(b), rounded where torch rounds."""
-    return (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32)
 
 
 # -- few tokens --------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["places", "max_tokens"], do_not_specialize_on_alignment=_NUMBERS)
+@triton.jit
+def _load_row(row, cu_seqlens_ptr, sources_ptr, targets_ptr, num_replayed_ptr, num_guesses_ptr, max_tokens):
+    """Load a row's first new token, its slots, and how many of its tokens are replayed, replayed or certain, and all.
+    A chunk of a prompt, which has more than `max_tokens`, has no token and no target here.
+    """
+    first = tl.load(cu_seqlens_ptr + row)
+    num_tokens = tl.load(cu_seqlens_ptr + row + 1) - first
+    source, target = tl.load(sources_ptr + row), tl.load(targets_ptr + row)
+    num_replayed, num_guesses = tl.load(num_replayed_ptr + row), tl.load(num_guesses_ptr + row)
+    total, num_certain = num_replayed + num_tokens, num_replayed + num_tokens - num_guesses
+    is_chunk = num_tokens > max_tokens
+    total, target = tl.where(is_chunk, 0, total), tl.where(is_chunk, 0, target)
+    return first, source, target, num_replayed, num_certain, total, is_chunk
+
+
+@triton.jit(do_not_specialize=["places", "max_tokens"], do_not_specialize_on_alignment=UNALIGNED)
 def _mix_kernel(
     qkv_ptr,
     ba_ptr,
@@ -160,13 +118,9 @@ def _mix_kernel(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
     wait_for_previous(PDL)
-    first = tl.load(cu_seqlens_ptr + row)
-    num_tokens = tl.load(cu_seqlens_ptr + row + 1) - first
-    source, target = tl.load(sources_ptr + row), tl.load(targets_ptr + row)
-    num_replayed, num_guesses = tl.load(num_replayed_ptr + row), tl.load(num_guesses_ptr + row)
-    total, num_certain = num_replayed + num_tokens, num_replayed + num_tokens - num_guesses
-    is_chunk = num_tokens > max_tokens  # of a prompt
-    total, target = tl.where(is_chunk, 0, total), tl.where(is_chunk, 0, target)
+    first, source, target, num_replayed, num_certain, total, _ = _load_row(
+        row, cu_seqlens_ptr, sources_ptr, targets_ptr, num_replayed_ptr, num_guesses_ptr, max_tokens
+    )
     slot = tl.maximum(source, 0).to(tl.int64)
     new_ptr = qkv_ptr + first.to(tl.int64) * qkv_stride
     window_ptr, replayed_ptr = conv_ptr + slot * conv_stride, pending_ptr + slot * pending_stride
@@ -186,23 +140,14 @@ def _mix_kernel(
         tl.store(kept_ptr + (at - num_certain) * INPUTS + CHANNELS + column, gate, mask=is_kept)
     else:
         within = (at < total) & inside[None, :]
-        acc = tl.zeros((BLOCK_PLACES, BLOCK), tl.float32)
-        for tap in tl.static_range(WIDTH + 1):
-            x = _inputs(
-                at - WIDTH + tap, channel[None, :], within, new_ptr, qkv_stride, window_ptr, replayed_ptr,
-                num_replayed, source >= 0, CHANNELS, INPUTS, WIDTH,
-            )  # fmt: skip
-            weight = tl.load(conv_weight_ptr + tap * CHANNELS + channel, mask=inside, other=0.0)
-            acc += x.to(tl.float32) * weight.to(tl.float32)[None, :]
+        inputs = new_ptr, qkv_stride, window_ptr, replayed_ptr, num_replayed, source
+        sums = convolve(inputs, at, channel, within, conv_weight_ptr, CHANNELS, INPUTS, WIDTH)
         out_ptr = mixed_ptr + (row.to(tl.int64) * places + at) * CHANNELS + channel[None, :]
-        tl.store(out_ptr, _silu(acc, mixed_ptr.dtype.element_ty), mask=within)
+        tl.store(out_ptr, silu(sums, mixed_ptr.dtype.element_ty), mask=within)
         if target > 0:
             place = tl.arange(0, BLOCK_WIDTH)[:, None]
             kept = inside[None, :] & (place < WIDTH)
-            window = _inputs(
-                num_certain - WIDTH + place, channel[None, :], kept, new_ptr, qkv_stride, window_ptr, replayed_ptr,
-                num_replayed, source >= 0, CHANNELS, INPUTS, WIDTH,
-            )  # fmt: skip
+            window = load_inputs(inputs, num_certain - WIDTH + place, channel, kept, CHANNELS, INPUTS, WIDTH)
             tl.debug_barrier()  # the target may be the source
             target_ptr = conv_ptr + target.to(tl.int64) * conv_stride + place * CHANNELS + channel[None, :]
             tl.store(target_ptr, window, mask=kept)
@@ -238,7 +183,7 @@ def _load_token(
     return q, k, v, b, a
 
 
-@triton.jit(do_not_specialize=["places", "max_tokens"], do_not_specialize_on_alignment=_NUMBERS)
+@triton.jit(do_not_specialize=["places", "max_tokens"], do_not_specialize_on_alignment=UNALIGNED)
 def _recur_kernel(
     mixed_ptr,
     gates_ptr,
@@ -267,15 +212,11 @@ def _recur_kernel(
     value = head * V + part * BLOCK_V + tl.arange(0, BLOCK_V)
     decay_log, dt_bias = tl.load(decay_log_ptr + head), tl.load(dt_bias_ptr + head)
     wait_for_previous(PDL)
-    first = tl.load(cu_seqlens_ptr + row)
-    num_tokens = tl.load(cu_seqlens_ptr + row + 1) - first
-    source, target = tl.load(sources_ptr + row), tl.load(targets_ptr + row)
-    num_replayed, num_guesses = tl.load(num_replayed_ptr + row), tl.load(num_guesses_ptr + row)
-    total, num_certain = num_replayed + num_tokens, num_replayed + num_tokens - num_guesses
-    is_chunk = num_tokens > max_tokens  # of a prompt
-    total, target = tl.where(is_chunk, 0, total), tl.where(is_chunk, 0, target)
+    first, source, target, num_replayed, num_certain, total, is_chunk = _load_row(
+        row, cu_seqlens_ptr, sources_ptr, targets_ptr, num_replayed_ptr, num_guesses_ptr, max_tokens
+    )
     cell = head * (K * V) + part * BLOCK_V + tl.arange(0, K)[:, None] * V + tl.arange(0, BLOCK_V)[None, :]
-    there = (source >= 0) & (num_tokens <= max_tokens) & (cell >= 0)
+    there = (source >= 0) & ~is_chunk & (cell >= 0)
     matrix_row = matrix_ptr + tl.maximum(source, 0).to(tl.int64) * matrix_stride
     matrix = tl.load(matrix_row + cell, mask=there, other=0.0)
     kept_ptr = matrix_ptr + target.to(tl.int64) * matrix_stride
@@ -289,11 +230,11 @@ def _recur_kernel(
             at + 1, total, head, value, mixed_ptr, gates_ptr, CHANNELS, HEADS, KEY_HEADS, K
         )
         q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
-        q *= 1.0 / tl.sqrt(tl.sum(q * q, 0) + L2_EPS) * (K**-0.5)
-        k *= 1.0 / tl.sqrt(tl.sum(k * k, 0) + L2_EPS)
-        decay = tl.exp(_decay(a, decay_log, dt_bias))
+        q *= inverse_norm(q, 0) * (K**-0.5)
+        k *= inverse_norm(k, 0)
+        decay = tl.exp(log_decay(a, decay_log, dt_bias))
         of_k, of_q = tl.sum(matrix * k[:, None], 0), tl.sum(matrix * q[:, None], 0)
-        written = _strength(b) * (v - decay * of_k)
+        written = strength(b) * (v - decay * of_k)
         out = decay * of_q + tl.sum(q * k, 0) * written
         matrix = decay * matrix + k[:, None] * written[None, :]
         if at >= num_replayed:
@@ -314,12 +255,12 @@ def _run_tokens(
 ) -> None:
     """Compute the rows with up to `max_tokens` new tokens."""
     conv, matrix, pending, rows = states
-    num_channels, num_rows, places = qkv.shape[1], len(rows.source_slots), max_tokens + pending.shape[1]
+    width, num_channels = conv.shape[1:]
     num_heads, key_dim, value_dim = matrix.shape[1:]
-    width = conv.shape[1]
+    max_pending, num_inputs = pending.shape[1:]
+    num_rows, places = len(rows.source_slots), max_tokens + max_pending
     mixed = torch.empty((num_rows, places, num_channels), dtype=qkv.dtype, device=qkv.device)
     gates = torch.empty((num_rows, places, 2 * num_heads), dtype=qkv.dtype, device=qkv.device)
-    numbers = rows.cu_seqlens, rows.source_slots, rows.target_slots, rows.num_replayed, rows.num_guesses
     block_places = triton.next_power_of_2(max(1, places))
     block = min(max(16, 2048 // block_places), 512 if num_rows >= 64 else 128, triton.next_power_of_2(num_channels))
     pdl = pdl_options(qkv.device)
@@ -331,7 +272,7 @@ def _run_tokens(
         pending,
         mixed,
         gates,
-        *numbers,
+        *rows[:5],
         qkv.stride(0),
         ba.stride(0),
         conv.stride(0),
@@ -339,7 +280,7 @@ def _run_tokens(
         places,
         max_tokens,
         CHANNELS=num_channels,
-        INPUTS=num_channels + 2 * num_heads,
+        INPUTS=num_inputs,
         WIDTH=width,
         BLOCK=block,
         BLOCK_PLACES=block_places,
@@ -356,7 +297,7 @@ def _run_tokens(
         weights.dt_bias_H,
         out,
         matrix,
-        *numbers,
+        *rows[:5],
         matrix.stride(0),
         places,
         max_tokens,
@@ -371,304 +312,7 @@ def _run_tokens(
     )
 
 
-# -- chunks of prompts -------------------------------------------------------------------------------------------------
-
-
-class Tiles(NamedTuple):
-    """The tiles of a step on the device, int32, in order of row and token. They end where a state is kept."""
-
-    rows: torch.Tensor  # [number of tiles]
-    starts: torch.Tensor  # of a row's tokens
-    lens: torch.Tensor
-    slots: torch.Tensor  # that get the state after the tile; -1: none
-    first_tiles: torch.Tensor  # [B + 1]: of each row
-    first_tokens: torch.Tensor  # [B]: of each row, among the E tokens
-    num_tokens: int  # E
-
-
-@triton.jit(do_not_specialize=["max_pending"], do_not_specialize_on_alignment=_NUMBERS)
-def _mix_tiles_kernel(
-    qkv_ptr,
-    conv_weight_ptr,
-    window_ptr,  # [B, W, C]: of the states that rows start from
-    replayed_ptr,  # [B, max_pending, I]
-    conv_ptr,
-    pending_ptr,
-    mixed_ptr,  # [E, C]
-    tile_rows_ptr,
-    tile_starts_ptr,
-    tile_lens_ptr,
-    tile_slots_ptr,
-    first_tokens_ptr,
-    cu_seqlens_ptr,
-    sources_ptr,
-    targets_ptr,
-    num_replayed_ptr,
-    num_guesses_ptr,
-    qkv_stride,
-    conv_stride,
-    pending_stride,
-    max_pending,
-    CHANNELS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    tile = tl.program_id(1)
-    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < CHANNELS
-    wait_for_previous(PDL)
-    row, start, length = tl.load(tile_rows_ptr + tile), tl.load(tile_starts_ptr + tile), tl.load(tile_lens_ptr + tile)
-    slot, source = tl.load(tile_slots_ptr + tile).to(tl.int64), tl.load(sources_ptr + row)
-    num_replayed, num_guesses = tl.load(num_replayed_ptr + row), tl.load(num_guesses_ptr + row)
-    first = tl.load(cu_seqlens_ptr + row)
-    num_certain = num_replayed + tl.load(cu_seqlens_ptr + row + 1) - first - num_guesses
-    new_ptr = qkv_ptr + first.to(tl.int64) * qkv_stride
-    window_ptr += row.to(tl.int64) * (CHANNELS * WIDTH)
-    replayed_ptr += row.to(tl.int64) * max_pending * INPUTS
-    token = tl.arange(0, TOKENS)
-    at, within = start + token, (token < length)[:, None] & inside[None, :]
-    acc = tl.zeros((TOKENS, BLOCK), tl.float32)
-    for tap in tl.static_range(WIDTH + 1):
-        x = _inputs(
-            (at - WIDTH + tap)[:, None], channel[None, :], within, new_ptr, qkv_stride, window_ptr, replayed_ptr,
-            num_replayed, source >= 0, CHANNELS, INPUTS, WIDTH,
-        )  # fmt: skip
-        weight = tl.load(conv_weight_ptr + tap * CHANNELS + channel, mask=inside, other=0.0)
-        acc += x.to(tl.float32) * weight.to(tl.float32)[None, :]
-    first_token = tl.load(first_tokens_ptr + row)
-    out_ptr = mixed_ptr + (first_token + at).to(tl.int64)[:, None] * CHANNELS + channel[None, :]
-    tl.store(out_ptr, _silu(acc, mixed_ptr.dtype.element_ty), mask=within)
-    if slot >= 0:
-        place = tl.arange(0, BLOCK_WIDTH)[:, None]
-        kept = inside[None, :] & (place < WIDTH)
-        window = _inputs(
-            start + length - WIDTH + place, channel[None, :], kept, new_ptr, qkv_stride, window_ptr, replayed_ptr,
-            num_replayed, source >= 0, CHANNELS, INPUTS, WIDTH,
-        )  # fmt: skip
-        tl.store(conv_ptr + slot * conv_stride + place * CHANNELS + channel[None, :], window, mask=kept)
-    if start >= num_certain:
-        pending_ptr += tl.load(targets_ptr + row).to(tl.int64) * pending_stride
-        guess_ptr = new_ptr + (at - num_replayed).to(tl.int64)[:, None] * qkv_stride + channel[None, :]
-        guess = tl.load(guess_ptr, mask=within)
-        tl.store(pending_ptr + (at - num_certain)[:, None] * INPUTS + channel[None, :], guess, mask=within)
-
-
-@triton.jit
-def _load_heads(ptr, token, within, CHANNELS: tl.constexpr, SIZE: tl.constexpr):
-    """Load [tokens, SIZE] of `mixed`."""
-    offset = token.to(tl.int64)[:, None] * CHANNELS + tl.arange(0, SIZE)[None, :]
-    return tl.load(ptr + offset, mask=within[:, None], other=0.0)
-
-
-@triton.jit
-def _inverse_norm(x):
-    x = x.to(tl.float32)
-    return 1.0 / tl.sqrt(tl.sum(x * x, 1) + L2_EPS)
-
-
-@triton.jit
-def _invert_blocks(ptr, S: tl.constexpr):
-    """Replace the diagonal blocks of L [S, S] by those of (I + L)^-1, row by row."""
-    block: tl.constexpr = _BLOCK
-    part, i, j = tl.arange(0, S // block), tl.arange(0, block), tl.arange(0, block)
-    offset = part[:, None, None] * (block * (S + 1)) + i[None, :, None] * S + j[None, None, :]
-    inverse = -tl.load(ptr + offset)
-    for row in range(1, block):
-        is_row = (i == row)[None, :, None]
-        current = tl.sum(tl.where(is_row, inverse, 0.0), 1)  # [S / block, block]
-        current += tl.sum(current[:, :, None] * inverse, 1)
-        inverse = tl.where(is_row, current[:, None, :], inverse)
-    inverse += (i[:, None] == j[None, :]).to(tl.float32)[None, :, :]
-    tl.store(ptr + offset, inverse)
-
-
-@triton.jit
-def _join_blocks(ptr, S: tl.constexpr, HALF: tl.constexpr):
-    """From the inverses of two diagonal blocks each, compute that of the block twice as large: its lower left part."""
-    i = tl.arange(0, HALF)
-    offset = i[:, None] * S + i[None, :]
-    for pair in tl.static_range(S // (2 * HALF)):
-        corner_ptr = ptr + pair * (2 * HALF * (S + 1))
-        first = tl.load(corner_ptr + offset)
-        second = tl.load(corner_ptr + HALF * (S + 1) + offset)
-        below = tl.load(corner_ptr + HALF * S + offset)
-        product = tl.dot(tl.dot(second, below, input_precision="ieee"), first, input_precision="ieee")
-        tl.store(corner_ptr + HALF * S + offset, -product)
-
-
-@triton.jit(do_not_specialize=["max_pending"], do_not_specialize_on_alignment=_NUMBERS)
-def _solve_kernel(
-    mixed_ptr,
-    ba_ptr,
-    replayed_ptr,
-    decay_log_ptr,
-    dt_bias_ptr,
-    pending_ptr,
-    inverse_ptr,  # fp32 [tiles, H, S, S]
-    scores_ptr,  # [tiles, H, S, S]: how much of what each token writes the others read
-    factors_ptr,  # fp32 [E, H, 4]
-    decays_ptr,  # fp32 [tiles, H]
-    tile_rows_ptr,
-    tile_starts_ptr,
-    tile_lens_ptr,
-    first_tokens_ptr,
-    cu_seqlens_ptr,
-    targets_ptr,
-    num_replayed_ptr,
-    num_guesses_ptr,
-    ba_stride,
-    pending_stride,
-    max_pending,
-    CHANNELS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    K: tl.constexpr,
-    S: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    head, tile = tl.program_id(0), tl.program_id(1)
-    decay_log, dt_bias = tl.load(decay_log_ptr + head), tl.load(dt_bias_ptr + head)
-    wait_for_previous(PDL)
-    inputs: tl.constexpr = CHANNELS + 2 * HEADS
-    row, start, length = tl.load(tile_rows_ptr + tile), tl.load(tile_starts_ptr + tile), tl.load(tile_lens_ptr + tile)
-    num_replayed, num_guesses = tl.load(num_replayed_ptr + row), tl.load(num_guesses_ptr + row)
-    first = tl.load(cu_seqlens_ptr + row)
-    num_certain = num_replayed + tl.load(cu_seqlens_ptr + row + 1) - first - num_guesses
-    i = tl.arange(0, S)
-    at, within = start + i, i < length
-    token = tl.load(first_tokens_ptr + row) + at
-    is_new = within & (at >= num_replayed)
-    new_ptr = ba_ptr + (first + at - num_replayed).to(tl.int64) * ba_stride + head
-    old_ptr = replayed_ptr + (row.to(tl.int64) * max_pending + at) * inputs + CHANNELS + head
-    is_old = within & (at < num_replayed)
-    b = tl.load(new_ptr, mask=is_new, other=0.0) + tl.load(old_ptr, mask=is_old, other=0.0)
-    a = tl.load(new_ptr + HEADS, mask=is_new, other=0.0) + tl.load(old_ptr + HEADS, mask=is_old, other=0.0)
-    b, a = b.to(ba_ptr.dtype.element_ty), a.to(ba_ptr.dtype.element_ty)
-    if start >= num_certain:  # the tile has guesses
-        kept_ptr = pending_ptr + tl.load(targets_ptr + row).to(tl.int64) * pending_stride
-        kept_ptr += (at - num_certain) * inputs + CHANNELS + head
-        tl.store(kept_ptr, b, mask=within)
-        tl.store(kept_ptr + HEADS, a, mask=within)
-    beta = tl.where(within, _strength(b), 0.0)
-    g = tl.where(within, _decay(a, decay_log, dt_bias), 0.0)
-    sums = tl.cumsum(g, 0)
-    whole = tl.sum(g, 0)
-    key_head = head // (HEADS // KEY_HEADS)
-    q = _load_heads(mixed_ptr + key_head * K, token, within, CHANNELS, K)
-    k = _load_heads(mixed_ptr + (KEY_HEADS + key_head) * K, token, within, CHANNELS, K)
-    q_scale, k_scale = _inverse_norm(q) * (K**-0.5), _inverse_norm(k)
-    # Later tokens have smaller sums, so only the part below the diagonal may be exponentiated
-    below = i[:, None] >= i[None, :]
-    ratio = tl.exp(tl.where(below, sums[:, None] - sums[None, :], float("-inf")))
-    products = tl.dot(k, tl.trans(k), input_precision="ieee")
-    system = tl.where(i[:, None] > i[None, :], products * ratio, 0.0) * (beta * k_scale)[:, None] * k_scale[None, :]
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * ratio * q_scale[:, None] * k_scale[None, :]
-    place = tile * HEADS + head.to(tl.int64)
-    offset = place * (S * S) + i[:, None] * S + i[None, :]
-    tl.store(scores_ptr + offset, scores.to(scores_ptr.dtype.element_ty))
-    tl.store(inverse_ptr + offset, system)
-    factors_ptr += (token.to(tl.int64) * HEADS + head) * 4
-    from_start = tl.exp(sums)
-    tl.store(factors_ptr, beta, mask=within)
-    tl.store(factors_ptr + 1, beta * from_start * k_scale, mask=within)
-    tl.store(factors_ptr + 2, from_start * q_scale, mask=within)
-    tl.store(factors_ptr + 3, tl.exp(whole - sums) * k_scale, mask=within)
-    tl.store(decays_ptr + place, tl.exp(whole))
-
-
-@triton.jit
-def _invert_kernel(matrices_ptr, S: tl.constexpr, PDL: tl.constexpr):
-    """Replace L by (I + L)^-1 in each of the matrices [S, S]."""
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    ptr = matrices_ptr + tl.program_id(0).to(tl.int64) * (S * S)
-    _invert_blocks(ptr, S)
-    if S >= 32:
-        tl.debug_barrier()  # what one thread stores, others load
-        _join_blocks(ptr, S, 16)
-    if S >= 64:
-        tl.debug_barrier()
-        _join_blocks(ptr, S, 32)
-
-
-@triton.jit(do_not_specialize_on_alignment=_NUMBERS)
-def _pass_kernel(
-    mixed_ptr,
-    inverse_ptr,
-    scores_ptr,
-    factors_ptr,
-    decays_ptr,
-    matrix_ptr,
-    out_ptr,  # [T, H * V]
-    tile_starts_ptr,
-    tile_lens_ptr,
-    tile_slots_ptr,
-    first_tiles_ptr,
-    first_tokens_ptr,
-    cu_seqlens_ptr,
-    sources_ptr,
-    num_replayed_ptr,
-    matrix_stride,
-    CHANNELS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    S: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    row, head, part = tl.program_id(2), tl.program_id(1), tl.program_id(0)
-    key_head = head // (HEADS // KEY_HEADS)
-    value = part * BLOCK_V + tl.arange(0, BLOCK_V)
-    i = tl.arange(0, S)
-    wait_for_previous(PDL)
-    source, num_replayed = tl.load(sources_ptr + row), tl.load(num_replayed_ptr + row)
-    first, first_token = tl.load(cu_seqlens_ptr + row), tl.load(first_tokens_ptr + row)
-    dtype = mixed_ptr.dtype.element_ty
-    cell = head * (K * V) + tl.arange(0, K)[:, None] * V + value[None, :]
-    matrix_row = matrix_ptr + tl.maximum(source, 0).to(tl.int64) * matrix_stride
-    first_tile, last_tile = tl.load(first_tiles_ptr + row), tl.load(first_tiles_ptr + row + 1)
-    there = (source >= 0) & (first_tile < last_tile) & (cell >= 0)
-    matrix = tl.load(matrix_row + cell, mask=there, other=0.0)
-    for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
-        start, length = tl.load(tile_starts_ptr + tile), tl.load(tile_lens_ptr + tile)
-        slot = tl.load(tile_slots_ptr + tile)
-        at, within = start + i, i < length
-        token = first_token + at
-        q = _load_heads(mixed_ptr + key_head * K, token, within, CHANNELS, K)
-        k = _load_heads(mixed_ptr + (KEY_HEADS + key_head) * K, token, within, CHANNELS, K)
-        v_ptr = mixed_ptr + 2 * KEY_HEADS * K + head * V
-        v = tl.load(v_ptr + token.to(tl.int64)[:, None] * CHANNELS + value[None, :], mask=within[:, None], other=0.0)
-        factor_ptr = factors_ptr + (token.to(tl.int64) * HEADS + head) * 4
-        beta = tl.load(factor_ptr, mask=within, other=0.0)
-        of_old = tl.load(factor_ptr + 1, mask=within, other=0.0)
-        of_read = tl.load(factor_ptr + 2, mask=within, other=0.0)
-        of_kept = tl.load(factor_ptr + 3, mask=within, other=0.0)
-        place = tile * HEADS + head.to(tl.int64)
-        square = place * (S * S) + i[:, None] * S + i[None, :]
-        inverse, scores = tl.load(inverse_ptr + square).to(dtype), tl.load(scores_ptr + square)
-        rounded = matrix.to(dtype)
-        old = tl.dot(k, rounded, input_precision="ieee")
-        wanted = beta[:, None] * v.to(tl.float32) - of_old[:, None] * old
-        written = tl.dot(inverse, wanted.to(dtype), input_precision="ieee")
-        out = of_read[:, None] * tl.dot(q, rounded, input_precision="ieee")
-        out += tl.dot(scores, written.to(dtype), input_precision="ieee")
-        new_token = (first + at - num_replayed).to(tl.int64)
-        kept_out = (within & (at >= num_replayed))[:, None]
-        tl.store(out_ptr + new_token[:, None] * (HEADS * V) + head * V + value[None, :], out.to(dtype), mask=kept_out)
-        kept = (of_kept[:, None] * written).to(dtype)
-        matrix = matrix * tl.load(decays_ptr + place) + tl.dot(tl.trans(k), kept, input_precision="ieee")
-        if slot >= 0:
-            tl.store(matrix_ptr + slot.to(tl.int64) * matrix_stride + cell, matrix)
+# -- the gated norm ----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -689,180 +333,6 @@ def _norm_kernel(
     normed = (x / tl.sqrt(tl.sum(x * x, 1) / V + eps)[:, None]).to(dtype).to(tl.float32)
     scaled = (normed * norm[None, :]).to(dtype).to(tl.float32) * (z / (1.0 + tl.exp(-z)))
     tl.store(out_ptr + token * (HEADS * V) + offset, scaled.to(dtype), mask=inside)
-
-
-class PassConfig(NamedTuple):
-    """Tokens of a tile, and how `_pass_kernel` is run."""
-
-    tile_tokens: int
-    block_v: int  # values of a head that a program has
-    num_warps: int
-    num_stages: int
-
-
-def _choose(device: torch.device, dtype: torch.dtype, value_dim: int) -> PassConfig:
-    if dtype == torch.float32:  # no matrix units
-        return PassConfig(16, min(16, value_dim), 8, 1)
-    target = kernel_target.target_of(device)
-    if target.has_shared_operands:
-        return PassConfig(64, min(32, value_dim), 4, 2)
-    return PassConfig(64, min(32, value_dim), 8, 1)
-
-
-def _cut(rows: StateRows, few: int, tile_tokens: int, device: torch.device) -> Tiles:
-    """Cut the rows with more than `few` new tokens. All layers of a step ask for the same tiles, so they are kept."""
-    host = rows.host
-    assert host is not None, "chunks of prompts are not captured"
-    numbers = (host.num_tokens, host.target_slots, host.num_replayed, host.num_guesses)
-    return _cut_rows(*(tuple(each) for each in numbers), tuple(host.saves), few, tile_tokens, device)
-
-
-@lru_cache(maxsize=2)
-def _cut_rows(
-    num_tokens: tuple[int, ...],
-    target_slots: tuple[int, ...],
-    num_replayed: tuple[int, ...],
-    num_guesses: tuple[int, ...],
-    saves: tuple[tuple[int, int, int], ...],
-    few: int,
-    tile_tokens: int,
-    device: torch.device,
-) -> Tiles:
-    tiles: list[tuple[int, int, int, int]] = []  # row, start, length, slot
-    first_tiles, first_tokens, num_done = [0], [], 0
-    for row, num_new in enumerate(num_tokens):
-        total = num_replayed[row] + num_new if num_new > few else 0
-        kept = {num_replayed[row] + after: slot for of_row, after, slot in saves if of_row == row}
-        if num_new > few:
-            kept[total - num_guesses[row]] = target_slots[row]
-        start = 0
-        for cut in sorted({*kept, total}):
-            ends = [*range(start + tile_tokens, cut, tile_tokens), cut]
-            tiles += [
-                (row, first, end - first, kept.get(end, -1))
-                for first, end in zip([start, *ends[:-1]], ends, strict=True)
-                if first < end or end in kept
-            ]
-            start = cut
-        first_tiles.append(len(tiles))
-        first_tokens.append(num_done)
-        num_done += total
-    columns = [*map(list, zip(*tiles, strict=True)), first_tiles, first_tokens]
-    packed = torch.tensor([number for column in columns for number in column], dtype=torch.int32, device="cpu")
-    if device.type == "cuda":  # an ordinary copy would wait for the GPU
-        packed = packed.pin_memory()
-    sizes = [len(column) for column in columns]
-    return Tiles._make((*packed.to(device, non_blocking=True).split(sizes), num_done))
-
-
-def _run_chunks(
-    qkv: torch.Tensor,
-    ba: torch.Tensor,
-    states: LayerStates,
-    weights: DeltaWeights,
-    out: torch.Tensor,
-    few: int,
-    config: PassConfig,
-) -> None:
-    """Compute the rows with more than `few` new tokens."""
-    conv, matrix, pending, rows = states
-    device, dtype, num_channels = qkv.device, qkv.dtype, qkv.shape[1]
-    num_rows, max_pending, width = len(rows.source_slots), pending.shape[1], conv.shape[1]
-    num_heads, key_dim, value_dim = matrix.shape[1:]
-    size, block_v, num_warps, num_stages = config
-    tiles = _cut(rows, few, size, device)
-    num_tiles = len(tiles.rows)
-    assert rows.host is not None
-    # Copies, because a program may store the target's while another reads the source's, and both may be the same
-    sources = rows.source_slots.clamp(min=0)
-    windows, replayed = conv[sources], pending[sources] if any(rows.host.num_replayed) else pending  # unread
-    mixed = torch.empty((tiles.num_tokens, num_channels), dtype=dtype, device=device)
-    block = min(64, triton.next_power_of_2(num_channels))
-    pdl = pdl_options(device)
-    on_grid(_mix_tiles_kernel, (triton.cdiv(num_channels, block), num_tiles))(
-        qkv,
-        weights.conv_XC,
-        windows,
-        replayed,
-        conv,
-        pending,
-        mixed,
-        *tiles[:4],
-        tiles.first_tokens,
-        rows.cu_seqlens,
-        rows.source_slots,
-        rows.target_slots,
-        rows.num_replayed,
-        rows.num_guesses,
-        qkv.stride(0),
-        conv.stride(0),
-        pending.stride(0),
-        max_pending,
-        CHANNELS=num_channels,
-        INPUTS=num_channels + 2 * num_heads,
-        WIDTH=width,
-        TOKENS=size,
-        BLOCK=block,
-        BLOCK_WIDTH=triton.next_power_of_2(width),
-        num_warps=8,
-        **pdl,
-    )
-    inverse = torch.empty((num_tiles, num_heads, size, size), dtype=torch.float32, device=device)
-    scores = torch.empty((num_tiles, num_heads, size, size), dtype=dtype, device=device)
-    factors = torch.empty((tiles.num_tokens, num_heads, 4), dtype=torch.float32, device=device)
-    decays = torch.empty((num_tiles, num_heads), dtype=torch.float32, device=device)
-    sizes = {
-        "CHANNELS": num_channels,
-        "HEADS": num_heads,
-        "KEY_HEADS": weights.num_key_heads,
-        "K": key_dim,
-        "S": size,
-    }
-    on_grid(_solve_kernel, (num_heads, num_tiles))(
-        mixed,
-        ba,
-        replayed,
-        weights.decay_log_H,
-        weights.dt_bias_H,
-        pending,
-        inverse,
-        scores,
-        factors,
-        decays,
-        *tiles[:3],
-        tiles.first_tokens,
-        rows.cu_seqlens,
-        rows.target_slots,
-        rows.num_replayed,
-        rows.num_guesses,
-        ba.stride(0),
-        pending.stride(0),
-        max_pending,
-        **sizes,
-        num_warps=4,
-        **pdl,
-    )
-    on_grid(_invert_kernel, (num_tiles * num_heads,))(inverse, S=size, num_warps=2, **pdl)
-    on_grid(_pass_kernel, (value_dim // block_v, num_heads, num_rows))(
-        mixed,
-        inverse,
-        scores,
-        factors,
-        decays,
-        matrix,
-        out,
-        *tiles[1:6],
-        rows.cu_seqlens,
-        rows.source_slots,
-        rows.num_replayed,
-        matrix.stride(0),
-        **sizes,
-        V=value_dim,
-        BLOCK_V=block_v,
-        STAGES=num_stages,
-        num_warps=num_warps,
-        **pdl,
-    )
 
 
 def _norm(x: torch.Tensor, z: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:

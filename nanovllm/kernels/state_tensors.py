@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,13 +19,16 @@ class StateSave(NamedTuple):
 
 
 class HostStateRows(NamedTuple):
-    """The numbers of StateRows on the host, each for every row, and the saves, in order of row and `num_tokens`."""
+    """The numbers of StateRows on the host, each for every row, and the saves, in order of row and `num_tokens`.
 
-    num_tokens: Sequence[int]
-    source_slots: Sequence[int]
-    target_slots: Sequence[int]
-    num_replayed: Sequence[int]
-    num_guesses: Sequence[int]
+    Hashable, so that all layers of a step can share what is made of them.
+    """
+
+    num_tokens: tuple[int, ...]
+    source_slots: tuple[int, ...]
+    target_slots: tuple[int, ...]
+    num_replayed: tuple[int, ...]
+    num_guesses: tuple[int, ...]
     saves: tuple[StateSave, ...] = ()
 
 

@@ -98,7 +98,7 @@ def state_rows(plan: StepPlan, tensors: StepInputs) -> StateRows | None:
         for save in step.state.saves
         if save.slot != step.state.target
     )
-    num_tokens = [step.num_tokens for step in plan.sequences]
+    num_tokens = tuple(step.num_tokens for step in plan.sequences)
     sources, targets, num_replayed, num_guesses = zip(*state_numbers(plan), strict=True)
     host = HostStateRows(num_tokens, sources, targets, num_replayed, num_guesses, saves)
     return StateRows(tensors.cu_seqlens_q, *tensors.states, max(num_tokens), host)

@@ -26,7 +26,7 @@ def state_rows(
     numbers = num_tokens, source_slots, target_slots, num_replayed, num_guesses
     tensors = [torch.tensor(each, dtype=torch.int32, device=device) for each in numbers]
     cu_seqlens = torch.nn.functional.pad(tensors[0].cumsum(0, dtype=torch.int32), (1, 0))
-    return StateRows(cu_seqlens, *tensors[1:], max(num_tokens), HostStateRows(*numbers, tuple(saves)))
+    return StateRows(cu_seqlens, *tensors[1:], max(num_tokens), HostStateRows(*map(tuple, numbers), tuple(saves)))
 
 
 class DenseAttention:
