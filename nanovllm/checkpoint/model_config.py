@@ -264,12 +264,13 @@ class ModelConfig:
 
     @classmethod
     def without_weights(cls, model: str, hf_overrides: Mapping[str, Any] | None = None) -> "ModelConfig":
-        """The same config, read from config.json alone. No other file of a hub name is downloaded.
+        """The same config, but of a hub name no file except config.json is downloaded.
 
-        It lacks end tokens that only generation_config.json names.
+        Without the other files it lacks end tokens that only generation_config.json names, and it has the draft head
+        that config.json promises.
         """
-        config_path, _ = find_model(model, ("config.json",))
-        return _read_config(config_path, None, hf_overrides)
+        config_path, directory = find_model(model, ("config.json",))
+        return _read_config(config_path, directory, hf_overrides)
 
     def quantized(self, name: str | None) -> "ModelConfig":
         """This model, quantized to a format of QUANTIZATIONS while it is loaded; None leaves it as it is.

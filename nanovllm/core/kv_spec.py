@@ -186,7 +186,7 @@ def num_state_slots(config: Config, states: StateSpec, room_bytes: int) -> int:
     return max(others + 1, min(others + config.max_num_seqs, room_bytes // states.slot_bytes))
 
 
-SAVE_SLOTS = 2  # for states in the middle of a chunk: where its prompt parts from earlier ones, and the prompt's end
+SAVE_SLOTS = 2  # for states in the middle of chunks, beside those of sequences that could run but do not
 SNAPSHOT_TOKENS = 8192  # a prompt leaves a snapshot of its state in each multiple of this
 
 

@@ -57,7 +57,7 @@ def new_weight(
 ) -> Weight:
     """The weight of a layer whose parts, such as q, k and v, have these sizes. A quantized one is packed on a GPU."""
     device = torch.get_default_device()
-    if quantization is None or device.type == "cpu":
+    if quantization is None or device.type != "cuda":
         return new_parameter(sum(part_sizes), num_columns, dtype=dtype)
     capability = kernel_target.target_of(device).capability
     multiplies_codes = can_multiply_codes(part_sizes, num_columns, quantization, dtype, capability)

@@ -76,7 +76,7 @@ class Experts(nn.Module):
         self.tp, self.quantization = tp, quantization
         self.size, self.num_experts, self.hidden_size = config.intermediate_size, config.num_experts, hidden_size
         self.local_size = divide(config.intermediate_size, tp.size, "moe_intermediate_size")
-        if torch.get_default_device().type != "cpu" and (hidden_size % 16 or self.local_size % 16):
+        if torch.get_default_device().type == "cuda" and (hidden_size % 16 or self.local_size % 16):
             raise ConfigError(
                 f"an expert has {hidden_size} and {self.local_size} features on each rank, which must be multiples of "
                 "16 on a GPU; use fewer ranks, or device='cpu'"

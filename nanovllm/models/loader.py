@@ -49,31 +49,41 @@ def build_model(
 ) -> CausalLM:
     """Allocate this rank's part of the model on `device` in `dtype`. `load_weights` fills it.
 
-    max_model_len: tokens of the longest sequence. directory: where the weights are, which tells what a quantized
-    checkpoint leaves unquantized. with_mtp: with the head that drafts; `config.has_mtp` tells whether there is one.
-    Raises ConfigError if the heads or the MLP's features are not divisible by the number of ranks.
+    max_model_len: tokens of the longest sequence. directory: where the weights are, if `load_weights` will read them.
+    Their names, shapes and types are checked before anything is allocated, and they tell what a quantized checkpoint
+    leaves unquantized. with_mtp: with the head that drafts; `config.has_mtp` tells whether there is one.
+
+    Raises CheckpointError, with the name of the file or tensor, if one is missing, damaged or unknown, or if a tensor
+    has a wrong shape or type. Raises ConfigError if the heads or the MLP's features are not divisible by the number of
+    ranks.
     """
-    quantization = config.quantization
-    if quantization is not None and directory is not None and not quantization.is_online:
-        ignored = (*quantization.ignored, *_unquantized_layers(directory))
-        config = replace(config, quantization=replace(quantization, ignored=ignored))
-    with torch.device(device):
-        model = CausalLM(config, tp, max_model_len=max_model_len, dtype=dtype)
-        if with_mtp:
-            assert config.has_mtp, "the checkpoint has no draft head"
-            model.mtp = MTPHead(config, tp, dtype)
-    return model
+
+    def build(device: torch.device | str) -> CausalLM:
+        with torch.device(device):
+            model = CausalLM(config, tp, max_model_len=max_model_len, dtype=dtype)
+            if with_mtp:
+                assert config.has_mtp, "the checkpoint has no draft head"
+                model.mtp = MTPHead(config, tp, dtype)
+        return model
+
+    if directory is not None:
+        with ExitStack() as files:
+            stored = _open(weight_files(directory), files)
+            quantization = config.quantization
+            if quantization is not None and not quantization.is_online:
+                ignored = (*quantization.ignored, *_unquantized_layers(stored))
+                config = replace(config, quantization=replace(quantization, ignored=ignored))
+            _check(build("meta"), directory, stored)
+    return build(device)
 
 
-def _unquantized_layers(directory: Path) -> list[str]:
+def _unquantized_layers(stored: Mapping[str, "StoredTensor"]) -> list[str]:
     """The linear layers whose weights a checkpoint has as they are."""
-    with ExitStack() as files:
-        stored = _open(weight_files(directory), files)
-        return [
-            name.removesuffix(".weight")
-            for name, tensor in stored.items()
-            if name.endswith(".weight") and len(tensor.shape) == 2 and tensor.dtype in _FLOAT_DTYPES
-        ]
+    return [
+        name.removesuffix(".weight")
+        for name, tensor in stored.items()
+        if name.endswith(".weight") and len(tensor.shape) == 2 and tensor.dtype in _FLOAT_DTYPES
+    ]
 
 
 def load_weights(
@@ -82,10 +92,9 @@ def load_weights(
     """Fill every parameter of `model`, in place, on its own device and in its own dtype.
 
     With `load_format` "dummy" the weights are random, drawn from `seed`, and the same for every number of ranks. With
-    any other, they are read from the safetensors files in `directory` (checkpoint/files.py finds them). Quantized
-    weights are replaced by their values, one tensor at a time. Raises CheckpointError with the name of the file or
-    tensor: before anything is read, if a file is missing or damaged, or if a tensor is missing, unknown or of a wrong
-    shape or type; and then for what is wrong in a tensor, such as scales that are not finite.
+    any other, they are read from the safetensors files in `directory`, which `build_model` has checked. Quantized
+    weights are replaced by their values, one tensor at a time. Raises CheckpointError, with the tensor's name, for what
+    is wrong in its data, such as scales that are not finite.
     """
     shards: dict[str, list[WeightShard]] = {}
     for name, shard in model.weight_shards():
@@ -100,28 +109,20 @@ def load_weights(
                 progress.update()
             return
         stored = _open(weight_files(directory), files)
-        sources = {
-            name: [_find(name, shard, stored, model.config.quantization) for shard in of_name]
-            for name, of_name in shards.items()
-        }
-        _check_names(model, directory, stored, sources)
         for name, of_name in shards.items():
-            for shard, source in zip(of_name, sources[name], strict=True):
+            for shard in of_name:
+                source = _find(name, shard, stored, model.config.quantization)
                 assert source is not None, "a missing tensor has been refused"
                 _fill(shard, source)
             progress.update()
 
 
-def _check_names(
-    model: CausalLM,
-    directory: Path | None,
-    stored: Mapping[str, "StoredTensor"],
-    sources: Mapping[str, Sequence["QuantizedReader | StoredTensor | None"]],
-) -> None:
-    """Raise CheckpointError if tensors are missing or unknown."""
-    missing = [name for name, of_name in sources.items() if of_name[0] is None]
+def _check(model: CausalLM, directory: Path, stored: Mapping[str, "StoredTensor"]) -> None:
+    """Raise CheckpointError if tensors are missing or unknown, or have a wrong shape or type."""
+    sources = {name: _find(name, shard, stored, model.config.quantization) for name, shard in model.weight_shards()}
+    missing = [name for name, source in sources.items() if source is None]
     used: set[str] = set()
-    for name, (source, *_) in sources.items():
+    for name, source in sources.items():
         if isinstance(source, QuantizedReader):
             used |= {name.removesuffix("weight") + part for part in source.parts}
         else:
@@ -236,9 +237,6 @@ def _find(
         raise CheckpointError(
             f"{source.where} has dtype {source.dtype}, but config.json has {given}; check that both belong together"
         )
-    is_online = shard.quantization is not None and shard.quantization.is_online
-    if isinstance(shard.target, PackedRows) and not is_online:
-        raise CheckpointError(f"{source.where} is not quantized, but others of its layer are; use device='cpu'")
     return source
 
 

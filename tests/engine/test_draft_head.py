@@ -20,6 +20,7 @@ from simulated_streams import SimulatedStreams
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.core.step_limits import head_graph_sizes
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import CheckpointError, ConfigError
@@ -293,6 +294,7 @@ def test_a_head_that_only_config_json_has_is_not_used(tmp_path: Path, sharded: b
     with CheckedLLM(Reference(directory), **ALL_GPU, speculation="auto") as llm:
         assert [drafter.name for drafter in llm.scheduler.speculator.drafters] == ["prompt_lookup"]
         llm.answer_and_check(PROMPTS[1:2])
+    assert not ModelConfig.without_weights(str(directory)).has_mtp  # regression: `plan` counted it
     with pytest.raises(ConfigError, match=r"speculation='mtp' drafts with the head .* which .* does not have"):
         LLM(str(directory), device="cpu", speculation="mtp")
     if not sharded:

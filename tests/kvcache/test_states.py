@@ -68,15 +68,30 @@ def test_long_prompts_leave_states_on_their_way_also_in_one_step() -> None:
         assert hit(sim, [*DOCUMENT[:30], 0, 0, 0, 0]) == 24
 
 
-def test_states_in_the_middle_of_a_step_take_slots_that_nobody_runs_in() -> None:
-    """If there are too few, the last states count."""
-    sim = simulation(num_slots=3, snapshot_tokens=8, max_num_batched_tokens=64)
+@pytest.mark.parametrize("chunked_prefill", [True, False])
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize(("num_slots", "ends"), [(6, [31]), (4, [24, 31]), (3, [16, 28, 31]), (2, [8, 16, 24, 28, 31])])
+def test_a_chunk_ends_where_there_is_no_slot_for_one_more_state(
+    num_slots: int, ends: list[int], hybrid: bool, chunked_prefill: bool
+) -> None:
+    """Regression: the first ones were left out, so a prompt that parted there was computed from its beginning."""
+    states = RecurrentStates(num_slots, 20, snapshot_tokens=8)
+    kv = HybridKVCacheManager(60, 20, 4, 2, grain=4, states=states) if hybrid else BlockManager(60, 4, states=states)
+    sim = Simulation(kv, max_num_seqs=1, max_num_batched_tokens=64, chunked_prefill=chunked_prefill)
+    sim.add(DOCUMENT[:31], 1)
+    sim.run()
+    steps = [step for plan in sim.plans for step in plan.sequences]
+    assert [step.position + step.num_tokens for step in steps] == ends
+    assert saved_at(sim) == [8, 16, 24, 28]
+
+
+def test_of_chunks_that_share_too_few_slots_the_last_states_are_kept() -> None:
+    sim = simulation(num_slots=4, snapshot_tokens=8, max_num_batched_tokens=64)
     for last in (1, 2):
         sim.add([last, *DOCUMENT[:30]])
-    sim.run()
-    assert saved_at(sim) == []  # all slots belong to sequences, and no chunk ends at a place to save
-    assert hit(sim, [3, *DOCUMENT[:30]]) == 0
-    assert saved_at(sim) == [28]  # one slot is free
+    sim.step()  # the first chunk has been placed when the second sequence takes a slot
+    assert [step.num_tokens for step in sim.plans[0].sequences] == [16, 24]  # the second sequence's is launched first
+    assert saved_at(sim) == [8, 16, 24]
 
 
 def test_the_least_recently_used_snapshot_goes_first() -> None:

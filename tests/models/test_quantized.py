@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
 from tiers import RUNS_ALL
 from tiny_models import EXPERTS, reference_model, write_tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.models.loader import build_model, load_weights, quantize
+from nanovllm.models.loader import build_model, quantize
 
 PROMPT = random_prompt(40)
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -224,9 +226,7 @@ def test_experts_of_which_one_is_not_quantized_have_their_values(tmp_path: Path)
     file, name = quantized / "model.safetensors", "model.layers.0.mlp.experts.3.down_proj"
     tensors = {key: value for key, value in load_file(file).items() if not key.startswith(f"{name}.")}
     save_file(tensors | {f"{name}.weight": load_file(plain / "model.safetensors")[f"{name}.weight"]}, file)
-    config, path = ModelConfig.from_pretrained(str(quantized))
-    model = build_model(config, TPGroup(), max_model_len=64, dtype=torch.float32, device="cpu", directory=path)
-    load_weights(model, path)
+    model = load_model(quantized)
     assert [layer.mlp.experts.quantization is None for layer in model.model.layers] == [True, False]
 
 
@@ -272,24 +272,42 @@ def test_wrong_tensors_are_refused_by_name(tmp_path: Path, plain: Path) -> None:
                 run_ranks(num_ranks, lambda tp, path=quantized: load_model(path, tp))
 
 
-def test_tensors_of_a_wrong_shape_are_refused_before_any_is_read(tmp_path: Path, plain: Path) -> None:
-    """Regression: a missing tensor was reported once all others had been loaded, minutes later."""
+class Allocations(TorchDispatchMode):
+    """Records the size of the largest tensor that an operation yields outside the meta device."""
+
+    largest_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not out.is_meta:
+            self.largest_bytes = max(self.largest_bytes, out.nbytes)
+        return out
+
+
+def test_tensors_of_a_wrong_shape_are_refused_before_memory_is_allocated(tmp_path: Path, plain: Path) -> None:
+    """Regression: a missing tensor was reported once all others had been loaded, minutes later; then, once the GPU had
+    memory for all of them.
+    """
     last = "model.layers.1.self_attn.v_proj"
-    for name, part in (("packed 4", "weight_scale"), ("gptq", "qzeros"), ("awq", "qweight"), ("fp8 blocks", "weight")):
+    for name, part in (
+        ("plain", "weight"),
+        ("packed 4", "weight_scale"),
+        ("gptq", "qzeros"),
+        ("awq", "qweight"),
+        ("fp8 blocks", "weight"),
+    ):
         (tmp_path / name).mkdir()
-        quantized, _ = write_quantized(plain, tmp_path / name, name)
-        file = quantized / "model.safetensors"
-        tensors = load_file(file)
-        stored = tensors.pop(f"{last}.{part}")
-        config, path = ModelConfig.from_pretrained(str(quantized))
-        for changed in ({}, {f"{last}.{part}": stored[:-1].contiguous()}):
-            save_file(tensors | changed, file)
-            model = build_model(config, TPGroup(), max_model_len=64, dtype=torch.float32, device="cpu", directory=path)
-            for parameter in model.parameters():
-                parameter.fill_(7)
-            with pytest.raises(CheckpointError, match=last):
-                load_weights(model, path)
-            assert all((parameter == 7).all() for parameter in model.parameters())
+        path = plain if name == "plain" else write_quantized(plain, tmp_path / name, name)[0]
+        config, _ = ModelConfig.from_pretrained(str(path))
+        good = load_file(path / "model.safetensors")
+        stored = good.pop(f"{last}.{part}")
+        for changed, is_good in (({}, False), ({part: stored[:-1].contiguous()}, False), ({part: stored}, True)):
+            directory = tmp_path / f"changed {name}"
+            directory.mkdir(exist_ok=True)
+            save_file(good | {f"{last}.{part}": each for part, each in changed.items()}, directory / "one.safetensors")
+            with Allocations() as allocations, nullcontext() if is_good else pytest.raises(CheckpointError, match=last):
+                build_model(config, TPGroup(), max_model_len=64, dtype=torch.float32, device="cpu", directory=directory)
+            assert (allocations.largest_bytes > 1000) == is_good, name
 
 
 def test_zeros_that_config_json_denies_are_refused(tmp_path: Path, plain: Path) -> None:

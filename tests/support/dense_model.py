@@ -88,9 +88,14 @@ def load_model(
     with_mtp: bool = False,
 ) -> CausalLM:
     stored, path = ModelConfig.from_pretrained(str(directory))
-    config = stored.quantized(quantization)
     model = build_model(
-        config, tp or TPGroup(), max_model_len=max_model_len, dtype=dtype, device=device, with_mtp=with_mtp
+        stored.quantized(quantization),
+        tp or TPGroup(),
+        max_model_len=max_model_len,
+        dtype=dtype,
+        device=device,
+        directory=None if load_format == "dummy" else path,
+        with_mtp=with_mtp,
     )
     load_weights(model, path, load_format=load_format)
     return model

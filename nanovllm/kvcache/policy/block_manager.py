@@ -194,6 +194,10 @@ class KVCacheManager(ABC):
         if self.states is not None:
             self.states.free(seq)
 
+    def _num_with_saves(self, seq: Sequence, num_tokens: int) -> int:
+        """Count how many of the sequence's next tokens there are slots for, for the states to be kept on the way."""
+        return num_tokens if self.states is None else self.states.num_with_saves(seq, num_tokens)
+
     def state_step(self, seq: Sequence, num_tokens: int, *, has_drafts: bool) -> StateStep | None:
         """Plan the step's use of the state of a sequence that has `num_tokens` new tokens in it, without guesses.
         Called once after finish_step.
@@ -382,7 +386,7 @@ class BlockManager(KVCacheManager):
 
     def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
         room = (len(seq.block_table) + self.pool.num_free) * self.block_size - seq.num_computed_tokens
-        return min(num_tokens, room)
+        return min(self._num_with_saves(seq, num_tokens), room)
 
     def place(self, seq: Sequence, num_tokens: int, num_guesses: int = 0) -> None:
         self._grow(seq, seq.num_computed_tokens + num_tokens)

@@ -249,7 +249,7 @@ class HybridKVCacheManager(KVCacheManager):
         return self.ring.num_available - len(self._slotless_ids) + (seq.seq_id in self._slotless_ids)
 
     def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
-        """Count the next tokens whose blocks have a slot or can get one."""
+        """Count the next tokens whose blocks, and states to be kept, have a slot or can get one."""
         num_blocks = self._num_available_slots(seq)
         block_idx, num_owned = seq.num_computed_tokens // self.block_size, len(seq.block_table)
         if block_idx < num_owned:
@@ -257,7 +257,8 @@ class HybridKVCacheManager(KVCacheManager):
             # A pinned slot is not among the available ones, but this block can go on using it.
             num_blocks += held.ring_slot >= 0 and held.is_pinned
         end_block_idx = min(block_idx + num_blocks, num_owned + self.pool.num_free)
-        return min(num_tokens, max(0, end_block_idx * self.block_size - seq.num_computed_tokens))
+        room = max(0, end_block_idx * self.block_size - seq.num_computed_tokens)
+        return min(self._num_with_saves(seq, num_tokens), room)
 
     def place(self, seq: Sequence, num_tokens: int, num_guesses: int = 0) -> None:
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens

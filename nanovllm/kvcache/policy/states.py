@@ -194,6 +194,13 @@ class RecurrentStates:
         """The sequence no longer runs."""
         self._free.append(self._held.pop(seq.seq_id).slot)
 
+    def num_with_saves(self, seq: Sequence, num_tokens: int) -> int:
+        """Count how many of the next `num_tokens` tokens a chunk may have so that each state to be kept has a slot. The
+        state at the end of the chunk needs none. Prompts that share the step may still take the slots.
+        """
+        points, num_free = self._held[seq.seq_id].save_points, len(self._free)
+        return min(num_tokens, points[num_free] - seq.num_computed_tokens) if num_free < len(points) else num_tokens
+
     @property
     def can_draft(self) -> bool:
         """True if there is a slot for one more sequence's drafts. The last ones are left to states that are saved."""
@@ -213,7 +220,7 @@ class RecurrentStates:
         wanted = {point: prefix for point in points if (prefix := prefix_id(point)) is not None}
         for prefix in wanted.values():
             self.snapshots.touch(prefix)
-        # If slots are short, the last states count most: that of the whole prompt, or where it parts from others
+        # If other chunks take the slots, the last states count most: of the whole prompt, or where it parts from others
         new = [point for point, prefix in wanted.items() if prefix not in self.snapshots]
         num_free = len(self._free) + (end in new)
         saves = [
