@@ -60,6 +60,11 @@ class Packed(NamedTuple):
     def num_columns(self) -> int:
         return self.codes.shape[1] * (1 if self.kind == DENSE.value else 8 if self.kind == INT4.value else 4)
 
+    @property
+    def block_columns(self) -> int:
+        """Columns of a block, or of as many bytes of a dense weight."""
+        return BLOCK_WORDS.value * 4 // self.codes.element_size() * self.num_columns // self.codes.shape[1]
+
 
 def can_pack(num_columns: int, bits: int, group_size: int) -> bool:
     """Return True if rows consist of whole blocks, and groups of whole slices."""
