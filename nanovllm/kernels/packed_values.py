@@ -438,7 +438,7 @@ def _quantize_weight_kernel(
 
 def quantize_weight(values: torch.Tensor, weight: Packed, first_row: int, first_column: int) -> None:
     """Quantize `values` [n, k], and write as many columns as the weight has, from `first_column` on, to its rows from
-    `first_row` on. The numbers are those of `quantize` in models/loader.py, which says what they mean.
+    `first_row` on. The numbers are those of `quantize` in models/quantized_weights.py, which says what they mean.
 
     Integers have groups of one block of words, with scales in bf16. In e4m3, all columns of `values` share a scale.
     """
