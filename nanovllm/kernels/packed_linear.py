@@ -232,17 +232,17 @@ class _Product(NamedTuple):
 
 def _few_products(product: _Product, tile: FewRowsTile, num_summed: int = 0) -> torch.Tensor:
     """Fill `product.out` by the kernel for few rows. `num_summed`: pairs of each row of the result."""
-    x, weight = product.x, product.weight
+    x, columns = product.x, product.weight.block_columns
     if not len(product.out):
         return product.out
     assert len(x) <= 1 or x.stride(0) % 8 == 0, "the stride between rows must be a multiple of 16 bytes"
-    num_steps = triton.cdiv(weight.num_columns, weight.block_columns * (1 if num_summed else tile.num_warps))
+    num_steps = triton.cdiv(product.weight.num_columns, columns * (1 if num_summed else tile.num_warps))
     product.launch(
         few_products_kernel,
         (triton.cdiv(product.num_rows, 16), product.num_blocks(tile.block_m)),
         product.out,
         x.stride(0) // 8,
-        weight.block_columns,
+        columns,
         SUMMED=num_summed,
         BLOCK_M=tile.block_m,
         SPLIT=tile.num_warps,
