@@ -25,7 +25,7 @@ from nanovllm.kernels import packed_linear as kernels
 from nanovllm.kernels.packed_values import Packed
 from nanovllm.layers.moe import MAX_SINGLE_PAIRS
 from nanovllm.layers.packed_weight import PackedWeight, packed, unpacked_linear
-from nanovllm.models.loader import quantize
+from nanovllm.models.quantized_weights import quantize
 
 LAYERS = {"qkv": (1, 6144, 4096), "o": (1, 4096, 4096), "gate_up": (1, 24576, 4096), "down": (1, 4096, 12288)}
 EXPERTS = {"experts gate_up": (128, 1536, 2048), "experts down": (128, 2048, 768)}  # number, rows, columns

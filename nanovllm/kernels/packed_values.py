@@ -60,6 +60,11 @@ class Packed(NamedTuple):
     def num_columns(self) -> int:
         return self.codes.shape[1] * (1 if self.kind == DENSE.value else 8 if self.kind == INT4.value else 4)
 
+    @property
+    def block_columns(self) -> int:
+        """Columns of a block, or of as many bytes of a dense weight."""
+        return BLOCK_WORDS.value * 4 // self.codes.element_size() * self.num_columns // self.codes.shape[1]
+
 
 def can_pack(num_columns: int, bits: int, group_size: int) -> bool:
     """Return True if rows consist of whole blocks, and groups of whole slices."""
@@ -433,7 +438,7 @@ def _quantize_weight_kernel(
 
 def quantize_weight(values: torch.Tensor, weight: Packed, first_row: int, first_column: int) -> None:
     """Quantize `values` [n, k], and write as many columns as the weight has, from `first_column` on, to its rows from
-    `first_row` on. The numbers are those of `quantize` in models/loader.py, which says what they mean.
+    `first_row` on. The numbers are those of `quantize` in models/quantized_weights.py, which says what they mean.
 
     Integers have groups of one block of words, with scales in bf16. In e4m3, all columns of `values` share a scale.
     """

@@ -218,8 +218,8 @@ class PackedRows:
     def quantize(self, values: torch.Tensor, columns: slice) -> None:
         """Store `columns` of `values` [n, k], a tensor of a checkpoint that is quantized while it is loaded.
 
-        This is `quantize` of models/loader.py and `store` in one kernel: a mixture has tens of thousands of matrices,
-        and to launch their operations one by one takes longer than all else.
+        This is `quantize` of models/quantized_weights.py and `store` in one kernel: a mixture has tens of thousands of
+        matrices, and to launch their operations one by one takes longer than all else.
         """
         from nanovllm.kernels import packed_values
 

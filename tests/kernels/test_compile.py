@@ -258,10 +258,10 @@ def faults(kernel: Compiled, target: KernelTarget) -> Iterator[str]:
         yield f"needs {kernel.shared_bytes} bytes of shared memory"
     if (num_spills := kernel.num_spills_in_loops()) > PARKED_VALUES:
         yield f"loads or stores {num_spills} spilled registers in loops"
-    is_packed = kernel.name == "_products_kernel" and kernel.constants["KIND"] != packed_values.DENSE.value
+    is_packed = kernel.name == "products_kernel" and kernel.constants["KIND"] != packed_values.DENSE.value
     if is_packed and re.search(r"wgmma\.wait_group\.sync\.aligned [1-9]", kernel.ptx):
         yield "overwrites values that the tensor cores still read"
-    if kernel.name == "_few_products_kernel":
+    if kernel.name == "few_products_kernel":
         sums_bytes = 4 * 16 * kernel.constants["BLOCK_M"] * kernel.constants["num_warps"]
         if kernel.shared_bytes > sums_bytes:  # which depends on the layouts that Triton chooses
             yield f"needs {kernel.shared_bytes} bytes of shared memory where the sums take {sums_bytes}"

@@ -24,7 +24,8 @@ from nanovllm.layers import moe
 from nanovllm.layers.linear import WeightShard
 from nanovllm.layers.moe import Experts
 from nanovllm.layers.packed_weight import PackedWeight, QuantizedWeight, can_multiply_codes, packed, unpacked_linear
-from nanovllm.models.loader import load_weights, quantize
+from nanovllm.models.loader import load_weights
+from nanovllm.models.quantized_weights import quantize
 
 pytestmark = needs_triton
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter truncates to bf16 where a GPU rounds

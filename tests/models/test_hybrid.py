@@ -16,7 +16,7 @@ from nanovllm.checkpoint.quantization import QUANTIZATIONS
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels.state_tensors import StateSave
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import quantize
+from nanovllm.models.quantized_weights import quantize
 
 PROMPT = random_prompt(150)
 TOLERANCE = 1e-4

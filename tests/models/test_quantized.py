@@ -21,7 +21,8 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.models.loader import build_model, quantize
+from nanovllm.models.loader import build_model
+from nanovllm.models.quantized_weights import quantize
 
 PROMPT = random_prompt(40)
 Q_PROJ = "model.layers.0.self_attn.q_proj"

@@ -1,0 +1,380 @@
+"""Kernels that multiply packed weights (packed_values.py): one for few rows, one for many. packed_linear.py chooses.
+
+For few rows each warp of a program has columns of its own, or an expert, and their sums are added at the end; scales
+and zeros are applied to the sums of a group. For many rows all warps work on one tile, and the values are computed
+before they are multiplied; several programs share the columns of a narrow weight, and a third kernel adds their sums.
+
+A program multiplies a block of rows, or of pairs: a pair is a row and one of the experts that it has chosen.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.launch import let_next_start, wait_for_previous
+from nanovllm.kernels.packed_values import (
+    BLOCK_WORDS,
+    DENSE,
+    E4M3,
+    INT4,
+    SLICE,
+    block_values,
+    enlarged,
+    halves,
+    nibbles,
+    ones,
+    scale_of,
+    scale_row,
+    small_e4m3,
+)
+
+
+@triton.jit
+def _nothing():
+    """A tuple to which others are added; mypy does not look at its length."""
+    return ()
+
+
+@triton.jit
+def _load_block(
+    low_row,
+    high_row,
+    scales_of_row,  # None: no scales are wanted
+    chunk,
+    scale_chunk,
+    GROUP_STRIDE: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SHARED: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_FULL: tl.constexpr,  # there is a block for each warp
+):
+    """Words of a block of each warp's 16 rows, [SPLIT, 2, 8, 4, 4], and scales [SPLIT, 16, 1] for every SHARED columns.
+    Past the last block both are 0. `scale_chunk` is `chunk` in the layout of the scales.
+    """
+    low, high = low_row + chunk * BLOCK_WORDS, high_row + chunk * BLOCK_WORDS
+    is_block, other = (None, None) if IS_FULL else (chunk * COLUMNS < K, 0)
+    low_words = tl.load(low, is_block, other, eviction_policy="evict_first")
+    words = tl.join(low_words, tl.load(high, is_block, other, eviction_policy="evict_first"))
+    words = words.reshape(words.shape[0] // 32, 8, 4, 4, 2).permute(0, 4, 1, 2, 3)
+    scales = _nothing()
+    if scales_of_row is not None:
+        column = scale_chunk * COLUMNS
+        for start in tl.static_range(0, COLUMNS, SHARED):
+            scale = tl.load(scales_of_row + (column + start) // GROUP * GROUP_STRIDE, mask=column < K, other=0)
+            scales = scales + (scale,)  # noqa: RUF005  # Triton does not know the other form
+    return words, scales
+
+
+@triton.jit
+def _weight_operand(numbers):
+    """Numbers of a slice [SPLIT, 2, 8, 4, 8] -> [SPLIT, 16, 32]. Each stays in the thread that has it."""
+    SPLIT: tl.constexpr = numbers.shape[0]
+    return numbers.reshape(SPLIT, 2, 8, 4, 2, 2, 2).permute(0, 1, 2, 5, 3, 4, 6).reshape(SPLIT, 16, 32)
+
+
+@triton.jit
+def _x_operand(words, KIND: tl.constexpr, dtype: tl.constexpr):
+    """Words of a slice [SPLIT * 32, 4, rows / 8] -> [SPLIT, 32, rows], with columns in the order of the weight's."""
+    SPLIT: tl.constexpr = words.shape[0] // 32
+    EIGHTS: tl.constexpr = words.shape[2]
+    numbers = enlarged(words, dtype) if KIND == E4M3 else halves(words, dtype)
+    numbers = numbers.reshape(SPLIT, 8, 4, 2, 2, EIGHTS, 2).permute(0, 4, 2, 3, 6, 5, 1)
+    return numbers.reshape(SPLIT, 32, 8 * EIGHTS)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])  # compile once for all numbers of rows
+def few_products_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    bias_ptr,
+    factors_ptr,  # fp32 [pairs], by which the results are multiplied; None: 1
+    pairs_ptr,  # int32 [blocks * BLOCK_M]: the pairs of each block, sorted by expert; None: all in order
+    experts_ptr,  # of each block, or each pair; num_experts for a block without pairs; None: there is one weight
+    out_ptr,
+    x_stride,  # in 16 bytes, from one row to the next
+    num_pairs,
+    num_experts,
+    N,  # features of the result
+    CHOSEN: tl.constexpr,  # pairs of a row of x
+    SUMMED: tl.constexpr,  # pairs of a row of the result, each of which is a warp's; 0: nothing is summed
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of a block
+    SHARED: tl.constexpr,  # columns of a block that have one scale
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr,  # from one tile, row and group to the next
+    SCALE_DTYPE: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,  # the result is silu(first half) * second half
+    BLOCK_M: tl.constexpr,
+    SPLIT: tl.constexpr,  # warps
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply 16 rows of a weight. The tensor cores want them as two times 8, with four threads for a row. So a thread
+    loads words 4 * q to 4 * q + 3 of a block of two rows, 16 bytes each. These are its parts of all operands, in both
+    layouts: nothing passes through shared memory before the end.
+    """
+    if experts_ptr is None:
+        let_next_start(PDL)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    CODES: tl.constexpr = COLUMNS // BLOCK_WORDS  # of a word
+    STRIDE: tl.constexpr = 1 if SUMMED else SPLIT  # blocks from one of a warp to its next
+    FULL: tl.constexpr = K // COLUMNS // STRIDE  # steps in which each warp has a block
+    STEPS: tl.constexpr = (K // COLUMNS + STRIDE - 1) // STRIDE
+    AT_END: tl.constexpr = KIND == E4M3 and GROUP == K  # the scale of a row is applied to its sum
+    # The assembler moves the loads of a turn to its end, unless the turn has more steps than there are blocks ahead
+    UNROLLED: tl.constexpr = 2 * AHEAD if AHEAD > 3 else AHEAD
+    # Tensors of a step are [lanes, 4 words]. Lane 4 * m + q of a warp has a part of rows m and m + 8.
+    lane, warp = tl.arange(0, SPLIT * 32)[:, None], tl.arange(0, SPLIT)[:, None, None]
+    part, m = lane // 32, lane % 32 // 4
+    word = lane % 4 * 4 + tl.arange(0, 4)[None, :]
+    block, in_tile = tl.program_id(1), tl.arange(0, 16)
+    ROWS: tl.constexpr = 2 if GATED else 1  # of a feature
+    FEATURES: tl.constexpr = 16 // ROWS
+    feature = tl.program_id(0) * FEATURES
+    row = tl.minimum(feature + in_tile % FEATURES, N - 1) + in_tile // FEATURES * N
+    low = tl.minimum(feature + m, N - 1)
+    high = low + N if GATED else tl.minimum(feature + m + 8, N - 1)
+    pair = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    expert, warp_expert = 0, 0
+    if experts_ptr is not None:
+        if SUMMED:  # the kernel before has waited for the router's choice
+            let_next_start(PDL)
+            chosen = experts_ptr + block * SUMMED
+            expert = tl.load(chosen + tl.minimum(part, SUMMED - 1), cache_modifier=".cg")
+            warp_expert = tl.load(chosen + tl.minimum(warp, SUMMED - 1), cache_modifier=".cg")
+        else:
+            wait_for_previous(PDL)  # for the router's choice
+            let_next_start(PDL)  # only now, because `sum_of_experts` reads the choice before it waits
+            expert = tl.load(experts_ptr + block).to(tl.int64)
+            warp_expert = expert
+            if expert >= num_experts:
+                return
+        if pairs_ptr is not None:
+            pair = tl.load(pairs_ptr + pair)
+        else:  # a block for each pair, or for each sum
+            pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
+    code_ptr = codes_ptr.to(tl.pointer_type(tl.int32)) + word
+    low_row = code_ptr + (expert * (ROWS * N) + low).to(tl.int64) * (K // CODES)
+    high_row = code_ptr + (expert * (ROWS * N) + high).to(tl.int64) * (K // CODES)
+    scales_of_row = None
+    if KIND != DENSE:
+        weight_row = warp_expert * (ROWS * N) + row[None, :, None] + 0 * warp
+        scales_of_row = scale_row(scales_ptr, weight_row, SCALE_STRIDES[0], SCALE_STRIDES[1], SCALE_ROWS)
+    row_scales = None if AT_END else scales_of_row
+    first, scale_first = (0 * part, 0 * warp) if SUMMED else (part, warp)
+    queue = _nothing()
+    for step in tl.static_range(AHEAD):
+        chunk, scale_chunk = step * STRIDE + first, step * STRIDE + scale_first
+        ahead = _load_block(
+            low_row, high_row, row_scales, chunk, scale_chunk, SCALE_STRIDES[2], K, COLUMNS, SHARED, GROUP, step < FULL
+        )
+        queue = queue + (ahead,)  # noqa: RUF005
+    if experts_ptr is None or SUMMED:
+        wait_for_previous(PDL)  # before this only weights may be read; other kernels use x and out
+    # Rows of x that do not exist are copies of others
+    x_ptr = x_ptr.to(tl.pointer_type(tl.int32)) + word
+    x_row = _nothing()
+    for i in tl.static_range(BLOCK_M // 8):
+        if SUMMED:
+            of_x = block * SUMMED + tl.minimum(part, SUMMED - 1)
+        elif experts_ptr is None:
+            of_x = tl.minimum(block * BLOCK_M + 8 * i + m, num_pairs - 1)
+        elif pairs_ptr is None:
+            of_x = block + 0 * m
+        else:
+            of_x = tl.minimum(tl.load(pairs_ptr + block * BLOCK_M + 8 * i + m), num_pairs - 1)
+        x_row = x_row + (x_ptr + (of_x // CHOSEN).to(tl.int64) * (4 * x_stride),)  # noqa: RUF005
+    sums = tl.zeros((SPLIT, 16, BLOCK_M), tl.float32)
+    for step in tl.range(STEPS, num_stages=1, loop_unroll_factor=UNROLLED):
+        words, scales = queue[0]
+        chunk, scale_chunk = (step + AHEAD) * STRIDE + first, (step + AHEAD) * STRIDE + scale_first
+        ahead = _load_block(
+            low_row, high_row, row_scales, chunk, scale_chunk, SCALE_STRIDES[2], K, COLUMNS, SHARED, GROUP, False
+        )
+        queue = queue[1:] + (ahead,)  # noqa: RUF005
+        column = tl.minimum((step * STRIDE + first) * COLUMNS, K - COLUMNS)
+        for start in tl.static_range(0, COLUMNS, SHARED):
+            code_sums = sums if AT_END or KIND == DENSE else tl.zeros_like(sums)
+            x_sums = tl.zeros_like(sums)
+            for i in tl.static_range(start // SLICE, (start + SHARED) // SLICE):
+                x = tl.load(x_row[0] + (column + i * SLICE) // 2)[:, :, None]
+                if BLOCK_M == 16:
+                    x = tl.join(x.reshape(x.shape[0], 4), tl.load(x_row[1] + (column + i * SLICE) // 2))
+                x = _x_operand(x, KIND, dtype)
+                if KIND == DENSE:
+                    code_sums = tl.dot(_weight_operand(halves(words, dtype)), x, code_sums)
+                elif KIND == E4M3:
+                    code_sums = tl.dot(_weight_operand(small_e4m3(words, 8 * i, dtype)), x, code_sums)
+                else:
+                    if KIND == INT4:
+                        code_sums = tl.dot(_weight_operand(nibbles(words, 4 * i, dtype)), x, code_sums)
+                    else:
+                        code_sums = tl.dot(_weight_operand(nibbles(words, 8 * i, dtype)), x, code_sums)
+                        code_sums = tl.dot(_weight_operand(nibbles(words, 8 * i + 4, dtype, True)), x, code_sums)
+                    x_sums = tl.dot(_weight_operand(ones(words, dtype)), x, x_sums)
+            if AT_END or KIND == DENSE:
+                sums = code_sums
+            else:
+                scale_bits = scales[start // SHARED]
+                if KIND != E4M3:
+                    code_sums -= x_sums * (scale_bits >> 16).to(tl.float32)
+                sums += code_sums * scale_of(scale_bits, SCALE_DTYPE, KIND, dtype)
+    if AT_END:
+        sums *= scale_of(tl.load(scales_of_row), SCALE_DTYPE, KIND, dtype)
+    if SUMMED:
+        sums *= tl.load(factors_ptr + block * SUMMED + warp, mask=warp < SUMMED, other=0.0)
+    sums = tl.sum(sums, 0)
+    _finish(sums, row, feature, pair, bias_ptr, None if SUMMED else factors_ptr, out_ptr, num_pairs, N, GATED)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def products_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    bias_ptr,
+    factors_ptr,  # these and the others as above
+    pairs_ptr,
+    experts_ptr,
+    out_ptr,  # with several splits: fp32 [splits, pairs, rows of the weight]
+    x_stride,
+    num_pairs,
+    num_experts,
+    N,
+    CHOSEN: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,  # that are loaded at once
+    SHARED: tl.constexpr,  # of these that have one scale
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_STRIDES: tl.constexpr,  # from one tile, row and group to the next
+    SCALE_DTYPE: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,  # parts of the columns, each of which is a program's
+    PRODUCTS: tl.constexpr,  # of a step, so that the values of each take fewer registers
+    WAIT: tl.constexpr,  # for the tensor cores before the next values are computed
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply BLOCK_N rows of a weight. Values are computed in the registers from which the tensor cores take them,
+    while these multiply those before; x is in shared memory.
+    """
+    if experts_ptr is None:
+        let_next_start(PDL)
+    wait_for_previous(PDL)
+    if experts_ptr is not None:
+        let_next_start(PDL)  # see `few_products_kernel`
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    CODES: tl.constexpr = 1 if KIND == DENSE else 8 if KIND == INT4 else 4  # of a word
+    AT_END: tl.constexpr = KIND == E4M3 and GROUP == K
+    # Programs that share a part of the weight are neighbours, so that they find it in the cache
+    block, in_tile = tl.program_id(0), tl.arange(0, BLOCK_N)
+    ROWS: tl.constexpr = 2 if GATED else 1  # of a feature
+    FEATURES: tl.constexpr = BLOCK_N // ROWS
+    feature = tl.program_id(1) * FEATURES
+    row = tl.minimum(feature + in_tile % FEATURES, N - 1) + in_tile // FEATURES * N
+    pair = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    weight_row = row.to(tl.int64)
+    if experts_ptr is not None:
+        expert = tl.load(experts_ptr + block).to(tl.int64)
+        if expert >= num_experts:
+            return
+        weight_row += expert * (ROWS * N)
+        if pairs_ptr is not None:
+            pair = tl.load(pairs_ptr + pair)
+        else:  # a block for each pair
+            pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
+    x_row = tl.minimum(pair, num_pairs - 1) // CHOSEN  # rows that do not exist are copies of others
+    x_column = x_ptr + x_row.to(tl.int64)[None, :] * x_stride + tl.arange(0, COLUMNS // PRODUCTS)[:, None]
+    code_row = codes_ptr + weight_row[:, None] * (K // CODES) + tl.arange(0, COLUMNS // CODES)[None, :]
+    scales_of_row = 0
+    if KIND != DENSE:
+        scales_of_row = scale_row(scales_ptr, weight_row[:, None], SCALE_STRIDES[0], SCALE_STRIDES[1], SCALE_ROWS)
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    STEPS: tl.constexpr = (K // COLUMNS + SPLITS - 1) // SPLITS
+    first = tl.program_id(2) * STEPS
+    for step in tl.range(first, tl.minimum(first + STEPS, K // COLUMNS), num_stages=STAGES):
+        words = tl.load(code_row + step * (COLUMNS // CODES))
+        if KIND == DENSE:
+            sums = tl.dot(words, tl.load(x_column + step * COLUMNS), sums, input_precision="ieee")
+        else:
+            scales = _nothing()
+            for start in tl.static_range(0, COLUMNS, SHARED):
+                scale_ptr = scales_of_row + (step * COLUMNS + start) // GROUP * SCALE_STRIDES[2]
+                scales = scales + (0 if AT_END else tl.load(scale_ptr),)  # noqa: RUF005
+            for part in tl.static_range(PRODUCTS):
+                x = tl.load(x_column + (step * COLUMNS + part * (COLUMNS // PRODUCTS)))
+                values = block_values(words, scales, part, PRODUCTS, SHARED, KIND, SCALE_DTYPE, dtype, not AT_END)
+                sums = tl.dot(values, x, sums, input_precision="ieee")
+                if WAIT:  # a use of the sums, before which Triton waits for the product
+                    sums = tl.inline_asm_elementwise("// $0", "=r,0", [sums], tl.float32, is_pure=False, pack=1)
+    if AT_END:
+        sums *= tl.load(scales_of_row)
+    if SPLITS > 1:
+        part = (tl.program_id(2).to(tl.int64) * num_pairs + pair) * (ROWS * N)
+        is_there = (pair < num_pairs)[None, :] & (feature + in_tile % FEATURES < N)[:, None]
+        tl.store(out_ptr + part[None, :] + row[:, None], sums, mask=is_there)
+    else:
+        _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, num_pairs, N, GATED)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def sum_parts_kernel(
+    parts_ptr,  # fp32 [splits, pairs, rows of the weight]
+    bias_ptr,
+    factors_ptr,
+    out_ptr,
+    num_pairs,
+    N,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    in_tile, pair = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    ROWS: tl.constexpr = 2 if GATED else 1
+    FEATURES: tl.constexpr = BLOCK_N // ROWS
+    feature = tl.program_id(1) * FEATURES
+    row = tl.minimum(feature + in_tile % FEATURES, N - 1) + in_tile // FEATURES * N
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    of_pair = tl.minimum(pair, num_pairs - 1).to(tl.int64)
+    for split in tl.static_range(SPLITS):
+        part = (split * num_pairs + of_pair) * (ROWS * N)
+        sums += tl.load(parts_ptr + part[None, :] + row[:, None])
+    _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, num_pairs, N, GATED)
+
+
+@triton.jit
+def _gated(sums, dtype: tl.constexpr):
+    """silu(first half of the rows) * second half, rounded where torch rounds."""
+    HALF: tl.constexpr = sums.shape[0] // 2
+    sums = sums.to(dtype).to(tl.float32)
+    gate, up = tl.split(tl.permute(tl.reshape(sums, (2, HALF, sums.shape[1])), (1, 2, 0)))
+    return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+
+
+@triton.jit
+def _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, num_pairs, N, GATED: tl.constexpr):
+    """Store the results for the sums of rows of the weight and of pairs [BLOCK_N, BLOCK_M]."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    FEATURES: tl.constexpr = sums.shape[0] // (2 if GATED else 1)
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + row).to(tl.float32)[:, None]
+    if GATED:
+        sums = _gated(sums, dtype)
+    if factors_ptr is not None:
+        sums *= tl.load(factors_ptr + pair, mask=pair < num_pairs, other=0.0)[None, :]
+    feature += tl.arange(0, FEATURES)
+    out = out_ptr + pair.to(tl.int64)[None, :] * N + feature[:, None]
+    tl.store(out, sums.to(dtype), mask=(pair < num_pairs)[None, :] & (feature < N)[:, None])

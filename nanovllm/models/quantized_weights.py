@@ -1,0 +1,230 @@
+"""Quantized weights: reading those of a checkpoint's format (checkpoint/quantization.py), and quantizing others.
+
+N output features, K input features, G groups of columns that share a scale. The layouts, from the sources of
+transformers, compressed-tensors, AutoAWQ and AutoGPTQ:
+
+| method | codes | scales | zeros |
+|---|---|---|---|
+| e4m3 | weight e4m3 [N, K] | weight_scale_inv or weight_scale, per block | |
+| pack-quantized | weight_packed [N, K words] | weight_scale [N, G] | weight_zero_point [N words, G] |
+| awq | qweight [K, N words] | scales [G, N] | qzeros [G, N words] |
+| gptq | qweight [K words, N] | scales [G, N] | qzeros [G, N words] |
+
+A word is an int32 with the codes of neighbours, the first in its lowest bits; awq has an order of its own.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.checkpoint.quantization import Quantization
+from nanovllm.errors import CheckpointError
+from nanovllm.layers.packed_weight import QuantizedWeight
+from nanovllm.models.stored_tensors import StoredTensor
+from nanovllm.utils.arithmetic import ceil_div
+
+_SCALE_DTYPES = ("F32", "F16", "BF16")  # as safetensors names them
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of 8 neighbours is
+
+
+def quantize(values: torch.Tensor, quantization: Quantization) -> QuantizedWeight:
+    """Quantize `values` [n, K], which begin at a row where a block of scales begins. Each block's largest value becomes
+    the largest code, and zeros are the middle of the codes (round to nearest, as compressed-tensors does).
+
+    On a GPU, `quantize_weight` in kernels/packed_values.py does the same for QUANTIZATIONS.
+    """
+    (n, k), (block_rows, block_columns) = values.shape, quantization.block
+    block_rows, block_columns = block_rows or n, block_columns or k
+    most = torch.finfo(torch.float8_e4m3fn).max if quantization.is_float else quantization.middle - 0.5
+    magnitudes = values.abs()
+    if k % block_columns or n % block_rows:
+        magnitudes = F.pad(magnitudes, (0, -k % block_columns, 0, -n % block_rows))
+    largest = magnitudes.unflatten(1, (-1, block_columns)).amax(2)
+    if block_rows > 1:
+        largest = largest.unflatten(0, (-1, block_rows)).amax(1).repeat_interleave(block_rows, 0)[:n]
+    # The product with the reciprocal is what torch computes on a GPU for a quotient, and the same on all devices
+    scales = (largest.float() * (1 / most)).clamp_(min=torch.finfo(torch.float32).tiny)
+    if not quantization.is_float:
+        scales = scales.to(torch.bfloat16)
+    codes = values.float() / scales.float().repeat_interleave(block_columns, 1)[:, :k]
+    groups = _regular_groups(k, block_columns)
+    if quantization.is_float:
+        return QuantizedWeight(codes.clamp_(-most, most).to(torch.float8_e4m3fn), scales, None, groups)
+    codes = codes.round_().add_(quantization.middle).clamp_(0, 2 * quantization.middle - 1).to(torch.uint8)
+    zeros = torch.full(scales.shape, quantization.middle, dtype=torch.int16, device=scales.device)
+    return QuantizedWeight(codes, scales, zeros, groups)
+
+
+@functools.cache
+def _regular_groups(num_columns: int, block_columns: int) -> torch.Tensor:
+    """The group of each column if `block_columns` neighbours are one; nothing may write to it."""
+    return torch.arange(num_columns) // block_columns
+
+
+_MAIN = {"awq": "qweight", "gptq": "qweight"}
+_OTHERS = {  # a checkpoint may lack some of these
+    "fp8": ("weight_scale_inv", "weight_scale", "input_scale", "activation_scale"),
+    "compressed-tensors": ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "input_scale"),
+    "awq": ("scales", "qzeros"),
+    "gptq": ("scales", "qzeros", "g_idx"),
+}
+
+
+def stored_parts(quantization: Quantization, name: str, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of the weight `name`, by the last part of their names, if the checkpoint has it quantized; else none.
+
+    A module whose weight is stored as it is, is one that the checkpoint leaves unquantized.
+    """
+    prefix, _, last = name.rpartition(".")
+    main = _MAIN.get(quantization.method, "weight" if quantization.is_float else "weight_packed")
+    if quantization.is_online or last != "weight" or f"{prefix}.{main}" not in stored:
+        return {}
+    parts = {
+        part: stored[f"{prefix}.{part}"]
+        for part in (main, *_OTHERS[quantization.method])
+        if f"{prefix}.{part}" in stored
+    }
+    return {} if quantization.is_float and parts[main].dtype != "F8_E4M3" else parts
+
+
+class QuantizedReader:
+    """Reads parts of a weight of this shape, [N, K], and unpacks them on `device`.
+
+    Raises CheckpointError, with the tensor's name: at first, if one is missing or has a wrong shape or type; while it
+    reads, for scales that are not finite, and for a column of a group that does not exist.
+    """
+
+    def __init__(
+        self,
+        quantization: Quantization,
+        parts: Mapping[str, StoredTensor],
+        shape: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self.format, self.parts, self.device = quantization, parts, device
+        self.num_rows, self.num_columns = n, k = shape
+        main = next(iter(parts))
+        self.main = parts[main]
+        self.block_columns = quantization.block[1] or k
+        if not quantization.is_float and k % self.block_columns:
+            raise CheckpointError(
+                f"{self.main.where} has {k} columns, which groups of {self.block_columns} do not divide; use a "
+                "checkpoint with another group_size"
+            )
+        self.num_groups = g = ceil_div(k, self.block_columns)
+        n_words, k_words = ceil_div(n, quantization.codes_per_word), ceil_div(k, quantization.codes_per_word)
+        self._zeros: StoredTensor | None = None
+        self._order: StoredTensor | None = None
+        if quantization.is_float:
+            self._check(main, ("F8_E4M3",), (n, k))
+            scales = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
+            blocks = ceil_div(n, quantization.block[0] or n), g
+            shapes = [
+                blocks[:i] for i in (2, 1, 0) if math.prod(blocks[i:]) == 1
+            ]  # dimensions of size 1 may be missing
+            self._scales = self._check(scales, _SCALE_DTYPES, *shapes)
+            return
+        scales, zeros, order = "scales", "qzeros", "g_idx"
+        shapes = [(k, n_words) if quantization.method == "awq" else (k_words, n), (g, n), (g, n_words)]
+        if quantization.method == "compressed-tensors":
+            scales, zeros, order = "weight_scale", "weight_zero_point", "weight_g_idx"
+            shapes = [(n, k_words), (n, g), (n_words, g)]
+        self._check(main, ("I32",), shapes[0])
+        self._scales = self._check(scales, _SCALE_DTYPES, shapes[1])
+        if quantization.has_zeros:
+            self._zeros = self._check(zeros, ("I32",), shapes[2])
+        if order in parts or (quantization.has_order and g > 1):
+            self._order = self._check(order, ("I32", "I64"), (k,))
+
+    def read(self, rows: slice, columns: slice) -> QuantizedWeight:
+        groups, unused = self._groups()[columns], self.parts.get("weight_zero_point")
+        if unused is not None and not self.format.has_zeros and unused.read().float().any():
+            raise CheckpointError(
+                f"{unused.where} is not 0, but quantization_config has symmetric=true; check that config.json belongs "
+                "to these files"
+            )
+        if self.format.is_float:
+            codes = self.main.read(rows, columns).to(self.device)
+            if (codes.view(torch.uint8) & 0x7F == 0x7F).any():
+                raise CheckpointError(f"{self.main.where} has codes that are NaN; download the model again")
+            return QuantizedWeight(codes, self._block_scales()[rows], None, groups)
+        if self.format.method == "compressed-tensors":
+            words = self.main.read(rows, slice(None)).to(self.device)
+            codes, scales = self._unpack(words, 1)[:, : self.num_columns][:, columns], self._finite_scales()
+        else:
+            codes, scales = self._transposed_codes()[columns, rows].t(), self._finite_scales().t()
+        return QuantizedWeight(codes, scales[rows], self._read_zeros()[rows], groups)
+
+    def _transposed_codes(self) -> torch.Tensor:
+        """uint8 [K, N], all of them."""
+        words = self.main.read().to(self.device)
+        if self.format.method == "awq":
+            return self._unpack(words, 1, _AWQ_ORDER)[:, : self.num_rows]
+        return self._unpack(words, 0)[: self.num_columns]
+
+    def _read_zeros(self) -> torch.Tensor:
+        """int16 [N, G], all of them."""
+        if self._zeros is None:
+            shape = self.num_rows, self.num_groups
+            return torch.full(shape, self.format.middle, dtype=torch.int16, device=self.device)
+        words = self._zeros.read().to(self.device)
+        if self.format.method == "compressed-tensors":
+            zeros = self._unpack(words, 0)
+        else:
+            if self.format.stores_less_one:  # one was subtracted from words as a whole, so a zero of 0 has borrowed
+                words = words + sum(1 << place for place in range(0, 31, self.format.bits))
+            zeros = self._unpack(words, 1, _AWQ_ORDER if self.format.method == "awq" else None).t()
+        return zeros[: self.num_rows].short()
+
+    def _block_scales(self) -> torch.Tensor:
+        """[N, G] of codes in e4m3."""
+        block_rows = self.format.block[0] or self.num_rows
+        scales = self._finite_scales().reshape(ceil_div(self.num_rows, block_rows), self.num_groups)
+        return scales[torch.arange(self.num_rows, device=self.device) // block_rows]
+
+    def _finite_scales(self) -> torch.Tensor:
+        """In the shape and the type that they have in the checkpoint."""
+        scales = self._scales.read().to(self.device)
+        if not scales.isfinite().all():
+            raise CheckpointError(f"{self._scales.where} has scales that are not finite; download the model again")
+        return scales
+
+    def _groups(self) -> torch.Tensor:
+        """int64 [K] on the CPU: the group of each column. An order of -1 throughout says nothing."""
+        groups = _regular_groups(self.num_columns, self.block_columns)
+        if self._order is None:
+            return groups
+        order = self._order.read().long()
+        if (order == -1).all():
+            return groups
+        if len(order) and not 0 <= int(order.min()) <= int(order.max()) < self.num_groups:
+            raise CheckpointError(
+                f"{self._order.where} has groups {int(order.min())} to {int(order.max())}, but there are "
+                f"{self.num_groups}, of {self.block_columns} columns each; download the model again"
+            )
+        return order
+
+    def _check(self, part: str, dtypes: Sequence[str], *shapes: tuple[int, ...]) -> StoredTensor:
+        """The part, which must have one of the types and shapes."""
+        if part not in self.parts:
+            raise CheckpointError(
+                f"{self.main.where} has no {part} beside it, which quant_method={self.format.method!r} needs; download "
+                "the model again"
+            )
+        stored = self.parts[part]
+        if stored.shape not in shapes or stored.dtype not in dtypes:
+            raise CheckpointError(
+                f"{stored.where} has shape {list(stored.shape)} and dtype {stored.dtype}, but config.json asks for "
+                f"{list(shapes[0])} and {' or '.join(dtypes)}; check that config.json belongs to these files"
+            )
+        return stored
+
+    def _unpack(self, words: torch.Tensor, dim: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+        """The codes of int32 words [A, B] as uint8, in the place of `dim`."""
+        bits, per_word = self.format.bits, self.format.codes_per_word
+        places = [bits * i for i in order or range(per_word)]
+        codes = [((words >> place) & ((1 << bits) - 1)).to(torch.uint8) for place in places]
+        return torch.stack(codes, dim=dim + 1).flatten(dim, dim + 1)
