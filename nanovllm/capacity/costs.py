@@ -168,15 +168,14 @@ def module_bytes(
 ) -> float:
     """Size of the linear layers that a module stacks, as the GPU keeps them. The arguments are those of an OfModule.
 
-    Quantized, a layer has its packed codes, and for each block that shares a scale an fp32 scale (e4m3), or a scale in
-    bf16 and a zero in uint8 (integers). They are packed if config.json leaves none of them unquantized.
+    Quantized, a layer has its packed codes, and 4 bytes for each block that shares a scale: an fp32 scale (e4m3), or a
+    scale and a zero of 16 bits each (integers). They are packed if config.json leaves none of them unquantized.
     """
     if quantization is None or not _is_quantized(quantization, parent, tuple(rows)):
         return sum(rows.values()) * columns * itemsize
     block_rows, block_columns = quantization.block
     num_scales = sum(ceil_div(n, block_rows or n) for n in rows.values()) * ceil_div(columns, block_columns or columns)
-    scales = num_scales * (4 if quantization.is_float else 2 + 1)
-    return sum(rows.values()) * columns * quantization.bits / 8 + scales
+    return sum(rows.values()) * columns * quantization.bits / 8 + 4 * num_scales
 
 
 @lru_cache(maxsize=2**14)

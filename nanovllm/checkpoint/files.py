@@ -126,7 +126,7 @@ def stored_names(directory: Path | None) -> list[str] | None:
         if directory is not None and (directory / INDEX_FILE).is_file():
             return list(read_json(directory / INDEX_FILE)["weight_map"].keys())
         return [name for file in weight_files(directory) for name in _names_in(file)]
-    except (ValueError, KeyError, AttributeError, OSError):  # the loader says what is wrong
+    except (ValueError, KeyError, AttributeError, OSError, RecursionError):  # the loader says what is wrong
         return None
 
 

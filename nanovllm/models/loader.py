@@ -143,7 +143,8 @@ def _find(
     name: str, shard: WeightShard, stored: Mapping[str, StoredTensor], quantization: Quantization | None
 ) -> QuantizedReader | StoredTensor | None:
     """The checkpoint's tensors for a parameter, or for part of it; None if there are none. Reads nothing."""
-    parts = stored_parts(quantization, name, stored) if quantization else {}
+    is_matrix = len(shard.full_shape) == 2
+    parts = stored_parts(quantization, name, stored) if quantization and is_matrix else {}
     if quantization and parts:
         return QuantizedReader(quantization, parts, shard.full_shape, shard.target.device)
     if name not in stored:

@@ -36,7 +36,7 @@ class StoredTensor:
             return False
         starts = range(0, self.shape[0], _COMPARED_ROWS)
         parts = ((slice(start, start + _COMPARED_ROWS), slice(None)) for start in starts)
-        return all(torch.equal(self.read(*part), other.read(*part)) for part in parts)
+        return all(torch.equal(self.read(*part).float(), other.read(*part).float()) for part in parts)
 
 
 def open_tensors(directory: Path | None, files: ExitStack) -> dict[str, StoredTensor]:

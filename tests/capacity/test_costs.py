@@ -69,8 +69,8 @@ def test_weight_bytes_of_packed_formats_by_hand() -> None:
     formats: tuple[tuple[Quantization | None, float], ...] = (
         (None, 2 * linear),
         (QUANTIZATIONS["fp8"], linear + 4 * 36 * (4 * 4096 - 2048 + 2 * 12288)),  # a scale for each row
-        (QUANTIZATIONS["int4"], linear / 2 + 3 * linear / 128),
-        (parse_quantization({"quant_method": "awq", "bits": 4, "group_size": 64}), linear / 2 + 3 * linear / 64),
+        (QUANTIZATIONS["int4"], linear / 2 + 4 * linear / 128),
+        (parse_quantization({"quant_method": "awq", "bits": 4, "group_size": 64}), linear / 2 + 4 * linear / 64),
         (parse_quantization({"quant_method": "fp8"}), linear + 4 * 36 * 7),  # a scale for each tensor
     )
     for quantization, num_bytes in formats:
@@ -91,7 +91,7 @@ def test_weights_that_config_json_leaves_unquantized_count_as_they_are() -> None
         quantization = parse_quantization(settings | {"dynamic": {f"-:{each}": {} for each in patterns}})
         return parts.weight_bytes(config, replace(model, quantization=quantization), is_packed=True)
 
-    more = 2 - (1 / 2 + 3 / 128)  # bytes of a weight that is not quantized
+    more = 2 - (1 / 2 + 4 / 128)  # bytes of a weight that is not quantized
     model = ModelConfig.without_weights("qwen3-8b")
     attention, mlp = 4096 * (2 * 4096 + 2 * 1024), 3 * 4096 * 12288
     o_proj, qkv = 4096 * 4096, attention - 4096 * 4096
@@ -118,7 +118,7 @@ def test_of_quantized_experts_only_those_that_are_hit_are_read_packed() -> None:
     model = ModelConfig.without_weights("qwen3-30b-a3b")
     config, int4 = Config(model="m"), replace(model, quantization=QUANTIZATIONS["int4"])
     assert parts.weight_bytes(config, int4, is_packed=True) == pytest.approx(16 * GIB, rel=0.05)
-    expert_bytes = 3 * 2048 * 768 * (1 / 2 + 3 / 128)
+    expert_bytes = 3 * 2048 * 768 * (1 / 2 + 4 / 128)
     one, two = (parts.decode_bytes(config, int4, n, num_keys=0, kv_bytes_per_token=1) for n in (1, 2))
     assert two - one == pytest.approx(48 * 8 * (1 - 8 / 128) * expert_bytes)
 

@@ -298,7 +298,8 @@ def test_a_head_that_only_config_json_has_is_not_used(tmp_path: Path, sharded: b
     with pytest.raises(ConfigError, match=r"speculation='mtp' drafts with the head .* which .* does not have"):
         LLM(str(directory), device="cpu", speculation="mtp")
     if not sharded:
-        for content in (b"", b"\xff" * 100, (3).to_bytes(8, "little") + b"[1]"):
+        nested = b"[" * 100_000  # regression: it raised RecursionError
+        for content in (b"", b"\xff" * 100, (3).to_bytes(8, "little") + b"[1]", (10**5).to_bytes(8, "little") + nested):
             (tmp_path / "model.safetensors").write_bytes(content)
             with pytest.raises(CheckpointError, match="truncated or not a safetensors file"):
                 LLM(str(directory), device="cpu", speculation="mtp")

@@ -74,6 +74,22 @@ def test_tied_head_and_rotary_buffers_in_the_file_are_ignored(tmp_path: Path) ->
     assert torch.equal(run_logits(load_model(tmp_path), PROMPT), expected)
 
 
+def test_tensors_in_fp8_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    """Regression: a norm raised ValueError, and a head beside tied embeddings RuntimeError."""
+    write_tiny_model(tmp_path, tied=True)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, stored, message in (
+        ("lm_head", "model.embed_tokens", r"unknown to the model: lm_head\.weight; it is not the embedding"),
+        ("model.norm", "model.norm", r"model\.norm\.weight in .* has dtype F8_E4M3, but .*quant_method='fp8'"),
+    ):
+        changed = {f"{name}.weight": tensors[f"{stored}.weight"].to(torch.float8_e4m3fn)}
+        save_file(tensors | changed, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            load_model(tmp_path)
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_5"])
 def test_tied_head_that_is_not_the_embedding_is_refused(tmp_path: Path, architecture: str) -> None:
     """Regression: it was ignored. transformers uses it: fine-tuned models may have one that was trained by itself."""
