@@ -454,7 +454,7 @@ def test_plan_takes_thousands_and_millions_and_shows_the_built_in_model_by_name(
 def test_plan_of_a_quantized_model_has_packed_weights(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "--model", "qwen3-8b", "--gpu", "RTX 4090", "--context", "32768", "--quantization", "int4"]
     assert cli.main(argv) == 0
-    assert "weights        5.70 GiB" in capsys.readouterr().out
+    assert "weights        5.76 GiB" in capsys.readouterr().out
     assert cli.main([*argv[:-1], "int3"]) == 2
     assert "--quantization='int3' is unknown; choose one of fp8, int4" in capsys.readouterr().err
 
