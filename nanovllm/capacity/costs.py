@@ -185,12 +185,17 @@ def _is_quantized(quantization: Quantization, parent: str, names: tuple[str, ...
 
 def _layers_bytes(config: Config, model: ModelConfig, num_tokens: int | None = None, *, is_packed: bool) -> float:
     """Size of the weights in all layers, and in the draft head if it is used, over all GPUs. Norms, biases and routers
-    are never quantized.
+    are never quantized, and routers are in fp32.
     """
-    size = itemsize(config, model)
+    size, has_head = itemsize(config, model), uses_draft_head(config, model)
     of_module = partial(module_bytes, itemsize=size, quantization=model.quantization if is_packed else None)
-    head = _head_sum(model, of_module, size, num_tokens) if uses_draft_head(config, model) else 0
-    return _layers_sum(model, of_module, size, num_tokens) + head
+    num_bytes = _layers_sum(model, of_module, size, num_tokens)
+    if has_head:
+        num_bytes += _head_sum(model, of_module, size, num_tokens)
+    if e := model.experts:
+        router = (e.num_experts + bool(e.shared_size)) * model.hidden_size
+        num_bytes += (len(e.layers) + has_head) * router * (4 - size)
+    return num_bytes
 
 
 def weight_bytes(config: Config, model: ModelConfig, *, is_packed: bool) -> int:
