@@ -385,8 +385,13 @@ def _choose(device: torch.device, dtype: torch.dtype, value_dim: int) -> PassCon
 
 
 @lru_cache(maxsize=2)
-def _cut(host: HostStateRows, few: int, tile_tokens: int, device: torch.device) -> Tiles:
-    """Cut the rows with more than `few` new tokens. All layers of a step ask for the same tiles, so they are kept."""
+def _cut(
+    host: HostStateRows, few: int, tile_tokens: int, device: torch.device, stream: torch.cuda.Stream | None
+) -> Tiles:
+    """Cut the rows with more than `few` new tokens. All layers of a step ask for the same tiles, so they are kept.
+
+    `stream`: the current one, to which the copy of the tiles belongs. Another engine's tiles may still be on their way.
+    """
     tiles: list[tuple[int, int, int, int]] = []  # row, start, length, slot
     first_tiles, first_tokens, num_done = [0], [], 0
     for row, num_new in enumerate(host.num_tokens):
@@ -431,7 +436,7 @@ def run_chunks(
     max_pending, num_inputs = pending.shape[1:]
     size, block_v, num_warps, num_stages = config or _choose(device, dtype, value_dim)
     assert rows.host is not None, "chunks of prompts are not captured"
-    tiles = _cut(rows.host, few, size, device)
+    tiles = _cut(rows.host, few, size, device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
     num_tiles = len(tiles.rows)
     # Copies, because a program may store the target's while another reads the source's, and both may be the same
     sources = rows.source_slots.clamp(min=0)

@@ -5,7 +5,6 @@ The reference is the product in fp64 with the values that the codes, scales and 
 
 import itertools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,13 +42,6 @@ def as_tile(sizes: tuple[int, ...] | None):  # type: ignore[no-untyped-def]
     from nanovllm.kernels import packed_linear as kernels
 
     return sizes and (kernels.FewRowsTile(*sizes) if len(sizes) == 3 else kernels.Tile(*sizes))
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
 
 
 def in_tiles(scales: torch.Tensor, device: str) -> torch.Tensor:

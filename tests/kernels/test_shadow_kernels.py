@@ -56,11 +56,15 @@ def test_quantization_is_that_of_the_reference(device: str, bits: int, head_dim:
 def test_attention_is_that_over_the_numbers(
     device: str, bits: int, head_dim: int, page_size: int, dtype: torch.dtype, num_heads: int
 ) -> None:
+    """Regression: with queries in fp32, and numbers that differed from run to run, one of hundreds of cases failed now
+    and then. The kernel rounds such queries to fp16, so they are compared after that, as closely as the others.
+    """
     from nanovllm.kernels.shadow import attend
 
     spec = make_spec(bits, head_dim, page_size)
     pages = filled_pages(spec, device)
     q = torch.randn(3, num_heads, head_dim).to(dtype).to(device)
+    rounded = q.half() if dtype == torch.float32 else q
     tables = [[3, 0, 4], [2], []]
     padded = torch.tensor([[3, 0, 4], [2, 1, 1], [0, 0, 0]], dtype=torch.int32, device=device)
     lens = torch.tensor([len(table) * page_size for table in tables], dtype=torch.int32, device=device)
@@ -74,10 +78,9 @@ def test_attention_is_that_over_the_numbers(
             numbers = [dequantize_page(pages[1, page].cpu(), spec) for page in table]
             k, v = (torch.cat(parts).double() for parts in zip(*numbers, strict=True))
             k, v = (x.repeat_interleave(num_heads // NUM_KV_HEADS, 1) for x in (k, v))
-            scores = torch.einsum("hd,nhd->hn", q[row].double().cpu(), k) * scale
+            scores = torch.einsum("hd,nhd->hn", rounded[row].double().cpu(), k) * scale
             expected = torch.einsum("hn,nhd->hd", scores.softmax(1), v)
-            # Weights and numbers are fp16, and queries in fp32 are rounded to it. The result is rounded once, which the
-            # interpreter does by truncation
-            atol, rtol = (2e-3 if dtype == torch.float32 else 1e-3), torch.finfo(dtype).eps
-            torch.testing.assert_close(out[row].double().cpu(), expected, rtol=rtol, atol=atol)
-            torch.testing.assert_close(lse[:, row].double().cpu(), scores.logsumexp(1), rtol=0, atol=atol)
+            # Weights and numbers are fp16. The result is rounded once, which the interpreter does by truncation
+            rtol = torch.finfo(dtype).eps
+            torch.testing.assert_close(out[row].double().cpu(), expected, rtol=rtol, atol=1e-3)
+            torch.testing.assert_close(lse[:, row].double().cpu(), scores.logsumexp(1), rtol=0, atol=1e-3)

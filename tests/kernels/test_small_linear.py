@@ -3,8 +3,6 @@
 The interpreter truncates to bf16 where a GPU rounds; it is tested in fp16.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,13 +23,6 @@ else:
 CASES = [(*size, num_rows, dtype) for size in SIZES for num_rows in (1, 2, 3, 5, 8) for dtype in DTYPES]
 if INTERPRETED:  # each size and number of rows with one of the dtypes
     CASES = [case for i, case in enumerate(CASES) if i // 2 % 2 == i % 2]
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
 
 
 def make_case(

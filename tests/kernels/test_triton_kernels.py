@@ -201,7 +201,6 @@ def test_merge_equals_plain_merge(device, dtype, num_tokens, num_parts, running)
     """Rows where one, another or all saw no key; lse of either layout. The result lies in the first part of its dtype:
     "none": nothing has been merged yet; "kept": in fp32, in place; "rounded": the last merge.
     """
-    torch.manual_seed(0)
     parts = []
     for i in range(num_parts):
         part_dtype = torch.float32 if running != "none" and i == 0 else dtype
@@ -273,7 +272,6 @@ def test_layer_kernels_equal_plain_torch(device, dtype, num_tokens, size):
     """One rounding apart at most, since sums run in another order."""
     from nanovllm.kernels import fused
 
-    torch.manual_seed(0)
     x, residual = (torch.randn(num_tokens, size, device=device).to(dtype) for _ in range(2))
     weight = torch.randn(size, device=device).to(dtype)
     wide = 1 + torch.randn(size, device=device)  # of norms that multiply by 1 + weight: nothing is rounded before it
@@ -300,7 +298,6 @@ def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, no
     """
     from nanovllm.kernels import fused
 
-    torch.manual_seed(0)
     num_tokens = 3 if INTERPRETED else 70
     qkv = torch.randn(num_tokens, heads[0] + 2 * heads[1], head_dim, device=device).to(dtype)
     q, k, v = qkv.split([heads[0], heads[1], heads[1]], dim=1)
@@ -331,7 +328,6 @@ def test_every_kernel_stays_inside_its_memory(device, head_dim):
     """
     from nanovllm.kernels import fused, sampler, small_linear
 
-    torch.manual_seed(0)
     dtype, page = (torch.float16, 256) if INTERPRETED else (torch.bfloat16, 512)
     heads = (4, 2) if INTERPRETED else (28, 4)
     chunks = [(1, 1), (3, page + 1), (9, 9)] if INTERPRETED else [(1, page + 1), (333, 2 * page + 77), (129, 129)]
