@@ -1,4 +1,4 @@
-"""Packed weights: how codes are arranged in words, how kernels turn them into numbers, and rows of x as codes.
+"""Packed weights: how codes are arranged in words, and how kernels turn them into numbers.
 
 A packed weight (layers/packed_weight.py) consists of int32 words that hold codes of 4 or 8 bits. Groups of `group_size`
 columns and `scale_rows` rows share a scale, and integers also a zero: a value is (code - zero) * scale. The weights of
@@ -16,11 +16,9 @@ slice, which has one scale.
 - An integer of 4 bits reads as 16 + code. 8 bits are two such integers.
 - The bits of an e4m3 number at the place of those of a bf16 number read as 2^-120 of its value.
 
-`unpack` writes the values of some rows, so that cuBLAS can multiply them by many. `quantize_rows` writes rows of x in
-e4m3, in the same order, so that cuBLAS can multiply the codes of both. `quantize_weight` writes rows of a weight that
-is quantized while it is loaded.
+`unpack` writes the values of some rows, so that cuBLAS can multiply them by many.
 
-Legend: M rows, N output features, K input features.
+Legend: N output features, K input features.
 """
 
 from __future__ import annotations
@@ -31,14 +29,11 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
+from nanovllm.kernels.launch import on_grid
 
 DENSE, INT4, INT8, E4M3 = (tl.constexpr(kind) for kind in range(4))
 BLOCK_WORDS, SLICE = (tl.constexpr(size) for size in (16, 32))  # words of a block, columns of a slice
 SCALE_TILE = tl.constexpr(8)  # rows whose scales are together
-MAX_E4M3 = tl.constexpr(448.0)
-MIN_E4M3_RANGE = tl.constexpr(2.0**-100)  # the least that the largest value of a group is taken for
-MAX_INT4 = tl.constexpr(7.5)  # what the largest value of a group becomes, less the zero, before it is rounded
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -355,200 +350,3 @@ def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
         BLOCK_N=block_n,
     )
     return out
-
-
-# -- weights that are quantized while they are loaded ------------------------------------------------------------
-
-
-@triton.jit
-def _e4m3_codes(x):
-    """fp32 numbers below 464 -> codes, rounded to nearest even; larger ones and NaN have the code of NaN. Some GPUs
-    have no instruction for this.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43F00000)  # 480 has the code of NaN
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Subnormal codes are multiples of 2^-9, and so are the fp32 numbers from 2^14 on
-    subnormal = (magnitude.to(tl.float32, bitcast=True) + 2.0**14).to(tl.int32, bitcast=True) - 0x46800000
-    return tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)  # below 2^-6
-
-
-@triton.jit(  # compile once for all weights of a model
-    do_not_specialize=["first_row", "num_rows", "row_words", "tile_stride", "first_column", "num_columns"]
-)
-def _quantize_weight_kernel(
-    values_ptr,
-    codes_ptr,
-    scales_ptr,
-    first_row,  # of the weight
-    num_rows,  # of the values
-    row_words,
-    tile_stride,
-    row_stride,
-    group_stride,
-    first_column,  # of the values
-    num_columns,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    WORDS: tl.constexpr,  # at a time
-):
-    CODES: tl.constexpr = 8 if KIND == INT4 else 4  # of a word
-    row, word, code = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WORDS), tl.arange(0, CODES)
-    first_of_word = word // BLOCK_WORDS * (BLOCK_WORDS * CODES) + word % BLOCK_WORDS * 2
-    column = first_of_word[None, :, None] + (code // 2 * SLICE + code % 2)[None, None, :]
-    place = (code // 2 * (32 // CODES) + code % 2 * 16)[None, None, :]  # in a word
-    group, group_words = tl.program_id(1), row_words // tl.num_programs(1)
-    is_row, start, size = row < num_rows, first_column + group * group_words * CODES, group_words * CODES
-    values = values_ptr + row.to(tl.int64)[:, None, None] * num_columns + column
-    shared_start, shared_size = (start, size) if KIND == INT4 else (0, num_columns)  # columns that share the scale
-
-    # The bits of numbers without a sign have the order of the numbers, with NaN above all others
-    largest = tl.zeros((ROWS,), tl.int32)
-    for offset in tl.range(0, shared_size, WORDS * CODES):
-        is_there = is_row[:, None, None] & (offset + column < shared_size)
-        x = tl.load(values + shared_start + offset, mask=is_there, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2), 1))
-    MOST: tl.constexpr = MAX_INT4 if KIND == INT4 else MAX_E4M3
-    bits = (largest.to(tl.float32, bitcast=True) * (1 / MOST)).to(tl.int32, bitcast=True)
-    bits = tl.minimum(tl.maximum(bits, 0x00800000), 0x7FC00000)  # from 2^-126 to NaN
-    weight_row = first_row + row.to(tl.int64)
-    scales = scale_row(scales_ptr, weight_row, tile_stride, row_stride, 1) + group * group_stride
-    if KIND == INT4:
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # bf16
-        tl.store(scales, bits | (24 << 16), mask=is_row)  # as `pack_scales` writes them, with 8 as zero
-        bits <<= 16
-    scale = bits.to(tl.float32, bitcast=True)
-    if KIND == E4M3:
-        tl.store(scales, scale, mask=is_row)
-
-    for offset in tl.range(0, size, WORDS * CODES):
-        is_there = is_row[:, None, None] & (offset + column < size)
-        x = tl.load(values + start + offset, mask=is_there, other=0.0).to(tl.float32)
-        x = tl.div_rn(x, tl.broadcast_to(scale[:, None, None], x.shape))
-        if KIND == INT4:
-            x = tl.where(x == x, x, -8.0)  # torch has 0 as the code of NaN
-            # The numbers from 2^23 on are integers, so the sum is rounded to one, to nearest even
-            codes = tl.minimum((x + (2.0**23 + 8)).to(tl.int32, bitcast=True) - 0x4B000000, 15)
-        else:
-            codes = _e4m3_codes(x)
-        stored = (offset // CODES + word)[None, :]
-        at = weight_row[:, None] * row_words + group * group_words + stored
-        tl.store(codes_ptr + at, tl.sum(codes << place, 2), mask=is_row[:, None] & (stored < group_words))
-
-
-def quantize_weight(values: torch.Tensor, weight: Packed, first_row: int, first_column: int) -> None:
-    """Quantize `values` [n, k], and write as many columns as the weight has, from `first_column` on, to its rows from
-    `first_row` on. The numbers are those of `quantize` in models/quantized_weights.py, which says what they mean.
-
-    Integers have groups of one block of words, with scales in bf16. In e4m3, all columns of `values` share a scale.
-    """
-    num_groups, block_columns = weight.num_columns // weight.group_size, 8 * BLOCK_WORDS.value
-    is_integer = weight.kind == INT4.value
-    assert weight.scales is not None and values.is_contiguous()
-    assert weight.scale_rows == 1 and weight.group_size == (block_columns if is_integer else weight.num_columns)
-    rows, words = (16, BLOCK_WORDS.value) if is_integer else (2, 256)
-    on_grid(_quantize_weight_kernel, (triton.cdiv(len(values), rows), num_groups))(
-        values,
-        weight.codes,
-        weight.scales,
-        first_row,
-        len(values),
-        weight.codes.shape[1],
-        *weight.scales.stride(),
-        first_column,
-        values.shape[1],
-        KIND=weight.kind,
-        ROWS=rows,
-        WORDS=words,
-    )
-
-
-# -- activations in fp8 ------------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["num_rows", "scale_stride"])  # compile once for all numbers of rows
-def _quantize_kernel(
-    x_ptr,
-    codes_ptr,  # two codes in 16 bits
-    scales_ptr,
-    x_stride,
-    num_rows,
-    scale_stride,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,  # of 64 columns, at a time
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    row, group = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    is_row = row < num_rows
-    NUM_BLOCKS: tl.constexpr = GROUP // (2 * SLICE)
-    block, in_slice = tl.arange(0, BLOCKS)[None, :, None], tl.arange(0, SLICE)[None, None, :]
-    of_row, first = row.to(tl.int64)[:, None, None], group * GROUP
-    largest = tl.zeros((ROWS,), tl.float32)
-    for start in tl.range(0, NUM_BLOCKS, BLOCKS):
-        is_there = is_row[:, None, None] & (start + block < NUM_BLOCKS)
-        x = x_ptr + of_row * x_stride + first + (start + block) * (2 * SLICE) + in_slice
-        low, high = tl.load(x, mask=is_there, other=0.0), tl.load(x + SLICE, mask=is_there, other=0.0)
-        both = tl.maximum(tl.abs(low.to(tl.float32)), tl.abs(high.to(tl.float32)))
-        largest = tl.maximum(largest, tl.max(tl.max(both, 2), 1))
-    largest = tl.maximum(largest, MIN_E4M3_RANGE)
-    factor = tl.div_rn(MAX_E4M3, largest)[:, None, None]
-    tl.store(scales_ptr + group * scale_stride + row, tl.div_rn(largest, MAX_E4M3), mask=is_row)
-    for start in tl.range(0, NUM_BLOCKS, BLOCKS):
-        is_there = is_row[:, None, None] & (start + block < NUM_BLOCKS)
-        x = x_ptr + of_row * x_stride + first + (start + block) * (2 * SLICE) + in_slice
-        low = tl.load(x, mask=is_there, other=0.0).to(tl.float32) * factor
-        high = tl.load(x + SLICE, mask=is_there, other=0.0).to(tl.float32) * factor
-        codes = codes_ptr + of_row * (K // 2) + first // 2 + (start + block) * SLICE + in_slice
-        tl.store(codes, _e4m3_pair(low, high), mask=is_there)
-
-
-@triton.jit
-def _e4m3_pair(low, high):
-    """The codes of two fp32 numbers in an int16. Triton's own conversion takes codes of neighbours apart again, and the
-    assembler of CUDA 12.8 lets that come before they are computed.
-    """
-    if _INTERPRETED:
-        pair = (_e4m3_codes(low) | (_e4m3_codes(high) << 8)).to(tl.int16)
-    else:
-        asm: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;"
-        pair = tl.inline_asm_elementwise(asm, "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1)
-    return pair
-
-
-def new_codes(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for x [M, K] in e4m3 [M', K], and for scales fp32 [M', K / group_size], of which those of neighbouring
-    rows are neighbours. cuBLAS wants both like this. M' is the next multiple of 4.
-    """
-    num_rows, num_groups = triton.cdiv(len(x), 4) * 4, x.shape[1] // group_size
-    codes = torch.empty((num_rows, x.shape[1]), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((num_groups, num_rows), dtype=torch.float32, device=x.device)
-    return codes, scales.t() if num_groups > 1 else scales.view(num_rows, 1)
-
-
-def quantize_rows(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize x [M, K] to e4m3, with a scale for each row and group of columns. Hot: several times per layer.
-
-    Returns codes, in the order of those of a packed weight, and scales, both as `new_codes` does; the rows that it adds
-    are arbitrary. The largest value of a group becomes the largest in e4m3. A row with NaN or infinities has NaN.
-    """
-    assert x.stride(1) == 1 and group_size % (2 * SLICE.value) == 0, "the kernel reads whole blocks in order"
-    (codes, scales), num_blocks = new_codes(x, group_size), group_size // (2 * SLICE.value)
-    block_rows, blocks = (16, num_blocks) if num_blocks <= 2 else (1, min(64, triton.next_power_of_2(num_blocks)))
-    on_grid(_quantize_kernel, (triton.cdiv(len(x), block_rows), scales.shape[1]))(
-        x,
-        codes.view(torch.int16),
-        scales,
-        x.stride(0),
-        len(x),
-        len(scales),
-        K=x.shape[1],
-        GROUP=group_size,
-        ROWS=block_rows,
-        BLOCKS=blocks,
-        **pdl_options(x.device),
-    )
-    return codes, scales

@@ -136,12 +136,12 @@ class PackedWeight(nn.Module):
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[M, K] -> [M, N]. Hot: several times per layer."""
         from nanovllm.kernels import packed_linear as kernels
-        from nanovllm.kernels import packed_values
+        from nanovllm.kernels import quantizing
 
         if len(x) <= self.max_packed_rows:
             return kernels.products(x, packed(self), bias)
         if self.multiplies_codes:
-            return self.product_of_codes(*packed_values.quantize_rows(x, self.group_size), bias)[: len(x)]
+            return self.product_of_codes(*quantizing.quantize_rows(x, self.group_size), bias)[: len(x)]
         return unpacked_linear(x, packed(self), bias)
 
     def product_of_codes(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -160,10 +160,10 @@ class PackedWeight(nn.Module):
 
     def warm_up(self, x: torch.Tensor) -> None:
         """Call cuBLAS as `linear` does for many rows, but no kernel of ours. The numbers are arbitrary."""
-        from nanovllm.kernels import packed_values
+        from nanovllm.kernels import quantizing
 
         if self.multiplies_codes:
-            self.product_of_codes(*packed_values.new_codes(x, self.group_size), None)
+            self.product_of_codes(*quantizing.new_codes(x, self.group_size), None)
         else:
             F.linear(x, new_values(*self.shape, x))
 
@@ -221,13 +221,13 @@ class PackedRows:
         This is `quantize` of models/quantized_weights.py and `store` in one kernel: a mixture has tens of thousands of
         matrices, and to launch their operations one by one takes longer than all else.
         """
-        from nanovllm.kernels import packed_values
+        from nanovllm.kernels import quantizing
 
         assert len(values) == self._end - self._start, "there are values for each row"
         if not self._weight.is_float:
             self._weight.scale_dtype = torch.bfloat16
         first_column, _, _ = columns.indices(values.shape[1])
-        packed_values.quantize_weight(values, packed(self._weight), self._start, first_column)
+        quantizing.quantize_weight(values, packed(self._weight), self._start, first_column)
 
 
 def packed(weight: nn.Parameter | PackedWeight) -> "Packed":

@@ -36,6 +36,7 @@ from nanovllm.kernels import (
     packed_linear,
     packed_values,
     prefill,
+    quantizing,
     sampler,
     shadow,
     small_linear,
@@ -210,7 +211,7 @@ def launch_packed(
 
 def launch_quantize_weight(size: int, dtype: torch.dtype) -> None:
     for kind in ("int4", "fp8 by row"):
-        packed_values.quantize_weight(torch.zeros(256, size, dtype=dtype), PACKED_KINDS[kind](size, dtype), 0, 0)
+        quantizing.quantize_weight(torch.zeros(256, size, dtype=dtype), PACKED_KINDS[kind](size, dtype), 0, 0)
 
 
 def launch_shadow(head_dim: int, dtype: torch.dtype, bits: int) -> None:
@@ -421,7 +422,7 @@ def test_packed_products_fit(kind: str) -> None:
 def test_quantizing_of_rows_fits() -> None:
     with compiling_for(target := KNOWN_TARGETS["9.0"]) as compiled:
         for size, group in ((4096, 128), (4096, 4096), (12288, 12288)):
-            packed_values.quantize_rows(torch.zeros(70, size, dtype=BF16), group)
+            quantizing.quantize_rows(torch.zeros(70, size, dtype=BF16), group)
     check(compiled, target)
 
 

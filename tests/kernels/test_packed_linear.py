@@ -499,14 +499,14 @@ def stored_weight(
 @pytest.mark.parametrize("group", [64, 128, 4480])
 def test_rows_are_quantized_as_in_torch(subnormal_bf16: None, device: str, group: int) -> None:
     """Rows of zeros, of numbers near both ends of bf16's range, and in memory with gaps between them."""
-    from nanovllm.kernels import packed_values
+    from nanovllm.kernels import packed_values, quantizing
 
     size = group if group > 128 else 3 * 128
     for num_rows in (1, 4, 18):
         x = (torch.randn(num_rows, size + 8) * torch.randn(num_rows, size + 8).mul(3).exp()).bfloat16()[:, :size]
         for row, factor in ((0, 0.0), (1, 1e-38), (2, 1e-29), (3, 3e38 / x.abs().max().item())):
             x[row : row + 1] *= factor
-        codes, scales = (each[:num_rows].cpu() for each in packed_values.quantize_rows(x.to(device), group))
+        codes, scales = (each[:num_rows].cpu() for each in quantizing.quantize_rows(x.to(device), group))
         expected_codes, expected_scales = quantized_rows(x, group)
         assert torch.equal(scales, expected_scales)
         in_order = packed_values.pack_codes(expected_codes.view(torch.uint8), 8).view(torch.uint8)
@@ -515,11 +515,11 @@ def test_rows_are_quantized_as_in_torch(subnormal_bf16: None, device: str, group
 
 @on_device
 def test_rows_with_infinities_and_nan_have_nan(device: str) -> None:
-    from nanovllm.kernels import packed_values
+    from nanovllm.kernels import quantizing
 
     x = torch.randn(4, 256).bfloat16()
     x[1, 3], x[2, 200], x[2, 201] = float("nan"), float("inf"), float("-inf")
-    codes, scales = packed_values.quantize_rows(x.to(device), 128)
+    codes, scales = quantizing.quantize_rows(x.to(device), 128)
     values = codes.float() * scales.repeat_interleave(128, 1)
     assert values.isnan().any(1).tolist() == [False, True, True, False]
 

@@ -25,7 +25,7 @@ from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.step_plan import KVMoves, StepPlan
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KNOWN_TARGETS
-from nanovllm.kernels import launch, packed_values
+from nanovllm.kernels import launch, quantizing
 from nanovllm.layers import linear
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.runner import model_runner, startup_steps
@@ -143,7 +143,7 @@ def test_packed_weights_launch_only_kernels_that_start_up_finds(
 
     monkeypatch.setattr(linear, "new_weight", new_weight)
     monkeypatch.setattr(PackedWeight, "product_of_codes", product_of_codes)
-    monkeypatch.setattr(packed_values, "quantize_weight", lambda *_: None)  # launched while the weights are loaded
+    monkeypatch.setattr(quantizing, "quantize_weight", lambda *_: None)  # launched while the weights are loaded
     sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 1024, "head_dim": 64}
     model = write_tiny_model(tmp_path, max_position_embeddings=2048, **sizes)
     with launching_runner(model, KVCacheSizes(1), quantization=name, max_model_len=max_model_len) as runner:
@@ -162,7 +162,7 @@ def test_packed_weights_launch_only_kernels_that_start_up_finds(
 def test_any_number_of_rows_is_quantized_by_the_same_kernel() -> None:
     """The stride of their scales depends on it, and no request must wait for another kernel."""
     rows = (torch.zeros(num_rows, 256, dtype=torch.bfloat16) for num_rows in (1, 65, 80, 299))
-    found = [launched(lambda x=x: packed_values.quantize_rows(x, 128)) for x in rows]
+    found = [launched(lambda x=x: quantizing.quantize_rows(x, 128)) for x in rows]
     assert len(found[0]) == 1 and all(each == found[0] for each in found)
 
 
