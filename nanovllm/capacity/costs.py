@@ -8,10 +8,11 @@ were fitted to the memory use of six engines of Qwen3-0.6B and Qwen3-8B on an H2
 benchmarks.device_memory`; docs/log/2026-11-21.md has the figures). A constant marked as assumed was never measured.
 """
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache, partial
-from typing import TypeAlias
+from functools import lru_cache
+from typing import NamedTuple
 
 from nanovllm.capacity.machine import Machine
 from nanovllm.checkpoint.model_config import MAX_ROUTED_TOKENS, ModelConfig
@@ -58,144 +59,145 @@ def itemsize(config: Config, model: ModelConfig) -> int:
     return kv_cache_spec(config, model, tp_size=1).itemsize
 
 
-OfModule: TypeAlias = Callable[[str, Mapping[str, int], int], float]
+class _Module(NamedTuple):
+    """Linear layers that are one weight on the GPU, such as those of q, k and v."""
+
+    rows: tuple[int, ...]  # of each linear layer
+    columns: int
+    is_quantized: bool  # config.json leaves none of them unquantized
+    num_experts: int  # that have such a weight; 0: every token uses it
 
 
-def _layers_sum(model: ModelConfig, of_module: OfModule, of_other: float, num_tokens: int | None = None) -> float:
-    """Sum over the weights of all layers, over all GPUs: `of_module` of each module of linear layers, and `of_other`
-    for every number in norms, biases and routers.
-
-    `of_module` gets the name of the module's parent in the checkpoint, the rows of each linear layer that the module
-    stacks, by name, and their columns. `num_tokens`: only the weights that so many tokens use together. Of a mixture of
-    experts these are E (1 - (1 - C / E)^T) experts on average, if all of the E experts are as likely and each token has
-    C.
-    """
-    return sum(
-        count * _layer_sum(model, name, kind, is_sparse, of_module, of_other, num_tokens)
-        for kind, is_sparse, name, count in _equal_layers(model)
-    )
+class _Layer(NamedTuple):
+    modules: tuple[_Module, ...]
+    num_others: int  # numbers in norms and biases
+    num_router: int = 0  # numbers in the router, which has fp32
 
 
-@lru_cache(maxsize=64)  # a plan asks thousands of times
-def _equal_layers(model: ModelConfig) -> list[tuple[str, bool, str, int]]:
-    """Group the layers whose weights have the same sizes: for each group the kind, True if the MLP is sparse, the name
-    of its first layer, and the number of layers.
-    """
-    groups: dict[tuple[str, bool, tuple[float, ...]], list[str]] = {}
-    sparse = model.experts.layers if model.experts else ()
-    for i, kind in enumerate(model.layer_kinds):
-        name, sizes = f"model.layers.{i}", list[float]()
-
-        def of_module(parent: str, rows: Mapping[str, int], columns: int, sizes: list[float] = sizes) -> float:
-            sizes.append(module_bytes(parent, rows, columns, itemsize=4, quantization=model.quantization))
-            return 0.0
-
-        _layer_sum(model, name, kind, i in sparse, of_module, 0.0, None)
-        groups.setdefault((kind, i in sparse, tuple(sizes)), []).append(name)
-    return [(kind, is_sparse, names[0], len(names)) for (kind, is_sparse, _), names in groups.items()]
+def _module(model: ModelConfig, parent: str, rows: Mapping[str, int], columns: int, num_experts: int = 0) -> _Module:
+    """`parent` and the keys of `rows` are the linear layers' names in the checkpoint."""
+    quantization = model.quantization
+    is_quantized = quantization is not None and all(quantization.covers(f"{parent}.{name}") for name in rows)
+    return _Module(tuple(rows.values()), columns, is_quantized, num_experts)
 
 
-def _layer_sum(
-    model: ModelConfig,
-    name: str,
-    kind: str,
-    is_sparse: bool,
-    of_module: OfModule,
-    of_other: float,
-    num_tokens: int | None,
-) -> float:
-    """The same for the layer of this name. The first expert stands for all."""
+def _layer(model: ModelConfig, name: str, kind: str, is_sparse: bool) -> _Layer:
+    """The layer of this name. The first expert stands for all."""
     c, hidden = model, model.hidden_size
     if kind == "attention":
         q, kv, parent = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, f"{name}.self_attn"
         q_rows = q * (1 + c.attention_gate)
-        mixer = of_module(parent, {"q_proj": q_rows, "k_proj": kv, "v_proj": kv}, hidden)
-        mixer += of_module(parent, {"o_proj": hidden}, q)
-        others = 2 * c.head_dim * c.qk_norm + (q_rows + 2 * kv) * c.qkv_bias + hidden * c.o_bias
+        modules = [_module(c, parent, {"q_proj": q_rows, "k_proj": kv, "v_proj": kv}, hidden)]
+        modules += [_module(c, parent, {"o_proj": hidden}, q)]
+        num_others = 2 * c.head_dim * c.qk_norm + (q_rows + 2 * kv) * c.qkv_bias + hidden * c.o_bias
     else:
         assert c.recurrent is not None, "a recurrent layer"
         r, parent = c.recurrent, f"{name}.linear_attn"
         values = r.num_value_heads * r.value_head_dim
-        mixer = of_module(parent, {"in_proj_qkv": r.conv_channels, "in_proj_z": values}, hidden)
-        mixer += of_module(parent, {"out_proj": hidden}, values)
-        others = 2 * r.num_value_heads * (hidden + 1) + r.conv_channels * r.conv_kernel + r.value_head_dim
+        modules = [_module(c, parent, {"in_proj_qkv": r.conv_channels, "in_proj_z": values}, hidden)]
+        modules += [_module(c, parent, {"out_proj": hidden}, values)]
+        num_others = 2 * r.num_value_heads * (hidden + 1) + r.conv_channels * r.conv_kernel + r.value_head_dim
+    num_others += 2 * hidden
 
-    def mlp(parent: str, num_features: int) -> float:
-        gate_up = of_module(parent, {"gate_proj": num_features, "up_proj": num_features}, hidden)
-        return gate_up + of_module(parent, {"down_proj": hidden}, num_features)
+    def mlp(parent: str, num_features: int, num_experts: int = 0) -> list[_Module]:
+        gate_up = {"gate_proj": num_features, "up_proj": num_features}
+        return [
+            _module(c, f"{name}.{parent}", gate_up, hidden, num_experts),
+            _module(c, f"{name}.{parent}", {"down_proj": hidden}, num_features, num_experts),
+        ]
 
-    parent = f"{name}.mlp"
     if c.experts is None or not is_sparse:
-        others += (2 * c.intermediate_size + hidden) * c.mlp_bias
-        return mixer + mlp(parent, c.intermediate_size) + of_other * (others + 2 * hidden)
+        num_others += (2 * c.intermediate_size + hidden) * c.mlp_bias
+        return _Layer((*modules, *mlp("mlp", c.intermediate_size)), num_others)
     e = c.experts
-    share = 1.0 if num_tokens is None else 1 - (1 - e.num_experts_per_token / e.num_experts) ** num_tokens
-    sparse = e.num_experts * share * mlp(f"{parent}.experts.0", e.intermediate_size)
+    modules += mlp("mlp.experts.0", e.intermediate_size, e.num_experts)
     if e.shared_size:
-        sparse += mlp(f"{parent}.shared_expert", e.shared_size)
-    return mixer + sparse + of_other * (others + (2 + e.num_experts + bool(e.shared_size)) * hidden)
+        modules += mlp("mlp.shared_expert", e.shared_size)
+    return _Layer(tuple(modules), num_others, (e.num_experts + bool(e.shared_size)) * hidden)
 
 
-def _head_sum(model: ModelConfig, of_module: OfModule, of_other: float, num_tokens: int | None = None) -> float:
-    """The same for the draft head: a layer of attention, a linear weight that joins two inputs, and three norms."""
-    is_sparse, hidden = model.experts is not None, model.hidden_size
-    layer = _layer_sum(model, "mtp.layers.0", "attention", is_sparse, of_module, of_other, num_tokens)
-    return layer + of_module("mtp", {"fc": hidden}, 2 * hidden) + 3 * hidden * of_other
+@lru_cache(maxsize=64)  # a plan asks thousands of times
+def _layers(model: ModelConfig) -> Counter[_Layer]:
+    """The number of layers that have the same weights."""
+    sparse = model.experts.layers if model.experts else ()
+    return Counter(_layer(model, f"model.layers.{i}", kind, i in sparse) for i, kind in enumerate(model.layer_kinds))
+
+
+@lru_cache(maxsize=64)
+def _head(model: ModelConfig) -> _Layer:
+    """The draft head: a layer of attention, a linear weight that joins two inputs, and three norms."""
+    layer = _layer(model, "mtp.layers.0", "attention", model.experts is not None)
+    joining = _module(model, "mtp", {"fc": model.hidden_size}, 2 * model.hidden_size)
+    return layer._replace(modules=(*layer.modules, joining), num_others=layer.num_others + 3 * model.hidden_size)
 
 
 def packing_problem(config: Config, model: ModelConfig) -> str | None:
     """The reason why a GPU cannot keep one of the quantized weights packed, if there is one."""
-    problems: list[str | None] = []
+    quantization, tp = model.quantization, config.tensor_parallel_size
+    if quantization is None:
+        return None
+    modules = [module for layer in _layers(model) for module in layer.modules if module.is_quantized]
+    # Ranks share the rows of modules that stack layers, and the columns of others
+    sizes = (module.columns // (tp if len(module.rows) == 1 else 1) for module in modules)
+    return next(filter(None, map(quantization.packing_problem, sizes)), None)
 
-    def of_module(parent: str, rows: Mapping[str, int], columns: int) -> float:
-        is_row_parallel = len(rows) == 1  # its columns are split; modules that stack layers are column-parallel
-        if model.quantization is not None and _is_quantized(model.quantization, parent, tuple(rows)):
-            num_columns = columns // config.tensor_parallel_size if is_row_parallel else columns
-            problems.append(model.quantization.packing_problem(num_columns))
-        return 0.0
 
-    _layers_sum(model, of_module, 0.0)
-    return next(filter(None, problems), None)
+def _num_used(model: ModelConfig, module: _Module, num_tokens: int | None) -> float:
+    """How many weights like this `num_tokens` tokens use together; None: how many there are.
+
+    Of a mixture of experts these are E (1 - (1 - C / E)^T) on average, if all of the E experts are as likely and each
+    token has C.
+    """
+    if model.experts is None or not module.num_experts:
+        return 1
+    if num_tokens is None:
+        return module.num_experts
+    return module.num_experts * (1 - (1 - model.experts.num_experts_per_token / module.num_experts) ** num_tokens)
 
 
 def layers_params(model: ModelConfig, num_tokens: int | None = None) -> float:
     """Number of weights in all layers, over all GPUs. `num_tokens`: only those that so many tokens use together."""
-    return _layers_sum(model, lambda parent, rows, columns: sum(rows.values()) * columns, 1, num_tokens)
+    return sum(
+        count * (layer.num_others + layer.num_router)
+        + count * sum(_num_used(model, each, num_tokens) * sum(each.rows) * each.columns for each in layer.modules)
+        for layer, count in _layers(model).items()
+    )
 
 
-def module_bytes(
-    parent: str, rows: Mapping[str, int], columns: int, *, itemsize: int, quantization: Quantization | None
-) -> float:
-    """Size of the linear layers that a module stacks, as the GPU keeps them. The arguments are those of an OfModule.
+def _module_bytes(module: _Module, itemsize: int, quantization: Quantization | None) -> float:
+    """Size of a weight as the GPU keeps it.
 
-    Quantized, a layer has its packed codes, and 4 bytes for each block that shares a scale: an fp32 scale (e4m3), or a
-    scale and a zero of 16 bits each (integers). They are packed if config.json leaves none of them unquantized.
+    Quantized, it has its packed codes, and 4 bytes for each block that shares a scale: an fp32 scale (e4m3), or a scale
+    and a zero of 16 bits each (integers).
     """
-    if quantization is None or not _is_quantized(quantization, parent, tuple(rows)):
-        return sum(rows.values()) * columns * itemsize
+    if quantization is None or not module.is_quantized:
+        return sum(module.rows) * module.columns * itemsize
     block_rows, block_columns = quantization.block
-    num_scales = sum(ceil_div(n, block_rows or n) for n in rows.values()) * ceil_div(columns, block_columns or columns)
-    return sum(rows.values()) * columns * quantization.bits / 8 + 4 * num_scales
+    num_scales = sum(ceil_div(rows, block_rows or rows) for rows in module.rows)
+    num_scales *= ceil_div(module.columns, block_columns or module.columns)
+    return sum(module.rows) * module.columns * quantization.bits / 8 + 4 * num_scales
 
 
-@lru_cache(maxsize=2**14)
-def _is_quantized(quantization: Quantization, parent: str, names: tuple[str, ...]) -> bool:
-    return all(quantization.covers(f"{parent}.{name}") for name in names)
+def _layer_weight_bytes(
+    model: ModelConfig, layer: _Layer, itemsize: int, num_tokens: int | None, *, is_packed: bool
+) -> float:
+    """Size of a layer's weights over all GPUs. Norms, biases and routers are never quantized."""
+    quantization = model.quantization if is_packed else None
+    return (
+        sum(_num_used(model, each, num_tokens) * _module_bytes(each, itemsize, quantization) for each in layer.modules)
+        + layer.num_others * itemsize
+        + layer.num_router * 4
+    )
 
 
 def _layers_bytes(config: Config, model: ModelConfig, num_tokens: int | None = None, *, is_packed: bool) -> float:
-    """Size of the weights in all layers, and in the draft head if it is used, over all GPUs. Norms, biases and routers
-    are never quantized, and routers are in fp32.
-    """
-    size, has_head = itemsize(config, model), uses_draft_head(config, model)
-    of_module = partial(module_bytes, itemsize=size, quantization=model.quantization if is_packed else None)
-    num_bytes = _layers_sum(model, of_module, size, num_tokens)
-    if has_head:
-        num_bytes += _head_sum(model, of_module, size, num_tokens)
-    if e := model.experts:
-        router = (e.num_experts + bool(e.shared_size)) * model.hidden_size
-        num_bytes += (len(e.layers) + has_head) * router * (4 - size)
-    return num_bytes
+    """Size of the weights in all layers, and in the draft head if it is used, over all GPUs."""
+    layers = _layers(model) + Counter([_head(model)] if uses_draft_head(config, model) else [])
+    size = itemsize(config, model)
+    return sum(
+        count * _layer_weight_bytes(model, layer, size, num_tokens, is_packed=is_packed)
+        for layer, count in layers.items()
+    )
 
 
 def weight_bytes(config: Config, model: ModelConfig, *, is_packed: bool) -> int:
@@ -294,8 +296,8 @@ def decode_bytes(
 def head_draft_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_sequences: int, num_keys: int) -> float:
     """Bytes that a draft by the draft head reads: the head's weights, the output head, and the keys of one layer."""
     size = itemsize(config, model)
-    of_module = partial(module_bytes, itemsize=size, quantization=model.quantization)
-    weights = _head_sum(model, of_module, size, num_sequences) + model.hidden_size * model.vocab_size * size
+    weights = _layer_weight_bytes(model, _head(model), size, num_sequences, is_packed=True)
+    weights += model.hidden_size * model.vocab_size * size
     return weights / config.tensor_parallel_size + num_keys * spec.layer_block_bytes / spec.block_size
 
 
