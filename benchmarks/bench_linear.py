@@ -31,7 +31,7 @@ LAYERS = {"qkv": (1, 6144, 4096), "o": (1, 4096, 4096), "gate_up": (1, 24576, 40
 EXPERTS = {"experts gate_up": (128, 1536, 2048), "experts down": (128, 2048, 768)}  # number, rows, columns
 NUM_CHOSEN = 8
 CACHE_BYTES = 256 * 2**20  # more than any GPU's cache
-FEW_ROWS_TILES = [kernels.FewRowsTile(*sizes) for sizes in itertools.product((8, 16), (4, 8, 16), (1, 2, 3))]
+FEW_ROWS_TILES = [kernels.FewRowsTile(*sizes) for sizes in itertools.product((8, 16), (4, 8, 16), (1, 2, 3, 4, 8))]
 TILES = [kernels.Tile(*sizes) for sizes in itertools.product((16, 32, 64, 128), (64, 128), (4, 8), (3, 4), (1, 4))]
 
 

@@ -56,9 +56,7 @@ def test_quantization_is_that_of_the_reference(device: str, bits: int, head_dim:
 def test_attention_is_that_over_the_numbers(
     device: str, bits: int, head_dim: int, page_size: int, dtype: torch.dtype, num_heads: int
 ) -> None:
-    """Regression: with queries in fp32, and numbers that differed from run to run, one of hundreds of cases failed now
-    and then. The kernel rounds such queries to fp16, so they are compared after that, as closely as the others.
-    """
+    """The kernel rounds queries in fp32 to fp16, so they are compared after that, as closely as the others."""
     from nanovllm.kernels.shadow import attend
 
     spec = make_spec(bits, head_dim, page_size)
