@@ -70,8 +70,7 @@ class _Module(NamedTuple):
 
 class _Layer(NamedTuple):
     modules: tuple[_Module, ...]
-    num_others: int  # numbers in norms and biases
-    num_router: int = 0  # numbers in the router, which has fp32
+    num_others: int  # numbers in norms, biases and the router
 
 
 def _module(model: ModelConfig, parent: str, rows: Mapping[str, int], columns: int, num_experts: int = 0) -> _Module:
@@ -113,7 +112,8 @@ def _layer(model: ModelConfig, name: str, kind: str, is_sparse: bool) -> _Layer:
     modules += mlp("mlp.experts.0", e.intermediate_size, e.num_experts)
     if e.shared_size:
         modules += mlp("mlp.shared_expert", e.shared_size)
-    return _Layer(tuple(modules), num_others, (e.num_experts + bool(e.shared_size)) * hidden)
+    num_others += (e.num_experts + bool(e.shared_size)) * hidden
+    return _Layer(tuple(modules), num_others)
 
 
 @lru_cache(maxsize=64)  # a plan asks thousands of times
@@ -158,7 +158,7 @@ def _num_used(model: ModelConfig, module: _Module, num_tokens: int | None) -> fl
 def layers_params(model: ModelConfig, num_tokens: int | None = None) -> float:
     """Number of weights in all layers, over all GPUs. `num_tokens`: only those that so many tokens use together."""
     return sum(
-        count * (layer.num_others + layer.num_router)
+        count * layer.num_others
         + count * sum(_num_used(model, each, num_tokens) * sum(each.rows) * each.columns for each in layer.modules)
         for layer, count in _layers(model).items()
     )
@@ -186,7 +186,6 @@ def _layer_weight_bytes(
     return (
         sum(_num_used(model, each, num_tokens) * _module_bytes(each, itemsize, quantization) for each in layer.modules)
         + layer.num_others * itemsize
-        + layer.num_router * 4
     )
 
 

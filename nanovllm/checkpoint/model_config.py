@@ -160,7 +160,7 @@ class RopeConfig:
     truncate: bool = True
 
 
-MAX_ROUTED_TOKENS = 4096  # tokens whose experts a GPU computes together, which bounds the memory for what they yield
+MAX_ROUTED_TOKENS = 8192  # tokens whose experts a GPU computes together, which bounds the memory for what they yield
 
 
 @dataclass(frozen=True, kw_only=True)

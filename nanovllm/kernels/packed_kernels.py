@@ -327,6 +327,32 @@ def products_kernel(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
+def blocks_of_experts_kernel(
+    order_ptr,  # int64 [pairs]: the pairs, sorted by expert
+    ends_ptr,  # int64 [experts]: the number of pairs up to the last of each expert
+    pairs_ptr,  # int32 [blocks * BLOCK_M]
+    block_experts_ptr,  # int32 [blocks]
+    num_pairs,
+    num_experts,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Divide sorted pairs into blocks of one expert each (`Routing`). A program writes one block."""
+    block, expert = tl.program_id(0), tl.arange(0, BLOCK_E)
+    start = tl.load(ends_ptr + expert - 1, (expert > 0) & (expert < num_experts), other=0)
+    end = tl.load(ends_ptr + expert, expert < num_experts, other=0)
+    num_blocks = tl.where(expert < num_experts, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
+    block_end = tl.cumsum(num_blocks)
+    own = tl.sum((block_end <= block).to(tl.int32))  # BLOCK_E if no pairs are left for this block
+    is_own = expert == own
+    first = tl.sum(tl.where(is_own, start + (block - block_end + num_blocks) * BLOCK_M, 0))
+    place = first + tl.arange(0, BLOCK_M)
+    pair = tl.load(order_ptr + place, place < tl.sum(tl.where(is_own, end, 0)), other=num_pairs)
+    tl.store(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M), pair.to(tl.int32))
+    tl.store(block_experts_ptr + block, tl.minimum(own, num_experts))
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
 def sum_parts_kernel(
     parts_ptr,  # fp32 [splits, pairs, rows of the weight]
     bias_ptr,

@@ -120,13 +120,17 @@ def _small_linear_kernel(
 
 
 def small_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: Tile | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """F.linear for few rows: x [M, K], weight [N, K], bias [N] -> [M, N]. Hot: several times per layer.
 
-    The weight may be fp32 where x has 16 bits, as that of a router; then so is the result.
+    `dtype`: of the result; None: that of x. A router wants its sums in fp32.
     """
-    return _run(x, weight, bias, weight.shape[0], tile)
+    return _run(x, weight, bias, weight.shape[0], tile, dtype)
 
 
 def small_gate_up(
@@ -137,7 +141,12 @@ def small_gate_up(
 
 
 def _run(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_features: int, tile: Tile | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    num_features: int,
+    tile: Tile | None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     num_rows, size = x.shape
     vec = 16 // weight.element_size()
@@ -145,7 +154,7 @@ def _run(
         "rows must be contiguous and consist of whole packs"
     )
     assert num_rows <= 1 or x.stride(0) % vec == 0, "the stride between rows must be a whole number of packs"
-    out = torch.empty((num_rows, num_features), dtype=weight.dtype, device=x.device)
+    out = torch.empty((num_rows, num_features), dtype=dtype or x.dtype, device=x.device)
     if num_rows:
         block_n, num_warps, num_stages = tile or DEFAULT_TILE
         num_packs = size // vec

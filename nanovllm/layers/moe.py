@@ -24,32 +24,39 @@ MAX_SINGLE_PAIRS = 32  # pairs of a token and an expert up to which each reads t
 
 
 class Router(nn.Module):
-    """The probability of each expert is a softmax in fp32 of a linear layer, which is computed in fp32 as well.
+    """The probability of each expert is a softmax in fp32 of a linear layer, whose results are in fp32 as well.
 
     The weight of a shared expert is the sigmoid of one more feature of that layer.
     """
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
+    def __init__(self, hidden_size: int, config: ExpertsConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.num_experts = config.num_experts
         self.num_chosen, self.norms = config.num_experts_per_token, config.norm_topk_prob
         num_features = config.num_experts + bool(config.shared_size)
-        self.weight = new_parameter(num_features, hidden_size, dtype=torch.float32)
+        self.weight = new_parameter(num_features, hidden_size, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, hidden_size] -> the chosen experts, int64 [T, C], and their weights, fp32 [T, C]; the weight of the
         shared expert, fp32 [T, 1], or [T, 0] if there is none. Hot: once per layer.
         """
+        logits, shared = self._linear(x).tensor_split((self.num_experts,), dim=-1)
         if x.is_cuda:
-            from nanovllm.kernels import fused, small_linear
+            from nanovllm.kernels.fused import choose_experts
 
-            few = len(x) <= MAX_ROUTER_ROWS and self.weight.shape[1] % 8 == 0
-            logits = small_linear.small_linear(x, self.weight, None) if few else F.linear(x.float(), self.weight)
-            logits, shared = logits.tensor_split((self.num_experts,), dim=-1)
-            return *fused.choose_experts(logits, self.num_chosen, self.norms), shared.sigmoid()
-        logits, shared = F.linear(x.float(), self.weight).tensor_split((self.num_experts,), dim=-1)
+            return *choose_experts(logits, self.num_chosen, self.norms), shared.sigmoid()
         weights, experts = logits.softmax(dim=-1).topk(self.num_chosen, dim=-1)
         return experts, weights / weights.sum(dim=-1, keepdim=True) if self.norms else weights, shared.sigmoid()
+
+    def _linear(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] -> fp32 [T, features]: products of 16-bit numbers are exact in fp32, and summed in it."""
+        if not x.is_cuda or x.dtype == torch.float32:
+            return F.linear(x.float(), self.weight.float())
+        if len(x) <= MAX_ROUTER_ROWS and self.weight.shape[1] % 8 == 0:
+            from nanovllm.kernels.small_linear import small_linear
+
+            return small_linear(x, self.weight, None, dtype=torch.float32)
+        return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
 
     def weight_shards(self) -> Iterator[NamedShard]:
         for layer, part in enumerate(self.weight.tensor_split((self.num_experts,))):
@@ -122,7 +129,7 @@ class Experts(nn.Module):
         if experts.numel() <= MAX_SINGLE_PAIRS and kernels.can_sum_experts(hidden, down, experts):
             return kernels.sum_of_experts(hidden, down, experts, self.num_experts, weights)
         out = kernels.products(hidden, down, factors=weights.flatten(), **chosen)
-        return out.view(*experts.shape, self.hidden_size).sum(1, dtype=torch.float32).to(x.dtype)
+        return out.view(*experts.shape, self.hidden_size).sum(1)  # which torch computes in fp32
 
     def weight_shards(self) -> Iterator[NamedShard]:
         local, hidden_size = self.local_size, self.hidden_size
@@ -155,7 +162,7 @@ class SparseMLP(nn.Module):
     ) -> None:
         """`quantization`: the format of the experts' weights."""
         super().__init__()
-        self.gate = Router(hidden_size, config)
+        self.gate = Router(hidden_size, config, dtype)
         self.experts = Experts(hidden_size, config, tp, dtype, quantization)
         self.shared_expert = shared_expert
 

@@ -105,8 +105,8 @@ def test_weight_bytes_with_a_draft_head_are_those_of_the_built_model(tmp_path: P
 def test_weight_bytes_of_packed_weights_are_those_of_the_built_model(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Regression: the scales of integers counted as 3 bytes each, but the kernels read 4, and routers as if they were
-    in bf16. For groups of 32 the plan had 1% too little.
+    """Regression: the scales of integers counted as 3 bytes each, but the kernels read 4. For groups of 32 the plan
+    had 1% too little.
     """
     monkeypatch.setattr(kernel_target, "target_of", lambda device: kernel_target.KNOWN_TARGETS["9.0"])
     whole = ModelConfig.without_weights(name)

@@ -167,14 +167,14 @@ def test_products_with_the_chosen_experts(device: str, kind: str) -> None:
         exact = torch.einsum("mk,mcnk->mcn", x.double(), by_expert[experts])
         got = kernels.products(x, weight, experts=experts, num_experts=num_experts)
         assert_close(got.view(exact.shape), x, values, exact)
-        routing = kernels.route(experts, num_experts, 16)
-        num_pairs = num_inputs * num_chosen
-        tiles = kernels.products(x, weight, routing=routing)
-        assert_close(tiles.view(exact.shape), x, values, exact)
-        factors = torch.rand(num_pairs, device=device)
+        factors = torch.rand(num_inputs * num_chosen, device=device)
         one_each = x.repeat_interleave(num_chosen, 0)  # as in the second product of an MLP
-        tiles = kernels.products(one_each, weight, routing=routing, factors=factors)
-        assert_close(tiles.view(exact.shape), x, values, exact * factors.view(num_inputs, num_chosen, 1).double())
+        for block_m in (16,) if INTERPRETED else (16, 64, 128):
+            routing = kernels.route(experts, num_experts, block_m)
+            tiles = kernels.products(x, weight, routing=routing)
+            assert_close(tiles.view(exact.shape), x, values, exact)
+            tiles = kernels.products(one_each, weight, routing=routing, factors=factors)
+            assert_close(tiles.view(exact.shape), x, values, exact * factors.view(num_inputs, num_chosen, 1).double())
 
 
 @pytest.mark.slow
@@ -236,6 +236,29 @@ def test_route_accepts_any_numbers(device: str) -> None:
 
     anything = torch.tensor([[2**40, -7, 3], [5, 0, -(2**50)]], device=device)
     assert kernels.route(anything, 5).pairs.sort().values[:6].tolist() == list(range(6))
+
+
+@on_device
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 2), (9, 5), (40, 5), (60, 128)])
+def test_blocks_have_the_pairs_of_one_expert_in_order(device: str, num_tokens: int, num_experts: int) -> None:
+    """Experts of no pair, of several blocks, and one that all tokens choose."""
+    from nanovllm.kernels import packed_linear as kernels
+
+    for skewed in (False, True):
+        experts = torch.rand(num_tokens, num_experts).argsort(1)[:, :2].contiguous()
+        if skewed:
+            experts[:, 0] = num_experts - 1
+        pairs, block_experts, block_m, *_ = kernels.route(experts.to(device), num_experts, 16)
+        expected, of_blocks = [], []
+        for expert in range(num_experts):
+            own = (experts.flatten() == expert).nonzero().flatten().tolist()
+            for start in range(0, len(own), block_m):
+                block = own[start : start + block_m]
+                expected.append(block + [2 * num_tokens] * (block_m - len(block)))
+                of_blocks.append(expert)
+        missing = len(block_experts) - len(of_blocks)
+        assert missing >= 0 and block_experts.tolist() == of_blocks + [num_experts] * missing
+        assert pairs.view(-1, block_m).tolist() == expected + [[2 * num_tokens] * block_m] * missing
 
 
 @on_device

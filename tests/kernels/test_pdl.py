@@ -47,7 +47,6 @@ class Chain:
         }
         self.layers = [{name: new(*size) for name, size in sizes.items()} for _ in range(NUM_LAYERS)]
         for layer in self.layers:
-            layer["router"] = layer["router"].float()
             layer["norm"] *= HIDDEN**0.5  # or what experts compute would be lost beside the biases
         self.head = new(VOCAB, HIDDEN)
         self.x, self.cos_sin = new(num_seqs, HIDDEN), torch.zeros(num_seqs, HEAD_DIM, device="cuda")
@@ -101,7 +100,7 @@ class Chain:
             x = small_linear.small_linear(small_linear.small_gate_up(x, layer["gate_up"], None), layer["down"], None)
             x = fused.rms_norm(x, layer["norm"], 1e-6)
             experts, weights = fused.choose_experts(
-                small_linear.small_linear(x, layer["router"], None), NUM_CHOSEN, True
+                small_linear.small_linear(x, layer["router"], None, dtype=torch.float32), NUM_CHOSEN, True
             )
             chosen = Packed(layer["experts_gate_up"]), Packed(layer["experts_down"])
             hidden = packed_linear.products(x, chosen[0], gated=True, experts=experts, num_experts=NUM_EXPERTS)

@@ -56,7 +56,7 @@ def test_quantization_is_that_of_the_reference(device: str, bits: int, head_dim:
 def test_attention_is_that_over_the_numbers(
     device: str, bits: int, head_dim: int, page_size: int, dtype: torch.dtype, num_heads: int
 ) -> None:
-    """The kernel rounds queries in fp32 to fp16, so they are compared after that, as closely as the others."""
+    """The kernel rounds queries and numbers to fp16, so it is compared with attention over those."""
     from nanovllm.kernels.shadow import attend
 
     spec = make_spec(bits, head_dim, page_size)
@@ -74,11 +74,11 @@ def test_attention_is_that_over_the_numbers(
                 assert not out[row].any() and (lse[:, row] == -torch.inf).all()
                 continue
             numbers = [dequantize_page(pages[1, page].cpu(), spec) for page in table]
-            k, v = (torch.cat(parts).double() for parts in zip(*numbers, strict=True))
+            k, v = (torch.cat(parts).half().double() for parts in zip(*numbers, strict=True))
             k, v = (x.repeat_interleave(num_heads // NUM_KV_HEADS, 1) for x in (k, v))
             scores = torch.einsum("hd,nhd->hn", rounded[row].double().cpu(), k) * scale
             expected = torch.einsum("hn,nhd->hd", scores.softmax(1), v)
-            # Weights and numbers are fp16. The result is rounded once, which the interpreter does by truncation
+            # Weights are rounded to fp16, too. The result is rounded once, which the interpreter does by truncation
             rtol = torch.finfo(dtype).eps
-            torch.testing.assert_close(out[row].double().cpu(), expected, rtol=rtol, atol=1e-3)
-            torch.testing.assert_close(lse[:, row].double().cpu(), scores.logsumexp(1), rtol=0, atol=1e-3)
+            torch.testing.assert_close(out[row].double().cpu(), expected, rtol=rtol, atol=3e-4)
+            torch.testing.assert_close(lse[:, row].double().cpu(), scores.logsumexp(1), rtol=0, atol=1e-4)

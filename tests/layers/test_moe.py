@@ -73,11 +73,11 @@ def test_features_that_ranks_cannot_share_are_refused() -> None:
 
 
 def test_router_works_in_fp32() -> None:
-    """Two experts whose logits differ by less than bf16 can tell."""
+    """Two experts whose logits, 24 and 24 + 2^-7, differ by less than bf16 can tell."""
     mlp = SparseMLP(HIDDEN, config(num_chosen=1), TPGroup(), torch.bfloat16)
     mlp.gate.weight.zero_()
     mlp.gate.weight[3:5] = 1.0
-    mlp.gate.weight[4, 0] += 2.0**-12
+    mlp.gate.weight[4, 0] += 2.0**-7
     experts, weights, _ = mlp.gate(torch.ones(2, HIDDEN, dtype=torch.bfloat16))
     assert experts.tolist() == [[4], [4]] and weights.dtype == torch.float32
 
