@@ -108,7 +108,7 @@ def choose_tile(
         return Tile(block_m, 64, 4, 2) if block_m < MAX_BLOCK_M else Tile(block_m, 32, 8, 2)
     is_large = target.shared_bytes >= 200 * 1024
     if weight.scales is None:
-        if block_m < MAX_BLOCK_M:
+        if block_m < 32 or (block_m < MAX_BLOCK_M and not is_large):
             return Tile(block_m, 64, 4, 3)
         return Tile(block_m, 256, 8, 4) if is_large else Tile(block_m, 128, 8, 3)
     block_n = 128 if is_large else 64
@@ -268,9 +268,11 @@ def _products(product: _Product, tile: Tile) -> torch.Tensor:
     num_pairs, num_features = out.shape
     if not num_pairs:
         return out
-    columns = math.gcd(weight.num_columns, weight.block_columns)
-    if weight.scales is not None and weight.group_size % 128 == 0 and tile.num_per_sm == 1:
-        columns = math.gcd(weight.num_columns, 128)  # several products divide a single block
+    columns = weight.block_columns
+    if weight.scales is None:
+        columns = math.gcd(weight.num_columns, 128 if tile.block_n <= 64 else 64)  # 64 leave room for wide tiles
+    elif weight.group_size % 128 == 0 and tile.num_per_sm == 1:  # several products divide a single block
+        columns = math.gcd(weight.num_columns, 128)
     assert columns >= 16, "a row must consist of whole steps"
     sums = out if num_splits == 1 else x.new_empty(num_splits, num_pairs, num_rows, dtype=torch.float32)
     product.launch(

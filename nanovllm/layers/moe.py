@@ -16,7 +16,15 @@ from nanovllm.checkpoint.model_config import MAX_ROUTED_TOKENS, ExpertsConfig
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import ConfigError
-from nanovllm.layers.linear import NamedShard, WeightShard, divide, new_weight, silu_and_mul, weight_rows
+from nanovllm.layers.linear import (
+    NamedShard,
+    WeightShard,
+    divide,
+    new_weight,
+    silu_and_mul,
+    sum_over_ranks,
+    weight_rows,
+)
 from nanovllm.layers.packed_weight import PackedWeight, new_parameter, packed
 
 MAX_ROUTER_ROWS = 4  # tokens up to which our kernel computes the router's logits
@@ -101,10 +109,10 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`experts` and `weights` [T, C] are the router's. Reads only the experts that are chosen."""
         if not x.is_cuda:
-            return self.tp.all_reduce(self._sum_by_expert(x, experts, weights))
+            return sum_over_ranks(self._sum_by_expert(x, experts, weights), self.tp)
         split = (each.split(MAX_ROUTED_TOKENS) for each in (x, experts, weights))
         parts = [self._sum_of_products(*part) for part in zip(*split, strict=True)]
-        return self.tp.all_reduce(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return sum_over_ranks(parts[0] if len(parts) == 1 else torch.cat(parts), self.tp)
 
     def _sum_by_expert(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """On a CPU: finds out which experts are chosen, and computes one after the other."""

@@ -18,6 +18,7 @@ FILES = [
     "kernels/test_shadow_kernels.py",
     "kernels/test_delta_net.py",
     "kernels/test_edit_kernels.py",
+    "kernels/test_peer_sum.py",
     "layers/test_sampler_filters.py",
     "layers/test_sampler_noise.py",
 ]

@@ -1,0 +1,106 @@
+"""Sums over ranks of a few rows, in one kernel, where GPUs reach each other's memory.
+
+Each rank writes its numbers to the inboxes of all others (device/tp_group.py), two of 16 bits in a word, and waits for
+theirs in its own. A message of 64 bits has a word and the number of its sum, and is written at once. So a word is there
+as soon as its message has the right number, and neither side needs a barrier or a fence. This is what nccl calls its LL
+protocol. All ranks add up in the order of the ranks and in fp32, so all have the same sums.
+
+Programs do not wait for each other: program p of a rank exchanges its words with program p of the others.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.device.tp_group import Inboxes
+from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
+
+BLOCK_WORDS = 256
+
+
+@triton.jit
+def _numbers(words, dtype: tl.constexpr):
+    """Words [n] -> the numbers in each of them, fp32 [n, 1] or [n, 2]."""
+    if dtype == tl.float32:
+        numbers = words.to(tl.float32, bitcast=True)[:, None]
+    else:
+        low, high = words.to(tl.int16).to(dtype, bitcast=True), (words >> 16).to(tl.int16).to(dtype, bitcast=True)
+        numbers = tl.join(low, high).to(tl.float32)
+    return numbers
+
+
+@triton.jit(do_not_specialize=["num_words"])
+def _peer_sum_kernel(
+    x_ptr,  # what this rank adds, and then the sum
+    addresses_ptr,  # int64 [RANKS]
+    num_sums_ptr,  # int32 [programs]
+    gave_up_ptr,
+    num_words,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    MAX_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    program = tl.program_id(0)
+    word = program * BLOCK + tl.arange(0, BLOCK)
+    is_word = word < num_words
+    number = tl.load(num_sums_ptr + program) + 1
+    own = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + word, is_word, other=0)
+    message = (own.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
+    place = (number & 1) * (RANKS * MAX_WORDS) + word
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            inbox = tl.load(addresses_ptr + rank).to(tl.pointer_type(tl.int64))
+            tl.store(inbox + RANK * MAX_WORDS + place, message, is_word)
+    inbox = tl.load(addresses_ptr + RANK).to(tl.pointer_type(tl.int64))
+    sums = tl.zeros_like(_numbers(own, dtype))
+    for rank in tl.static_range(RANKS):
+        if rank == RANK:
+            words = own
+        else:
+            message = tl.load(inbox + rank * MAX_WORDS + place, is_word, other=0, volatile=True)
+            missing = tl.sum((is_word & ((message >> 32) != number)).to(tl.int32))
+            while missing > 0:
+                message = tl.load(inbox + rank * MAX_WORDS + place, is_word, other=0, volatile=True)
+                missing = tl.sum((is_word & ((message >> 32) != number)).to(tl.int32))
+                missing = tl.where(tl.load(gave_up_ptr, volatile=True) == 0, missing, 0)
+            words = message.to(tl.int32)
+        sums += _numbers(words, dtype)
+    NUMBERS: tl.constexpr = sums.shape[1]
+    out = x_ptr + NUMBERS * word[:, None] + tl.arange(0, NUMBERS)[None, :]
+    tl.store(out, sums.to(dtype), is_word[:, None])
+    tl.store(num_sums_ptr + program, number)
+
+
+def can_sum(x: torch.Tensor, inboxes: Inboxes) -> bool:
+    """Return True if x consists of whole words, and of no more than a message may have. Hot."""
+    return x.nbytes % 4 == 0 and x.nbytes <= 4 * inboxes.max_words
+
+
+def peer_sum(x: torch.Tensor, rank: int, num_ranks: int, inboxes: Inboxes) -> torch.Tensor:
+    """Sum over ranks, in place, of contiguous numbers for which `can_sum` is true. All ranks must call this with the
+    same shapes and in the same order. Hot: twice per layer.
+    """
+    num_words = x.nbytes // 4
+    assert x.is_contiguous() and can_sum(x, inboxes), "no message for the inboxes"
+    if num_words:
+        on_grid(_peer_sum_kernel, (triton.cdiv(num_words, BLOCK_WORDS),))(
+            x,
+            inboxes.addresses,
+            inboxes.num_sums,
+            inboxes.gave_up,
+            num_words,
+            RANK=rank,
+            RANKS=num_ranks,
+            MAX_WORDS=inboxes.max_words,
+            BLOCK=BLOCK_WORDS,
+            num_warps=4,
+            **pdl_options(x.device),
+        )
+    return x
