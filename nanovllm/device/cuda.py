@@ -1,5 +1,5 @@
-"""CUDA calls that torch lacks: streams with one owner, pinned memory as a GPU tensor, copies of many rows, and values
-in memory that a stream writes or waits for.
+"""CUDA calls that torch lacks: streams with one owner, pinned memory as a GPU tensor, copies of many rows, values in
+memory that a stream writes or waits for, and memory that processes share.
 """
 
 import ctypes
@@ -155,3 +155,57 @@ def wait_for_value(stream: torch.cuda.Stream, source: torch.Tensor, value: int) 
 def _check(code: int) -> None:
     if code:
         raise UnsupportedDriverError(f"the CUDA driver refuses to wait for values in memory (error {code})")
+
+
+HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle, which is passed by value."""
+
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
+
+
+class SharedMemory:
+    """Memory of a GPU that several processes use, at an address that each has for itself.
+
+    It is freed, or closed where it was opened, with this object. Raises UnsupportedDriverError if the driver refuses.
+    """
+
+    def __init__(self, address: int, close: str) -> None:
+        self.address = address
+        weakref.finalize(self, self._call, close, ctypes.c_uint64(address), must_succeed=False).atexit = False
+
+    @classmethod
+    def allocate(cls, num_bytes: int) -> "SharedMemory":
+        """Zeros on the current device. A multiple of 2 MiB, which shares no page with other memory."""
+        assert num_bytes % 2**21 == 0, num_bytes
+        address = ctypes.c_uint64()
+        cls._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        memory = cls(address.value, "cuMemFree_v2")
+        cls._call("cuMemsetD32_v2", address, 0, ctypes.c_size_t(num_bytes // 4))
+        return memory
+
+    @classmethod
+    def open(cls, handle: bytes) -> "SharedMemory":
+        """Another process's, which may be on another device."""
+        address = ctypes.c_uint64()
+        given = _Handle.from_buffer_copy(handle)
+        cls._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_ENABLE_PEER_ACCESS))
+        return cls(address.value, "cuIpcCloseMemHandle")
+
+    def handle(self) -> bytes:
+        """What other processes open it with."""
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self.address))
+        return bytes(handle.reserved)
+
+    @staticmethod
+    def _call(name: str, *arguments: Any, must_succeed: bool = True) -> None:
+        try:
+            error = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+        except (OSError, AttributeError) as missing:
+            raise UnsupportedDriverError(f"there is no CUDA driver with {name} ({missing})") from missing
+        if error and must_succeed:
+            raise UnsupportedDriverError(f"{name} failed (CUDA error {error})")

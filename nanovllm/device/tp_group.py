@@ -6,23 +6,18 @@ inboxes besides, through which a kernel sums a few rows in less than half of ncc
 """
 
 import logging
-import os
 import socket
-import tempfile
 import threading
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from itertools import permutations
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
-from nanovllm.device.cuda import new_stream, write_value
+from nanovllm.device.cuda import HANDLE_BYTES, SharedMemory, UnsupportedDriverError, new_stream, write_value
 
 logger = logging.getLogger("nanovllm")
 
@@ -30,7 +25,7 @@ HOST = "127.0.0.1"
 CONNECT_TIMEOUT = timedelta(seconds=60)
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may compile kernels first; other checks detect a dead rank
 
-INBOX_WORDS = 2**17  # words of the messages that a rank receives for one sum, from all ranks
+INBOX_BYTES = 2**21  # for two sums of 2**17 words, which all ranks share
 
 _Options = TypeVar("_Options")
 
@@ -43,18 +38,13 @@ class Inboxes:
     what the other has yet to read.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-        """A collective call. Raises RuntimeError if the GPUs' memory cannot be shared."""
-        name = f"nanovllm-{uuid.uuid4()}"  # torch keeps it, and the store, as long as the process lives
-        _SymmetricMemory.set_group_info(name, rank, size, store)
-        self.max_words = INBOX_WORDS // size
-        shape, stride = (2, size, self.max_words), (size * self.max_words, self.max_words, 1)
-        self._own = _SymmetricMemory.empty_strided_p2p(shape, stride, torch.int64, device, name).zero_()
-        self._shared = _SymmetricMemory.rendezvous(self._own, name)
-        self.addresses = torch.tensor(self._shared.buffer_ptrs, dtype=torch.int64, device=device)  # one for each rank
+    def __init__(self, memories: Sequence[SharedMemory], device: torch.device) -> None:
+        """`memories`: of the ranks in their order, INBOX_BYTES each."""
+        self.max_words = INBOX_BYTES // (2 * 8 * len(memories))
+        self.addresses = torch.tensor([each.address for each in memories], dtype=torch.int64, device=device)
         self.num_sums = torch.zeros(self.max_words, dtype=torch.int32, device=device)  # of each program of the kernel
         self.gave_up = torch.zeros(1, dtype=torch.int32, device=device)  # not 0: kernels do not wait for messages
-        self._stream = new_stream(device, owner=self)
+        self._memories, self._stream = memories, new_stream(device, owner=self)
 
     def give_up(self) -> None:
         """Let kernels that wait for another rank end, now and from now on. Their sums are wrong."""
@@ -156,27 +146,30 @@ def connect(store: dist.Store, rank: int, size: int, device: torch.device) -> TP
     if device.type == "cuda":
         with torch.cuda.device(device):
             group = TPGroup(rank, size, _nccl(store, rank, size), device)
-            # nccl connects in its first call, which must not happen during a graph capture.
-            devices = group.all_gather(torch.tensor([device.index], device=device)).tolist()
-            return replace(group, inboxes=_open_inboxes(store, group, devices))
+            # nccl connects in its first call, which must not happen during a graph capture: here
+            return replace(group, inboxes=_open_inboxes(group, device))
     return TPGroup(rank, size, _gloo(store, rank, size), device)
 
 
-def _open_inboxes(store: dist.Store, group: TPGroup, devices: list[int]) -> Inboxes | None:
-    """A collective call. None if the GPUs do not reach each other's memory, which slows decoding down."""
-    if not all(torch.cuda.can_device_access_peer(one, other) for one, other in permutations(devices, 2)):
-        logger.info("GPUs %s do not reach each other's memory, so nccl adds up all that their ranks compute", devices)
+def _open_inboxes(group: TPGroup, device: torch.device) -> Inboxes | None:
+    """A collective call. None if a rank cannot open another's memory, as where GPUs do not reach each other's."""
+    error: Exception | None = None
+    memories, handle = [], bytes(HANDLE_BYTES)
+    try:
+        own = SharedMemory.allocate(INBOX_BYTES)
+        handle = own.handle()
+    except UnsupportedDriverError as its_error:
+        error = its_error
+    handles = group.all_gather(torch.frombuffer(bytearray(handle), dtype=torch.uint8).to(device))
+    try:
+        for rank, each in enumerate(handles.view(group.size, HANDLE_BYTES).tolist()):
+            memories.append(own if rank == group.rank else SharedMemory.open(bytes(each)))
+    except UnsupportedDriverError as its_error:
+        error = error or its_error
+    if group.all_reduce(torch.tensor(float(error is not None), device=device)).item():
+        logger.info("nccl sums few rows, too, which takes longer: %s", error or "another rank cannot share memory")
         return None
-    if group.rank == 0:
-        store.set("inboxes", tempfile.mkstemp(prefix="nanovllm-")[1])
-    path = store.get("inboxes").decode()
-    assert group.device is not None, "a GPU"
-    inboxes = Inboxes(dist.FileStore(path, group.size), group.rank, group.size, group.device)
-    group.all_reduce(torch.zeros(1, device=group.device))  # all inboxes are there, and empty
-    torch.cuda.synchronize()
-    if group.rank == 0:
-        os.unlink(path)
-    return inboxes
+    return Inboxes(memories, device)
 
 
 def _nccl(store: dist.Store, rank: int, size: int) -> Any:

@@ -1,7 +1,14 @@
-"""TPGroup where there is no GPU: what closing does, against a stand-in for nccl."""
+"""TPGroup where there is no GPU: what closing does, against a stand-in for nccl, and ranks that share no memory."""
 
+import logging
 import threading
 
+import pytest
+import torch
+from thread_ranks import run_ranks
+
+from nanovllm.device import tp_group
+from nanovllm.device.cuda import SharedMemory, UnsupportedDriverError
 from nanovllm.device.tp_group import TPGroup
 
 TIMEOUT_S = 5.0
@@ -31,3 +38,29 @@ def test_close_destroys_graphs_while_the_group_aborts() -> None:
     tp.on_close.append(destroy_graphs)
     tp.close()
     assert nccl.ended and not tp.on_close
+
+
+def test_no_rank_has_inboxes_if_one_cannot_share_its_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Memory:
+        address = 2**40
+
+        def handle(self) -> bytes:
+            return bytes(range(tp_group.HANDLE_BYTES))
+
+    def refuse(num_bytes: int) -> None:
+        raise UnsupportedDriverError("cuMemAlloc_v2 failed (CUDA error 2)")
+
+    def open_inboxes(tp: TPGroup) -> object:
+        return tp_group._open_inboxes(tp, torch.device("cpu"))
+
+    caplog.set_level(logging.INFO, logger="nanovllm")
+    first = threading.Lock()
+    monkeypatch.setattr(SharedMemory, "open", lambda handle: Memory())
+    monkeypatch.setattr(SharedMemory, "allocate", lambda n: Memory() if first.acquire(blocking=False) else refuse(n))
+    assert run_ranks(2, open_inboxes) == [None, None]
+    assert {record.getMessage().partition(": ")[2] for record in caplog.records} == {
+        "cuMemAlloc_v2 failed (CUDA error 2)",
+        "another rank cannot share memory",
+    }
