@@ -146,7 +146,8 @@ def connect(store: dist.Store, rank: int, size: int, device: torch.device) -> TP
     if device.type == "cuda":
         with torch.cuda.device(device):
             group = TPGroup(rank, size, _nccl(store, rank, size), device)
-            # nccl connects in its first call, which must not happen during a graph capture: here
+            # nccl connects in its first call, which must not happen during a graph capture.
+            group.all_reduce(torch.zeros(1, device=device))
             return replace(group, inboxes=_open_inboxes(group, device))
     return TPGroup(rank, size, _gloo(store, rank, size), device)
 
@@ -154,16 +155,17 @@ def connect(store: dist.Store, rank: int, size: int, device: torch.device) -> TP
 def _open_inboxes(group: TPGroup, device: torch.device) -> Inboxes | None:
     """A collective call. None if a rank cannot open another's memory, as where GPUs do not reach each other's."""
     error: Exception | None = None
-    memories, handle = [], bytes(HANDLE_BYTES)
+    own, handle = None, bytes(HANDLE_BYTES)
     try:
         own = SharedMemory.allocate(INBOX_BYTES)
         handle = own.handle()
     except UnsupportedDriverError as its_error:
         error = its_error
     handles = group.all_gather(torch.frombuffer(bytearray(handle), dtype=torch.uint8).to(device))
+    memories: list[SharedMemory] = []
     try:
         for rank, each in enumerate(handles.view(group.size, HANDLE_BYTES).tolist()):
-            memories.append(own if rank == group.rank else SharedMemory.open(bytes(each)))
+            memories.append(own if own and rank == group.rank else SharedMemory.open(bytes(each)))
     except UnsupportedDriverError as its_error:
         error = error or its_error
     if group.all_reduce(torch.tensor(float(error is not None), device=device)).item():
