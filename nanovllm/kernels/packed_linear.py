@@ -59,15 +59,18 @@ class Routing(NamedTuple):
     num_pairs: int
 
 
-def route(experts: torch.Tensor, num_experts: int, block_m: int | None = None) -> Routing:
-    """`experts`: int64 [M, C], those that each row has chosen. Blocks have up to `block_m` pairs; by default they have
-    room for about the pairs of an expert. That is rounded up, so that twice the rows have at most the next size, and
-    start-up finds all sizes.
+def choose_block_m(num_pairs: int, num_experts: int) -> int:
+    """Pairs of a block: about those of an expert. They are rounded up, so that twice the rows have at most the next
+    size, and start-up finds all sizes.
     """
+    return min(max(16, triton.next_power_of_2(triton.cdiv(num_pairs, num_experts))), MAX_BLOCK_M)
+
+
+def route(experts: torch.Tensor, num_experts: int, block_m: int | None = None) -> Routing:
+    """`experts`: int64 [M, C], those that each row has chosen. Blocks have up to `block_m` pairs, or as many as fit."""
     flat = experts.flatten().clamp(0, num_experts - 1)  # while kernels are only compiled, nobody has chosen
-    if block_m is None:
-        block_m = min(max(16, triton.next_power_of_2(triton.cdiv(len(flat), num_experts))), MAX_BLOCK_M)
     num_pairs = len(flat)
+    block_m = block_m or choose_block_m(num_pairs, num_experts)
     num_blocks = min(num_pairs, triton.cdiv(num_pairs, block_m) + num_experts)
     by_expert, order = flat.short().sort(stable=True)  # of 16 bits in a quarter of the passes of 64
     ends = torch.searchsorted(by_expert, torch.arange(num_experts, dtype=torch.int16, device=flat.device), right=True)

@@ -55,9 +55,16 @@ def launching_runner(model: Path, sizes: KVCacheSizes, **options: Any) -> Iterat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: _caller().startswith("nanovllm.layers.")))
         patch.setattr(kernel_target, "target_of", lambda device: KNOWN_TARGETS["9.0"])
+        patch.setattr(torch, "mm", partial(_mm, torch.mm))
         with torch.inference_mode():
             yield runner
     runner.close()
+
+
+def _mm(mm: Any, x: torch.Tensor, weight: torch.Tensor, out_dtype: Any = None, **options: Any) -> torch.Tensor:
+    """torch.mm, which has no `out_dtype` on a CPU."""
+    result: torch.Tensor = mm(x, weight, **options)
+    return result if out_dtype is None else result.to(out_dtype)
 
 
 def _caller() -> str:
