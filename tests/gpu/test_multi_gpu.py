@@ -59,6 +59,8 @@ def test_ranks_give_the_tokens_of_one(
         assert (llm.num_replays["resident"] > 0) != enforce_eager
         assert (llm.num_replays["streamed"] > 0) == (num_gpu_blocks == 3 and not enforce_eager)
         assert any(plan.moves.cpu_spans for plan in llm.plans) == (cpu_attention == "on")
+        inboxes = llm.runner.tp.inboxes
+        assert (inboxes is not None and inboxes.num_sums[0].item() > 0) == torch.cuda.can_device_access_peer(0, 1)
         llm.assert_nothing_left()
     assert not multiprocessing.active_children() and not shared_memory_of_this_process()
 
