@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -98,7 +99,8 @@ class TPGroup:
         if self.process_group is None or isinstance(self.process_group, dist.ProcessGroupGloo):
             return
         if self.inboxes is not None:
-            self.inboxes.give_up()
+            with suppress(UnsupportedDriverError):  # a GPU that has failed takes no calls, but no kernel waits either
+                self.inboxes.give_up()
         abort = threading.Thread(target=self.process_group.abort)
         abort.start()
         while self.on_close:

@@ -58,12 +58,17 @@ class Router(nn.Module):
 
     def _linear(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> fp32 [T, features]: products of 16-bit numbers are exact in fp32, and summed in it."""
-        if not x.is_cuda or x.dtype == torch.float32:
-            return F.linear(x.float(), self.weight.float())
-        if len(x) <= MAX_ROUTER_ROWS and self.weight.shape[1] % 8 == 0:
+        is_few = len(x) <= MAX_ROUTER_ROWS and self.weight.shape[1] % 8 == 0
+        if x.is_cuda and x.dtype != torch.float32 and is_few:
             from nanovllm.kernels.small_linear import small_linear
 
             return small_linear(x, self.weight, None, dtype=torch.float32)
+        return self.product_of_many(x)
+
+    def product_of_many(self, x: torch.Tensor) -> torch.Tensor:
+        """`_linear` of many tokens, which launches no kernel of ours: start-up makes cuBLAS load its own."""
+        if not x.is_cuda or x.dtype == torch.float32:
+            return F.linear(x.float(), self.weight.float())
         return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
 
     def weight_shards(self) -> Iterator[NamedShard]:

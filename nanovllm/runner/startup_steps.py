@@ -18,6 +18,7 @@ from nanovllm.core.step_plan import KVMoves, PromptScores, SamplingRow, Sequence
 from nanovllm.device.devices import (
     current_device,
 )
+from nanovllm.layers.moe import Router
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
@@ -134,22 +135,26 @@ def warm_up_products(model: CausalLM, num_tokens: int) -> Iterator[None]:
     """
     head = model.lm_head.weight
     layers = (model.model.layers, model.mtp)
-    given = [getattr(module, "weight", None) for part in layers if part is not None for module in part.modules()]
+    modules = [module for part in layers if part is not None for module in part.modules()]
+    given = [getattr(module, "weight", None) for module in modules if not isinstance(module, Router)]
     of_shape = {tuple(weight.shape): weight for weight in given if weight is not None and len(weight.shape) == 2}
-    weights = list(of_shape.values())
+    routers = [module for module in modules if isinstance(module, Router)][:1]  # with sums in fp32; all have one shape
+    multiplied = [*of_shape.values(), *routers]
     has_ended = threading.Event()
 
     @torch.inference_mode()
     def multiply() -> None:
         with current_device(head.device), suppress(torch.OutOfMemoryError):
-            for num_rows, weight in itertools.product(product_rows(num_tokens), weights):
+            for num_rows, each in itertools.product(product_rows(num_tokens), multiplied):
                 if has_ended.is_set():
                     return
-                if isinstance(weight, PackedWeight):
-                    if num_rows > weight.max_packed_rows:  # fewer never reach cuBLAS
-                        weight.warm_up(head.new_zeros(num_rows, weight.shape[1]))
+                if isinstance(each, Router):
+                    each.product_of_many(head.new_zeros(num_rows, each.weight.shape[1]))
+                elif isinstance(each, PackedWeight):
+                    if num_rows > each.max_packed_rows:  # fewer never reach cuBLAS
+                        each.warm_up(head.new_zeros(num_rows, each.shape[1]))
                 else:
-                    F.linear(weight.new_zeros(num_rows, weight.shape[1]), weight)
+                    F.linear(each.new_zeros(num_rows, each.shape[1]), each)
 
     thread = threading.Thread(target=multiply, name="warm-up")
     thread.start()

@@ -9,7 +9,7 @@ from thread_ranks import run_ranks
 
 from nanovllm.device import tp_group
 from nanovllm.device.cuda import SharedMemory, UnsupportedDriverError
-from nanovllm.device.tp_group import TPGroup
+from nanovllm.device.tp_group import Inboxes, TPGroup
 
 TIMEOUT_S = 5.0
 
@@ -36,6 +36,23 @@ def test_close_destroys_graphs_while_the_group_aborts() -> None:
         nccl.graphs_gone.set()
 
     tp.on_close.append(destroy_graphs)
+    tp.close()
+    assert nccl.ended and not tp.on_close
+
+
+def test_close_aborts_although_the_gpu_has_failed() -> None:
+    """Regression: after an error such as an illegal address the driver refuses every call, and so the one that lets
+    kernels give up. Its refusal replaced the original error, and the group was not aborted.
+    """
+
+    class OfFailedGpu(Inboxes):
+        def __init__(self) -> None: ...
+
+        def give_up(self) -> None:
+            raise UnsupportedDriverError("error 700")
+
+    nccl = LikeNccl()
+    tp = TPGroup(0, 2, nccl, inboxes=OfFailedGpu(), on_close=[nccl.graphs_gone.set])
     tp.close()
     assert nccl.ended and not tp.on_close
 

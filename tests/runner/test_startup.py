@@ -4,18 +4,22 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from cpu_runner import NUM_SEQS, HostlessTorch, make_runner
+from rank_processes import wait_until
 from tiny_models import write_tiny_model
 
 from nanovllm.attention.backends.torch_backend import TorchBackend
 from nanovllm.attention.base import LibraryPlan
+from nanovllm.checkpoint.model_config import ExpertsConfig
 from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
+from nanovllm.layers.moe import Router
 from nanovllm.runner import cuda_graphs, model_runner, startup_steps
 from nanovllm.runner.model_runner import ModelRunner
 
@@ -205,3 +209,25 @@ def test_plans_are_built_one_by_one_and_those_that_fail_are_left_out(runner: Mod
     assert num_built == [1, 1, 1, 2] and not runner.build_next_plan()
     assert backend.built == [(0, 300, 2048), (3, 300, 2048)]
     runner.close()
+
+
+def test_warm_up_multiplies_by_the_router_as_a_step_does() -> None:
+    """Regression: its results were in 16 bits, like those of other weights. A step wants fp32, for which cuBLAS has
+    kernels of its own.
+    """
+
+    class RecordingRouter(Router):
+        num_rows: ClassVar[list[int]] = []
+
+        def product_of_many(self, x: torch.Tensor) -> torch.Tensor:
+            self.num_rows.append(len(x))
+            return super().product_of_many(x)
+
+    experts = ExpertsConfig(
+        num_experts=4, num_experts_per_token=2, intermediate_size=16, norm_topk_prob=True, layers=(0, 1)
+    )
+    layers = torch.nn.ModuleList(RecordingRouter(16, experts, torch.bfloat16) for _ in range(2))
+    head = SimpleNamespace(weight=torch.zeros(8, 16, dtype=torch.bfloat16))
+    model: Any = SimpleNamespace(lm_head=head, model=SimpleNamespace(layers=layers), mtp=None)
+    with startup_steps.warm_up_products(model, num_tokens=8):
+        assert wait_until(lambda: RecordingRouter.num_rows == startup_steps.product_rows(8))
