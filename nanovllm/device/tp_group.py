@@ -9,7 +9,6 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
-from nanovllm.device.cuda import HANDLE_BYTES, SharedMemory, UnsupportedDriverError, new_stream, write_value
+from nanovllm.device.cuda import HANDLE_BYTES, SharedMemory, UnsupportedDriverError, pinned_view
 
 logger = logging.getLogger("nanovllm")
 
@@ -44,12 +43,15 @@ class Inboxes:
         self.max_words = INBOX_BYTES // (2 * 8 * len(memories))
         self.addresses = torch.tensor([each.address for each in memories], dtype=torch.int64, device=device)
         self.num_sums = torch.zeros(self.max_words, dtype=torch.int32, device=device)  # of each program of the kernel
-        self.gave_up = torch.zeros(1, dtype=torch.int32, device=device)  # not 0: kernels do not wait for messages
-        self._memories, self._stream = memories, new_stream(device, owner=self)
+        # Not 0: kernels do not wait for messages. The host writes it. A stream that wrote it might share a hardware
+        # queue with the kernel that waits, and the driver refuses all calls once the GPU has failed.
+        self._pinned = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+        self.gave_up = pinned_view(self._pinned, device)
+        self._memories = memories
 
     def give_up(self) -> None:
         """Let kernels that wait for another rank end, now and from now on. Their sums are wrong."""
-        write_value(self._stream, self.gave_up, 1)
+        self._pinned.fill_(1)
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,7 @@ class TPGroup:
         if self.process_group is None or isinstance(self.process_group, dist.ProcessGroupGloo):
             return
         if self.inboxes is not None:
-            with suppress(UnsupportedDriverError):  # a GPU that has failed takes no calls, but no kernel waits either
-                self.inboxes.give_up()
+            self.inboxes.give_up()
         abort = threading.Thread(target=self.process_group.abort)
         abort.start()
         while self.on_close:

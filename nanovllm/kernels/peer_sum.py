@@ -18,6 +18,7 @@ from nanovllm.device.tp_group import Inboxes
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
 
 BLOCK_WORDS = 256
+_POLLS = tl.constexpr(16)  # looks for messages between two at `gave_up`, which is in host memory and takes longer
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def _peer_sum_kernel(
     x_ptr,  # what this rank adds, and then the sum
     addresses_ptr,  # int64 [RANKS]
     num_sums_ptr,  # int32 [programs]
-    gave_up_ptr,
+    gave_up_ptr,  # in host memory
     num_words,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
@@ -66,10 +67,13 @@ def _peer_sum_kernel(
         else:
             message = tl.load(inbox + rank * MAX_WORDS + place, is_word, other=0, volatile=True)
             missing = tl.sum((is_word & ((message >> 32) != number)).to(tl.int32))
+            polls = 0
             while missing > 0:
+                polls += 1
+                # Threads may see different values, but all leave the loop together, by what they have summed
+                gave_up = tl.load(gave_up_ptr, polls % _POLLS == 0, other=0, volatile=True)
                 message = tl.load(inbox + rank * MAX_WORDS + place, is_word, other=0, volatile=True)
-                missing = tl.sum((is_word & ((message >> 32) != number)).to(tl.int32))
-                missing = tl.where(tl.load(gave_up_ptr, volatile=True) == 0, missing, 0)
+                missing = tl.sum((is_word & (gave_up == 0) & ((message >> 32) != number)).to(tl.int32))
             words = message.to(tl.int32)
         sums += _numbers(words, dtype)
     NUMBERS: tl.constexpr = sums.shape[1]
