@@ -6,6 +6,7 @@ inboxes besides, through which a kernel sums a few rows in less than half of ncc
 """
 
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -156,10 +157,14 @@ def connect(store: dist.Store, rank: int, size: int, device: torch.device) -> TP
 
 
 def _open_inboxes(group: TPGroup, device: torch.device) -> Inboxes | None:
-    """A collective call. None if a rank cannot open another's memory, as where GPUs do not reach each other's."""
+    """A collective call. None if a rank cannot open another's memory, as where GPUs do not reach each other's. The same
+    where nccl has been told that they do not: some machines open the memory, but lose what is written to it.
+    """
     error: Exception | None = None
     own, handle = None, bytes(HANDLE_BYTES)
     try:
+        if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
+            raise UnsupportedDriverError("NCCL_P2P_DISABLE is set")
         own = SharedMemory.allocate(INBOX_BYTES)
         handle = own.handle()
     except UnsupportedDriverError as its_error:

@@ -51,20 +51,36 @@ def test_close_tells_kernels_to_give_up_without_the_driver() -> None:
     assert nccl.ended and not tp.on_close and inboxes._pinned.item() == 1
 
 
+class Memory:
+    """In place of SharedMemory."""
+
+    address = 2**40
+
+    def handle(self) -> bytes:
+        return bytes(range(tp_group.HANDLE_BYTES))
+
+
+def open_inboxes(tp: TPGroup) -> object:
+    return tp_group._open_inboxes(tp, torch.device("cpu"))
+
+
+def test_no_rank_has_inboxes_if_nccl_must_not_use_the_memory_of_other_gpus(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: where a GPU opens the memory of another but cannot write to it, users set this; sums would hang."""
+    caplog.set_level(logging.INFO, logger="nanovllm")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setattr(SharedMemory, "open", lambda handle: Memory())
+    monkeypatch.setattr(SharedMemory, "allocate", lambda num_bytes: Memory())
+    assert run_ranks(2, open_inboxes) == [None, None]
+    assert all("NCCL_P2P_DISABLE is set" in record.getMessage() for record in caplog.records)
+
+
 def test_no_rank_has_inboxes_if_one_cannot_share_its_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Memory:
-        address = 2**40
-
-        def handle(self) -> bytes:
-            return bytes(range(tp_group.HANDLE_BYTES))
-
     def refuse(num_bytes: int) -> None:
         raise UnsupportedDriverError("cuMemAlloc_v2 failed (CUDA error 2)")
-
-    def open_inboxes(tp: TPGroup) -> object:
-        return tp_group._open_inboxes(tp, torch.device("cpu"))
 
     caplog.set_level(logging.INFO, logger="nanovllm")
     first = threading.Lock()
