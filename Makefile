@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
+GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 PROCESSES := $(if $(wildcard /dev/nvidia0),,-n 2 --dist worksteal)
 
-.PHONY: demo test test-all clients test-clients browser test-browser ray test-ray package check format docs bench-micro bench-serve bench-gpu soak eval fuzz
+.PHONY: demo test test-all clients test-clients browser test-browser ray test-ray test-gpu package check format docs bench-micro bench-serve bench-gpu soak eval fuzz
 
 demo: $(INSTALLED)
 	$(BIN)/nanovllm demo
@@ -43,6 +44,12 @@ ray: $(INSTALLED)
 
 test-ray: $(INSTALLED)
 	$(BIN)/python -m pytest -m ray tests/cluster
+
+# What needs a GPU: tests that can share it, then the others one by one. PYTHON as for bench-gpu.
+GPU_PROCESSES ?= 8
+test-gpu: $(if $(filter file,$(origin PYTHON)),$(INSTALLED))
+	$(GPU_PYTHON) -m pytest -n $(GPU_PROCESSES) -m "gpu and not (alone or multi_gpu or clients or ray)" tests $(ARGS)
+	$(GPU_PYTHON) -m pytest -m "(alone or multi_gpu) and not ray" tests $(ARGS)
 
 # The sdist and the wheel in dist/, checked and used in an environment of their own, and the container's files
 package: $(INSTALLED)
@@ -86,7 +93,7 @@ fuzz: $(INSTALLED)
 
 # PYTHON given here (make bench-gpu PYTHON=python3) is used as it is, without the virtual environment
 bench-gpu: $(if $(filter file,$(origin PYTHON)),$(INSTALLED))
-	$(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) -m benchmarks.run_all $(ARGS)
+	$(GPU_PYTHON) -m benchmarks.run_all $(ARGS)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

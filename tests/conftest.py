@@ -71,6 +71,12 @@ def pytest_configure(config: pytest.Config) -> None:
         force_target(config.getoption("--kernel-target"))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a failed test at once: a run on a borrowed GPU may be cut off before its summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid} ({report.when})", flush=True)
+
+
 def pytest_collection_finish() -> None:
     """Let collections leave out the objects of modules and tests, which would take 0.3 s each."""
     gc.freeze()

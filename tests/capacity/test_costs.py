@@ -216,6 +216,7 @@ def test_memory_is_what_engines_held_on_an_h200() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", ["readme", "2slots", "all-gpu", "8b-24gib", "8b-24gib-all-gpu"])
 def test_plan_memory_is_within_5_percent_of_what_a_process_holds(case: str) -> None:

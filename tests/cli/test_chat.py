@@ -65,6 +65,7 @@ def test_chat_from_a_pipe_answers_each_line_and_keeps_the_history(run: Run, cach
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_chat_on_a_gpu_answers_as_on_a_cpu(run: Run) -> None:
     status, out, _ = run("The passkey is q7m2x9kd.\nThe passkey is\n", "chat", "--device", "cuda")
     assert (status, out) == (0, f"{HELP}\n q7m2x9kd.\n")
@@ -191,7 +192,7 @@ class Terminal:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.alone])])
 def test_chat_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_program(device: str) -> None:
     terminal = Terminal(device)
     terminal.wait_for(">>> ")

@@ -74,6 +74,7 @@ def test_verify_a_lost_block_is_found(dtype: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_verify_on_a_gpu_agrees_and_reports_rates_beside_bounds(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--model", "demo", "--dtype", dtype, "--device", "cuda"]) == 0

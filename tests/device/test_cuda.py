@@ -28,6 +28,7 @@ def test_rows_are_copied_and_nothing_else(
     assert torch.equal(dst, expected)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("pitch", [2**28, 2**30 - 2**20, 2**30, 2**30 + 2**20, 2**31 - 2**20])
 def test_rows_that_are_far_apart_are_copied(pitch: int) -> None:
     """The layers of a KV cache of 68 GiB are 1.3e9 bytes apart."""

@@ -14,7 +14,7 @@ from tiny_models import write_tiny_model
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.decoder import MLP
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 GIB = 2**30
 
