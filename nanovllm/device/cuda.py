@@ -141,7 +141,7 @@ def as_int32(number: int) -> int:
 
 
 def write_value(stream: torch.cuda.Stream, target: torch.Tensor, value: int) -> None:
-    """Enqueue target <- value, after all that the stream was given. `target`: int32 [1], pinned or on the GPU. Hot."""
+    """Enqueue target <- value, after all that the stream was given. `target`: int32 [1], pinned. Hot."""
     write, _ = _driver()
     _check(write(stream.cuda_stream, target.data_ptr(), value & 0xFFFFFFFF, 0))
 
