@@ -10,12 +10,16 @@ Programs do not wait for each other: program p of a rank exchanges its words wit
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.device.tp_group import Inboxes
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
+
+if TYPE_CHECKING:  # compiling processes import this module without torch
+    from nanovllm.device.tp_group import Inboxes
 
 BLOCK_WORDS = 256
 _POLLS = tl.constexpr(16)  # looks for messages between two at `gave_up`, which is in host memory and takes longer
