@@ -154,7 +154,15 @@ def broken_rules(module: str, source: str, modules: set[str]) -> list[str]:
         broken.append("uses torch.cuda")
     if part == "kernels" and any(is_in(name, "torch") for name in imported) and not postpones_annotations(tree):
         broken.append("reads torch for its annotations")  # the process that compiles kernels would load it
+    if part == "kernels":  # for the same reason
+        at_run_time = ast.Module([node for node in tree.body if not is_for_annotations(node)], [])
+        needed = {name for name in imported_modules(at_run_time, modules) if part_of(name) == "device"}
+        broken += [f"loads torch with {name}" for name in needed - {"nanovllm.device.kernel_target"}]
     return broken
+
+
+def is_for_annotations(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def postpones_annotations(tree: ast.Module) -> bool:
@@ -225,10 +233,12 @@ def test_find_circle_names_it() -> None:
         ("nanovllm.layers.linear", "import torch\ntorch.cuda.synchronize()", "uses torch.cuda"),
         ("nanovllm.layers.linear", "from torch import cuda", "uses torch.cuda"),
         ("nanovllm.kernels.fused", "import torch\ndef f(x: torch.Tensor): ...", "reads torch"),
+        ("nanovllm.kernels.fused", "from nanovllm.device.tp_group import TPGroup", "loads torch"),
     ],
 )
 def test_broken_rules_bad_import_complains(module: str, source: str, complaint: str) -> None:
     modules = {"scheduling.scheduler", "models.decoder", "kvcache.transfer.streams", "llm", "attention.base"}
+    modules |= {"device.tp_group"}
     names = {f"nanovllm.{name}" for name in modules | {"attention.backends.a"}}
     broken = broken_rules(module, source, names)
     assert any(rule.startswith(complaint) for rule in broken), broken
