@@ -143,7 +143,7 @@ def packing_problem(config: Config, model: ModelConfig) -> str | None:
 
 
 def _num_used(model: ModelConfig, module: _Module, num_tokens: int | None) -> float:
-    """How many weights like this `num_tokens` tokens use together; None: how many there are.
+    """The number of weights like this that a step of `num_tokens` tokens uses, or with None the number in the layer.
 
     Of a mixture of experts these are E (1 - (1 - C / E)^T) on average, if all of the E experts are as likely and each
     token has C.

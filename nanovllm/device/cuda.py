@@ -170,7 +170,8 @@ class _Handle(ctypes.Structure):
 class SharedMemory:
     """Memory of a GPU that several processes use, at an address that each has for itself.
 
-    It is freed, or closed where it was opened, with this object. Raises UnsupportedDriverError if the driver refuses.
+    Memory that was allocated here is freed with this object, and memory that was opened is closed. All methods raise
+    UnsupportedDriverError if the driver refuses.
     """
 
     def __init__(self, address: int, close: str) -> None:
@@ -179,7 +180,7 @@ class SharedMemory:
 
     @classmethod
     def allocate(cls, num_bytes: int) -> "SharedMemory":
-        """Zeros on the current device. A multiple of 2 MiB, which shares no page with other memory."""
+        """Allocate zeros on the current device, a multiple of 2 MiB, so that no other memory is shared."""
         assert num_bytes % 2**21 == 0, num_bytes
         address = ctypes.c_uint64()
         cls._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
@@ -189,14 +190,14 @@ class SharedMemory:
 
     @classmethod
     def open(cls, handle: bytes) -> "SharedMemory":
-        """Another process's, which may be on another device."""
+        """Open the memory of another process, which may be on another device, by its `handle`."""
         address = ctypes.c_uint64()
         given = _Handle.from_buffer_copy(handle)
         cls._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_ENABLE_PEER_ACCESS))
         return cls(address.value, "cuIpcCloseMemHandle")
 
     def handle(self) -> bytes:
-        """What other processes open it with."""
+        """Return the bytes with which another process can `open` this memory."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self.address))
         return bytes(handle.reserved)

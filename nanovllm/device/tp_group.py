@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 CONNECT_TIMEOUT = timedelta(seconds=60)
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may compile kernels first; other checks detect a dead rank
 
-INBOX_BYTES = 2**21  # for two sums of 2**17 words, which all ranks share
+INBOX_BYTES = 2**21  # messages of 8 bytes for two sums, which hold 2**17 words each, divided among the ranks
 
 _Options = TypeVar("_Options")
 
@@ -44,8 +44,8 @@ class Inboxes:
         self.max_words = INBOX_BYTES // (2 * 8 * len(memories))
         self.addresses = torch.tensor([each.address for each in memories], dtype=torch.int64, device=device)
         self.num_sums = torch.zeros(self.max_words, dtype=torch.int32, device=device)  # of each program of the kernel
-        # Not 0: kernels do not wait for messages. The host writes it. A stream that wrote it might share a hardware
-        # queue with the kernel that waits, and the driver refuses all calls once the GPU has failed.
+        # Kernels stop waiting for messages when this is not 0. The host writes it directly: a stream might share a
+        # hardware queue with the kernel that waits, and the driver refuses all calls once the GPU has failed.
         self._pinned = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self.gave_up = pinned_view(self._pinned, device)
         self._memories = memories
@@ -67,7 +67,7 @@ class TPGroup:
     size: int = 1
     process_group: Any = None  # a c10d backend, used directly; torch's stubs leave out its collectives
     device: torch.device | None = None  # this rank's; None: a single rank has the device that its engine chose
-    inboxes: Inboxes | None = None  # None: sums of a few rows are nccl's, too
+    inboxes: Inboxes | None = None  # None: nccl computes all sums
     on_close: list[Callable[[], None]] = field(default_factory=list, compare=False)  # destroy graphs with collectives
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -157,8 +157,8 @@ def connect(store: dist.Store, rank: int, size: int, device: torch.device) -> TP
 
 
 def _open_inboxes(group: TPGroup, device: torch.device) -> Inboxes | None:
-    """A collective call. None if a rank cannot open another's memory, as where GPUs do not reach each other's. The same
-    where nccl has been told that they do not: some machines open the memory, but lose what is written to it.
+    """A collective call. Returns None if a rank cannot open another's memory, because the GPUs do not reach each other,
+    or if NCCL_P2P_DISABLE is set: some machines can open the memory but lose what is written to it.
     """
     error: Exception | None = None
     own, handle = None, bytes(HANDLE_BYTES)
@@ -177,7 +177,10 @@ def _open_inboxes(group: TPGroup, device: torch.device) -> Inboxes | None:
     except UnsupportedDriverError as its_error:
         error = error or its_error
     if group.all_reduce(torch.tensor(float(error is not None), device=device)).item():
-        logger.info("nccl sums few rows, too, which takes longer: %s", error or "another rank cannot share memory")
+        logger.info(
+            "nccl sums over ranks even for few rows, which takes longer: %s",
+            error or "another rank cannot share memory",
+        )
         return None
     return Inboxes(memories, device)
 

@@ -60,14 +60,14 @@ class Routing(NamedTuple):
 
 
 def choose_block_m(num_pairs: int, num_experts: int) -> int:
-    """Pairs of a block: about those of an expert. They are rounded up, so that twice the rows have at most the next
-    size, and start-up finds all sizes.
+    """Choose the pairs of a block: about as many as an expert has. The number is rounded up, so that twice the rows
+    have at most the next size, and start-up finds all sizes.
     """
     return min(max(16, triton.next_power_of_2(triton.cdiv(num_pairs, num_experts))), MAX_BLOCK_M)
 
 
 def route(experts: torch.Tensor, num_experts: int, block_m: int | None = None) -> Routing:
-    """`experts`: int64 [M, C], those that each row has chosen. Blocks have up to `block_m` pairs, or as many as fit."""
+    """`experts`: int64 [M, C], those that each row has chosen. `block_m` is by default that of `choose_block_m`."""
     flat = experts.flatten().clamp(0, num_experts - 1)  # while kernels are only compiled, nobody has chosen
     num_pairs = len(flat)
     block_m = block_m or choose_block_m(num_pairs, num_experts)
@@ -273,7 +273,9 @@ def _products(product: _Product, tile: Tile) -> torch.Tensor:
         return out
     columns = weight.block_columns
     if weight.scales is None:
-        columns = math.gcd(weight.num_columns, 128 if tile.block_n <= 64 else 64)  # 64 leave room for wide tiles
+        columns = math.gcd(
+            weight.num_columns, 128 if tile.block_n <= 64 else 64
+        )  # wide tiles have room for four stages of 64
     elif weight.group_size % 128 == 0 and tile.num_per_sm == 1:  # several products divide a single block
         columns = math.gcd(weight.num_columns, 128)
     assert columns >= 16, "a row must consist of whole steps"

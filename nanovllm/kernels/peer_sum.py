@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # compiling processes import this module without torch
     from nanovllm.device.tp_group import Inboxes
 
 BLOCK_WORDS = 256
-_POLLS = tl.constexpr(16)  # looks for messages between two at `gave_up`, which is in host memory and takes longer
+_POLLS = tl.constexpr(16)  # reads of messages between two reads of `gave_up`, which is slow, being in host memory
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def _peer_sum_kernel(
             polls = 0
             while missing > 0:
                 polls += 1
-                # Threads may see different values, but all leave the loop together, by what they have summed
+                # Threads may read different values, but the sum makes all of them leave the loop together
                 gave_up = tl.load(gave_up_ptr, polls % _POLLS == 0, other=0, volatile=True)
                 message = tl.load(inbox + rank * MAX_WORDS + place, is_word, other=0, volatile=True)
                 missing = tl.sum((is_word & (gave_up == 0) & ((message >> 32) != number)).to(tl.int32))
@@ -87,7 +87,7 @@ def _peer_sum_kernel(
 
 
 def can_sum(x: torch.Tensor, inboxes: Inboxes) -> bool:
-    """Return True if x consists of whole words, and of no more than a message may have. Hot."""
+    """Return True if x consists of whole words and fits into an inbox. Hot."""
     return x.nbytes % 4 == 0 and x.nbytes <= 4 * inboxes.max_words
 
 
@@ -96,7 +96,7 @@ def peer_sum(x: torch.Tensor, rank: int, num_ranks: int, inboxes: Inboxes) -> to
     same shapes and in the same order. Hot: twice per layer.
     """
     num_words = x.nbytes // 4
-    assert x.is_contiguous() and can_sum(x, inboxes), "no message for the inboxes"
+    assert x.is_contiguous() and can_sum(x, inboxes), f"the inboxes cannot take {x.nbytes} bytes"
     if num_words:
         on_grid(_peer_sum_kernel, (triton.cdiv(num_words, BLOCK_WORDS),))(
             x,

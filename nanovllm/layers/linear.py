@@ -132,7 +132,7 @@ def gate_up(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch
 
 def sum_over_ranks(x: torch.Tensor, tp: TPGroup) -> torch.Tensor:
     """Sum over ranks, in place, of contiguous numbers. Hot: twice per layer."""
-    if tp.inboxes is not None and x.is_cuda:
+    if tp.inboxes is not None:
         from nanovllm.kernels import peer_sum
 
         if peer_sum.can_sum(x, tp.inboxes):

@@ -66,7 +66,7 @@ class Router(nn.Module):
         return self.product_of_many(x)
 
     def product_of_many(self, x: torch.Tensor) -> torch.Tensor:
-        """`_linear` of many tokens, which launches no kernel of ours: start-up makes cuBLAS load its own."""
+        """What `_linear` computes for many tokens, without our kernels. Start-up makes cuBLAS load its own."""
         if not x.is_cuda or x.dtype == torch.float32:
             return F.linear(x.float(), self.weight.float())
         return torch.mm(x, self.weight.t(), out_dtype=torch.float32)

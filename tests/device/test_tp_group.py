@@ -44,7 +44,7 @@ def test_close_tells_kernels_to_give_up_without_the_driver() -> None:
     """Regression: after an error such as an illegal address the driver refuses every call, and so the one that let
     kernels give up. Its refusal replaced the original error, and the group was not aborted.
     """
-    nccl, inboxes = LikeNccl(), Inboxes.__new__(Inboxes)  # there is no memory to pin without a GPU
+    nccl, inboxes = LikeNccl(), Inboxes.__new__(Inboxes)  # its constructor pins memory, which needs a GPU
     inboxes._pinned = torch.zeros(1, dtype=torch.int32)
     tp = TPGroup(0, 2, nccl, inboxes=inboxes, on_close=[nccl.graphs_gone.set])
     tp.close()
@@ -73,6 +73,7 @@ def test_no_rank_has_inboxes_if_nccl_must_not_use_the_memory_of_other_gpus(
     monkeypatch.setattr(SharedMemory, "open", lambda handle: Memory())
     monkeypatch.setattr(SharedMemory, "allocate", lambda num_bytes: Memory())
     assert run_ranks(2, open_inboxes) == [None, None]
+    assert len(caplog.records) == 2
     assert all("NCCL_P2P_DISABLE is set" in record.getMessage() for record in caplog.records)
 
 
