@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nanovllm.capacity.machine import Machine
-from nanovllm.checkpoint.model_config import MAX_ROUTED_TOKENS, ModelConfig
+from nanovllm.checkpoint.model_config import MAX_MLP_TOKENS, ModelConfig
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSpec, kv_cache_spec, uses_draft_head
@@ -214,12 +214,13 @@ def layer_bytes(config: Config, model: ModelConfig, num_tokens: int) -> int:
 
     - In attention: q, two parts and a piece of a third, and in fp32 the merged result and three log-sum-exps.
     - In a recurrent layer: what the convolution reads and yields, in fp32 too, the gate and the result.
-    - In the MLP: gate, up and their product. For the experts of MAX_ROUTED_TOKENS tokens at a time also what each of
-      them yields; on a CPU, where one expert may have all tokens, its input and output, and the sum in fp32.
+    - In the MLP of MAX_MLP_TOKENS tokens at a time: gate, up and their product. With experts also what each of them
+      yields; on a CPU, where one expert may have all tokens, its input and output, and the sum in fp32.
     - In both: two hidden states and two residuals, of this layer and of the previous one, and the cosines and sines of
       the rotation in fp32.
     """
     tp, size = config.tensor_parallel_size, itemsize(config, model)
+    num_in_mlp = min(num_tokens, MAX_MLP_TOKENS)
     attention = ((4 * size + max(4, size)) * model.head_dim + 3 * 4) * model.num_heads // tp
     mlp = size * 3 * model.intermediate_size // tp
     if model.recurrent is not None:
@@ -230,9 +231,9 @@ def layer_bytes(config: Config, model: ModelConfig, num_tokens: int) -> int:
     if model.experts is not None:
         features = 3 * model.experts.intermediate_size // tp
         mlp = max(mlp, size * (features + 2 * model.hidden_size) + 4 * model.hidden_size)
-        num_pairs = min(num_tokens, MAX_ROUTED_TOKENS) * model.experts.num_experts_per_token
-        routed = num_pairs * size * (features + model.hidden_size)
-    return num_tokens * (size * 4 * model.hidden_size + max(attention, mlp) + 4 * model.head_dim) + routed
+        routed = num_in_mlp * model.experts.num_experts_per_token * size * (features + model.hidden_size)
+    hidden = num_tokens * (size * 4 * model.hidden_size + 4 * model.head_dim)
+    return hidden + max(num_tokens * attention, num_in_mlp * mlp) + routed
 
 
 def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max_num_rows: int) -> int:

@@ -160,7 +160,7 @@ class RopeConfig:
     truncate: bool = True
 
 
-MAX_ROUTED_TOKENS = 8192  # tokens whose experts a GPU computes together, which bounds the memory for what they yield
+MAX_MLP_TOKENS = 8192  # tokens whose MLP is computed together, which bounds the memory for its inner features
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 from nanovllm.capacity.costs import prefill_flop, token_keys
 from nanovllm.capacity.plan import make_plan, plan_table
 from nanovllm.checkpoint.files import fetch_weights
-from nanovllm.config import Config
+from nanovllm.config import GPU_RESERVE_BYTES, Config
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DiskSetup
 from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, max_stateful_seqs
@@ -148,7 +148,9 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
             num_bytes -= sizes.num_state_slots * spec.states.slot_bytes
         fitting = max(0, num_bytes) // spec.block_bytes if given else sizes.num_gpu_blocks
         if fitting < max(given, least):
-            lower = f"lower {name} to {fitting}" if fitting >= least else "lower kvcache_block_size"
+            # Another start may measure some MiB more: how its threads take turns decides where memory lies
+            advised = max(least, (num_bytes - GPU_RESERVE_BYTES) // spec.block_bytes)
+            lower = f"lower {name} to {advised}" if fitting >= least else "lower kvcache_block_size"
             if draft_bytes:
                 lower += f", use a smaller CPU pool, for which the draft head takes {format_bytes(draft_bytes)} of that"
             raise ConfigError(

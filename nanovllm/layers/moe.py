@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.checkpoint.model_config import MAX_ROUTED_TOKENS, ExpertsConfig
+from nanovllm.checkpoint.model_config import ExpertsConfig
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import ConfigError
@@ -113,11 +113,8 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`experts` and `weights` [T, C] are the router's. Reads only the experts that are chosen."""
-        if not x.is_cuda:
-            return sum_over_ranks(self._sum_by_expert(x, experts, weights), self.tp)
-        split = (each.split(MAX_ROUTED_TOKENS) for each in (x, experts, weights))
-        parts = [self._sum_of_products(*part) for part in zip(*split, strict=True)]
-        return sum_over_ranks(parts[0] if len(parts) == 1 else torch.cat(parts), self.tp)
+        sums = self._sum_of_products if x.is_cuda else self._sum_by_expert
+        return sum_over_ranks(sums(x, experts, weights), self.tp)
 
     def _sum_by_expert(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """On a CPU: finds out which experts are chosen, and computes one after the other."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention.base import StepAttention
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.model_config import MAX_MLP_TOKENS, ModelConfig
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.delta_net import GatedDeltaNet
@@ -159,7 +159,8 @@ class DecoderLayer(nn.Module):
         if rows is not None:
             residual = residual[rows]
         hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden), residual
+        parts = [self.mlp(part) for part in hidden.split(MAX_MLP_TOKENS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts), residual
 
     def skip(self, hidden: torch.Tensor, attn: StepAttention) -> None:
         """Let attention use up what it streams for this layer."""

@@ -4,6 +4,7 @@ nothing behind.
 
 import itertools
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,9 +22,14 @@ from tiers import RUNS_ALL
 from tiny_engines import KINDS
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.capacity.machine import Machine, find_gpu
+from nanovllm.capacity.plan import make_plan
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.config import Config
+from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.device.devices import memory_remedy
 from nanovllm.engine import startup
-from nanovllm.engine.setup import Internals
+from nanovllm.engine.setup import EngineSetup, Internals
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.executor.base import LocalExecutor
 from nanovllm.text.detokenizer import TextReceiver
@@ -185,6 +192,35 @@ def test_nan_logits_end_their_request_with_an_error(model: Path, kind: str, ahea
 
 
 # -- a start that fails ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_cpu_offload": True}])
+def test_number_of_blocks_that_an_error_names_fits_where_the_next_start_measures_less(options: dict[str, Any]) -> None:
+    """Regression: on a GPU the next start measured 20 MiB less room, and named one block less."""
+    name = "num_gpu_blocks" if options else "num_kvcache_blocks"
+
+    def sizes_of(num_blocks: int, room_bytes: int) -> KVCacheSizes:
+        config = Config(model="qwen3-0.6b", kvcache_block_size=256, **options, **{name: num_blocks})
+        model = ModelConfig.without_weights(config.model)
+        plan = make_plan(config, model, Machine.gpu(64 * 2**30, find_gpu("H200")))
+        setup = EngineSetup(
+            config=config,
+            model_config=model,
+            directory=None,
+            max_model_len=40960,
+            device=torch.device("cuda"),
+            plan=plan,
+            internals=Internals(),
+        )
+        measured = Mock(call=lambda *_: (room_bytes, "this much is left"))
+        return startup._kv_cache_sizes(setup, measured)
+
+    room_bytes = 5 * 2**30
+    with pytest.raises(ConfigError, match=f"no room for {name}=1000 .*this much is left; lower {name} to") as error:
+        sizes_of(1000, room_bytes)
+    named = re.search(rf"lower {name} to (\d+)", str(error.value))
+    assert named is not None and int(named[1]) * 28 * 2**20 > room_bytes - 2**28
+    assert sizes_of(int(named[1]), room_bytes - 100 * 2**20).num_gpu_blocks == int(named[1])
 
 
 def test_memory_remedy_out_of_memory_is_a_value_error_that_says_what_to_lower() -> None:

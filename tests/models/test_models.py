@@ -10,6 +10,7 @@ from tiny_models import HYBRIDS, ROPES, greedy_reference, reference_model, write
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.device.tp_group import TPGroup
+from nanovllm.models import decoder
 from nanovllm.models.loader import build_model
 
 TOLERANCE = 1e-4
@@ -34,6 +35,15 @@ def test_logits_every_rope_past_its_original_length_match_transformers(
 @pytest.mark.parametrize("architecture", KINDS)
 def test_logits_tied_and_biased_match_transformers(tmp_path: Path, architecture: str) -> None:
     assert_same_logits(write_tiny_model(tmp_path, architecture, tied=True, bias=True), random_prompt(50), 128)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "qwen3_5_moe"])
+def test_logits_where_mlps_take_some_tokens_at_a_time_match_transformers(
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "MAX_MLP_TOKENS", 16)
+    write_tiny_model(tmp_path, architecture, num_layers=4)
+    assert_same_logits(tmp_path, random_prompt(50), max_model_len=128)
 
 
 @pytest.mark.parametrize("architecture", [*KINDS, *HYBRIDS])

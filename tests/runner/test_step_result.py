@@ -37,6 +37,7 @@ def test_seconds_on_a_cpu_are_those_between_the_ends_of_launches(monkeypatch: py
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # it compares times, and processes that share a GPU take turns
 def test_tokens_do_not_wait_for_blocks_that_are_copied_out() -> None:
     """Regression: both used the copy engine, so with offload a step took longer by the time of its copies."""
     source = torch.zeros(64, 2**24, dtype=torch.uint8, device="cuda")
