@@ -120,13 +120,28 @@ def weight_files(directory: Path | None) -> list[Path]:
     return found
 
 
-def stored_names(directory: Path | None) -> list[str] | None:
-    """The names of the tensors in the weights. None if the files are not here yet, or are not what they should be."""
+def stored_names(model: str, directory: Path | None) -> list[str] | None:
+    """The names of the tensors in the weights. If the hub has these in a single file that was not downloaded yet, its
+    header is read there.
+
+    directory: as returned by `find_model`. None if the hub does not answer or the files are not what they should be.
+    """
     try:
         if directory is not None and (directory / INDEX_FILE).is_file():
             return list(read_json(directory / INDEX_FILE)["weight_map"].keys())
+        if directory is not None and _local_directory(model) is None and not (directory / SINGLE_FILE).is_file():
+            return _names_on_hub(model, directory.name)
         return [name for file in weight_files(directory) for name in _names_in(file)]
     except (ValueError, KeyError, AttributeError, OSError, RecursionError):  # the loader says what is wrong
+        return None
+
+
+def _names_on_hub(model: str, revision: str) -> list[str] | None:
+    from huggingface_hub import parse_safetensors_file_metadata
+
+    try:
+        return list(parse_safetensors_file_metadata(model, SINGLE_FILE, revision=revision).tensors)
+    except Exception:  # no network, or no such file
         return None
 
 

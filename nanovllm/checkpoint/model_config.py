@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from nanovllm.checkpoint.files import find_model, read_json, stored_names
+from nanovllm.checkpoint.files import INDEX_FILE, find_model, read_json, stored_names
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization, parse_quantization
 from nanovllm.checkpoint.settings import (
     GENERATION_CONFIG_FILE,
@@ -260,17 +260,16 @@ class ModelConfig:
         Never runs code from the checkpoint and never asks for input on stdin.
         """
         config_path, directory = find_model(model)
-        return _read_config(config_path, directory, hf_overrides), directory
+        return _read_config(model, config_path, directory, hf_overrides), directory
 
     @classmethod
     def without_weights(cls, model: str, hf_overrides: Mapping[str, Any] | None = None) -> "ModelConfig":
-        """The same config, but of a hub name no file except config.json is downloaded.
+        """The same config, but of a hub name only config.json and the list of its tensors are downloaded.
 
-        Without the other files it lacks end tokens that only generation_config.json names, and it has the draft head
-        that config.json promises.
+        So it lacks end tokens that only generation_config.json names.
         """
-        config_path, directory = find_model(model, ("config.json",))
-        return _read_config(config_path, directory, hf_overrides)
+        config_path, directory = find_model(model, ("config.json", INDEX_FILE))
+        return _read_config(model, config_path, directory, hf_overrides)
 
     def quantized(self, name: str | None) -> "ModelConfig":
         """This model, quantized to a format of QUANTIZATIONS while it is loaded; None leaves it as it is.
@@ -285,7 +284,9 @@ class ModelConfig:
         return self if name is None else replace(self, quantization=QUANTIZATIONS[name])
 
 
-def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mapping[str, Any] | None) -> ModelConfig:
+def _read_config(
+    model: str, config_path: Path, directory: Path | None, hf_overrides: Mapping[str, Any] | None
+) -> ModelConfig:
     """Read and check config.json after the overrides. directory: where generation_config.json and weights may be."""
     given = apply_overrides(_text_settings(read_json(config_path)), hf_overrides)
     name = _architecture_name(given)
@@ -325,7 +326,7 @@ def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mappin
         recurrent=_recurrent(settings) if architecture.is_hybrid else None,
         attention_gate=architecture.is_hybrid,
         norms_add_one=architecture.is_hybrid,
-        has_mtp=architecture.is_hybrid and _num_mtp_layers(settings) > 0 and _may_have_mtp_weights(directory),
+        has_mtp=architecture.is_hybrid and _num_mtp_layers(settings) > 0 and _may_have_mtp_weights(model, directory),
     )
     if config.rotary_dim % 2 or config.rotary_dim < 2:
         raise CheckpointError(
@@ -459,9 +460,9 @@ def _num_mtp_layers(settings: Mapping[str, Any]) -> int:
     return num_layers
 
 
-def _may_have_mtp_weights(directory: Path | None) -> bool:
+def _may_have_mtp_weights(model: str, directory: Path | None) -> bool:
     """Return False if the files lack the draft head that config.json promises: some tools leave it out."""
-    names = stored_names(directory)
+    names = stored_names(model, directory)
     return names is None or any(name.startswith("mtp.") for name in names)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -47,9 +48,13 @@ class _Handler(BaseHTTPRequestHandler):
         if not path.startswith(f"/{NAME}/resolve/") or name not in files:
             self._send(404, b"", with_content)
             return
+        content, wanted = files[name].read_bytes(), self.headers.get("Range")
+        if wanted is not None:
+            first, last = map(int, wanted.removeprefix("bytes=").split("-"))
+            content = content[first : last + 1]
         if with_content:
-            self.server.fetched.append(name)
-        self._send(200, files[name].read_bytes(), with_content)
+            self.server.fetched.append(name if wanted is None else f"{name} {wanted}")
+        self._send(200 if wanted is None else 206, content, with_content)
 
     def _send(self, status: int, content: bytes, with_content: bool) -> None:
         self.send_response(status)
@@ -64,15 +69,16 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    directory = write_tiny_tokenizer(write_tiny_model(tmp_path / "repository", sharded=True))
-    with Hub(directory) as server:
+@contextmanager
+def serve(repository: Path) -> Iterator[Hub]:
+    with Hub(write_tiny_tokenizer(repository)) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def nanovllm(hub: Hub, cache: Path, *args: str, **settings: str) -> str:
@@ -85,19 +91,41 @@ def nanovllm(hub: Hub, cache: Path, *args: str, **settings: str) -> str:
     return done.stdout
 
 
+FLAGS = "--prompt abc --device cpu --max-tokens 3 --num-kvcache-blocks 4 --temperature 0".split()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with serve(write_tiny_model(tmp_path / "repository", sharded=True)) as hub:
+        yield hub
+
+
 @pytest.mark.slow
-def test_hub_name_plan_fetches_config_json_alone_and_generate_the_rest_once(hub: Hub, tmp_path: Path) -> None:
-    """B1: `plan`, which loads nothing, downloaded all weights. Its snapshot, which holds config.json alone, must not
-    pass for the whole model, whose files are links to blobs.
+def test_hub_name_plan_fetches_no_weights_and_generate_the_rest_once(hub: Hub, tmp_path: Path) -> None:
+    """B1: `plan`, which loads nothing, downloaded all weights. Its snapshot, which lacks the weights, must not pass
+    for the whole model, whose files are links to blobs.
     """
     cache = tmp_path / "cache"
     planned = nanovllm(hub, cache, "plan", "--context", "100", "--host-memory-gb", "8")
     assert "plan for 1 x 100 tokens of acme/tiny" in planned
-    assert hub.fetched == ["config.json"]
-    flags = "--prompt abc --device cpu --max-tokens 3 --num-kvcache-blocks 4 --temperature 0".split()
-    answer = nanovllm(hub, cache, "generate", *flags)
-    assert len(hub.fetched) == len(set(hub.fetched)) and "model.safetensors.index.json" in hub.fetched
+    assert sorted(hub.fetched) == ["config.json", "model.safetensors.index.json"]
+    answer = nanovllm(hub, cache, "generate", *FLAGS)
+    assert len(hub.fetched) == len(set(hub.fetched)) and "tokenizer.json" in hub.fetched
     weights = list(cache.rglob("snapshots/*/*.safetensors"))
     assert len(weights) > 1 and all(file.is_symlink() for file in weights)
     hub.fetched.clear()
-    assert nanovllm(hub, cache, "generate", *flags, HF_HUB_OFFLINE="1") == answer and not hub.fetched
+    assert nanovllm(hub, cache, "generate", *FLAGS, HF_HUB_OFFLINE="1") == answer and not hub.fetched
+
+
+@pytest.mark.slow
+def test_hub_name_a_head_that_only_config_json_has_is_not_used(tmp_path: Path) -> None:
+    """Regression: the first start with "auto" failed where save_pretrained had left the head out of a single file."""
+    repository = write_tiny_model(tmp_path / "repository", "qwen3_5", num_layers=4)
+    config = repository / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"mtp_num_hidden_layers": 1}))
+    with serve(repository) as hub:
+        flags = "--context 100 --speculation auto --enable-cpu-offload --num-gpu-blocks 4 --host-memory-gb 8".split()
+        planned = nanovllm(hub, tmp_path / "cache", "plan", *flags)
+        assert "draft head" not in planned and hub.fetched == ["config.json", "model.safetensors bytes=0-100000"]
+        answer = nanovllm(hub, tmp_path / "cache", "generate", *FLAGS, "--speculation", "auto")
+        assert nanovllm(hub, tmp_path / "cache", "generate", *FLAGS) == answer
