@@ -121,7 +121,7 @@ def weight_files(directory: Path | None) -> list[Path]:
 
 
 def stored_names(model: str, directory: Path | None) -> list[str] | None:
-    """The names of the tensors in the weights. If the hub has these in a single file that was not downloaded yet, its
+    """The names of the tensors in the weights. If they are in a single file on the hub that is not downloaded yet, its
     header is read there.
 
     directory: as returned by `find_model`. None if the hub does not answer or the files are not what they should be.
@@ -129,7 +129,7 @@ def stored_names(model: str, directory: Path | None) -> list[str] | None:
     try:
         if directory is not None and (directory / INDEX_FILE).is_file():
             return list(read_json(directory / INDEX_FILE)["weight_map"].keys())
-        if directory is not None and _local_directory(model) is None and not (directory / SINGLE_FILE).is_file():
+        if directory is not None and _local_directory(model) is None and not any(directory.glob("*.safetensors")):
             return _names_on_hub(model, directory.name)
         return [name for file in weight_files(directory) for name in _names_in(file)]
     except (ValueError, KeyError, AttributeError, OSError, RecursionError):  # the loader says what is wrong
