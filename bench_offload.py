@@ -4,6 +4,8 @@ The link is measured first. Decode with offload is bound by the link's rate divi
 it per token; the fewest blocks are full blocks - (slots - write slots). Where the CPU attends to some of them, decode
 is bound by both rates together, as the last steps had them. --cpu-attention both measures with and without the CPU.
 Prefill is bound by its arithmetic, and compared with the all-GPU engine in the same run.
+All of that is measured without speculation. --compare default adds an engine with the default options, which include
+speculation; how many of its drafts are right depends on the random weights.
 --speculation measures decode against the share of right guesses, by an oracle (benchmarks/speculation.py).
 """
 
@@ -20,20 +22,23 @@ from benchmarks.common import (
     PromptTimes,
     Work,
     add_model_arguments,
+    greedy,
     lengths_after_short_warm_up,
     measure_ceilings,
     model_of_length,
     random_prompt,
+    serve,
     time_decode,
     time_prompts,
 )
 from benchmarks.reporting import Samples, report, run_options, versions
 from benchmarks.speculation import run_speculation
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.capacity.costs import num_full_blocks, num_missing_blocks
 from nanovllm.core.shadow_spec import SHADOW_BITS
 from nanovllm.utils.arithmetic import ceil_div
 
+SECOND_ANSWER_TOKENS = 256
 ENGINE_FIGURES = (  # names in LLM.stats
     "link_byte_per_s",
     "load_byte_per_s",
@@ -101,6 +106,7 @@ def bench_offload(
         num_gpu_blocks=num_slots,
         kvcache_block_size=args.block_size,
         cpu_attention=cpu_attention,
+        speculation="off",
         **pool,
     )
     start_s = time.perf_counter() - start_s
@@ -149,6 +155,33 @@ def bench_with_and_without_cpu(args: argparse.Namespace, ceilings: Ceilings) -> 
     ratios = result["prefill_ratio_to_link_only"], result["decode_ratio_to_link_only"]
     print("with / without the CPU: prefill {:.3f}, decode {:.3f}".format(*ratios))
     return result
+
+
+def bench_default(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure an engine with offload whose options are the defaults, apart from the sizes. The second answers to a
+    prompt are greedy, and sampled as by default.
+    """
+    llm = make_llm(
+        args,
+        args.max_model_len,
+        enable_cpu_offload=True,
+        num_gpu_blocks=args.num_gpu_blocks,
+        kvcache_block_size=args.block_size,
+    )
+    result = report_engine(measure(llm, args, args.max_model_len), "default")
+    prompt = random_prompt(random.Random(3), args.max_model_len - SECOND_ANSWER_TOKENS, llm.model_config.vocab_size)
+    serve(llm, [prompt], greedy(1))
+    for temperature in (0.0, 1.0):
+        sampling = SamplingParams(temperature=temperature, max_tokens=SECOND_ANSWER_TOKENS, ignore_eos=True)
+        (output,), _ = serve(llm, [prompt], sampling)
+        assert output["tpot_s"] is not None
+        key = f"default_second_answer_at_temperature_{temperature:g}_tok_per_s"
+        result[key] = 1 / output["tpot_s"]
+        print(f"         second answer, temperature {temperature:g}: {result[key]:.1f} tok/s")
+    stats = llm.stats()
+    llm.close()
+    figures = ("num_guesses", "guess_acceptance", "tokens_per_pass", "num_shadow_pages")
+    return result | {f"default_{name}": stats.get(name) for name in figures}
 
 
 def bench_gpu(args: argparse.Namespace, max_model_len: int) -> dict[str, Any]:
@@ -212,7 +245,9 @@ def main() -> None:
     parser.add_argument("--num-gpu-blocks", type=int, default=8, help="slots on the GPU")
     parser.add_argument("--block-size", type=int, default=4096, help="tokens per block")
     parser.add_argument("--batch", type=int, default=1, help="sequences that decode together")
-    parser.add_argument("--compare", default="gpu,hf", help="what else to measure: gpu, hf, both, or '' for nothing")
+    parser.add_argument(
+        "--compare", default="default,gpu,hf", help="what else to measure: default, gpu, hf; '' for nothing"
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--decode-tokens", type=int, default=64, help="tokens of each decode run")
     parser.add_argument(
@@ -232,8 +267,8 @@ def main() -> None:
     parser.add_argument("--shadow-bits", type=int, choices=SHADOW_BITS, help="with --speculation shadow")
     args = parser.parse_args()
     compare = {name for name in args.compare.split(",") if name}
-    if unknown := compare - {"gpu", "hf"}:
-        parser.error(f"--compare {', '.join(sorted(unknown))}: choose from gpu, hf")
+    if unknown := compare - {"default", "gpu", "hf"}:
+        parser.error(f"--compare {', '.join(sorted(unknown))}: choose from default, gpu, hf")
     if args.speculation and args.cpu_attention == "both":
         parser.error("--speculation measures one engine; choose --cpu-attention on, off or auto")
     if args.one_prompt and args.batch > 1:
@@ -247,6 +282,9 @@ def main() -> None:
         report(run_speculation(args, ceilings, result, make_llm), args.json)
         return
     result |= bench_with_and_without_cpu(args, ceilings)
+    if "default" in compare:
+        free_gpu()
+        result |= bench_default(args)
     if "gpu" in compare:
         free_gpu()
         result |= bench_gpu(args, args.max_model_len)

@@ -195,14 +195,15 @@ class Config:
         most=_MAX_STEP_MS,
     )
 
-    speculation: str = option(
-        "off",
-        help="guess the next tokens and verify all guesses in one step, which changes no token; prompt_lookup: what "
+    speculation: str | None = option(
+        None,
+        help="draft the next tokens and verify all drafts in one step, which changes no token; prompt_lookup: what "
         "followed the same words before in prompt or answer; resident: the model over the keys on the GPU, with CPU "
-        "offload; shadow: the model over a copy of all keys in 2 to 4 bits on the GPU; mtp: the checkpoint's draft "
+        "offload; shadow: the model over a copy of the keys in 2 to 4 bits on the GPU; mtp: the checkpoint's draft "
         "head, where it has one; auto: prompt_lookup and mtp or, without a draft head and with CPU offload, "
-        "shadow or else resident, whichever gains more; with CPU offload it uses mtp and shadow only where they take a "
-        "quarter of the memory or less; off: never",
+        "shadow or else resident, whichever gains more; with CPU offload it uses mtp only where it takes a quarter of "
+        "the memory for KV or less, and shadow only where its memory gains more than further slots would; off: never; "
+        "by default, auto with CPU offload, else off",
         group=_SCHEDULING,
         choices=SPECULATION,
     )
@@ -315,14 +316,19 @@ class Config:
             raise ConfigError("cpu_attention_threads has no effect with cpu_attention='off'; leave one of them out")
 
     @property
+    def speculation_method(self) -> str:
+        """The value of `speculation` in effect."""
+        return self.speculation or ("auto" if self.enable_cpu_offload else "off")
+
+    @property
     def wants_shadow(self) -> bool:
-        """True if drafts read a copy of the KV in a few bits. With "auto" they do where there is room for it."""
-        return self.speculation == "shadow" or (self.speculation == "auto" and self.enable_cpu_offload)
+        """True if drafts read a copy of the KV in a few bits. With "auto" they do where that pays."""
+        return self.speculation_method == "shadow" or (self.speculation_method == "auto" and self.enable_cpu_offload)
 
     @property
     def max_guesses(self) -> int:
         """Guesses of a sequence in one step; 0 without speculation."""
-        if self.speculation == "off":
+        if self.speculation_method == "off":
             return 0
         return self.num_speculative_tokens or (MAX_GUESSES if self.wants_shadow else DEFAULT_GUESSES)
 

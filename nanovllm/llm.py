@@ -181,7 +181,7 @@ class LLM:
 
     def _guess_figures(self) -> dict[str, str]:
         """Return the progress bar's figures for guesses; none until there are any."""
-        if self.config.speculation == "off":
+        if self.config.speculation_method == "off":
             return {}
         stats = self.stats()
         if stats["guess_acceptance"] is None:

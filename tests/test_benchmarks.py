@@ -147,6 +147,7 @@ def test_bench_offload_has_every_figure_its_targets_read(model: str, one_prompt:
     share = result["offload_prefill_tok_per_s"] / result["prefill_bound_tok_per_s"]
     assert result["prefill_bound_share"] == pytest.approx(share)
     assert result["num_missing_blocks"] == 7 - (3 - 1) and result["link_share"] > 0
+    result |= bench_offload.bench_default(args)
     added_by_main = {"prefill_ratio_to_gpu": 1.0, "decode_ratio_to_gpu": 1.0}
     for target in TARGETS:
         if all(name.startswith("offload") for name in target.jobs):

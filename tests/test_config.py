@@ -39,7 +39,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         "cpu_attention_threads": None,
         "chunked_prefill": True,
         "max_step_ms": None,
-        "speculation": "off",
+        "speculation": None,
         "num_speculative_tokens": None,
         "shadow_bits": None,
         "shadow_memory_gb": None,
@@ -163,6 +163,7 @@ def test_a_sequence_with_all_its_guesses_fits_a_step() -> None:
     """By default also the decode kernel."""
     assert 1 + MAX_GUESSES == MAX_VERIFYING_ROWS and 1 + DEFAULT_GUESSES == MAX_DECODE_QUERIES
     for name, most, with_offload in (
+        (None, 0, MAX_GUESSES),
         ("off", 0, 0),
         ("prompt_lookup", DEFAULT_GUESSES, DEFAULT_GUESSES),
         ("mtp", DEFAULT_GUESSES, DEFAULT_GUESSES),

@@ -88,7 +88,7 @@ def _plans(name: str, model: ModelConfig, machine: Machine, context: int) -> Ite
 
 def _request_s(plan: CapacityPlan) -> float:
     """Time of a request by the bounds. Where rates are unknown, earlier settings go first."""
-    return (plan.first_token_s or 0.0) + ANSWER_TOKENS / (plan.decode_tok_per_s or float("inf"))
+    return (plan.first_token_s or 0.0) + ANSWER_TOKENS / (plan.expected_decode_tok_per_s or float("inf"))
 
 
 def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
@@ -97,7 +97,7 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
         raise ConfigError("fit lists what runs on a GPU; leave out device='cpu'")
     title = (
         f"what runs on {machine.name} ({format_bytes(machine.gpu_bytes)}) with {format_bytes(machine.host_bytes)} of "
-        "CPU memory; decode and first token are projected bounds"
+        "CPU memory; decode and first token are projected bounds, with drafts where a shadow pays"
     )
     if not found:
         return f"{title}\n  nothing; use a smaller model or context, or more memory"
@@ -109,7 +109,7 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
             f"{fit.plan.context:,}",
             format_bytes(fit.kv_bytes),
             "GPU" if fit.is_resident else "offload",
-            f"<= {rate_text(fit.plan.decode_tok_per_s)}/s" if fit.plan.decode_tok_per_s else "unknown",
+            f"<= {rate_text(rate)}/s" if (rate := fit.plan.expected_decode_tok_per_s) else "unknown",
             f">= {seconds_text(fit.plan.first_token_s)}" if fit.plan.first_token_s else "unknown",
             str(fit.plan.config.max_num_batched_tokens),
         )
@@ -148,6 +148,8 @@ def _doc_cell(found: Sequence[Fit]) -> str:
     if not found:
         return ""
     best = next((fit for fit in found if fit.is_resident), None) or min(found, key=lambda fit: _request_s(fit.plan))
-    rate, first = best.plan.decode_tok_per_s, best.plan.first_token_s
-    assert rate and first, "all rates of the table of GPUs are known"
-    return f"{best.format}{'' if best.is_resident else ', offload'}: {rate_text(rate)} tok/s, {seconds_text(first)}"
+    rate, plain, first = best.plan.expected_decode_tok_per_s, best.plan.decode_tok_per_s, best.plan.first_token_s
+    assert rate and plain and first, "all rates of the table of GPUs are known"
+    drafted = f" ({rate_text(plain)} without drafts)" if best.plan.num_pages else ""
+    where = "" if best.is_resident else ", offload"
+    return f"{best.format}{where}: {rate_text(rate)} tok/s{drafted}, {seconds_text(first)}"

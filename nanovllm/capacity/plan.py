@@ -9,6 +9,7 @@ is arithmetic only: it loads neither torch nor weights.
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from nanovllm.capacity import costs
@@ -25,7 +26,7 @@ from nanovllm.core.kv_spec import (
     kv_cache_spec,
     max_stateful_seqs,
 )
-from nanovllm.core.shadow_spec import AUTO_SHARE, ShadowSpec, divide_memory
+from nanovllm.core.shadow_spec import NO_SHADOW, ShadowSpec, auto_shadows, divide_memory, wants_shadow
 from nanovllm.core.step_limits import expected_tokens, max_model_len
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
@@ -36,6 +37,11 @@ MAX_SNAPSHOT_SHARE = 0.85  # likewise; limits the CPU pool and the snapshots of 
 MAX_SNAPSHOT_BYTES = 4 * 2**30  # per rank; pinning them takes a second
 NUM_KEPT_PROMPTS = 64
 SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, for sizing a CPU pool
+AUTO_SHARE = 4  # with speculation="auto" and offload, K and V of a draft head take at most this part of the room for KV
+# By bits of the shadow: the share of right drafts of SmolLM2-135M on code and prose at a temperature of 0.7
+SHADOW_ACCEPTANCE = {4: 0.96, 3: 0.91, 2: 0.76}
+MIN_SHADOW_GAIN = 1.5  # in the expected rate, which leaves out what a draft costs besides reading memory
+MAX_SHADOW_LOSS = 1.05  # in the expected rate, for a shadow that holds more sequences or has more bits
 ACCEPTANCES = (0.8, 0.9, 0.95, 0.98)  # shares of right guesses that the bound of decode is shown for
 MAX_TOKENS = 10**9  # limit of a context, which bounds the loop over its chunks
 MAX_GB = 10**9  # limit of memory, and of a rate per second: beyond any machine
@@ -215,6 +221,13 @@ class CapacityPlan:
         missing = self.link_decode_tok_per_s if is_link_alone else self.link_and_cpu_decode_tok_per_s
         return _least(missing, self.memory_decode_tok_per_s)
 
+    @property
+    def expected_decode_tok_per_s(self) -> float | None:
+        """The bound of decode, with the shadow's drafts if there is one, of which SHADOW_ACCEPTANCE are right."""
+        if not self.num_pages:
+            return self.decode_tok_per_s
+        return self.guessing_decode_tok_per_s(SHADOW_ACCEPTANCE[self.shadow_bits])
+
     def guessing_decode_tok_per_s(self, acceptance: float) -> float | None:
         """The bound of decode with the best number of guesses in each step, of which this share is right.
 
@@ -298,14 +311,14 @@ def make_plan(
         )
     if model.recurrent is not None:
         _check_recurrent(config, model.recurrent)
-    if config.speculation == "mtp" and not model.has_mtp:
+    if config.speculation_method == "mtp" and not model.has_mtp:
         raise ConfigError(
             f"speculation='mtp' drafts with the head for multi-token prediction, which {config.model} does not have; "
             "use another speculation"
         )
     spec, num_cpu_blocks = _spec_and_pool(config, model, machine, limit, staging)
     unused_draft_bytes = 0
-    if config.speculation == "auto" and (draft_bytes := spec.draft_bytes(num_cpu_blocks)):
+    if config.speculation_method == "auto" and (draft_bytes := spec.draft_bytes(num_cpu_blocks)):
         given, _, room_bytes = _room(config, model, machine, spec, limit, num_cpu_blocks)
         if draft_bytes > (room_bytes - given * spec.block_bytes) // AUTO_SHARE:
             model, unused_draft_bytes = replace(model, has_mtp=False), draft_bytes
@@ -397,8 +410,42 @@ def _sizes(
     the fewest blocks that work.
     """
     given, useful, room = _room(config, model, machine, spec, limit, num_cpu_blocks)
-    sizes = divide_memory(config, spec, room, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)
-    return replace(sizes, num_gpu_blocks=max(least_gpu_blocks(config), sizes.num_gpu_blocks))
+    divide = partial(divide_memory, config, spec, room, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)
+
+    def at_least_usable(sizes: KVCacheSizes) -> KVCacheSizes:
+        return replace(sizes, num_gpu_blocks=max(least_gpu_blocks(config), sizes.num_gpu_blocks))
+
+    if config.speculation_method != "auto" or not wants_shadow(config, spec):
+        return at_least_usable(divide())
+
+    def expected_rate(sizes: KVCacheSizes) -> float:
+        plan = CapacityPlan(
+            config=config,
+            model=model,
+            machine=machine,
+            spec=spec,
+            context=limit,
+            num_sequences=1,
+            num_gpu_blocks=sizes.num_gpu_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            num_pages=sizes.num_pages,
+            shadow_bits=sizes.shadow_bits,
+        )
+        return plan.expected_decode_tok_per_s or 0.0
+
+    without = at_least_usable(divide(shadow=NO_SHADOW))
+    if spec.states is not None:
+        room -= without.num_state_slots * spec.states.slot_bytes
+    shadows = auto_shadows(config, spec, room, given=given, num_cpu_blocks=num_cpu_blocks, max_model_len=limit)
+    choices = [at_least_usable(divide(shadow=shadow)) for shadow in shadows]
+    if not (machine.memory_byte_per_s and machine.link_byte_per_s):  # no bounds: a shadow that costs few slots
+        choices = [sizes for sizes in choices if given or sizes.num_gpu_blocks >= 0.75 * without.num_gpu_blocks]
+        return next(iter(choices), without)
+    rates = {sizes: expected_rate(sizes) for sizes in choices}
+    best = max(rates.values(), default=0.0)
+    if best < MIN_SHADOW_GAIN * expected_rate(without):
+        return without
+    return next(sizes for sizes, rate in rates.items() if rate * MAX_SHADOW_LOSS >= best)
 
 
 def _room(
@@ -517,7 +564,7 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
     parts = (
         ("weights", "", memory.weight_bytes, ""),
         ("slots" if offload else "KV cache", "", memory.kv_bytes, blocks),
-        ("shadow", "", memory.shadow_bytes, f"{plan.num_pages} blocks in {plan.shadow_bits} bits"),
+        ("shadow", "", memory.shadow_bytes, f"{plan.num_pages} blocks in {plan.shadow_bits} bits, for drafts"),
         ("states", "", memory.state_bytes, _states_remark(plan)),
         ("draft head", "", memory.draft_bytes, "its K and V, for all blocks of the CPU pool"),
         ("staging", "", memory.staging_bytes, ""),

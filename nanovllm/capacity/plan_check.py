@@ -274,7 +274,10 @@ def _other_num_blocks(plan: CapacityPlan) -> Iterator[Change]:
     if given == unset:
         return
     each = 1 if plan.config.enable_cpu_offload else ceil_div(plan.context, plan.spec.block_size)
-    fitting = _changed(plan, {name: unset, "kvcache_block_size": plan.spec.block_size})
+    change: Change = {name: unset, "kvcache_block_size": plan.spec.block_size}
+    if plan.config.speculation_method == "auto" and plan.config.enable_cpu_offload:
+        change |= {"speculation": "resident", "shadow_bits": None, "shadow_memory_gb": None}  # given slots come first
+    fitting = _changed(plan, change)
     if (needed := plan.num_sequences * each) > given:
         yield {name: needed}
     elif fitting is not None and fitting.num_gpu_blocks < given:

@@ -128,8 +128,8 @@ def uses_draft_head(config: Config, model: ModelConfig) -> bool:
     """Return True if the checkpoint's draft head is loaded. Blocks from disk lack its K and V. Where "auto" leaves it
     out for lack of memory, the plan's model has none.
     """
-    return config.speculation == "mtp" or (
-        config.speculation == "auto" and model.has_mtp and config.kv_disk_path is None
+    return config.speculation_method == "mtp" or (
+        config.speculation_method == "auto" and model.has_mtp and config.kv_disk_path is None
     )
 
 
@@ -171,7 +171,7 @@ def num_spare_state_slots(config: Config, states: StateSpec) -> int:
 
     More of both are possible while fewer sequences run.
     """
-    model_drafts = not states.draft_size and (config.wants_shadow or config.speculation == "resident")
+    model_drafts = not states.draft_size and (config.wants_shadow or config.speculation_method == "resident")
     return SAVE_SLOTS * config.enable_prefix_caching + int(model_drafts)
 
 

@@ -6,7 +6,9 @@ bits, keys have 4 and values 2, because errors of keys matter more. A number is 
 scale and offset in fp16.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, num_state_slots
@@ -14,7 +16,8 @@ from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, num_state_slots
 SHADOW_BITS = (4, 3, 2)
 KEY_GROUP = 64  # tokens of a channel that share a scale
 SLICE_TOKENS = 16  # tokens whose codes have the same place in their words
-AUTO_SHARE = 4  # with speculation="auto" and offload, drafts take at most 1/AUTO_SHARE of the memory for KV
+LEAST_SLOTS = 32  # with speculation="auto", what the shadow leaves of slots whose number is not given
+NUM_SHADOWED_SEQS = 2  # with speculation="auto", the shadow holds at most this many sequences of max_model_len
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,21 +86,58 @@ class ShadowSpec:
         return self.num_layers * self.num_kv_heads * self.head_words * 4
 
 
+class ShadowSize(NamedTuple):
+    """Number of pages of a shadow, and their bits."""
+
+    num_pages: int
+    bits: int
+
+
+NO_SHADOW = ShadowSize(0, 0)
+
+
 def wants_shadow(config: Config, spec: KVCacheSpec) -> bool:
     """Return True if drafts read a shadow where there is room for it: a draft head takes its place."""
     return config.wants_shadow and not spec.has_draft_head
 
 
+def auto_shadows(
+    config: Config, spec: KVCacheSpec, room_bytes: int, *, given: int, num_cpu_blocks: int, max_model_len: int
+) -> Iterator[ShadowSize]:
+    """Yield the shadows that speculation="auto" can choose from with offload, the preferred one first.
+
+    They leave room for the given slots, or for those of LEAST_SLOTS sequences. They hold one sequence of max_model_len
+    or more, since drafts that miss keys are often wrong.
+    """
+    free_bytes = room_bytes - (given or min(LEAST_SLOTS, config.max_num_seqs)) * spec.block_bytes
+    if config.shadow_memory_gb is not None:
+        free_bytes = min(free_bytes, int(config.shadow_memory_gb * 2**30))
+    num_blocks = max_model_len // spec.block_size
+    for bits in SHADOW_BITS if config.shadow_bits is None else (config.shadow_bits,):
+        for num_seqs in range(NUM_SHADOWED_SEQS, 0, -1):
+            num_pages = min(num_seqs * num_blocks, num_cpu_blocks)
+            if num_pages and num_pages * ShadowSpec.of(spec, bits).page_bytes <= free_bytes:
+                yield ShadowSize(num_pages, bits)
+
+
 def divide_memory(
-    config: Config, spec: KVCacheSpec, room_bytes: int, *, given: int, useful: int, num_cpu_blocks: int
+    config: Config,
+    spec: KVCacheSpec,
+    room_bytes: int,
+    *,
+    given: int,
+    useful: int,
+    num_cpu_blocks: int,
+    shadow: ShadowSize | None = None,
 ) -> KVCacheSizes:
     """Divide the memory of a GPU between KV blocks, the shadow and the slots of states.
 
     States get what the given blocks leave, or else half of the room, as far as they can use it. `given`: blocks that
     the user asks for, 0 for as many as fit, of which no more than `useful` are. The blocks may be too few to start
-    with, and the pages may be none. With offload the shadow should hold all CPU blocks, and if the slots are not given,
-    it gets half of the room for that. Without, there is a page for each block. With "auto" it gets a quarter, and holds
-    all blocks or does not exist: a step without guesses is slower with fewer slots.
+    with, and the pages may be none. `shadow`: the one that the planner has chosen, of which as many pages exist as the
+    given blocks leave room for. If `shadow` is None, its size depends on the room: with offload the shadow should hold
+    all CPU blocks, and if the slots are not given, it gets half of the room for that. Without offload, there is a page
+    for each block.
     """
     num_slots = 0
     if spec.states is not None:
@@ -106,22 +146,29 @@ def divide_memory(
         num_slots = num_state_slots(config, spec.states, free_bytes)
         room_bytes -= num_slots * spec.states.slot_bytes
     if not wants_shadow(config, spec):
-        num_blocks = given or min(room_bytes // spec.block_bytes, useful)
-        return KVCacheSizes(num_blocks, num_cpu_blocks, num_state_slots=num_slots)
+        shadow = NO_SHADOW
+    elif shadow is None:
+        shadow = _shadow_that_fits(config, spec, room_bytes, given, useful, num_cpu_blocks)
+    num_pages = page_bytes = 0
+    if shadow.num_pages:
+        page_bytes = ShadowSpec.of(spec, shadow.bits).page_bytes
+        num_pages = min(shadow.num_pages, max(0, room_bytes - given * spec.block_bytes) // page_bytes)
+    num_blocks = given or min(useful, (room_bytes - num_pages * page_bytes) // spec.block_bytes)
+    return KVCacheSizes(num_blocks, num_cpu_blocks, num_pages, shadow.bits, num_slots)
+
+
+def _shadow_that_fits(
+    config: Config, spec: KVCacheSpec, room_bytes: int, given: int, useful: int, num_cpu_blocks: int
+) -> ShadowSize:
     page_bytes = {bits: ShadowSpec.of(spec, bits).page_bytes for bits in SHADOW_BITS}
     most = room_bytes if config.shadow_memory_gb is None else int(config.shadow_memory_gb * 2**30)
     if config.enable_cpu_offload:
         wanted = num_cpu_blocks
-        share = AUTO_SHARE if config.speculation == "auto" else 2
-        most = min(most, room_bytes - given * spec.block_bytes if given else room_bytes // share)
+        most = min(most, room_bytes - given * spec.block_bytes if given else room_bytes // 2)
     else:
         bits = config.shadow_bits or SHADOW_BITS[0]
         wanted = given or min(useful, room_bytes // (spec.block_bytes + page_bytes[bits]))
         most = min(most, room_bytes - wanted * spec.block_bytes)
     fitting = [bits for bits in SHADOW_BITS if wanted * page_bytes[bits] <= most]
     bits = config.shadow_bits or next(iter(fitting), SHADOW_BITS[-1])
-    num_pages = max(0, min(wanted, most // page_bytes[bits]))
-    if config.speculation == "auto" and num_pages < wanted:
-        num_pages = 0
-    num_blocks = given or min(useful, (room_bytes - num_pages * page_bytes[bits]) // spec.block_bytes)
-    return KVCacheSizes(num_blocks, num_cpu_blocks, num_pages, bits, num_slots)
+    return ShadowSize(max(0, min(wanted, most // page_bytes[bits])), bits)

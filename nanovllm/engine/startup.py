@@ -16,7 +16,7 @@ from nanovllm.config import GPU_RESERVE_BYTES, Config
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DiskSetup
 from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, max_stateful_seqs
-from nanovllm.core.shadow_spec import ShadowSpec, divide_memory
+from nanovllm.core.shadow_spec import ShadowSize, ShadowSpec, divide_memory
 from nanovllm.core.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows
 from nanovllm.device.devices import release_failed_start
 from nanovllm.engine.engine import Engine
@@ -140,8 +140,11 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
         useful = config.max_num_seqs * ceil_div(setup.max_model_len, config.block_size)
         if config.enable_cpu_offload:
             useful = max(2, min(useful, num_cpu_blocks))
-        num_bytes, room = executor.call(Runner.measure_kv_room, num_cpu_blocks, given or useful)
-        sizes = divide_memory(config, spec, num_bytes, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)
+        num_bytes, room = executor.call(Runner.measure_kv_room, num_cpu_blocks, given or useful, plan.shadow_bits)
+        shadow = ShadowSize(plan.num_pages, plan.shadow_bits) if config.speculation_method == "auto" else None
+        sizes = divide_memory(
+            config, spec, num_bytes, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks, shadow=shadow
+        )
         draft_bytes = spec.draft_bytes(num_cpu_blocks)
         num_bytes -= draft_bytes
         if spec.states is not None:
@@ -158,7 +161,7 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
                 f"{format_bytes(spec.block_bytes)}: {room}; {lower}, lower max_num_batched_tokens or "
                 "max_num_seqs, raise gpu_memory_utilization, or use a smaller model or more ranks"
             )
-    if config.speculation == "shadow" and not sizes.num_pages:
+    if config.speculation_method == "shadow" and not sizes.num_pages:
         page = format_bytes(ShadowSpec.of(spec, sizes.shadow_bits).page_bytes)
         raise ConfigError(
             f"there is no room for the shadow: a block takes {page} in {sizes.shadow_bits} bits; {room}; lower {name} "
@@ -179,16 +182,16 @@ def _make_speculator(
 ) -> Speculator | None:
     """Make the speculator, and measure a draft if there can be any. None without speculation."""
     config, internals = setup.config, setup.internals
-    if config.speculation == "off":
+    if config.speculation_method == "off":
         return None
     drafters: list[Drafter] = []
-    if config.speculation in ("prompt_lookup", "auto"):
+    if config.speculation_method in ("prompt_lookup", "auto"):
         drafters.append(PromptLookupDrafter())
     if kv.has_draft_head:
         drafters.append(ModelDrafter("mtp", lambda seq: True))
     elif has_shadow:
         drafters.append(ModelDrafter("shadow", kv.has_shadow))
-    elif config.speculation in ("resident", "auto") and config.enable_cpu_offload:
+    elif config.speculation_method in ("resident", "auto") and config.enable_cpu_offload:
         drafters.append(ModelDrafter("resident", kv.misses_keys))
     chosen = drafters if internals.drafters is None else internals.drafters
     times = None
@@ -267,7 +270,7 @@ def _make_kv_manager(config: Config, sizes: KVCacheSizes, spec: KVCacheSpec, spl
         spec.staging_group_blocks,
         config.enable_prefix_caching,
         split,
-        keeps_first_blocks=config.speculation in ("resident", "auto") and shadow is None and not has_head,
+        keeps_first_blocks=config.speculation_method in ("resident", "auto") and shadow is None and not has_head,
         shadow=shadow,
         states=states,
         has_draft_head=has_head,

@@ -50,7 +50,7 @@ class LaunchedStep(Protocol):
 class Runner(Protocol):
     """One rank: its part of the model, and its part of the KV cache."""
 
-    def measure_kv_room(self, num_cpu_blocks: int, most_gpu_blocks: int) -> tuple[int, str]:
+    def measure_kv_room(self, num_cpu_blocks: int, most_gpu_blocks: int, shadow_bits: int) -> tuple[int, str]:
         """The bytes that every rank has for KV on its GPU, and a description of rank 0's memory for error messages.
 
         `num_cpu_blocks`: blocks of the CPU pool, 0 without offload. `most_gpu_blocks`: the largest number of blocks on

@@ -22,7 +22,7 @@ from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DiskMoves, DiskSetup
 from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, StartReport, dtype_name
-from nanovllm.core.shadow_spec import SHADOW_BITS, ShadowSpec, wants_shadow
+from nanovllm.core.shadow_spec import ShadowSpec
 from nanovllm.core.step_limits import max_model_len, max_step_rows
 from nanovllm.core.step_plan import DraftTimes, StepPlan
 from nanovllm.device import kernel_target
@@ -169,14 +169,14 @@ class ModelRunner:
         return None if self._memory is None else self._memory.offload
 
     @on_own_device
-    def measure_kv_room(self, num_cpu_blocks: int, most_gpu_blocks: int) -> tuple[int, str]:
+    def measure_kv_room(self, num_cpu_blocks: int, most_gpu_blocks: int, shadow_bits: int) -> tuple[int, str]:
         """The bytes that every rank has for KV on its GPU, and a description of this rank's memory.
 
         On a GPU, this runs the largest steps and captures the largest graphs that an engine of up to `most_gpu_blocks`
-        blocks can need.
+        blocks can need, with a shadow of `shadow_bits` or, if that is 0, without one.
         """
         if self.device.type == "cuda":
-            profile = profile_memory(self, num_cpu_blocks, most_gpu_blocks)
+            profile = profile_memory(self, num_cpu_blocks, most_gpu_blocks, shadow_bits)
             num_bytes, room = profile.free_bytes, str(profile)
         else:  # the blocks share this memory with the model and with everything else on the machine
             num_bytes = int(available_host_bytes() * self.config.gpu_memory_utilization / 2) // self.tp.size
@@ -370,14 +370,13 @@ class ModelRunner:
 # -- memory besides the KV cache, on a GPU -----------------------------------------------------------------------------
 
 
-def profile_memory(runner: ModelRunner, num_cpu_blocks: int, most_gpu_blocks: int) -> MemoryProfile:
+def profile_memory(runner: ModelRunner, num_cpu_blocks: int, most_gpu_blocks: int, shadow_bits: int) -> MemoryProfile:
     """Measure with a cache of one block and one state, which all sequences share and which are dropped at the end.
 
-    `most_gpu_blocks`: the largest number of blocks that the engine could use.
+    `most_gpu_blocks`: the largest number of blocks that the engine could use. `shadow_bits`: 0 without a shadow.
     """
     config, spec = runner.config, runner.spec
-    num_pages = int(wants_shadow(config, spec))
-    sizes = KVCacheSizes(1, num_cpu_blocks, num_pages, config.shadow_bits or SHADOW_BITS[0])
+    sizes = KVCacheSizes(1, num_cpu_blocks, int(shadow_bits > 0), shadow_bits)
     sizes = replace(sizes, num_state_slots=int(spec.states is not None))  # all sequences use slot 0
     runner.allocate_kv_cache(sizes)
     steps = largest_steps(

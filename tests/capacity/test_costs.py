@@ -28,8 +28,9 @@ def memory(machine: Machine = H200, num_gpu_blocks: int = 8, **options: Any) -> 
 
 
 def offload(num_gpu_blocks: int = 8, **options: Any) -> DeviceMemory:
-    """Slots of 4096 tokens, as where their number is given."""
-    return memory(num_gpu_blocks=num_gpu_blocks, enable_cpu_offload=True, kvcache_block_size=4096, **options)
+    """Slots of 4096 tokens, as where their number is given, without speculation."""
+    options = {"enable_cpu_offload": True, "kvcache_block_size": 4096, "speculation": "off"} | options
+    return memory(num_gpu_blocks=num_gpu_blocks, **options)
 
 
 def test_memory_of_readmes_example_by_hand() -> None:
@@ -127,9 +128,9 @@ def test_max_sampled_rows_are_no_more_than_blocks_to_write_to() -> None:
     """Finding 2: 67 graphs and 4.7 GiB of logits for 8 sequences that could run."""
     for offload in (True, False):
         for num_gpu_blocks, rows in ((8, 8), (1000, 512)):
-            config = Config(model="m", enable_cpu_offload=offload)
-            assert max_sampled_rows(config, num_gpu_blocks) == rows
-            assert memory(num_gpu_blocks=num_gpu_blocks, enable_cpu_offload=offload).logits_bytes == rows * 151936 * 2
+            options: dict[str, Any] = {"enable_cpu_offload": offload, "speculation": "off"}
+            assert max_sampled_rows(Config(model="m", **options), num_gpu_blocks) == rows
+            assert memory(num_gpu_blocks=num_gpu_blocks, **options).logits_bytes == rows * 151936 * 2
     assert len(graph_sizes(2048)) == 139  # they share one buffer
     assert memory(num_gpu_blocks=4096, max_num_seqs=2048).logits_bytes == 2048 * 151936 * 2
 
@@ -210,7 +211,7 @@ def test_memory_is_what_engines_held() -> None:
         ("qwen3-8b", {"enable_cpu_offload": True}, 74, 21311.0),
     )
     for model, options, num_gpu_blocks, held_mib in cases:
-        config, shapes = Config(model=model, **options), ModelConfig.without_weights(model)
+        config, shapes = Config(model=model, speculation="off", **options), ModelConfig.without_weights(model)
         spec, limit = kv_cache_spec(config, shapes, tp_size=1), config.max_model_len or shapes.max_model_len_limit
         got = device_memory(config, shapes, H200, spec, limit, num_gpu_blocks)
         assert got.total_bytes == pytest.approx(held_mib * MIB, rel=0.03)

@@ -243,10 +243,40 @@ def test_plan_cpu_pool_left_open_has_a_block_for_every_slot() -> None:
 
 def test_plan_slots_left_open_are_what_fits() -> None:
     assert plan_for(enable_cpu_offload=True, num_cpu_blocks=20).num_gpu_blocks == 20  # a slot more would stay empty
-    small = plan_for(replace(H200, gpu_bytes=10 * GIB), enable_cpu_offload=True)
+    small = plan_for(replace(H200, gpu_bytes=10 * GIB), enable_cpu_offload=True, speculation="off")
     assert small.gpu_limit_bytes is not None and small.num_gpu_blocks > 2
     room = small.gpu_limit_bytes - GPU_RESERVE_BYTES
     assert small.memory.total_bytes <= room < small.memory.total_bytes + small.spec.block_bytes
+
+
+def test_plan_has_a_shadow_with_offload_where_its_memory_gains_more_than_slots() -> None:
+    """With 8 slots of 4,096 tokens, 2 of 9 blocks are missing at 40,960 tokens; a shadow frees decode from the link."""
+    long: dict[str, Any] = {"max_model_len": 131072}
+    model = replace(MODEL, max_position_embeddings=131072)
+
+    def plan(gpu_gib: float = 141, **options: Any) -> CapacityPlan:
+        machine = replace(H200, gpu_bytes=int(gpu_gib * GIB))
+        options = {"enable_cpu_offload": True, "max_model_len": 40960} | options
+        return make_plan(Config(model="qwen3-0.6b", **options), model, machine)
+
+    def shadow(made: CapacityPlan) -> tuple[int, int]:
+        return made.num_pages, made.shadow_bits
+
+    assert shadow(plan(**OFFLOAD)) == (20, 4)  # two sequences, which the CPU pool holds
+    assert shadow(plan(**OFFLOAD, **long)) == (64, 4)
+    assert shadow(plan(**OFFLOAD, **long, num_cpu_blocks=200)) == (64, 4)  # more cannot run at once
+    assert shadow(plan(**OFFLOAD, speculation="off")) == (0, 0)
+    assert shadow(plan(**OFFLOAD, **long, shadow_bits=3)) == (64, 3)
+    assert shadow(plan(**OFFLOAD, **long, shadow_memory_gb=5)) == (32, 4)  # one sequence
+    assert shadow(plan(**OFFLOAD, **long, shadow_memory_gb=1)) == (0, 0)
+    assert shadow(plan(max_model_len=2048, max_num_seqs=8)) == (0, 0)  # the weights outweigh the keys
+    small, without = plan(12, **long), plan(12, **long, speculation="off")
+    assert small.num_pages >= 512 and small.num_gpu_blocks < without.num_gpu_blocks
+    drafted, plain = small.guessing_decode_tok_per_s(0.95), without.decode_tok_per_s
+    assert drafted and plain and drafted > 1.5 * plain
+    assert "for drafts" in plan_table(small) and small.fits_gpu
+    unknown = replace(H200, link_byte_per_s=None, memory_byte_per_s=None)
+    assert plan_for(unknown, **OFFLOAD).num_pages == 20
 
 
 # -- blocks and bounds -------------------------------------------------------------------------------------------

@@ -404,7 +404,7 @@ def test_plan_parts_of_the_gpus_memory_add_up(capsys: pytest.CaptureFixture[str]
     lines = re.findall(r"^  (\w[\w ]*?) +~?([\d.]+) (KiB|MiB|GiB)", capsys.readouterr().out, re.MULTILINE)
     parts = {name: float(number) * units[unit] for name, number, unit in lines}
     assert [*parts] == [
-        *("weights", "slots", "staging", "logits", "inputs", "activations", "graphs", "workspaces", "CUDA"),
+        *("weights", "slots", "shadow", "staging", "logits", "inputs", "activations", "graphs", "workspaces", "CUDA"),
         *("GPU memory", "CPU pool"),
     ]
     total = parts.pop("GPU memory")

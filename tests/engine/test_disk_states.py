@@ -110,7 +110,7 @@ def test_engines_of_all_kinds_share_states(restart: Callable[..., CheckedLLM]) -
     found = []
     for cache in CACHES.values():
         for speculation in ("off", "prompt_lookup"):
-            with restart(speculation=speculation, **cache) as llm:
+            with restart(**(cache | {"speculation": speculation})) as llm:
                 found += hits(llm, QUESTIONS[0])
     assert found == [0, HIT, 0, 1024, HIT, HIT, HIT, HIT]
 

@@ -52,7 +52,7 @@ class GuessingLLM(CheckedLLM):
     """Compares the logits of every draft with those of the plain head over the whole text."""
 
     def __init__(self, reference: Reference, **options: Any) -> None:
-        super().__init__(reference, **({"internals": ALWAYS} | MTP | options))
+        super().__init__(reference, **({"internals": ALWAYS} | options | MTP))
         self.head = PlainHead(reference.directory)
         self.draft_logits: list[torch.Tensor] = []
 
@@ -177,14 +177,14 @@ def test_everything_at_once(helper: Reference, num_gpu_blocks: int | None) -> No
     """Hits, preemption, an abort; the ranks run ahead of the host where nothing is guessed."""
     streams = SimulatedStreams("random", 0) if num_gpu_blocks else None
     internals = replace(ALWAYS, works_ahead=True)
-    with CheckedLLM(helper, streams=streams, internals=internals, **cache_options(num_gpu_blocks), **MTP) as llm:
+    with CheckedLLM(helper, streams=streams, internals=internals, **(cache_options(num_gpu_blocks) | MTP)) as llm:
         serve_everything(llm)
         assert llm.stats()["num_accepted_guesses"] > 0 and llm.stats()["num_preemptions"] > 0
 
 
 @SLOW
 def test_a_preempted_sequence_is_back_in_another_slot(helper: Reference) -> None:
-    with CheckedLLM(helper, internals=ALWAYS, **(OFFLOAD | RESUMED), **MTP) as llm:
+    with CheckedLLM(helper, internals=ALWAYS, **(OFFLOAD | RESUMED | MTP)) as llm:
         serve_resumed(llm)
 
 
@@ -312,4 +312,4 @@ def test_a_head_that_is_missing_or_does_not_fit_is_refused(tmp_path: Path, stran
     with pytest.raises(ConfigError, match="speculation='mtp' needs the draft head's own K and V, which kv_disk_path"):
         LLM(str(stranger.directory), device="cpu", speculation="mtp", kv_disk_path="x")
     with pytest.raises(ConfigError, match=r"no room for num_gpu_blocks=2 .*smaller CPU pool.* head takes 2\.50 MiB"):
-        LLM(str(stranger.directory), device="cpu", **OFFLOAD, **MTP, gpu_memory_utilization=1e-6)
+        LLM(str(stranger.directory), device="cpu", **(OFFLOAD | MTP), gpu_memory_utilization=1e-6)

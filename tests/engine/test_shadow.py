@@ -14,7 +14,7 @@ from tiny_models import write_tiny_model
 from nanovllm import LLM, SamplingParams, StructuredOutputs
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSpec
-from nanovllm.core.shadow_spec import SHADOW_BITS, ShadowSpec, divide_memory
+from nanovllm.core.shadow_spec import NO_SHADOW, SHADOW_BITS, ShadowSize, ShadowSpec, divide_memory
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.engine.setup import Internals
@@ -134,7 +134,8 @@ def test_any_request_gets_the_tokens_that_it_gets_without_guesses(tmp_path: Path
     options |= {} if num_gpu_blocks is None else {"num_gpu_blocks": num_gpu_blocks, "cpu_attention": "on"}
     answers = []
     for speculation in ("off", "shadow"):
-        with LLM(model, device="cpu", dtype="float32", speculation=speculation, internals=ALWAYS, **options) as llm:
+        options |= {"speculation": speculation}
+        with LLM(model, device="cpu", dtype="float32", internals=ALWAYS, **options) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             answers.append([(output["text"], output["token_ids"], output["finish_reason"]) for output in outputs])
             stats = llm.stats()
@@ -200,3 +201,27 @@ def test_memory_is_divided_between_blocks_and_pages() -> None:
     assert divided(1000 * block, given=0, useful=50) == (50, 50, 4)
     assert divided(60 * block, given=50) == (50, 50, 2)
     assert divided(50.5 * block, given=50) == (50, 2, 2)
+
+
+def test_memory_is_divided_as_the_planner_has_chosen() -> None:
+    spec = KVCacheSpec(num_layers=2, block_size=256, num_kv_heads=2, head_dim=128, itemsize=2)
+    config, block = Config(model="m", enable_cpu_offload=True), spec.block_bytes
+
+    def divided(room: float, given: int, shadow: ShadowSize) -> tuple[int, int, int]:
+        room_bytes = int(room * block)
+        sizes = divide_memory(config, spec, room_bytes, given=given, useful=1000, num_cpu_blocks=100, shadow=shadow)
+        return sizes.num_gpu_blocks, sizes.num_pages, sizes.shadow_bits
+
+    assert divided(40, 8, ShadowSize(64, 4)) == (8, 64, 4)
+    assert divided(8 + 18, 8, ShadowSize(65, 4)) == (8, 64, 4)  # start-up has measured a little less room
+    assert divided(40, 0, ShadowSize(64, 4)) == (22, 64, 4)
+    assert divided(40, 0, NO_SHADOW) == (40, 0, 0)
+
+
+def test_drafts_are_the_default_with_offload_and_change_no_token(reference: Reference) -> None:
+    options = {name: value for name, value in OFFLOAD.items() if name != "speculation"} | {"num_gpu_blocks": 3}
+    with CheckedLLM(reference, internals=ALWAYS, **options) as llm:
+        llm.answer_and_check(PROMPTS, max_tokens=24)
+        stats = llm.stats()
+        assert stats["num_shadow_pages"] > 0 and stats["drafters"]["shadow"]["num_guesses"] > 0
+        llm.assert_nothing_left()

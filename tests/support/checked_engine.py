@@ -25,7 +25,10 @@ from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.speculation.drafters import Drafter
 
 TOLERANCE = 1e-4  # for logits in fp32
-OFFLOAD = {"enable_cpu_offload": True, "num_cpu_blocks": 40, "kvcache_block_size": 256, "cpu_attention": "off"}
+OFFLOAD = {"enable_cpu_offload": True, "num_cpu_blocks": 40, "kvcache_block_size": 256} | {
+    "cpu_attention": "off",
+    "speculation": "off",
+}
 ALL_GPU = {"num_kvcache_blocks": 40}
 BeforeStep = Callable[[int], None]  # gets the number of the step that follows, from 0 on
 WORKS_AHEAD = Internals(works_ahead=True)  # as on a GPU: plan a step before the tokens of the last one are back

@@ -47,7 +47,8 @@ def graph_buffers(runner: ModelRunner, max_num_rows: int, **options: Any) -> Gra
 
 
 def make_runner(model: Path, num_cpu_blocks: int, **options: Any) -> ModelRunner:
-    """Steps of up to NUM_TOKENS tokens and NUM_SEQS sequences. With CPU blocks, it offloads."""
+    """Steps of up to NUM_TOKENS tokens and NUM_SEQS sequences, without speculation. With CPU blocks, it offloads."""
+    options = {"speculation": "off"} | options
     config = Config(
         model=str(model),
         device="cpu",

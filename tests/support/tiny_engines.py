@@ -10,7 +10,13 @@ from nanovllm.core.outputs import RequestOutput
 
 KINDS: dict[str, dict[str, Any]] = {
     "all GPU": {"num_kvcache_blocks": 20},
-    "offload": {"enable_cpu_offload": True, "num_gpu_blocks": 3, "num_cpu_blocks": 20, "kvcache_block_size": 256},
+    "offload": {
+        "enable_cpu_offload": True,
+        "num_gpu_blocks": 3,
+        "num_cpu_blocks": 20,
+        "kvcache_block_size": 256,
+        "speculation": "off",
+    },
 }
 
 
