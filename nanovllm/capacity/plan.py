@@ -418,8 +418,8 @@ def _sizes(
     if config.speculation_method != "auto" or not wants_shadow(config, spec):
         return at_least_usable(divide())
 
-    def expected_rate(sizes: KVCacheSizes) -> float:
-        plan = CapacityPlan(
+    def plan_of(sizes: KVCacheSizes) -> CapacityPlan:
+        return CapacityPlan(
             config=config,
             model=model,
             machine=machine,
@@ -431,9 +431,10 @@ def _sizes(
             num_pages=sizes.num_pages,
             shadow_bits=sizes.shadow_bits,
         )
-        return plan.expected_decode_tok_per_s or 0.0
 
     without = at_least_usable(divide(shadow=NO_SHADOW))
+    if not plan_of(without).num_missing_blocks:
+        return without
     if spec.states is not None:
         room -= without.num_state_slots * spec.states.slot_bytes
     shadows = auto_shadows(config, spec, room, given=given, num_cpu_blocks=num_cpu_blocks, max_model_len=limit)
@@ -441,9 +442,9 @@ def _sizes(
     if not (machine.memory_byte_per_s and machine.link_byte_per_s):  # no bounds: a shadow that costs few slots
         choices = [sizes for sizes in choices if given or sizes.num_gpu_blocks >= 0.75 * without.num_gpu_blocks]
         return next(iter(choices), without)
-    rates = {sizes: expected_rate(sizes) for sizes in choices}
+    rates = {sizes: plan_of(sizes).expected_decode_tok_per_s or 0.0 for sizes in choices}
     best = max(rates.values(), default=0.0)
-    if best < MIN_SHADOW_GAIN * expected_rate(without):
+    if best < MIN_SHADOW_GAIN * (plan_of(without).expected_decode_tok_per_s or 0.0):
         return without
     return next(sizes for sizes, rate in rates.items() if rate * MAX_SHADOW_LOSS >= best)
 

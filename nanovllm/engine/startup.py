@@ -271,6 +271,7 @@ def _make_kv_manager(config: Config, sizes: KVCacheSizes, spec: KVCacheSpec, spl
         config.enable_prefix_caching,
         split,
         keeps_first_blocks=config.speculation_method in ("resident", "auto") and shadow is None and not has_head,
+        shadows_resident=config.speculation_method != "auto",
         shadow=shadow,
         states=states,
         has_draft_head=has_head,

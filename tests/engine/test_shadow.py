@@ -219,9 +219,14 @@ def test_memory_is_divided_as_the_planner_has_chosen() -> None:
 
 
 def test_drafts_are_the_default_with_offload_and_change_no_token(reference: Reference) -> None:
-    options = {name: value for name, value in OFFLOAD.items() if name != "speculation"} | {"num_gpu_blocks": 3}
+    """Pages are filled only while the running sequences need more blocks than there are slots."""
+    options = OFFLOAD | {"num_gpu_blocks": 6, "speculation": None}
     with CheckedLLM(reference, internals=ALWAYS, **options) as llm:
+        llm.answer_and_check(PROMPTS[:2], max_tokens=24)
+        stats = llm.stats()
+        assert stats["num_shadow_pages"] > 0 and stats["num_used_shadow_pages"] == 0
+        assert "shadow" not in stats["drafters"]
         llm.answer_and_check(PROMPTS, max_tokens=24)
         stats = llm.stats()
-        assert stats["num_shadow_pages"] > 0 and stats["drafters"]["shadow"]["num_guesses"] > 0
+        assert stats["num_used_shadow_pages"] > 0 and stats["drafters"]["shadow"]["num_guesses"] > 0
         llm.assert_nothing_left()

@@ -131,6 +131,7 @@ def dense_manager(
         rng.random() < 0.8,
         cpu_split,
         keeps_first_blocks=keeps_first_blocks,
+        shadows_resident=not has_shadow or rng.random() < 0.5,
         shadow=shadow,
         states=states,
         grain=GRAIN,

@@ -257,9 +257,15 @@ class KVCacheManager(ABC):
         def gpu_block(block: Block) -> int | None:
             return None if block.block_id in written else self._gpu_block(block)
 
+        fills_all = self._fills_all_pages(placed)
         for seq, _ in placed:
-            self.shadow.fill(seq, seq.num_computed_tokens // size, self.pool.blocks, gpu_block, fills)
+            num_blocks = seq.num_computed_tokens // size if fills_all or self.shadow.has_pages(seq) else 0
+            self.shadow.fill(seq, num_blocks, self.pool.blocks, gpu_block, fills)
         return fills
+
+    def _fills_all_pages(self, placed: Seq[tuple[Sequence, int]]) -> bool:
+        """Return False if only sequences that have pages of the shadow already get more."""
+        return True
 
     def _stats_of_parts(self) -> dict[str, float | None]:
         """Counters of the shadow and of the states, where there are any."""

@@ -127,6 +127,7 @@ class HybridKVCacheManager(KVCacheManager):
         cpu_split: CpuSplit | None = None,
         *,
         keeps_first_blocks: bool = False,
+        shadows_resident: bool = True,
         shadow: ShadowPages | None = None,
         states: RecurrentStates | None = None,
         has_draft_head: bool = False,
@@ -136,14 +137,15 @@ class HybridKVCacheManager(KVCacheManager):
     ) -> None:
         """`cpu_split`: that of the start; None to stream every missing block. `keeps_first_blocks`: evict the first
         block of a sequence last, and bring it back for decoding, because drafts by the keys on the GPU need it: much
-        attention goes to a text's first tokens. `grain`: tokens that prefix hits are counted in, of which `block_size`
-        is a multiple. `progress_tokens`: see PROGRESS_TOKENS.
+        attention goes to a text's first tokens. `shadows_resident`: fill pages of the shadow even while the slots hold
+        every block of the running sequences, whose drafts then hardly gain. `grain`: tokens that prefix hits are
+        counted in, of which `block_size` is a multiple. `progress_tokens`: see PROGRESS_TOKENS.
         """
         self.block_size, self.progress_tokens = block_size, progress_tokens
         self.shadow, self.states, self.has_draft_head = shadow, states, has_draft_head
         self.cpu_split = None if cpu_split is None else FollowingSplit(cpu_split)
         self.num_watermark_blocks = int(WATERMARK * num_cpu_blocks)
-        self.keeps_first_blocks = keeps_first_blocks
+        self.keeps_first_blocks, self.shadows_resident = keeps_first_blocks, shadows_resident
         self.group_blocks = group_blocks  # streamed blocks that are attended to in one call
         blocks = [HybridBlock(i) for i in range(num_cpu_blocks)]
         snapshots = None if states is None else states.snapshots
@@ -371,6 +373,11 @@ class HybridKVCacheManager(KVCacheManager):
 
     def _gpu_block(self, block: Block) -> int | None:
         return self.slots.slot_before_step(self.blocks[block.block_id])
+
+    def _fills_all_pages(self, placed: Seq[tuple[Sequence, int]]) -> bool:
+        return self.shadows_resident or sum(self._num_blocks(seq.num_tokens) for seq, _ in placed) > len(
+            self.ring.blocks
+        )
 
     def _bring_back_first_blocks(self, placed: Seq[tuple[Sequence, int]]) -> None:
         """Give the first blocks of sequences that decode the slots of other blocks."""
