@@ -269,7 +269,7 @@ def test_two_engines_share_a_path(model: str, options: dict[str, Any], request: 
 def test_extents_go_through_a_buffer_where_the_cache_is_on_a_gpu(
     model: str, options: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU nothing needs the buffers; here they are used all the same. States need none anywhere."""
+    """On a CPU only reads go through buffers. Here writes do, too, except those of states."""
     init, directory = KVPool.__init__, request.getfixturevalue(model).directory
     monkeypatch.setattr(KVPool, "__init__", partialmethod(init, needs_buffers=True))
     outputs = []

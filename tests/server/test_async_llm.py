@@ -270,12 +270,12 @@ async def test_idle_engine_builds_plans_in_the_thread_of_its_steps_and_makes_way
         time.sleep(0.005)
         return num_left > 0
 
-    await until(lambda: not engine._has_plans_to_build)  # the backend has none
+    await until(lambda: not engine._thread._has_plans_to_build)  # the backend has none
     engine.llm.engine.build_next_plan = build_next_plan  # type: ignore[method-assign]
-    engine._has_plans_to_build = True
+    engine._thread._has_plans_to_build = True
     await collect(engine.generate("Hello", GREEDY))
     assert num_left > 0, "all plans were built before the request ran"
-    await until(lambda: not engine._has_plans_to_build)
+    await until(lambda: not engine._thread._has_plans_to_build)
     assert set(threads) == {engine._thread} and not any(num_open_before) and len(threads) == 40
     engine.close()
 
