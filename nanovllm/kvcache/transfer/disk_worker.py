@@ -327,8 +327,10 @@ class DiskWorker:
         """
         if self._pool.is_closed:
             return  # the engine was dropped meanwhile
-        self.num_failures += 1
-        if self.num_failures == 1:
+        with self._changed:
+            self.num_failures += 1
+            is_first = self.num_failures == 1
+        if is_first:
             logger.exception(
                 "KV on disk: %s could not be %s; its tokens are computed when they are needed. This is a bug: please "
                 "report it with this traceback. Later failures are only counted, as num_disk_failures in stats(). If "
@@ -461,14 +463,15 @@ class DiskWorker:
 
     def _read_extent(self, load: _Load, place: int) -> None:
         extent, was_read, was_copied = load.extents[place], False, False
-        if place < load.first_missing:
+        is_wanted = place < load.first_missing
+        if is_wanted:
             try:
                 was_read = self.store.read(extent, self._pool.buffer(extent))
                 was_copied = was_read and self._copy_in(load, extent)
             except Exception:  # a bug; the engine must not notice
                 self._count_failure("loaded", extent)
-            self.num_misses += not was_read
         with self._changed:
+            self.num_misses += is_wanted and not was_read
             load.num_ended += 1
             if was_copied:
                 load.was_read[place] = True
