@@ -1,8 +1,10 @@
 """AsyncLLM: answers equal to LLM's, ends of every kind, and slow consumers that hold up nobody."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
@@ -412,3 +414,21 @@ async def test_sequences_are_made_off_the_event_loop(engine: AsyncLLM, monkeypat
     outputs = await collect(engine.generate([[1, 2]], params))
     assert len(outputs) == len(makers) == 3
     assert threading.get_ident() not in makers
+
+
+def test_dropped_engine_ends_its_thread_and_is_collected(model: Path) -> None:
+    """The thread referred to the AsyncLLM, which nothing but `close` could end, with all of its memory."""
+
+    async def answer(engine: AsyncLLM) -> None:
+        async for _ in engine.generate([1, 2, 3], GREEDY):
+            pass
+
+    engine = AsyncLLM(model, **OPTIONS)
+    asyncio.run(answer(engine))
+    thread, held = engine._thread, weakref.ref(engine.llm.engine)
+    del engine
+    gc.collect()  # the task of the answer
+    thread.join(30)
+    assert not thread.is_alive()
+    del thread
+    assert held() is None
