@@ -10,6 +10,7 @@ on with the next step without waiting.
 
 import asyncio
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Iterable
 from itertools import chain
 from pathlib import Path
@@ -44,16 +45,15 @@ class AsyncLLM:
 
     def __init__(self, model: str | Path, *, internals: Internals = Internals(), **options: Any) -> None:
         self.llm = LLM(model, internals=internals, **options)
-        self.failure: EngineError | None = None  # why the engine runs nothing more; None while it works
-        self._outbox = Outbox()
-        self._changed = threading.Condition()  # guards `_is_closing`; notified if there may be work
-        self._is_closing = False
-        engine = self.llm.engine
-        self._dispatcher = Dispatcher(rests=lambda: engine.has_requests)
-        self._failed = asyncio.Event()
-        self._has_plans_to_build = True  # as far as is known
-        self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
+        self._thread = _EngineThread(self.llm)
+        self._dispatcher = self._thread.dispatcher
+        weakref.finalize(self, self._thread.stop).atexit = False
         self._thread.start()
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why the engine runs nothing more; None while it works."""
+        return self._thread.failure
 
     @property
     def is_failed(self) -> bool:
@@ -63,7 +63,7 @@ class AsyncLLM:
         """Wait until the engine fails, and return why. Waits forever if it is closed without a failure."""
         self._bind_loop()
         if self.failure is None:
-            await self._failed.wait()
+            await self._thread.failed.wait()
         assert self.failure is not None, "set before the event"
         return self.failure
 
@@ -72,9 +72,7 @@ class AsyncLLM:
 
         Each open answer gets a last update with finish_reason "abort".
         """
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
+        self._thread.stop()
         self._thread.join()
         self.llm.close()
 
@@ -133,7 +131,7 @@ class AsyncLLM:
         stream.sequences = [answers[0] for answers in of_prompts]
         try:
             for index, seq in enumerate(chain.from_iterable(of_prompts)):
-                receiver = self.llm.text.receiver(self._outbox, seq.params, with_tokens)
+                receiver = self.llm.text.receiver(self._thread.outbox, seq.params, with_tokens)
                 request_id = self._add(seq, receiver)
                 stream.expect(request_id, index)
                 self._dispatcher.add(request_id, stream)
@@ -144,7 +142,9 @@ class AsyncLLM:
 
     def _add(self, seq: Sequence, receiver: Receiver) -> int:
         """Queue one answer and return its request id. Called on the loop, and so before any of its results arrive."""
-        with self._changed:  # once `close` has been called, the thread aborts what is open, and nothing may follow
+        with (
+            self._thread.changed
+        ):  # once `close` has been called, the thread aborts what is open, and nothing may follow
             self._check_open()
             try:
                 request_id = self.llm.engine.add_sequence(seq, receiver)
@@ -153,7 +153,7 @@ class AsyncLLM:
             except Exception as error:  # a call that changes the scheduler failed, which has closed the engine
                 raise _engine_error(error) from error
             finally:
-                self._changed.notify()
+                self._thread.changed.notify()
         return request_id
 
     def _abort(self, request_ids: Iterable[int]) -> None:
@@ -165,7 +165,7 @@ class AsyncLLM:
     def _check_open(self) -> None:
         if self.failure is not None:
             raise EngineError(str(self.failure)) from self.failure
-        if self._is_closing:
+        if self._thread.is_closing:
             raise EngineError("the engine is closed; make a new one")
 
     def _bind_loop(self) -> None:
@@ -174,28 +174,51 @@ class AsyncLLM:
             return
         for request_id in self._dispatcher.bind():
             self.llm.engine.abort(request_id)
-        self._failed = asyncio.Event()
+        self._thread.failed = asyncio.Event()
 
-    def _tell_failure(self) -> None:
-        """Tell all streams and all waiting tasks that the engine has failed. Called on the loop."""
-        self._dispatcher.fail(str(self.failure))
-        self._failed.set()
 
-    # -- the engine thread ---------------------------------------------------------------------------------------
+class _EngineThread(threading.Thread):
+    """The thread that runs the engine's steps, and what it shares with the event loop.
 
-    def _run(self) -> None:
+    It does not refer to the AsyncLLM. So an AsyncLLM that is dropped without `close` is collected, which stops the
+    thread, and then the engine is collected, too.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__(name="nanovllm-engine", daemon=True)
+        self.llm, self.outbox = llm, Outbox()
+        self.failure: EngineError | None = None
+        self.failed = asyncio.Event()  # of the loop that was bound last
+        self.changed = threading.Condition()  # guards `is_closing`; notified if there may be work
+        self.is_closing = False
+        engine = llm.engine
+        self.dispatcher = Dispatcher(rests=lambda: engine.has_requests)
+        self._has_plans_to_build = True  # as far as is known
+
+    def stop(self) -> None:
+        """Let the thread abort open requests and end. Does not wait for it."""
+        with self.changed:
+            self.is_closing = True
+            self.changed.notify()
+
+    def run(self) -> None:
         engine = self.llm.engine
         try:
             while self._wait_for_work():
-                self._dispatcher.hand_over(engine.next_output(self._outbox))
+                self.dispatcher.hand_over(engine.next_output(self.outbox))
                 if engine.is_beside_long_step:
-                    self._dispatcher.wait_until_passed_on()
-            engine.abort_all(self._outbox)
-            if self._outbox:
-                self._dispatcher.hand_over(engine.next_output(self._outbox))
+                    self.dispatcher.wait_until_passed_on()
+            engine.abort_all(self.outbox)
+            if self.outbox:
+                self.dispatcher.hand_over(engine.next_output(self.outbox))
         except BaseException as error:
             self.failure = _engine_error(error)
-            self._dispatcher.call_on_loop(self._tell_failure)
+            self.dispatcher.call_on_loop(self._tell_failure)
+
+    def _tell_failure(self) -> None:
+        """Tell all streams and all waiting tasks that the engine has failed. Called on the loop."""
+        self.dispatcher.fail(str(self.failure))
+        self.failed.set()
 
     def _wait_for_work(self) -> bool:
         """Sleep until there are steps to run or undelivered results. Returns False if the engine is to be closed.
@@ -204,17 +227,17 @@ class AsyncLLM:
         thread has started the engine.
         """
         while True:
-            with self._changed:
+            with self.changed:
                 timeout_s = 0.0 if self._has_plans_to_build else CHECK_INTERVAL_S
-                if self._changed.wait_for(self._has_work, timeout_s):
-                    return not self._is_closing
+                if self.changed.wait_for(self._has_work, timeout_s):
+                    return not self.is_closing
             if self._has_plans_to_build:
                 self._has_plans_to_build = self.llm.engine.build_next_plan()
             else:
                 self.llm.engine.check_ranks()
 
     def _has_work(self) -> bool:
-        return self._is_closing or self.llm.engine.has_work or bool(self._outbox)
+        return self.is_closing or self.llm.engine.has_work or bool(self.outbox)
 
 
 def _engine_error(error: BaseException) -> EngineError:

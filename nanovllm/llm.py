@@ -298,8 +298,11 @@ class LLM:
         - num_disk_stored_bytes, num_disk_loaded_bytes, disk_write_byte_per_s, disk_read_byte_per_s: of rank 0. The
           first rate is the mean, the second that of the last load; None without any.
         - num_disk_misses: files that were damaged or had vanished. num_disk_evictions: files that rank 0 has removed.
+        - num_disk_failures: extents that were not stored or loaded because of a bug. The first is logged with its
+          traceback.
         - num_extents_to_store, num_dropped_extents: extents that wait to be written, and those that were left out.
-        - disk_buffer_bytes: memory of the buffers; 0 where the KV cache is in CPU memory.
+        - disk_buffer_bytes: CPU memory of the buffers through which extents are read, and, with the KV cache on a GPU,
+          written.
 
         Raises EngineError if the engine has failed or is closed.
         """

@@ -56,10 +56,9 @@ def pinned_view(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
     return view.view(pinned.dtype).view(pinned.shape)
 
 
-# CUDA allows less than 2^31 bytes from one row to the next. It has refused 28 rows, 1.3e9 bytes apart, of a KV cache of
-# 68 GiB in expandable segments, although it takes such rows of a single allocation.
-MAX_PITCH, MAX_SPAN = 2**30, 2**34
+MAX_PITCH = 2**30  # CUDA allows less than 2^31 bytes from one row to the next
 _HOST, _DEVICE = 1, 2  # CUmemorytype
+_REFUSED = 1  # CUDA_ERROR_INVALID_VALUE: the call was checked, and nothing was enqueued
 
 
 class _Side(ctypes.Structure):
@@ -90,23 +89,28 @@ def _driver_copy() -> Any:
 
 
 def copy_rows(stream: torch.cuda.Stream, dst: torch.Tensor, src: torch.Tensor) -> None:
-    """Enqueue dst <- src as one copy, although the rows need not follow each other in memory. Hot.
+    """Enqueue dst <- src as one copy if the driver accepts it, otherwise row by row. Hot.
 
-    Both are [R, ...] with equal shapes and dtypes, each row is contiguous, and host memory is pinned. Rows that are
-    further apart than MAX_PITCH, or take more than MAX_SPAN bytes with what is between them, are copied one by one.
-    torch has no such call: it would make a contiguous copy first.
+    Both are [R, ...] with equal shapes and dtypes, each row is contiguous, and host memory is pinned. For the host one
+    call is faster than R calls. torch has no such call: it would make a contiguous copy first.
+
+    The driver refuses copies of many rows whose GPU side lies in several physical allocations, and torch maps an
+    expandable segment from allocations of 20 MiB. So large tensors of rows far apart, like the layers of a KV cache,
+    may be refused: it refused 28 rows of 512 KiB. NVIDIA documents no limit. A copy of contiguous bytes may cross
+    these allocations. Rows above 64 KiB gain little from this call: make one copy for each of them instead.
     """
     row_bytes = dst[0].nbytes
     pitches = dst.stride(0) * dst.itemsize, src.stride(0) * src.itemsize
-    if max(pitches) > MAX_PITCH or max(pitches) * len(dst) > MAX_SPAN:
-        with torch.cuda.stream(stream):
-            for dst_row, src_row in zip(dst, src, strict=True):
-                dst_row.copy_(src_row, non_blocking=True)
-        return
-    copy = _Copy(_side(src, pitches[1]), _side(dst, pitches[0]), row_bytes, len(dst))
-    error = _driver_copy()(ctypes.byref(copy), stream.cuda_stream)
-    if error:
-        raise RuntimeError(f"cuMemcpy2DAsync of {len(dst)} rows of {row_bytes} bytes failed (CUDA error {error})")
+    if max(pitches) <= MAX_PITCH:
+        copy = _Copy(_side(src, pitches[1]), _side(dst, pitches[0]), row_bytes, len(dst))
+        error = _driver_copy()(ctypes.byref(copy), stream.cuda_stream)
+        if not error:
+            return
+        if error != _REFUSED:
+            raise RuntimeError(f"cuMemcpy2DAsync of {len(dst)} rows of {row_bytes} bytes failed (CUDA error {error})")
+    with torch.cuda.stream(stream):
+        for dst_row, src_row in zip(dst, src, strict=True):
+            dst_row.copy_(src_row, non_blocking=True)
 
 
 def _side(tensor: torch.Tensor, pitch: int) -> _Side:

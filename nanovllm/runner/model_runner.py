@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import logging
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -309,6 +310,8 @@ class ModelRunner:
                 "states": [] if states is None else [list(part.shape[1:]) for part in states.stored_parts],
             }
             self._disk = open_worker(setup, self.memory.disk_pool(), identity, self.tp.rank, self.tp.size)
+            # The threads refer to the KV cache: without this, an engine that is dropped would leave them and it behind
+            weakref.finalize(self, self._disk.abandon).atexit = False
         return self._disk.store
 
     @on_own_device

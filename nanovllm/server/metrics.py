@@ -54,6 +54,7 @@ _FIGURES = (
     ("num_disk_hit_tokens", "disk_hit_tokens", "Tokens of prompts that were read from disk", True),
     ("num_disk_hit_states", "disk_hit_states", "States of recurrent layers that were read from disk", True),
     ("num_disk_misses", "disk_misses", "Files that were damaged or had vanished", True),
+    ("num_disk_failures", "disk_failures", "Pieces of prompts that a bug kept from being stored or loaded", True),
     ("num_dropped_extents", "disk_dropped_extents", "Pieces of prompts that were not written", True),
     ("num_cancelled_disk_loads", "disk_cancelled_loads", "Loads that were given up for computing", True),
     ("disk_read_byte_per_s", "disk_read_bytes_per_second", "Rate of the last load", False),

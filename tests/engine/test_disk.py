@@ -31,7 +31,7 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.errors import ConfigError
-from nanovllm.kvcache.disk.store import check_extent
+from nanovllm.kvcache.disk.store import REFRESH_S, check_extent
 from nanovllm.kvcache.transfer.disk_worker import KVPool
 
 
@@ -162,6 +162,47 @@ def test_load_is_given_up_when_computing_is_faster(reference: Reference, path: P
         llm.assert_nothing_left()
 
 
+@pytest.mark.parametrize("model", ["reference", "hybrid"])
+@pytest.mark.parametrize("num_gpu_blocks", [None, 3])
+def test_disk_that_hangs_holds_neither_requests_nor_blocks(
+    model: str, num_gpu_blocks: int | None, path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The blocks of a load that was given up were held until the disk answered. Its own request waited for them at the
+    head of the queue, and all others waited after it. What the disk delivers in the end must not get into the blocks.
+    """
+    reference = request.getfixturevalue(model)
+    options = cache_options(num_gpu_blocks) | {"kv_disk_path": str(path)}
+    options["num_cpu_blocks" if num_gpu_blocks else "num_kvcache_blocks"] = 10
+    with CheckedLLM(reference, **options) as llm:
+        llm.answer_and_check([QUESTIONS[0]])
+        wait_until_stored(llm)
+        forget_all(llm)
+        may_read, disk = slow_reads(llm), llm.scheduler.disk
+        waiting = llm.add_request(QUESTIONS[1], greedy())
+        llm.step()
+        assert disk.num_waiting == 1
+        disk._clock = lambda: time.monotonic() + 1000
+        short = llm.add_request([1, 2, 3], greedy())
+        finished = llm.finish_all()
+        for request_id, prompt in ((waiting, QUESTIONS[1]), (short, [1, 2, 3])):
+            llm.check(request_id, prompt, finished[request_id])
+            assert finished[request_id]["num_cached_tokens"] == 0
+        assert llm.stats()["num_cancelled_disk_loads"] == 1
+        llm.assert_nothing_left()
+        large = random_prompt(8 * BLOCK, seed=1)
+        llm.answer_and_check([large])
+        forget_all(llm)
+        assert llm.answer_and_check([QUESTIONS[2]])[0]["num_cached_tokens"] == 0, "nothing is asked of the disk"
+        assert disk.board.is_stuck
+        may_read.set()
+        while disk.board.is_stuck:
+            time.sleep(0.001)
+        assert llm.answer_and_check([QUESTIONS[0]])[0]["num_cached_tokens"] == HIT, "in memory"
+        forget_all(llm)
+        assert llm.answer_and_check([QUESTIONS[0]])[0]["num_cached_tokens"] == HIT, "on disk"
+        llm.assert_nothing_left()
+
+
 def test_aborted_load_gives_its_blocks_back(reference: Reference, path: Path) -> None:
     for num_gpu_blocks in (None, 3):
         options = cache_options(num_gpu_blocks) | {"kv_disk_path": str(path)}
@@ -265,11 +306,38 @@ def test_two_engines_share_a_path(model: str, options: dict[str, Any], request: 
         assert ask(second, DOCUMENT)["num_cached_tokens"] == HIT
 
 
+def test_busy_engine_sees_what_another_one_changes(reference: Reference, path: Path, options: dict[str, Any]) -> None:
+    """It looked only after two seconds without work, so it never found extents of others, nor that some were gone."""
+    passed_s = 0.0
+
+    def stay_busy(llm: LLM) -> None:
+        """For longer than the interval, with pauses that are shorter."""
+        nonlocal passed_s
+        for _ in range(6):
+            ask(llm, random_prompt(300, seed=int(100 * passed_s)))
+            wait_until_stored(llm)
+            passed_s += REFRESH_S / 4
+
+    with LLM(reference.directory, **options) as busy, LLM(reference.directory, **options) as other:
+        busy.runner._disk._clock = lambda: time.monotonic() + passed_s
+        ask(other, DOCUMENT)
+        wait_until_stored(other)
+        stay_busy(busy)
+        assert ask(busy, DOCUMENT)["num_cached_tokens"] == HIT
+        for file in extents_below(path):
+            file.unlink()
+        stay_busy(busy)
+        ask(busy, DOCUMENT)
+        wait_until_stored(busy)
+        forget_all(busy)
+        assert ask(busy, DOCUMENT)["num_cached_tokens"] == HIT and busy.stats()["num_disk_misses"] == 0
+
+
 @pytest.mark.parametrize("model", ["reference", "hybrid"])
 def test_extents_go_through_a_buffer_where_the_cache_is_on_a_gpu(
     model: str, options: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU nothing needs the buffers; here they are used all the same. States need none anywhere."""
+    """On a CPU only reads go through buffers. Here writes do, too, except those of states."""
     init, directory = KVPool.__init__, request.getfixturevalue(model).directory
     monkeypatch.setattr(KVPool, "__init__", partialmethod(init, needs_buffers=True))
     outputs = []

@@ -137,14 +137,14 @@ def test_idle_async_engine_has_the_plans_of_cudnn_in_the_thread_of_its_steps(ref
 
     def wait_until_built() -> None:
         for _ in range(600):
-            if not engine._has_plans_to_build:
+            if not engine._thread._has_plans_to_build:
                 return
             time.sleep(0.1)
         raise TimeoutError("plans are still being built")
 
     wait_until_built()
     engine.llm.engine.build_next_plan = build_all  # type: ignore[method-assign]
-    engine._has_plans_to_build = True
+    engine._thread._has_plans_to_build = True
     wait_until_built()
     thread = threading.Thread(target=build_all)
     thread.start()

@@ -345,6 +345,7 @@ def test_remove_extents_leaves_what_is_not_ours(store: DiskStore, extent: Extent
     assert len(list_folders(store.path)) == 1
     assert remove_extents(store.path) == (1, FILE_BYTES)
     assert all(other.read_text() == "mine" for other in others)
+    store.refresh()
     assert store.total_bytes == 0
     with pytest.raises(ConfigError, match="is not a folder with KV"):
         remove_extents(store.path / "nowhere")

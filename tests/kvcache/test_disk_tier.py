@@ -355,7 +355,7 @@ class EmptyStore:
 def test_worker_touches_nothing_before_the_device_has_done_what_it_was_given(rates: Rates) -> None:
     """The edges E13 and E14. On a CPU everything is done at once, so engines cannot tell."""
     store, is_over = EmptyStore(), threading.Event()
-    nothing = dict.fromkeys(("payload", "copy_in", "copy_out", "close"), lambda *args: None)
+    nothing = dict.fromkeys(("payload", "buffer", "copy_in", "close"), lambda *args: None)
     pool = SimpleNamespace(fence=list, is_over=lambda fence: is_over.is_set(), num_bytes=lambda extent: 1, **nothing)
     worker = DiskWorker(store, pool, rates.board, rank=0)  # type: ignore[arg-type]
     extent = Extent(b"key", b"", b"", 0.0, block_id=0, start=0, version=0)

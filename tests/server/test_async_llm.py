@@ -1,8 +1,10 @@
 """AsyncLLM: answers equal to LLM's, ends of every kind, and slow consumers that hold up nobody."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
@@ -270,12 +272,12 @@ async def test_idle_engine_builds_plans_in_the_thread_of_its_steps_and_makes_way
         time.sleep(0.005)
         return num_left > 0
 
-    await until(lambda: not engine._has_plans_to_build)  # the backend has none
+    await until(lambda: not engine._thread._has_plans_to_build)  # the backend has none
     engine.llm.engine.build_next_plan = build_next_plan  # type: ignore[method-assign]
-    engine._has_plans_to_build = True
+    engine._thread._has_plans_to_build = True
     await collect(engine.generate("Hello", GREEDY))
     assert num_left > 0, "all plans were built before the request ran"
-    await until(lambda: not engine._has_plans_to_build)
+    await until(lambda: not engine._thread._has_plans_to_build)
     assert set(threads) == {engine._thread} and not any(num_open_before) and len(threads) == 40
     engine.close()
 
@@ -412,3 +414,21 @@ async def test_sequences_are_made_off_the_event_loop(engine: AsyncLLM, monkeypat
     outputs = await collect(engine.generate([[1, 2]], params))
     assert len(outputs) == len(makers) == 3
     assert threading.get_ident() not in makers
+
+
+def test_dropped_engine_ends_its_thread_and_is_collected(model: Path) -> None:
+    """The thread referred to the AsyncLLM, which nothing but `close` could end, with all of its memory."""
+
+    async def answer(engine: AsyncLLM) -> None:
+        async for _ in engine.generate([1, 2, 3], GREEDY):
+            pass
+
+    engine = AsyncLLM(model, **OPTIONS)
+    asyncio.run(answer(engine))
+    thread, held = engine._thread, weakref.ref(engine.llm.engine)
+    del engine
+    gc.collect()  # the task of the answer
+    thread.join(30)
+    assert not thread.is_alive()
+    del thread
+    assert held() is None

@@ -1,7 +1,8 @@
 """A disk for the content model: extents of tags and states, moved by nobody knows when, lost at random.
 
 `SimulatedDisk.step` does what the ranks' threads do, some of it: it reads extents from memory and writes them into
-memory as late as chance has it, between any two steps.
+memory as late as chance has it, between any two steps. From time to time the disk hangs: no load goes on then, and one
+that is cancelled ends.
 """
 
 import random
@@ -63,6 +64,7 @@ class SimulatedDisk:
         self._stores: deque[Extent] = deque()
         self._loads: deque[Extent] = deque()
         self._load_number = self._num_loaded = 0
+        self._hangs = False
 
     def step(self) -> None:
         self.now_s += self._rng.choice([0.01, 1.0])
@@ -71,6 +73,7 @@ class SimulatedDisk:
             self._submit(moves)
         for _ in range(self._rng.randrange(4)):
             self._store()
+        self._hang()
         for _ in range(self._rng.randrange(4)):
             self._load()
         if self.extents and self._rng.random() < 0.05:
@@ -81,6 +84,7 @@ class SimulatedDisk:
         self.board.post_pending(0, len(self._stores))
         self.board.post_moves(0, moves.number)
         if moves.loads:
+            assert not self.board.is_stuck, "a load begins although the disk does not answer"
             assert not self._loads, "a load begins before the last one has ended"
             assert moves.load_number == self._load_number + 1, "loads are numbered"
             self._loads.extend(moves.loads)
@@ -105,8 +109,18 @@ class SimulatedDisk:
                 self.keep(extent)
             self.board.post_pending(0, len(self._stores))
 
+    def _hang(self) -> None:
+        """Begin or cease to hang. A load that is cancelled meanwhile ends, and its memory may be used at once."""
+        self._hangs = self._rng.random() < (0.8 if self._hangs else 0.05)
+        if self._hangs and self._loads and self.board.is_cancelled(self._load_number):
+            self._loads.clear()
+            self.board.post_stuck(0, True)
+            self.board.post_end(0, self._load_number)
+        if not self._hangs:
+            self.board.post_stuck(0, False)
+
     def _load(self) -> None:
-        if not self._loads:
+        if not self._loads or self._hangs:
             return
         extent = self._loads.popleft()
         is_read = extent.key in self.extents and not self.board.is_cancelled(self._load_number)

@@ -10,14 +10,14 @@ that CudnnLimits lists. The end of a chunk is padded to such a size, or it goes 
 history is cut into parts of a power of two of keys. What is left, less than the smallest such part, lies at the front
 of the sequence and is one more part, by the paged backend.
 
-The history is attended on a stream of its own, `side`, beside the square. Stream edges:
+The history is attended on the backend's side stream, concurrent with the square. Stream edges:
   E9   all enqueued so far -> history attended   compute -> side
   E10  history attended -> all that follows      side -> compute
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -75,6 +75,7 @@ class CudnnBackend(AttentionBackend):
 
     def __init__(self, paged: AttentionBackend, limits: CudnnLimits = DEFAULT_LIMITS) -> None:
         self.paged, self.limits = paged, limits
+        self._side: torch.cuda.Stream | None = None  # until a sequence with a history is attended to
 
     @classmethod
     def why_unavailable(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -197,9 +198,30 @@ class CudnnBackend(AttentionBackend):
 
         if first == 0:
             return square()
-        merged, part = _side_by_side(q_THD.device, history, square)
+        merged, part = self._side_by_side(q_THD.device, history, square)
         merged.add(part)
         return merged.result()
+
+    def _side_by_side(
+        self, device: torch.device, aside: Callable[[], RunningMerge], here: Callable[[], PartialAttention]
+    ) -> tuple[RunningMerge, PartialAttention]:
+        """Run both. On a GPU `aside` runs on the side stream, so that each uses SMs that the other leaves idle.
+
+        Memory needs no further care. Each engine has its own backend, so only this engine uses the side stream, and it
+        enqueues all its steps on one compute stream. A block of memory that was allocated on one of the two streams is
+        therefore reused only by work that is enqueued after a wait for the block's last reader.
+        """
+        if device.type != "cuda":
+            return aside(), here()
+        current = torch.cuda.current_stream(device)
+        if self._side is None:
+            self._side = new_stream(device, owner=self)
+        self._side.wait_stream(current)  # E9: all enqueued so far -> history attended
+        with torch.cuda.stream(self._side):
+            first = aside()
+        second = here()
+        current.wait_stream(self._side)  # E10: history attended -> all that follows
+        return first, second
 
     def _attend_keys(
         self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, num_more_parts: int = 0
@@ -292,28 +314,3 @@ def _pad(x: torch.Tensor, num_rows: int) -> torch.Tensor:
     padded[: len(x)] = x
     padded[len(x) :] = 0
     return padded
-
-
-def _side_by_side(
-    device: torch.device, aside: Callable[[], RunningMerge], here: Callable[[], PartialAttention]
-) -> tuple[RunningMerge, PartialAttention]:
-    """Run both. On a GPU `aside` has its own stream, so that each uses SMs that the other leaves idle.
-
-    Memory needs no further care: whichever stream it was taken on, what reuses it is enqueued behind a wait for its
-    last reader.
-    """
-    if device.type != "cuda":
-        return aside(), here()
-    current, side = torch.cuda.current_stream(device), _side_stream(device)
-    side.wait_stream(current)  # E9: all enqueued so far -> history attended
-    with torch.cuda.stream(side):
-        first = aside()
-    second = here()
-    current.wait_stream(side)  # E10: history attended -> all that follows
-    return first, second
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all engines: cuBLAS and the allocator keep memory for every stream they have seen."""
-    return new_stream(device)

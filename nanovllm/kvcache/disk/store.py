@@ -150,6 +150,7 @@ class DiskStore:
         self._cannot_write_until: float = 0.0  # by time.monotonic
         self._listed_mtime_ns = -1  # the folder's mtime when its files were last listed
         self._lock = Lock(path)
+        self._read_error_at_s = -math.inf  # when the log last told that files cannot be read, by time.monotonic
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._make_folder({"model": model, **identity})
@@ -182,6 +183,7 @@ class DiskStore:
 
     def refresh(self) -> None:
         """Look for extents that other processes have written or removed."""
+        self._lock.read_total()
         with suppress(OSError):
             mtime_ns = os.stat(self.folder).st_mtime_ns
             if mtime_ns != self._listed_mtime_ns:
@@ -192,8 +194,8 @@ class DiskStore:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes in use below the path."""
-        return self._lock.read_total()
+        """Bytes in use below the path, by the last look at them. Does not wait for the disk, which may hang."""
+        return self._lock.last_total
 
     def _file(self, key: bytes) -> Path:
         return self.folder / f"{key.hex()}.kv"
@@ -237,7 +239,10 @@ class DiskStore:
             logger.warning("KV on disk: %s cannot be used: %s; its tokens are computed", path, error)
             remove_file(path, self._lock)
         except OSError as error:
-            logger.warning("KV on disk: %s cannot be read (%s); its tokens are computed", path, error.strerror)
+            if time.monotonic() > self._read_error_at_s + PAUSE_S:
+                about = f"{path} cannot be read ({error.strerror})"
+                logger.warning("KV on disk: %s; its tokens are computed. The next %.0f s log no more", about, PAUSE_S)
+                self._read_error_at_s = time.monotonic()
         else:
             self.touch(extent)
             return True
@@ -362,6 +367,7 @@ class Lock:
         self._file = path / "lock"
         self._threads = threading.Lock()
         self._fd = -1
+        self.last_total = 0  # bytes in use when this object read or wrote them last
 
     def __enter__(self) -> None:
         """Raises OSError where nothing can be written."""
@@ -383,18 +389,21 @@ class Lock:
     @property
     def total(self) -> int:
         """Bytes in use. Only for the holder of the lock."""
-        return _unpack_total(os.pread(self._fd, _TOTAL.size, 0))
+        self.last_total = _unpack_total(os.pread(self._fd, _TOTAL.size, 0))
+        return self.last_total
 
     @total.setter
     def total(self, num_bytes: int) -> None:
-        os.pwrite(self._fd, _TOTAL.pack(max(0, num_bytes)), 0)
+        self.last_total = max(0, num_bytes)
+        os.pwrite(self._fd, _TOTAL.pack(self.last_total), 0)
 
     def read_total(self) -> int:
         """The bytes in use, for anybody."""
         try:
-            return _unpack_total(self._file.read_bytes())
+            self.last_total = _unpack_total(self._file.read_bytes())
         except OSError:
-            return 0
+            self.last_total = 0
+        return self.last_total
 
     def close(self) -> None:
         with self._threads:

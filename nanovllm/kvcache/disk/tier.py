@@ -7,7 +7,9 @@ It runs on rank 0 in the engine's thread, and works on integers and keys only; t
   whole, makes the hit shorter.
 - With recurrent layers a hit ends at a state, so a load ends with one, which fills a snapshot. If it fails, the next
   one goes for an earlier state. Nothing is stored behind the last state of a sequence, where nobody could use it.
-- The blocks of a load belong to a holder, a sequence that never runs, until every rank has ended the load.
+- The blocks of a load belong to a holder, a sequence that never runs, until every rank has ended the load. A rank ends
+  a load that is cancelled at once, even if its disk hangs, because it reads files into buffers (disk_worker.py). After
+  that nothing is loaded until the disk has answered.
 - A store reads its block while the block may be given to others. Each allocation of a block raises its version, and an
   extent whose block has another version by the time it has been read is dropped. So nothing ever waits for a store.
 - A prompt is loaded only if that takes less time than computing it, by what both have taken so far. Until both have
@@ -47,7 +49,7 @@ CLEANED_BLOCKS = 32  # written after one look
 MIN_SLOW_S = 0.25  # a load is not given up before
 HUNG_S = 10.0  # for an extent, where nothing is known about computing
 RATE_S = 60.0  # lifetime of the last load's rate; after that it is taken to be unknown
-_RANK_CELLS = 6  # see DiskBoard
+_RANK_CELLS = 7  # see DiskBoard
 
 
 class RankLoad(NamedTuple):
@@ -63,8 +65,8 @@ class DiskBoard:
 
     Nothing waits for it. Each cell has one writer. Cell 0 is the number of the newest load that is cancelled. Then
     each rank has its load's number, the extents it has loaded, the number of the last load that has ended, its rate of
-    reading, the extents it still has to write, and the number of the newest moves it knows. The rest are the versions
-    of blocks, and behind them those of snapshots.
+    reading, the extents it still has to write, the number of the newest moves it knows, and 1 while its disk has not
+    answered reads of a load that was given up. The rest are the versions of blocks, and after them those of snapshots.
 
     The board is a file without a name, which nobody can leave behind. All open it by rank 0's descriptor in /proc.
     """
@@ -93,7 +95,19 @@ class DiskBoard:
         self._ranks[rank, 3] = int(byte_per_s)
         self._ranks[rank, 0] = load_number
 
+    def post_rate(self, rank: int, byte_per_s: float) -> None:
+        self._ranks[rank, 3] = int(byte_per_s)
+
+    def post_stuck(self, rank: int, is_stuck: bool) -> None:
+        self._ranks[rank, 6] = is_stuck
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if the disk of a rank has not answered reads of a load that was given up."""
+        return bool(self._ranks[:, 6].any())
+
     def post_end(self, rank: int, load_number: int) -> None:
+        """The rank copies nothing to the load's blocks any more. After post_stuck."""
         self._ranks[rank, 2] = load_number
 
     def post_pending(self, rank: int, num_extents: int) -> None:
@@ -212,11 +226,15 @@ class DiskTier:
 
         Returns False if the sequence may run at once.
         """
-        is_stuck = self._load is not None and self._load.seq is None  # a load that was given up has not ended yet
-        if is_stuck or not seq.can_use_prefix_cache or self._worth_loading(seq) is None:
+        if self._is_stuck or not seq.can_use_prefix_cache or self._worth_loading(seq) is None:
             return False
         self._waiting.append(seq)
         return True
+
+    @property
+    def _is_stuck(self) -> bool:
+        """True if a load that was given up has not ended yet, or the disk has not answered since."""
+        return self.board.is_stuck or (self._load is not None and self._load.seq is None)
 
     def take_ready(self) -> list[Sequence]:
         """Return the sequences whose loads have ended, and that have not been returned before."""
@@ -288,7 +306,7 @@ class DiskTier:
         """
         if self._load is not None:
             self._follow(self._load)
-        if self._load is not None and self._load.seq is None:  # the disk is slow, or stuck
+        if self._is_stuck:
             self._ready.extend(self._waiting)
             self._waiting.clear()
         loads: tuple[Extent, ...] = ()

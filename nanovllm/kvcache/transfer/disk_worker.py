@@ -2,10 +2,15 @@
 
 Legend: L layers, N blocks, P tokens per block, G tokens per extent, K kv heads, D head dim.
 
-A payload is the extent's K in all layers, then its V: [2, L, G, K, D]. Where the cache lies in CPU memory, files are
-read into it and written from it directly, without a buffer. Where it lies on the GPU, an extent goes through a pinned
-buffer, one for each thread. States of recurrent layers are read into snapshots and written from them, which are always
-in CPU memory: the inputs of the convolution, then the matrices.
+A payload is the extent's K in all layers, then its V: [2, L, G, K, D], or a state of the recurrent layers: the inputs
+of the convolution, then the matrices. Each thread that reads has a buffer of its own for one payload. It reads a file
+into the buffer, and copies the payload to its place once the whole file has been read and checked. So a disk that hangs
+holds buffers, but no block: a load that is given up ends at once, and its blocks can be used for something else.
+Extents are written from the cache directly where it lies in CPU memory, and through a buffer where it lies on the GPU.
+All buffers are pinned if the cache is on a GPU. States are always in CPU memory.
+
+Copies between a buffer and the GPU are one copy for each layer, of contiguous bytes. One copy of all layers (copy_rows
+in device/cuda.py) is refused by the driver for a cache in torch's expandable segments.
 
 The engine's thread only puts work into queues. A thread that takes some waits, on the host, until the work that was
 enqueued on the device before it is done, so it sees what that work has written, and overwrites nothing that it uses:
@@ -15,18 +20,23 @@ A block may be given to another sequence while it is being written to a file. Th
 it has been read, and the extent is dropped. What is loaded counts only when rank 0 has been told. Both edges and the
 versions serve snapshots, too, which the compute stream writes and reads.
 
+The threads refer to the DiskWorker and its KVPool, but not to the engine. An engine that is dropped without `close`
+calls `abandon`, which ends the threads and releases the pool.
+
 `weights_identity` makes the part of the fingerprint that says which weights these are.
 """
 
+import ctypes
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +62,7 @@ from nanovllm.kvcache.transfer.streams import Event, Stream, Streams
 
 CLOSE_S = 5.0  # time that `close` gives extents that are still to be written
 POLL_S = 0.5e-3
+CANCEL_POLL_S = 5e-3  # interval at which a running load looks whether it is cancelled
 WRITER_NICENESS = 15
 MAX_STORES = 8192  # extents that wait to be written; more are dropped
 _HASHED_WORDS = 2**22  # words of 4 bytes that are folded into one number, for weights on the GPU
@@ -61,7 +72,7 @@ logger = logging.getLogger("nanovllm")
 
 class KVPool:
     """The places of extents: the caches [L, N, P, K, D] of a rank that hold all blocks, in CPU memory or on the GPU,
-    and the snapshots of states.
+    and the snapshots of states. Also the buffers through which extents get there.
     """
 
     def __init__(
@@ -74,21 +85,23 @@ class KVPool:
         snapshots: Seq[torch.Tensor] = (),
         device: torch.device | None = None,
     ) -> None:
-        """`needs_buffers`: by default, if the caches are on a GPU. `snapshots`: the parts of all snapshots, in CPU
-        memory; none if no layer is recurrent. `device`: the rank's own; by default, where the caches are.
+        """`needs_buffers`: extents are also written through a buffer; by default, if the caches are on a GPU.
+        `snapshots`: the parts of all snapshots, in CPU memory; none if no layer is recurrent. `device`: the rank's own;
+        by default, where the caches are.
         """
         self._snapshots, self._num_blocks = tuple(snapshots), k_LNPKD.shape[1]
         self.state_bytes = sum(part[0].nbytes for part in snapshots)
         self._caches: tuple[torch.Tensor, ...] = k_LNPKD, v_LNPKD
         self._streams, self._device = streams, device or k_LNPKD.device
         self._shape = (2, spec.num_layers, DISK_GRAIN_TOKENS, spec.num_kv_heads, spec.head_dim)
+        self._dtype = k_LNPKD.dtype
         self.extent_bytes = DISK_GRAIN_TOKENS * spec.block_bytes // spec.block_size
         self.needs_buffers = k_LNPKD.is_cuda if needs_buffers is None else needs_buffers
-        pinned_for = self._device if self._device.type == "cuda" else None
-        num_buffers = 1 + NUM_READERS if self.needs_buffers else 0
-        self._buffers = [HostBuffer(self.extent_bytes, pinned_for) for _ in range(num_buffers)]
-        self.buffer_bytes = num_buffers * self.extent_bytes
-        self._unused = deque(buffer.tensor.view(k_LNPKD.dtype).view(self._shape) for buffer in self._buffers)
+        pinned_for = self._device if k_LNPKD.is_cuda else None
+        num_buffers, size = NUM_READERS + self.needs_buffers, max(self.extent_bytes, self.state_bytes)
+        self._buffers = [HostBuffer(size, pinned_for) for _ in range(num_buffers)]
+        self.buffer_bytes = num_buffers * size
+        self._unused = deque(buffer.tensor for buffer in self._buffers)
         self._of_thread = threading.local()
 
     def fence(self) -> list[Event]:
@@ -104,11 +117,6 @@ class KVPool:
         with current_device(self._device):
             return all(self._streams.is_done(event) for event in fence)
 
-    def _parts(self, extent: Extent) -> Iterator[torch.Tensor]:
-        """The extent in K and in V, each [L, G, K, D]."""
-        for cache in self._caches:
-            yield cache[:, extent.block_id, extent.start : extent.start + DISK_GRAIN_TOKENS]
-
     def num_bytes(self, extent: Extent) -> int:
         """Size of an extent's payload."""
         return self.state_bytes if extent.is_state else self.extent_bytes
@@ -118,42 +126,67 @@ class KVPool:
         """Size of the files without which nothing can be reused."""
         return document_disk_bytes(DISK_GRAIN_TOKENS + 1, self.extent_bytes // DISK_GRAIN_TOKENS, self.state_bytes)
 
-    def payload(self, extent: Extent) -> list[memoryview]:
-        """The memory that a file is read into or written from: the extent's own, or this thread's buffer."""
-        if extent.is_state:
-            return [_bytes_of(part[extent.block_id - self._num_blocks]) for part in self._snapshots]
-        parts = self._buffer() if self.needs_buffers else self._parts(extent)
-        return [_bytes_of(layer) for part in parts for layer in part]
-
-    def copy_out(self, extent: Extent) -> None:
-        """Fill this thread's buffer from the GPU. Does nothing for what is in CPU memory."""
-        if self.needs_buffers and not extent.is_state:
-            self._copy(self._streams.d2h, self._buffer(), self._parts(extent))
+    def buffer(self, extent: Extent) -> list[memoryview]:
+        """Return this thread's buffer, for a file to be read into."""
+        return [_bytes_of(self._buffer(extent))]
 
     def copy_in(self, extent: Extent) -> None:
-        """Copy this thread's buffer to the GPU. Does nothing for what is in CPU memory."""
-        if self.needs_buffers and not extent.is_state:
-            self._copy(self._streams.h2d, self._parts(extent), self._buffer())
+        """Copy the payload in this thread's buffer to its place."""
+        buffer, parts = self._buffer(extent), self._parts(extent)
+        sizes = accumulate((part.nbytes for part in parts), initial=0)
+        sources = [buffer[start:end] for start, end in pairwise(sizes)]
+        if parts[0].is_cuda:
+            pairs = zip(parts, (source.view(self._dtype).view(self._shape[2:]) for source in sources), strict=True)
+            self._copy(self._streams.h2d, list(pairs))
+        else:
+            for part, source in zip(parts, sources, strict=True):  # ctypes lets other threads run meanwhile
+                ctypes.memmove(part.data_ptr(), source.data_ptr(), source.nbytes)
 
-    def _copy(self, stream: Stream, targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
+    def payload(self, extent: Extent) -> list[memoryview]:
+        """Return the memory that a file is written from: the extent's own, or this thread's buffer after filling it."""
+        parts = self._parts(extent)
+        if self.needs_buffers and not extent.is_state:
+            layers = self._buffer(extent).view(self._dtype).view(self._shape).flatten(0, 1)
+            self._copy(self._streams.d2h, list(zip(layers, parts, strict=True)))
+            parts = list(layers)
+        return [_bytes_of(part) for part in parts]
+
+    def _parts(self, extent: Extent) -> list[torch.Tensor]:
+        """The contiguous parts of an extent's place: [G, K, D] of each layer, first of K, then of V; those of a state.
+
+        Raises RuntimeError after `close`.
+        """
+        if self.is_closed:
+            raise RuntimeError("the KV cache is closed")
+        if extent.is_state:
+            return [part[extent.block_id - self._num_blocks] for part in self._snapshots]
+        end = extent.start + DISK_GRAIN_TOKENS
+        return [layer for cache in self._caches for layer in cache[:, extent.block_id, extent.start : end].unbind(0)]
+
+    def _copy(self, stream: Stream, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy targets <- sources between a buffer and the cache, and wait for it."""
         with current_device(self._device), torch.inference_mode():
-            for target, source in zip(targets, sources, strict=True):
-                stream.copy_rows(target, source)
+            stream.copy_all(pairs)
             done = self._streams.event()
             stream.record(done)
             while not self._streams.is_done(done):
                 time.sleep(POLL_S)
 
-    def _buffer(self) -> torch.Tensor:
-        """Return this thread's buffer, [2, L, G, K, D]."""
+    def _buffer(self, extent: Extent) -> torch.Tensor:
+        """Return this thread's buffer for an extent: uint8 [num_bytes(extent)]."""
         if not hasattr(self._of_thread, "buffer"):
             self._of_thread.buffer = self._unused.popleft()
         buffer: torch.Tensor = self._of_thread.buffer
-        return buffer
+        return buffer[: self.num_bytes(extent)]
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._caches
 
     def close(self) -> None:
         """Release the buffers and let go of the caches, which an engine that is closed must not keep."""
         self._caches = self._snapshots = ()
+        self._unused.clear()
         for buffer in self._buffers:
             buffer.close()
 
@@ -168,24 +201,55 @@ class _Submitted(NamedTuple):
     load_number: int = 0
 
 
+class _Load:
+    """A load that the reading threads work on. The worker's condition guards it."""
+
+    def __init__(self, submitted: _Submitted) -> None:
+        self.extents, self.number = submitted.extents, submitted.load_number
+        self.first_missing = len(self.extents)  # as far as is known
+        self.was_read = [False] * len(self.extents)
+        self.num_ended = 0  # extents that were read, or not read
+        self.is_given_up = False  # nothing is copied to its blocks any more
+
+    @property
+    def num_loaded(self) -> int:
+        """Extents without gaps."""
+        return next((i for i, was_read in enumerate(self.was_read) if not was_read), len(self.extents))
+
+
 class DiskWorker:
     """Any number of submissions may be open. They are worked on in order, stores and loads apart."""
 
-    def __init__(self, store: DiskStore, pool: KVPool, board: DiskBoard, rank: int) -> None:
+    def __init__(
+        self,
+        store: DiskStore,
+        pool: KVPool,
+        board: DiskBoard,
+        rank: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock`: for the times at which to look for files of other processes."""
         self.store, self._pool, self._board, self._rank = store, pool, board, rank
-        self._changed = threading.Condition()  # guards the queues
+        self._clock = clock
+        self._changed = threading.Condition()  # guards the queues, the running load and the counters
         self._stores: deque[_Submitted] = deque()
         self._loads: deque[_Submitted] = deque()
+        self._reads: deque[Callable[[], None]] = deque()  # for the reading threads; they do not raise
+        self._num_reading = self._num_copying = 0  # threads that read, and those that copy to a load's blocks
+        self._is_stuck = False  # reads of a load that was given up have not ended
         self._num_to_store = 0
         self._close_at_s: float | None = None  # by time.monotonic; None: not yet
         self._byte_per_s = 0.0  # rate of reading
         self._write_s = 0.0
-        self.num_stored_bytes = self.num_loaded_bytes = self.num_misses = self.num_dropped = 0
-        self._readers = ThreadPoolExecutor(NUM_READERS, "nanovllm-disk-read")
+        self.num_stored_bytes = self.num_loaded_bytes = self.num_misses = self.num_dropped = self.num_failures = 0
         sample = store.sample(4 * NUM_READERS)
+        # Daemons: a thread that waits for a disk that hangs must not keep the process from ending
         self._threads = [
             threading.Thread(target=self._write, name="nanovllm-disk-write", daemon=True),
-            threading.Thread(target=self._read, args=(sample,), name="nanovllm-disk-load", daemon=True),
+            threading.Thread(target=self._run_loads, args=(sample,), name="nanovllm-disk-load", daemon=True),
+        ]
+        self._threads += [
+            threading.Thread(target=self._read, name="nanovllm-disk-read", daemon=True) for _ in range(NUM_READERS)
         ]
         for thread in self._threads:
             thread.start()
@@ -212,6 +276,7 @@ class DiskWorker:
             "num_disk_stored_bytes": self.num_stored_bytes,
             "num_disk_loaded_bytes": self.num_loaded_bytes,
             "num_disk_misses": self.num_misses,
+            "num_disk_failures": self.num_failures,
             "num_disk_evictions": self.store.num_evicted,
             "num_extents_to_store": self._num_to_store,
             "num_dropped_extents": self.num_dropped,
@@ -220,23 +285,33 @@ class DiskWorker:
         }
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what is still to be written, as far as there is time, and end the threads."""
-        with self._changed:
-            self._close_at_s = time.monotonic() + timeout_s
-            self._loads.clear()
-            self._changed.notify_all()
+        """Write what is still to be written until `timeout_s` has passed, end the threads and release the pool."""
+        self._end_at(time.monotonic() + timeout_s)
+        deadline_s = time.monotonic() + timeout_s + 1
         for thread in self._threads:
-            thread.join(timeout_s + 1)
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._num_to_store:
             logger.warning("KV on disk: %d extents were not written before the end", self._num_to_store)
+        self._pool.close()
         if any(thread.is_alive() for thread in self._threads):
             logger.warning("KV on disk: the disk does not answer")
             return
-        self._readers.shutdown()
-        self._pool.close()
         self.store.close()
 
-    def _next(self, queue: deque[_Submitted], timeout_s: float | None) -> _Submitted | None:
+    def abandon(self) -> None:
+        """End the threads as soon as they can, without waiting for them, and release the pool. For an engine that was
+        dropped: what has not been written is lost.
+        """
+        self._end_at(0.0)
+        self._pool.close()
+
+    def _end_at(self, close_at_s: float) -> None:
+        with self._changed:
+            self._close_at_s = close_at_s
+            self._loads.clear()
+            self._changed.notify_all()
+
+    def _next(self, queue: deque[_Submitted], timeout_s: float | None = None) -> _Submitted | None:
         """Wait for the next submission. None after the timeout, or if the worker is closing and there is none."""
         with self._changed:
             self._changed.wait_for(lambda: queue or self._close_at_s is not None, timeout_s)
@@ -246,23 +321,53 @@ class DiskWorker:
         while not self._pool.is_over(fence):
             time.sleep(POLL_S)
 
+    def _count_failure(self, action: str, extent: Extent) -> None:
+        """An exception is being handled that is the fault of neither the disk nor a file. The engine goes on, without
+        this extent. If the same happens to every extent, one entry in the log is enough.
+        """
+        if self._pool.is_closed:
+            return  # the engine was dropped meanwhile
+        with self._changed:
+            self.num_failures += 1
+            is_first = self.num_failures == 1
+        if is_first:
+            logger.exception(
+                "KV on disk: %s could not be %s; its tokens are computed when they are needed. This is a bug: please "
+                "report it with this traceback. Later failures are only counted, as num_disk_failures in stats(). If "
+                "that number keeps growing, the disk is of no use here: leave out kv_disk_path",
+                *(extent.key.hex(), action),
+            )
+
     # -- the writing thread --------------------------------------------------------------------------------------
 
     def _write(self) -> None:
+        """Store what is submitted. Look for files of other processes every REFRESH_S, even with much to store."""
         with suppress(OSError):  # a thread has a priority of its own on Linux; steps go first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
-        while (submitted := self._next(self._stores, REFRESH_S)) or self._close_at_s is None:
-            if submitted is None:
+        refresh_at_s = self._clock() + REFRESH_S
+
+        def refresh_if_due() -> None:
+            nonlocal refresh_at_s
+            if self._clock() >= refresh_at_s:
                 self.store.refresh()
+                refresh_at_s = self._clock() + REFRESH_S
+
+        while True:
+            submitted = self._next(self._stores, max(0.0, refresh_at_s - self._clock()))
+            if submitted is None and self._close_at_s is not None:
+                return
+            refresh_if_due()
+            if submitted is None:
                 continue
             self._wait_for(submitted.fence)  # E13: written -> stored on disk
             for extent in submitted.extents:
                 if self._close_at_s is not None and time.monotonic() > self._close_at_s:
                     return
+                refresh_if_due()
                 try:
                     self._store(extent)
                 except Exception:  # a bug; the engine must not notice
-                    logger.exception("KV on disk: %s could not be stored", extent.key.hex())
+                    self._count_failure("stored", extent)
                 with self._changed:
                     self._num_to_store -= 1
                     self._board.post_pending(self._rank, self._num_to_store)
@@ -278,7 +383,6 @@ class DiskWorker:
         is_stored = False
         is_useful = not extent.is_state or prefix_key(extent.key) in self.store  # it may have found no room
         if is_useful and is_valid() and not self.store.is_paused:
-            self._pool.copy_out(extent)
             is_stored = self.store.write(extent, self._pool.payload(extent), is_valid)
         if is_stored:
             self.num_stored_bytes += self._pool.num_bytes(extent)
@@ -286,57 +390,109 @@ class DiskWorker:
         else:
             self.num_dropped += 1
 
-    # -- the threads that read -----------------------------------------------------------------------------------
+    # -- the thread that runs loads ------------------------------------------------------------------------------
 
-    def _read(self, sample: list[Path]) -> None:
+    def _run_loads(self, sample: list[Path]) -> None:
         self._measure(sample)
-        while (submitted := self._next(self._loads, None)) is not None:
+        while (submitted := self._next(self._loads)) is not None:
             self._wait_for(submitted.fence)  # E14: last used -> loaded from disk
-            self._load(submitted)
+            self._load(_Load(submitted))
             self._board.post_end(self._rank, submitted.load_number)
 
     def _measure(self, sample: list[Path]) -> None:
-        """Read a few files, if there are any, so that the first load can be compared with computing."""
-        begun_s = time.perf_counter()
-        num_bytes = sum(self._readers.map(_read_file, sample))
-        if num_bytes:
-            self._byte_per_s = num_bytes / (time.perf_counter() - begun_s)
-            self._board.post_progress(self._rank, 0, 0, self._byte_per_s)
+        """Let the reading threads read a few files, if there are any, so that the first load can be compared with
+        computing.
+        """
+        begun_s, sizes = time.perf_counter(), list[int]()
 
-    def _load(self, load: _Submitted) -> None:
-        """Read the extents, a few at a time, until one is missing or nobody wants them any more."""
-        first_missing = len(load.extents)  # as far as is known
+        def read(path: Path) -> None:
+            num_bytes = _read_file(path)
+            with self._changed:
+                sizes.append(num_bytes)
+                if len(sizes) == len(sample) and not self._byte_per_s:
+                    self._byte_per_s = sum(sizes) / (time.perf_counter() - begun_s)
+                    self._board.post_rate(self._rank, self._byte_per_s)
 
-        def read(place: int, extent: Extent) -> bool:
-            nonlocal first_missing
-            is_wanted = self._close_at_s is None and not self._board.is_cancelled(load.load_number)
-            if place < first_missing and is_wanted and self._load_extent(extent):
-                return True
-            first_missing = min(first_missing, place)
-            return False
+        with self._changed:
+            self._reads.extend(partial(read, path) for path in sample)
+            self._changed.notify_all()
 
-        begun_s = time.perf_counter()
-        self._board.post_progress(self._rank, load.load_number, 0, self._byte_per_s)
-        num_loaded = num_bytes = 0
-        was_read = self._readers.map(read, range(first_missing), load.extents)
-        for extent, is_there in zip(load.extents, was_read, strict=True):
-            if not is_there:
-                continue  # let all threads end, because the blocks are free then
-            self.num_loaded_bytes += self._pool.num_bytes(extent)
-            if num_loaded < first_missing:
-                num_loaded, num_bytes = num_loaded + 1, num_bytes + self._pool.num_bytes(extent)
-                self._byte_per_s = num_bytes / (time.perf_counter() - begun_s)
-                self._board.post_progress(self._rank, load.load_number, num_loaded, self._byte_per_s)
+    def _load(self, load: _Load) -> None:
+        """Read the extents, a few at a time, until one is missing. Give up if the load is cancelled.
 
-    def _load_extent(self, extent: Extent) -> bool:
+        When this returns, nothing is copied to the load's blocks any more. Files that are still being read then go
+        nowhere: each ends in the buffer of its thread.
+        """
+        begun_s, num_loaded = time.perf_counter(), 0
+        self._board.post_progress(self._rank, load.number, 0, self._byte_per_s)
+        with self._changed:
+            self._reads.extend(partial(self._read_extent, load, place) for place in range(len(load.extents)))
+            self._changed.notify_all()
+            while load.num_ended < len(load.extents):
+                self._changed.wait(CANCEL_POLL_S)
+                if load.num_loaded > num_loaded:
+                    num_loaded = load.num_loaded
+                    num_bytes = sum(map(self._pool.num_bytes, load.extents[:num_loaded]))
+                    self._byte_per_s = num_bytes / (time.perf_counter() - begun_s)
+                    self._board.post_progress(self._rank, load.number, num_loaded, self._byte_per_s)
+                if self._close_at_s is not None or self._board.is_cancelled(load.number):
+                    load.is_given_up = True
+                    self._reads.clear()
+                    self._changed.wait_for(lambda: not self._num_copying)
+                    self._is_stuck = self._num_reading > 0
+                    self._board.post_stuck(self._rank, self._is_stuck)
+                    return
+
+    # -- the threads that read -----------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._reads or self._close_at_s is not None)
+                if self._close_at_s is not None:
+                    return
+                read = self._reads.popleft()
+                self._num_reading += 1
+            read()
+            del read  # the load
+            with self._changed:
+                self._num_reading -= 1
+                if self._is_stuck and not self._num_reading:
+                    self._is_stuck = False
+                    self._board.post_stuck(self._rank, False)
+
+    def _read_extent(self, load: _Load, place: int) -> None:
+        extent, was_read, was_copied = load.extents[place], False, False
+        is_wanted = place < load.first_missing
+        if is_wanted:
+            try:
+                was_read = self.store.read(extent, self._pool.buffer(extent))
+                was_copied = was_read and self._copy_in(load, extent)
+            except Exception:  # a bug; the engine must not notice
+                self._count_failure("loaded", extent)
+        with self._changed:
+            self.num_misses += is_wanted and not was_read
+            load.num_ended += 1
+            if was_copied:
+                load.was_read[place] = True
+                self.num_loaded_bytes += self._pool.num_bytes(extent)
+            else:
+                load.first_missing = min(load.first_missing, place)
+            self._changed.notify_all()
+
+    def _copy_in(self, load: _Load, extent: Extent) -> bool:
+        """Copy this thread's buffer to its place, unless the load was given up. Returns True if it has been copied."""
+        with self._changed:
+            if load.is_given_up:
+                return False
+            self._num_copying += 1
         try:
-            if self.store.read(extent, self._pool.payload(extent)):
-                self._pool.copy_in(extent)
-                return True
-        except Exception:  # a bug; the engine must not notice
-            logger.exception("KV on disk: %s could not be loaded", extent.key.hex())
-        self.num_misses += 1
-        return False
+            self._pool.copy_in(extent)
+            return True
+        finally:
+            with self._changed:
+                self._num_copying -= 1
+                self._changed.notify_all()
 
 
 def _read_file(path: Path) -> int:
