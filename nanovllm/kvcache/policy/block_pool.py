@@ -2,11 +2,10 @@
 reference counts, and the order in which they are allocated.
 
 Only free blocks, those without references, are allocated. Until then, or until it is discarded, a free block keeps its
-content and its hashes, and the prefix index still finds it. Free blocks are allocated least recently used first, with
-two exceptions:
-- A spare block is allocated before all others, because evicting it loses nothing: it holds no whole grain, or another
-  block holds the same grains.
-- A long chunk gets contiguous blocks where possible, because they are copied faster (Run in offload_engine.py).
+content and its hashes, and the prefix index still finds it. Spare blocks are allocated first, because evicting a spare
+block loses nothing: it holds no whole grain, or another block holds the same grains. Then follow the cached blocks,
+least recently used first. Contiguous blocks are copied faster (Run in offload_engine.py), so a long chunk gets
+contiguous ones among the spare blocks. Contiguity never decides which cached blocks are evicted.
 """
 
 import itertools
@@ -353,9 +352,8 @@ def _root_id(seq: Sequence) -> int:
     return ~seq.hash_salt
 
 
-LONG_CHUNK_BLOCKS = 16  # a chunk of at least this many blocks gets contiguous ones rather than the least recently used
-PROTECTED_SHARE = 4  # the most recently used 1/PROTECTED_SHARE of the cached blocks is not evicted for contiguity
-SEARCHED_PER_BLOCK = 16  # free blocks to examine for each block that a long chunk needs
+LONG_CHUNK_BLOCKS = 16  # a chunk of at least this many blocks gets contiguous spare blocks
+SEARCHED_PER_BLOCK = 16  # spare blocks to examine for each block that a long chunk needs
 
 
 def contiguous_ranges(ids: list[int]) -> list[range]:
@@ -412,18 +410,16 @@ class BlockPool:
     def choose_free_blocks(self, count: int) -> list[Block]:
         """Choose free blocks for a sequence that needs `count` more, in ascending order."""
         assert count <= self.num_free, f"{count} blocks needed, {self.num_free} free; the caller must check first"
-        if count < self.long_chunk_blocks:
-            ids = list(itertools.islice(itertools.chain(self.spare_ids, self.cached_ids), count))
-        else:
+        if self.long_chunk_blocks <= count < len(self.spare_ids):
             ids = self._choose_contiguous(count)
+        else:
+            ids = list(itertools.islice(itertools.chain(self.spare_ids, self.cached_ids), count))
         return [self.blocks[block_id] for block_id in sorted(ids)]
 
     def _choose_contiguous(self, count: int) -> list[int]:
-        """Choose from the longest contiguous ranges, so that few copies move the chunk (Run in offload_engine.py)."""
-        num_older = len(self.cached_ids) - len(self.cached_ids) // PROTECTED_SHARE
-        older = itertools.islice(self.cached_ids, max(num_older, count - len(self.spare_ids)))
-        # Search the spare blocks from the end: blocks that were never used are there, in long contiguous ranges.
-        searched = itertools.islice(itertools.chain(reversed(self.spare_ids), older), SEARCHED_PER_BLOCK * count)
+        """Choose spare blocks from the longest contiguous ranges, so that few copies move the chunk."""
+        # Search from the end: blocks that were never used are there, in long contiguous ranges.
+        searched = itertools.islice(reversed(self.spare_ids), SEARCHED_PER_BLOCK * count)
         return list(itertools.islice(itertools.chain.from_iterable(contiguous_ranges(sorted(searched))), count))
 
     def match(self, seq: Sequence) -> PrefixMatch:
