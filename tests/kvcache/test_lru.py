@@ -1,13 +1,16 @@
 """Documents of several agents in one pool are found again as plain LRU would find them.
 
-What plain LRU means here. The cache holds as many blocks as the pool. A block holds the tokens of one place in a chain
-of blocks, and is found only behind the chain before it. A request uses all blocks of its chain, and the last of them
-counts as used first: without the blocks before it, a block is of no use, so a chain loses its tail before its head. A
-block whose tokens another block with the same chain before it begins with holds nothing of its own, and goes at once.
-A request finds the longest chain of whole blocks, and after it the longest beginning of a block, in whole grains, but
-never its own last token. It takes blocks for all its tokens: unused ones first, then those used least recently, but none
-of those that it has found. What its answer leaves behind are whole grains, without the last token, which is not
-computed.
+What plain LRU means here:
+- The cache holds as many blocks as the pool. A block holds the tokens at one place of a text, and is found only after
+  the blocks before it, its chain.
+- A request uses all blocks of its text, the last block first. A block is of no use without its chain, so a chain loses
+  its tail before its head.
+- A block is dropped at once if another block with the same chain holds all its tokens and more.
+- A request finds the longest chain of whole blocks, and then the longest beginning of a block, in whole grains. The
+  last token of a prompt is never found, because it must be computed.
+- A request takes blocks for all its tokens. Unused blocks are taken first, and then the least recently used blocks.
+  Blocks that the request has found are not taken.
+- When a request ends, its whole grains stay, without the last token of the answer, which was never computed.
 
 PlainLRU does that on tuples of tokens and knows nothing of the engine.
 """
@@ -159,7 +162,7 @@ def conversations(rng: random.Random, num_requests: int, num_tokens: int) -> Ite
         if len(histories[agent]) > num_tokens // 4:
             histories[agent] = ()
         question = document(1 + i, rng.randint(num_tokens // 100, num_tokens // 25))
-        num_answer_tokens = rng.randint(1, num_tokens // 50 + 1)
+        num_answer_tokens = rng.randint(1, min(num_tokens // 50 + 1, 40))
         yield system + histories[agent] + question, num_answer_tokens
         histories[agent] += question + (_ANSWER,) * num_answer_tokens
 

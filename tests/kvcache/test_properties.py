@@ -277,7 +277,7 @@ def remove_all_holders(index: PrefixIndex, prefix_id: int, grain_hash: int, bloc
 
 REGISTER = PrefixIndex.register
 MANAGER_FAULTS = {
-    "prefix not compared": mock.patch.multiple(PrefixIndex, _hash=unchained_hash, _find=find_by_tokens_alone),
+    "prefix not compared": mock.patch.multiple(PrefixIndex, grain_hash=unchained_hash, _find=find_by_tokens_alone),
     "tokens registered that are not computed": mock.patch.object(PrefixIndex, "register", register_one_grain_more),
     "grain forgotten with its newest holder": mock.patch.object(PrefixIndex, "_remove_holder", remove_all_holders),
     "slot given up without a flush": mock.patch.object(HybridBlock, "is_dirty", False),

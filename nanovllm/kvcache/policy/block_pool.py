@@ -128,7 +128,8 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._newest)
 
-    def _hash(self, seq: Sequence, grain_idx: int) -> int:
+    def grain_hash(self, seq: Sequence, grain_idx: int) -> int:
+        """The hash of all tokens up to the end of a grain."""
         hashes = seq.grain_hashes  # computed on demand; they stay valid because token ids never change
         for i in range(len(hashes), grain_idx + 1):
             parent = hashes[i - 1] if i else seq.hash_salt % 2 ** (8 * HASH_BYTES)
@@ -165,7 +166,7 @@ class PrefixIndex:
         blocks: list[Block] = []
         start, prefix_id = 0, _root_id(seq)
         while (end := start + self.block_size) <= num_known:
-            block = self._find(self._hash(seq, end // self.grain - 1), prefix_id, seq.token_ids[start:end])
+            block = self._find(self.grain_hash(seq, end // self.grain - 1), prefix_id, seq.token_ids[start:end])
             if block is None:
                 break
             blocks.append(block)
@@ -173,13 +174,13 @@ class PrefixIndex:
         match = PrefixMatch(tuple([block.block_id for block in blocks]))
         longest = min(start + self.block_size - self.grain, num_known)
         for end in range(longest, start, -self.grain):
-            block = self._find(self._hash(seq, end // self.grain - 1), prefix_id, seq.token_ids[start:end])
+            block = self._find(self.grain_hash(seq, end // self.grain - 1), prefix_id, seq.token_ids[start:end])
             if block is not None:
                 blocks.append(block)
                 match = PrefixMatch(match.full_blocks, block.block_id, end - start)
                 break
         num_matched = start + match.num_partial_tokens
-        next_hash = self._hash(seq, num_matched // self.grain) if num_matched < num_known else None
+        next_hash = self.grain_hash(seq, num_matched // self.grain) if num_matched < num_known else None
         block_ids = frozenset(block.block_id for block in blocks)
         if self.snapshots is not None:
             last = self._last_with_state(blocks, num_matched)
@@ -253,7 +254,7 @@ class PrefixIndex:
             if offset == 0:
                 before = blocks[seq.block_table[block_idx - 1]].prefix_ids[-1] if block_idx else _root_id(seq)
                 block.prefix_ids.append(before)
-            self._add_grain(block, self._hash(seq, grain_idx), seq.token_ids[start : start + self.grain])
+            self._add_grain(block, self.grain_hash(seq, grain_idx), seq.token_ids[start : start + self.grain])
         seq.num_registered_tokens = max(seq.num_registered_tokens, last * self.grain)
 
     def _add_grain(self, block: Block, grain_hash: int, token_ids: TokenIds) -> None:

@@ -102,7 +102,7 @@ class SlotRing:
         return [next(rest) if ring_slot < 0 else ring_slot for ring_slot in ring_slots]
 
     def find_read_slot(self, block: HybridBlock, preferred: Collection[int] = ()) -> int | None:
-        """Choose a slot for `block` whose block running sequences read, one of the `preferred` slots if there are any."""
+        """Choose a slot for `block` among those that running sequences read, one of the `preferred` slots if any."""
         home = block.block_id % len(self.blocks)
         if preferred:
             return home if home in preferred else next(iter(preferred))
