@@ -342,7 +342,8 @@ class Scheduler:
         else:
             self._schedule_classic()
         self._keep_states_for_waiting()
-        return self._step.finish(self.kv) if len(self._step) else None
+        step, self._step = self._step, PlannedStep(0, 0)
+        return step.finish(self.kv) if len(step) else None
 
     def _schedule_mixed(self) -> None:
         """Place answers in order of arrival, then chunks of prompts."""
@@ -572,6 +573,8 @@ class Scheduler:
             seq.num_pending_guesses = 0
             if self.disk is not None and len(seq.token_ids) == seq.num_prompt_tokens:
                 self.disk.prompt_computed(seq)
+            if self.speculator is not None and step.num_guesses:
+                self.speculator.verified(seq, step.num_guesses, tokens)
             for i, token_id in enumerate(tokens):
                 if i > 0:  # the token before was guessed, so its K and V are there already
                     if seq.status is not SequenceStatus.RUNNING:
@@ -579,8 +582,6 @@ class Scheduler:
                     self.kv.accept(seq)
                     seq.num_pending_tokens += 1
                 self._append(seq, token_id, step.sampled_position + i, read)
-            if self.speculator is not None and step.num_guesses:
-                self.speculator.verified(seq, step.num_guesses, len(tokens) - 1)
         return updated
 
     def _append(self, seq: Sequence, token_id: int, position: int, read: Callable[[Sequence], None]) -> None:

@@ -400,6 +400,7 @@ class BlockManager(KVCacheManager):
         seq.num_computed_tokens += 1
 
     def free(self, seq: Sequence) -> None:
+        self.pool.index.forget_search(seq)
         if not seq.block_table:
             self._forget_pause(seq)
             return

@@ -237,6 +237,11 @@ class PrefixIndex:
         grains = before // self.grain + 1
         return ids[grains] if grains < len(ids) else None
 
+    def forget_search(self, seq: Sequence) -> None:
+        """Drop the cached search if it is that of a sequence that does not wait any more."""
+        if self._last_search is not None and self._last_search.seq is seq:
+            self._last_search = None
+
     def _invalidate_search(self, block: Block) -> None:
         """Drop the cached search if it examined this block."""
         if self._last_search is not None and block.block_id in self._last_search.block_ids:
