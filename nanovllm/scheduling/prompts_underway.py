@@ -72,10 +72,10 @@ class PromptsUnderway:
         num_grains = (len(seq.token_ids) - 1) // index.grain
         if not num_grains or index.grain_hash(seq, 0) not in self._by_hash:
             return None
-        at_least = 1  # grains in common; hashes are computed only as they are needed
-        while at_least < num_grains and index.grain_hash(seq, min(2 * at_least, num_grains) - 1) in self._by_hash:
-            at_least = min(2 * at_least, num_grains)
-        most, by_hash = min(2 * at_least, num_grains), self._by_hash
+        by_hash, at_least, most = self._by_hash, 1, num_grains  # grains in common
+        while len(seq.grain_hashes) < most:  # hashes are computed only if they are needed
+            longer = min(2 * at_least, num_grains)
+            at_least, most = (longer, most) if index.grain_hash(seq, longer - 1) in by_hash else (at_least, longer)
         num_common = bisect_left(seq.grain_hashes, True, at_least, most, key=lambda each: each not in by_hash)
         num_common_tokens = num_common * index.grain
         prompts = self._by_hash[seq.grain_hashes[num_common - 1]].values()

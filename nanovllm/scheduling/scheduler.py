@@ -269,7 +269,7 @@ class Scheduler:
         self.sequences: dict[int, Sequence] = {}  # all unfinished ones
         self._underway = PromptsUnderway(kv.pool)
         self.num_preemptions = 0
-        self._has_new_document = False  # a long prompt has been computed since hits were last looked up
+        self._has_new_document = False  # what waiting prompts begin with was computed since hits were last looked up
         self.waits_for_masks = False  # the last plan left out a sequence for that reason
         self._step = PlannedStep(0, 0)  # the one being planned
         self._load = load_of(0, 0)  # the step's load if all running sequences decode in it
@@ -341,7 +341,7 @@ class Scheduler:
             self._schedule_mixed()
         else:
             self._schedule_classic()
-        self._keep_states_for_waiting()
+        self._serve_followers()
         step, self._step = self._step, PlannedStep(0, 0)
         return step.finish(self.kv) if len(step) else None
 
@@ -414,12 +414,14 @@ class Scheduler:
             return False
         return leader.end < num_common or self.kv.keep_state(leader.seq, num_common, leader.end)
 
-    def _keep_states_for_waiting(self) -> None:
-        """Keep states where prompts of this step part from waiting ones, also from those that have had no turn."""
-        if self.kv.states is not None and len(self._step):
-            for leader in map(self._underway.leader, islice(self.waiting, self.max_num_seqs)):
-                if leader is not None and leader.num_common_tokens <= leader.end:
-                    self.kv.keep_state(leader.seq, leader.num_common_tokens, leader.end)
+    def _serve_followers(self) -> None:
+        """Keep the states at which waiting prompts part from their leaders in this step, and note that what is left of
+        the waiting prompts is shorter now. They may have had no turn.
+        """
+        for leader in map(self._underway.leader, islice(self.waiting, self.max_num_seqs)):
+            if leader is not None and leader.num_common_tokens <= leader.end:
+                self.kv.keep_state(leader.seq, leader.num_common_tokens, leader.end)
+                self._has_new_document = True
 
     def _schedule_classic(self) -> None:
         """Place prompts, whole if the budget and the slots allow. Decode only in steps where no prompt can run."""

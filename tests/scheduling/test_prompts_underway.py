@@ -190,6 +190,22 @@ def test_a_short_follower_of_a_long_leader_loses_at_most_one_step(recurrent: boo
     sim.run()
 
 
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_follower_is_short_once_its_leader_has_computed_what_they_share(recurrent: bool) -> None:
+    """Regression: it counted as long as it was when it arrived until the leader's whole prompt had been computed."""
+    sim = simulate(recurrent=recurrent, max_num_batched_tokens=64)
+    leader = sim.add([*document(0, 300), *document(40, 900)])
+    follower = sim.add([*document(0, 300), 5])
+    while leader.num_computed_tokens < 200:
+        sim.step()
+    others = [sim.add(document(20 + i, 250)) for i in range(3)]
+    while follower.num_hit_tokens is None:
+        sim.step()
+    assert follower.num_hit_tokens == 300
+    assert sum(seq.num_hit_tokens is None for seq in others) >= 2
+    sim.run()
+
+
 class HeldBound(StepBound):
     """No step runs chunks of long prompts."""
 
