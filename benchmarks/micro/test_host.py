@@ -206,3 +206,23 @@ def test_plan_decode_step_of_a_131k_sequence(benchmark: Any) -> None:
     scheduler = decoding_scheduler(kv, [2**17 - 200], 16384, max_tokens=100)
     moves = timed(benchmark, 512, "block", lambda: plan_decode(kv, scheduler.running))
     assert sum(len(group.cpu_block_ids) for group in moves.streamed) == 511 - 127
+
+
+@pytest.mark.parametrize("shared", [0, 3000, 100_000], ids=["nothing shared", "system prompt", "document"])
+def test_plan_step_of_a_prompt_with_255_waiting(benchmark: Any, shared: int) -> None:
+    """Prompts that begin with the same tokens look for one that is being computed. The first has 200,000 more."""
+    beginning = [_rng.randrange(VOCAB_SIZE) for _ in range(shared)]
+    params = SamplingParams(max_tokens=9)
+
+    def scheduler_with_waiting() -> tuple[tuple[Scheduler], dict[str, Any]]:
+        scheduler = Scheduler(BlockManager(20_000, 256), max_num_seqs=256, max_num_batched_tokens=2048)
+        for seq_id in range(256):
+            own = [_rng.randrange(VOCAB_SIZE) for _ in range(200_000 if seq_id == 0 else 400)]
+            scheduler.add(Sequence(seq_id, beginning + own, params, seed=0))
+            if seq_id == 0:
+                scheduler.schedule()
+        scheduler.schedule()
+        return (scheduler,), {}
+
+    benchmark.pedantic(lambda scheduler: scheduler.schedule(), setup=scheduler_with_waiting, rounds=7)
+    note(benchmark, 255, "waiting prompt")

@@ -14,7 +14,7 @@ sequence would have got without guesses. A sequence guesses only when its newest
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 
 import numpy as np
@@ -26,6 +26,7 @@ from nanovllm.core.step_plan import PromptScores, SequenceStep, StepPlan
 from nanovllm.kvcache.disk.tier import DiskTier
 from nanovllm.kvcache.policy.block_manager import KVCacheManager, PagedKeys
 from nanovllm.sampling_params import INVALID_TOKEN
+from nanovllm.scheduling.prompts_underway import PromptsUnderway
 from nanovllm.scheduling.step_bound import StepBound
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
 from nanovllm.speculation.speculator import Load, Speculator, load_of
@@ -170,6 +171,8 @@ class PromptSharing:
 
     The oldest prompt is guaranteed half of what the step has for prompts, whatever its size. So it ends at most about
     twice as late as if it were served first, and then the next one is the oldest.
+
+    If a waiting prompt has a leader (prompts_underway.py), the leader goes directly before it, and has its guarantee.
     """
 
     def __init__(self, step_tokens: int, bound: StepBound | None) -> None:
@@ -183,22 +186,30 @@ class PromptSharing:
     def is_long(self, seq: Sequence) -> bool:
         return self.size_class(seq) > 0
 
-    def in_order(self, prompts: Iterable[Sequence]) -> list[Sequence]:
-        """Smaller prompts first, and equals in order of arrival."""
-        return sorted(prompts, key=lambda seq: (self.size_class(seq), seq.seq_id))
+    def in_order(self, prompts: list[Sequence], leaders: Mapping[int, Sequence]) -> list[Sequence]:
+        """Smaller prompts first, and equals in order of arrival. `leaders`: see turns."""
+        places = {seq.seq_id: (self.size_class(seq), seq.seq_id, 1) for seq in prompts}
+        for seq_id, leader in leaders.items():
+            places[leader.seq_id] = min(places[leader.seq_id], (*places[seq_id][:2], 0))
+        return sorted(prompts, key=lambda seq: places[seq.seq_id])
 
-    def turns(self, prompts: list[Sequence], step: PlannedStep, kv: KVCacheManager) -> Iterator[tuple[Sequence, int]]:
+    def turns(
+        self, prompts: list[Sequence], step: PlannedStep, kv: KVCacheManager, leaders: Mapping[int, Sequence]
+    ) -> Iterator[tuple[Sequence, int]]:
         """Each prompt, and how many tokens it may run in this step. It must be placed before the next one is asked for.
 
-        `step`: holds the running answers already.
+        `step`: holds the running answers already. `leaders`: among `prompts`, by the seq_id of prompts that wait.
         """
-        allowed = self._allowed(self.in_order(prompts), len(step), kv)
+        allowed = self._allowed(self.in_order(prompts, leaders), len(step), kv)
         if not allowed:
             return
         oldest = min(allowed, key=_arrival)
+        leader = leaders.get(oldest.seq_id, oldest)
+        oldest = leader if leader in allowed else oldest
         num_left_to_oldest = min(oldest.num_uncomputed_tokens, (step.budget + 1) // 2)
         if oldest.status is SequenceStatus.WAITING:  # it is admitted first, so that nobody else takes its room
-            num_ahead = sum(seq.num_queued_tokens for seq in allowed[: allowed.index(oldest)])
+            ahead = allowed[: allowed.index(oldest)]
+            num_ahead = sum(seq.num_queued_tokens for seq in ahead if seq.seq_id not in leaders)
             yield oldest, self._bounded(oldest, max(num_left_to_oldest, step.budget - num_ahead), is_oldest=True)
             allowed.remove(oldest)
             num_left_to_oldest = 0
@@ -212,7 +223,7 @@ class PromptSharing:
         if self.bound is None:
             return prompts
         short = [seq for seq in prompts if not self.is_long(seq)]
-        long = prompts[len(short) :]
+        long = [seq for seq in prompts if self.is_long(seq)]
         num_missing_tokens = kv.num_missing_tokens(min(long, key=_arrival)) if long else 0
         self.bound.begin_step(num_answers + len(short), len(long), num_missing_tokens)
         return prompts if self.bound.runs_long_prompts else short
@@ -256,8 +267,9 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # in order of arrival, preempted ones too
         self.running: list[Sequence] = []  # in order of arrival
         self.sequences: dict[int, Sequence] = {}  # all unfinished ones
+        self._underway = PromptsUnderway(kv.pool)
         self.num_preemptions = 0
-        self._has_new_document = False  # a long prompt has been computed since hits were last looked up
+        self._has_new_document = False  # what waiting prompts begin with was computed since hits were last looked up
         self.waits_for_masks = False  # the last plan left out a sequence for that reason
         self._step = PlannedStep(0, 0)  # the one being planned
         self._load = load_of(0, 0)  # the step's load if all running sequences decode in it
@@ -301,6 +313,7 @@ class Scheduler:
         """End a request. `error` and `cause` say what happened, and whose fault it is, if the reason is "error"."""
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
+            self._underway.remove(seq)
             if self.disk is not None:
                 self.disk.note_contents(seq)
         elif self.disk is None or not self.disk.forget(seq):
@@ -319,6 +332,7 @@ class Scheduler:
         for seq in self.disk.take_ready() if self.disk is not None else ():
             self._queue(seq)
         self.kv.begin_step(self.running)
+        self._underway.begin_step()
         self._step = PlannedStep(self.max_num_batched_tokens, self.max_step_rows)
         if self.speculator is not None:
             self._load = self._next_load()
@@ -327,7 +341,9 @@ class Scheduler:
             self._schedule_mixed()
         else:
             self._schedule_classic()
-        return self._step.finish(self.kv) if len(self._step) else None
+        self._serve_followers()
+        step, self._step = self._step, PlannedStep(0, 0)
+        return step.finish(self.kv) if len(step) else None
 
     def _schedule_mixed(self) -> None:
         """Place answers in order of arrival, then chunks of prompts."""
@@ -356,30 +372,73 @@ class Scheduler:
     def _place_prompts(self, prompts: list[Sequence]) -> None:
         """Place chunks of running and waiting prompts. Nobody overtakes a prompt that lacks room."""
         has_room = True
-        for seq, max_tokens in self.sharing.turns(prompts, self._step, self.kv):
+        for seq, max_tokens in self.sharing.turns(prompts, self._step, self.kv, self._leaders(prompts)):
             if max_tokens <= 0 or not self._step.has_room:
                 continue
             if seq.status is SequenceStatus.WAITING:
                 head = self.waiting[0]
                 has_room = has_room and self._can_admit(head) and (seq is head or self._can_admit(seq))
-                if not has_room:
+                if not has_room or self._waits_for_leader(seq, max_tokens):
                     continue
                 self._admit(seq)
             num_tokens = self.kv.num_placeable(seq, min(seq.num_uncomputed_tokens, max_tokens))
-            self._step.place(self.kv, seq, num_tokens)
+            self._place_prompt(seq, num_tokens)
             self.sharing.placed(seq, num_tokens)
             self._has_new_document |= self.sharing.is_long(seq) and num_tokens == seq.num_uncomputed_tokens
+
+    def _place_prompt(self, seq: Sequence, num_tokens: int) -> None:
+        self._step.place(self.kv, seq, num_tokens)
+        self._underway.placed(seq, num_tokens)
+
+    def _leaders(self, prompts: list[Sequence]) -> dict[int, Sequence]:
+        """Find the running prompts that waiting ones could follow, by the seq_id of those that wait."""
+        running = {seq.seq_id for seq in prompts if seq.status is SequenceStatus.RUNNING}
+        waiting = [seq for seq in prompts if seq.status is SequenceStatus.WAITING] if running else []
+        found = ((seq.seq_id, self._underway.leader(seq)) for seq in waiting)
+        return {seq_id: leader.seq for seq_id, leader in found if leader is not None and leader.seq.seq_id in running}
+
+    def _waits_for_leader(self, seq: Sequence, max_tokens: int) -> bool:
+        """Return True if a waiting prompt, which could run `max_tokens` tokens, should not start in this step: its
+        leader computes at least as much of what both begin with. So the prompt loses no time, and the leader cannot
+        leave it waiting in a step in which it does not run itself.
+        """
+        leader = self._underway.leader(seq)
+        if leader is None or leader.start == leader.end:
+            return False
+        num_common, num_known = leader.num_common_tokens, self.kv.num_known_tokens(seq)
+        if num_known >= num_common:
+            return False
+        # Without recurrent layers, the leader's chunk of this step is known, too
+        start = num_known if self.kv.states is not None else min(num_known, leader.start)
+        if leader.end < min(start + max_tokens, num_common):
+            return False
+        return leader.end < num_common or self.kv.keep_state(leader.seq, num_common, leader.end)
+
+    def _serve_followers(self) -> None:
+        """Keep the states at which waiting prompts part from their leaders in this step, and note that what is left of
+        the waiting prompts is shorter now. They may have had no turn.
+        """
+        for leader in map(self._underway.leader, islice(self.waiting, self.max_num_seqs)):
+            if leader is not None and leader.num_common_tokens <= leader.end:
+                self.kv.keep_state(leader.seq, leader.num_common_tokens, leader.end)
+                self._has_new_document = True
 
     def _schedule_classic(self) -> None:
         """Place prompts, whole if the budget and the slots allow. Decode only in steps where no prompt can run."""
         self._place_running([seq for seq in self._can_run(self.running) if seq.num_uncomputed_tokens > 1])
-        while self.waiting and self._step.has_room and self._can_admit(self.waiting[0]):
-            seq = self.waiting[0]
+        num_followers = 0
+        while len(self.waiting) > num_followers and self._step.has_room:
+            seq = self.waiting[num_followers]
+            if not self._can_admit(seq):
+                break
+            if self._waits_for_leader(seq, self._step.budget):
+                num_followers += 1
+                continue
             if len(self._step) and seq.num_uncomputed_tokens > self._step.budget:
                 break  # only the first prompt of a step is split
             self._admit(seq)
             num_tokens = self.kv.num_placeable(seq, min(seq.num_uncomputed_tokens, self._step.budget))
-            self._step.place(self.kv, seq, num_tokens)
+            self._place_prompt(seq, num_tokens)
         if not len(self._step):
             self._place_running(self._can_run(self.running))
 
@@ -402,6 +461,8 @@ class Scheduler:
         guesses = self._guess(seq, num_others)
         if num_tokens := self._make_room(seq, num_known + len(guesses.token_ids)):
             self._step.place(self.kv, seq, num_tokens, guesses.first(num_tokens - num_known))
+            if seq.num_uncomputed_tokens > 1:
+                self._underway.placed(seq, num_tokens)
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> int:
         """Count its next tokens that there is room for, after preempting from the tail if there is none. 0 if it had
@@ -457,6 +518,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
+        self._underway.remove(seq)
         if self.disk is not None:
             self.disk.note_contents(seq)
         self.kv.preempt(seq)
@@ -513,6 +575,8 @@ class Scheduler:
             seq.num_pending_guesses = 0
             if self.disk is not None and len(seq.token_ids) == seq.num_prompt_tokens:
                 self.disk.prompt_computed(seq)
+            if self.speculator is not None and step.num_guesses:
+                self.speculator.verified(seq, step.num_guesses, tokens)
             for i, token_id in enumerate(tokens):
                 if i > 0:  # the token before was guessed, so its K and V are there already
                     if seq.status is not SequenceStatus.RUNNING:
@@ -520,8 +584,6 @@ class Scheduler:
                     self.kv.accept(seq)
                     seq.num_pending_tokens += 1
                 self._append(seq, token_id, step.sampled_position + i, read)
-            if self.speculator is not None and step.num_guesses:
-                self.speculator.verified(seq, step.num_guesses, len(tokens) - 1)
         return updated
 
     def _append(self, seq: Sequence, token_id: int, position: int, read: Callable[[Sequence], None]) -> None:

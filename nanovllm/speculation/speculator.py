@@ -242,7 +242,6 @@ class _Pass(NamedTuple):
     """Guesses that are being verified."""
 
     drafter: str  # its name
-    num_known: int  # tokens of the sequence before them
     seconds: float  # expected duration of the pass
     kind: str
     proposed: dict[str, tuple[int, ...]]  # by kind: guesses that could have been made without drafts
@@ -276,8 +275,7 @@ class Speculator:
 
     def forget(self, seq: Sequence) -> None:
         del self._answers[seq.seq_id]
-        if seq.num_pending_guesses:  # they will not be verified
-            self._passes.pop(seq.seq_id, None)
+        self._passes.pop(seq.seq_id, None)
         for drafter in self.drafters:
             drafter.forget(seq)
 
@@ -324,7 +322,7 @@ class Speculator:
             return NO_GUESSES
         drafter, choice = best
         proposed = {by.kind(seq): its.token_ids for by, its in proposals.items() if not its.num_drafts}
-        self._passes[seq.seq_id] = _Pass(drafter.name, len(seq.token_ids), choice.seconds, drafter.kind(seq), proposed)
+        self._passes[seq.seq_id] = _Pass(drafter.name, choice.seconds, drafter.kind(seq), proposed)
         return proposals[drafter].first(choice.num_guesses)
 
     def _best(self, proposals: dict[Drafter, Guesses], seq: Sequence, load: Load) -> tuple[Drafter, Choice] | None:
@@ -356,8 +354,9 @@ class Speculator:
                 return guesses.first(i)
         return guesses
 
-    def verified(self, seq: Sequence, num_guesses: int, num_accepted: int) -> None:
-        """Count what a step has verified. The sequence may have ended at one of the guesses."""
+    def verified(self, seq: Sequence, num_guesses: int, token_ids: Seq[int]) -> None:
+        """Count what a step has verified. Called before the sequence gets `token_ids`: right guesses, and one token."""
+        num_accepted = len(token_ids) - 1
         self.num_passes += 1
         self.num_guesses += num_guesses
         self.num_accepted += num_accepted
@@ -367,16 +366,15 @@ class Speculator:
         for position in range(num_guesses):
             counts[position][0] += 1
             counts[position][1] += position < num_accepted
-        answer = self._answers.get(seq.seq_id)
-        if answer is None or self.times is None:
+        if self.times is None:
             return
+        answer = self._answers[seq.seq_id]
         answer.passed(1 + num_accepted, verified.seconds)
         self._learn(answer, verified.kind, num_guesses, num_accepted)
-        tokens = seq.token_ids[verified.num_known : verified.num_known + num_accepted + 1]
         for kind, proposed in verified.proposed.items():
             if kind != verified.kind:
-                num_compared = min(len(proposed), len(tokens))
-                num_right = next((i for i in range(num_compared) if proposed[i] != tokens[i]), num_compared)
+                num_compared = min(len(proposed), len(token_ids))
+                num_right = next((i for i in range(num_compared) if proposed[i] != token_ids[i]), num_compared)
                 self._learn(answer, kind, num_compared, num_right)
 
     def _learn(self, answer: _Answer, kind: str, num_guesses: int, num_right: int) -> None:

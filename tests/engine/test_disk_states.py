@@ -242,6 +242,22 @@ def test_nothing_is_stored_behind_the_last_state(restart: Callable[..., CheckedL
         assert hits(llm, turn, turn) == [HIT, HIT + BLOCK]
 
 
+@pytest.mark.parametrize("policy", ["prompt", "evict"])
+@pytest.mark.parametrize("cache", ["all GPU, large blocks", "offload"])
+def test_nothing_is_stored_behind_the_last_state_in_its_block(
+    restart: Callable[..., CheckedLLM], path: Path, cache: str, policy: str
+) -> None:
+    """Regression: with offload and blocks above 256 tokens, the rest of the last state's block was stored."""
+    changes = CACHES[cache] | {"kvcache_block_size": 2 * BLOCK, "kv_disk_policy": policy}
+    question = random_prompt(3 * BLOCK + (246 if cache == "offload" else -10))
+    with restart(**changes) as llm:
+        answer = llm.answer_and_check([question], max_tokens=20)[0]["token_ids"]
+    state = (3 if cache == "offload" else 2) * BLOCK  # in the middle of a block that the answer fills, or at its end
+    assert len(extents_below(path)) == state // BLOCK + 1
+    with restart(**changes) as llm:
+        assert hits(llm, [*question, *answer, 1]) == [state]
+
+
 def test_small_limit_keeps_the_beginning_of_a_document(restart: Callable[..., CheckedLLM], path: Path) -> None:
     with restart() as llm:
         hits(llm, random_prompt(BLOCK + 1))

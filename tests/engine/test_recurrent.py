@@ -209,3 +209,23 @@ def test_experts(tmp_path: Path) -> None:
 def test_ranks_that_would_share_a_head_are_refused(hybrid: Reference) -> None:
     with pytest.raises(ConfigError, match="divisible by tensor_parallel_size=4"):
         LLM(str(hybrid.directory), device="cpu", tensor_parallel_size=4)
+
+
+@pytest.mark.parametrize("num_gpu_blocks", [None, 20])
+@pytest.mark.parametrize("chunked_prefill", [True, False])
+@pytest.mark.parametrize("works_ahead", [False, True])
+def test_n_answers_compute_the_prompt_once(
+    hybrid: Reference, num_gpu_blocks: int | None, chunked_prefill: bool, works_ahead: bool
+) -> None:
+    """Regression: n answers computed the prompt n times if it fitted into one step, and so did questions about one
+    document. What is left to each is less than a grain of 256 tokens.
+    """
+    document = random_prompt(1000)
+    options = cache_options(num_gpu_blocks) | {"max_num_batched_tokens": 8192, "chunked_prefill": chunked_prefill}
+    with CheckedLLM(hybrid, internals=Internals(works_ahead=works_ahead), **options) as llm:
+        llm.answer_and_check([document] * 6, max_tokens=2)
+        assert llm.stats()["num_prefill_tokens"] == 1000 + 5 * (1000 - 3 * BLOCK)
+        questions = [[7, *document, *random_prompt(20, seed=i)] for i in range(4)]
+        llm.answer_and_check(questions, max_tokens=2)
+        assert llm.stats()["num_prefill_tokens"] == 2160 + 1021 + 3 * (1021 - 3 * BLOCK)
+        llm.assert_nothing_left()

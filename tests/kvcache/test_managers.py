@@ -341,21 +341,23 @@ def test_hybrid_check_integrity_notices(fault: str) -> None:
 # -- SlotRing --------------------------------------------------------------------------------------------------------
 
 
-def test_ring_gives_a_block_the_slot_of_its_number_where_that_can_be_had() -> None:
-    ring, blocks = SlotRing(3), [HybridBlock(i) for i in range(9)]
-    for block in blocks[1:3]:
-        slot = ring.find_slot(block)
-        assert slot == block.block_id
-        ring.assign_slot(slot, block)
-    assert ring.find_slot(blocks[4]) == 1  # what nobody owns can be given up
-    blocks[1].num_running = 1
-    ring.update_state(blocks[1])
-    assert ring.find_slot(blocks[4]) == 0  # not while there is another slot
-    ring.assign_slot(0, blocks[6])
-    blocks[2].num_tokens = 1
-    assert ring.find_unread_slot(blocks[5]) == 2  # the oldest; its copy out delays whoever takes its slot
-    assert ring.find_unread_slot(blocks[8]) == 2
-    assert ring.find_slot(blocks[3]) == 0
+def test_ring_takes_free_slots_and_then_the_least_recently_used_ones_and_homes_among_these() -> None:
+    """Regression: a block took the slot of its number from an idle block while other slots were free, or held blocks
+    that had been idle for longer.
+    """
+    ring, blocks = SlotRing(6), [HybridBlock(i) for i in range(30)]
+    assert ring.find_unread_slots(blocks[8:10]) == [2, 3]  # their homes
+    for slot in (3, 1, 2):
+        ring.assign_slot(slot, blocks[slot])
+    assert ring.find_unread_slots([blocks[8]]) == [0]
+    assert ring.find_unread_slots(blocks[8:11]) == [0, 5, 4]  # block 10 has its home
+    assert ring.find_unread_slots(blocks[12:17]) == [0, 1, 5, 3, 4]  # without slot 2, which was used last
+    assert ring.find_unread_slots(blocks[12:19]) == [0, 1, 2, 3, 4, 5]
+    assert ring.find_unread_slots([blocks[0], blocks[6], blocks[12]]) == [0, 4, 5]  # one home for three
+    assert ring.find_unread_slots([]) == []
+    blocks[3].num_running = 1
+    ring.update_state(blocks[3])
+    assert ring.find_unread_slots(blocks[12:17]) == [0, 1, 2, 5, 4]
     ring.check_integrity()
 
 
@@ -369,7 +371,7 @@ def test_ring_gives_up_what_is_free_then_idle_then_read_and_never_what_is_kept()
         ring.update_state(block)
     ring.check_integrity()
     given = []
-    while (slot := ring.find_slot(blocks[4])) is not None:
+    while (slot := next(iter(ring.find_unread_slots(blocks[4:])), ring.find_read_slot(blocks[4]))) is not None:
         given.append(slot)
         held = ring.blocks[slot]
         if held is not None:
@@ -378,7 +380,7 @@ def test_ring_gives_up_what_is_free_then_idle_then_read_and_never_what_is_kept()
         ring.assign_slot(slot, taken)
         ring.check_integrity()
     assert given == [3, 2, 0] and ring.num_available == 0
-    assert ring.find_unread_slot(blocks[4]) is None
+    assert ring.find_unread_slots(blocks[4:]) == []
     ring.free_slot_of(blocks[4])  # holds no slot: nothing to do
     with pytest.raises(AssertionError, match="slot 0 is in use"):
         ring.assign_slot(0, blocks[4])

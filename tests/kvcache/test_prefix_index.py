@@ -273,31 +273,33 @@ def pool_with_gaps() -> tuple[BlockPool, list[Sequence]]:
     return pool, sequences
 
 
-def test_choose_short_chunk_gets_the_next_free_blocks() -> None:
+def test_choose_chunk_gets_spare_blocks_and_then_the_least_recently_used() -> None:
+    """Regression: a chunk of 16 blocks took cached ones, even the newest but a quarter, while others were unused."""
     pool, sequences = pool_with_gaps()
-    release_all(pool, sequences[0])
+    for seq in (sequences[2], sequences[0], sequences[1], sequences[3]):
+        release_all(pool, seq)
     assert [block.block_id for block in pool.choose_free_blocks(8)] == list(range(32, 40))
-    assert [block.block_id for block in pool.choose_free_blocks(11)] == [17, 24, 25, *range(32, 40)]
-
-
-def test_choose_long_chunk_gets_the_longest_stretches() -> None:
-    """Regression: a 131K prompt behind 256 short requests got their blocks, hardly two of which are neighbours."""
-    pool, sequences = pool_with_gaps()
-    for seq in (*sequences[:2], sequences[3]):
-        release_all(pool, seq)
-    assert [block.block_id for block in pool.choose_free_blocks(16)] == [0, 1, 2, 3, 8, 9, *range(30, 40)]
-    assert pool.num_free == 32  # nothing is taken yet
-
-
-def test_choose_long_chunk_spares_the_quarter_used_last_unless_it_is_needed() -> None:
-    pool, sequences = pool_with_gaps()
-    for seq in sequences:
-        release_all(pool, seq)
-    newest = set(sequences[3].block_table)
-    assert newest.isdisjoint(block.block_id for block in pool.choose_free_blocks(32))
+    assert [block.block_id for block in pool.choose_free_blocks(11)] == [21, 28, 29, *range(32, 40)]
+    assert [block.block_id for block in pool.choose_free_blocks(16)] == sorted(
+        [*sequences[2].block_table, *range(32, 40)]
+    )
+    least = {*sequences[2].block_table, *sequences[0].block_table, *range(32, 40)}
+    assert [block.block_id for block in pool.choose_free_blocks(24)] == sorted(least)
     assert [block.block_id for block in pool.choose_free_blocks(40)] == list(range(40))
+    assert pool.num_free == 40  # nothing is taken yet
     with pytest.raises(AssertionError, match="41 blocks needed, 40 free"):
         pool.choose_free_blocks(41)
+
+
+def test_choose_long_chunk_gets_the_longest_stretches_of_spare_blocks() -> None:
+    """Regression: a 131K prompt behind 256 short requests got their blocks, hardly two of which are neighbours."""
+    pool = BlockPool([Block(i) for i in range(80)], 4, 4, enable_prefix_caching=True)
+    taken = [pool.allocate() for _ in range(40)]
+    for block in taken[::2]:
+        pool.release(block)
+    assert [block.block_id for block in pool.choose_free_blocks(4)] == [32, 34, 36, 38]
+    assert [block.block_id for block in pool.choose_free_blocks(16)] == list(range(40, 56))
+    assert [block.block_id for block in pool.choose_free_blocks(42)] == [0, 2, *range(40, 80)]
 
 
 def test_stretches_are_of_consecutive_numbers() -> None:

@@ -11,6 +11,7 @@ from content_model import ContentError, Simulation
 from cpu_splits import RandomSplit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from leftovers import FIRST_ID, leftovers
 from odd_drafters import KINDS
 from random_workloads import GRAIN, LONG_CHUNK_BLOCKS, Abort, Add, Operation, Preempt, Steps, play, play_dense
 from tiers import examples
@@ -121,6 +122,24 @@ def test_guesses_of_any_kind_change_no_token_and_lose_nothing(
     seed: int, hybrid: bool, with_cpu: bool, drafter: str
 ) -> None:
     play_dense(seed, hybrid=hybrid, with_cpu=with_cpu, drafter=drafter)
+
+
+@settings(max_examples=examples(250), deadline=None, suppress_health_check=QUICK)
+@given(
+    seed=st.integers(0, 2**32),
+    hybrid=st.booleans(),
+    drafter=any_of(["", *KINDS, "resident", "shadow", "mtp", "prompt_lookup"]),
+    has_states=st.booleans(),
+    depth=st.integers(0, 1),
+)
+def test_nothing_is_remembered_of_requests_that_have_ended(
+    seed: int, hybrid: bool, drafter: str, has_states: bool, depth: int
+) -> None:
+    """Regression: guesses of a request were remembered for ever if it ended in a step that had dropped them."""
+    has_head = drafter == "mtp"
+    options = {"has_states": has_states or has_head, "has_head": has_head, "depth": depth, "first_id": FIRST_ID}
+    simulation = play_dense(seed, hybrid=hybrid, drafter=drafter, **options)
+    assert leftovers(simulation.scheduler) == []
 
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=QUICK)
@@ -277,7 +296,7 @@ def remove_all_holders(index: PrefixIndex, prefix_id: int, grain_hash: int, bloc
 
 REGISTER = PrefixIndex.register
 MANAGER_FAULTS = {
-    "prefix not compared": mock.patch.multiple(PrefixIndex, _hash=unchained_hash, _find=find_by_tokens_alone),
+    "prefix not compared": mock.patch.multiple(PrefixIndex, grain_hash=unchained_hash, _find=find_by_tokens_alone),
     "tokens registered that are not computed": mock.patch.object(PrefixIndex, "register", register_one_grain_more),
     "grain forgotten with its newest holder": mock.patch.object(PrefixIndex, "_remove_holder", remove_all_holders),
     "slot given up without a flush": mock.patch.object(HybridBlock, "is_dirty", False),

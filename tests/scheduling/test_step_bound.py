@@ -348,7 +348,7 @@ def test_order_is_by_magnitude_and_then_by_arrival() -> None:
     prompts = [sequence(i, n) for i, n in enumerate([9000, 200, 2048, 5, 2049, 4000, 16_384])]
     sharing = PromptSharing(16_384, None)
     assert [sharing.size_class(seq) for seq in prompts] == [3, 0, 0, 0, 1, 1, 3]
-    assert [seq.seq_id for seq in sharing.in_order(reversed(prompts))] == [1, 2, 3, 4, 5, 0, 6]
+    assert [seq.seq_id for seq in sharing.in_order(prompts[::-1], {})] == [1, 2, 3, 4, 5, 0, 6]
 
 
 @pytest.mark.parametrize("step_tokens", [1, 2, 7])

@@ -77,10 +77,11 @@ def tokens_per_s(names: list[str], texts: Texts, right: float, times_of: tuple[C
                 if rng.random() > right if guess == DRAFTED else guess != token_id:
                     break
                 num_right += 1
-            seq.token_ids.extend(answer[num_known : num_known + num_right + 1])
-            num_known += num_right + 1
+            new = answer[num_known : num_known + num_right + 1]
             if guesses.token_ids:
-                speculator.verified(seq, len(guesses.token_ids), num_right)
+                speculator.verified(seq, len(guesses.token_ids), new)
+            seq.token_ids.extend(new)
+            num_known += num_right + 1
         speculator.forget(seq)
         num_tokens += num_known
     return num_tokens / seconds

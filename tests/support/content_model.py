@@ -413,7 +413,7 @@ class Simulation:
 
     depth: 1 plans a step before the last one's tokens are back, as on a GPU. change_plan: a fault to be noticed.
     step_s: what the step took that ends. make_runner: from the manager. make_drafter: from the manager and the runner,
-    for a scheduler that speculates.
+    for a scheduler that speculates. first_id: the id of the first request.
     """
 
     def __init__(
@@ -431,8 +431,10 @@ class Simulation:
         step_bound: StepBound | None = None,
         step_s: Callable[[], float | None] = lambda: None,
         make_disk: Callable[[KVCacheManager, ContentRunner], SimulatedDisk] | None = None,
+        first_id: int = 0,
     ) -> None:
         self.kv, self.depth, self.change_plan, self.step_s = kv, depth, change_plan, step_s
+        self._first_id = first_id
         self.runner = make_runner(kv)
         self.disk = None if make_disk is None else make_disk(kv, self.runner)
         speculator = None
@@ -502,7 +504,7 @@ class Simulation:
 
     def add(self, prompt: list[int], max_tokens: int = 4, *, ignore_eos: bool = True, **params: object) -> Sequence:
         """Raises ValueError when the request can never run."""
-        seq_id = len(self.sequences)
+        seq_id = self._first_id + len(self.sequences)
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, **params)  # type: ignore[arg-type]
         seq = Sequence(seq_id, list(prompt), sampling, seed=seq_id)
         self.scheduler.add(seq)

@@ -18,7 +18,7 @@ from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.policy.shadow_pages import ShadowPages
 from nanovllm.kvcache.policy.states import RecurrentStates
 from nanovllm.scheduling.step_bound import ChunkTimes, StepBound
-from nanovllm.speculation.drafters import Drafter, ModelDrafter
+from nanovllm.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 
 GRAIN = 2  # tokens, instead of 256
 LONG_CHUNK_BLOCKS = 3  # instead of 16, so that small workloads have long chunks
@@ -159,13 +159,16 @@ def odd_step_s(rng: random.Random) -> float | None:
 
 
 def odd_drafter(kind: str, seed: int) -> Callable[[KVCacheManager, ContentRunner], Drafter]:
-    """Make the drafter of a Simulation: an OddDrafter of this kind, or one of "resident", "shadow" or "mtp" drafts."""
+    """Make the drafter of a Simulation: an OddDrafter of this kind, or one of "resident", "shadow" or "mtp"
+    drafts, or the one that looks up the prompt."""
 
     def make(kv: KVCacheManager, runner: ContentRunner) -> Drafter:
         if kind == "resident":
             return ModelDrafter("resident", kv.misses_keys)
         if kind == "shadow":
             return ModelDrafter("shadow", kv.has_shadow)
+        if kind == "prompt_lookup":
+            return PromptLookupDrafter()
         if kind == "mtp":
             return ModelDrafter("mtp", lambda seq: True)
 

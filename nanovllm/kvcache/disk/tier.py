@@ -41,7 +41,6 @@ from nanovllm.core.disk_moves import (
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kvcache.policy.block_manager import KVCacheManager
-from nanovllm.utils.arithmetic import ceil_div
 
 CLEANED_SHARE = 4  # keep the first 1/CLEANED_SHARE of the blocks that would be evicted next on disk
 CLEAN_INTERVAL_S = 0.05  # between two looks at them
@@ -274,15 +273,16 @@ class DiskTier:
     def note_contents(self, seq: Sequence) -> None:
         """Note what the blocks of a running sequence hold, before they are freed, so that they can be stored later."""
         num_tokens = min(seq.num_computed_tokens, len(seq.token_ids)) if seq.can_use_prefix_cache else 0
-        block_size, versions = self.kv.block_size, self.board.versions
-        per_block = block_size // self.grain
+        per_block, versions = self.kv.block_size // self.grain, self.board.versions
         self._note_states(seq, num_tokens)
-        num_tokens = min(num_tokens, ceil_div(self._useful_end(seq, num_tokens), block_size) * block_size)
-        num_extents = num_tokens // self.grain
+        num_extents = self._useful_end(seq, num_tokens) // self.grain
         for first in range(0, num_extents, per_block):
             block_id = seq.block_table[first // per_block]
             keys = tuple(self._key(seq, i) for i in range(first, min(first + per_block, num_extents)))
             used_s = self._used_s(seq) - first * LATER_S
+            noted = self._contents.get(block_id)
+            if noted is not None and len(noted.keys) < len(keys):  # since they were submitted
+                self._submitted.pop(block_id, None)
             self._contents[block_id] = _Content(int(versions[block_id]), used_s, self._parent(seq, first), keys)
 
     # -- what the step loop calls --------------------------------------------------------------------------------

@@ -198,6 +198,10 @@ class KVCacheManager(ABC):
         """Count how many of the sequence's next tokens there are slots for, for the states to be kept on the way."""
         return num_tokens if self.states is None else self.states.num_with_saves(seq, num_tokens)
 
+    def keep_state(self, seq: Sequence, num_tokens: int, chunk_end: int) -> bool:
+        """See RecurrentStates.keep_at. Returns False if no layer is recurrent."""
+        return self.states is not None and self.states.keep_at(seq, num_tokens, chunk_end)
+
     def state_step(self, seq: Sequence, num_tokens: int, *, has_drafts: bool) -> StateStep | None:
         """Plan the step's use of the state of a sequence that has `num_tokens` new tokens in it, without guesses.
         Called once after finish_step.
@@ -402,6 +406,7 @@ class BlockManager(KVCacheManager):
         seq.num_computed_tokens += 1
 
     def free(self, seq: Sequence) -> None:
+        self.pool.index.forget_search(seq)
         if not seq.block_table:
             self._forget_pause(seq)
             return

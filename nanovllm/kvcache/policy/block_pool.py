@@ -2,11 +2,10 @@
 reference counts, and the order in which they are allocated.
 
 Only free blocks, those without references, are allocated. Until then, or until it is discarded, a free block keeps its
-content and its hashes, and the prefix index still finds it. Free blocks are allocated least recently used first, with
-two exceptions:
-- A spare block is allocated before all others, because evicting it loses nothing: it holds no whole grain, or another
-  block holds the same grains.
-- A long chunk gets contiguous blocks where possible, because they are copied faster (Run in offload_engine.py).
+content and its hashes, and the prefix index still finds it. Spare blocks are allocated first, because evicting a spare
+block loses nothing: it holds no whole grain, or another block holds the same grains. Then follow the cached blocks,
+least recently used first. Contiguous blocks are copied faster (Run in offload_engine.py), so a long chunk gets
+contiguous ones among the spare blocks. Contiguity never decides which cached blocks are evicted.
 """
 
 import itertools
@@ -129,7 +128,8 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._newest)
 
-    def _hash(self, seq: Sequence, grain_idx: int) -> int:
+    def grain_hash(self, seq: Sequence, grain_idx: int) -> int:
+        """The hash of all tokens up to the end of a grain."""
         hashes = seq.grain_hashes  # computed on demand; they stay valid because token ids never change
         for i in range(len(hashes), grain_idx + 1):
             parent = hashes[i - 1] if i else seq.hash_salt % 2 ** (8 * HASH_BYTES)
@@ -166,7 +166,7 @@ class PrefixIndex:
         blocks: list[Block] = []
         start, prefix_id = 0, _root_id(seq)
         while (end := start + self.block_size) <= num_known:
-            block = self._find(self._hash(seq, end // self.grain - 1), prefix_id, seq.token_ids[start:end])
+            block = self._find(self.grain_hash(seq, end // self.grain - 1), prefix_id, seq.token_ids[start:end])
             if block is None:
                 break
             blocks.append(block)
@@ -174,13 +174,13 @@ class PrefixIndex:
         match = PrefixMatch(tuple([block.block_id for block in blocks]))
         longest = min(start + self.block_size - self.grain, num_known)
         for end in range(longest, start, -self.grain):
-            block = self._find(self._hash(seq, end // self.grain - 1), prefix_id, seq.token_ids[start:end])
+            block = self._find(self.grain_hash(seq, end // self.grain - 1), prefix_id, seq.token_ids[start:end])
             if block is not None:
                 blocks.append(block)
                 match = PrefixMatch(match.full_blocks, block.block_id, end - start)
                 break
         num_matched = start + match.num_partial_tokens
-        next_hash = self._hash(seq, num_matched // self.grain) if num_matched < num_known else None
+        next_hash = self.grain_hash(seq, num_matched // self.grain) if num_matched < num_known else None
         block_ids = frozenset(block.block_id for block in blocks)
         if self.snapshots is not None:
             last = self._last_with_state(blocks, num_matched)
@@ -237,6 +237,11 @@ class PrefixIndex:
         grains = before // self.grain + 1
         return ids[grains] if grains < len(ids) else None
 
+    def forget_search(self, seq: Sequence) -> None:
+        """Drop the cached search if it is that of a sequence that does not wait any more."""
+        if self._last_search is not None and self._last_search.seq is seq:
+            self._last_search = None
+
     def _invalidate_search(self, block: Block) -> None:
         """Drop the cached search if it examined this block."""
         if self._last_search is not None and block.block_id in self._last_search.block_ids:
@@ -254,7 +259,7 @@ class PrefixIndex:
             if offset == 0:
                 before = blocks[seq.block_table[block_idx - 1]].prefix_ids[-1] if block_idx else _root_id(seq)
                 block.prefix_ids.append(before)
-            self._add_grain(block, self._hash(seq, grain_idx), seq.token_ids[start : start + self.grain])
+            self._add_grain(block, self.grain_hash(seq, grain_idx), seq.token_ids[start : start + self.grain])
         seq.num_registered_tokens = max(seq.num_registered_tokens, last * self.grain)
 
     def _add_grain(self, block: Block, grain_hash: int, token_ids: TokenIds) -> None:
@@ -353,9 +358,8 @@ def _root_id(seq: Sequence) -> int:
     return ~seq.hash_salt
 
 
-LONG_CHUNK_BLOCKS = 16  # a chunk of at least this many blocks gets contiguous ones rather than the least recently used
-PROTECTED_SHARE = 4  # the most recently used 1/PROTECTED_SHARE of the cached blocks is not evicted for contiguity
-SEARCHED_PER_BLOCK = 16  # free blocks to examine for each block that a long chunk needs
+LONG_CHUNK_BLOCKS = 16  # a chunk of at least this many blocks gets contiguous spare blocks
+SEARCHED_PER_BLOCK = 16  # spare blocks to examine for each block that a long chunk needs
 
 
 def contiguous_ranges(ids: list[int]) -> list[range]:
@@ -412,18 +416,16 @@ class BlockPool:
     def choose_free_blocks(self, count: int) -> list[Block]:
         """Choose free blocks for a sequence that needs `count` more, in ascending order."""
         assert count <= self.num_free, f"{count} blocks needed, {self.num_free} free; the caller must check first"
-        if count < self.long_chunk_blocks:
-            ids = list(itertools.islice(itertools.chain(self.spare_ids, self.cached_ids), count))
-        else:
+        if self.long_chunk_blocks <= count < len(self.spare_ids):
             ids = self._choose_contiguous(count)
+        else:
+            ids = list(itertools.islice(itertools.chain(self.spare_ids, self.cached_ids), count))
         return [self.blocks[block_id] for block_id in sorted(ids)]
 
     def _choose_contiguous(self, count: int) -> list[int]:
-        """Choose from the longest contiguous ranges, so that few copies move the chunk (Run in offload_engine.py)."""
-        num_older = len(self.cached_ids) - len(self.cached_ids) // PROTECTED_SHARE
-        older = itertools.islice(self.cached_ids, max(num_older, count - len(self.spare_ids)))
-        # Search the spare blocks from the end: blocks that were never used are there, in long contiguous ranges.
-        searched = itertools.islice(itertools.chain(reversed(self.spare_ids), older), SEARCHED_PER_BLOCK * count)
+        """Choose spare blocks from the longest contiguous ranges, so that few copies move the chunk."""
+        # Search from the end: blocks that were never used are there, in long contiguous ranges.
+        searched = itertools.islice(reversed(self.spare_ids), SEARCHED_PER_BLOCK * count)
         return list(itertools.islice(itertools.chain.from_iterable(contiguous_ranges(sorted(searched))), count))
 
     def match(self, seq: Sequence) -> PrefixMatch:

@@ -303,16 +303,14 @@ class HybridKVCacheManager(KVCacheManager):
             return 0
         return len(self.histories.find(seq).missing) * self.block_size
 
-    def preempt(self, seq: Sequence) -> None:
-        self._slotless_ids.discard(seq.seq_id)
-        super().preempt(seq)
-
     def free(self, seq: Sequence) -> None:
+        self.pool.index.forget_search(seq)
         if not seq.block_table:
             self._forget_pause(seq)
             return
         self.pool.register(seq, seq.num_computed_tokens)
         del self._running[seq.seq_id]
+        self._slotless_ids.discard(seq.seq_id)
         self.histories.forget(seq)
         if self.shadow is not None:
             self.shadow.forget(seq)

@@ -5,6 +5,7 @@ known text, but a recurrent layer needs the state there. So some states are copi
 prefix hit ends where there is one. States are kept where they pay:
 - at the end of a prompt, rounded down to whole grains, with at least one token behind it;
 - where a prompt parts from what is known: others may part there, too;
+- where a waiting prompt parts from one that is being computed, because it waits for that state;
 - every SNAPSHOT_TOKENS tokens, so that little has to be computed again wherever a later prompt parts.
 
 A preempted sequence leaves its state too, and goes on where it was if its blocks are still there.
@@ -12,7 +13,7 @@ A preempted sequence leaves its state too, and goes on where it was if its block
 A snapshot belongs to a prefix of the index and goes with it. Without room for a new one, the least recently used goes.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -200,6 +201,19 @@ class RecurrentStates:
         """
         points, num_free = self._held[seq.seq_id].save_points, len(self._free)
         return min(num_tokens, points[num_free] - seq.num_computed_tokens) if num_free < len(points) else num_tokens
+
+    def keep_at(self, seq: Sequence, num_tokens: int, chunk_end: int) -> bool:
+        """Also keep the state after the sequence's first `num_tokens` tokens, which end in the chunk that has just been
+        placed. Returns False if there is no slot for the state.
+        """
+        points = self._held[seq.seq_id].save_points
+        if not self.snapshots.count:
+            return False
+        if num_tokens not in points:
+            if bisect_left(points, chunk_end) + (num_tokens < chunk_end) > len(self._free):
+                return False
+            insort(points, num_tokens)
+        return True
 
     @property
     def can_draft(self) -> bool:

@@ -8,7 +8,9 @@ What always holds:
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import islice
 
 from nanovllm.core.step_plan import KVMoves, PageFill, SlotCopy, SlotLoad, SlotOffload, StateFlush
 from nanovllm.kvcache.policy.block_pool import Block, BlockPool
@@ -57,8 +59,9 @@ class SlotRing:
     - kept: likewise, and drafts need the block (HybridBlock.is_kept);
     - pinned: it holds a block that must not be evicted.
 
-    Block i prefers slot i % num_slots, its home. Blocks that are contiguous in CPU memory therefore tend to be
-    contiguous on the GPU too, and one copy can move them (Run in offload_engine.py).
+    Of the slots that are taken, block i prefers slot i % num_slots, its home. Blocks that are contiguous in CPU memory
+    therefore tend to be contiguous on the GPU too, and one copy can move them (Run in offload_engine.py). Which idle
+    block loses its slot does not depend on that: it is the least recently used one.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -77,21 +80,29 @@ class SlotRing:
         """Number of slots that are free or can be made free by an eviction."""
         return len(self.free_slots) + len(self.idle_slots) + len(self.read_slots) + len(self.kept_slots)
 
-    def find_unread_slot(self, block: HybridBlock) -> int | None:
-        """Choose a slot for `block` that no running sequence reads: its home if possible, else a free or idle slot."""
-        home = block.block_id % len(self.blocks)
-        held = self.blocks[home]
-        if held is None or (home in self.idle_slots and not held.is_dirty):
-            return home
-        return next(iter(self.free_slots or self.idle_slots), None)
+    def find_unread_slots(self, blocks: Seq[HybridBlock]) -> list[int]:
+        """Choose slots that no running sequence reads, for the first ones of `blocks` if there are too few for all.
 
-    def find_slot(self, block: HybridBlock, preferred: Collection[int] = ()) -> int | None:
-        """Choose a slot for `block`. Evicting a block that running sequences read is the last resort. Among those,
-        `preferred` slots come first.
+        Free slots are taken first, and then the least recently used idle ones. Among the slots that are taken, a block
+        gets its home if possible. The other blocks get the other slots in ascending order.
         """
-        ring_slot = self.find_unread_slot(block)
-        if ring_slot is not None:
-            return ring_slot
+        count = min(len(blocks), len(self.free_slots) + len(self.idle_slots))
+        homes = [block.block_id % len(self.blocks) for block in blocks[:count]]
+        if count <= len(self.free_slots):
+            taken = {home for home in homes if home in self.free_slots}
+            others = (ring_slot for ring_slot in self.free_slots if ring_slot not in taken)
+            taken.update(list(islice(others, count - len(taken))))
+        else:
+            taken = {*self.free_slots, *islice(self.idle_slots, count - len(self.free_slots))}
+        ring_slots = []
+        for home in homes:
+            ring_slots.append(home if home in taken else -1)
+            taken.discard(home)
+        rest = iter(sorted(taken))
+        return [next(rest) if ring_slot < 0 else ring_slot for ring_slot in ring_slots]
+
+    def find_read_slot(self, block: HybridBlock, preferred: Collection[int] = ()) -> int | None:
+        """Choose a slot for `block` among those that running sequences read, one of the `preferred` slots if any."""
         home = block.block_id % len(self.blocks)
         if preferred:
             return home if home in preferred else next(iter(preferred))
@@ -223,11 +234,14 @@ class StepSlots:
 
         `evicted_first`: blocks to evict before others that running sequences read.
         """
-        slots = {block.ring_slot: None for block in evicted_first if block.ring_slot in self.ring.read_slots}
-        for block in blocks:
-            ring_slot = self.ring.find_slot(block, slots)
+        unread = self.ring.find_unread_slots(blocks)
+        preferred: dict[int, None] = {}
+        if len(unread) < len(blocks):
+            preferred = {b.ring_slot: None for b in evicted_first if b.ring_slot in self.ring.read_slots}
+        for i, block in enumerate(blocks):
+            ring_slot = unread[i] if i < len(unread) else self.ring.find_read_slot(block, preferred)
             assert ring_slot is not None, f"no slot for block {block.block_id}; the caller must check num_available"
-            slots.pop(ring_slot, None)
+            preferred.pop(ring_slot, None)
             self._reassign_slot(ring_slot, block)
             self._taken_slots.append(ring_slot)
             if block.num_tokens:
@@ -264,23 +278,18 @@ class StepSlots:
         They stay resident after the step. `unread_slots`: slots with blocks of running sequences that are not
         scheduled. Returns whether any block was loaded.
         """
-        slots = iter(unread_slots)
-        for i, block in enumerate(missing):
-            ring_slot = self.ring.find_unread_slot(block)
-            if ring_slot is None:
-                ring_slot = next(slots, None)
-            if ring_slot is None:
-                return i > 0
+        ring_slots = self.ring.find_unread_slots(missing)
+        if len(ring_slots) < len(missing):
+            ring_slots += islice(unread_slots, len(missing) - len(ring_slots))
+        for block, ring_slot in zip(missing, ring_slots, strict=False):
             self._reassign_slot(ring_slot, block)
             self.residency += 1
             self._loads.append(SlotLoad(block.block_id, ring_slot, self.block_size))
-        return bool(missing)
+        return bool(ring_slots)
 
     def swap_in(self, block: HybridBlock) -> None:
         """Load a full block into a slot. If running sequences read all slots, one of their blocks is evicted."""
-        ring_slot = self.ring.find_unread_slot(block)
-        if ring_slot is None:
-            ring_slot = next(iter(self.ring.read_slots), None)
+        ring_slot = next(iter(self.ring.find_unread_slots([block]) or self.ring.read_slots), None)
         if ring_slot is None:
             return
         self._reassign_slot(ring_slot, block)
