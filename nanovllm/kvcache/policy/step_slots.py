@@ -87,6 +87,8 @@ class SlotRing:
         gets its home if possible. The other blocks get the other slots in ascending order.
         """
         count = min(len(blocks), len(self.free_slots) + len(self.idle_slots))
+        if not count:
+            return []
         homes = [block.block_id % len(self.blocks) for block in blocks[:count]]
         if count <= len(self.free_slots):
             taken = {home for home in homes if home in self.free_slots}
