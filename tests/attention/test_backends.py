@@ -403,6 +403,17 @@ def test_gpu_backend_matches_naive(name, heads, head_dim, page, dtype, unwritten
 
 @pytest.mark.gpu
 @gpu_backends
+@pytest.mark.parametrize(("heads", "page"), [((16, 8), 256), ((32, 8), 4096)])
+def test_gpu_backend_at_the_sizes_of_real_models_matches_naive(name, heads, page):
+    """Qwen3-0.6B and 8B: long contexts that decode, verify guesses, and continue a prompt."""
+    backend = gpu_backend(name, torch.bfloat16, 128)
+    for lens in ([(1, 40_000), (1, 8191), (1, 20_000)], [(5, 40_000), (16, 8193), (100, 30_000)]):
+        case = make_paged(lens, page, heads, causal=True, **IN_BF16)
+        assert_as_good_as_plain_torch(case.attend(backend, 128**-0.5), case, 128**-0.5)
+
+
+@pytest.mark.gpu
+@gpu_backends
 def test_gpu_sequences_without_keys_leave_other_memory_alone(name):
     """Regression: flash-attn wrote the LSE of sequences without keys into whatever lay behind the result."""
     backend = gpu_backend(name, torch.bfloat16, 128)
