@@ -476,6 +476,21 @@ def test_gpu_cudnn_at_its_real_sizes_matches_naive(lens, page, causal):
 
 
 @pytest.mark.gpu
+def test_gpu_cudnn_backends_have_their_own_side_streams():
+    """All engines of a process shared one, which was safe only while they shared their compute stream."""
+    gpu_backend("cudnn", torch.bfloat16, 128)  # skips where it cannot run
+    case = make_paged([(576, 5000)], 256, (16, 8), causal=True, **IN_BF16)
+    backends = [CudnnBackend(TritonBackend(), GPU_LIMITS) for _ in range(2)]
+    for backend, stream in zip(backends, (torch.cuda.Stream(), torch.cuda.Stream()), strict=True):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            got = case.attend(backend, 0.09)
+        stream.synchronize()
+        assert_as_good_as_plain_torch(got, case, 0.09)
+    assert len({backend._side.cuda_stream for backend in backends}) == 2
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("slow", ["before", "history", "square"])
 def test_gpu_cudnn_streams_wait_for_each_other(slow):
     """History and square run on two streams: whatever is slow, all is written before it is read, and read in time. The
