@@ -403,6 +403,17 @@ def test_gpu_backend_matches_naive(name, heads, head_dim, page, dtype, unwritten
 
 @pytest.mark.gpu
 @gpu_backends
+@pytest.mark.parametrize(("heads", "page"), [((16, 8), 256), ((32, 8), 4096)])
+def test_gpu_backend_at_the_sizes_of_real_models_matches_naive(name, heads, page):
+    """Qwen3-0.6B and 8B: long contexts that decode, verify guesses, and continue a prompt."""
+    backend = gpu_backend(name, torch.bfloat16, 128)
+    for lens in ([(1, 40_000), (1, 8191), (1, 20_000)], [(5, 40_000), (16, 8193), (100, 30_000)]):
+        case = make_paged(lens, page, heads, causal=True, **IN_BF16)
+        assert_as_good_as_plain_torch(case.attend(backend, 128**-0.5), case, 128**-0.5)
+
+
+@pytest.mark.gpu
+@gpu_backends
 def test_gpu_sequences_without_keys_leave_other_memory_alone(name):
     """Regression: flash-attn wrote the LSE of sequences without keys into whatever lay behind the result."""
     backend = gpu_backend(name, torch.bfloat16, 128)
@@ -462,6 +473,21 @@ def test_gpu_cudnn_at_its_real_sizes_matches_naive(lens, page, causal):
     gpu_backend("cudnn", torch.bfloat16, 128)  # skips where it cannot run
     case = make_paged([lens], page, (4, 2), causal=causal, **IN_BF16)
     assert_as_good_as_plain_torch(case.attend(CudnnBackend(TritonBackend()), 0.09), case, 0.09)
+
+
+@pytest.mark.gpu
+def test_gpu_cudnn_backends_have_their_own_side_streams():
+    """All engines of a process shared one, which was safe only while they shared their compute stream."""
+    gpu_backend("cudnn", torch.bfloat16, 128)  # skips where it cannot run
+    case = make_paged([(576, 5000)], 256, (16, 8), causal=True, **IN_BF16)
+    backends = [CudnnBackend(TritonBackend(), GPU_LIMITS) for _ in range(2)]
+    for backend, stream in zip(backends, (torch.cuda.Stream(), torch.cuda.Stream()), strict=True):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            got = case.attend(backend, 0.09)
+        stream.synchronize()
+        assert_as_good_as_plain_torch(got, case, 0.09)
+    assert len({backend._side.cuda_stream for backend in backends}) == 2
 
 
 @pytest.mark.gpu

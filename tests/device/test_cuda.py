@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nanovllm.device import cuda
+from nanovllm.device.devices import use_expandable_segments
 
 pytestmark = pytest.mark.gpu
 
@@ -41,3 +42,27 @@ def test_rows_that_are_far_apart_are_copied(pitch: int) -> None:
     cuda.copy_rows(stream, back, cache[:, 4096 : 4096 + 2**19])
     stream.synchronize()
     assert torch.equal(back, host)
+
+
+# Tokens per row, blocks and tokens per block of Qwen3-0.6B's layers: a decode step's tokens, short chunks, whole blocks
+ROWS = [(1, 30, 256), (1, 250, 256), (32, 100, 256), (256, 30, 256), (256, 250, 256), (1, 14, 4096), (4096, 14, 4096)]
+
+
+@pytest.mark.parametrize("to_gpu", [False, True], ids=["to the host", "to the GPU"])
+@pytest.mark.parametrize("size", ROWS, ids=str)
+def test_rows_of_a_cache_in_expandable_segments_are_copied(size: tuple[int, int, int], to_gpu: bool) -> None:
+    """The driver refused rows of 512 KiB that lay in several of the pieces from which torch maps such a cache."""
+    num_tokens, num_blocks, block_size = size
+    use_expandable_segments()
+    cache = torch.zeros(28, num_blocks * block_size, 8, 128, dtype=torch.bfloat16, device="cuda")
+    rows = cache[:, (num_blocks // 2) * block_size :][:, :num_tokens]
+    value = torch.randn(rows.shape, device="cuda").bfloat16()
+    host = torch.zeros(rows.shape, dtype=torch.bfloat16).pin_memory()
+    (host if to_gpu else rows).copy_(value)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    cuda.copy_rows(stream, *((rows, host) if to_gpu else (host, rows)))
+    stream.synchronize()
+    assert torch.equal(host, value.cpu()) and torch.equal(rows, value)
+    rows.zero_()
+    assert not cache.any(), "something else was written, too"

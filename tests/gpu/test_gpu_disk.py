@@ -42,7 +42,7 @@ def test_restarted_engine_gives_the_logits_of_transformers(reference: Reference,
             assert output["num_cached_tokens"] == (expected if i else 0)
             extent_bytes = llm.runner._disk._pool.extent_bytes
             needs_buffers = cache in ("all GPU", "large blocks")
-            assert llm.stats()["disk_buffer_bytes"] == (1 + NUM_READERS) * extent_bytes * needs_buffers
+            assert llm.stats()["disk_buffer_bytes"] == (NUM_READERS + needs_buffers) * extent_bytes
             llm.assert_nothing_left()
     assert llm.runner._disk.num_misses == 0
 

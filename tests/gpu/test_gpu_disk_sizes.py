@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,12 @@ def test_restarted_engine_of_real_size_loads_what_was_stored(case: str, tmp_path
     for i, result in enumerate(results):
         assert (result.num_failures, result.num_misses) == (0, 0), f"engine {i}: {result.num_failures} failures"
         assert result.num_stored_bytes > 0, f"engine {i} stored nothing"
-    for i, (before, after) in enumerate(zip(results[:-1], results[1:], strict=True)):
+    # With offload, the tokens of a block that is not full may be on the GPU only, and are not stored
+    hit = PROMPT_TOKENS // 4096 * 4096 if case == "offload, large slots" else HIT
+    for i, (before, after) in enumerate(pairwise(results)):
         computed, loaded = before.answers[-1], after.answers[0]
         token_ids, logprobs, num_cached_tokens, sums = loaded
-        assert (computed[2], num_cached_tokens) == (0, HIT), f"engine {i + 1} found {num_cached_tokens} tokens"
+        assert (computed[2], num_cached_tokens) == (0, hit), f"engine {i + 1} found {num_cached_tokens} tokens"
         assert sums == computed[3], f"engine {i + 1} has other K and V than engine {i} computed"
         if "float32" in str(CASES[case][1][i]["dtype"]):
             assert token_ids == computed[0]

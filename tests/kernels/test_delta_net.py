@@ -14,7 +14,9 @@ from nanovllm.layers import delta_net as layer
 
 pytestmark = needs_triton
 NUM_SLOTS, MAX_GUESSES, WIDTH = 7, 4, 3
-SIZES = [(1, 2, 16, 16), (2, 6, 32, 16)] if INTERPRETED else [(1, 2, 16, 16), (2, 6, 64, 128), (4, 8, 128, 128)]
+SIZES = [(1, 2, 16, 16), (2, 6, 32, 16)]
+if not INTERPRETED:
+    SIZES = [(1, 2, 16, 16), (2, 6, 64, 128), (4, 8, 128, 128), (16, 32, 128, 128)]  # the last: Qwen3.5-9B
 # Allowed beside twice the error of plain torch, relative to the numbers
 ROUNDING = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 2e-3}
 # Key heads, value heads, key and value head dim. The interpreter cannot multiply matrices in bf16

@@ -1,8 +1,9 @@
-"""Engines of one folder, one after the other, as a script: each loads what the one before has stored, and stores more.
+"""Engines of one folder, one after the other, as a script: each loads what the one before stored, and stores more.
 
-    python disk_restart.py '{"model": "qwen3-0.6b", "path": "/tmp/kv", "prompt_tokens": 6000, "engines": [OPTIONS, ...]}'
+    python disk_restart.py '{"model": "qwen3-0.6b", "path": "/tmp/kv", "prompt_tokens": 6000, "engines": [{...}, ...]}'
 
-The last line of its output is JSON, a list of `Result`s. A script has an allocator of its own (PYTORCH_CUDA_ALLOC_CONF).
+`engines` are the options of each. The last line of the output is JSON, a list of `Result`s. A script has an allocator
+of its own (PYTORCH_CUDA_ALLOC_CONF).
 """
 
 import json
