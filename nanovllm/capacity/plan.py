@@ -24,6 +24,10 @@ from nanovllm.core.kv_spec import (
     StagingSizes,
     kv_cache_spec,
     max_stateful_seqs,
+    max_useful_blocks,
+    num_blocks_for,
+    num_sequences_in,
+    with_watermark,
 )
 from nanovllm.core.shadow_spec import AUTO_SHARE, ShadowSpec, divide_memory
 from nanovllm.core.step_limits import expected_tokens, max_model_len
@@ -155,9 +159,9 @@ class CapacityPlan:
         each = ceil_div(num_tokens, self.spec.block_size)
         by_limit = {"max_num_seqs": self.config.max_num_seqs}
         if self.config.enable_cpu_offload:
-            by_limit |= {"the slots": self.num_gpu_blocks, "the CPU pool": self.num_cpu_blocks // each}
+            by_limit |= {"the slots": self.num_gpu_blocks, "the CPU pool": num_sequences_in(self.num_cpu_blocks, each)}
         else:
-            by_limit |= {"the KV cache": self.num_gpu_blocks // each}
+            by_limit |= {"the KV cache": num_sequences_in(self.num_gpu_blocks, each)}
         if self.spec.states is not None:
             by_limit["the state slots"] = max_stateful_seqs(self.config, self.spec.states, self.num_state_slots)
         limit = min(by_limit, key=by_limit.__getitem__)
@@ -369,7 +373,7 @@ def _num_snapshots(config: Config, machine: Machine, spec: KVCacheSpec, num_bloc
 def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, limit: int) -> int:
     """Number of blocks in the CPU pool, where a block has the heads of all ranks.
 
-    If the user left the size open, the pool holds two sequences of max_model_len, or one block per slot if that is
+    If the user left the size open, the pool runs two sequences of max_model_len together, or has one block per slot if that is
     more. Slots beyond what those two sequences and max_num_seqs short ones can use are not counted, because pinning
     memory takes time at start-up.
     """
@@ -378,8 +382,9 @@ def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, spec: 
     block_bytes = spec.block_bytes * config.tensor_parallel_size
     if config.cpu_memory_gb is not None:
         return int(config.cpu_memory_gb * 2**30) // block_bytes
-    two_long = 2 * ceil_div(limit, config.block_size)
-    useful = two_long + config.max_num_seqs * ceil_div(min(limit, SHORT_SEQUENCE_TOKENS), config.block_size)
+    each, short = ceil_div(limit, config.block_size), min(limit, SHORT_SEQUENCE_TOKENS)
+    two_long = num_blocks_for(2, each)
+    useful = with_watermark(2 * each + config.max_num_seqs * ceil_div(short, config.block_size))
     num_slots = _sizes(config, model, machine, spec, limit, useful).num_gpu_blocks
     wanted = max(two_long, min(num_slots, useful))
     return min(wanted, int(machine.host_bytes * MAX_HOST_SHARE) // block_bytes)
@@ -408,7 +413,7 @@ def _room(
     start-up will have for them, for states and for drafts.
     """
     given = (config.num_gpu_blocks or 0) if config.enable_cpu_offload else max(config.num_kvcache_blocks, 0)
-    useful = config.max_num_seqs * ceil_div(limit, config.block_size)
+    useful = max_useful_blocks(config, limit)
     if config.enable_cpu_offload:
         useful = min(useful, num_cpu_blocks)
     if machine.gpu_bytes is None:  # the same rule as ModelRunner.measure_kv_room

@@ -9,6 +9,7 @@ from nanovllm.capacity.costs import packing_problem
 from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, least_gpu_blocks, make_plan
 from nanovllm.checkpoint.model_config import rope_extension
 from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.core.kv_spec import num_blocks_for, num_watermark_blocks
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
@@ -170,6 +171,9 @@ def _sequences_problem(plan: CapacityPlan) -> str | None:
     }[capacity.limit]
     num_blocks = ceil_div(plan.context, plan.spec.block_size)
     each = f"{num_blocks} block{'s' * (num_blocks > 1)} each"
+    pool = {"the CPU pool": plan.num_cpu_blocks, "the KV cache": plan.num_gpu_blocks}.get(capacity.limit, 0)
+    if num_free := num_watermark_blocks(pool):
+        each += f", and {num_free} that stay free for running sequences to grow"
     return f"{plan.num_sequences} x {plan.context} tokens ({each}) do not fit: {reason} {capacity.num_sequences}"
 
 
@@ -273,9 +277,10 @@ def _other_num_blocks(plan: CapacityPlan) -> Iterator[Change]:
     given = getattr(plan.config, name)
     if given == unset:
         return
-    each = 1 if plan.config.enable_cpu_offload else ceil_div(plan.context, plan.spec.block_size)
+    n, each = plan.num_sequences, ceil_div(plan.context, plan.spec.block_size)
+    needed = n if plan.config.enable_cpu_offload else num_blocks_for(n, each)
     fitting = _changed(plan, {name: unset, "kvcache_block_size": plan.spec.block_size})
-    if (needed := plan.num_sequences * each) > given:
+    if needed > given:
         yield {name: needed}
     elif fitting is not None and fitting.num_gpu_blocks < given:
         yield {name: fitting.num_gpu_blocks}
@@ -283,7 +288,7 @@ def _other_num_blocks(plan: CapacityPlan) -> Iterator[Change]:
 
 def _other_pool(plan: CapacityPlan) -> Change:
     """A CPU pool in the user's unit: one that holds the sequences, or if the present one is too large, what fits."""
-    num_blocks = plan.num_sequences * ceil_div(plan.context, plan.spec.block_size)
+    num_blocks = num_blocks_for(plan.num_sequences, ceil_div(plan.context, plan.spec.block_size))
     block_bytes = plan.spec.block_bytes * plan.config.tensor_parallel_size
     if not plan.fits_host:
         num_blocks = max(1, int(plan.machine.host_bytes * MAX_HOST_SHARE) // block_bytes)

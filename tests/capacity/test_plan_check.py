@@ -147,6 +147,23 @@ def test_check_plan_workload_that_cannot_run_says_why() -> None:
             check_plan(plan)
 
 
+def test_pools_of_two_long_sequences_count_what_admission_keeps_free() -> None:
+    """Regression: the default pool held two sequences of max_model_len, of which admission let one run, and the remedy
+    for a pool that was too small named the same size.
+    """
+    machine = replace(H200, gpu_bytes=8 * GIB)
+    plan = plan_for(machine, enable_cpu_offload=True, context=40960, num_sequences=2, max_num_seqs=16)
+    check_plan(plan)
+    assert plan.capacity(40960).num_sequences == 2 and plan.num_cpu_blocks == 329
+    for options in ({"enable_cpu_offload": True, "num_cpu_blocks": 320}, {"num_kvcache_blocks": 320}):
+        plan = plan_for(context=40960, num_sequences=2, **options)
+        message = r"160 blocks each, and 9 that stay free .* 320 blocks .*allow 1; raise \w+ to 329"
+        with pytest.raises(ConfigError, match=message) as error:
+            check_plan(plan)
+        for remedy in changes(str(error.value)):
+            check_plan(with_changes(plan, remedy))
+
+
 def test_check_plan_nothing_helps_says_so() -> None:
     plan = plan_for(replace(H200, gpu_bytes=GIB, host_bytes=64 * GIB), model="qwen3-8b", tensor_parallel_size=8)
     with pytest.raises(ConfigError, match=r"no change of options helps; use a smaller model, or more memory"):
