@@ -7,7 +7,8 @@ codes in e4m3 have no zero. A format that is not in this list is refused by name
 - compressed-tensors: pack-quantized, integers of 4 or 8 bits; float-quantized, e4m3. One group of settings for all
   linear layers
 - awq: integers of 4 bits (version gemm)
-- gptq: integers of 4 or 8 bits, with zeros as they are (gptq_v2) or less one (gptq)
+- gptq: integers of 4 or 8 bits, with zeros as they are (gptq_v2) or less one (gptq). Some files have the wrong name of
+  the two, so where zeros are the middle of the codes (sym), the file tells which it is
 
 A checkpoint that is not quantized can be quantized while it is loaded: QUANTIZATIONS. If one in e4m3 asks for dynamic
 quantization of activations, some products have it (layers/packed_weight.py). Otherwise activations keep the model's
@@ -35,6 +36,7 @@ class Quantization:
     is_float: bool = False  # e4m3
     block: tuple[int, int] = (1, 0)  # rows and columns that share a scale; 0: all of them
     has_zeros: bool = False  # else integers have the middle of their range as zero
+    is_symmetric: bool | None = False  # gptq: all zeros are the middle; None if config.json does not say
     stores_less_one: bool = False  # zeros are stored less one, modulo 2^32 for a word of them
     has_order: bool = False  # a tensor says which group each column belongs to; else it may be missing
     has_fp8_activations: bool = False  # they are quantized as well, with scales found at each product (dynamic)
@@ -242,6 +244,7 @@ def _gptq(given: Mapping[str, Any]) -> Quantization:
         bits=bits,
         block=(1, _group_size(given)),
         has_zeros=True,
+        is_symmetric=None if given.get("sym") is None else _choose(given, "sym", (True, False)),
         stores_less_one=layout == "gptq",
         # With static groups columns are quantized in another order, but a group consists of neighbours
         has_order=_choose(given, "desc_act", (False, True), default=False)
