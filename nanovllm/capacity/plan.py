@@ -374,8 +374,8 @@ def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, spec: 
     """Number of blocks in the CPU pool, where a block has the heads of all ranks.
 
     If the user left the size open, the pool runs two sequences of max_model_len together, or has one block per slot if
-    that is more. Slots beyond what those two sequences and max_num_seqs short ones can use are not counted, because pinning
-    memory takes time at start-up.
+    that is more. Slots beyond what two such sequences and max_num_seqs short ones can use are not counted, because
+    pinning memory takes time at start-up.
     """
     if config.num_cpu_blocks is not None:
         return config.num_cpu_blocks
