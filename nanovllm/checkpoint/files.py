@@ -32,6 +32,8 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
     *("added_tokens.json", "special_tokens_map.json", "chat_template.jinja"),
 )
+# A directory that has any of these files has a tokenizer
+_TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -70,6 +72,34 @@ def find_model(model: str, fetched: tuple[str, ...] = CONFIG_FILES + TOKENIZER_F
             f"no config.json in {directory}; give the directory that save_pretrained or a download wrote"
         )
     return directory / "config.json", directory
+
+
+def has_tokenizer(directory: Path | None) -> bool:
+    """Return True if the directory, as returned by `find_model`, has a tokenizer's files. A preset has none."""
+    return directory is not None and any((directory / name).is_file() for name in _TOKENIZER_MARKS)
+
+
+def check_tokenizer(model: str, remedy: str, *, needs_template: bool = False) -> None:
+    """Raise CheckpointError for a model without a tokenizer, before anything else of it is loaded.
+
+    remedy: what to do instead of adding one. needs_template: the tokenizer must have a chat template, too.
+    """
+    _, directory = find_model(model)
+    if not has_tokenizer(directory):
+        where = f"{directory} has none of {', '.join(_TOKENIZER_MARKS)}" if directory else "a preset has none"
+        raise CheckpointError(
+            f"model {model!r} has no tokenizer, so it can neither read nor write text: {where}; add the files of the "
+            f"model's tokenizer to its directory, or {remedy}"
+        )
+    assert directory is not None, "a preset has no tokenizer"
+    settings = directory / "tokenizer_config.json"
+    if not needs_template or (directory / "chat_template.jinja").is_file():
+        return
+    if not settings.is_file() or not read_json(settings).get("chat_template"):
+        raise CheckpointError(
+            f"model {model!r} has no chat template: {directory} has no chat_template.jinja, and tokenizer_config.json "
+            "no entry chat_template; use a model that is made for chats, or answer plain prompts with generate"
+        )
 
 
 def fetch_weights(model: str, directory: Path | None) -> None:

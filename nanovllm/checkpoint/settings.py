@@ -23,7 +23,7 @@ from typing import Any
 from nanovllm.checkpoint.files import read_json
 from nanovllm.checkpoint.quantization import parse_quantization
 from nanovllm.errors import CheckpointError, ConfigError, RequestError
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import ModelLimit, SamplingParams
 
 MAX_POSITIONS = 2**24  # rope takes positions in fp32, which is exact for integers up to this
 _NOUNS = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}
@@ -280,7 +280,8 @@ def _dict(value: Any) -> dict[str, Any]:
 def read_sampling_defaults(directory: Path | None) -> dict[str, Any]:
     """Field of SamplingParams -> its value in the generation_config.json of `directory`. Empty without such a file.
 
-    Null entries count as absent. "do_sample": false asks for greedy decoding, which is temperature 0. The end tokens in
+    Null entries count as absent. "do_sample": false asks for greedy decoding, which is temperature 0. `max_new_tokens`
+    is shortened to what fits in the context (ModelLimit), and `max_length` is not read, as in vLLM. The end tokens in
     that file are not defaults; they belong to the model (model_config.py). Raises CheckpointError, with the file and
     the entry, for a value that SamplingParams refuses.
     """
@@ -300,5 +301,5 @@ def read_sampling_defaults(directory: Path | None) -> dict[str, Any]:
             SamplingParams(**{field: value})
         except RequestError as error:
             raise CheckpointError(f"{entry}={value!r}: {error}; {remedy}") from error
-        defaults[field] = value
+        defaults[field] = ModelLimit(value) if field == "max_tokens" else value
     return defaults | ({"temperature": 0.0} if do_sample is False else {})

@@ -175,10 +175,17 @@ def add_model_flag(group: Any) -> None:
     group.add_argument("--model", required=True, metavar="MODEL", help=about)
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
-    """defaults: field -> what the help says about its default, where the command has its own."""
+def add_engine_flags(
+    parser: argparse.ArgumentParser,
+    defaults: Mapping[str, str] = MappingProxyType({}),
+    without: Sequence[str] = (),
+) -> None:
+    """defaults: field -> what the help says about its default, where the command has its own. without: fields that
+    get no flag.
+    """
     step_tokens = f"{Config.max_num_batched_tokens}; on a CPU, {CPU_STEP_TOKENS}"
-    add_flags(parser, Config, without=("model",), defaults={"max_num_batched_tokens": step_tokens, **defaults})
+    defaults = {"max_num_batched_tokens": step_tokens, **defaults}
+    add_flags(parser, Config, without=("model", *without), defaults=defaults)
 
 
 def engine_options(args: argparse.Namespace) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from nanovllm.cli import main as cli
 from nanovllm.config import Config
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.engine import startup
-from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.errors import CheckpointError, ConfigError, RequestError
 
 QWEN3 = json.loads(presets()["qwen3-0.6b"].read_text())
 LLAMA = json.loads(presets()["llama-3.1-8b"].read_text())
@@ -219,7 +220,8 @@ PAIRS: tuple[tuple[str, tuple[Place, Any], tuple[Place, Any, Any]], ...] = (
     ("hybrid", (("text_config", "partial_rotary_factor"), 0.5),
      (("text_config", NEW, "partial_rotary_factor"), 0.5, 0.25)),
     ("hybrid", (("text_config", "full_attention_interval"), 2),
-     (("text_config", "layer_types"), ["linear_attention", "full_attention"] * 16, ["full_attention"] + ["linear_attention"] * 31)),
+     (("text_config", "layer_types"), ["linear_attention", "full_attention"] * 16,
+      ["full_attention"] + ["linear_attention"] * 31)),
     *(("hybrid", (("text_config", name), value), ((name,), same, other)) for name, value, same, other in (
         ("dtype", "float16", "torch.float16", "float32"),
         ("tie_word_embeddings", True, True, False),
@@ -543,6 +545,43 @@ def test_chat_uses_the_defaults_and_generate_does_not(tiny: Path, tmp_path: Path
         assert sampled[0]["token_ids"] != sampled[1]["token_ids"]
         given = SamplingParams(temperature=0, max_tokens=2)
         assert llm.chat(USER, given, use_tqdm=False)[0]["token_ids"] == greedy[:2]
+
+
+def test_limit_of_the_file_is_shortened_to_what_fits_and_a_users_is_not(tiny: Path, tmp_path: Path) -> None:
+    """Regression: max_new_tokens of the file counted as the user's own limit, so `chat`, and `generate` with
+    get_default_sampling_params(), refused every prompt with which it did not fit. The server shortened it.
+    """
+    directory = with_file(tiny, tmp_path, {"do_sample": False, "max_new_tokens": 100_000})
+    with make_llm(directory, num_kvcache_blocks=2) as llm:
+        (prompt,) = llm.chat_token_ids(USER)
+        room = llm.max_request_tokens - len(prompt)
+        defaults = llm.get_default_sampling_params()
+        assert defaults.max_tokens == 100_000
+        endless = replace(defaults, ignore_eos=True)
+        for output in (llm.generate([prompt], endless, use_tqdm=False)[0], llm.chat(USER, endless, use_tqdm=False)[0]):
+            assert len(output["token_ids"]) == room and output["finish_reason"] == "length"
+        llm.chat(USER, use_tqdm=False)
+        for limit in (replace(endless, max_tokens=100_000), SamplingParams(max_tokens=100_000)):
+            with pytest.raises(RequestError, match=r"max_tokens=100000 exceeds max_model_len=512"):
+                llm.generate([prompt], limit, use_tqdm=False)
+        (output,) = llm.generate([prompt], replace(endless, max_tokens=3), use_tqdm=False)
+        assert len(output["token_ids"]) == 3
+    directory.joinpath("generation_config.json").write_text('{"max_new_tokens": 3}')
+    with make_llm(directory) as llm:  # fewer than the user's least
+        least = replace(llm.get_default_sampling_params(), min_tokens=5, seed=0)
+        assert len(llm.generate([prompt], least, use_tqdm=False)[0]["token_ids"]) == 5
+        with pytest.raises(RequestError, match=r"min_tokens=600 must be at most max_tokens"):
+            llm.generate([prompt], replace(least, min_tokens=600), use_tqdm=False)
+
+
+def test_command_line_shortens_the_limit_of_the_file(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = with_file(tiny, tmp_path, {"do_sample": False, "max_new_tokens": 100_000})
+    assert run_generate(directory, "--max-model-len", "64", "--ignore-eos") == 0
+    assert "finish reason: length" in capsys.readouterr().err
+    assert run_generate(directory, "--max-model-len", "64", "--max-tokens", "100000") == 2
+    assert "--max-tokens=100000 exceeds --max-model-len=64" in capsys.readouterr().err
 
 
 def run_generate(directory: Path, *flags: str) -> int:

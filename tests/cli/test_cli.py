@@ -160,7 +160,8 @@ def test_help_of_a_command_says_what_every_field_says(
             cli.main([command, "--help"])
         out = capsys.readouterr().out
         for options in (Config, own):
-            shown = [field for field in fields(options) if field.name not in cli.PYTHON_ONLY]
+            hidden = (*cli.PYTHON_ONLY, *(cli.TEXT_ONLY if command == "generate" else ()))
+            shown = [field for field in fields(options) if field.name not in hidden]
             assert all(name_flags(field.metadata["help"], (options, Config)) in out for field in shown)
         assert "by default 256, or 4096 if --num-gpu-blocks is given" in out and "70% of" in out
         assert "(default: 16384; on a CPU, 512)" in out
@@ -224,7 +225,7 @@ def test_generate_bad_input_says_why_and_exits_2(
         (["--prompt", "x", "--kvcache-block-size", "300"], "multiple of 256"),
         (["--prompt", "x", "--temperature", "-1"], "error: --temperature=-1.0 must be 0"),
         (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "x" * 2000], "exceeds --max-model-len=2048; shorten the prompt, lower --max-tokens or raise"),
+        (["--prompt", "x" * 2048], "exceeds --max-model-len=2048; shorten the prompt, lower --max-tokens or raise"),
         (["--prompt", "x", "--temperature", "1e39"], "must be 0 (greedy), or from 1e-10 to 1e+10"),
         (["--prompt", "x", "--num-kvcache-blocks", "100000000"], "lower --num-kvcache-blocks to"),
         (["--prompt", "x", "--enable-cpu-offload", "--num-gpu-blocks", "100000000"], "lower --num-gpu-blocks to"),
@@ -305,7 +306,7 @@ def test_generate_on_a_cpu_runs_short_steps_unless_told_otherwise(model: str, mo
     steps = {}
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for flags in ((), ("--device", "cpu"), ("--max-num-batched-tokens", "4096")):
-        with cli._open_llm(cli._parser().parse_args([*argv, *flags])) as llm:
+        with cli._open_llm(cli._parser().parse_args([*argv, *flags]), needs_template=False) as llm:
             steps[flags] = llm.config.max_num_batched_tokens
     assert list(steps.values()) == [512, 512, 4096]
 
@@ -425,7 +426,7 @@ def test_plan_that_cannot_work_says_why_and_exits_1(capsys: pytest.CaptureFixtur
     for flags, message in (
         ("--num-gpu-blocks 60 --gpu-memory-gb 24", "lower --num-gpu-blocks to 42"),
         ("--cpu-memory-gb 65", "lower --cpu-memory-gb to 44.79"),
-        ("--context 40960 --sequences 11", "pool's 1638 blocks allow 10; set --num-cpu-blocks to 1760"),
+        ("--context 40960 --sequences 11", "pool's 1638 blocks allow 9; set --num-cpu-blocks to 1814"),
         ("--context 41000", "exceeds --max-model-len=40960"),
         ("--max-model-len 41000", "more than the 40960 tokens"),
     ):
