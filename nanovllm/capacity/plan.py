@@ -39,6 +39,7 @@ MAX_HOST_SHARE = 0.7  # fraction of the available memory; limits a CPU pool whos
 MAX_SNAPSHOT_SHARE = 0.85  # likewise; limits the CPU pool and the snapshots of states together
 MAX_SNAPSHOT_BYTES = 4 * 2**30  # per rank; pinning them takes a second
 NUM_KEPT_PROMPTS = 64
+ANSWER_TOKENS = 500  # after a prompt of the whole context, to compare plans by their time
 SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, for sizing a CPU pool
 ACCEPTANCES = (0.8, 0.9, 0.95, 0.98)  # shares of right guesses that the bound of decode is shown for
 MAX_TOKENS = 10**9  # limit of a context, which bounds the loop over its chunks
@@ -268,6 +269,14 @@ class CapacityPlan:
         """The least time until the first token after a prompt of `context` tokens."""
         rate = _least(self.link_prefill_tok_per_s, self.flop_prefill_tok_per_s)
         return self.context / rate if rate else None
+
+    @property
+    def request_s(self) -> float:
+        """The least time of a request, to compare plans: a prompt of `context` tokens, and an answer of ANSWER_TOKENS.
+        A part whose bound is not known counts as 0.
+        """
+        num_tokens = self.num_sequences * ANSWER_TOKENS
+        return (self.first_token_s or 0.0) + num_tokens / (self.decode_tok_per_s or float("inf"))
 
 
 def _least(*bounds: float | None) -> float | None:

@@ -1,9 +1,9 @@
 """Checks of a plan: the reasons why it cannot work, and the options to change. Arithmetic only."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import ceil
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from nanovllm.capacity.costs import packing_problem
 from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, least_gpu_blocks, make_plan
@@ -14,8 +14,15 @@ from nanovllm.core.step_limits import max_model_len
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
 
-MAX_REMEDIES = 3  # changes of a single option
+MAX_REMEDIES = 4  # with more ranks
 OFFLOAD = {"enable_cpu_offload": True, "num_kvcache_blocks": -1}
+# Changes that leave more room for blocks, which may make a few long requests faster
+ROOM_CHANGES: tuple[dict[str, Any], ...] = (
+    {"gpu_memory_utilization": 0.95},
+    {"max_num_seqs": 16},
+    *({"max_num_batched_tokens": num_tokens} for num_tokens in (4096, 1024)),
+)
+NOTICEABLE = 1.05  # how much longer a request must take for an option to be worth naming
 
 Change: TypeAlias = dict[str, Any]  # new values of Config's fields
 Problem: TypeAlias = Callable[[CapacityPlan], str | None]
@@ -39,13 +46,12 @@ def check_start(plan: CapacityPlan) -> None:
 def check_plan(plan: CapacityPlan) -> None:
     """Raise ConfigError, like `check_start`, also if the engine cannot run the plan's sequences together.
 
-    Estimates count here too: everything that the plan's table marks with (!) is refused. A remedy may be to quantize
-    the weights.
+    Estimates count here too: everything that the plan's table marks with (!) is refused.
     """
     if problem := _order_problem(plan) or _packing_problem(plan) or _length_problem(plan):
         raise ConfigError(problem)
     if problem := any_problem(plan):
-        raise ConfigError(f"{problem}; {remedies(plan, any_problem, QUANTIZATIONS)}")
+        raise ConfigError(f"{problem}; {remedies(plan, any_problem)}")
     if problem := _cpu_problem(plan):
         raise ConfigError(problem)
 
@@ -180,59 +186,99 @@ def _sequences_problem(plan: CapacityPlan) -> str | None:
 # -- remedies --------------------------------------------------------------------------------------------------------
 
 
-def remedies(plan: CapacityPlan, problem: Problem, formats: Iterable[str] = ()) -> str:
-    """Name changes with which `problem` finds nothing. Each has been tried.
+class _Remedy(NamedTuple):
+    """A change with which the plan works."""
 
-    Changes of a single option come first. If none is enough, name several together: without offload, which is slower,
-    with it, and with one of `formats` for the weights. More ranks are named last, because they need more GPUs. If
-    nothing helps, say so.
+    change: Change  # without values that the plan has already
+    plan: CapacityPlan
+
+    @property
+    def tok_per_s(self) -> float:
+        """The bound of decode; 0 if it is not known."""
+        return self.plan.decode_tok_per_s or 0.0
+
+    def makes_needless(self, other: "_Remedy") -> bool:
+        """Return True if `other` changes more options and is not faster."""
+        return self.change.keys() < other.change.keys() and self.tok_per_s >= other.tok_per_s
+
+
+def remedies(plan: CapacityPlan, problem: Problem) -> str:
+    """Name changes with which `problem` finds nothing, the one with the highest bound of decode first.
+
+    Each has been planned. Changes of a single option come alone if there are any besides offload. Otherwise several
+    are changed together, with and without offload, and with the weights in fewer bits. More ranks are named last,
+    because they need more GPUs. If nothing helps, say so.
     """
-    singles = list(_changes(plan))
-    strongest = list({tuple(change): change for change in singles}.values())  # the last one of each option
     offload = [] if plan.config.enable_cpu_offload else [OFFLOAD]
-    pool = [_other_pool(plan)]
-    more_ranks = [{"tensor_parallel_size": n} for n in (2, 4, 8) if n > plan.config.tensor_parallel_size]
-    ranks = _first_working(plan, more_ranks, problem, at_most=1)
-    found = _first_working(plan, [*singles, *offload], problem, MAX_REMEDIES - len(ranks))
-    if not any(change != OFFLOAD for change in found):
-        offloaded = [each for base in offload for each in _together(plan, base, strongest + pool, problem)]
-        found = _together(plan, {}, strongest, problem) + offloaded
-        of_formats = [{"quantization": name} for name in formats]
-        for base in of_formats if offloaded else [base | on for base in of_formats for on in ({}, *offload)]:
-            if more := _together(plan, base, strongest + (pool if "enable_cpu_offload" in base else []), problem):
-                found += more
-                break
-    described = ", or ".join(_described(plan, change) for change in (*found, *ranks))
-    return described or "no change of options helps; use a smaller model, or more memory"
+    found = _working(plan, [*_changes(plan), *offload], problem)
+    if all("enable_cpu_offload" in each.change for each in found):
+        bases = [{**format, **on} for format in ({}, *_smaller_formats(plan)) for on in ({}, *offload)]
+        found = [each for base in bases if (each := _tuned(plan, base, problem)) is not None]
+    found = [each for each in found if "enforce_eager" not in each.change] or found  # its cost is not in the bounds
+    more_ranks = ({"tensor_parallel_size": n} for n in (2, 4, 8) if n > plan.config.tensor_parallel_size)
+    ranks = _working(plan, more_ranks, problem, at_most=1)
+    fastest = sorted(found, key=lambda each: -each.tok_per_s)
+    fastest = [each for each in fastest if not any(other.makes_needless(each) for other in found)]
+    shown, rest = fastest[: MAX_REMEDIES - len(ranks)], fastest[MAX_REMEDIES - len(ranks) :]
+    exact = [each for each in rest if "quantization" not in each.change]
+    if exact and all("quantization" in each.change for each in shown):
+        shown[-1] = exact[0]  # one that does not change the weights
+    texts = dict.fromkeys(_described(plan, each.change) for each in (*shown, *ranks))
+    return ", or ".join(texts) or "no change of options helps; use a smaller model, or more memory"
 
 
-def _together(plan: CapacityPlan, base: Change, others: Sequence[Change], problem: Problem) -> list[Change]:
-    """`base` with those of the other changes that it needs to work, or nothing if it does not work with all of them.
-
-    Those at the end are dropped first.
-    """
-
-    def merged(changes: Iterable[Change]) -> Change:
-        return {name: value for change in (base, *changes) for name, value in change.items()}
-
-    needed = list(others)
-    if not _first_working(plan, [merged(needed)], problem, at_most=1):
+def _smaller_formats(plan: CapacityPlan) -> list[Change]:
+    """The formats in which the weights of a checkpoint that is not quantized have fewer bits than now."""
+    now = plan.model.quantization
+    if now is not None and not now.is_online:
         return []
-    for other in reversed(others):
-        fewer = [each for each in needed if each is not other]
-        needed = fewer if _first_working(plan, [merged(fewer)], problem, at_most=1) else needed
-    return [merged(needed)]
+    return [{"quantization": name} for name, each in QUANTIZATIONS.items() if now is None or each.bits < now.bits]
 
 
-def _first_working(plan: CapacityPlan, changes: Iterable[Change], problem: Problem, at_most: int) -> list[Change]:
-    """The first changes with which `problem` finds nothing, each of other options."""
-    found: dict[tuple[str, ...], Change] = {}
+def _tried(plan: CapacityPlan, change: Change, problem: Problem) -> _Remedy | None:
+    """The change as a remedy; None if it does not help."""
+    change = {name: value for name, value in change.items() if getattr(plan.config, name) != value}
+    changed = _changed(plan, change) if change else None
+    return None if changed is None or problem(changed) is not None else _Remedy(change, changed)
+
+
+def _working(
+    plan: CapacityPlan, changes: Iterable[Change], problem: Problem, at_most: int | None = None
+) -> list[_Remedy]:
+    """The first change of each option that helps."""
+    found: dict[tuple[str, ...], _Remedy] = {}
     for change in changes:
         if len(found) == at_most:
             break
-        if tuple(change) not in found and (changed := _changed(plan, change)) and problem(changed) is None:
-            found[tuple(change)] = change
+        if tuple(change) not in found and (remedy := _tried(plan, change, problem)) is not None:
+            found[tuple(change)] = remedy
     return list(found.values())
+
+
+def _tuned(plan: CapacityPlan, base: Change, problem: Problem) -> _Remedy | None:
+    """`base`, with the other changes that it needs to help, and those of ROOM_CHANGES that make it faster."""
+    config, changed = plan.config, base
+    pool = _other_pool(plan) if config.enable_cpu_offload or "enable_cpu_offload" in base else {}
+    for_room = [each for each in _changes(plan) if each in ROOM_CHANGES]
+    others = [each for each in (*_changes(plan), pool) if each and each not in for_room]
+    if {"max_num_seqs": 16} in for_room:
+        others = [each for each in others if "max_num_seqs" not in each]
+    rungs: list[_Remedy] = []
+    for i, other in enumerate([{}, *for_room, *others]):
+        changed = changed | other
+        if (remedy := _tried(plan, changed, problem)) is not None:
+            rungs.append(remedy)
+        if rungs and i >= len(for_room):
+            break
+    if not rungs:
+        return None
+    best = min(rungs, key=lambda each: each.plan.request_s)
+    for name in reversed([name for name in best.change if name not in base]):
+        fewer = {key: value for key, value in best.change.items() if key != name}
+        without = _tried(plan, fewer, problem)
+        if without is not None and without.plan.request_s <= NOTICEABLE * best.plan.request_s:
+            best = without
+    return best
 
 
 def _changed(plan: CapacityPlan, change: Change) -> CapacityPlan | None:

@@ -202,8 +202,9 @@ def _plan(args: argparse.Namespace) -> int:
         if chosen := [flag_name(Config, name) for name in given if name not in ("device", "quantization")]:
             raise ConfigError(f"fit chooses the engine's options; leave out {', '.join(chosen)}")
         models = [] if args.model is None else [model_path(args.model)]
-        print(fit_table(machine, fits(machine, models, config.quantization, options.context)))
-        return 0
+        found = fits(machine, models, config.quantization, options.context)
+        print(fit_table(machine, found))
+        return 0 if found else 1
     model = ModelConfig.without_weights(model_path(config.model), config.hf_overrides)
     plan, status, context, num_sequences = None, 1, options.context, options.sequences
     try:

@@ -172,7 +172,9 @@ def test_plan_draft_head_of_qwen35_by_hand() -> None:
     with pytest.raises(ConfigError, match=r"shadow_bits has no effect.*draft head of qwen3\.5-9b"):
         hybrid_plan(speculation="auto", shadow_bits=2, **offload)
     card = replace(H200, gpu_bytes=28 * GIB)
-    with pytest.raises(ConfigError, match=r"K and V of the draft head \(10\.94 GiB\).*; use speculation=prompt_lookup"):
+    with pytest.raises(
+        ConfigError, match=r"K and V of the draft head \(10\.94 GiB\).*; .*use speculation=prompt_lookup"
+    ):
         check_start(hybrid_plan(machine=card, max_num_seqs=8, speculation="mtp", **offload | {"num_cpu_blocks": 700}))
     slow, fast = (plan.guessing_decode_tok_per_s(acceptance) for acceptance in (0.0, 0.9))
     assert slow and fast and slow < fast
