@@ -146,7 +146,8 @@ class SamplingParams:
     temperature: float = option(1.0, help="sampling temperature; 0 always takes the most likely token", group=_GROUP)
     max_tokens: int | None = option(
         64,
-        help="maximum number of new tokens; from Python, None: as many as the context and the KV cache have room for",
+        help="maximum number of new tokens; where there is no limit, as many as the context and the KV cache have room "
+        "for",
         group=_GROUP,
         least=1,
     )

@@ -65,8 +65,8 @@ class VerifyOptions:
 
     num_tokens: int | None = option(
         None,
-        help=f"length of the prompts; longer ones test more blocks; by default {NUM_TOKENS}, or what the model takes if "
-        "that is less",
+        help=f"length of the prompts; longer ones test more blocks; by default {NUM_TOKENS}, or what the model takes "
+        "if that is less",
         group="the check",
         least=MIN_TOKENS,
     )

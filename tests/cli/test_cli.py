@@ -202,8 +202,14 @@ def test_main_bad_flags_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
         ("generate --model m --prompt x --prompt-file y", ""),
         ("generate --model m --prompt x --max-tokens many", ""),
         ("generate --model m --prompt x --no-such-option", ""),
-        ("generate --model m --prompt x --max-tok 3", "unrecognized arguments: --max-tok 3"),
-        ("chat --model m --n 3", "unrecognized arguments: --n 3"),
+        ("generate --model m --prompt x --max-tok 3", "unknown flag --max-tok, did you mean --max-tokens?"),
+        ("chat --model m --n 3", "unknown flag --n;"),
+        ("generate --model m --promt hi", "unknown flag --promt, did you mean --prompt?"),
+        ("generate --modle m --prompt hi", "unknown flag --modle, did you mean --model?"),
+        ("serve --model m --enable_cpu_offload", "unknown flag --enable_cpu_offload, did you mean --enable-cpu-"),
+        ("serve --model=m --prot=80", "unknown flag --prot, did you mean --port?"),
+        ("cache list --pth x", "unknown flag --pth"),
+        ("generate --model m --prompt", "expected one argument"),
         ("generate --model m --prompt x --regex a --schema b", "not allowed with"),
         ("generate --model m --prompt x --hf-overrides {", "not JSON"),
         ("generate --model m --prompt x --hf-overrides [1]", "not a JSON object: [1]"),
@@ -613,5 +619,7 @@ def test_batch_without_ray_says_what_to_install(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)
     assert cli.main(BATCH) == 2
-    assert "nanovllm batch needs ray; run: pip install 'nanovllm[ray]'" in capsys.readouterr().err
+    assert (
+        "nanovllm batch needs ray; run: pip install --constraint constraints.txt '.[ray]' in" in capsys.readouterr().err
+    )
     assert not list(tmp_path.iterdir())
