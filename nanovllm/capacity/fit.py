@@ -56,8 +56,8 @@ def fits(
     machine: Machine, models: Iterable[str] = (), quantization: str | None = None, context: int | None = None
 ) -> list[Fit]:
     """List everything that runs on `machine`. `models`, `quantization` and `context` limit the list; by default, it has
-    all presets, the checkpoint's own format and all of QUANTIZATIONS, and those of CONTEXTS that the model takes, or
-    its longest context if that is shorter than all of them.
+    all presets, the checkpoint's own format and all of QUANTIZATIONS, and each of CONTEXTS that the model takes, or the
+    model's longest context if it takes none of them.
 
     Raises ConfigError if one of `models` does not take `context`.
     """

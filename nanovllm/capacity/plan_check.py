@@ -228,7 +228,7 @@ def remedies(plan: CapacityPlan, problem: Problem) -> str:
 
 
 def _smaller_formats(plan: CapacityPlan) -> list[Change]:
-    """The formats in which the weights of a checkpoint that is not quantized have fewer bits than now."""
+    """Return the formats in which the weights have fewer bits than now; none for a quantized checkpoint."""
     now = plan.model.quantization
     if now is not None and not now.is_online:
         return []
@@ -236,7 +236,7 @@ def _smaller_formats(plan: CapacityPlan) -> list[Change]:
 
 
 def _tried(plan: CapacityPlan, change: Change, problem: Problem) -> _Remedy | None:
-    """The change as a remedy; None if it does not help."""
+    """Return the change as a remedy, or None if it does not help."""
     change = {name: value for name, value in change.items() if getattr(plan.config, name) != value}
     changed = _changed(plan, change) if change else None
     return None if changed is None or problem(changed) is not None else _Remedy(change, changed)
@@ -245,7 +245,7 @@ def _tried(plan: CapacityPlan, change: Change, problem: Problem) -> _Remedy | No
 def _working(
     plan: CapacityPlan, changes: Iterable[Change], problem: Problem, at_most: int | None = None
 ) -> list[_Remedy]:
-    """The first change of each option that helps."""
+    """Return the first change of each option that helps, at most `at_most` of them."""
     found: dict[tuple[str, ...], _Remedy] = {}
     for change in changes:
         if len(found) == at_most:
@@ -256,7 +256,10 @@ def _working(
 
 
 def _tuned(plan: CapacityPlan, base: Change, problem: Problem) -> _Remedy | None:
-    """`base`, with the other changes that it needs to help, and those of ROOM_CHANGES that make it faster."""
+    """Add to `base` the changes that it needs to help, and each of ROOM_CHANGES that makes it noticeably faster.
+
+    Returns None if nothing helps.
+    """
     config, changed = plan.config, base
     pool = _other_pool(plan) if config.enable_cpu_offload or "enable_cpu_offload" in base else {}
     for_room = [each for each in _changes(plan) if each in ROOM_CHANGES]

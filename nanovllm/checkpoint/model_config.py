@@ -22,6 +22,7 @@ from nanovllm.checkpoint.settings import (
     ROPE_KEYS,
     SWITCHES,
     check_settings,
+    dtype_meaning,
     text_settings,
 )
 from nanovllm.errors import CheckpointError, ConfigError
@@ -290,11 +291,11 @@ def _read_config(
     model: str, config_path: Path, directory: Path | None, hf_overrides: Mapping[str, Any] | None
 ) -> ModelConfig:
     """Read and check config.json after the overrides. directory: where generation_config.json and weights may be."""
-    given, beside = text_settings(read_json(config_path), hf_overrides, config_path)
+    given, outside = text_settings(read_json(config_path), hf_overrides, config_path)
     name = _architecture_name(given)
     check_settings(given, config_path)
     architecture = ARCHITECTURES[name]
-    settings = _with_defaults(given, beside, architecture, config_path)
+    settings = _with_defaults(given, outside, architecture, config_path)
     _check_fixed(settings, architecture)
     num_heads, num_kv_heads = _num_heads(settings)
 
@@ -321,7 +322,7 @@ def _read_config(
         qk_norm=architecture.has_qk_norm,
         rope=_rope(settings, architecture),
         torch_dtype=_weight_dtype(settings),
-        eos_token_ids=_eos_token_ids(settings, directory),
+        eos_token_ids=_eos_token_ids(settings, None if "eos_token_id" in (hf_overrides or {}) else directory),
         quantization=parse_quantization(settings.get("quantization_config") or settings.get("compression_config")),
         experts=_experts(settings) if architecture.has_experts else None,
         layer_kinds=layer_kinds,
@@ -345,11 +346,12 @@ def _read_config(
 
 
 def _with_defaults(
-    given: Mapping[str, Any], beside: Mapping[str, Any], architecture: Architecture, path: Path
+    given: Mapping[str, Any], outside: Mapping[str, Any], architecture: Architecture, path: Path
 ) -> dict[str, Any]:
-    """The entries with the architecture's defaults. Null in place of a switch, or of the activation, counts as absent.
+    """Return the entries with the architecture's defaults. Null for a switch or for hidden_act counts as absent.
 
-    beside: entries beside `text_config`, which transformers ignores. Raises CheckpointError if one says anything else.
+    outside: entries outside `text_config`, which transformers ignores. Raises CheckpointError if one of them has
+    another value than the text part.
     """
     defaults = architecture.defaults
     if "head_dim" in given and given["head_dim"] is None and "head_dim" in defaults:
@@ -359,11 +361,11 @@ def _with_defaults(
         )
     is_absent = {name for name in (*SWITCHES, "hidden_act") if given.get(name) is None}
     settings = {**defaults, **{name: value for name, value in given.items() if name not in is_absent}}
-    for name, value in beside.items():
+    for name, value in outside.items():
         if value != settings.get(name):
             raise CheckpointError(
-                f"{name}={value!r} is beside text_config, and text_config.{name}={settings.get(name)!r}; the text part "
-                f"is read from text_config, so move the entry there or remove it from {path}"
+                f"{name}={value!r} is outside text_config, and text_config.{name}={settings.get(name)!r}; the text "
+                f"part is read from text_config, so move the entry there or remove it from {path}"
             )
     return settings
 
@@ -401,8 +403,7 @@ def _architecture_name(settings: Mapping[str, Any]) -> str:
 
 def _weight_dtype(settings: Mapping[str, Any]) -> str:
     """The type of the weights, or of those that are not quantized: one of DTYPES."""
-    dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
-    dtype = str(dtype).removeprefix("torch.")
+    dtype = dtype_meaning(settings.get("dtype") or settings.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype} in config.json is not supported; use a checkpoint in {', '.join(DTYPES)}")
     return dtype
@@ -555,7 +556,10 @@ def _head_dim(settings: Mapping[str, Any]) -> int:
 
 
 def _eos_token_ids(settings: Mapping[str, Any], directory: Path | None) -> tuple[int, ...]:
-    """The end tokens in config.json and generation_config.json, without duplicates."""
+    """Return the end tokens in config.json and in the generation_config.json of `directory`, without duplicates.
+
+    directory: None to read config.json alone.
+    """
     given, vocab_size = {"config.json": settings.get("eos_token_id")}, settings["vocab_size"]
     path = directory / GENERATION_CONFIG_FILE if directory else None
     if path and path.is_file():

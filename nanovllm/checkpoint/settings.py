@@ -4,14 +4,15 @@ Everything is checked before it is used. The upper limits are above every known 
 arithmetic nor a table of that size fails. The planner decides whether a model fits the machine. Importing this module
 loads neither torch nor transformers.
 
-A config.json can say one thing in several places: under two names (SYNONYMS, ROPE_ENTRIES), beside and inside the
-entry of the rope, and beside and inside `text_config`. Values that disagree are refused, because either of them may be
-the one that its author added last. The end tokens are an exception: those of all places end an answer.
+A config.json can give a setting in several places: under two names (SYNONYMS, ROPE_ENTRIES), outside and inside the
+entry of the rope, and outside and inside `text_config`. Values that disagree are refused, because either of them may be
+the value that the author added last. End tokens are an exception: all end tokens of all places end an answer.
 
-The option `hf_overrides` replaces entries of config.json, under all their names and in all places. As in vLLM, an entry
-is replaced as a whole; dictionaries are not merged. There is one exception: an override of the rope keeps the
-checkpoint's value of every key in `KEPT_ROPE_KEYS` that it does not set itself. With a wrong rope_theta the model would
-compute wrong numbers without any error.
+The option `hf_overrides` replaces entries of config.json, under all their names and in all places, and an override of
+eos_token_id also replaces the end tokens of generation_config.json. As in vLLM, an entry is replaced as a whole;
+dictionaries are not merged. There is one exception: an override of the rope keeps the checkpoint's value of every key
+in `KEPT_ROPE_KEYS` that it does not set itself. With a wrong rope_theta the model would compute wrong numbers without
+any error.
 """
 
 import json
@@ -96,7 +97,7 @@ SYNONYMS = (
     _LAYERS,
     ("quantization_config", "compression_config"),  # llm-compressor wrote the latter until the end of 2024
 )  # an override of one name removes the other
-# Entries that a config.json with a `text_config` may have beside it: what the whole file is, and settings of its text
+# Entries that a config.json with a `text_config` may have outside it: the kind of file, and settings of its text part
 _OF_FILE = ("architectures", "auto_map", "model_type")
 _OUTER = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "quantization_config", "compression_config")
 _ROPE_PLACES = (*KEPT_ROPE_KEYS, "original_max_position_embeddings")  # may be inside the rope's entry or outside
@@ -111,10 +112,10 @@ _SAMPLING_FIELDS = {  # entry of the file -> field of SamplingParams
 def text_settings(
     content: dict[str, Any], overrides: Mapping[str, Any] | None, path: Path
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the entries of the model's text part after the overrides, and entries beside `text_config` that the text
+    """Return the entries of the model's text part after the overrides, and entries outside `text_config` that the text
     part does not have.
 
-    content: that of the config.json at `path`. Raises CheckpointError for values of one setting that disagree.
+    content: the object in the config.json at `path`. Raises CheckpointError for values of one setting that disagree.
     """
     overrides = overrides or {}
     replaced = {name for name in overrides if name not in _ROPE_PLACES}
@@ -141,8 +142,8 @@ def text_settings(
     said = {name for name in read if settings.get(name) is not None}
     said |= {key for name in ROPE_ENTRIES for key in _dict(text.get(name))}
     said |= {name for names in SYNONYMS for name in names if said.intersection(names)}
-    beside = {name: value for name, value in outer.items() if name not in said | replaced | overrides.keys()}
-    return apply_overrides(settings, overrides), beside
+    outside = {name: value for name, value in outer.items() if name not in said | replaced | overrides.keys()}
+    return apply_overrides(settings, overrides), outside
 
 
 def _places(levels: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> list[tuple[str, Any]]:
@@ -151,14 +152,15 @@ def _places(levels: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> li
 
 
 def _rope_entries(levels: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the ropes that are given, with their places."""
     return [(name, entry) for name, entry in _places(levels, ROPE_ENTRIES) if isinstance(entry, dict) and entry]
 
 
 def _check_agreement(
     places: Iterable[tuple[str, Any]], path: Path, meaning: Callable[[Any], Any] = lambda value: value
 ) -> None:
-    """Raise CheckpointError if two of the places have values with different meanings. Null counts as absent."""
-    given = [(name, value) for name, value in places if value is not None]
+    """Raise CheckpointError if two of the places have values with different meanings. Null and {} count as absent."""
+    given = [(name, value) for name, value in places if value is not None and value != {}]
     for name, value in given[1:]:
         first, expected = given[0]
         if meaning(value) != meaning(expected):
@@ -174,8 +176,14 @@ def _rope_meaning(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": entry.get("type") or "default"} | keys
 
 
+def dtype_meaning(value: Any) -> str:
+    """Return the name of a dtype as config.json may give it: also torch's other names, and with "torch." before it."""
+    name = str(value).removeprefix("torch.")
+    return {"half": "float16", "float": "float32"}.get(name, name)
+
+
 _MEANINGS: dict[str, Callable[[Any], Any]] = {
-    "dtype": lambda value: str(value).removeprefix("torch."),
+    "dtype": dtype_meaning,
     "quantization_config": parse_quantization,
 }
 

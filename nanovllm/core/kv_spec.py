@@ -25,7 +25,7 @@ def num_sequences_in(num_blocks: int, blocks_each: int) -> int:
 
 
 def num_blocks_for(num_sequences: int, blocks_each: int) -> int:
-    """Return the smallest pool, in blocks, that runs so many sequences of `blocks_each` blocks together."""
+    """Return the smallest pool, in blocks, that runs `num_sequences` of `blocks_each` blocks together."""
     return blocks_each if num_sequences == 1 else with_watermark(num_sequences * blocks_each)
 
 

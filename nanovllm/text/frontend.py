@@ -301,8 +301,8 @@ def load_tokenizer(directory: Path | None) -> Any:
 def _plain_config(directory: Path) -> Any:
     """Return a config of the model's type with transformers' default sizes; None for a type that it does not know.
 
-    AutoTokenizer chooses the tokenizer's class by it. From the file itself AutoTokenizer would make a config that
-    checks all sizes by rules of its own, and an error would be taken for one of the tokenizer.
+    AutoTokenizer chooses the tokenizer's class by the config. A config from the file itself would check all sizes by
+    other rules than ours, and its errors would look like errors of the tokenizer's files.
     """
     from transformers import CONFIG_MAPPING
 

@@ -315,6 +315,8 @@ def test_entries_beside_text_config_that_say_something_else_are_refused(tmp_path
     ended = content | {"eos_token_id": [5, 6]}
     ended["text_config"] = ended["text_config"] | {"eos_token_id": 7}
     assert ModelConfig.from_pretrained(write(tmp_path, ended))[0].eos_token_ids == (7, 5, 6)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 8}')
+    assert ModelConfig.from_pretrained(write(tmp_path, ended))[0].eos_token_ids == (7, 5, 6, 8)
     assert ModelConfig.from_pretrained(write(tmp_path, ended), {"eos_token_id": 9})[0].eos_token_ids == (9,)
 
 
@@ -322,9 +324,15 @@ def test_numbers_and_nulls_are_read_as_transformers_means_them(tmp_path: Path) -
     """Regression: null for a switch was false, also where the default is true."""
     plain, _ = ModelConfig.from_pretrained(write(tmp_path, QWEN3))
     for changes in (
-        {"torch_dtype": "torch.bfloat16"}, {"rope_theta": 1000000}, {"attention_bias": None}, {"hidden_act": None},
-    ):  # fmt: skip
+        {"torch_dtype": "torch.bfloat16"},
+        {"dtype": "torch.bfloat16", "torch_dtype": None},
+        {"rope_theta": 1000000},
+        {"attention_bias": None},
+        {"hidden_act": None},
+    ):
         assert ModelConfig.from_pretrained(write(tmp_path, QWEN3 | changes))[0] == plain, changes
+    half, _ = ModelConfig.from_pretrained(write(tmp_path, QWEN3 | {"torch_dtype": "half", "dtype": "torch.float16"}))
+    assert half.torch_dtype == "float16"
     epsilon = ModelConfig.from_pretrained(write(tmp_path, QWEN3 | {"rms_norm_eps": 1}))[0].rms_norm_eps
     assert epsilon == 1.0 and type(epsilon) is float
     with pytest.raises(
