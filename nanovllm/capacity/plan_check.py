@@ -178,7 +178,7 @@ def _sequences_problem(plan: CapacityPlan) -> str | None:
     num_blocks = ceil_div(plan.context, plan.spec.block_size)
     each = f"{num_blocks} block{'s' * (num_blocks > 1)} each"
     pool = {"the CPU pool": plan.num_cpu_blocks, "the KV cache": plan.num_gpu_blocks}.get(capacity.limit, 0)
-    if num_free := num_watermark_blocks(pool):
+    if plan.num_sequences > 1 and (num_free := num_watermark_blocks(pool)):
         each += f", and {num_free} that stay free for running sequences to grow"
     return f"{plan.num_sequences} x {plan.context} tokens ({each}) do not fit: {reason} {capacity.num_sequences}"
 
