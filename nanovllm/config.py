@@ -94,6 +94,12 @@ class Config:
         group=_MODEL,
         choices=("auto", "none"),
     )
+    skip_tokenizer_init: bool = option(
+        False,
+        help="load no tokenizer, and work on token ids alone; without it, serve and batch refuse a model that has no "
+        "tokenizer",
+        group=_MODEL,
+    )
     seed: int = option(
         0, help="seed for random weights and for requests that set no seed", group=_MODEL, least=MIN_SEED, most=MAX_SEED
     )

@@ -17,6 +17,11 @@ class CheckpointError(ValueError):
     """A model was not found, or one of its files is missing, damaged or unsupported."""
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra, for the message of an error. PyPI has no release."""
+    return f"pip install --constraint constraints.txt '.[{extra}]' in nanovllm's checkout"
+
+
 class EngineError(RuntimeError):
     """The engine has failed or has been closed. The message says why. Create a new engine to continue."""
 

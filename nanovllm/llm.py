@@ -45,7 +45,7 @@ class LLM:
         self.sampling_defaults: dict[str, Any] = {}  # recommended by the model, not chosen by the user
         if self.config.generation_config == "auto":
             self.sampling_defaults = read_sampling_defaults(setup.directory)
-        self.text = TextFrontend(self.model_config, setup.directory)
+        self.text = TextFrontend(self.model_config, None if self.config.skip_tokenizer_init else setup.directory)
         self.tokenizer = self.text.tokenizer
         self._outbox = Outbox()  # outputs of requests from `add_request`; `step` returns them
         self.engine = start_engine(setup, self.text.end_token_ids)  # last: after this only `close` stops it
@@ -114,7 +114,8 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the values that the model's generation_config.json recommends, and defaults for all others.
 
-        With generation_config="none", every value is SamplingParams' default.
+        With generation_config="none", every value is SamplingParams' default. A max_tokens of the file is shortened to
+        what fits in the context after a prompt.
         """
         return SamplingParams(**self.sampling_defaults)
 

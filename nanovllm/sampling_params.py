@@ -28,6 +28,12 @@ def _require(condition: bool, name: str, value: object, limit: str, owner: str =
         raise RequestError(f"{owner}.{name}={shown(value)} must be {limit}")
 
 
+class ModelLimit(int):
+    """A max_tokens that the model's generation_config.json recommends. Unlike a limit of the user's, it is shortened to
+    what fits in the context after a prompt.
+    """
+
+
 def _is_token_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INT32
 
@@ -140,7 +146,8 @@ class SamplingParams:
     temperature: float = option(1.0, help="sampling temperature; 0 always takes the most likely token", group=_GROUP)
     max_tokens: int | None = option(
         64,
-        help="maximum number of new tokens; from Python, None: as many as the context and the KV cache have room for",
+        help="maximum number of new tokens; where there is no limit, as many as the context and the KV cache have room "
+        "for",
         group=_GROUP,
         least=1,
     )
@@ -233,7 +240,8 @@ class SamplingParams:
         in_range = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
         limits = f"0 (greedy), or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
         _require(in_range, "temperature", self.temperature, limits)
-        _require(self.min_tokens <= (self.max_tokens or MAX_INT32), "min_tokens", self.min_tokens, "at most max_tokens")
+        limit_tokens = self.required_tokens or MAX_INT32
+        _require(self.min_tokens <= limit_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
         stop = _as_strings(self.stop, "stop")
         if (num_chars := sum(map(len, stop))) > MAX_STOP_CHARS:
             raise RequestError(
@@ -274,6 +282,21 @@ class SamplingParams:
         seeds = [None if self.seed is None else _wrapped(self.seed + i) for i in range(self.n)]
         first, *others = (self._changed(n=1, seed=seed) for seed in seeds)
         return [first, *(other._changed(prompt_logprobs=None) for other in others)]
+
+    @property
+    def required_tokens(self) -> int | None:
+        """The number of tokens that there must be room for, or None if the answer takes what room there is."""
+        return None if isinstance(self.max_tokens, ModelLimit) else self.max_tokens
+
+    def within(self, num_free_tokens: int) -> "SamplingParams":
+        """Return the parameters with a max_tokens that fits, where the user gave none.
+
+        Raises RequestError if min_tokens is more than that.
+        """
+        if self.required_tokens is not None:
+            return self
+        wanted = num_free_tokens if self.max_tokens is None else max(int(self.max_tokens), self.min_tokens)
+        return self.with_max_tokens(max(1, min(wanted, num_free_tokens)))
 
     def with_max_tokens(self, max_tokens: int) -> "SamplingParams":
         """Return the parameters with this limit. Raises RequestError if it is below min_tokens."""

@@ -51,6 +51,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         "quantization": None,
         "hf_overrides": None,
         "generation_config": "auto",
+        "skip_tokenizer_init": False,
         "seed": 0,
     }
 

@@ -28,7 +28,6 @@ SETTINGS: tuple[dict[str, Any], ...] = tuple(
     for offload in (False, True)
     for num_tokens in (8192, 2048, 1024)
 )
-ANSWER_TOKENS = 500  # after a prompt of the whole context, to compare settings by their time
 DOC_GPUS = ("RTX 4060", "RTX 4070", "RTX 4080", "RTX 4090")  # 8, 12, 16 and 24 GB
 DOC_MODELS = ("qwen3-4b", "qwen3-8b", "qwen2.5-7b-1m", "qwen3-30b-a3b")
 DOC_HOST_GIB = 64
@@ -57,38 +56,45 @@ def fits(
     machine: Machine, models: Iterable[str] = (), quantization: str | None = None, context: int | None = None
 ) -> list[Fit]:
     """List everything that runs on `machine`. `models`, `quantization` and `context` limit the list; by default, it has
-    all presets, the checkpoint's own format and all of QUANTIZATIONS, and all of CONTEXTS.
+    all presets, the checkpoint's own format and all of QUANTIZATIONS, and each of CONTEXTS that the model takes, or the
+    model's longest context if it takes none of them.
+
+    Raises ConfigError if one of `models` does not take `context`.
     """
-    found = []
-    for name in tuple(models) or presets():
+    found, named = [], tuple(models)
+    for name in named or presets():
         stored = ModelConfig.without_weights(name)
+        longest = max(stored.max_model_len_limit, _recommended_context(stored))
+        if named and context is not None and context > longest:
+            raise ConfigError(f"context={context} is more than the {longest} tokens that {name} takes; lower it")
+        contexts = [tokens for tokens in CONTEXTS if tokens <= longest] or [longest]
         own = stored.quantization.method if stored.quantization else dtype_name(Config(model=name), stored)
         formats = {own: stored} if quantization is None else {}
         for each in QUANTIZATIONS if stored.quantization is None else ():
             if quantization in (None, each):
                 formats[each] = stored.quantized(each)
         for format, model in formats.items():
-            for tokens in CONTEXTS if context is None else (context,):
+            for tokens in contexts if context is None else [context]:
                 if plans := list(_plans(name, model, machine, tokens)):
-                    found.append(Fit(model=name, format=format, plan=min(plans, key=_request_s)))
+                    found.append(Fit(model=name, format=format, plan=min(plans, key=lambda plan: plan.request_s)))
     return found
+
+
+def _recommended_context(model: ModelConfig) -> int:
+    """Tokens of the longest context that the model's authors recommend with YaRN; 0 if they recommend none."""
+    _, recommended = ARCHITECTURES[model.architecture].recommended_yarn.get(model.max_position_embeddings, (0, 0))
+    return recommended
 
 
 def _plans(name: str, model: ModelConfig, machine: Machine, context: int) -> Iterator[CapacityPlan]:
     """The plans that work."""
-    _, recommended = ARCHITECTURES[model.architecture].recommended_yarn.get(model.max_position_embeddings, (0, 0))
-    if model.max_model_len_limit < context <= recommended:  # memory and speed do not depend on the rope
+    if model.max_model_len_limit < context <= _recommended_context(model):  # memory and speed do not depend on the rope
         model = replace(model, max_position_embeddings=context)
     for settings in SETTINGS:
         with suppress(ConfigError):
             plan = make_plan(Config(model=name, max_model_len=context, **settings), model, machine)
             check_plan(plan)
             yield plan
-
-
-def _request_s(plan: CapacityPlan) -> float:
-    """Time of a request by the bounds. Where rates are unknown, earlier settings go first."""
-    return (plan.first_token_s or 0.0) + ANSWER_TOKENS / (plan.expected_decode_tok_per_s or float("inf"))
 
 
 def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
@@ -147,7 +153,7 @@ def _doc_row(name: str, model: str) -> str:
 def _doc_cell(found: Sequence[Fit]) -> str:
     if not found:
         return ""
-    best = next((fit for fit in found if fit.is_resident), None) or min(found, key=lambda fit: _request_s(fit.plan))
+    best = next((fit for fit in found if fit.is_resident), None) or min(found, key=lambda fit: fit.plan.request_s)
     rate, plain, first = best.plan.expected_decode_tok_per_s, best.plan.decode_tok_per_s, best.plan.first_token_s
     assert rate and plain and first, "all rates of the table of GPUs are known"
     drafted = f" ({rate_text(plain)} without drafts)" if best.plan.num_pages else ""

@@ -25,6 +25,10 @@ from nanovllm.core.kv_spec import (
     StagingSizes,
     kv_cache_spec,
     max_stateful_seqs,
+    max_useful_blocks,
+    num_blocks_for,
+    num_sequences_in,
+    with_watermark,
 )
 from nanovllm.core.shadow_spec import NO_SHADOW, ShadowSpec, auto_shadows, divide_memory, wants_shadow
 from nanovllm.core.step_limits import expected_tokens, max_model_len
@@ -36,6 +40,7 @@ MAX_HOST_SHARE = 0.7  # fraction of the available memory; limits a CPU pool whos
 MAX_SNAPSHOT_SHARE = 0.85  # likewise; limits the CPU pool and the snapshots of states together
 MAX_SNAPSHOT_BYTES = 4 * 2**30  # per rank; pinning them takes a second
 NUM_KEPT_PROMPTS = 64
+ANSWER_TOKENS = 500  # after a prompt of the whole context, to compare plans by their time
 SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, for sizing a CPU pool
 AUTO_SHARE = 4  # with speculation="auto" and offload, K and V of a draft head take at most this part of the room for KV
 # By bits of the shadow: the share of right drafts of SmolLM2-135M on code and prose at a temperature of 0.7
@@ -161,9 +166,9 @@ class CapacityPlan:
         each = ceil_div(num_tokens, self.spec.block_size)
         by_limit = {"max_num_seqs": self.config.max_num_seqs}
         if self.config.enable_cpu_offload:
-            by_limit |= {"the slots": self.num_gpu_blocks, "the CPU pool": self.num_cpu_blocks // each}
+            by_limit |= {"the slots": self.num_gpu_blocks, "the CPU pool": num_sequences_in(self.num_cpu_blocks, each)}
         else:
-            by_limit |= {"the KV cache": self.num_gpu_blocks // each}
+            by_limit |= {"the KV cache": num_sequences_in(self.num_gpu_blocks, each)}
         if self.spec.states is not None:
             by_limit["the state slots"] = max_stateful_seqs(self.config, self.spec.states, self.num_state_slots)
         limit = min(by_limit, key=by_limit.__getitem__)
@@ -278,6 +283,14 @@ class CapacityPlan:
         rate = _least(self.link_prefill_tok_per_s, self.flop_prefill_tok_per_s)
         return self.context / rate if rate else None
 
+    @property
+    def request_s(self) -> float:
+        """The least time of a request, to compare plans: a prompt of `context` tokens, and an answer of ANSWER_TOKENS.
+        A part whose bound is not known counts as 0.
+        """
+        num_tokens = self.num_sequences * ANSWER_TOKENS
+        return (self.first_token_s or 0.0) + num_tokens / (self.expected_decode_tok_per_s or float("inf"))
+
 
 def _least(*bounds: float | None) -> float | None:
     """The least of those that are known."""
@@ -382,17 +395,18 @@ def _num_snapshots(config: Config, machine: Machine, spec: KVCacheSpec, num_bloc
 def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, limit: int) -> int:
     """Number of blocks in the CPU pool, where a block has the heads of all ranks.
 
-    If the user left the size open, the pool holds two sequences of max_model_len, or one block per slot if that is
-    more. Slots beyond what those two sequences and max_num_seqs short ones can use are not counted, because pinning
-    memory takes time at start-up.
+    If the user left the size open, the pool runs two sequences of max_model_len together, or has one block per slot if
+    that is more. Slots beyond what two such sequences and max_num_seqs short ones can use are not counted, because
+    pinning memory takes time at start-up.
     """
     if config.num_cpu_blocks is not None:
         return config.num_cpu_blocks
     block_bytes = spec.block_bytes * config.tensor_parallel_size
     if config.cpu_memory_gb is not None:
         return int(config.cpu_memory_gb * 2**30) // block_bytes
-    two_long = 2 * ceil_div(limit, config.block_size)
-    useful = two_long + config.max_num_seqs * ceil_div(min(limit, SHORT_SEQUENCE_TOKENS), config.block_size)
+    each, short = ceil_div(limit, config.block_size), min(limit, SHORT_SEQUENCE_TOKENS)
+    two_long = num_blocks_for(2, each)
+    useful = with_watermark(2 * each + config.max_num_seqs * ceil_div(short, config.block_size))
     num_slots = _sizes(config, model, machine, spec, limit, useful).num_gpu_blocks
     wanted = max(two_long, min(num_slots, useful))
     return min(wanted, int(machine.host_bytes * MAX_HOST_SHARE) // block_bytes)
@@ -456,7 +470,7 @@ def _room(
     start-up will have for them, for states and for drafts.
     """
     given = (config.num_gpu_blocks or 0) if config.enable_cpu_offload else max(config.num_kvcache_blocks, 0)
-    useful = config.max_num_seqs * ceil_div(limit, config.block_size)
+    useful = max_useful_blocks(config, limit)
     if config.enable_cpu_offload:
         useful = min(useful, num_cpu_blocks)
     if machine.gpu_bytes is None:  # the same rule as ModelRunner.measure_kv_room

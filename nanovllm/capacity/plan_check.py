@@ -1,20 +1,28 @@
 """Checks of a plan: the reasons why it cannot work, and the options to change. Arithmetic only."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import ceil
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from nanovllm.capacity.costs import packing_problem
 from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, least_gpu_blocks, make_plan
 from nanovllm.checkpoint.model_config import rope_extension
 from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.core.kv_spec import num_blocks_for, num_watermark_blocks
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
 
-MAX_REMEDIES = 3  # changes of a single option
+MAX_REMEDIES = 4  # with more ranks
 OFFLOAD = {"enable_cpu_offload": True, "num_kvcache_blocks": -1}
+# Changes that leave more room for blocks, which may make a few long requests faster
+ROOM_CHANGES: tuple[dict[str, Any], ...] = (
+    {"gpu_memory_utilization": 0.95},
+    {"max_num_seqs": 16},
+    *({"max_num_batched_tokens": num_tokens} for num_tokens in (4096, 1024)),
+)
+NOTICEABLE = 1.05  # how much longer a request must take for an option to be worth naming
 
 Change: TypeAlias = dict[str, Any]  # new values of Config's fields
 Problem: TypeAlias = Callable[[CapacityPlan], str | None]
@@ -38,13 +46,12 @@ def check_start(plan: CapacityPlan) -> None:
 def check_plan(plan: CapacityPlan) -> None:
     """Raise ConfigError, like `check_start`, also if the engine cannot run the plan's sequences together.
 
-    Estimates count here too: everything that the plan's table marks with (!) is refused. A remedy may be to quantize
-    the weights.
+    Estimates count here too: everything that the plan's table marks with (!) is refused.
     """
     if problem := _order_problem(plan) or _packing_problem(plan) or _length_problem(plan):
         raise ConfigError(problem)
     if problem := any_problem(plan):
-        raise ConfigError(f"{problem}; {remedies(plan, any_problem, QUANTIZATIONS)}")
+        raise ConfigError(f"{problem}; {remedies(plan, any_problem)}")
     if problem := _cpu_problem(plan):
         raise ConfigError(problem)
 
@@ -170,65 +177,111 @@ def _sequences_problem(plan: CapacityPlan) -> str | None:
     }[capacity.limit]
     num_blocks = ceil_div(plan.context, plan.spec.block_size)
     each = f"{num_blocks} block{'s' * (num_blocks > 1)} each"
+    pool = {"the CPU pool": plan.num_cpu_blocks, "the KV cache": plan.num_gpu_blocks}.get(capacity.limit, 0)
+    if plan.num_sequences > 1 and (num_free := num_watermark_blocks(pool)):
+        each += f", and {num_free} that stay free for running sequences to grow"
     return f"{plan.num_sequences} x {plan.context} tokens ({each}) do not fit: {reason} {capacity.num_sequences}"
 
 
 # -- remedies --------------------------------------------------------------------------------------------------------
 
 
-def remedies(plan: CapacityPlan, problem: Problem, formats: Iterable[str] = ()) -> str:
-    """Name changes with which `problem` finds nothing. Each has been tried.
+class _Remedy(NamedTuple):
+    """A change with which the plan works."""
 
-    Changes of a single option come first. If none is enough, name several together: without offload, which is slower,
-    with it, and with one of `formats` for the weights. More ranks are named last, because they need more GPUs. If
-    nothing helps, say so.
+    change: Change  # without values that the plan has already
+    plan: CapacityPlan
+
+    @property
+    def tok_per_s(self) -> float:
+        """The bound of decode with drafts; 0 if it is not known."""
+        return self.plan.expected_decode_tok_per_s or 0.0
+
+    def makes_needless(self, other: "_Remedy") -> bool:
+        """Return True if `other` changes more options and is not faster."""
+        return self.change.keys() < other.change.keys() and self.tok_per_s >= other.tok_per_s
+
+
+def remedies(plan: CapacityPlan, problem: Problem) -> str:
+    """Name changes with which `problem` finds nothing, the one with the highest bound of decode first.
+
+    Each has been planned. Changes of a single option come alone if there are any besides offload. Otherwise several
+    are changed together, with and without offload, and with the weights in fewer bits. More ranks are named last,
+    because they need more GPUs. If nothing helps, say so.
     """
-    singles = list(_changes(plan))
-    strongest = list({tuple(change): change for change in singles}.values())  # the last one of each option
     offload = [] if plan.config.enable_cpu_offload else [OFFLOAD]
-    pool = [_other_pool(plan)]
-    more_ranks = [{"tensor_parallel_size": n} for n in (2, 4, 8) if n > plan.config.tensor_parallel_size]
-    ranks = _first_working(plan, more_ranks, problem, at_most=1)
-    found = _first_working(plan, [*singles, *offload], problem, MAX_REMEDIES - len(ranks))
-    if not any(change != OFFLOAD for change in found):
-        offloaded = [each for base in offload for each in _together(plan, base, strongest + pool, problem)]
-        found = _together(plan, {}, strongest, problem) + offloaded
-        of_formats = [{"quantization": name} for name in formats]
-        for base in of_formats if offloaded else [base | on for base in of_formats for on in ({}, *offload)]:
-            if more := _together(plan, base, strongest + (pool if "enable_cpu_offload" in base else []), problem):
-                found += more
-                break
-    described = ", or ".join(_described(plan, change) for change in (*found, *ranks))
-    return described or "no change of options helps; use a smaller model, or more memory"
+    found = _working(plan, [*_changes(plan), *offload], problem)
+    if all("enable_cpu_offload" in each.change for each in found):
+        bases = [{**format, **on} for format in ({}, *_smaller_formats(plan)) for on in ({}, *offload)]
+        found = [each for base in bases if (each := _tuned(plan, base, problem)) is not None]
+    found = [each for each in found if "enforce_eager" not in each.change] or found  # its cost is not in the bounds
+    more_ranks = ({"tensor_parallel_size": n} for n in (2, 4, 8) if n > plan.config.tensor_parallel_size)
+    ranks = _working(plan, more_ranks, problem, at_most=1)
+    fastest = sorted(found, key=lambda each: -each.tok_per_s)
+    fastest = [each for each in fastest if not any(other.makes_needless(each) for other in found)]
+    shown, rest = fastest[: MAX_REMEDIES - len(ranks)], fastest[MAX_REMEDIES - len(ranks) :]
+    exact = [each for each in rest if "quantization" not in each.change]
+    if exact and all("quantization" in each.change for each in shown):
+        shown[-1] = exact[0]  # one that does not change the weights
+    texts = dict.fromkeys(_described(plan, each.change) for each in (*shown, *ranks))
+    return ", or ".join(texts) or "no change of options helps; use a smaller model, or more memory"
 
 
-def _together(plan: CapacityPlan, base: Change, others: Sequence[Change], problem: Problem) -> list[Change]:
-    """`base` with those of the other changes that it needs to work, or nothing if it does not work with all of them.
-
-    Those at the end are dropped first.
-    """
-
-    def merged(changes: Iterable[Change]) -> Change:
-        return {name: value for change in (base, *changes) for name, value in change.items()}
-
-    needed = list(others)
-    if not _first_working(plan, [merged(needed)], problem, at_most=1):
+def _smaller_formats(plan: CapacityPlan) -> list[Change]:
+    """Return the formats in which the weights have fewer bits than now; none for a quantized checkpoint."""
+    now = plan.model.quantization
+    if now is not None and not now.is_online:
         return []
-    for other in reversed(others):
-        fewer = [each for each in needed if each is not other]
-        needed = fewer if _first_working(plan, [merged(fewer)], problem, at_most=1) else needed
-    return [merged(needed)]
+    return [{"quantization": name} for name, each in QUANTIZATIONS.items() if now is None or each.bits < now.bits]
 
 
-def _first_working(plan: CapacityPlan, changes: Iterable[Change], problem: Problem, at_most: int) -> list[Change]:
-    """The first changes with which `problem` finds nothing, each of other options."""
-    found: dict[tuple[str, ...], Change] = {}
+def _tried(plan: CapacityPlan, change: Change, problem: Problem) -> _Remedy | None:
+    """Return the change as a remedy, or None if it does not help."""
+    change = {name: value for name, value in change.items() if getattr(plan.config, name) != value}
+    changed = _changed(plan, change) if change else None
+    return None if changed is None or problem(changed) is not None else _Remedy(change, changed)
+
+
+def _working(
+    plan: CapacityPlan, changes: Iterable[Change], problem: Problem, at_most: int | None = None
+) -> list[_Remedy]:
+    """Return the first change of each option that helps, at most `at_most` of them."""
+    found: dict[tuple[str, ...], _Remedy] = {}
     for change in changes:
         if len(found) == at_most:
             break
-        if tuple(change) not in found and (changed := _changed(plan, change)) and problem(changed) is None:
-            found[tuple(change)] = change
+        if tuple(change) not in found and (remedy := _tried(plan, change, problem)) is not None:
+            found[tuple(change)] = remedy
     return list(found.values())
+
+
+def _tuned(plan: CapacityPlan, base: Change, problem: Problem) -> _Remedy | None:
+    """Add to `base` the changes that it needs to help, and each of ROOM_CHANGES that makes it noticeably faster.
+
+    Returns None if nothing helps.
+    """
+    config, changed = plan.config, base
+    pool = _other_pool(plan) if config.enable_cpu_offload or "enable_cpu_offload" in base else {}
+    for_room = [each for each in _changes(plan) if each in ROOM_CHANGES]
+    others = [each for each in (*_changes(plan), pool) if each and each not in for_room]
+    if {"max_num_seqs": 16} in for_room:
+        others = [each for each in others if "max_num_seqs" not in each]
+    rungs: list[_Remedy] = []
+    for i, other in enumerate([{}, *for_room, *others]):
+        changed = changed | other
+        if (remedy := _tried(plan, changed, problem)) is not None:
+            rungs.append(remedy)
+        if rungs and i >= len(for_room):
+            break
+    if not rungs:
+        return None
+    best = min(rungs, key=lambda each: each.plan.request_s)
+    for name in reversed([name for name in best.change if name not in base]):
+        fewer = {key: value for key, value in best.change.items() if key != name}
+        without = _tried(plan, fewer, problem)
+        if without is not None and without.plan.request_s <= NOTICEABLE * best.plan.request_s:
+            best = without
+    return best
 
 
 def _changed(plan: CapacityPlan, change: Change) -> CapacityPlan | None:
@@ -273,12 +326,13 @@ def _other_num_blocks(plan: CapacityPlan) -> Iterator[Change]:
     given = getattr(plan.config, name)
     if given == unset:
         return
-    each = 1 if plan.config.enable_cpu_offload else ceil_div(plan.context, plan.spec.block_size)
+    n, each = plan.num_sequences, ceil_div(plan.context, plan.spec.block_size)
+    needed = n if plan.config.enable_cpu_offload else num_blocks_for(n, each)
     change: Change = {name: unset, "kvcache_block_size": plan.spec.block_size}
     if plan.config.speculation_method == "auto" and plan.config.enable_cpu_offload:
         change |= {"speculation": "resident", "shadow_bits": None, "shadow_memory_gb": None}  # given slots come first
     fitting = _changed(plan, change)
-    if (needed := plan.num_sequences * each) > given:
+    if needed > given:
         yield {name: needed}
     elif fitting is not None and fitting.num_gpu_blocks < given:
         yield {name: fitting.num_gpu_blocks}
@@ -286,7 +340,7 @@ def _other_num_blocks(plan: CapacityPlan) -> Iterator[Change]:
 
 def _other_pool(plan: CapacityPlan) -> Change:
     """A CPU pool in the user's unit: one that holds the sequences, or if the present one is too large, what fits."""
-    num_blocks = plan.num_sequences * ceil_div(plan.context, plan.spec.block_size)
+    num_blocks = num_blocks_for(plan.num_sequences, ceil_div(plan.context, plan.spec.block_size))
     block_bytes = plan.spec.block_bytes * plan.config.tensor_parallel_size
     if not plan.fits_host:
         num_blocks = max(1, int(plan.machine.host_bytes * MAX_HOST_SHARE) // block_bytes)

@@ -32,6 +32,13 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
     *("added_tokens.json", "special_tokens_map.json", "chat_template.jinja"),
 )
+# A directory that has any of these files has a tokenizer
+_TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_GGUF_REMEDY = (
+    "GGUF is not supported; give the directory or the hub name of the model in safetensors, from which such files are "
+    "made. With quantization='int4' it takes about as much memory as GGUF of 4 bits. Without it, convert the file: "
+    "transformers' from_pretrained(DIRECTORY, gguf_file=NAME) reads it, and save_pretrained writes safetensors"
+)
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -53,6 +60,7 @@ def find_model(model: str, fetched: tuple[str, ...] = CONFIG_FILES + TOKENIZER_F
     """
     directory = _local_directory(model)
     if directory is None:
+        _refuse_file(model)
         known = presets()
         if model in known:
             return known[model], None
@@ -66,10 +74,53 @@ def find_model(model: str, fetched: tuple[str, ...] = CONFIG_FILES + TOKENIZER_F
                 f"model {model!r} is not a directory and could not be downloaded; {remedy}: {error}"
             ) from error
     if not (directory / "config.json").is_file():
+        if any(directory.glob("*.gguf")) or "gguf" in model.lower():
+            raise CheckpointError(f"model {model!r} has files in GGUF and no config.json: {_GGUF_REMEDY}")
         raise CheckpointError(
             f"no config.json in {directory}; give the directory that save_pretrained or a download wrote"
         )
     return directory / "config.json", directory
+
+
+def _refuse_file(model: str) -> None:
+    """Raise CheckpointError for a model that is the name of a file, and not of the directory that a model is in."""
+    if model.lower().endswith(".gguf"):
+        raise CheckpointError(f"model {model!r} is a file in GGUF: {_GGUF_REMEDY}")
+    try:
+        path = Path(model).expanduser()
+        is_file = path.is_file()
+    except (OSError, RuntimeError):  # as in _local_directory
+        return
+    if is_file:
+        raise CheckpointError(f"model {model!r} is a file; give its directory, {str(path.parent)!r}")
+
+
+def has_tokenizer(directory: Path | None) -> bool:
+    """Return True if the directory, as returned by `find_model`, has a tokenizer's files. A preset has none."""
+    return directory is not None and any((directory / name).is_file() for name in _TOKENIZER_MARKS)
+
+
+def check_tokenizer(model: str, remedy: str, *, needs_template: bool = False) -> None:
+    """Raise CheckpointError for a model without a tokenizer, before anything else of it is loaded.
+
+    remedy: what to do instead of adding one. needs_template: the tokenizer must have a chat template, too.
+    """
+    _, directory = find_model(model)
+    if not has_tokenizer(directory):
+        where = f"{directory} has none of {', '.join(_TOKENIZER_MARKS)}" if directory else "a preset has none"
+        raise CheckpointError(
+            f"model {model!r} has no tokenizer, so it can neither read nor write text: {where}; add the files of the "
+            f"model's tokenizer to its directory, or {remedy}"
+        )
+    assert directory is not None, "a preset has no tokenizer"
+    settings = directory / "tokenizer_config.json"
+    if not needs_template or (directory / "chat_template.jinja").is_file():
+        return
+    if not settings.is_file() or not read_json(settings).get("chat_template"):
+        raise CheckpointError(
+            f"model {model!r} has no chat template: {directory} has no chat_template.jinja, and tokenizer_config.json "
+            "no entry chat_template; use a model that is made for chats, or answer plain prompts with generate"
+        )
 
 
 def fetch_weights(model: str, directory: Path | None) -> None:
@@ -104,6 +155,8 @@ def weight_files(directory: Path | None) -> list[Path]:
     if (directory / SINGLE_FILE).is_file():
         return [directory / SINGLE_FILE]
     found = [file for file in sorted(directory.glob("*.safetensors")) if file.is_file()]
+    if not found and any(directory.glob("*.gguf")):
+        raise CheckpointError(f"the weights in {directory} are in GGUF: {_GGUF_REMEDY}")
     if not found:
         raise CheckpointError(
             f"no safetensors file in {directory}; convert other formats with transformers' save_pretrained, "

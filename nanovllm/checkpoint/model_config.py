@@ -7,6 +7,7 @@ the weights `_weight_dtype`, their quantization quantization.py, the kinds of la
 """
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -19,8 +20,10 @@ from nanovllm.checkpoint.settings import (
     MAX_POSITIONS,
     MROPE_KEYS,
     ROPE_KEYS,
-    apply_overrides,
+    SWITCHES,
     check_settings,
+    dtype_meaning,
+    text_settings,
 )
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.utils.arithmetic import ceil_div
@@ -288,18 +291,19 @@ def _read_config(
     model: str, config_path: Path, directory: Path | None, hf_overrides: Mapping[str, Any] | None
 ) -> ModelConfig:
     """Read and check config.json after the overrides. directory: where generation_config.json and weights may be."""
-    given = apply_overrides(_text_settings(read_json(config_path)), hf_overrides)
+    given, outside = text_settings(read_json(config_path), hf_overrides, config_path)
     name = _architecture_name(given)
     check_settings(given, config_path)
     architecture = ARCHITECTURES[name]
-    settings = {**architecture.defaults, **given}
+    settings = _with_defaults(given, outside, architecture, config_path)
     _check_fixed(settings, architecture)
     num_heads, num_kv_heads = _num_heads(settings)
 
     def is_set(switch: bool | str) -> bool:
         return bool(settings.get(switch)) if isinstance(switch, str) else switch
 
-    layer_kinds = _layer_kinds(settings, architecture)
+    interval = given.get("full_attention_interval") if architecture.is_hybrid else None
+    layer_kinds = _layer_kinds(settings, architecture, interval)
     config = ModelConfig(
         architecture=name,
         hidden_size=settings["hidden_size"],
@@ -309,7 +313,7 @@ def _read_config(
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(settings),
         vocab_size=settings["vocab_size"],
-        rms_norm_eps=settings["rms_norm_eps"],
+        rms_norm_eps=float(settings["rms_norm_eps"]),
         max_position_embeddings=settings["max_position_embeddings"],
         tie_word_embeddings=bool(settings["tie_word_embeddings"]),
         qkv_bias=is_set(architecture.qkv_bias),
@@ -318,8 +322,7 @@ def _read_config(
         qk_norm=architecture.has_qk_norm,
         rope=_rope(settings, architecture),
         torch_dtype=_weight_dtype(settings),
-        eos_token_ids=_eos_token_ids(settings, directory),
-        # llm-compressor called the entry compression_config until the end of 2024
+        eos_token_ids=_eos_token_ids(settings, None if "eos_token_id" in (hf_overrides or {}) else directory),
         quantization=parse_quantization(settings.get("quantization_config") or settings.get("compression_config")),
         experts=_experts(settings) if architecture.has_experts else None,
         layer_kinds=layer_kinds,
@@ -342,14 +345,29 @@ def _read_config(
     return config
 
 
-def _text_settings(given: dict[str, Any]) -> dict[str, Any]:
-    """The entries of the model's text part, which may be in `text_config`, with those beside it that concern it."""
-    text = given.get("text_config")
-    if not isinstance(text, dict):
-        return given
-    outer = ("architectures", "auto_map", "model_type", "tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype")
-    names = (*outer, "quantization_config")
-    return text | {name: given[name] for name in names if given.get(name) is not None}
+def _with_defaults(
+    given: Mapping[str, Any], outside: Mapping[str, Any], architecture: Architecture, path: Path
+) -> dict[str, Any]:
+    """Return the entries with the architecture's defaults. Null for a switch or for hidden_act counts as absent.
+
+    outside: entries outside `text_config`, which transformers ignores. Raises CheckpointError if one of them has
+    another value than the text part.
+    """
+    defaults = architecture.defaults
+    if "head_dim" in given and given["head_dim"] is None and "head_dim" in defaults:
+        raise CheckpointError(
+            f"head_dim=None can mean hidden_size / num_attention_heads or the default of {architecture.model_type}, "
+            f"{defaults['head_dim']}; correct {path}"
+        )
+    is_absent = {name for name in (*SWITCHES, "hidden_act") if given.get(name) is None}
+    settings = {**defaults, **{name: value for name, value in given.items() if name not in is_absent}}
+    for name, value in outside.items():
+        if value != settings.get(name):
+            raise CheckpointError(
+                f"{name}={value!r} is outside text_config, and text_config.{name}={settings.get(name)!r}; the text "
+                f"part is read from text_config, so move the entry there or remove it from {path}"
+            )
+    return settings
 
 
 def _check_fixed(settings: Mapping[str, Any], architecture: Architecture) -> None:
@@ -385,15 +403,19 @@ def _architecture_name(settings: Mapping[str, Any]) -> str:
 
 def _weight_dtype(settings: Mapping[str, Any]) -> str:
     """The type of the weights, or of those that are not quantized: one of DTYPES."""
-    dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
-    dtype = str(dtype).removeprefix("torch.")
+    dtype = dtype_meaning(settings.get("dtype") or settings.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype} in config.json is not supported; use a checkpoint in {', '.join(DTYPES)}")
     return dtype
 
 
-def _layer_kinds(settings: Mapping[str, Any], architecture: Architecture) -> tuple[str, ...]:
-    """The kind of each layer. Attention has no window, and only hybrid architectures have recurrent layers."""
+def _layer_kinds(
+    settings: Mapping[str, Any], architecture: Architecture, given_interval: int | None
+) -> tuple[str, ...]:
+    """The kind of each layer. Attention has no window, and only hybrid architectures have recurrent layers.
+
+    given_interval: full_attention_interval in config.json, where the architecture has it.
+    """
     remedy = "only full attention is supported; use a checkpoint without a sliding window"
     # Qwen's files give a window and switch it off with use_sliding_window=false. Without that entry a window is used
     use, window = settings.get("use_sliding_window"), settings.get("sliding_window")
@@ -408,17 +430,27 @@ def _layer_kinds(settings: Mapping[str, Any], architecture: Architecture) -> tup
     interval = settings["full_attention_interval"] if architecture.is_hybrid else 1
     if interval is None and not settings.get("layer_types"):
         _require_integers(settings, "full_attention_interval")
-    types = settings.get("layer_types") or [
-        "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)
+    by_interval = [
+        "linear_attention" if interval and (layer + 1) % interval else "full_attention" for layer in range(num_layers)
     ]
+    types = settings.get("layer_types") or by_interval
     supported = LAYER_KINDS if architecture.is_hybrid else {"full_attention"}
     if other_types := sorted({str(each) for each in types} - set(supported)):
         raise CheckpointError(f"layer_types {', '.join(other_types)} are not supported: {remedy}")
-    if architecture.is_hybrid and (len(types) != num_layers or set(types) != set(LAYER_KINDS)):
+    if len(types) != num_layers:
         raise CheckpointError(
-            f"layer_types names {len(types)} layers, {types.count('full_attention')} of them full_attention, but "
-            f"num_hidden_layers={num_layers}; give the type of every layer, with at least one layer of each type: "
-            f"{', '.join(LAYER_KINDS)}"
+            f"layer_types has {len(types)} layers, but num_hidden_layers={num_layers}; correct config.json, or give "
+            "both in hf_overrides"
+        )
+    if architecture.is_hybrid and set(types) != set(LAYER_KINDS):
+        raise CheckpointError(
+            f"layer_types has {types.count('full_attention')} of {num_layers} layers with full_attention; give at "
+            f"least one layer of each type: {', '.join(LAYER_KINDS)}"
+        )
+    if given_interval and types != by_interval:
+        raise CheckpointError(
+            f"full_attention_interval={given_interval} and layer_types={reprlib.repr(types)} disagree; remove one of "
+            "them from config.json, or give one of them in hf_overrides"
         )
     return tuple(LAYER_KINDS[each] for each in types) if architecture.is_hybrid else ("attention",) * num_layers
 
@@ -524,7 +556,10 @@ def _head_dim(settings: Mapping[str, Any]) -> int:
 
 
 def _eos_token_ids(settings: Mapping[str, Any], directory: Path | None) -> tuple[int, ...]:
-    """The end tokens in config.json and generation_config.json, without duplicates."""
+    """Return the end tokens in config.json and in the generation_config.json of `directory`, without duplicates.
+
+    directory: None to read config.json alone.
+    """
     given, vocab_size = {"config.json": settings.get("eos_token_id")}, settings["vocab_size"]
     path = directory / GENERATION_CONFIG_FILE if directory else None
     if path and path.is_file():
@@ -546,6 +581,11 @@ def _rope(settings: Mapping[str, Any], architecture: Architecture) -> RopeConfig
     """The rope, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (earlier versions)."""
     entry = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     given = {name: value for name, value in entry.items() if value is not None}
+    if given.get("type") and given.get("rope_type", given["type"]) != given["type"]:
+        raise CheckpointError(
+            f"rope type={given['type']!r} and rope_type={given['rope_type']!r} mean the same setting and disagree; "
+            "remove one of them from config.json"
+        )
     rope_type = given.get("rope_type") or given.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise CheckpointError(f"rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
@@ -560,7 +600,8 @@ def _rope(settings: Mapping[str, Any], architecture: Architecture) -> RopeConfig
         raise CheckpointError(f"partial_rotary_factor={partial} is not supported; only 1.0 (rotate the whole head) is")
     names = {each.name for each in fields(RopeConfig)}
     max_position, theta = settings["max_position_embeddings"], settings.get("rope_theta")
-    values = {"original_max_position_embeddings": max_position} | ({"rope_theta": theta} if theta else {})
+    original = settings.get("original_max_position_embeddings") or max_position
+    values = {"original_max_position_embeddings": original} | ({"rope_theta": theta} if theta else {})
     values |= {name: value for name, value in given.items() if name in names} | {"rope_type": rope_type}
     values["partial_rotary_factor"] = partial
     if rope_type == "dynamic":

@@ -7,7 +7,8 @@ codes in e4m3 have no zero. A format that is not in this list is refused by name
 - compressed-tensors: pack-quantized, integers of 4 or 8 bits; float-quantized, e4m3. One group of settings for all
   linear layers
 - awq: integers of 4 bits (version gemm)
-- gptq: integers of 4 or 8 bits, with zeros as they are (gptq_v2) or less one (gptq)
+- gptq: integers of 4 or 8 bits, with zeros as they are (gptq_v2) or less one (gptq). Some files have the wrong name of
+  the two, so where zeros are the middle of the codes (sym), the file tells which it is
 
 A checkpoint that is not quantized can be quantized while it is loaded: QUANTIZATIONS. If one in e4m3 asks for dynamic
 quantization of activations, some products have it (layers/packed_weight.py). Otherwise activations keep the model's
@@ -35,6 +36,7 @@ class Quantization:
     is_float: bool = False  # e4m3
     block: tuple[int, int] = (1, 0)  # rows and columns that share a scale; 0: all of them
     has_zeros: bool = False  # else integers have the middle of their range as zero
+    is_symmetric: bool | None = False  # gptq: all zeros are the middle; None if config.json does not say
     stores_less_one: bool = False  # zeros are stored less one, modulo 2^32 for a word of them
     has_order: bool = False  # a tensor says which group each column belongs to; else it may be missing
     has_fp8_activations: bool = False  # they are quantized as well, with scales found at each product (dynamic)
@@ -117,9 +119,21 @@ def _choose(
     return value
 
 
+def _either(given: Mapping[str, Any], *names: str) -> Any:
+    """The value of a setting that tools write under several names. Raises CheckpointError if two values disagree."""
+    found = [(name, given[name]) for name in names if given.get(name) is not None]
+    for name, value in found[1:]:
+        if value != found[0][1]:
+            raise CheckpointError(
+                f"quantization_config.{found[0][0]}={found[0][1]!r} and {name}={value!r} mean the same setting and "
+                "disagree; remove the wrong one from config.json"
+            )
+    return found[0][1] if found else None
+
+
 def _group_size(given: Mapping[str, Any], where: str = "") -> int:
     """Columns of a group, where -1 in the file means all of them; here that is 0."""
-    size = given.get("group_size", given.get("q_group_size"))
+    size = _either(given, "group_size", "q_group_size")
     if type(size) is not int or not (size == -1 or 0 < size <= 2**20):
         raise CheckpointError(
             f"quantization_config.{where}group_size={size!r} must be a number of columns, or -1 for whole rows; "
@@ -179,9 +193,10 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
         _choose(sparsity if isinstance(sparsity, dict) else {"format": sparsity}, "format", ("dense",), "dense")
     if given.get("transform_config"):
         raise _refusal("transform_config", given["transform_config"])
-    layout = _choose(
-        {"format": group.get("format") or given.get("format")}, "format", ("pack-quantized", "float-quantized")
-    )
+    of_all = given.get("format")
+    of_all = None if of_all == "mixed-precision" else of_all  # each group then says its own
+    layout = _either({f"{where}format": group.get("format"), "format": of_all}, f"{where}format", "format")
+    layout = _choose({"format": layout}, "format", ("pack-quantized", "float-quantized"))
     is_float, where = layout == "float-quantized", f"{where}weights."
     _choose(weights, "type", ("float" if is_float else "int",), where=where)
     bits = _choose(weights, "num_bits", (8,) if is_float else (4, 8), where=where)
@@ -219,7 +234,7 @@ def _is_dynamic(activations: Any, weight_strategy: str) -> bool:
 
 
 def _awq(given: Mapping[str, Any]) -> Quantization:
-    bits = _choose(given, "bits", (4,), default=given.get("w_bit"))
+    bits = _choose({"bits": _either(given, "bits", "w_bit")}, "bits", (4,))
     for name in ("version", "format", "checkpoint_format"):  # the last two by GPTQModel
         if str(given.get(name) or "gemm").lower() != "gemm":
             raise _refusal(name, given[name], "gemm")
@@ -236,12 +251,14 @@ def _gptq(given: Mapping[str, Any]) -> Quantization:
         raise _refusal("dynamic", dynamic)
     ignored = _names({"dynamic": [f"re:{key[2:]}" for key in dynamic if key.startswith("-:")]}, "dynamic")
     # GPTQModel and transformers write both names, and read either
-    layout = _choose(given, "checkpoint_format", ("gptq", "gptq_v2"), default=given.get("format") or "gptq")
+    layout = _either(given, "checkpoint_format", "format")
+    layout = _choose({"checkpoint_format": layout}, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
     return Quantization(
         method="gptq",
         bits=bits,
         block=(1, _group_size(given)),
         has_zeros=True,
+        is_symmetric=None if given.get("sym") is None else _choose(given, "sym", (True, False)),
         stores_less_one=layout == "gptq",
         # With static groups columns are quantized in another order, but a group consists of neighbours
         has_order=_choose(given, "desc_act", (False, True), default=False)

@@ -4,21 +4,27 @@ Everything is checked before it is used. The upper limits are above every known 
 arithmetic nor a table of that size fails. The planner decides whether a model fits the machine. Importing this module
 loads neither torch nor transformers.
 
-The option `hf_overrides` replaces entries of config.json. As in vLLM, an entry is replaced as a whole; dictionaries are
-not merged. There is one exception: an override of the rope keeps the checkpoint's value of every key in
-`KEPT_ROPE_KEYS` that it does not set itself. With a wrong rope_theta the model would compute wrong numbers without any
-error.
+A config.json can give a setting in several places: under two names (SYNONYMS, ROPE_ENTRIES), outside and inside the
+entry of the rope, and outside and inside `text_config`. Values that disagree are refused, because either of them may be
+the value that the author added last. End tokens are an exception: all end tokens of all places end an answer.
+
+The option `hf_overrides` replaces entries of config.json, under all their names and in all places, and an override of
+eos_token_id also replaces the end tokens of generation_config.json. As in vLLM, an entry is replaced as a whole;
+dictionaries are not merged. There is one exception: an override of the rope keeps the checkpoint's value of every key
+in `KEPT_ROPE_KEYS` that it does not set itself. With a wrong rope_theta the model would compute wrong numbers without
+any error.
 """
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from nanovllm.checkpoint.files import read_json
+from nanovllm.checkpoint.quantization import parse_quantization
 from nanovllm.errors import CheckpointError, ConfigError, RequestError
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import ModelLimit, SamplingParams
 
 MAX_POSITIONS = 2**24  # rope takes positions in fp32, which is exact for integers up to this
 _NOUNS = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}
@@ -62,6 +68,7 @@ _NOT_OVERRIDABLE = {
     "auto_map": dict,
     "text_config": dict,
     "compression_config": dict,
+    "original_max_position_embeddings": (1, MAX_POSITIONS),  # outside the rope's entry
     "num_labels": (0, _MAX_LABELS),
 }
 ROPE_KEYS: dict[str, Any] = {
@@ -82,18 +89,107 @@ MROPE_KEYS = {"mrope_section", "mrope_interleaved"}  # pairs that rotate by rows
 
 ROPE_ENTRIES = ("rope_parameters", "rope_scaling")  # the names in transformers 5 and in earlier versions
 KEPT_ROPE_KEYS = tuple(_KEPT)  # part of the weights; in older files outside the entry
+_LAYERS = ("layer_types", "full_attention_interval")  # model_config.py compares them
 SYNONYMS = (
     ROPE_ENTRIES,
     ("dtype", "torch_dtype"),
     ("num_experts", "num_local_experts"),
-    ("layer_types", "full_attention_interval"),
+    _LAYERS,
+    ("quantization_config", "compression_config"),  # llm-compressor wrote the latter until the end of 2024
 )  # an override of one name removes the other
+# Entries that a config.json with a `text_config` may have outside it: the kind of file, and settings of its text part
+_OF_FILE = ("architectures", "auto_map", "model_type")
+_OUTER = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "quantization_config", "compression_config")
+_ROPE_PLACES = (*KEPT_ROPE_KEYS, "original_max_position_embeddings")  # may be inside the rope's entry or outside
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 _SAMPLING_FIELDS = {  # entry of the file -> field of SamplingParams
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
+
+
+def text_settings(
+    content: dict[str, Any], overrides: Mapping[str, Any] | None, path: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the entries of the model's text part after the overrides, and entries outside `text_config` that the text
+    part does not have.
+
+    content: the object in the config.json at `path`. Raises CheckpointError for values of one setting that disagree.
+    """
+    overrides = overrides or {}
+    replaced = {name for name in overrides if name not in _ROPE_PLACES}
+    replaced |= {name for names in SYNONYMS for name in names if any(other in overrides for other in names)}
+    text, read = content.get("text_config"), (*ENTRIES, "compression_config", "original_max_position_embeddings")
+    stored = {"": content} if not isinstance(text, dict) else {"text_config.": text, "": content}
+    levels = {prefix: {k: v for k, v in level.items() if k not in replaced} for prefix, level in stored.items()}
+    names_of = {name: names for names in SYNONYMS for name in names if name not in _LAYERS}
+    kept_apart = {*_OF_FILE, "eos_token_id", *ROPE_ENTRIES, *_ROPE_PLACES}
+    for names in dict.fromkeys(names_of.get(name, (name,)) for name in read if name not in kept_apart):
+        _check_agreement(_places(levels, names), path, _MEANINGS.get(names[0], lambda value: value))
+    _check_agreement(_rope_entries(levels), path, _rope_meaning)
+    for key in _ROPE_PLACES:
+        if key not in overrides and not any(key in _dict(overrides.get(entry)) for entry in ROPE_ENTRIES):
+            entries = _rope_entries(stored if key in KEPT_ROPE_KEYS else levels)
+            inside = [(f"{name}.{key}", entry.get(key)) for name, entry in entries]
+            _check_agreement([*_places(levels, [key]), *inside], path)
+    if not isinstance(text, dict):
+        return apply_overrides(content, overrides), {}
+    outer = {name: content[name] for name in read if content.get(name) is not None}
+    settings = text | {name: outer[name] for name in (*_OF_FILE, *_OUTER) if name in outer}
+    if "eos_token_id" in outer and text.get("eos_token_id") is not None:
+        settings["eos_token_id"] = [*_list(text["eos_token_id"]), *_list(outer["eos_token_id"])]
+    said = {name for name in read if settings.get(name) is not None}
+    said |= {key for name in ROPE_ENTRIES for key in _dict(text.get(name))}
+    said |= {name for names in SYNONYMS for name in names if said.intersection(names)}
+    outside = {name: value for name, value in outer.items() if name not in said | replaced | overrides.keys()}
+    return apply_overrides(settings, overrides), outside
+
+
+def _places(levels: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> list[tuple[str, Any]]:
+    """Return the values of a setting with the places where they are."""
+    return [(prefix + name, level.get(name)) for prefix, level in levels.items() for name in names]
+
+
+def _rope_entries(levels: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the ropes that are given, with their places."""
+    return [(name, entry) for name, entry in _places(levels, ROPE_ENTRIES) if isinstance(entry, dict) and entry]
+
+
+def _check_agreement(
+    places: Iterable[tuple[str, Any]], path: Path, meaning: Callable[[Any], Any] = lambda value: value
+) -> None:
+    """Raise CheckpointError if two of the places have values with different meanings. Null and {} count as absent."""
+    given = [(name, value) for name, value in places if value is not None and value != {}]
+    for name, value in given[1:]:
+        first, expected = given[0]
+        if meaning(value) != meaning(expected):
+            raise CheckpointError(
+                f"{first}={reprlib.repr(expected)} and {name}={reprlib.repr(value)} mean the same setting and "
+                f"disagree; remove one of them from {path}, or replace both with hf_overrides"
+            )
+
+
+def _rope_meaning(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a rope, without the ones that may as well be outside it."""
+    keys = {key: value for key, value in entry.items() if value is not None and key not in ("type", *_ROPE_PLACES)}
+    return {"rope_type": entry.get("type") or "default"} | keys
+
+
+def dtype_meaning(value: Any) -> str:
+    """Return the name of a dtype as config.json may give it: also torch's other names, and with "torch." before it."""
+    name = str(value).removeprefix("torch.")
+    return {"half": "float16", "float": "float32"}.get(name, name)
+
+
+_MEANINGS: dict[str, Callable[[Any], Any]] = {
+    "dtype": dtype_meaning,
+    "quantization_config": parse_quantization,
+}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def check_settings(settings: Mapping[str, Any], path: Path) -> None:
@@ -143,6 +239,14 @@ def check_overrides(overrides: Mapping[Any, Any]) -> None:
             )
         if name in ROPE_ENTRIES and not isinstance(value, dict | None):
             raise ConfigError(f"hf_overrides[{name!r}]={value!r} is not a dictionary; give one, or None")
+    for entry in set(ROPE_ENTRIES) & set(overrides):
+        for key in KEPT_ROPE_KEYS:
+            inside, outside = _dict(overrides[entry]).get(key), overrides.get(key)
+            if None not in (inside, outside) and inside != outside:
+                raise ConfigError(
+                    f"hf_overrides names {key}={outside!r} and {entry}.{key}={inside!r}, which mean the same; give one "
+                    "of them"
+                )
     for names in SYNONYMS:
         if all(name in overrides for name in names):
             raise ConfigError(f"hf_overrides names both {' and '.join(names)}, which mean the same; give one of them")
@@ -161,6 +265,9 @@ def apply_overrides(settings: dict[str, Any], overrides: Mapping[str, Any] | Non
         return settings
     dropped = {name for names in SYNONYMS for name in names if any(other in overrides for other in names)}
     overridden = {name: value for name, value in settings.items() if name not in dropped} | dict(overrides)
+    types, num_layers = overridden.get("layer_types"), overrides.get("num_hidden_layers")
+    if isinstance(types, list) and isinstance(num_layers, int) and "layer_types" not in overrides:
+        overridden["layer_types"] = types[: max(0, num_layers)]
     outside = {key: overrides[key] for key in KEPT_ROPE_KEYS if key in overrides}
     if not outside and not set(ROPE_ENTRIES) & set(overrides):
         return overridden
@@ -181,7 +288,8 @@ def _dict(value: Any) -> dict[str, Any]:
 def read_sampling_defaults(directory: Path | None) -> dict[str, Any]:
     """Field of SamplingParams -> its value in the generation_config.json of `directory`. Empty without such a file.
 
-    Null entries count as absent. "do_sample": false asks for greedy decoding, which is temperature 0. The end tokens in
+    Null entries count as absent. "do_sample": false asks for greedy decoding, which is temperature 0. `max_new_tokens`
+    is shortened to what fits in the context (ModelLimit), and `max_length` is not read, as in vLLM. The end tokens in
     that file are not defaults; they belong to the model (model_config.py). Raises CheckpointError, with the file and
     the entry, for a value that SamplingParams refuses.
     """
@@ -201,5 +309,5 @@ def read_sampling_defaults(directory: Path | None) -> dict[str, Any]:
             SamplingParams(**{field: value})
         except RequestError as error:
             raise CheckpointError(f"{entry}={value!r}: {error}; {remedy}") from error
-        defaults[field] = value
+        defaults[field] = ModelLimit(value) if field == "max_tokens" else value
     return defaults | ({"temperature": 0.0} if do_sample is False else {})

@@ -236,7 +236,8 @@ class Conversation:
         room = self._llm.max_request_tokens - len(token_ids)
         if room < 1:
             raise RequestError(self._full(len(token_ids)))
-        params = replace(self._params, max_tokens=min(self._params.max_tokens or room, room))
+        params = self._params.within(room)
+        params = replace(params, max_tokens=min(params.max_tokens or room, room))
         output = stream_answer(self._llm, token_ids, params, leave_bar=False, stoppable=self._stoppable)
         if "error" not in output and (output["text"] or output["finish_reason"] != "abort"):
             self.messages = [*messages, {"role": "assistant", "content": output["text"] or ""}]

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from itertools import groupby
@@ -20,7 +21,7 @@ from typing import Any, NoReturn, get_args
 from nanovllm.capacity.fit import DOC_MODELS, doc_table
 from nanovllm.cluster.options import BatchOptions, ServiceOptions
 from nanovllm.config import Config
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, install_command
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import ServerOptions
 from nanovllm.utils.options import help_of
@@ -143,6 +144,21 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown flags first. Otherwise a misspelt flag is reported as the lack of the right one."""
+        if self._subparsers is None:
+            given = list(sys.argv[1:] if args is None else args)
+            for flag in given[: given.index("--")] if "--" in given else given:
+                self._check_flag(flag.partition("=")[0])
+        return super().parse_known_args(args, namespace)
+
+    def _check_flag(self, name: str) -> None:
+        if not re.fullmatch(r"--?[A-Za-z][\w-]*", name) or name in self._option_string_actions:
+            return
+        known = {flag.lstrip("-"): flag for flag in self._option_string_actions}
+        nearest = get_close_matches(name.lstrip("-"), known, 1, 0.7)
+        self.error(f"unknown flag {name}" + (f", did you mean {known[nearest[0]]}?" if nearest else ""))
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists what there is\n")
 
@@ -175,10 +191,17 @@ def add_model_flag(group: Any) -> None:
     group.add_argument("--model", required=True, metavar="MODEL", help=about)
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
-    """defaults: field -> what the help says about its default, where the command has its own."""
+def add_engine_flags(
+    parser: argparse.ArgumentParser,
+    defaults: Mapping[str, str] = MappingProxyType({}),
+    without: Sequence[str] = (),
+) -> None:
+    """defaults: field -> what the help says about its default, where the command has its own. without: fields that
+    get no flag.
+    """
     step_tokens = f"{Config.max_num_batched_tokens}; on a CPU, {CPU_STEP_TOKENS}"
-    add_flags(parser, Config, without=("model",), defaults={"max_num_batched_tokens": step_tokens, **defaults})
+    defaults = {"max_num_batched_tokens": step_tokens, **defaults}
+    add_flags(parser, Config, without=("model", *without), defaults=defaults)
 
 
 def engine_options(args: argparse.Namespace) -> Mapping[str, Any]:
@@ -197,7 +220,7 @@ def check_packages(user: str, names: Sequence[str], extra: str) -> None:
         try:
             import_module(name)
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{user} needs {error.name}; run: pip install 'nanovllm[{extra}]'") from error
+            raise ConfigError(f"{user} needs {error.name}; run: {install_command(extra)}") from error
 
 
 # -- the tables of the documents -------------------------------------------------------------------------------------

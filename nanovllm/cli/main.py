@@ -23,6 +23,7 @@ from nanovllm import __version__
 from nanovllm.capacity.fit import fit_table, fits
 from nanovllm.capacity.plan import PlanOptions, make_plan, plan_table
 from nanovllm.capacity.plan_check import check_plan
+from nanovllm.checkpoint.files import check_tokenizer
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.cli.cache import add_cache_command
 from nanovllm.cli.console import (
@@ -63,6 +64,7 @@ if TYPE_CHECKING:  # --help must not load torch
     from nanovllm.cluster.batch_job import JobSummary
     from nanovllm.llm import LLM
 
+TEXT_ONLY = ("skip_tokenizer_init",)  # options that commands without token ids do not have
 MAX_STEP_MS = 200.0  # a server's default, so that running answers keep their pace while a long prompt is read
 EXAMPLE = """\
 examples:
@@ -162,7 +164,7 @@ def _generate(args: argparse.Namespace) -> int:
         sampling["structured_outputs"] = StructuredOutputs(json=_read_text("--schema", args.schema))
     if args.regex is not None:
         sampling["structured_outputs"] = StructuredOutputs(regex=args.regex)
-    llm = _open_llm(args)
+    llm = _open_llm(args, needs_template=args.chat)
     with llm:
         params = choose_sampling(llm, sampling, in_chat=args.chat)
         if args.chat:
@@ -177,9 +179,8 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    llm = _open_llm(args)
+    llm = _open_llm(args, needs_template=True)
     with llm:
-        llm.check_chat_template()
         params = choose_sampling(llm, given_fields(args, SamplingParams), in_chat=True)
         return run_chat(llm, params, args.system)
 
@@ -201,8 +202,9 @@ def _plan(args: argparse.Namespace) -> int:
         if chosen := [flag_name(Config, name) for name in given if name not in ("device", "quantization")]:
             raise ConfigError(f"fit chooses the engine's options; leave out {', '.join(chosen)}")
         models = [] if args.model is None else [model_path(args.model)]
-        print(fit_table(machine, fits(machine, models, config.quantization, options.context)))
-        return 0
+        found = fits(machine, models, config.quantization, options.context)
+        print(fit_table(machine, found))
+        return 0 if found else 1
     model = ModelConfig.without_weights(model_path(config.model), config.hf_overrides)
     plan, status, context, num_sequences = None, 1, options.context, options.sequences
     try:
@@ -225,10 +227,18 @@ def _verify(args: argparse.Namespace) -> int:
     return run_verify(args.model, options, given)
 
 
-def _open_llm(args: argparse.Namespace) -> "LLM":
+def _require_tokenizer(config: Config) -> None:
+    """Raise CheckpointError for a model without a tokenizer, unless the command works on token ids alone."""
+    if not config.skip_tokenizer_init:
+        check_tokenizer(model_path(config.model), "work on token ids alone with skip_tokenizer_init=True")
+
+
+def _open_llm(args: argparse.Namespace, *, needs_template: bool) -> "LLM":
     """Start the engine that the flags ask for. Invalid flags are refused before torch is loaded."""
     SamplingParams(**given_fields(args, SamplingParams))
     Config(model=args.model, **given_fields(args, Config))
+    remedy = "give LLM.generate lists of token ids in Python"
+    check_tokenizer(model_path(args.model), remedy, needs_template=needs_template)
     from nanovllm.llm import LLM
 
     return LLM(args.model, **engine_options(args))
@@ -269,7 +279,8 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def load_engine(args: argparse.Namespace) -> "AsyncLLM":
-    """Start the engine in this process, or in a replica, on whose machine it then looks for GPUs."""
+    """Start the engine in this process, or in a replica, on whose machine it then looks for GPUs and the model."""
+    _require_tokenizer(Config(model=args.model, **given_fields(args, Config)))
     from nanovllm import AsyncLLM
 
     return AsyncLLM(args.model, **serving_options(args))
@@ -290,7 +301,7 @@ def _batch(args: argparse.Namespace) -> int:
     sampling = given_fields(args, SamplingParams)
     SamplingParams(**sampling)
     given = given_fields(args, Config)
-    Config(model=args.model, **given)
+    _require_tokenizer(Config(model=args.model, **given))
     check_packages("nanovllm batch", ("ray", "pyarrow"), "ray")
     from nanovllm.cluster.batch_job import BatchJob, run_job
     from nanovllm.engine.setup import find_machine
@@ -421,7 +432,7 @@ def _add_plan(commands: Any) -> None:
     about = "directory, hub name, preset, or demo (built in); with --fit, all presets by default"
     required.add_argument("--model", metavar="MODEL", help=about)
     add_flags(parser, PlanOptions)
-    add_flags(parser, Config, without=("model",))
+    add_flags(parser, Config, without=("model", *TEXT_ONLY))
 
 
 def _add_verify(commands: Any) -> None:
@@ -439,4 +450,4 @@ def _add_request_flags(parser: argparse.ArgumentParser, max_tokens: str, without
     """
     about = "The model's generation_config.json may change these defaults."
     add_flags(parser, SamplingParams, without=without, defaults={"max_tokens": max_tokens}, about=about)
-    add_engine_flags(parser)
+    add_engine_flags(parser, without=TEXT_ONLY)

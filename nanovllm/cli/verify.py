@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.capacity.plan import seconds_text
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.cli.console import decode_tok_per_s, prefill_tok_per_s
 from nanovllm.config import BLOCK_SIZE_STEP
@@ -42,6 +43,7 @@ TIE = 0.002
 NOISE, ULPS, MAX_ULPS = 3.0, 8.0, 64.0
 EPSILON = {"bfloat16": 2**-7, "float16": 2**-10}
 STEP_TOKENS = 2048  # several chunks, so that most have keys to stream
+NUM_TOKENS = 8192  # of the prompts, by default
 CHARS_PER_TOKEN = 12  # more than source code ever has
 MIN_TOKENS = (NUM_ANSWERS + 4) * BLOCK_SIZE_STEP  # a slot for each answer, and blocks without one
 ENGINE_FLAGS = (  # fields of Config that the check does not choose itself
@@ -61,8 +63,12 @@ PATHS: Mapping[str, tuple[dict[str, Any], str]] = {  # options, and the counter 
 class VerifyOptions:
     """The flags of `nanovllm verify`. The `help` of each field says what it means."""
 
-    num_tokens: int = option(
-        8192, help="length of the prompts; more of them test more blocks", group="the check", least=MIN_TOKENS
+    num_tokens: int | None = option(
+        None,
+        help=f"length of the prompts; longer ones test more blocks; by default {NUM_TOKENS}, or what the model takes "
+        "if that is less",
+        group="the check",
+        least=MIN_TOKENS,
     )
 
     def __post_init__(self) -> None:
@@ -93,13 +99,9 @@ def run_verify(
     from nanovllm.engine.setup import Internals
     from nanovllm.llm import LLM
 
-    start_s, num_tokens = time.perf_counter(), options.num_tokens
+    start_s = time.perf_counter()
     limit = ModelConfig.without_weights(model_path(model), engine.get("hf_overrides")).max_model_len_limit
-    if num_tokens + ANSWER_TOKENS > limit:
-        raise ConfigError(
-            f"num_tokens={num_tokens} and {ANSWER_TOKENS} new ones are more than the {limit} of the model; lower "
-            f"num_tokens to {limit - ANSWER_TOKENS}"
-        )
+    num_tokens = _num_prompt_tokens(options.num_tokens, limit)
     num_blocks = ceil_div(num_tokens + ANSWER_TOKENS, BLOCK_SIZE_STEP)
     common = dict(engine) | {"max_model_len": num_tokens + ANSWER_TOKENS, "kvcache_block_size": BLOCK_SIZE_STEP}
     common |= {"max_num_batched_tokens": STEP_TOKENS, "max_num_seqs": 2 * NUM_ANSWERS}
@@ -108,7 +110,11 @@ def run_verify(
         prompts = make_prompts(llm, num_tokens)
         where = f"{dtype} on {llm.plan.machine.name}"
         print(f"{NUM_ANSWERS} answers of {ANSWER_TOKENS} tokens to prompts of {num_tokens:,}, in {where}", flush=True)
+        ready_s = time.perf_counter()
         reference = ask(llm, prompts)
+        first_s, load_s = time.perf_counter() - ready_s, ready_s - start_s
+        rest_s = first_s + len(PATHS) * (load_s + first_s)
+        print(f"  the first run took {seconds_text(first_s)}; the others take about {seconds_text(rest_s)}", flush=True)
         paths = [_path("all resident", llm, reference[0], None)]
         again = compare(llm, prompts, reference, ask(llm, prompts, salt="again", filler=prompts[0][:FILLER_TOKENS]))
     needs_equal, bound = dtype == "float32", TIE
@@ -128,6 +134,22 @@ def run_verify(
     seconds = time.perf_counter() - start_s
     print(json.dumps({"agrees": agrees, "dtype": dtype, "bound_logprob": bound, "seconds": seconds, "paths": paths}))
     return 0 if agrees else 1
+
+
+def _num_prompt_tokens(given: int | None, limit: int) -> int:
+    """The length of the prompts. Raises ConfigError if a model that takes `limit` tokens does not take them."""
+    most = limit - ANSWER_TOKENS
+    if most < MIN_TOKENS:
+        raise ConfigError(
+            f"the model takes {limit} tokens, and this check needs {MIN_TOKENS} and {ANSWER_TOKENS} new ones; use "
+            "another model, or extend its context with hf_overrides"
+        )
+    if given is not None and given > most:
+        raise ConfigError(
+            f"num_tokens={given} and {ANSWER_TOKENS} new ones are more than the {limit} of the model; lower num_tokens "
+            f"to {most}"
+        )
+    return min(NUM_TOKENS, most) if given is None else given
 
 
 # -- the answers -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,41 @@ from enum import IntEnum
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
+from nanovllm.utils.arithmetic import ceil_div
+
+# Fraction of the blocks that admission leaves free, so that running sequences can grow for a while. Without it a newly
+# admitted sequence is soon preempted when the others need their next blocks, and must compute its prompt again. A
+# sequence that runs alone may use all blocks.
+WATERMARK = 0.03
+
+
+def num_watermark_blocks(num_blocks: int, watermark: float = WATERMARK) -> int:
+    """Return how many of `num_blocks` admission leaves free while sequences run."""
+    return int(watermark * num_blocks)
+
+
+def num_sequences_in(num_blocks: int, blocks_each: int) -> int:
+    """Return how many sequences of `blocks_each` blocks a pool of `num_blocks` runs together."""
+    together = (num_blocks - num_watermark_blocks(num_blocks)) // blocks_each
+    return max(together, min(1, num_blocks // blocks_each))
+
+
+def num_blocks_for(num_sequences: int, blocks_each: int) -> int:
+    """Return the smallest pool, in blocks, that runs `num_sequences` of `blocks_each` blocks together."""
+    return blocks_each if num_sequences == 1 else with_watermark(num_sequences * blocks_each)
+
+
+def with_watermark(num_used_blocks: int) -> int:
+    """Return the smallest pool, in blocks, in which running sequences can be given `num_used_blocks`."""
+    num_blocks = num_used_blocks
+    while (larger := num_used_blocks + num_watermark_blocks(num_blocks)) > num_blocks:
+        num_blocks = larger
+    return num_blocks
+
+
+def max_useful_blocks(config: Config, max_model_len: int) -> int:
+    """Return the size of the largest pool, in blocks, that max_num_seqs sequences of max_model_len tokens can use."""
+    return num_blocks_for(config.max_num_seqs, ceil_div(max_model_len, config.block_size))
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,10 @@ class Admission:
             raise RequestError(f"n={params.n} applies to generate and chat; here, add a request for each answer")
         if not token_ids:
             raise RequestError("the prompt is empty; it needs at least one token")
-        if len(token_ids) + (params.max_tokens or 1) > self.max_model_len:
+        num_required = params.required_tokens or 1
+        if len(token_ids) + num_required > self.max_model_len:
             raise RequestError(
-                f"prompt of {len(token_ids)} tokens + max_tokens={params.max_tokens or 1} exceeds "
+                f"prompt of {len(token_ids)} tokens + max_tokens={num_required} exceeds "
                 f"max_model_len={self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
             )
         for name in ("stop_token_ids", "logit_bias"):
@@ -70,8 +71,7 @@ class Admission:
         """Make the sequence of a request that has passed `check`. Fills in the seed and max_tokens if not given."""
         drawn = (self._seed * 1_000_003 + request_id) & (2**63 - 1)
         seed = drawn if params.seed is None else params.seed
-        if params.max_tokens is None:
-            params = params.with_max_tokens(max(1, self.max_request_tokens - len(token_ids)))
+        params = params.within(self.max_request_tokens - len(token_ids))
         limit = self._max_shared_prompt_tokens
         salt = len(token_ids) if limit is not None and len(token_ids) > limit else 0
         if cache_salt is not None:

@@ -21,7 +21,7 @@ from nanovllm.core.step_limits import max_model_len
 from nanovllm.cpu_attention.threads import attention_cpus
 from nanovllm.demo import model_path
 from nanovllm.device.devices import installed_gpu, resolve_device
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, install_command
 from nanovllm.runner.kv_memory import OffloadEngineFactory, make_offload_engine
 from nanovllm.speculation.drafters import Drafter
 from nanovllm.utils.memory import available_host_bytes
@@ -104,8 +104,8 @@ def _check_parts(config: Config, model_config: ModelConfig, device: torch.device
     """
     if config.distributed_executor_backend == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError(
-            "distributed_executor_backend='ray' needs Ray, which is not installed; pip install 'nanovllm[ray]', or "
-            "use 'mp'"
+            "distributed_executor_backend='ray' needs Ray, which is not installed; use 'mp', or run: "
+            f"{install_command('ray')}"
         )
     dtype = getattr(torch, dtype_name(config, model_config))
     find_backend(config.attn_backend, device, dtype, model_config.head_dim, enforce_eager=config.enforce_eager)

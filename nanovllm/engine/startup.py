@@ -15,7 +15,7 @@ from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import GPU_RESERVE_BYTES, Config
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DiskSetup
-from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, max_stateful_seqs
+from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, max_stateful_seqs, max_useful_blocks
 from nanovllm.core.shadow_spec import ShadowSize, ShadowSpec, divide_memory
 from nanovllm.core.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows
 from nanovllm.device.devices import release_failed_start
@@ -34,7 +34,7 @@ from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.step_bound import ChunkTimes, StepBound
 from nanovllm.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from nanovllm.speculation.speculator import Speculator, StepTimes
-from nanovllm.utils.arithmetic import ceil_div, format_bytes
+from nanovllm.utils.arithmetic import format_bytes
 from nanovllm.utils.interrupt import deferred_interrupt
 
 logger = logging.getLogger("nanovllm")
@@ -137,7 +137,7 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
         sizes, room = KVCacheSizes(given, num_cpu_blocks, plan.num_pages, plan.shadow_bits), "memory is short"
         sizes = replace(sizes, num_state_slots=plan.num_state_slots)
     else:
-        useful = config.max_num_seqs * ceil_div(setup.max_model_len, config.block_size)
+        useful = max_useful_blocks(config, setup.max_model_len)
         if config.enable_cpu_offload:
             useful = max(2, min(useful, num_cpu_blocks))
         num_bytes, room = executor.call(Runner.measure_kv_room, num_cpu_blocks, given or useful, plan.shadow_bits)

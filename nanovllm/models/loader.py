@@ -26,6 +26,7 @@ _KV_SCALES = (
     *("_proj.k_scale", "_proj.v_scale", "_attn.k_scale", "_attn.v_scale", "_attn.q_scale", "_attn.kv_scale"),
     *("k_proj.output_scale", "v_proj.output_scale"),
 )
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _QUANTIZED_ROWS = 1024  # quantized at a time; a multiple of all common blocks
 _DUMMY_ROWS = 8192  # rows drawn at a time, to limit the memory needed in addition to the model
 
@@ -61,13 +62,21 @@ def build_model(
 
     if directory is not None:
         with ExitStack() as files:
-            stored = open_tensors(directory, files)
+            stored = _open(directory, files, config)
             quantization = config.quantization
             if quantization is not None and not quantization.is_online:
                 ignored = (*quantization.ignored, *_unquantized_layers(stored))
                 config = replace(config, quantization=replace(quantization, ignored=ignored))
             _check(build("meta"), directory, stored)
     return build(device)
+
+
+def _open(directory: Path | None, files: ExitStack, config: ModelConfig) -> dict[str, StoredTensor]:
+    """The stored tensors by name. The matrix that a tied model has once may be stored under either of its names."""
+    stored = open_tensors(directory, files)
+    if config.tie_word_embeddings and _EMBEDDING not in stored and _HEAD in stored:
+        stored[_EMBEDDING] = stored.pop(_HEAD)
+    return stored
 
 
 def _unquantized_layers(stored: Mapping[str, StoredTensor]) -> list[str]:
@@ -101,7 +110,7 @@ def load_weights(
                 _fill_dummy(name, of_name, seed, model.lm_head.weight.dtype)
                 progress.update()
             return
-        stored = open_tensors(directory, files)
+        stored = _open(directory, files, model.config)
         for name, of_name in shards.items():
             for shard in of_name:
                 source = _find(name, shard, stored, model.config.quantization)
@@ -130,7 +139,7 @@ def _check(model: CausalLM, directory: Path, stored: Mapping[str, StoredTensor])
         raise CheckpointError(f"{directory} misses weights: {_first(missing)}; {remedy}")
     if unknown := [name for name in unused if not _may_be_ignored(name, stored, model)]:
         remedy = "check that config.json belongs to these files"
-        if unknown == ["lm_head.weight"]:
+        if unknown == [_HEAD]:
             remedy = "it is not the embedding, so remove it, or use hf_overrides={'tie_word_embeddings': False}"
         raise CheckpointError(f"{directory} has weights unknown to the model: {_first(unknown)}; {remedy}")
 
@@ -203,8 +212,8 @@ def _may_be_ignored(name: str, stored: Mapping[str, StoredTensor], model: Causal
         return True
     if model.config.quantization and name.endswith("_proj.bias"):
         return not stored[name].read().any()
-    if name == "lm_head.weight" and model.config.tie_word_embeddings:
-        embedding = stored.get("model.embed_tokens.weight")
+    if name == _HEAD and model.config.tie_word_embeddings:
+        embedding = stored.get(_EMBEDDING)
         return embedding is not None and stored[name].equals(embedding)
     return name.endswith("rotary_emb.inv_freq")
 

@@ -172,12 +172,32 @@ class QuantizedReader:
             return torch.full(shape, self.format.middle, dtype=torch.int16, device=self.device)
         words = self._zeros.read().to(self.device)
         if self.format.method == "compressed-tensors":
-            zeros = self._unpack(words, 0)
-        else:
-            if self.format.stores_less_one:  # one was subtracted from words as a whole, so a zero of 0 has borrowed
-                words = words + sum(1 << place for place in range(0, 31, self.format.bits))
-            zeros = self._unpack(words, 1, _AWQ_ORDER if self.format.method == "awq" else None).t()
-        return zeros[: self.num_rows].short()
+            return self._unpack(words, 0)[: self.num_rows].short()
+        order = _AWQ_ORDER if self.format.method == "awq" else None
+        zeros = self._unpack(words, 1, order).t()[: self.num_rows].short()
+        if self.format.is_symmetric is not False and self._are_middle(zeros):
+            return torch.full_like(zeros, self.format.middle)
+        if self.format.stores_less_one:  # one was subtracted from words as a whole, so a zero of 0 has borrowed
+            words = words + sum(1 << place for place in range(0, 31, self.format.bits))
+            zeros = self._unpack(words, 1).t()[: self.num_rows].short()
+        return zeros
+
+    def _are_middle(self, zeros: torch.Tensor) -> bool:
+        """Return True if all stored zeros are the middle of the codes, as it is or less one.
+
+        AutoGPTQ stored zeros less one. Its successors store them as they are, and some of them keep the old name of the
+        format. Raises CheckpointError for other zeros if config.json says that all are the middle.
+        """
+        least, most, middle = int(zeros.min()), int(zeros.max()), self.format.middle
+        if least == most and least in (middle - 1, middle):
+            return True
+        if self.format.is_symmetric:
+            assert self._zeros is not None, "the caller has read them"
+            raise CheckpointError(
+                f"{self._zeros.where} has zeros from {least} to {most}, but quantization_config has sym=true, with "
+                f"which all are {middle} or all are {middle - 1}; check that config.json belongs to these files"
+            )
+        return False
 
     def _block_scales(self) -> torch.Tensor:
         """[N, G] of codes in e4m3."""

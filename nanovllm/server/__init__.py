@@ -8,7 +8,7 @@ Importing this package loads none of them.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, install_command
 from nanovllm.server.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -24,5 +24,5 @@ def __getattr__(name: str) -> object:
         import_module("fastapi")
         import_module("uvicorn")
     except ImportError as error:
-        raise ConfigError(f"the server cannot start ({error}); run: pip install 'nanovllm[server]'") from error
+        raise ConfigError(f"the server cannot start ({error}); run: {install_command('server')}") from error
     return import_module("nanovllm.server.app").make_app

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from nanovllm.checkpoint.files import TOKENIZER_FILES, read_json
+from nanovllm.checkpoint.files import TOKENIZER_FILES, has_tokenizer, read_json
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.core.logit_editor import AnswerRules, BadWords
 from nanovllm.core.outputs import Outbox, Receiver
@@ -275,22 +275,19 @@ def _check_size(unit: str, count: int, limit: int) -> None:
         raise RequestError(f"SamplingParams.bad_words has {count} {unit} in all, at most {limit}; leave some words out")
 
 
-# A directory that has any of these files has a tokenizer
-_TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-
-
 def load_tokenizer(directory: Path | None) -> Any:
     """Load the model's tokenizer. Returns None for a preset and for a directory without one.
 
     Raises CheckpointError, which names the file, if the tokenizer cannot be read. Never runs code from the checkpoint.
     """
-    files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()] if directory else []
-    if not any(file.name in _TOKENIZER_MARKS for file in files):
+    if directory is None or not has_tokenizer(directory):
         return None
     from transformers import AutoTokenizer
 
+    files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
     try:
-        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+        config = _plain_config(directory)
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, config=config)
     except Exception as error:  # transformers passes on what its parsers raise, which does not name the file
         for file in files:
             if file.suffix == ".json":
@@ -299,6 +296,26 @@ def load_tokenizer(directory: Path | None) -> Any:
             f"the tokenizer in {directory} cannot be read ({type(error).__name__}: {error}); download its files again: "
             f"{', '.join(file.name for file in files)}"
         ) from error
+
+
+def _plain_config(directory: Path) -> Any:
+    """Return a config of the model's type with transformers' default sizes; None for a type that it does not know.
+
+    AutoTokenizer chooses the tokenizer's class by the config. A config from the file itself would check all sizes by
+    other rules than ours, and its errors would look like errors of the tokenizer's files.
+    """
+    from transformers import CONFIG_MAPPING
+
+    path = directory / "config.json"
+    content = read_json(path) if path.is_file() else {}
+    if content.get("model_type") not in CONFIG_MAPPING:
+        return None
+    config = CONFIG_MAPPING[content["model_type"]]()
+    config._name_or_path = str(directory)
+    for name in ("tokenizer_class", "model_name"):
+        if content.get(name) is not None:
+            setattr(config, name, content[name])
+    return config
 
 
 def end_token_ids(model_config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from nanovllm.core.logit_editor import TokenMask, token_mask
-from nanovllm.errors import RequestError
+from nanovllm.errors import RequestError, install_command
 from nanovllm.sampling_params import StructuredOutputs, TaggedJson, TaggedValue
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -243,7 +243,7 @@ class GrammarCompiler:
             self._compile = lru_cache(MAX_GRAMMARS)(partial(Grammar, self._make_vocabulary()))
         except ImportError as error:
             raise RequestError(
-                "structured_outputs needs llguidance, which is not installed; pip install 'nanovllm[structured]'"
+                f"structured_outputs needs llguidance, which is not installed; run: {install_command('structured')}"
             ) from error
         except ValueError as error:
             self._refusal = f"structured_outputs cannot be used with this model's tokenizer: {_reason_of(str(error))}"

@@ -1,5 +1,6 @@
 """Models that fit on one GPU: every entry works with the options that it names, and none that could work is missing."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,12 @@ from nanovllm.capacity.fit import CONTEXTS, SETTINGS, fit_table, fits
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import make_plan
 from nanovllm.capacity.plan_check import any_problem
+from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.cli.flags import write_tables
+from nanovllm.cli.main import main
 from nanovllm.config import Config
+from nanovllm.errors import ConfigError
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
@@ -45,9 +49,27 @@ def test_fit_table_names_bounds_as_projected_and_says_when_nothing_runs() -> Non
     text = fit_table(machine(), fits(machine(), ["qwen3-8b"], context=32768))
     assert "RTX 4070 (11.60 GiB) with 64.00 GiB of CPU memory" in text and "projected" in text
     assert text.count("qwen3-8b") == 2 and "--gpu-memory-utilization 0.95 --max-num-seqs 16" in text
-    assert "nothing" in fit_table(machine(), fits(machine(), ["qwen3-8b"], context=10**6))
+    assert "nothing" in fit_table(machine(), fits(machine(host_gib=1), ["qwen3-30b-a3b"]))
+    with pytest.raises(
+        ConfigError, match=r"context=1000000 is more than the 131072 tokens that qwen3-8b takes; lower it"
+    ):
+        fits(machine(), ["qwen3-8b"], context=10**6)
     unknown = Machine.found_gpu(64 * GIB, "NVIDIA Unknown", 24 * GIB, (8, 9))
     assert "unknown" in fit_table(unknown, fits(unknown, ["qwen3-8b"], context=32768))
+
+
+def test_model_of_a_short_context_is_listed_with_its_longest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: contexts began at 32,768, so nothing was listed for a model of 8,192, with exit status 0."""
+    content = json.loads(presets()["qwen3-0.6b"].read_text()) | {"max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert {fit.plan.context for fit in fits(machine(), [str(tmp_path)])} == {8192}
+    argv = ["plan", "--fit", "--model", str(tmp_path), "--gpu", "RTX 4070", "--host-memory-gb", "64"]
+    assert main(argv) == 0 and "8,192" in capsys.readouterr().out
+    assert main([*argv, "--gpu-memory-gb", "1"]) == 1 and "nothing" in capsys.readouterr().out
+    assert main([*argv, "--context", "9000"]) == 2
+    assert "--context=9000 is more than the 8192 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.slow

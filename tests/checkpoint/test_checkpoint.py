@@ -280,6 +280,51 @@ def test_transformers_is_never_given_the_choice() -> None:
     assert calls >= 3
 
 
+def test_files_are_refused_with_what_to_give_instead(tmp_path: Path) -> None:
+    """Regression: a file that exists was a "model directory that does not exist", and GGUF was not named."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "x-Q4_K_M.gguf").write_bytes(b"GGUF")
+    write_tiny_model(tmp_path / "model")
+    gguf = r"GGUF is not supported; give .* safetensors.*quantization='int4'.*gguf_file=NAME"
+    for model in (folder / "x-Q4_K_M.gguf", folder, "no/such/file.gguf", "owner/X.GGUF"):
+        with pytest.raises(CheckpointError, match=gguf):
+            find_model(str(model))
+    for name in ("model.safetensors", "config.json"):
+        with pytest.raises(CheckpointError, match=rf"is a file; give its directory, '{tmp_path}/model'"):
+            find_model(str(tmp_path / "model" / name))
+    shutil.copy(tmp_path / "model" / "config.json", folder)
+    with pytest.raises(CheckpointError, match=gguf):
+        weight_files(folder)
+
+
+def test_config_json_is_not_read_by_the_rules_of_transformers_for_the_tokenizer(tmp_path: Path) -> None:
+    """Regression: AutoTokenizer reads config.json. `rms_norm_eps: 1`, `torch.float32` and nulls in it were refused as
+    faults of the tokenizer's files.
+    """
+    write_tiny_tokenizer(write_tiny_model(tmp_path))
+    path, whole = tmp_path / "config.json", json.loads((tmp_path / "config.json").read_text())
+    for changes in (
+        {"dtype": "torch.float32"},
+        {"rms_norm_eps": 1},
+        {"attention_bias": None, "tie_word_embeddings": None, "use_cache": None, "max_window_layers": None},
+        {"initializer_range": 1, "pad_token_id": "none"},
+    ):
+        path.write_text(json.dumps(whole | changes))
+        with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=2) as llm:
+            assert len(llm.generate(["abc"], GREEDY, use_tqdm=False)[0]["token_ids"]) == 5, changes
+    for changes, message in (
+        ({"dtype": "float8"}, r"dtype float8 in config\.json is not supported"),
+        ({"rms_norm_eps": None}, r"rms_norm_eps=None must be .*; correct .*config\.json"),
+        ({"head_dim": None}, r"head_dim=None .*; correct .*config\.json"),
+        ({"eos_token_id": "x"}, r"eos_token_id='x' in config\.json"),
+        ({"vocab_size": 320.5}, r"vocab_size=320.5 must be an integer .*; correct .*config\.json"),
+    ):
+        path.write_text(json.dumps(whole | changes))
+        with pytest.raises(CheckpointError, match=message):
+            LLM(str(tmp_path), device="cpu", num_kvcache_blocks=2)
+
+
 # -- a damaged tokenizer ---------------------------------------------------------------------------------------------
 
 

@@ -150,10 +150,11 @@ def test_text_part_has_the_entries_beside_it_and_takes_overrides(tmp_path: Path)
     plain = read(tmp_path, {**HYBRID["text_config"], "architectures": ["Qwen3_5ForCausalLM"]})
     nested = read(tmp_path, HYBRID)
     assert replace(plain, architecture=nested.architecture) == nested
-    beside = {"eos_token_id": [5, 6], "tie_word_embeddings": True, "dtype": "float16", "hidden_size": 1}
-    config = read(tmp_path, {**HYBRID, **beside})
-    assert (config.eos_token_ids, config.tie_word_embeddings, config.torch_dtype) == ((5, 6), True, "float16")
-    assert config.hidden_size == 4096
+    beside = {"eos_token_id": [5, 6], "tie_word_embeddings": True, "dtype": "float16", "hidden_size": 4096}
+    config = read(tmp_path, {**with_text(HYBRID, tie_word_embeddings=None, dtype=None), **beside})
+    assert (config.eos_token_ids, config.tie_word_embeddings, config.torch_dtype) == ((248044, 5, 6), True, "float16")
+    with pytest.raises(CheckpointError, match=r"text_config\.hidden_size=4096 and hidden_size=1 .* disagree"):
+        read(tmp_path, HYBRID | {"hidden_size": 1})
     types = ["full_attention", "linear_attention"] * 16
     config, _ = ModelConfig.from_pretrained(
         "qwen3.5-9b", {"layer_types": types, "mtp_num_hidden_layers": 0, "rope_parameters": {"rope_type": "default"}}
@@ -161,7 +162,8 @@ def test_text_part_has_the_entries_beside_it_and_takes_overrides(tmp_path: Path)
     assert config.layer_kinds == ("attention", "recurrent") * 16 and not config.has_mtp
     assert config.rope == nested.rope
     # Regression: the interval was dropped if config.json gives the types
-    assert read(tmp_path, with_text(HYBRID, layer_types=types)).layer_kinds == config.layer_kinds
+    stored = with_text(HYBRID, layer_types=types, full_attention_interval=None)
+    assert read(tmp_path, stored).layer_kinds == config.layer_kinds
     every_second, _ = ModelConfig.from_pretrained(str(tmp_path), {"full_attention_interval": 2})
     assert every_second.layer_kinds == ("recurrent", "attention") * 16
 
@@ -252,9 +254,15 @@ def test_not_implemented_setting_raises_value_error(tmp_path: Path) -> None:
         (with_text(HYBRID, linear_num_key_heads=None), "linear_num_key_heads=None must be an integer"),
         (with_text(HYBRID, layer_types=None, full_attention_interval=None), "full_attention_interval=None must be"),
         ({**MOE, "num_experts": None}, "num_experts=None must be an integer"),
-        (with_text(HYBRID, layer_types=["full_attention"] * 31), "names 31 layers, 31 of them .* num_hidden_layers=32"),
-        (with_text(HYBRID, layer_types=["linear_attention"] * 32), "0 of them full_attention"),
-        (with_text(HYBRID, layer_types=["full_attention"] * 32), "32 of them full_attention.* each type: .*linear"),
+        (
+            with_text(HYBRID, layer_types=["full_attention"] * 31),
+            "layer_types has 31 layers, but num_hidden_layers=32; .*give both",
+        ),
+        (with_text(HYBRID, layer_types=["linear_attention"] * 32), "0 of 32 layers with full_attention"),
+        (
+            with_text(HYBRID, layer_types=["full_attention"] * 32),
+            "32 of 32 layers with full_attention.* each type: .*linear",
+        ),
         (with_text(HYBRID, layer_types=["full_attention", "mamba"] * 16), "layer_types mamba are not supported"),
         (
             with_text(HYBRID, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.02}),

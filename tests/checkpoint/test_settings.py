@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from nanovllm.cli import main as cli
 from nanovllm.config import Config
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.engine import startup
-from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.errors import CheckpointError, ConfigError, RequestError
 
 QWEN3 = json.loads(presets()["qwen3-0.6b"].read_text())
 LLAMA = json.loads(presets()["llama-3.1-8b"].read_text())
@@ -173,7 +174,7 @@ PLAIN_ENTRIES = {"max_position_embeddings": 999, "tie_word_embeddings": True}
 def test_overrides_equal_a_config_json_that_says_the_same(tmp_path: Path) -> None:
     """An entry left beside its other name decided in its place, and a rope without theta fell back to 10000."""
     base = {name: value for name, value in QWEN3.items() if not name.startswith("rope_")}
-    base |= {"max_position_embeddings": 128}
+    base = {name: value for name, value in base.items() if name != "torch_dtype"} | {"max_position_embeddings": 128}
     cases: tuple[tuple[dict[str, Any], dict[str, Any], dict[str, Any]], ...] = (
         (THETA_5 | {OLD: None}, {OLD: YARN}, THETA_5 | {OLD: YARN}),
         (THETA_5 | {OLD: LLAMA3}, {NEW: YARN}, THETA_5 | {NEW: YARN}),  # the new form replaces the old
@@ -193,6 +194,164 @@ def test_overrides_equal_a_config_json_that_says_the_same(tmp_path: Path) -> Non
         assert got == want == ModelConfig.without_weights(model, overrides), (settings, overrides)
         assert got != before
         assert not any("rope" in name for name in settings) or got.rope.rope_theta in (5e5, 7e5)
+
+
+PACKED = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+FP8 = {"quant_method": "fp8"}
+# Two places of one setting: base, place and value, a value that means the same in the other place, and one that differs
+Place = tuple[str, ...]
+PAIRS: tuple[tuple[str, tuple[Place, Any], tuple[Place, Any, Any]], ...] = (
+    ("plain", (("dtype",), "float16"), (("torch_dtype",), "torch.float16", "float32")),
+    ("plain", ((NEW,), YARN | THETA_5), ((OLD,), {"type": "yarn", **YARN} | {"factor": 4}, LLAMA3)),
+    ("plain", ((NEW,), {"rope_type": "default"} | THETA_5), ((OLD,), {"type": "default"}, YARN)),
+    ("plain", ((NEW,), THETA_5), ((OLD,), {"rope_type": "default"}, YARN)),
+    ("plain", ((NEW,), YARN | THETA_5), ((OLD,), YARN | THETA_5, YARN | THETA_7)),
+    ("plain", ((NEW,), YARN | THETA_5), (("rope_theta",), 500000, 7e5)),
+    ("plain", ((OLD,), YARN | THETA_5), (("rope_theta",), 500000, 7e5)),
+    ("plain", ((NEW,), YARN | THETA_5), (("original_max_position_embeddings",), 32, 64)),
+    ("plain", ((NEW, "rope_type"), "linear"), ((NEW, "type"), "linear", "dynamic")),
+    ("plain", (("num_hidden_layers",), 2), (("layer_types",), ["full_attention"] * 2, ["full_attention"] * 3)),
+    ("plain", (("quantization_config",), PACKED), (("compression_config",), PACKED | {"sym": None}, FP8)),
+    ("gptq", (("quantization_config", "format"), "gptq_v2"),
+     (("quantization_config", "checkpoint_format"), "gptq_v2", "gptq")),
+    ("awq", (("quantization_config", "bits"), 4), (("quantization_config", "w_bit"), 4, 8)),
+    ("awq", (("quantization_config", "group_size"), 64), (("quantization_config", "q_group_size"), 64, 128)),
+    ("experts", (("num_experts",), 64), (("num_local_experts",), 64, 128)),
+    ("hybrid", (("text_config", "partial_rotary_factor"), 0.5),
+     (("text_config", NEW, "partial_rotary_factor"), 0.5, 0.25)),
+    ("hybrid", (("text_config", "full_attention_interval"), 2),
+     (("text_config", "layer_types"), ["linear_attention", "full_attention"] * 16,
+      ["full_attention"] + ["linear_attention"] * 31)),
+    *(("hybrid", (("text_config", name), value), ((name,), same, other)) for name, value, same, other in (
+        ("dtype", "float16", "torch.float16", "float32"),
+        ("tie_word_embeddings", True, True, False),
+        ("quantization_config", FP8, FP8 | {"fmt": "e4m3"}, PACKED),
+        ("hidden_size", 2048, 2048, 1024),
+        (NEW, {"rope_type": "yarn", "factor": 4.0}, {"type": "yarn", "factor": 4}, {"type": "linear", "factor": 4.0}),
+        ("rope_theta", 5e5, 500000, 7e5),
+    )),
+    ("hybrid", (("text_config", "torch_dtype"), "float16"), (("dtype",), "float16", "float32")),
+    ("hybrid", (("text_config", "quantization_config"), FP8), (("compression_config",), FP8, PACKED)),
+)  # fmt: skip
+
+
+MOVED = ("dtype", "torch_dtype", NEW, OLD, "rope_theta", "layer_types", "full_attention_interval", "num_experts")
+MOVED += ("tie_word_embeddings", "partial_rotary_factor")
+
+
+# Others are read from one of their places only, or need more than one entry
+ONE_ALONE_WORKS = ("dtype", "torch_dtype", "tie_word_embeddings", "num_experts", "quantization_config", "bits")
+ONE_ALONE_WORKS += ("group_size", "format", "partial_rotary_factor", "full_attention_interval")
+
+
+def pair_base(kind: str) -> dict[str, Any]:
+    """A config.json without the settings of PAIRS."""
+    name = {"experts": "qwen3-30b-a3b", "hybrid": "qwen3.5-9b"}.get(kind, "qwen3-0.6b")
+    base: dict[str, Any] = json.loads(presets()[name].read_text())
+    for level in (base, base.get("text_config", {})):
+        for entry in MOVED:
+            level.pop(entry, None)
+    if kind == "hybrid":
+        base["text_config"]["mtp_num_hidden_layers"] = 0
+    return base | ({"quantization_config": PACKED | {"quant_method": kind}} if kind in ("gptq", "awq") else {})
+
+
+def with_values(base: dict[str, Any], *places: tuple[Place, Any]) -> dict[str, Any]:
+    """`base` with values at these places. What the places of a pair had before is removed."""
+    content: dict[str, Any] = json.loads(json.dumps(base))
+    for (*path, last), value in places:
+        level = content
+        for name in path:
+            level = level.setdefault(name, {})
+        level[last] = value
+        if last in ("rope_type", "type"):
+            level["factor"] = 4.0
+    return content
+
+
+def test_two_places_of_one_setting_agree_or_are_refused_by_name(tmp_path: Path) -> None:
+    """Regression: of `rope_scaling` that an owner had added to a file of transformers 5, which has `rope_parameters`,
+    nothing was used, without a word.
+    """
+
+    def read(content: dict[str, Any], **overrides: Any) -> ModelConfig:
+        return ModelConfig.from_pretrained(write(tmp_path, content), overrides or None)[0]
+
+    for kind, (place, value), (second, same, other) in PAIRS:
+        base = pair_base(kind)
+        for last in (place[-1], second[-1]):
+            base.get("quantization_config", {}).pop(last, None)
+        first = place, value
+        both = read(with_values(base, first, (second, same)))
+        if second[-1] != "layer_types":  # the types alone leave the number of layers open
+            assert both == read(with_values(base, first)), (place, second)
+        if place[-1] in ONE_ALONE_WORKS:
+            assert read(with_values(base, (second, same))) == both, (place, second)
+        for places in ((first, (second, other)), ((second, other), first)):
+            with pytest.raises(CheckpointError, match=r"disagree|has 3 layers") as error:
+                read(with_values(base, *places))
+            assert place[-1] in str(error.value) and second[-1] in str(error.value), (place, str(error.value))
+        if len(place) == 1 and place[0] in MOVED and place[0] not in (NEW, OLD):  # an override wins over both
+            assert read(with_values(base, first, (second, other)), **{place[0]: value}) == both, place
+    for override in ({NEW: YARN | THETA_7}, {OLD: YARN | THETA_7}):
+        stored = pair_base("plain") | {NEW: LLAMA3 | THETA_5, OLD: YARN, "rope_theta": 3e5}
+        assert read(stored, **override) == read(pair_base("plain") | override)
+    with pytest.raises(
+        CheckpointError, match=r"rope_theta=300000.0 and rope_parameters.rope_theta=500000.0 .* disagree"
+    ):
+        read(pair_base("plain") | {NEW: LLAMA3 | THETA_5, "rope_theta": 3e5}, **{NEW: YARN})
+
+
+def test_entries_beside_text_config_that_say_something_else_are_refused(tmp_path: Path) -> None:
+    """transformers reads the text part from text_config alone, so YaRN beside it would be ignored."""
+    content = json.loads(presets()["qwen3.5-9b"].read_text())
+    content["text_config"].pop("rms_norm_eps", None)
+    for name, value in ((OLD, YARN), ("rms_norm_eps", 1e-5), ("rope_theta", 5e5)):
+        with pytest.raises(CheckpointError, match=rf"{name}=.*text_config\.{name}|text_config.*{name}=.* disagree"):
+            ModelConfig.from_pretrained(write(tmp_path, content | {name: value}))
+    plain, _ = ModelConfig.from_pretrained(write(tmp_path, content))
+    with_default, _ = ModelConfig.from_pretrained(write(tmp_path, content | {"rms_norm_eps": 1e-6, "num_labels": 2}))
+    assert with_default == plain
+    ended = content | {"eos_token_id": [5, 6]}
+    ended["text_config"] = ended["text_config"] | {"eos_token_id": 7}
+    assert ModelConfig.from_pretrained(write(tmp_path, ended))[0].eos_token_ids == (7, 5, 6)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 8}')
+    assert ModelConfig.from_pretrained(write(tmp_path, ended))[0].eos_token_ids == (7, 5, 6, 8)
+    assert ModelConfig.from_pretrained(write(tmp_path, ended), {"eos_token_id": 9})[0].eos_token_ids == (9,)
+
+
+def test_numbers_and_nulls_are_read_as_transformers_means_them(tmp_path: Path) -> None:
+    """Regression: null for a switch was false, also where the default is true."""
+    plain, _ = ModelConfig.from_pretrained(write(tmp_path, QWEN3))
+    for changes in (
+        {"torch_dtype": "torch.bfloat16"},
+        {"dtype": "torch.bfloat16", "torch_dtype": None},
+        {"rope_theta": 1000000},
+        {"attention_bias": None},
+        {"hidden_act": None},
+    ):
+        assert ModelConfig.from_pretrained(write(tmp_path, QWEN3 | changes))[0] == plain, changes
+    half, _ = ModelConfig.from_pretrained(write(tmp_path, QWEN3 | {"torch_dtype": "half", "dtype": "torch.float16"}))
+    assert half.torch_dtype == "float16"
+    epsilon = ModelConfig.from_pretrained(write(tmp_path, QWEN3 | {"rms_norm_eps": 1}))[0].rms_norm_eps
+    assert epsilon == 1.0 and type(epsilon) is float
+    with pytest.raises(
+        CheckpointError, match=r"head_dim=None can mean .* default of qwen3, 128; correct .*config\.json"
+    ):
+        ModelConfig.from_pretrained(write(tmp_path, QWEN3 | {"head_dim": None}))
+
+
+def test_overrides_that_disagree_with_each_other_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"names rope_theta=500000.0 and rope_scaling.rope_theta=700000.0, .* give one"
+    ):
+        Config(model="m", hf_overrides={OLD: YARN | THETA_7} | THETA_5)
+    Config(model="m", hf_overrides={OLD: YARN | THETA_5} | THETA_5)
+
+
+def test_fewer_layers_by_an_override_keep_the_types_of_the_first_ones() -> None:
+    model, _ = ModelConfig.from_pretrained("qwen3.5-9b", {"num_hidden_layers": 8, "mtp_num_hidden_layers": 0})
+    assert model.layer_kinds == ("recurrent", "recurrent", "recurrent", "attention") * 2
 
 
 def test_apply_overrides_changes_neither_argument() -> None:
@@ -394,6 +553,43 @@ def test_chat_uses_the_defaults_and_generate_does_not(tiny: Path, tmp_path: Path
         assert sampled[0]["token_ids"] != sampled[1]["token_ids"]
         given = SamplingParams(temperature=0, max_tokens=2)
         assert llm.chat(USER, given, use_tqdm=False)[0]["token_ids"] == greedy[:2]
+
+
+def test_limit_of_the_file_is_shortened_to_what_fits_and_a_users_is_not(tiny: Path, tmp_path: Path) -> None:
+    """Regression: max_new_tokens of the file counted as the user's own limit, so `chat`, and `generate` with
+    get_default_sampling_params(), refused every prompt with which it did not fit. The server shortened it.
+    """
+    directory = with_file(tiny, tmp_path, {"do_sample": False, "max_new_tokens": 100_000})
+    with make_llm(directory, num_kvcache_blocks=2) as llm:
+        (prompt,) = llm.chat_token_ids(USER)
+        room = llm.max_request_tokens - len(prompt)
+        defaults = llm.get_default_sampling_params()
+        assert defaults.max_tokens == 100_000
+        endless = replace(defaults, ignore_eos=True)
+        for output in (llm.generate([prompt], endless, use_tqdm=False)[0], llm.chat(USER, endless, use_tqdm=False)[0]):
+            assert len(output["token_ids"]) == room and output["finish_reason"] == "length"
+        llm.chat(USER, use_tqdm=False)
+        for limit in (replace(endless, max_tokens=100_000), SamplingParams(max_tokens=100_000)):
+            with pytest.raises(RequestError, match=r"max_tokens=100000 exceeds max_model_len=512"):
+                llm.generate([prompt], limit, use_tqdm=False)
+        (output,) = llm.generate([prompt], replace(endless, max_tokens=3), use_tqdm=False)
+        assert len(output["token_ids"]) == 3
+    directory.joinpath("generation_config.json").write_text('{"max_new_tokens": 3}')
+    with make_llm(directory) as llm:  # fewer than the user's least
+        least = replace(llm.get_default_sampling_params(), min_tokens=5, seed=0)
+        assert len(llm.generate([prompt], least, use_tqdm=False)[0]["token_ids"]) == 5
+        with pytest.raises(RequestError, match=r"min_tokens=600 must be at most max_tokens"):
+            llm.generate([prompt], replace(least, min_tokens=600), use_tqdm=False)
+
+
+def test_command_line_shortens_the_limit_of_the_file(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = with_file(tiny, tmp_path, {"do_sample": False, "max_new_tokens": 100_000})
+    assert run_generate(directory, "--max-model-len", "64", "--ignore-eos") == 0
+    assert "finish reason: length" in capsys.readouterr().err
+    assert run_generate(directory, "--max-model-len", "64", "--max-tokens", "100000") == 2
+    assert "--max-tokens=100000 exceeds --max-model-len=64" in capsys.readouterr().err
 
 
 def run_generate(directory: Path, *flags: str) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import write_tiny_model
+from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main as cli
@@ -108,10 +108,37 @@ def test_chat_from_a_pipe_refuses_a_bad_message_and_exits_2(run: Run) -> None:
         assert status == 2 and f"nanovllm: error: {message}" in err.replace("the message that ", "")
 
 
-def test_chat_without_a_template_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_without_tokenizer_or_template_is_refused_before_its_weights_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: `chat` and `generate` loaded all weights first, and `serve` started without a word."""
     write_tiny_model(tmp_path)
-    assert cli.main(["chat", "--model", str(tmp_path), "--device", "cpu", "--num-kvcache-blocks", "4"]) == 2
-    assert "chat needs a tokenizer with a chat template" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    generate = ["generate", "--prompt", "Hi"]
+    batch = ["batch", "--input", "rows.jsonl", "--output", "out"]
+    for command in (["chat"], generate, [*generate, "--chat"], ["serve"], batch):
+        for model in (str(tmp_path), "qwen3-0.6b"):
+            assert cli.main([*command, "--model", model, "--device", "cpu"]) == 2
+            err = capsys.readouterr().err
+            assert f"model '{model}' has no tokenizer" in err and "add the files of the model's tokenizer" in err
+            assert ("--skip-tokenizer-init" in err) == (command[0] in ("serve", "batch")), err
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    for command in (["chat"], [*generate, "--chat"]):
+        assert cli.main([*command, "--model", str(tmp_path), "--device", "cpu"]) == 2
+        assert "has no chat template: " in capsys.readouterr().err
+    assert cli.main([*generate, "--model", str(tmp_path), "--device", "cpu"]) == 2
+    assert "model.safetensors is truncated" in capsys.readouterr().err
+
+
+def test_server_without_a_tokenizer_answers_token_ids_if_asked_to(tmp_path: Path) -> None:
+    write_tiny_tokenizer(write_tiny_model(tmp_path))
+    with LLM(tmp_path, device="cpu", num_kvcache_blocks=4, skip_tokenizer_init=True) as llm:
+        assert llm.tokenizer is None
+        assert llm.generate([[1, 2, 3]], use_tqdm=False)[0]["text"] is None
 
 
 # -- where the context ends --------------------------------------------------------------------------------------

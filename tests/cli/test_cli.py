@@ -160,7 +160,8 @@ def test_help_of_a_command_says_what_every_field_says(
             cli.main([command, "--help"])
         out = capsys.readouterr().out
         for options in (Config, own):
-            shown = [field for field in fields(options) if field.name not in cli.PYTHON_ONLY]
+            hidden = (*cli.PYTHON_ONLY, *(cli.TEXT_ONLY if command == "generate" else ()))
+            shown = [field for field in fields(options) if field.name not in hidden]
             assert all(name_flags(field.metadata["help"], (options, Config)) in out for field in shown)
         assert "by default 256, or 4096 if --num-gpu-blocks is given" in out and "70% of" in out
         assert "(default: 16384; on a CPU, 512)" in out
@@ -201,8 +202,14 @@ def test_main_bad_flags_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
         ("generate --model m --prompt x --prompt-file y", ""),
         ("generate --model m --prompt x --max-tokens many", ""),
         ("generate --model m --prompt x --no-such-option", ""),
-        ("generate --model m --prompt x --max-tok 3", "unrecognized arguments: --max-tok 3"),
-        ("chat --model m --n 3", "unrecognized arguments: --n 3"),
+        ("generate --model m --prompt x --max-tok 3", "unknown flag --max-tok, did you mean --max-tokens?"),
+        ("chat --model m --n 3", "unknown flag --n;"),
+        ("generate --model m --promt hi", "unknown flag --promt, did you mean --prompt?"),
+        ("generate --modle m --prompt hi", "unknown flag --modle, did you mean --model?"),
+        ("serve --model m --enable_cpu_offload", "unknown flag --enable_cpu_offload, did you mean --enable-cpu-"),
+        ("serve --model=m --prot=80", "unknown flag --prot, did you mean --port?"),
+        ("cache list --pth x", "unknown flag --pth"),
+        ("generate --model m --prompt", "expected one argument"),
         ("generate --model m --prompt x --regex a --schema b", "not allowed with"),
         ("generate --model m --prompt x --hf-overrides {", "not JSON"),
         ("generate --model m --prompt x --hf-overrides [1]", "not a JSON object: [1]"),
@@ -224,7 +231,7 @@ def test_generate_bad_input_says_why_and_exits_2(
         (["--prompt", "x", "--kvcache-block-size", "300"], "multiple of 256"),
         (["--prompt", "x", "--temperature", "-1"], "error: --temperature=-1.0 must be 0"),
         (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "x" * 2000], "exceeds --max-model-len=2048; shorten the prompt, lower --max-tokens or raise"),
+        (["--prompt", "x" * 2048], "exceeds --max-model-len=2048; shorten the prompt, lower --max-tokens or raise"),
         (["--prompt", "x", "--temperature", "1e39"], "must be 0 (greedy), or from 1e-10 to 1e+10"),
         (["--prompt", "x", "--num-kvcache-blocks", "100000000"], "lower --num-kvcache-blocks to"),
         (["--prompt", "x", "--enable-cpu-offload", "--num-gpu-blocks", "100000000"], "lower --num-gpu-blocks to"),
@@ -305,7 +312,7 @@ def test_generate_on_a_cpu_runs_short_steps_unless_told_otherwise(model: str, mo
     steps = {}
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for flags in ((), ("--device", "cpu"), ("--max-num-batched-tokens", "4096")):
-        with cli._open_llm(cli._parser().parse_args([*argv, *flags])) as llm:
+        with cli._open_llm(cli._parser().parse_args([*argv, *flags]), needs_template=False) as llm:
             steps[flags] = llm.config.max_num_batched_tokens
     assert list(steps.values()) == [512, 512, 4096]
 
@@ -425,7 +432,7 @@ def test_plan_that_cannot_work_says_why_and_exits_1(capsys: pytest.CaptureFixtur
     for flags, message in (
         ("--num-gpu-blocks 60 --gpu-memory-gb 24", "lower --num-gpu-blocks to 42"),
         ("--cpu-memory-gb 65", "lower --cpu-memory-gb to 44.79"),
-        ("--context 40960 --sequences 11", "pool's 1638 blocks allow 10; set --num-cpu-blocks to 1760"),
+        ("--context 40960 --sequences 11", "pool's 1638 blocks allow 9; set --num-cpu-blocks to 1814"),
         ("--context 41000", "exceeds --max-model-len=40960"),
         ("--max-model-len 41000", "more than the 40960 tokens"),
     ):
@@ -612,5 +619,7 @@ def test_batch_without_ray_says_what_to_install(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)
     assert cli.main(BATCH) == 2
-    assert "nanovllm batch needs ray; run: pip install 'nanovllm[ray]'" in capsys.readouterr().err
+    assert (
+        "nanovllm batch needs ray; run: pip install --constraint constraints.txt '.[ray]' in" in capsys.readouterr().err
+    )
     assert not list(tmp_path.iterdir())

@@ -1,6 +1,7 @@
 """`nanovllm verify`: that sound paths agree, and that a block which is lost does not go unnoticed."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM
 from nanovllm.cli.main import main
-from nanovllm.cli.verify import ANSWER_TOKENS, VerifyOptions, ask, compare, make_prompts, run_verify
+from nanovllm.cli.verify import ANSWER_TOKENS, VerifyOptions, _num_prompt_tokens, ask, compare, make_prompts, run_verify
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.outputs import Logprob, RequestOutput
 from nanovllm.engine.setup import Internals
+from nanovllm.errors import ConfigError
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import ImmediateStreams
 
@@ -100,6 +102,21 @@ def test_compare_goes_on_after_a_tie_and_after_another_token(tiny: str) -> None:
             found = compare(llm, prompts, reference, [answer, reference[1]])
             assert (found.num_different, found.num_ties) == counts and found.rms < 1e-5
         assert len(reference[1]["token_ids"]) == ANSWER_TOKENS
+
+
+def test_verify_takes_what_the_model_allows_if_that_is_less_than_its_default() -> None:
+    """Regression: for a model of 8,192 tokens it refused its own default."""
+    for limit, num_tokens in ((8192, 8192 - ANSWER_TOKENS), (4096, 4096 - ANSWER_TOKENS), (9000, 8192), (10**6, 8192)):
+        assert _num_prompt_tokens(None, limit) == num_tokens
+    with pytest.raises(ConfigError, match=r"takes 2079 tokens, and this check needs 2048 and 32 new ones"):
+        _num_prompt_tokens(None, 2079)
+
+
+@pytest.mark.slow
+def test_verify_of_a_short_model_runs_and_says_how_long_it_takes(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--model", tiny, "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "to prompts of 4,064" in out and re.search(r"the others take about [\d.,]+ s\n", out)
 
 
 def test_verify_bad_input_exits_2(capsys: pytest.CaptureFixture[str], tiny: str) -> None:

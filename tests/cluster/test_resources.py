@@ -173,4 +173,4 @@ def test_without_ray_num_replicas_says_what_to_install() -> None:
     code = "import sys; sys.modules['ray'] = None; from nanovllm.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "serve", "--model", "demo", "--num-replicas", "2", "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "pip install 'nanovllm[ray]'" in done.stderr, done.stderr
+    assert done.returncode == 2 and "pip install --constraint constraints.txt '.[ray]'" in done.stderr, done.stderr

@@ -7,12 +7,14 @@ import pytest
 from content_model import Simulation, tokens
 from random_workloads import GRAIN, odd_drafter
 
+from nanovllm.core.kv_spec import num_blocks_for, num_sequences_in
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import SlotOffload
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.policy.hybrid_manager import History, HybridKVCacheManager
 from nanovllm.kvcache.policy.step_slots import HybridBlock, SlotRing
+from nanovllm.sampling_params import SamplingParams
 
 # -- both managers ---------------------------------------------------------------------------------------------------
 
@@ -21,6 +23,32 @@ def manager(kind: str, block_size: int = 256) -> KVCacheManager:
     if kind == "all GPU":
         return BlockManager(num_blocks=16, block_size=block_size)
     return HybridKVCacheManager(num_cpu_blocks=16, num_gpu_blocks=4, block_size=block_size, group_blocks=2)
+
+
+@pytest.mark.parametrize("kind", ["all GPU", "hybrid"])
+def test_pool_sized_for_some_sequences_runs_exactly_these_together(kind: str) -> None:
+    """Regression: a pool for two sequences of max_model_len ran one, because its size left out what admission keeps
+    free.
+    """
+    for num_sequences in (1, 2, 3, 7):
+        for blocks_each in (1, 5, 16, 17, 33, 160):
+            least = num_blocks_for(num_sequences, blocks_each)
+            for num_blocks in (least - 1, least, least + 1, least + blocks_each):
+                kv: KVCacheManager
+                if kind == "all GPU":
+                    kv = BlockManager(num_blocks, 4)
+                else:
+                    kv = HybridKVCacheManager(num_blocks, max(2, num_blocks), 4, group_blocks=2, grain=4)
+                num_running = 0
+                kv.begin_step([])
+                while num_running < 12:
+                    seq = Sequence(num_running, tokens(4 * blocks_each, 1000 * num_running), SamplingParams(), 0, 0)
+                    if not kv.can_admit(seq):
+                        break
+                    kv.admit(seq)
+                    num_running += 1
+                assert num_running == min(12, num_sequences_in(num_blocks, blocks_each))
+                assert (num_running >= num_sequences) == (num_blocks >= least)
 
 
 @pytest.mark.parametrize("chunked_prefill", [True, False])

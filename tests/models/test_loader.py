@@ -9,7 +9,7 @@ import torch
 from dense_model import load_model, random_prompt, run_logits
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
-from tiny_models import write_tiny_model
+from tiny_models import reference_model, write_tiny_model
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.device.tp_group import TPGroup
@@ -72,6 +72,25 @@ def test_tied_head_and_rotary_buffers_in_the_file_are_ignored(tmp_path: Path) ->
         tmp_path, **{"lm_head.weight": embedding, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     )
     assert torch.equal(run_logits(load_model(tmp_path), PROMPT), expected)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_5"])
+def test_tied_model_whose_matrix_is_stored_as_its_head_loads(tmp_path: Path, architecture: str) -> None:
+    """Regression: it was refused for a missing embedding, but transformers loads it."""
+    write_tiny_model(tmp_path, architecture, tied=True, sharded=architecture == "qwen3")
+    expected = run_logits(load_model(tmp_path), PROMPT)
+    for file in tmp_path.glob("*.safetensors"):
+        renamed = {name.replace("model.embed_tokens", "lm_head"): each for name, each in load_file(file).items()}
+        save_file(renamed, file, metadata={"format": "pt"})
+    for index in tmp_path.glob("*.index.json"):
+        index.write_text(index.read_text().replace("model.embed_tokens", "lm_head"))
+    assert torch.equal(run_logits(load_model(tmp_path), PROMPT), expected)
+    transformers_logits = reference_model(tmp_path)(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(expected, transformers_logits, rtol=1e-4, atol=1e-4)
+    untied = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(untied))
+    with pytest.raises(CheckpointError, match=r"misses weights: model\.embed_tokens\.weight"):
+        load_model(tmp_path)
 
 
 def test_tensors_in_fp8_that_cannot_be_are_refused(tmp_path: Path) -> None:

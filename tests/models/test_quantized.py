@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dense_model import load_model, random_prompt, run_logits
-from quantized_models import FORMATS, SKIPPED, write_quantized
+from quantized_models import FORMATS, GPTQ, SKIPPED, gptq, write_quantized
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
 from tiers import RUNS_ALL
@@ -365,6 +365,32 @@ def test_zeros_of_a_symmetric_awq_checkpoint_are_read(tmp_path: Path, plain: Pat
     config["quantization_config"]["zero_point"] = False
     (quantized / "config.json").write_text(json.dumps(config))
     assert torch.equal(run_logits(load_model(quantized), PROMPT), run_logits(load_model(values), PROMPT))
+
+
+def test_symmetric_zeros_of_gptq_are_the_middle_whatever_the_name_of_the_format(tmp_path: Path, plain: Path) -> None:
+    """Regression: files with sym=true and zeros of 8 under the old format's name, which stores 7, were read as 9."""
+    for bits in (4, 8):
+        for offset in (0, 1):
+            for name, sym in (("gptq", True), ("gptq_v2", True), ("gptq", None)):
+                directory = tmp_path / f"{bits} {offset} {name} {sym}"
+                directory.mkdir()
+                settings = GPTQ | {"bits": bits, "desc_act": False, "checkpoint_format": name, "sym": sym}
+                FORMATS["symmetric"] = settings, gptq(bits, offset, has_order=False, is_symmetric=True)
+                try:
+                    quantized, values = write_quantized(plain, directory, "symmetric")
+                finally:
+                    del FORMATS["symmetric"]
+                assert torch.equal(run_logits(load_model(quantized), PROMPT), run_logits(load_model(values), PROMPT))
+
+
+def test_zeros_that_symmetric_settings_deny_are_refused(tmp_path: Path, plain: Path) -> None:
+    quantized, _ = write_quantized(plain, tmp_path, "gptq")
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["sym"] = True
+    (quantized / "config.json").write_text(json.dumps(config))
+    message = r"q_proj\.qzeros in .* has zeros from 3 to 15, but .* sym=true, .* all are 8 or all are 7"
+    with pytest.raises(CheckpointError, match=message):
+        load_model(quantized)
 
 
 def test_old_name_of_quantization_config_is_read(tmp_path: Path, plain: Path) -> None:

@@ -6,11 +6,12 @@ import pytest
 from content_model import EOS, Simulation, expected_answer
 from random_workloads import GRAIN, odd_drafter
 
+from nanovllm.core.kv_spec import WATERMARK
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_limits import MAX_VERIFYING_ROWS
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.errors import RequestError
-from nanovllm.kvcache.policy.block_manager import WATERMARK, BlockManager
+from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler

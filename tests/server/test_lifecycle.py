@@ -126,7 +126,7 @@ def test_network_without_a_key_is_warned_about(
 def test_extra_missing_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert cli.main(["serve", "--model", "demo"]) == 2
-    assert "needs uvicorn; run: pip install 'nanovllm[server]'" in capsys.readouterr().err
+    assert "needs uvicorn; run: pip install --constraint constraints.txt '.[server]'" in capsys.readouterr().err
 
 
 def hold_the_warm_up(held: Path, engine: Any) -> None:

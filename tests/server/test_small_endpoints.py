@@ -57,7 +57,7 @@ def test_server_without_its_packages_says_what_to_install() -> None:
     code = "import sys; sys.modules['fastapi'] = None; from nanovllm.server import make_app"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "ConfigError" in done.stderr
-    assert "pip install 'nanovllm[server]'" in done.stderr
+    assert "pip install --constraint constraints.txt '.[server]'" in done.stderr
 
 
 def test_server_settings_load_no_web_framework() -> None:

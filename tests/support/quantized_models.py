@@ -60,14 +60,14 @@ def awq(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return stored, values
 
 
-def gptq(bits: int, offset: int, has_order: bool) -> Quantize:
+def gptq(bits: int, offset: int, has_order: bool, is_symmetric: bool = False) -> Quantize:
     """`offset`: how much less than they are zeros are stored."""
 
     def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         groups = np.arange(weight.shape[1]) // GROUP
         if has_order:
             groups = np.random.default_rng(len(name)).permutation(groups)
-        codes, scales, zeros, values = integers(weight, bits, GROUP, groups, is_symmetric=False)
+        codes, scales, zeros, values = integers(weight, bits, GROUP, groups, is_symmetric)
         stored = {
             "qweight": pack(codes.T, bits, 0),
             "qzeros": pack(zeros.T, bits, 1) - offset * sum(1 << place for place in range(0, 31, bits)),

@@ -371,7 +371,7 @@ def test_compile_without_llguidance_names_the_extra(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "llguidance", None)
         patch.delitem(sys.modules, "llguidance.hf", raising=False)
-        with pytest.raises(RequestError, match=re.escape("pip install 'nanovllm[structured]'")):
+        with pytest.raises(RequestError, match=re.escape("pip install --constraint constraints.txt '.[structured]'")):
             compiler.compile(StructuredOutputs(json_object=True))
     assert compiler.compile(StructuredOutputs(json_object=True))
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from nanovllm.core.cpu_split import FollowingSplit
-from nanovllm.core.kv_spec import BlockState
+from nanovllm.core.kv_spec import WATERMARK, BlockState, num_watermark_blocks
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import DraftKeys, HeadStep, KVMoves, StateFlush, StateStep
 from nanovllm.errors import RequestError
@@ -18,10 +18,6 @@ from nanovllm.kvcache.policy.block_pool import Block, BlockPool, PrefixMatch
 from nanovllm.kvcache.policy.shadow_pages import Fills, ShadowPages
 from nanovllm.kvcache.policy.states import RecurrentStates
 from nanovllm.utils.arithmetic import ceil_div
-
-# Fraction of the blocks that admission leaves free, so that running sequences can grow for a while. Without it a newly
-# admitted sequence is soon preempted when the others need their next blocks, and must compute its prompt again.
-WATERMARK = 0.03
 
 # Drafts attend to at least so many of the newest keys as they are, if these are on the GPU: most attention goes there.
 EXACT_TOKENS = 128
@@ -369,7 +365,7 @@ class BlockManager(KVCacheManager):
         self.has_draft_head = has_draft_head
         blocks, snapshots = [Block(i) for i in range(num_blocks)], None if states is None else states.snapshots
         self.pool = BlockPool(blocks, block_size, block_size, enable_prefix_caching, snapshots=snapshots)
-        self.num_watermark_blocks = int(watermark * num_blocks)
+        self.num_watermark_blocks = num_watermark_blocks(num_blocks, watermark)
 
     def check_fits(self, seq: Sequence) -> None:
         needed, have = self._num_blocks(seq.max_kv_tokens), len(self.pool.blocks)

@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.core.cpu_split import CpuSplit, FollowingSplit
-from nanovllm.core.kv_spec import BlockState
+from nanovllm.core.kv_spec import BlockState, num_watermark_blocks
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_limits import MAX_DECODE_QUERIES
 from nanovllm.core.step_plan import KVMoves, PageCopy
 from nanovllm.errors import RequestError
-from nanovllm.kvcache.policy.block_manager import WATERMARK, KVCacheManager, PagedKeys
+from nanovllm.kvcache.policy.block_manager import KVCacheManager, PagedKeys
 from nanovllm.kvcache.policy.block_pool import LONG_CHUNK_BLOCKS, Block, BlockPool, PrefixMatch
 from nanovllm.kvcache.policy.missing_keys import MissingKeys, divide_missing
 from nanovllm.kvcache.policy.shadow_pages import ShadowPages
@@ -144,7 +144,7 @@ class HybridKVCacheManager(KVCacheManager):
         self.block_size, self.progress_tokens = block_size, progress_tokens
         self.shadow, self.states, self.has_draft_head = shadow, states, has_draft_head
         self.cpu_split = None if cpu_split is None else FollowingSplit(cpu_split)
-        self.num_watermark_blocks = int(WATERMARK * num_cpu_blocks)
+        self.num_watermark_blocks = num_watermark_blocks(num_cpu_blocks)
         self.keeps_first_blocks, self.shadows_resident = keeps_first_blocks, shadows_resident
         self.group_blocks = group_blocks  # streamed blocks that are attended to in one call
         blocks = [HybridBlock(i) for i in range(num_cpu_blocks)]
