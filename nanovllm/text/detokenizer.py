@@ -12,8 +12,9 @@ import io
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from nanovllm.core.outputs import Ending, Outbox, PositionLogprobs, Receiver, TextOf, TextSource
 from nanovllm.core.sequence import Sequence
@@ -34,18 +35,42 @@ class TokenDecoder:
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
-        self.decode = _find_decode(tokenizer, skip_special_tokens)
+        self.decode, self.decode_batch = _find_decode(tokenizer, skip_special_tokens)
+        self._tokenizer = tokenizer
         self._text_lens: dict[int, int | None] = {}
         self._texts: dict[int, str] = {}
+        self._anchor: tuple[list[int], str] | None = None
+
+    @property
+    def anchor(self) -> tuple[list[int], str]:
+        """A token to put before others, which then are not at the start of a text, and its text. Cached.
+
+        Decoders may strip the space of a text's first word. The list is empty for a tokenizer without such a token.
+        """
+        if self._anchor is None:
+            self._anchor = self._find_anchor()
+        return self._anchor
+
+    def _find_anchor(self) -> tuple[list[int], str]:
+        one_char: tuple[list[int], str] = [], ""
+        for token_id in range(len(self._tokenizer)):
+            text = self.decode([token_id])
+            # A word rather than a letter, which may be the token of a byte
+            if text.isalnum() and self.decode([token_id, token_id]).startswith(text):
+                if len(text) > 1:
+                    return [token_id], text
+                one_char = one_char if one_char[0] else ([token_id], text)
+        return one_char
 
     def visible(self, token_ids: Iterable[int]) -> list[int]:
         """Return the tokens that have text. Skipped special tokens and tokens unknown to the tokenizer have none."""
         return [token_id for token_id in token_ids if self._text_len(token_id) is not None]
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a single token, with U+FFFD for an incomplete character. Cached."""
+        """Return the text of a token inside a text, with U+FFFD for an incomplete character. Cached."""
         if token_id not in self._texts:
-            self._texts[token_id] = self.decode([token_id])
+            before, before_text = self.anchor
+            self._texts[token_id] = self.decode([*before, token_id]).removeprefix(before_text)
         return self._texts[token_id]
 
     def text_len(self, token_ids: list[int]) -> int:
@@ -64,8 +89,13 @@ class TokenDecoder:
         return self._text_lens[token_id]
 
 
-def _find_decode(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]], str]:
-    """Return `tokenizer.decode`, or the Rust tokenizer's, which is much faster, if it gives the same text.
+_Decode: TypeAlias = Callable[[list[int]], str]
+_DecodeBatch: TypeAlias = Callable[[list[list[int]]], list[str]]
+
+
+def _find_decode(tokenizer: Any, skip_special_tokens: bool) -> tuple[_Decode, _DecodeBatch]:
+    """Return `tokenizer.decode`, or the Rust tokenizer's, which is much faster, if it gives the same text; and the
+    same for several texts.
 
     The texts differ if the class overrides `decode`, or if `clean_up_tokenization_spaces` takes effect. That depends on
     the kind of tokenizer and on the release of transformers, so a sample is decoded.
@@ -73,12 +103,19 @@ def _find_decode(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[in
     from transformers import PreTrainedTokenizerFast
 
     decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+
+    def decode_batch(batch: list[list[int]]) -> list[str]:
+        return [decode(token_ids) for token_ids in batch]
+
     kind, plain = type(tokenizer), PreTrainedTokenizerFast
     if not issubclass(kind, plain) or (kind.decode, kind._decode) != (plain.decode, plain._decode):
-        return decode
-    rust_decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        return decode, decode_batch
+    backend = tokenizer.backend_tokenizer
+    rust_decode = partial(backend.decode, skip_special_tokens=skip_special_tokens)
     token_ids = tokenizer.encode(TEXT_TO_CLEAN_UP, add_special_tokens=False)
-    return rust_decode if rust_decode(token_ids) == decode(token_ids) else decode
+    if rust_decode(token_ids) != decode(token_ids):
+        return decode, decode_batch
+    return rust_decode, partial(backend.decode_batch, skip_special_tokens=skip_special_tokens)
 
 
 class StopStrings:
@@ -110,7 +147,7 @@ class StopStrings:
 
 
 class Detokenizer:
-    """The text of one answer.
+    """The text of one answer: what it adds to the text of the prompt.
 
     A piece contains only final text. An incomplete character is held back until the rest of it arrives. An ending that
     could be the start of a stop string is held back until that is decided. The last token releases everything: if
@@ -118,9 +155,18 @@ class Detokenizer:
     """
 
     def __init__(
-        self, decoder: TokenDecoder, stop: StopStrings, include_stop: bool = False, *, min_tokens: int = 0
+        self,
+        decoder: TokenDecoder,
+        stop: StopStrings,
+        include_stop: bool = False,
+        *,
+        prompt: Seq[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         """`include_stop`: keep the stop string or end token that ends the answer in its text.
+
+        `prompt`: its last tokens are decoded with the answer's first ones. A decoder may strip the space of the first
+        word of a text. If the answer completes a character of the prompt, the character belongs to the answer.
 
         `min_tokens`: a stop string may begin only behind the text of so many tokens.
         """
@@ -128,9 +174,12 @@ class Detokenizer:
         self._stop = stop
         self._include_stop = include_stop
         self._num_unstoppable_tokens = min_tokens  # from here on
-        self._window: list[int] = []  # the newest visible tokens, which are decoded together
-        self._num_context_tokens = 0  # at the start of the window: already read, kept for the tokens after them
-        self._num_read_chars = 0  # earlier updates have read so much of the window's text
+        self._window = self._end_of_prompt(prompt)  # the newest visible tokens, which are decoded together
+        self._num_context_tokens = len(self._window)  # at its start: already read, kept for the tokens after them
+        text = decoder.decode(self._window) if self._window else ""
+        self._num_read_chars = len(text)  # earlier updates have read so much of the window's text
+        # The window's text, while the answer may still change its end
+        self._open_prompt_text = text if text.endswith(REPLACEMENT) else None
         self._withheld = ""  # read, but held back because it may begin a stop string
         self._stop_state = 0  # at its end
         self._shown = io.StringIO()
@@ -163,6 +212,20 @@ class Detokenizer:
         self._shown.write(piece)
         return piece
 
+    def _end_of_prompt(self, prompt: Seq[int]) -> list[int]:
+        """Return the prompt's newest visible tokens, from the beginning of a character if that can be found."""
+        visible: list[int] = []
+        for token_id in reversed(prompt):
+            if len(visible) == WINDOW_TOKENS + MAX_INCOMPLETE_CHARS:
+                break
+            visible += self._decoder.visible([token_id])
+        visible.reverse()
+        windows = [visible[start:] for start in range(max(0, len(visible) - WINDOW_TOKENS), -1, -1)]
+        for window in windows:
+            if REPLACEMENT not in self._decoder.decode(window):
+                return window
+        return windows[0]
+
     def _read(self, token_ids: list[int], finished: bool) -> str:
         """Add tokens to the window, and return the part of its text that is final and was not read before.
 
@@ -174,7 +237,12 @@ class Detokenizer:
             *first, last = token_ids
             return "".join(self._read([token_id], False) for token_id in first) + self._read([last], finished)
         self._window += token_ids
+        if self._open_prompt_text is not None:
+            pairs = zip(text, self._open_prompt_text, strict=False)
+            same = next((i for i, (char, other) in enumerate(pairs) if char != other), len(self._open_prompt_text))
+            self._num_read_chars = min(same, len(text))
         if finished or not text.endswith(REPLACEMENT):
+            self._open_prompt_text = None
             piece = text[self._num_read_chars :]
             self._window = self._context_of(self._window[self._num_context_tokens :] or self._window)
             self._num_context_tokens = len(self._window)
@@ -184,7 +252,10 @@ class Detokenizer:
         start = self._num_read_chars
         if len(self._window) - self._num_context_tokens <= MAX_WAITING_TOKENS:
             self._num_read_chars = max(start, len(text) - num_waiting_chars)
+            if self._num_read_chars > start:
+                self._open_prompt_text = None
             return text[start : self._num_read_chars]
+        self._open_prompt_text = None
         # These are too many tokens for one character, so the replacement characters are text, except perhaps the last.
         end = max(start, len(text) - min(num_waiting_chars, MAX_INCOMPLETE_CHARS))
         self._window, self._num_context_tokens = self._window[-WINDOW_TOKENS:], 0
