@@ -38,6 +38,7 @@ class TokenDecoder:
         self.decode, self.decode_batch = _find_decode(tokenizer, skip_special_tokens)
         self._tokenizer = tokenizer
         self._text_lens: dict[int, int | None] = {}
+        self._broken: set[int] = set()  # those of `_text_lens` whose text has U+FFFD
         self._texts: dict[int, str] = {}
         self._anchor: tuple[list[int], str] | None = None
 
@@ -73,16 +74,20 @@ class TokenDecoder:
             self._texts[token_id] = self.decode([*before, token_id]).removeprefix(before_text)
         return self._texts[token_id]
 
-    def text_len(self, token_ids: list[int]) -> int:
-        """Return the number of characters in the text of visible tokens."""
+    def measure(self, token_ids: list[int]) -> tuple[int, bool]:
+        """Return the number of characters in the text of visible tokens, and True if it has U+FFFD."""
         if len(token_ids) == 1:
-            return self._text_len(token_ids[0]) or 0
-        return len(self.decode(token_ids))
+            return self._text_len(token_ids[0]) or 0, token_ids[0] in self._broken
+        text = self.decode(token_ids)
+        return len(text), REPLACEMENT in text
 
     def _text_len(self, token_id: int) -> int | None:
         """Return the number of characters in a token's text; None if it never has any. Cached."""
         if token_id not in self._text_lens:
-            text_len = len(self.decode([token_id]))
+            text = self.decode([token_id])
+            text_len = len(text)
+            if REPLACEMENT in text:
+                self._broken.add(token_id)
             # A decoder may strip a leading space. If the token is one, decoding it twice still leaves the second.
             never_shows = text_len == 0 and not self.decode([token_id, token_id])
             self._text_lens[token_id] = None if never_shows else text_len
@@ -166,7 +171,7 @@ class Detokenizer:
         """`include_stop`: keep the stop string or end token that ends the answer in its text.
 
         `prompt`: its last tokens are decoded with the answer's first ones. A decoder may strip the space of the first
-        word of a text. If the answer completes a character of the prompt, the character belongs to the answer.
+        word of a text. A character that the prompt begins and the answer completes belongs to the answer.
 
         `min_tokens`: a stop string may begin only behind the text of so many tokens.
         """
@@ -174,12 +179,13 @@ class Detokenizer:
         self._stop = stop
         self._include_stop = include_stop
         self._num_unstoppable_tokens = min_tokens  # from here on
-        self._window = self._end_of_prompt(prompt)  # the newest visible tokens, which are decoded together
-        self._num_context_tokens = len(self._window)  # at its start: already read, kept for the tokens after them
-        text = decoder.decode(self._window) if self._window else ""
-        self._num_read_chars = len(text)  # earlier updates have read so much of the window's text
-        # The window's text, while the answer may still change its end
-        self._open_prompt_text = text if text.endswith(REPLACEMENT) else None
+        self._window, self._num_context_tokens = self._end_of_prompt(prompt)
+        # `_window`: the newest visible tokens, which are decoded together. The first `_num_context_tokens` have been read
+        # already, and are kept for the tokens after them
+        self._num_read_chars = decoder.measure(self._window[: self._num_context_tokens])[0]  # of the window's text
+        self._num_prompt_chars = self._num_read_chars
+        has_part = self._num_context_tokens < len(self._window)
+        self._open_prompt_text = decoder.decode(self._window) if has_part else None  # its last character may change
         self._withheld = ""  # read, but held back because it may begin a stop string
         self._stop_state = 0  # at its end
         self._shown = io.StringIO()
@@ -212,19 +218,27 @@ class Detokenizer:
         self._shown.write(piece)
         return piece
 
-    def _end_of_prompt(self, prompt: Seq[int]) -> list[int]:
-        """Return the prompt's newest visible tokens, from the beginning of a character if that can be found."""
+    def _end_of_prompt(self, prompt: Seq[int]) -> tuple[list[int], int]:
+        """Return the prompt's newest visible tokens, and the number of them before an incomplete character at the end.
+
+        Both are chosen so that there are as few replacement characters as possible.
+        """
         visible: list[int] = []
         for token_id in reversed(prompt):
-            if len(visible) == WINDOW_TOKENS + MAX_INCOMPLETE_CHARS:
+            if len(visible) == WINDOW_TOKENS + 2 * MAX_INCOMPLETE_CHARS:
                 break
             visible += self._decoder.visible([token_id])
         visible.reverse()
-        windows = [visible[start:] for start in range(max(0, len(visible) - WINDOW_TOKENS), -1, -1)]
-        for window in windows:
-            if REPLACEMENT not in self._decoder.decode(window):
-                return window
-        return windows[0]
+        fewest, best = len(prompt) + 1, (visible, len(visible))
+        for end in range(len(visible), max(-1, len(visible) - MAX_INCOMPLETE_CHARS - 1), -1):
+            latest = max(0, end - WINDOW_TOKENS)
+            for start in range(latest, max(-1, latest - MAX_INCOMPLETE_CHARS - 1), -1):
+                num_replaced = self._decoder.decode(visible[start:end]).count(REPLACEMENT)
+                if num_replaced < fewest:
+                    fewest, best = num_replaced, (visible[start:], end - start)
+                if fewest == 0:
+                    return best
+        return best
 
     def _read(self, token_ids: list[int], finished: bool) -> str:
         """Add tokens to the window, and return the part of its text that is final and was not read before.
@@ -239,14 +253,13 @@ class Detokenizer:
         self._window += token_ids
         if self._open_prompt_text is not None:
             pairs = zip(text, self._open_prompt_text, strict=False)
-            same = next((i for i, (char, other) in enumerate(pairs) if char != other), len(self._open_prompt_text))
-            self._num_read_chars = min(same, len(text))
+            num_same = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), len(self._open_prompt_text))
+            self._num_read_chars = max(self._num_prompt_chars, num_same)
         if finished or not text.endswith(REPLACEMENT):
             self._open_prompt_text = None
             piece = text[self._num_read_chars :]
-            self._window = self._context_of(self._window[self._num_context_tokens :] or self._window)
+            self._window, self._num_read_chars = self._context()
             self._num_context_tokens = len(self._window)
-            self._num_read_chars = self._decoder.text_len(self._window)
             return piece
         num_waiting_chars = len(text) - len(text.rstrip(REPLACEMENT))
         start = self._num_read_chars
@@ -259,13 +272,25 @@ class Detokenizer:
         # These are too many tokens for one character, so the replacement characters are text, except perhaps the last.
         end = max(start, len(text) - min(num_waiting_chars, MAX_INCOMPLETE_CHARS))
         self._window, self._num_context_tokens = self._window[-WINDOW_TOKENS:], 0
-        self._num_read_chars = max(0, self._decoder.text_len(self._window) - (len(text) - end))
+        self._num_read_chars = max(0, self._decoder.measure(self._window)[0] - (len(text) - end))
         return text[start:end]
 
-    def _context_of(self, token_ids: list[int]) -> list[int]:
-        """Return the newest of these tokens, to be decoded with the next ones; all if they begin inside a character."""
-        newest = token_ids[-WINDOW_TOKENS:]
-        return newest if len(newest) == len(token_ids) or REPLACEMENT not in self._decoder.decode(newest) else token_ids
+    def _context(self) -> tuple[list[int], int]:
+        """Return the tokens to be decoded with the next ones, and the number of characters in their text.
+
+        The newest tokens are enough, unless they begin inside a character. Then those before them are kept, too.
+        """
+        new = self._window[self._num_context_tokens :] or self._window
+        newest = new[-WINDOW_TOKENS:]
+        num_chars, is_broken = self._decoder.measure(newest)
+        if is_broken:
+            for num_older in range(1, 1 + MAX_INCOMPLETE_CHARS):
+                tokens = self._window[-len(newest) - num_older :]
+                num_all_chars, is_still_broken = self._decoder.measure(tokens)
+                if not is_still_broken:
+                    return tokens, num_all_chars
+            newest, num_chars = new, self._decoder.measure(new)[0]
+        return newest, num_chars
 
     def _cut_at_stop(self, piece: str, finished: bool) -> str:
         """Return what may be shown of the withheld text and the piece after it.

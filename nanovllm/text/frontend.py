@@ -315,7 +315,8 @@ def _differences(backend: Any, file: Any) -> list[str]:
         if _state(getattr(backend, name)) != _state(getattr(file, name))
     ]
     options = [
-        (type(each.model), *(getattr(each.model, name, None) for name in _MODEL_OPTIONS)) for each in (backend, file)
+        (type(each.model), *(getattr(each.model, name, None) or None for name in _MODEL_OPTIONS))
+        for each in (backend, file)
     ]
     if options[0] != options[1]:
         different.append("model")

@@ -121,9 +121,11 @@ class _KnownTokens:
     def __init__(self, tokenizer: Any, num_ids: int, end_token_ids: tuple[int, ...]) -> None:
         token_bytes = read_token_bytes(tokenizer, num_ids)
         added = {*tokenizer.get_added_vocab().values()}
-        # Those that no text matches. llguidance wants a name for each.
-        self.special_token_ids = [i for i, each in enumerate(token_bytes) if i in added or not each]
-        self.tokens = [each or f"<[{i}]>".encode() for i, each in enumerate(token_bytes)]
+        # Those that no text matches. llguidance wants a name for each, and takes names that begin with byte 255 as marked
+        self.special_token_ids = [i for i, each in enumerate(token_bytes) if i in added or each[:1] in (b"", b"\xff")]
+        self.tokens = [
+            f"<[{i}]>".encode() if each[:1] in (b"", b"\xff") else each for i, each in enumerate(token_bytes)
+        ]
         self.eos_token_id = end_token_ids[0] if end_token_ids else tokenizer.eos_token_id
 
     def __call__(self, text: str) -> list[int]:
