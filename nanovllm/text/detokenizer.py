@@ -180,8 +180,7 @@ class Detokenizer:
         self._include_stop = include_stop
         self._num_unstoppable_tokens = min_tokens  # from here on
         self._window, self._num_context_tokens = self._end_of_prompt(prompt)
-        # `_window`: the newest visible tokens, which are decoded together. The first `_num_context_tokens` have been read
-        # already, and are kept for the tokens after them
+        # The newest visible tokens are decoded together. The first ones have been read, and are kept for those after them
         self._num_read_chars = decoder.measure(self._window[: self._num_context_tokens])[0]  # of the window's text
         self._num_prompt_chars = self._num_read_chars
         has_part = self._num_context_tokens < len(self._window)

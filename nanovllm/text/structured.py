@@ -121,7 +121,7 @@ class _KnownTokens:
     def __init__(self, tokenizer: Any, num_ids: int, end_token_ids: tuple[int, ...]) -> None:
         token_bytes = read_token_bytes(tokenizer, num_ids)
         added = {*tokenizer.get_added_vocab().values()}
-        # Those that no text matches. llguidance wants a name for each, and takes names that begin with byte 255 as marked
+        # Those that no text matches. llguidance wants a name for each, and byte 255 marks them
         self.special_token_ids = [i for i, each in enumerate(token_bytes) if i in added or each[:1] in (b"", b"\xff")]
         self.tokens = [
             f"<[{i}]>".encode() if each[:1] in (b"", b"\xff") else each for i, each in enumerate(token_bytes)
