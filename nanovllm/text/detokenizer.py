@@ -180,7 +180,7 @@ class Detokenizer:
         self._include_stop = include_stop
         self._num_unstoppable_tokens = min_tokens  # from here on
         self._window, self._num_context_tokens = self._end_of_prompt(prompt)
-        # The newest visible tokens are decoded together. The first ones have been read, and are kept for those after them
+        # The newest visible tokens are decoded together. The first have been read, and are kept for those after them
         self._num_read_chars = decoder.measure(self._window[: self._num_context_tokens])[0]  # of the window's text
         self._num_prompt_chars = self._num_read_chars
         has_part = self._num_context_tokens < len(self._window)
@@ -224,20 +224,22 @@ class Detokenizer:
         """
         visible: list[int] = []
         for token_id in reversed(prompt):
-            if len(visible) == WINDOW_TOKENS + 2 * MAX_INCOMPLETE_CHARS:
+            if len(visible) == WINDOW_TOKENS + MAX_INCOMPLETE_CHARS:
                 break
             visible += self._decoder.visible([token_id])
         visible.reverse()
-        fewest, best = len(prompt) + 1, (visible, len(visible))
-        for end in range(len(visible), max(-1, len(visible) - MAX_INCOMPLETE_CHARS - 1), -1):
-            latest = max(0, end - WINDOW_TOKENS)
-            for start in range(latest, max(-1, latest - MAX_INCOMPLETE_CHARS - 1), -1):
-                num_replaced = self._decoder.decode(visible[start:end]).count(REPLACEMENT)
-                if num_replaced < fewest:
-                    fewest, best = num_replaced, (visible[start:], end - start)
-                if fewest == 0:
-                    return best
-        return best
+        end, latest = len(visible), max(0, len(visible) - WINDOW_TOKENS)
+        found: list[
+            tuple[int, int, int]
+        ] = []  # replacement characters, incomplete tokens at the end, more at the start
+        for num_more in range(1 + min(MAX_INCOMPLETE_CHARS, latest)):
+            for num_incomplete in range(1 + min(MAX_INCOMPLETE_CHARS, end - latest)):
+                whole = visible[latest - num_more : end - num_incomplete]
+                found.append((self._decoder.decode(whole).count(REPLACEMENT), num_incomplete, num_more))
+                if found[-1][0] == 0:
+                    return visible[latest - num_more :], len(whole)
+        _, num_incomplete, num_more = min(found)
+        return visible[latest - num_more :], end - num_incomplete - (latest - num_more)
 
     def _read(self, token_ids: list[int], finished: bool) -> str:
         """Add tokens to the window, and return the part of its text that is final and was not read before.
