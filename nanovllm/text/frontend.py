@@ -276,8 +276,8 @@ def _as_the_file_says(tokenizer: Any, directory: Path) -> Any:
     transformers builds many tokenizers anew from `tokenizer_class` and `model_type`, and takes only the vocabulary from
     the file. Where these names are wrong, such as LlamaTokenizerFast for a byte-level tokenizer, texts lose their
     spaces or are split at other places. transformers knows some of these models by the names of their repositories,
-    which a directory does not have. Special tokens, the chat template, and the tokens that are put around a text are
-    those of transformers in any case. Raises CheckpointError if transformers changes the file's tokenizer, too.
+    which a directory does not have. The special tokens, the chat template, and the tokens that are put around a text
+    always come from transformers. Raises CheckpointError if transformers changes the file's tokenizer, too.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast

@@ -303,6 +303,20 @@ def test_tokenizer_whose_tokens_have_no_bytes_of_their_own_is_refused() -> None:
             compiler.compile(StructuredOutputs(json_object=True))
 
 
+def test_vocabulary_that_cannot_go_on_is_not_called_complex() -> None:
+    """Regression: "became too complex: no answer matches it" was said of an answer whose next letter has no token."""
+    letters = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    letters.decoder = decoders.ByteLevel()
+    compiler = GrammarCompiler(PreTrainedTokenizerFast(tokenizer_object=letters), 2, ())
+    for regex in ("a b", "a[ ]+b", "ab c"):
+        matcher = TokenMatcher(compiler.compile(StructuredOutputs(regex=regex)), False)
+        for token_id in (0, 1):
+            matcher.mask()
+            matcher.accept(token_id)
+        matcher.mask()
+        assert matcher.error == "no token of the model's vocabulary continues the answer as structured_outputs demands"
+
+
 # -- guesses -----------------------------------------------------------------------------------------------------------
 
 
