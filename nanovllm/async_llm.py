@@ -131,7 +131,7 @@ class AsyncLLM:
         stream.sequences = [answers[0] for answers in of_prompts]
         try:
             for index, seq in enumerate(chain.from_iterable(of_prompts)):
-                receiver = self.llm.text.receiver(self._thread.outbox, seq.params, with_tokens)
+                receiver = self.llm.text.receiver(self._thread.outbox, seq.params, seq.token_ids, with_tokens)
                 request_id = self._add(seq, receiver)
                 stream.expect(request_id, index)
                 self._dispatcher.add(request_id, stream)

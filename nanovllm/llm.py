@@ -86,7 +86,10 @@ class LLM:
         outbox = Outbox()
         try:
             request_ids = [
-                [self.engine.add_sequence(seq, self.text.receiver(outbox, seq.params)) for seq in of_prompt]
+                [
+                    self.engine.add_sequence(seq, self.text.receiver(outbox, seq.params, seq.token_ids))
+                    for seq in of_prompt
+                ]
                 for of_prompt in sequences
             ]
             outputs = self._collect(outbox, sum(map(len, request_ids)), use_tqdm)
@@ -232,7 +235,7 @@ class LLM:
 
     def _queue(self, token_ids: TokenIds, params: SamplingParams, outbox: Outbox, salt: str | None) -> int:
         """Queue a request that `check_request` has accepted. Its text and its output go to `outbox`."""
-        receiver, rules = self.text.receiver(outbox, params), self.text.rules(params)
+        receiver, rules = self.text.receiver(outbox, params, token_ids), self.text.rules(params)
         return self.engine.add_request(token_ids, params, receiver, rules, salt)
 
     def abort(self, request_id: int) -> bool:

@@ -54,6 +54,22 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> "Reference":
     return Reference(write_tiny_model(directory, "qwen3_5", num_layers=4, max_position_embeddings=8192))
 
 
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(pytestconfig: pytest.Config) -> Path:
+    """The tokenizer of SmolLM2-135M-Instruct as transformers exports it from a GGUF file. Do not write there."""
+    from smollm2 import cached_tokenizer
+
+    return cached_tokenizer(pytestconfig.cache.mkdir("smollm2"))  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct, a real model, with its tokenizer. For tests marked `slow`. Do not write there."""
+    from smollm2 import write_model
+
+    return write_model(tmp_path_factory.mktemp("smollm2"), smollm2_tokenizer)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kernel-target", help="compute capability whose kernels run, such as 8.9; default: the GPU's own"

@@ -2,8 +2,8 @@
 
 A row of logits is edited in this order, which is vLLM's:
 
-1. Tokens that `allowed` leaves out get -inf.
-2. `biases` and `bad_ends` are added.
+1. Tokens that `allowed` leaves out get -inf: a constraint or bad words forbid them.
+2. `biases` are added.
 3. `penalties` are applied: the logit of every token in prompt or answer is divided by `repetition` if it is positive,
    else multiplied by it. Then `frequency` times the number of its occurrences in the answer, and `presence` if there is
    one, are subtracted.
@@ -15,16 +15,13 @@ the step's own inputs, so the ranks count them.
 import copy
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from nanovllm.core.bad_words import BadWords
+from nanovllm.core.token_mask import TokenMask, token_mask
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.arithmetic import ceil_div
-from nanovllm.utils.automaton import Automaton
-
-ALWAYS = -1  # a bias that does not depend on the token before
 
 
 class Penalties(NamedTuple):
@@ -52,13 +49,12 @@ class Biases(NamedTuple):
 
     token_ids: np.ndarray  # int32 [N]
     values: np.ndarray  # float32 [N]
-    after: np.ndarray  # int32 [N]: add only if the row's last token is this one, or ALWAYS
 
     @classmethod
-    def of(cls, token_ids: list[int], values: float | list[float], after: int | list[int] = ALWAYS) -> "Biases":
-        """`values` and `after`: one for all tokens, or one for each."""
-        found = cls(*(np.empty(len(token_ids), dtype) for dtype in (np.int32, np.float32, np.int32)))
-        found.token_ids[:], found.values[:], found.after[:] = token_ids, values, after
+    def of(cls, token_ids: list[int], values: float | list[float]) -> "Biases":
+        """`values`: one for all tokens, or one for each."""
+        found = cls(*(np.empty(len(token_ids), dtype) for dtype in (np.int32, np.float32)))
+        found.token_ids[:], found.values[:] = token_ids, values
         return found
 
     @classmethod
@@ -73,12 +69,11 @@ class RowEdits(NamedTuple):
     """The edits of one row that differ from those of the sequence's other rows."""
 
     biases: Biases = NO_BIASES  # they change seldom, and many rows share them
-    bad_ends: Biases = NO_BIASES  # tokens that bad words forbid
-    allowed: np.ndarray | None = None  # int32 [ceil(vocab_size / 32)]: token t is bit t % 32 of entry t // 32
+    allowed: TokenMask | None = None  # None: every token
 
     @property
     def changes_logits(self) -> bool:
-        return self.allowed is not None or bool(len(self.biases.token_ids) or len(self.bad_ends.token_ids))
+        return self.allowed is not None or bool(len(self.biases.token_ids))
 
 
 class LogitEdits(NamedTuple):
@@ -89,11 +84,7 @@ class LogitEdits(NamedTuple):
     rows: tuple[RowEdits, ...]  # one for each token that the step samples
 
 
-MAX_KEPT_ENDS = 64  # for each list of bad words
 _FORBID = float("-inf")
-
-# One position: bit i % 32 of word i // 32 is set if token i is allowed; int32 [ceil(vocab_size / 32)], read-only
-TokenMask: TypeAlias = npt.NDArray[np.int32]
 
 
 class TokenConstraint(Protocol):
@@ -140,51 +131,6 @@ class TokenConstraint(Protocol):
         allow every token: what is sampled there does not count, because the guess is rejected or the request has
         ended. Rows also allow every token if there is an `error`; then `accept` returns False.
         """
-
-
-class BadWords:
-    """Sequences of tokens that must not occur in an answer. Made once for all answers that have the same ones.
-
-    Its states are those of an automaton that follows the answer, so a token costs the same however many words there
-    are. Used by the engine's thread.
-    """
-
-    def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
-        self._automaton = Automaton[int]()
-        ends: dict[int, list[int]] = {}  # state of all tokens of a word but the last -> last tokens
-        pairs: dict[int, list[tuple[int, int]]] = {}  # state of all tokens but two -> the last but one, the last
-        for *begin, end in words:
-            ends.setdefault(self._automaton.add(begin), []).append(end)
-            if begin:
-                pairs.setdefault(self._automaton.add(begin[:-1]), []).append((begin[-1], end))
-        self._links = self._automaton.link(ends.keys() | pairs.keys())
-        self._ends = {state: Biases.of(token_ids, _FORBID) for state, token_ids in ends.items()}
-        self._pairs = {
-            state: Biases.of([end for _, end in found], _FORBID, [last for last, _ in found])
-            for state, found in pairs.items()
-        }
-        self._found: dict[tuple[int, bool], Biases] = {}  # results of `ends`; answers often share states
-
-    def follow(self, state: int, token_id: int) -> int:
-        """The state after one more token of the answer. It begins with state 0."""
-        return self._automaton.step(state, token_id)
-
-    def ends(self, state: int, *, has_pending: bool) -> Biases:
-        """Forbid the last token of each word whose other tokens end the answer. `has_pending`: one more token, which is
-        not known yet, follows the tokens that led to `state`.
-        """
-        key = state, has_pending
-        if key not in self._found:
-            parts = [self._ends[0]] if has_pending and 0 in self._ends else []  # words of one token
-            table = self._pairs if has_pending else self._ends
-            while state >= 0:
-                if state in table:
-                    parts.append(table[state])
-                state = self._links[state]
-            if len(self._found) == MAX_KEPT_ENDS:
-                self._found.clear()
-            self._found[key] = Biases.joined(parts)
-        return self._found[key]
 
 
 class AnswerRules(NamedTuple):
@@ -239,8 +185,8 @@ class LogitEditor:
         return other
 
     @property
-    def knows_all_but_last(self) -> bool:
-        """True if the host must know all tokens before a sampled one except the last. This rules out drafts."""
+    def needs_all_tokens(self) -> bool:
+        """True if the host must know all tokens before a sampled one. This rules out working ahead, and drafts."""
         return self._bad_words is not None or self.constraint is not None
 
     def edits(self, token_ids: Seq[int], *, has_pending: bool, guesses: Seq[int]) -> LogitEdits | None:
@@ -254,12 +200,10 @@ class LogitEditor:
         if self._counts is not None:
             self._counts.add(token_ids[self._num_prompt_tokens + self._counts.num_tokens :])
             penalties = Penalties(*self._penalties, self._prompt_mask, *self._counts.arrays())
-        masks = [] if self.constraint is None else self.constraint.masks_for(list(guesses))
-        bad_ends = self._bad_ends(token_ids, has_pending, guesses)
+        masks = self._masks(token_ids, has_pending, guesses)
         rows = tuple(
             RowEdits(
                 self._first_biases if num_known + has_pending + i < self._min_tokens else self._biases,
-                bad_ends[i] if bad_ends else NO_BIASES,
                 masks[i] if i < len(masks) else None,
             )
             for i in range(1 + len(guesses))
@@ -267,18 +211,20 @@ class LogitEditor:
         is_empty = self._counts is None and not any(row.changes_logits for row in rows)
         return None if is_empty else LogitEdits(penalties, int(has_pending), rows)
 
-    def _bad_ends(self, token_ids: Seq[int], has_pending: bool, guesses: Seq[int]) -> list[Biases]:
-        """List the tokens that bad words forbid in each row; [] without bad words."""
+    def _masks(self, token_ids: Seq[int], has_pending: bool, guesses: Seq[int]) -> list[TokenMask]:
+        """List the tokens that the constraint and the bad words allow in each row; [] without these."""
+        masks = [] if self.constraint is None else self.constraint.masks_for(list(guesses))
         if self._bad_words is None:
-            return []
-        assert not (has_pending and guesses), "two tokens before a bad word's end are unknown"
+            return masks
+        assert not has_pending, "bad words depend on a token that is not known yet"
         for token_id in token_ids[self._num_prompt_tokens + self._num_followed :]:
             self._bad_words_state = self._bad_words.follow(self._bad_words_state, token_id)
         self._num_followed = len(token_ids) - self._num_prompt_tokens
         states = [self._bad_words_state]
         for token_id in guesses:
             states.append(self._bad_words.follow(states[-1], token_id))
-        return [self._bad_words.ends(state, has_pending=has_pending) for state in states]
+        allowed = [self._bad_words.mask(state) for state in states]
+        return [mask & other for mask, other in zip(masks, allowed, strict=True)] if masks else allowed
 
     def forbids_all(self, token_ids: Seq[int]) -> bool:
         """Return True if no token may follow these, which are all tokens of the sequence."""
@@ -287,8 +233,7 @@ class LogitEditor:
         is_allowed = np.ones(self._vocab_size, np.bool_)
         if row.allowed is not None:
             is_allowed = np.unpackbits(row.allowed.view(np.uint8), bitorder="little")[: self._vocab_size] != 0
-        for biases in (row.biases, row.bad_ends):
-            is_allowed[biases.token_ids[biases.values == _FORBID]] = False
+        is_allowed[row.biases.token_ids[row.biases.values == _FORBID]] = False
         return not is_allowed.any()
 
 
@@ -314,12 +259,3 @@ class _TokenCounts:
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """The tokens and their counts. The counts are a copy, because a plan never changes."""
         return self._token_ids[: len(self._places)], self._counts[: len(self._places)].copy()
-
-
-def token_mask(token_ids: Seq[int], vocab_size: int) -> TokenMask:
-    """The mask with the bits of these tokens."""
-    bits = np.zeros(ceil_div(vocab_size, 32) * 32, np.bool_)
-    bits[np.asarray(token_ids, np.int64)] = True
-    mask: TokenMask = np.packbits(bits, bitorder="little").view(np.int32)
-    mask.flags.writeable = False
-    return mask

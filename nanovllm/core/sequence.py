@@ -94,7 +94,7 @@ class Sequence:
     @property
     def waits_for_token(self) -> bool:
         """True if the next token can be planned only when the pending one has arrived."""
-        return self.editor is not None and self.editor.constraint is not None and self.num_pending_tokens > 0
+        return self.editor is not None and self.editor.needs_all_tokens and self.num_pending_tokens > 0
 
     @property
     def waits_for_mask(self) -> bool:

@@ -46,39 +46,23 @@ def _copy_rows_kernel(
 
 
 @triton.jit
-def _add_biases(edited_ptr, start, end, last_token, ids_ptr, values_ptr, after_ptr, TILE: tl.constexpr):
-    for first in range(start, end, TILE):
-        place = first + tl.arange(0, TILE)
-        is_bias = place < end
-        after = tl.load(after_ptr + place, mask=is_bias, other=0)
-        token = tl.load(ids_ptr + place, mask=is_bias, other=0)
-        value = tl.load(values_ptr + place, mask=is_bias, other=0.0)
-        applies = is_bias & ((after < 0) | (after == last_token))
-        tl.atomic_add(edited_ptr + token, value, mask=applies)  # a token may have several biases
-
-
-@triton.jit
 def _add_biases_kernel(
     edited_ptr,
-    input_ids_ptr,  # [T] int64
-    new_end_ptr,
     bias_start_ptr,
     bias_end_ptr,
-    bad_end_start_ptr,
-    bad_end_end_ptr,
     ids_ptr,
     values_ptr,
-    after_ptr,
     vocab_size,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    edited_ptr += row * vocab_size
-    last_token = tl.load(input_ids_ptr + tl.load(new_end_ptr + row) - 1)
     start, end = tl.load(bias_start_ptr + row), tl.load(bias_end_ptr + row)
-    _add_biases(edited_ptr, start, end, last_token, ids_ptr, values_ptr, after_ptr, TILE)
-    start, end = tl.load(bad_end_start_ptr + row), tl.load(bad_end_end_ptr + row)
-    _add_biases(edited_ptr, start, end, last_token, ids_ptr, values_ptr, after_ptr, TILE)
+    for first in range(start, end, TILE):
+        place = first + tl.arange(0, TILE)
+        is_bias = place < end
+        token = tl.load(ids_ptr + place, mask=is_bias, other=0)
+        value = tl.load(values_ptr + place, mask=is_bias, other=0.0)
+        tl.atomic_add(edited_ptr + row * vocab_size + token, value, mask=is_bias)  # a token may have several biases
 
 
 @triton.jit
@@ -197,15 +181,10 @@ def edit_logits(logits: torch.Tensor, edits: EditTensors, input_ids: torch.Tenso
     )
     on_grid(_add_biases_kernel, (num_rows,))(
         edited,
-        input_ids,
-        edits.new_end,
         edits.bias_start,
         edits.bias_end,
-        edits.bad_end_start,
-        edits.bad_end_end,
         edits.bias_ids,
         edits.bias_values,
-        edits.bias_after,
         vocab_size,
         TILE=_EDIT_TILE,
         num_warps=4,

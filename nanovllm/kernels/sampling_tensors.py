@@ -23,7 +23,7 @@ class SamplingTensors(NamedTuple):
 class EditTensors(NamedTuple):
     """Edits of R rows of a step's logits (core/logit_editor.py), on the device of the logits.
 
-    The tokens of the ranges bias, bad_end, seen and new of row i are entries start[i] to end[i] - 1 of the arrays
+    The tokens of the ranges bias, seen and new of row i are entries start[i] to end[i] - 1 of the arrays
     below, of which rows may share some, and for `new` of the step's input ids.
     """
 
@@ -38,14 +38,11 @@ class EditTensors(NamedTuple):
     new_end: torch.Tensor  # int64 [R], one behind the row's own input token
     bias_start: torch.Tensor  # int64 [R]
     bias_end: torch.Tensor  # int64 [R]
-    bad_end_start: torch.Tensor  # int64 [R]
-    bad_end_end: torch.Tensor  # int64 [R]
     allowed_row: torch.Tensor  # int64 [R], a row of `allowed`, or -1: every token is
     seen_ids: torch.Tensor  # int32 [N], of answers, distinct in each range
     seen_counts: torch.Tensor  # int32 [N]
-    bias_ids: torch.Tensor  # int32 [M], of both kinds of biases
+    bias_ids: torch.Tensor  # int32 [M]
     bias_values: torch.Tensor  # float32 [M]
-    bias_after: torch.Tensor  # int32 [M], -1: always
     allowed: torch.Tensor  # int32 [K, ceil(vocab_size / 32)]
     prompt_masks: torch.Tensor  # int32 [P, ceil(vocab_size / 32)]
 

@@ -209,12 +209,8 @@ def _edit_row(row: torch.Tensor, edits: EditTensors, i: int, input_ids: torch.Te
     if edits.allowed_row[i] >= 0:
         row.masked_fill_(~_bits(edits.allowed[edits.allowed_row[i]], len(row)), -torch.inf)
     new_ids = input_ids[edits.new_start[i] : edits.new_end[i]]
-    last_id = input_ids[edits.new_end[i] - 1]
-    for starts, ends in ((edits.bias_start, edits.bias_end), (edits.bad_end_start, edits.bad_end_end)):
-        biases = slice(starts[i], ends[i])
-        after = edits.bias_after[biases]
-        applies = (after < 0) | (after == last_id)
-        row.index_add_(0, edits.bias_ids[biases][applies], edits.bias_values[biases][applies])
+    biases = slice(edits.bias_start[i], edits.bias_end[i])
+    row.index_add_(0, edits.bias_ids[biases], edits.bias_values[biases])
 
     seen = slice(edits.seen_start[i], edits.seen_end[i])
     counts = torch.zeros(len(row), dtype=torch.int32).index_add_(0, edits.seen_ids[seen], edits.seen_counts[seen])

@@ -229,9 +229,8 @@ def edit_inputs(plan: StepPlan, sampling: SamplingTensors, vocab_size: int) -> E
     (seen_starts, seen_ends), (seen_ids, seen_counts) = _end_to_end(
         [each.token_ids for each in penalties], [each.counts for each in penalties]
     )
-    biases = [each.biases for each in edits] + [each.bad_ends for each in edits]
-    (bias_starts, bias_ends), (bias_ids, bias_values, bias_after) = _end_to_end(*zip(*biases, strict=True))
-    num_rows = len(rows)
+    biases = [each.biases for each in edits]
+    (bias_starts, bias_ends), (bias_ids, bias_values) = _end_to_end(*zip(*biases, strict=True))
     arrays: dict[str, Any] = {
         "rows": np.array([row.row for row in rows], np.int64),
         "repetition": np.array([each.repetition for each in penalties], np.float32),
@@ -242,16 +241,13 @@ def edit_inputs(plan: StepPlan, sampling: SamplingTensors, vocab_size: int) -> E
         "seen_end": seen_ends,
         "new_start": np.array([row.first_new_token for row in rows], np.int64),
         "new_end": np.array([row.token + 1 for row in rows], np.int64),
-        "bias_start": bias_starts[:num_rows],
-        "bias_end": bias_ends[:num_rows],
-        "bad_end_start": bias_starts[num_rows:],
-        "bad_end_end": bias_ends[num_rows:],
+        "bias_start": bias_starts,
+        "bias_end": bias_ends,
         "allowed_row": allowed_rows,
         "seen_ids": seen_ids,
         "seen_counts": seen_counts,
         "bias_ids": bias_ids,
         "bias_values": bias_values,
-        "bias_after": bias_after,
         "allowed": allowed,
         "prompt_masks": prompt_masks,
     }

@@ -244,7 +244,8 @@ class MessagesAnswer(BlockAnswer):
             return "tool_use", None
         given = self._body.stop or ()
         num_tokens = 4 * max(map(len, given), default=0)  # at most one for each byte
-        end = self._service.llm.text.decode(output["token_ids"][-num_tokens - 1 :]) if given else ""
+        newest = [*output["prompt_token_ids"][-1:], *output["token_ids"][-num_tokens - 1 :]]
+        end = self._service.llm.text.decode(newest[1:], after=newest[:1]) if given else ""
         found = next((each for each in given if each in end), None)
         return "stop_sequence" if found else "end_turn", found
 

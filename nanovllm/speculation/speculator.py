@@ -403,4 +403,4 @@ class Speculator:
 
 def _must_know_guesses(seq: Sequence) -> bool:
     """Return True if the edits of the logits after a guess depend on it, so that the ranks cannot draft it."""
-    return seq.editor is not None and seq.editor.knows_all_but_last
+    return seq.editor is not None and seq.editor.needs_all_tokens

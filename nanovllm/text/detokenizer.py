@@ -12,8 +12,9 @@ import io
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from nanovllm.core.outputs import Ending, Outbox, PositionLogprobs, Receiver, TextOf, TextSource
 from nanovllm.core.sequence import Sequence
@@ -34,38 +35,72 @@ class TokenDecoder:
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
-        self.decode = _find_decode(tokenizer, skip_special_tokens)
+        self.decode, self.decode_batch = _find_decode(tokenizer, skip_special_tokens)
+        self._tokenizer = tokenizer
         self._text_lens: dict[int, int | None] = {}
+        self._broken: set[int] = set()  # those of `_text_lens` whose text has U+FFFD
         self._texts: dict[int, str] = {}
+        self._anchor: tuple[list[int], str] | None = None
+
+    @property
+    def anchor(self) -> tuple[list[int], str]:
+        """A token to put before others, which then are not at the start of a text, and its text. Cached.
+
+        Decoders may strip the space of a text's first word. The list is empty for a tokenizer without such a token.
+        """
+        if self._anchor is None:
+            self._anchor = self._find_anchor()
+        return self._anchor
+
+    def _find_anchor(self) -> tuple[list[int], str]:
+        one_char: tuple[list[int], str] = [], ""
+        for token_id in range(len(self._tokenizer)):
+            text = self.decode([token_id])
+            # A word rather than a letter, which may be the token of a byte
+            if text.isalnum() and self.decode([token_id, token_id]).startswith(text):
+                if len(text) > 1:
+                    return [token_id], text
+                one_char = one_char if one_char[0] else ([token_id], text)
+        return one_char
 
     def visible(self, token_ids: Iterable[int]) -> list[int]:
         """Return the tokens that have text. Skipped special tokens and tokens unknown to the tokenizer have none."""
         return [token_id for token_id in token_ids if self._text_len(token_id) is not None]
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a single token, with U+FFFD for an incomplete character. Cached."""
+        """Return the text of a token inside a text, with U+FFFD for an incomplete character. Cached."""
         if token_id not in self._texts:
-            self._texts[token_id] = self.decode([token_id])
+            before, before_text = self.anchor
+            self._texts[token_id] = self.decode([*before, token_id]).removeprefix(before_text)
         return self._texts[token_id]
 
-    def text_len(self, token_ids: list[int]) -> int:
-        """Return the number of characters in the text of visible tokens."""
+    def measure(self, token_ids: list[int]) -> tuple[int, bool]:
+        """Return the number of characters in the text of visible tokens, and True if it has U+FFFD."""
         if len(token_ids) == 1:
-            return self._text_len(token_ids[0]) or 0
-        return len(self.decode(token_ids))
+            return self._text_len(token_ids[0]) or 0, token_ids[0] in self._broken
+        text = self.decode(token_ids)
+        return len(text), REPLACEMENT in text
 
     def _text_len(self, token_id: int) -> int | None:
         """Return the number of characters in a token's text; None if it never has any. Cached."""
         if token_id not in self._text_lens:
-            text_len = len(self.decode([token_id]))
+            text = self.decode([token_id])
+            text_len = len(text)
+            if REPLACEMENT in text:
+                self._broken.add(token_id)
             # A decoder may strip a leading space. If the token is one, decoding it twice still leaves the second.
             never_shows = text_len == 0 and not self.decode([token_id, token_id])
             self._text_lens[token_id] = None if never_shows else text_len
         return self._text_lens[token_id]
 
 
-def _find_decode(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]], str]:
-    """Return `tokenizer.decode`, or the Rust tokenizer's, which is much faster, if it gives the same text.
+_Decode: TypeAlias = Callable[[list[int]], str]
+_DecodeBatch: TypeAlias = Callable[[list[list[int]]], list[str]]
+
+
+def _find_decode(tokenizer: Any, skip_special_tokens: bool) -> tuple[_Decode, _DecodeBatch]:
+    """Return `tokenizer.decode`, or the Rust tokenizer's, which is much faster, if it gives the same text; and the
+    same for several texts.
 
     The texts differ if the class overrides `decode`, or if `clean_up_tokenization_spaces` takes effect. That depends on
     the kind of tokenizer and on the release of transformers, so a sample is decoded.
@@ -73,12 +108,19 @@ def _find_decode(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[in
     from transformers import PreTrainedTokenizerFast
 
     decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+
+    def decode_batch(batch: list[list[int]]) -> list[str]:
+        return [decode(token_ids) for token_ids in batch]
+
     kind, plain = type(tokenizer), PreTrainedTokenizerFast
     if not issubclass(kind, plain) or (kind.decode, kind._decode) != (plain.decode, plain._decode):
-        return decode
-    rust_decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        return decode, decode_batch
+    backend = tokenizer.backend_tokenizer
+    rust_decode = partial(backend.decode, skip_special_tokens=skip_special_tokens)
     token_ids = tokenizer.encode(TEXT_TO_CLEAN_UP, add_special_tokens=False)
-    return rust_decode if rust_decode(token_ids) == decode(token_ids) else decode
+    if rust_decode(token_ids) != decode(token_ids):
+        return decode, decode_batch
+    return rust_decode, partial(backend.decode_batch, skip_special_tokens=skip_special_tokens)
 
 
 class StopStrings:
@@ -110,7 +152,7 @@ class StopStrings:
 
 
 class Detokenizer:
-    """The text of one answer.
+    """The text of one answer: what it adds to the text of the prompt.
 
     A piece contains only final text. An incomplete character is held back until the rest of it arrives. An ending that
     could be the start of a stop string is held back until that is decided. The last token releases everything: if
@@ -118,9 +160,18 @@ class Detokenizer:
     """
 
     def __init__(
-        self, decoder: TokenDecoder, stop: StopStrings, include_stop: bool = False, *, min_tokens: int = 0
+        self,
+        decoder: TokenDecoder,
+        stop: StopStrings,
+        include_stop: bool = False,
+        *,
+        prompt: Seq[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         """`include_stop`: keep the stop string or end token that ends the answer in its text.
+
+        `prompt`: its last tokens are decoded with the answer's first ones. A decoder may strip the space of the first
+        word of a text. A character that the prompt begins and the answer completes belongs to the answer.
 
         `min_tokens`: a stop string may begin only behind the text of so many tokens.
         """
@@ -128,9 +179,12 @@ class Detokenizer:
         self._stop = stop
         self._include_stop = include_stop
         self._num_unstoppable_tokens = min_tokens  # from here on
-        self._window: list[int] = []  # the newest visible tokens, which are decoded together
-        self._num_context_tokens = 0  # at the start of the window: already read, kept for the tokens after them
-        self._num_read_chars = 0  # earlier updates have read so much of the window's text
+        self._window, self._num_context_tokens = self._end_of_prompt(prompt)
+        # The newest visible tokens are decoded together. The first have been read, and are kept for those after them
+        self._num_read_chars = decoder.measure(self._window[: self._num_context_tokens])[0]  # of the window's text
+        self._num_prompt_chars = self._num_read_chars
+        has_part = self._num_context_tokens < len(self._window)
+        self._open_prompt_text = decoder.decode(self._window) if has_part else None  # its last character may change
         self._withheld = ""  # read, but held back because it may begin a stop string
         self._stop_state = 0  # at its end
         self._shown = io.StringIO()
@@ -163,6 +217,30 @@ class Detokenizer:
         self._shown.write(piece)
         return piece
 
+    def _end_of_prompt(self, prompt: Seq[int]) -> tuple[list[int], int]:
+        """Return the prompt's newest visible tokens, and the number of them before an incomplete character at the end.
+
+        Both are chosen so that there are as few replacement characters as possible.
+        """
+        visible: list[int] = []
+        for token_id in reversed(prompt):
+            if len(visible) == WINDOW_TOKENS + MAX_INCOMPLETE_CHARS:
+                break
+            visible += self._decoder.visible([token_id])
+        visible.reverse()
+        end, latest = len(visible), max(0, len(visible) - WINDOW_TOKENS)
+        found: list[
+            tuple[int, int, int]
+        ] = []  # replacement characters, incomplete tokens at the end, more at the start
+        for num_more in range(1 + min(MAX_INCOMPLETE_CHARS, latest)):
+            for num_incomplete in range(1 + min(MAX_INCOMPLETE_CHARS, end - latest)):
+                whole = visible[latest - num_more : end - num_incomplete]
+                found.append((self._decoder.decode(whole).count(REPLACEMENT), num_incomplete, num_more))
+                if found[-1][0] == 0:
+                    return visible[latest - num_more :], len(whole)
+        _, num_incomplete, num_more = min(found)
+        return visible[latest - num_more :], end - num_incomplete - (latest - num_more)
+
     def _read(self, token_ids: list[int], finished: bool) -> str:
         """Add tokens to the window, and return the part of its text that is final and was not read before.
 
@@ -174,27 +252,46 @@ class Detokenizer:
             *first, last = token_ids
             return "".join(self._read([token_id], False) for token_id in first) + self._read([last], finished)
         self._window += token_ids
+        if self._open_prompt_text is not None:
+            pairs = zip(text, self._open_prompt_text, strict=False)
+            num_same = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), len(self._open_prompt_text))
+            self._num_read_chars = max(self._num_prompt_chars, num_same)
         if finished or not text.endswith(REPLACEMENT):
+            self._open_prompt_text = None
             piece = text[self._num_read_chars :]
-            self._window = self._context_of(self._window[self._num_context_tokens :] or self._window)
+            self._window, self._num_read_chars = self._context()
             self._num_context_tokens = len(self._window)
-            self._num_read_chars = self._decoder.text_len(self._window)
             return piece
         num_waiting_chars = len(text) - len(text.rstrip(REPLACEMENT))
         start = self._num_read_chars
         if len(self._window) - self._num_context_tokens <= MAX_WAITING_TOKENS:
             self._num_read_chars = max(start, len(text) - num_waiting_chars)
+            if self._num_read_chars > start:
+                self._open_prompt_text = None
             return text[start : self._num_read_chars]
+        self._open_prompt_text = None
         # These are too many tokens for one character, so the replacement characters are text, except perhaps the last.
         end = max(start, len(text) - min(num_waiting_chars, MAX_INCOMPLETE_CHARS))
         self._window, self._num_context_tokens = self._window[-WINDOW_TOKENS:], 0
-        self._num_read_chars = max(0, self._decoder.text_len(self._window) - (len(text) - end))
+        self._num_read_chars = max(0, self._decoder.measure(self._window)[0] - (len(text) - end))
         return text[start:end]
 
-    def _context_of(self, token_ids: list[int]) -> list[int]:
-        """Return the newest of these tokens, to be decoded with the next ones; all if they begin inside a character."""
-        newest = token_ids[-WINDOW_TOKENS:]
-        return newest if len(newest) == len(token_ids) or REPLACEMENT not in self._decoder.decode(newest) else token_ids
+    def _context(self) -> tuple[list[int], int]:
+        """Return the tokens to be decoded with the next ones, and the number of characters in their text.
+
+        The newest tokens are enough, unless they begin inside a character. Then those before them are kept, too.
+        """
+        new = self._window[self._num_context_tokens :] or self._window
+        newest = new[-WINDOW_TOKENS:]
+        num_chars, is_broken = self._decoder.measure(newest)
+        if is_broken:
+            for num_older in range(1, 1 + MAX_INCOMPLETE_CHARS):
+                tokens = self._window[-len(newest) - num_older :]
+                num_all_chars, is_still_broken = self._decoder.measure(tokens)
+                if not is_still_broken:
+                    return tokens, num_all_chars
+            newest, num_chars = new, self._decoder.measure(new)[0]
+        return newest, num_chars
 
     def _cut_at_stop(self, piece: str, finished: bool) -> str:
         """Return what may be shown of the withheld text and the piece after it.

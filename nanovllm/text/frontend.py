@@ -2,7 +2,8 @@
 
     text = TextFrontend(model_config, directory)
     engine = start_engine(setup, text.end_token_ids)
-    engine.add_request(text.encode_prompt("Hello"), params, text.receiver(outbox, params))
+    prompt = text.encode_prompt("Hello")
+    engine.add_request(prompt, params, text.receiver(outbox, params, prompt))
 
 A model without a tokenizer has a frontend too, which accepts only token ids and makes no text. Any thread may call any
 method.
@@ -16,19 +17,20 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from nanovllm.checkpoint.files import TOKENIZER_FILES, has_tokenizer, read_json
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.core.logit_editor import AnswerRules, BadWords
+from nanovllm.core.bad_words import BadWords, TokenTable
+from nanovllm.core.logit_editor import AnswerRules
 from nanovllm.core.outputs import Outbox, Receiver
 from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.detokenizer import Detokenizer, StopStrings, TextReceiver, TokenDecoder
+from nanovllm.text.detokenizer import REPLACEMENT, Detokenizer, StopStrings, TextReceiver, TokenDecoder
 from nanovllm.text.request_check import (
     Prompt,
     are_in_vocabulary,
@@ -39,6 +41,7 @@ from nanovllm.text.request_check import (
     text_or_token_ids,
 )
 from nanovllm.text.structured import Grammar, GrammarCompiler, TokenMatcher
+from nanovllm.text.token_bytes import BYTES_OF_LETTERS, read_token_bytes
 
 # Where a text may be cut. Tokenizers in the style of GPT-2 split a text into words with a regular expression, and each
 # word has its own tokens. A cut is allowed where, whatever the text around it, one word ends and another begins, and
@@ -236,49 +239,11 @@ def _special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]] | None
     return None
 
 
-MAX_TOKENS = 16_384  # in a request's bad words: they take 15 ms to prepare, and a step at most 0.1 ms
-MAX_CHARS = 16 * MAX_TOKENS  # checked before anything is tokenized; few texts have as many characters for each token
-
-
-def bad_word_token_ids(tokenizer: Any, words: Sequence[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences that must not occur in an answer without these words, as vLLM defines them.
-
-    A word is encoded as the start of a text and as a later word, after a space. The second encoding counts only if it
-    begins with another token and is as long as the first; else it is the first one after a token for the space. Other
-    ways to spell the word with smaller tokens are not found. Raises RequestError for a word that has no tokens, for too
-    many tokens, and if the words leave no token to sample.
-    """
-    _check_size("characters", sum(map(len, words)), MAX_CHARS)
-    found: list[tuple[int, ...]] = []
-    for word in words:
-        if any("\ud800" <= char <= "\udfff" for char in word):
-            raise RequestError(f"SamplingParams.bad_words has {word!r}, which is not valid Unicode text; leave it out")
-        first = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
-        if not first or max(first) >= vocab_size:
-            raise RequestError(
-                f"SamplingParams.bad_words has {word!r}, which has no tokens in the model's vocabulary; leave it out"
-            )
-        found.append(first)
-        later = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
-        if len(later) == len(first) and later[0] != first[0] and max(later) < vocab_size:
-            found.append(later)
-    _check_size("tokens", sum(map(len, found)), MAX_TOKENS)
-    if len({word for word in found if len(word) == 1}) == vocab_size:
-        raise RequestError(
-            f"SamplingParams.bad_words forbids all {vocab_size} tokens of the model's vocabulary; leave some words out"
-        )
-    return tuple(found)
-
-
-def _check_size(unit: str, count: int, limit: int) -> None:
-    if count > limit:
-        raise RequestError(f"SamplingParams.bad_words has {count} {unit} in all, at most {limit}; leave some words out")
-
-
 def load_tokenizer(directory: Path | None) -> Any:
     """Load the model's tokenizer. Returns None for a preset and for a directory without one.
 
-    Raises CheckpointError, which names the file, if the tokenizer cannot be read. Never runs code from the checkpoint.
+    If there is a tokenizer.json, texts are encoded and decoded as this file says. Raises CheckpointError, which names
+    the file, if the tokenizer cannot be read. Never runs code from the checkpoint.
     """
     if directory is None or not has_tokenizer(directory):
         return None
@@ -287,7 +252,10 @@ def load_tokenizer(directory: Path | None) -> Any:
     files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
     try:
         config = _plain_config(directory)
-        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, config=config)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, config=config)
+        return _as_the_file_says(tokenizer, directory)
+    except CheckpointError:
+        raise
     except Exception as error:  # transformers passes on what its parsers raise, which does not name the file
         for file in files:
             if file.suffix == ".json":
@@ -318,6 +286,77 @@ def _plain_config(directory: Path) -> Any:
     return config
 
 
+def _as_the_file_says(tokenizer: Any, directory: Path) -> Any:
+    """Return a tokenizer that works as tokenizer.json says, if there is that file.
+
+    transformers builds many tokenizers anew from `tokenizer_class` and `model_type`, and takes only the vocabulary from
+    the file. Where these names are wrong, such as LlamaTokenizerFast for a byte-level tokenizer, texts lose their
+    spaces or are split at other places. transformers knows some of these models by the names of their repositories,
+    which a directory does not have. The special tokens, the chat template, and the tokens that are put around a text
+    always come from transformers. Raises CheckpointError if transformers changes the file's tokenizer, too.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    if not (directory / "tokenizer.json").is_file():
+        return tokenizer
+    file = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or _differences(tokenizer.backend_tokenizer, file):
+        by_class = tokenizer
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory))
+        known = file.get_vocab()
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            if getattr(tokenizer, name) is None and getattr(by_class, name) in known:
+                setattr(tokenizer, name, getattr(by_class, name))
+        if different := _differences(tokenizer.backend_tokenizer, file):
+            raise CheckpointError(
+                f"transformers reads another {different[0]} from the files in {directory} than tokenizer.json has; "
+                "correct tokenizer_config.json"
+            )
+    _decode_by_token(tokenizer.backend_tokenizer)
+    return tokenizer
+
+
+_MODEL_OPTIONS = (
+    "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback",
+    "ignore_merges", "max_input_chars_per_word",
+)  # fmt: skip
+
+
+def _differences(backend: Any, file: Any) -> list[str]:
+    """Return the parts in which a tokenizer differs from that of the file, the post-processor left out."""
+    different = [
+        name
+        for name in ("normalizer", "pre_tokenizer", "decoder")
+        if _state(getattr(backend, name)) != _state(getattr(file, name))
+    ]
+    options = [
+        (type(each.model), *(getattr(each.model, name, None) or None for name in _MODEL_OPTIONS))
+        for each in (backend, file)
+    ]
+    if options[0] != options[1]:
+        different.append("model")
+    if not file.get_vocab().items() <= backend.get_vocab().items():
+        different.append("vocabulary")
+    return different
+
+
+def _decode_by_token(backend: Any) -> None:
+    """Let a byte-level tokenizer decode each token by itself.
+
+    Tokenizers that transformers exports from GGUF files join the tokens first. A single token that is not written in
+    the letters of bytes, such as an added one with a full-width bar, would then leave the whole text in these letters.
+    """
+    from tokenizers import decoders
+
+    kinds = [part["type"] for part in _state(backend.decoder).get("decoders", ())]
+    if kinds[-1:] == ["ByteLevel"] and "Fuse" in kinds and {*kinds[:-1]} <= {"ByteFallback", "Fuse", "Replace"}:
+        plain = backend.get_vocab(with_added_tokens=False)
+        added = {token.content for token in backend.get_added_tokens_decoder().values()}
+        if all(char in BYTES_OF_LETTERS for token in plain if token not in added for char in token):
+            backend.decoder = decoders.ByteLevel()
+
+
 def end_token_ids(model_config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that end an answer: the end tokens in the model's configs, and the tokenizer's eos token.
 
@@ -331,6 +370,7 @@ def end_token_ids(model_config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
 
 
 MAX_BAD_WORDS = MAX_STOP_STRINGS = 16  # lists in the caches; all answers of a request have the same
+MAX_BAD_WORD_BYTES = 16_384  # in a request; they take up to 0.2 s to prepare, and a step at most 0.1 ms
 
 Message: TypeAlias = dict[str, Any]
 
@@ -342,11 +382,13 @@ class TextFrontend:
         self.end_token_ids = end_token_ids(model_config, self.tokenizer)
         self._vocab_size = model_config.vocab_size
         self._encode_lock = threading.Lock()  # a tokenizer can encode for only one thread at a time
+        self._bad_words_lock = threading.Lock()
         self._decoders: dict[bool, TokenDecoder] = {}  # by skip_special_tokens
         if self.tokenizer is not None:
             self._encoder = TextEncoder(self.tokenizer)
             self._decoders = {skip: TokenDecoder(self.tokenizer, skip) for skip in (True, False)}
-        self._bad_words = lru_cache(MAX_BAD_WORDS)(partial(_find_bad_words, self.tokenizer, self._vocab_size))
+        self._token_table: TokenTable | None = None  # made for the first bad words
+        self._bad_words = lru_cache(MAX_BAD_WORDS)(self._find_bad_words)
         self._stop_strings = lru_cache(MAX_STOP_STRINGS)(StopStrings)
         self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.end_token_ids)
 
@@ -385,13 +427,17 @@ class TextFrontend:
             )
         return token_ids
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """Return the text of tokens, special ones included. Raises RequestError as `encode_prompt` does."""
-        token_ids = check_token_ids(list(token_ids), self._vocab_size)
+    def decode(self, token_ids: Iterable[int], *, after: Iterable[int] = ()) -> str:
+        """Return the text of tokens, special ones included. Raises RequestError as `encode_prompt` does.
+
+        `after`: the tokens before these, of which one is enough. Their text is left out.
+        """
+        before = check_token_ids(list(after), self._vocab_size).tolist()
+        listed = check_token_ids(list(token_ids), self._vocab_size).tolist()
         if self.tokenizer is None:
             raise RequestError("the text of tokens needs a tokenizer, but this model has none")
-        text: str = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
-        return text
+        decode = self._decoders[False].decode
+        return decode(before + listed)[len(decode(before)) :]
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise RequestError for parameters that need a missing tokenizer, and for unusable bad_words or grammars.
@@ -414,8 +460,38 @@ class TextFrontend:
     def _bad_words_of(self, params: SamplingParams) -> BadWords | None:
         if not params.bad_words:
             return None
-        with self._encode_lock:
-            return self._bad_words(tuple(params.bad_words))
+        endings = () if params.ignore_eos else self.end_token_ids
+        endings = () if params.include_stop_str_in_output else (*endings, *(params.stop_token_ids or ()))
+        with self._bad_words_lock:
+            return self._bad_words(tuple(params.bad_words), params.skip_special_tokens, endings)
+
+    def _find_bad_words(self, words: tuple[str, ...], skips_special: bool, endings: tuple[int, ...]) -> BadWords:
+        """`endings`: tokens that end the answer and are no part of its text. Raises RequestError for unusable words."""
+        for word in words:
+            if REPLACEMENT in word or any("\ud800" <= char <= "\udfff" for char in word):
+                raise RequestError(
+                    f"SamplingParams.bad_words has {word!r}, which is not valid Unicode text; leave it out"
+                )
+        found = [word.encode() for word in words]
+        if (num_bytes := sum(map(len, found))) > MAX_BAD_WORD_BYTES:
+            raise RequestError(
+                f"SamplingParams.bad_words has {num_bytes} bytes in all, at most {MAX_BAD_WORD_BYTES}; leave some "
+                "words out"
+            )
+        if self._token_table is None:
+            try:
+                self._token_table = TokenTable(read_token_bytes(self.tokenizer, self._vocab_size))
+            except ValueError as error:
+                raise RequestError(f"bad_words cannot be used with this model's tokenizer: {error}") from error
+        added = self.tokenizer.get_added_vocab().values() if skips_special else ()
+        silent = {token_id for token_id in added if not self._decoders[True].visible([token_id])}
+        bad_words = BadWords(found, self._token_table, self._vocab_size, silent | {*endings})
+        if bad_words.forbids_all:
+            raise RequestError(
+                f"SamplingParams.bad_words forbids all {self._vocab_size} tokens of the model's vocabulary; leave some "
+                "words out"
+            )
+        return bad_words
 
     def _grammar_of(self, params: SamplingParams) -> Grammar | None:
         return None if params.structured_outputs is None else self._grammars.compile(params.structured_outputs)
@@ -427,10 +503,12 @@ class TextFrontend:
         if not params.detokenize:
             raise RequestError("stream yields text; leave detokenize on, or use generate")
 
-    def receiver(self, outbox: Outbox, params: SamplingParams, with_tokens: bool = False) -> Receiver:
+    def receiver(
+        self, outbox: Outbox, params: SamplingParams, prompt: Sequence[int], with_tokens: bool = False
+    ) -> Receiver:
         """Make one request's Receiver. It decodes the tokens if the model has a tokenizer and `detokenize` is on.
 
-        `with_tokens`: it also delivers the ids of new tokens as they arrive.
+        `prompt`: the prompt's token ids. `with_tokens`: it also delivers the ids of new tokens as they arrive.
         """
         if not self._decoders or not params.detokenize:
             return Receiver(outbox, with_tokens)
@@ -439,6 +517,7 @@ class TextFrontend:
             decoder,
             self._stop_strings(tuple(params.stop or ())),
             params.include_stop_str_in_output,
+            prompt=prompt,
             min_tokens=params.min_tokens,
         )
         return TextReceiver(outbox, detokenizer, with_tokens, text_of=self._decoders[False].token_text)
@@ -472,7 +551,3 @@ class TextFrontend:
         for text in prompts:
             check_text(text)
         return [self._encode(text, add_special_tokens, cache_salt) for text in prompts]
-
-
-def _find_bad_words(tokenizer: Any, vocab_size: int, words: tuple[str, ...]) -> BadWords:
-    return BadWords(bad_word_token_ids(tokenizer, words, vocab_size))

@@ -31,9 +31,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nanovllm.core.logit_editor import TokenMask, token_mask
+from nanovllm.core.token_mask import TokenMask, token_mask
 from nanovllm.errors import RequestError, install_command
 from nanovllm.sampling_params import StructuredOutputs, TaggedJson, TaggedValue
+from nanovllm.text.token_bytes import read_token_bytes
 from nanovllm.utils.arithmetic import ceil_div
 
 MAX_GRAMMARS = 16  # compiled grammars in the cache
@@ -66,6 +67,8 @@ SLOW_MASK_S = 0.5e-3  # CPU time. Most masks take 0.03 ms, but the limits above 
 NUM_SLOW_MASKS = 1000  # after a slow mask, so many of the same grammar are taken to be slow
 NUM_MASK_THREADS = 2
 MAX_REASON_CHARS = 300
+NO_ANSWER = "no answer matches it"
+NO_CONTINUATION = "no token of the model's vocabulary continues the answer as structured_outputs demands"
 
 _Result = TypeVar("_Result")
 
@@ -76,14 +79,18 @@ class Vocabulary:
     def __init__(
         self, tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...], limits: Mapping[str, Any] = LIMITS
     ) -> None:
-        """`limits`: arguments of llguidance.LLParserLimits. Raises ValueError for a tokenizer that does not say which
-        bytes its tokens stand for.
+        """`limits`: arguments of llguidance.LLParserLimits. Raises ValueError if tokens have no bytes of their own.
+
+        llguidance would read the bytes from the tokenizer's description, and misreads some. So it is given the bytes
+        that the tokenizer decodes.
         """
-        import llguidance.hf
+        import llguidance
+        from llguidance._tokenizer import TokenizerWrapper
 
         num_ids = max(vocab_size, 1 + max(tokenizer.get_vocab().values()))
         end_token_ids = tuple(token_id for token_id in end_token_ids if token_id < vocab_size)
-        self.tokens = llguidance.hf.from_tokenizer(tokenizer, n_vocab=num_ids, eos_token=list(end_token_ids) or None)
+        known = _KnownTokens(tokenizer, num_ids, end_token_ids)
+        self.tokens = llguidance.LLTokenizer(TokenizerWrapper(known), eos_token=list(end_token_ids) or None)
         self.limits = llguidance.LLParserLimits(**limits)
         self.vocab_size = vocab_size
         self.end_token_ids = frozenset(end_token_ids)
@@ -104,6 +111,26 @@ class Vocabulary:
         words = np.empty(self._num_all_words, np.int32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         return words[: self._num_words] & self._text_tokens
+
+
+class _KnownTokens:
+    """A vocabulary in the form in which llguidance takes one."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, num_ids: int, end_token_ids: tuple[int, ...]) -> None:
+        token_bytes = read_token_bytes(tokenizer, num_ids)
+        added = {*tokenizer.get_added_vocab().values()}
+        # Those that no text matches. llguidance wants a name for each, and byte 255 marks them
+        self.special_token_ids = [i for i, each in enumerate(token_bytes) if i in added or each[:1] in (b"", b"\xff")]
+        self.tokens = [
+            f"<[{i}]>".encode() if each[:1] in (b"", b"\xff") else each for i, each in enumerate(token_bytes)
+        ]
+        self.eos_token_id = end_token_ids[0] if end_token_ids else tokenizer.eos_token_id
+
+    def __call__(self, text: str) -> list[int]:
+        """Splitting texts into tokens is only needed with forcing."""
+        return []
 
 
 def is_allowed(mask: TokenMask, token_id: int) -> bool:
@@ -182,7 +209,7 @@ def _error_of(matcher: Any) -> str | None:
 def _reason_of(message: str) -> str:
     """Return the line of a message that says what is wrong. The others quote the grammar, or are a stack trace."""
     if message.startswith("NoExtension"):
-        return "no answer matches it"
+        return NO_ANSWER
     lines = message.splitlines() or ["unknown error"]
     line = next((line for line in lines if line.startswith("error: ")), lines[0])
     line = re.sub(r"^(error: )?(at \d+\(\d+\): )?", "", line)
@@ -359,12 +386,12 @@ class TokenMatcher:
     def _find_following(self) -> None:
         """Set `_following`, and `error` if it cannot be found, or if the answer can neither end nor go on."""
         following = self._grammar.continuations(self._matcher)
-        if self._matcher.is_error():
+        if self._matcher.is_error() and _error_of(self._matcher) != NO_ANSWER:
             self._renew()
             following = self._grammar.continuations(self._matcher)
-            self._check()
+        self._check()
         if self.error is None and not following.any() and not self._matcher.is_accepting():
-            self.error = "no token of the model's vocabulary continues the answer as structured_outputs demands"
+            self.error = NO_CONTINUATION
         self._following = following
 
     def _advance(self, token_id: int) -> bool:
@@ -401,8 +428,11 @@ class TokenMatcher:
     def _check(self) -> None:
         """Set `error` if the matcher has one."""
         if self.error is None and (reason := _error_of(self._matcher)) is not None:
-            self._grammar.renew(self._generation)  # for the answers after this one
-            self.error = f"structured_outputs became too complex: {reason}"
+            if reason == NO_ANSWER:
+                self.error = NO_CONTINUATION
+            else:
+                self._grammar.renew(self._generation)  # for the answers after this one
+                self.error = f"structured_outputs became too complex: {reason}"
 
 
 # -- what llguidance compiles ----------------------------------------------------------------------------------------

@@ -1,57 +1,70 @@
-"""Bad words are found as a plain search finds them, whether or not the newest token is known."""
+"""Bad words: the tokens that are allowed are those after which a plain search of the text finds none of the words."""
 
 import random
 
 import numpy as np
+import pytest
 
-from nanovllm.core.logit_editor import ALWAYS, BadWords
+from nanovllm.core.bad_words import BadWords, TokenTable
 
-
-def plain_ends(words: list[tuple[int, ...]], tail: list[int | None]) -> set[tuple[int, int]]:
-    """Token and the token that it must follow, for all words whose other tokens end `tail`."""
-    found = set()
-    for *begin, end in words:
-        newest = tail[len(tail) - len(begin) :]
-        if len(tail) >= len(begin) and all(t in (None, b) for t, b in zip(newest, begin, strict=True)):
-            found.add((end, begin[-1] if begin and newest[-1] is None else ALWAYS))
-    return found
+PIECES = ("", "a", "b", "ab", " a", "ba", "\n", "é", "aé", " ", "abab", "日", "b日a", "aa", "a a")
+PARTS = [*(piece.encode() for piece in PIECES), b"\xc3", b"\xa9", b"\xa9a", b"a\xc3", b"\xe6\x97", b"\xa5", b"\xff"]
 
 
-def test_ends_are_those_of_a_plain_search() -> None:
-    for seed in range(200):
+def allowed(bad_words: BadWords, state: int, num_tokens: int) -> list[bool]:
+    bits = np.unpackbits(bad_words.mask(state).view(np.uint8), bitorder="little")
+    assert not bits[num_tokens:].any()
+    return (bits[:num_tokens] == 1).tolist()
+
+
+def test_allowed_tokens_are_those_of_a_plain_search() -> None:
+    """Regression: bad words were sequences of tokens, so " landmarks" was still possible where "landmarks" was not."""
+    for seed in range(150):
         rng = random.Random(seed)
-        words = [tuple(rng.choices(range(3), k=rng.randint(1, 6))) for _ in range(rng.randint(0, 12))]
-        bad_words, state = BadWords(words), 0
-        answer: list[int] = []
-        for token_id in rng.choices(range(3), k=30):
-            for has_pending in (False, True):
-                biases = bad_words.ends(state, has_pending=has_pending)
-                newest = [*answer, *([None] if has_pending else [])]
-                assert np.all(np.isneginf(biases.values))
-                found = set(zip(biases.token_ids.tolist(), biases.after.tolist(), strict=True))
-                assert found == plain_ends(words, newest)
-            answer.append(token_id)
+        vocabulary = rng.sample(PARTS, len(PARTS))
+        silent = set(rng.sample(range(len(PARTS)), rng.choice((0, 3))))
+        words = ["".join(rng.choices(["a", "b", " ", "é", "日", "\n"], k=rng.randint(1, 5))) for _ in range(6)]
+        words = words[: rng.randint(1, 6)]
+        bad_words, state = BadWords([word.encode() for word in words], TokenTable(vocabulary), len(PARTS), silent), 0
+        data = b""
+        for _ in range(40):
+            expected = []
+            for token_id, each in enumerate(vocabulary):
+                text = (data + each).decode(errors="replace")
+                is_named = each.decode(errors="replace") in words
+                expected.append(not is_named if token_id in silent else not any(word in text for word in words))
+            assert allowed(bad_words, state, len(PARTS)) == expected, (words, data)
+            if not any(expected):
+                break
+            token_id = rng.choice([token_id for token_id, each in enumerate(expected) if each])
+            data += b"" if token_id in silent else vocabulary[token_id]
             state = bad_words.follow(state, token_id)
 
 
-def test_token_takes_as_long_after_many_words_as_after_few() -> None:
-    """Regression: a step looked at each length of word, and one of 1,198 lengths took 80 ms, for all requests.
+@pytest.mark.parametrize("vocab_size", [1, 7, 31, 33, 64])
+def test_vocabulary_larger_or_smaller_than_the_tokenizers(vocab_size: int) -> None:
+    tokens = [bytes([97 + i % 26]) for i in range(32)]
+    bad_words = BadWords([b"b", b"ca"], TokenTable(tokens), vocab_size)
+    forbidden = [token_id for token_id in range(vocab_size) if token_id < 32 and token_id % 26 == 1]
+    assert [t for t, is_allowed in enumerate(allowed(bad_words, 0, vocab_size)) if not is_allowed] == forbidden
+    after_c = bad_words.follow(0, 2)
+    also = [token_id for token_id in range(vocab_size) if token_id < 32 and token_id % 26 in (0, 1)]
+    assert [t for t, is_allowed in enumerate(allowed(bad_words, after_c, vocab_size)) if not is_allowed] == also
+    assert bad_words.follow(after_c, 40) == after_c  # a token without text
+    assert not bad_words.forbids_all
+    assert BadWords([b"a"], TokenTable([b"a", b"xa"]), 2).forbids_all
 
-    The automaton's steps are counted, not timed: over a text there are at most twice as many as tokens.
-    """
-    looked_at: list[int] = []
 
-    class Noting(dict[int, int]):
-        def __contains__(self, token_id: object) -> bool:
-            looked_at.append(1)
-            return super().__contains__(token_id)
-
-    bad_words = BadWords([(1,) * length for length in range(1, 100)] + [(i, i + 1, i + 2) for i in range(10_000)])
-    automaton = bad_words._automaton
-    automaton._children = [Noting(each) for each in automaton._children]
-    text = [*([1] * 98 + [2]) * 20]
-    states = [0]
-    for token_id in text:
-        states.append(bad_words.follow(states[-1], token_id))
-    assert len(looked_at) <= 2 * len(text)
-    assert bad_words.ends(states[98], has_pending=False).token_ids.tolist() == [1] * 99
+def test_mask_of_many_overlapping_words_is_made_of_few_parts() -> None:
+    """Regression: a step looked at each length of word, and one of 1,198 lengths took 80 ms, for all requests."""
+    tokens = [b"a" * length for length in range(1, 17)] + [bytes([byte]) for byte in range(256)]
+    table = TokenTable(tokens)
+    nested = BadWords([b"a" * length for length in range(2, 180)], table, len(tokens))
+    assert len(nested._ends) == 1
+    apart = BadWords([b"a" * length + bytes([length]) for length in range(1, 180) if length < 97], table, len(tokens))
+    state = 0
+    for _ in range(300):
+        state = apart.follow(state, 0)
+    assert not allowed(apart, state, len(tokens))[16 + 96] and allowed(apart, state, len(tokens))[0]
+    assert apart.mask(state) is apart.mask(state)
+    assert sum(map(len, apart._ends.values())) <= 17 * 96

@@ -4,6 +4,7 @@ logits, alone and together, greedy and sampled, ahead of the last token, with of
 
 import math
 from array import array
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,8 @@ from checked_engine import WORKS_AHEAD, Reference, cache_options
 from odd_drafters import OddDrafter
 
 from nanovllm import LLM, RequestError, SamplingParams
-from nanovllm.core.logit_editor import NO_RULES, AnswerRules, BadWords
+from nanovllm.core.bad_words import BadWords, TokenTable
+from nanovllm.core.logit_editor import NO_RULES, AnswerRules
 from nanovllm.core.outputs import Outbox, Receiver, RequestOutput
 from nanovllm.core.sequence import Sequence
 from nanovllm.demo.retrieval_model import build_retrieval_model
@@ -45,6 +47,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 BAD_WORDS = ((9,), (17, 17), (200, 9, 200), (281, 18), (18, 180), *((t, (t * 3) % VOCAB) for t in range(0, VOCAB, 2)))
+
+
+def bad_words(words: Iterable[tuple[int, ...]]) -> BadWords:
+    """Make bad words of tokens, each of which is one character."""
+    chars = [chr(0x100 + token_id).encode() for token_id in range(VOCAB)]
+    return BadWords([b"".join(chars[token_id] for token_id in word) for word in words], TokenTable(chars), VOCAB)
 
 
 class Alternating:
@@ -83,10 +91,10 @@ class Alternating:
 
 def rules_of(case: str) -> AnswerRules:
     if case == "bad words":
-        return AnswerRules(BadWords(BAD_WORDS))
+        return AnswerRules(bad_words(BAD_WORDS))
     if case == "constraint":
         return AnswerRules(None, Alternating())
-    return AnswerRules(BadWords(BAD_WORDS), Alternating()) if case == "everything" else NO_RULES
+    return AnswerRules(bad_words(BAD_WORDS), Alternating()) if case == "everything" else NO_RULES
 
 
 def params_of(case: str, **more: Any) -> SamplingParams:
@@ -215,7 +223,7 @@ def test_constraint_that_is_complete_keeps_the_last_token_in_the_text() -> None:
         outbox = Outbox()
         ids = llm.text.encode_prompt("one\ntwo\none\n")
         params = SamplingParams(temperature=0, max_tokens=40)
-        llm.engine.add_request(ids, params, llm.text.receiver(outbox, params), AnswerRules(None, Anything(5)))
+        llm.engine.add_request(ids, params, llm.text.receiver(outbox, params, ids), AnswerRules(None, Anything(5)))
         finished: dict[int, RequestOutput] = {}
         while not finished:
             finished = llm.engine.next_output(outbox).finished
@@ -257,8 +265,8 @@ def test_bad_words_are_not_in_the_text() -> None:
 def test_bad_words_that_leave_no_token_end_their_request_alone(reference: Reference) -> None:
     """Regression: the engine was said to be the cause, because logits held NaN."""
     prompt, plain = PROMPTS[2], params_of("nothing", temperature=0)
-    all_but_end = AnswerRules(BadWords([(token_id,) for token_id in range(VOCAB) if token_id != END]))
-    after_the_first = AnswerRules(BadWords([(a, b) for a in range(VOCAB) for b in range(VOCAB)]))
+    all_but_end = AnswerRules(bad_words([(token_id,) for token_id in range(VOCAB) if token_id != END]))
+    after_the_first = AnswerRules(bad_words([(a, b) for a in range(VOCAB) for b in range(VOCAB)]))
     for internals in (Internals(), WORKS_AHEAD):
         with LLM(str(reference.directory), device="cpu", internals=internals, **cache_options(None)) as llm:
             expected, *others, same = run(

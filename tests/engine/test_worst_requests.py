@@ -116,13 +116,13 @@ def step_s(setup: EngineSetup, text: TextFrontend, prompt: list[int], **load: An
     report = StartReport(needs_rope_lens=False, link_byte_per_s=None, phases="")
     engine, outbox = Engine(setup, executor, scheduler, sizes, report), Outbox()
     plain = SamplingParams(max_tokens=2000, ignore_eos=True)
-    engine.add_request(array("q", SHORT), plain, text.receiver(outbox, plain))
+    engine.add_request(array("q", SHORT), plain, text.receiver(outbox, plain, SHORT))
     params = SamplingParams(**({"max_tokens": 1000, "ignore_eos": True, "seed": 1} | load))
     text.check_params(params)
     first: Sequence | None = None
     for each in params.per_answer():
         seq = engine.make_sequence(array("q", prompt), each, text.rules(each), None, first)
-        engine.add_sequence(seq, text.receiver(outbox, each, with_tokens=True))
+        engine.add_sequence(seq, text.receiver(outbox, each, prompt, with_tokens=True))
         first = first or seq
     seconds = []
     for _ in range(NUM_STEPS):
@@ -169,8 +169,8 @@ def test_step_beside_the_worst_request_takes_half_as_long_again_at_most(setup: E
 
 def test_more_than_the_worst_request_is_refused(text: TextFrontend) -> None:
     for words, message in (
-        (["a" * i for i in range(1, 1199)], "bad_words has 718201 characters in all, at most 262144; leave some"),
-        (["a" * 100 + str(i) for i in range(1000)], "bad_words has 102890 tokens in all, at most 16384; leave some"),
+        (["a" * i for i in range(1, 1199)], "bad_words has 718201 bytes in all, at most 16384; leave some"),
+        (["\u00e9" * 50 + str(i) for i in range(1000)], "bad_words has 102890 bytes in all, at most 16384; leave some"),
     ):
         with pytest.raises(RequestError, match=message):
             text.check_params(SamplingParams(bad_words=words))

@@ -34,7 +34,7 @@ def random_edits(vocab_size: int, num_rows: int, num_logits: int, num_inputs: in
     new_start = (new_end - integers(min(6, num_inputs), num_rows)).clamp(min=0)
     seen_start, seen_end = ranges(num_seen)
     num_words = -(-vocab_size // 32)
-    (bias_start, bias_end), (bad_end_start, bad_end_end) = ranges(num_biases), ranges(num_biases)
+    bias_start, bias_end = ranges(num_biases)
     values = torch.randn(num_biases, generator=rng)
     values[integers(num_biases, 40)] = -torch.inf
     return EditTensors(
@@ -49,14 +49,11 @@ def random_edits(vocab_size: int, num_rows: int, num_logits: int, num_inputs: in
         new_end=new_end,
         bias_start=bias_start,
         bias_end=bias_end,
-        bad_end_start=bad_end_start,
-        bad_end_end=bad_end_end,
         allowed_row=torch.tensor([i // 2 if i % 2 else -1 for i in range(num_rows)]),
         seen_ids=torch.randperm(vocab_size, generator=rng)[:num_seen].int(),
         seen_counts=1 + integers(4, num_seen).int(),
         bias_ids=integers(vocab_size, num_biases).int(),
         bias_values=values,
-        bias_after=torch.where(integers(2, num_biases) > 0, -1, integers(8, num_biases)).int(),
         allowed=torch.randint(-(2**31), 2**31, (num_rows // 2, num_words), generator=rng).int(),
         prompt_masks=torch.randint(-(2**31), 2**31, (num_rows // 4, num_words), generator=rng).int(),
     )
@@ -92,6 +89,6 @@ def test_row_without_edits_is_copied(device: str) -> None:
     fields = dict.fromkeys(EditTensors._fields, none)
     fields |= {"rows": none + 2, "prompt_row": none - 1, "allowed_row": none - 1, "new_end": none + 1}
     fields |= {"repetition": one, "frequency": one * 0, "presence": one * 0, "bias_values": empty.float()}
-    fields |= dict.fromkeys(("seen_ids", "seen_counts", "bias_ids", "bias_after"), empty.int())
+    fields |= dict.fromkeys(("seen_ids", "seen_counts", "bias_ids"), empty.int())
     edits = EditTensors(**fields | {"allowed": masks, "prompt_masks": masks})
     assert torch.equal(kernel(logits, edits, none)[0], logits[2])

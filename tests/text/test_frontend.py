@@ -11,7 +11,7 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.engine.setup import prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import RequestError
-from nanovllm.text.frontend import TextFrontend, bad_word_token_ids
+from nanovllm.text.frontend import TextFrontend
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 20}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -31,8 +31,8 @@ def test_composed_by_hand_answers_as_the_llm_does(model: Path, text: TextFronten
     try:
         prompt = text.encode_prompt("Hello")
         stopping = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop=stop)
-        plain = engine.add_request(prompt, PARAMS, text.receiver(outbox, PARAMS))
-        stopped = engine.add_request(prompt, stopping, text.receiver(outbox, stopping))
+        plain = engine.add_request(prompt, PARAMS, text.receiver(outbox, PARAMS, prompt))
+        stopped = engine.add_request(prompt, stopping, text.receiver(outbox, stopping, prompt))
         ids_only = engine.add_request(prompt, PARAMS, Receiver(outbox))
         finished = {}
         while engine.has_requests or outbox:
@@ -80,7 +80,7 @@ def test_encode_long_text_is_refused_as_a_short_one(model: Path) -> None:
 
 def test_receiver_delivered_twice_brings_a_piece_once(text: TextFrontend) -> None:
     """An abort delivers too, and nothing new has been read then."""
-    receiver = text.receiver(Outbox(), PARAMS)
+    receiver = text.receiver(Outbox(), PARAMS, [])
     seq = Sequence(0, text.encode_prompt("H"), PARAMS, seed=0)
     assert receiver.read(seq) is None
     receiver.deliver(seq)
@@ -98,7 +98,7 @@ def test_receiver_aborted_delivers_what_was_held_back(text: TextFrontend) -> Non
     cut = text.encode_prompt("né").tolist()[:-1]  # in the middle of the é
     for answer, before_abort, expected in ((whole, "", "Hello wor"), (cut, "n", "n\ufffd")):
         params = SamplingParams(max_tokens=99, stop="Hello world")
-        receiver = text.receiver(Outbox(), params)
+        receiver = text.receiver(Outbox(), params, [1])
         seq = Sequence(0, [1], params, seed=0)
         for token_id in answer:
             seq.token_ids.append(token_id)
@@ -110,15 +110,3 @@ def test_receiver_aborted_delivers_what_was_held_back(text: TextFrontend) -> Non
         receiver.deliver(seq)
         content = receiver.outbox.fetch()
         assert streamed + content.texts[0] == content.finished[0]["text"] == expected
-
-
-def test_bad_words_that_leave_no_token_are_refused() -> None:
-    class Letters:
-        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-            return [ord(char) - ord("a") for char in text.lstrip()]
-
-    assert bad_word_token_ids(Letters(), ["a", "b", "cc"], vocab_size=3) == ((0,), (1,), (2, 2))
-    with pytest.raises(
-        RequestError, match="bad_words forbids all 3 tokens of the model's vocabulary; leave some words"
-    ):
-        bad_word_token_ids(Letters(), ["a", "b", "c", "c"], vocab_size=3)

@@ -19,7 +19,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.core.logit_editor import TokenConstraint, TokenMask
+from nanovllm.core.logit_editor import TokenConstraint
+from nanovllm.core.token_mask import TokenMask
 from nanovllm.demo.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs, TaggedJson, TaggedValue
@@ -290,14 +291,30 @@ def test_model_with_fewer_ids_than_the_tokenizer(tmp_path: Path) -> None:
     assert stuck.error is not None and "no token of the model's vocabulary continues" in stuck.error
 
 
-def test_tokenizer_that_does_not_know_bytes_is_refused() -> None:
-    words = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
-    )
-    compiler = GrammarCompiler(words, 2, ())
+def test_tokenizer_whose_tokens_have_no_bytes_of_their_own_is_refused() -> None:
+    """An apostrophe takes the spaces around it: it depends on the next token."""
+    plain = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "'": 2, "m": 3}, unk_token="[UNK]"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    plain.decoder = decoders.WordPiece(cleanup=False)
+    words = PreTrainedTokenizerFast(tokenizer_object=plain, clean_up_tokenization_spaces=True)
+    compiler = GrammarCompiler(words, 4, ())
     for _ in range(2):
         with pytest.raises(RequestError, match="cannot be used with this model's tokenizer"):
             compiler.compile(StructuredOutputs(json_object=True))
+
+
+def test_vocabulary_that_cannot_go_on_is_not_called_complex() -> None:
+    """Regression: "became too complex: no answer matches it" was said of an answer whose next letter has no token."""
+    letters = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    letters.decoder = decoders.ByteLevel()
+    compiler = GrammarCompiler(PreTrainedTokenizerFast(tokenizer_object=letters), 2, ())
+    for regex in ("a b", "a[ ]+b", "ab c"):
+        matcher = TokenMatcher(compiler.compile(StructuredOutputs(regex=regex)), False)
+        for token_id in (0, 1):
+            matcher.mask()
+            matcher.accept(token_id)
+        matcher.mask()
+        assert matcher.error == "no token of the model's vocabulary continues the answer as structured_outputs demands"
 
 
 # -- guesses -----------------------------------------------------------------------------------------------------------
