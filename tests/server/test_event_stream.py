@@ -107,6 +107,6 @@ def test_stream_that_speaks_has_no_comments() -> None:
 
 
 def test_event_without_text_begins_with_a_comment_that_tells_it_from_the_answer() -> None:
-    """Regression of a design: a replica that is lost before its first token can be replaced, as only these were sent."""
+    """A replica that is lost before its first token can be replaced, as only such events were sent."""
     assert COMMENT.startswith(":") and COMMENT.count("\n") == 1
     assert is_sign_of_life(WAITING) and not is_sign_of_life(b"data: 0\n\n")
