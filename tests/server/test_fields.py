@@ -28,7 +28,6 @@ PATHS = {
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
 }
-CHANGING = object  # a value that no neutral value equals
 ALL_KINDS: list[tuple[type[Body], dict[str, Any]]] = [
     *WHOLE.items(),
     (Message, USER[0]),
@@ -101,7 +100,7 @@ def test_name_that_is_nearly_known_is_refused_with_the_known_one(url: str) -> No
         (ChatRequest, "top-p", "top_p"),
         (ChatRequest, "tool_choise", "tool_choice"),
         (ChatRequest, "respone_format", "response_format"),
-        (ChatRequest, "presense_penality", "presence_penalty"),
+        (ChatRequest, "presense_penalty", "presence_penalty"),
         (ChatRequest, "mesages", "messages"),
         (CompletionRequest, "stops", "stop"),
         (ResponsesRequest, "instruction", "instructions"),
@@ -118,7 +117,7 @@ KNOWN_CLIENT_FIELDS: dict[type[Body], tuple[str, ...]] = {
     # What clients of OpenAI, Anthropic, LiteLLM, OpenRouter, llama.cpp and Ollama send, and what changes no answer here
     ChatRequest: (
         *("metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
-        *("cache_prompt", "id_slot", "keep_alive", "timings_per_token", "provider", "models", "transforms", "rid"),
+        *("cache_prompt", "id_slot", "keep_alive", "timings_per_token", "provider", "transforms", "rid"),
         *("request_id", "guided_decoding_backend", "usage", "plugins", "extra_headers", "moderation", "speed"),
     ),
     ResponsesRequest: ("client_metadata", "context_management", "max_tool_calls", "service_tier", "store", "metadata"),
@@ -134,7 +133,7 @@ def test_fields_that_change_no_answer_are_ignored() -> None:
     """Regression: LiteLLM's provider_specific_fields on messages were a 400, and so was what any new version added."""
     for kind, names in KNOWN_CLIENT_FIELDS.items():
         body = WHOLE.get(kind, USER[0])
-        assert kind.model_validate(body | dict.fromkeys(names, {"a": 1})) == kind.model_validate(body)
+        assert kind.model_validate(body | dict.fromkeys(names, 7)) == kind.model_validate(body)
     parts = [{"type": "text", "text": "x", "cache_control": {}, "mood": 1}]
     call = {"id": "a", "index": 0, "mood": 1, "function": {"name": "f", "arguments": "{}", "mood": 1}}
     messages = [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [call]}]
@@ -160,11 +159,8 @@ def test_ignored_fields_are_logged_once(caplog: pytest.LogCaptureFixture, monkey
 def test_many_unknown_names_cost_little() -> None:
     """Comparing each with all known names by difflib would take 20 s."""
     names = [f"{'max_completion_token'[: i % 20]}{i}x" for i in range(60_000)]
-    body = {
-        "messages": [
-            {"role": "user", "content": "x"} | dict.fromkeys(names[i : i + 20], 1) for i in range(0, 60_000, 20)
-        ]
-    }
+    groups = [dict.fromkeys(names[i : i + 20], 1) for i in range(0, len(names), 20)]
+    body = {"messages": [USER[0] | group for group in groups]}
     start_s = time.process_time()
     ChatRequest.model_validate(body)
     assert time.process_time() - start_s < 3
