@@ -1,4 +1,4 @@
-"""One rule for the fields of all APIs: what changes the answer is refused, near names are named, the rest is ignored."""
+"""One rule for the fields of all APIs: what changes the answer is refused, near names are told, others are ignored."""
 
 import logging
 import time
@@ -118,7 +118,7 @@ KNOWN_CLIENT_FIELDS: dict[type[Body], tuple[str, ...]] = {
     ChatRequest: (
         *("metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
         *("cache_prompt", "id_slot", "keep_alive", "timings_per_token", "provider", "transforms", "rid"),
-        *("request_id", "guided_decoding_backend", "usage", "plugins", "extra_headers", "moderation", "speed"),
+        *("request_id", "guided_decoding_backend", "usage", "plugins", "extra_headers", "moderation"),
     ),
     ResponsesRequest: ("client_metadata", "context_management", "max_tool_calls", "service_tier", "store", "metadata"),
     MessagesRequest: ("betas", "metadata", "service_tier", "speed", "fallbacks", "inference_geo", "context_management"),
