@@ -76,7 +76,7 @@ def _with_object_arguments(messages: Conversation) -> Conversation:
 
 
 def _with_single_calls(messages: Conversation) -> Conversation:
-    """Give each call a message of its own, followed by its result.
+    """Put each call into a separate message, followed by its result.
 
     The first of these messages keeps the text and the reasoning. Results that belong to none of the calls come last.
     """

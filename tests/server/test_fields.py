@@ -61,6 +61,7 @@ def test_values_that_change_nothing_are_accepted_and_others_are_refused() -> Non
 def test_fields_that_the_review_names_are_accepted_over_http(url: str) -> None:
     same = {"use_beam_search": False, "priority": 0, "length_penalty": 1.0, "spaces_between_special_tokens": True}
     chat = {"verbosity": "medium", "top_logprobs": 0, "continue_final_message": False, "include_reasoning": True}
+    same |= {"stream_options": {"include_usage": False}}
     completion = {"suffix": "", "echo": False, "logprobs": False, "best_of": 1}
     extras = {"cache_prompt": True, "typical_p": 1.0, "repeat_penalty": 1, "keep_alive": "5m", "options": {}}
     for path, body in (

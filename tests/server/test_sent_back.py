@@ -1,4 +1,4 @@
-"""Whatever the server has sent is accepted back, in all three APIs, with the templates of Qwen3, Qwen3.5 and Llama 3.1.
+"""All that the server has sent is accepted back, in all three APIs, with the templates of Qwen3, Qwen3.5 and Llama 3.1.
 
 The answers are random: with reasoning or without, up to three calls, cut anywhere, as a whole or as a stream.
 """
