@@ -315,6 +315,16 @@ def test_several_calls_are_followed_each_by_its_result(tokenizer: Any) -> None:
     assert places == sorted(places)
 
 
+def test_template_without_system_messages_gets_their_text_in_the_question(tokenizer: Any) -> None:
+    user = {"role": "user", "content": QUESTION}
+    system = {"role": "system", "content": "Be brief."}
+    answer = {"role": "assistant", "content": "No."}
+    prompt = prompt_of(tokenizer, "mistral", [system, user, answer, user, system, user])
+    assert prompt.count("[INST]") == 2 and f"[INST] Be brief.\n\nBe brief.\n\n{QUESTION} [/INST]" in prompt
+    assert f"[INST] {QUESTION}\n\n{QUESTION} [/INST]" in prompt
+    assert prompt_of(tokenizer, "mistral", [user, answer, user]).count(QUESTION) == 2
+
+
 def test_refusal_of_the_template_is_about_what_was_sent(tokenizer: Any) -> None:
     """If no change helps, the error is the one about the messages as they were sent."""
     with pytest.raises(RequestError, match="No user query found"):
