@@ -93,6 +93,14 @@ def test_refusal_names_the_field_that_the_api_has() -> None:
     assert INSTEAD.keys() <= UNSUPPORTED.keys() | {"schema", "parameters", "input_schema"}
 
 
+def test_fields_of_one_api_are_not_ignored_in_another() -> None:
+    """If this fails for a new field: add it to UNSUPPORTED, with the values that change nothing."""
+    everywhere = {"model", "stream", "temperature", "top_p", "user", "cache_salt", "parallel_tool_calls"}
+    changes_no_answer = {"stream_options", "return_progress"}
+    for kind in (CompletionRequest, ChatRequest):
+        assert own_names(kind) - UNSUPPORTED.keys() == (everywhere | changes_no_answer) & own_names(kind)
+
+
 def test_schema_in_the_place_of_another_api_is_refused() -> None:
     """Ignoring it would leave the answer without its form, or a tool without its parameters."""
     function = {"name": "f", "input_schema": {}}
