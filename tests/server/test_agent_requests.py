@@ -162,7 +162,7 @@ def test_tools_that_an_item_adds_are_offered() -> None:
 
 def test_answer_is_cut_to_what_fits_in_every_api(url: str) -> None:
     """Regression: opencode asks for 32,000 tokens, and was 400 where the context is 32,768."""
-    chat, prompt = [{"role": "user", "content": "a" * (SERVED_TOKENS - 60)}], "a" * (SERVED_TOKENS - 5)
+    chat, prompt = [{"role": "user", "content": "a" * (SERVED_TOKENS - 120)}], "a" * (SERVED_TOKENS - 5)
     for path, body in (
         ("/v1/chat/completions", {"messages": chat, "max_tokens": 32_000}),
         ("/v1/chat/completions", {"messages": chat, "max_completion_tokens": 32_000}),
