@@ -54,6 +54,11 @@ class Admission:
             raise RequestError(f"n={params.n} applies to generate and chat; here, add a request for each answer")
         if not token_ids:
             raise RequestError("the prompt is empty; it needs at least one token")
+        if not params.required_tokens and len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"prompt of {len(token_ids)} tokens leaves no room for an answer in max_model_len="
+                f"{self.max_model_len}; shorten the prompt or raise max_model_len"
+            )
         num_required = params.required_tokens or 1
         if len(token_ids) + num_required > self.max_model_len:
             raise RequestError(
