@@ -264,7 +264,6 @@ def test_chat_bad_tools_are_refused(tool_client: openai.OpenAI) -> None:
         ({"tool_choice": "any", "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice.function"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": TOOLS}, "tool_choice"),
-        ({"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tool_choice": "required", "tools": [tool("f", {"type": 5})]}, "tools"),
         ({"tool_choice": "required", "tools": [tool("f", {"properties": 5})]}, "tools"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0]"),
