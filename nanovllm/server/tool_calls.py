@@ -204,6 +204,7 @@ CallPart: TypeAlias = str | ToolCallDelta
 Delta: TypeAlias = CallPart | ReasoningDelta  # a string is content
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]  # a tool's name -> the JSON Schema of its arguments
 
+MAX_INDENT_CHARS = 100  # before a tag, where the tool's parameters are not known
 MAX_HEAD_CHARS = 1000  # limit of a call before its arguments, if they are sent in pieces
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(\w+)"\s*:\s*(?=\{)')
 _FUNCTION = re.compile(r"[ \t\r\n]*<function=([^>\n]+)>")
@@ -494,7 +495,7 @@ class _ValueScan:
         self._no_string_before = 0  # quotes up to here do not begin a string
 
     def find(self, text: str, is_last: bool) -> int | None:
-        """Return where the value ends; None if that takes more text. is_last: there is none."""
+        """Return where the value ends; None if it goes on, or if that takes more text. is_last: there is none."""
         part = _JSON_PART if self._is_json else _TEXT_PART
         while found := part.search(text, self._position):
             self._position = found.start()
@@ -511,11 +512,8 @@ class _ValueScan:
                 return self._position
             else:
                 self._position += 1
-        if not is_last:
-            self._position = max(self._position, len(text) - len("</parameter>"))
-            return None
-        loose = _CLOSINGS.search(text)
-        return loose.start() if loose else len(text)
+        self._position = max(self._position, len(text) - len("</parameter>"))
+        return None
 
     def _skip_string(self, text: str, is_last: bool) -> bool:
         """Go on after the string. Returns False if that takes more text."""
@@ -540,8 +538,7 @@ class _ValueScan:
             if head is None:
                 may_go_on = len(text) - tag.start() < MAX_HEAD_CHARS and not _HEAD_END.search(text, tag.start())
                 return None if may_go_on and not is_last else False
-            starts_line = not text[text.rfind("\n", 0, tag.start()) + 1 : tag.start()].strip(_SPACE)
-            return head[1] in self._names if self._names else starts_line
+            return head[1] in self._names if self._names else _starts_line(text, tag.start())
         found = _NEXT.search(text, tag.end())
         if found is None:
             return True if is_last else None
@@ -551,6 +548,13 @@ class _ValueScan:
         if found.start() + len(following) == len(text) and any(t.startswith(following) for t in _AFTER[tag[0]]):
             return True if is_last else None
         return False
+
+
+def _starts_line(text: str, position: int) -> bool:
+    """Return True if only spaces precede a position in its line."""
+    start = max(0, position - MAX_INDENT_CHARS)
+    _, line_end, indent = text[start:position].rpartition("\n")
+    return (bool(line_end) or not start) and not indent.strip(_SPACE)
 
 
 class TaggedCallParser:
@@ -662,7 +666,10 @@ class TaggedCallParser:
 
     def _find_value(self) -> bool:
         """Return a parameter and its value."""
-        end = self._scan.find(self._text, self._is_last and not self._is_cut)
+        end = self._scan.find(self._text, self._is_last)
+        if end is None and self._is_last and not self._is_cut:
+            loose = _CLOSINGS.search(self._text)
+            end = loose.start() if loose else len(self._text)
         if end is None:
             return False
         value = _LINE_BEFORE_TAG.sub("", _LINE_AFTER_TAG.sub("", self._text[:end]))

@@ -12,6 +12,7 @@ import io
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -119,6 +120,11 @@ class AnswerStart:
         self._has_ended = False  # the reasoning
         self._held: list[str] = []  # may belong to a tag
         self.is_found = tags is None
+
+    def copy(self) -> "AnswerStart":
+        other = copy(self)
+        other._held = self._held.copy()
+        return other
 
     def split(self, piece: str, finished: bool) -> tuple[str, str]:
         """Return the next text of the reasoning, and the next text of the answer proper. Hot.

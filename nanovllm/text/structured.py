@@ -674,15 +674,10 @@ def _json_places(outputs: StructuredOutputs, reasoning: ReasoningTags | None) ->
         ends += [value.end for value in values if value.schema is not None]
     if not at_start and not begins:
         return None
-    if reasoning is not None and at_start:
-        begins.append(reasoning.end)
-        ends.append(reasoning.begin)
-        at_start = not reasoning.has_begun
-
     def encoded(texts: list[str]) -> tuple[bytes, ...]:
         return tuple({text.encode(errors="replace"): None for text in texts if text.strip()})
 
-    return JsonPlaces(at_start, encoded(begins), encoded([end for end in ends if len(end) > 1]))
+    return JsonPlaces(at_start, reasoning, encoded(begins), encoded([end for end in ends if len(end) > 1]))
 
 
 def _refuse(faults: list[Fault]) -> None:

@@ -125,7 +125,10 @@ def test_calls_are_constrained_if_the_answer_must_be_one_or_a_tool_is_strict() -
         ({"tools": tools(strict=True)}, ([schema, anything], False, False)),
         ({"parallel_tool_calls": False}, ([anything, anything], False, True)),
         ({"tool_choice": "required"}, ([schema | LENIENT, anything | LENIENT], True, False)),
-        ({"tool_choice": "required", "parallel_tool_calls": False}, ([schema | LENIENT, anything | LENIENT], True, True)),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            ([schema | LENIENT, anything | LENIENT], True, True),
+        ),
         ({"tool_choice": "required", "tools": tools(strict=True)}, ([schema, anything | LENIENT], True, False)),
         ({"tool_choice": named}, ([schema | LENIENT], True, True)),
         ({"response_format": {"type": "json_object"}}, ([anything, anything], False, False)),
