@@ -56,9 +56,9 @@ class TaggedJson:
 
     trigger: the answer is any text up to this string, with which every tag begins. Empty: what is not JSON between
     tags is a text that does not begin with "{". is_required: the answer is nothing but JSON between tags, at least
-    once. is_single: at most once, at the end of the answer. separator: stands between two. names: of the tags, for the log.
-    text_pattern, value_pattern: regular expressions in Rust's syntax for the text outside tags and for each text between
-    them; empty for any.
+    once. is_single: at most once, at the end of the answer. separator: stands between two. names: of the tags, for the
+    log. text_pattern, value_pattern: regular expressions, in Rust's syntax, of the text outside tags and of each text
+    between tags of a value; empty for any text.
     """
 
     tags: tuple[tuple[str, Mapping[str, Any] | tuple["TaggedValue", ...], str], ...]

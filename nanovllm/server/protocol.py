@@ -421,7 +421,7 @@ class DetokenizeRequest(WholeBody):
 # -- SamplingParams ----------------------------------------------------------------------------------------------------
 
 # In a schema: what a grammar cannot express is left out. The name is llguidance's
-LENIENT: Mapping[str, Any] = {"x-guidance": {"lenient": True}}
+LENIENT: dict[str, Any] = {"x-guidance": {"lenient": True}}
 _CONVERTED = {"max_tokens", "logit_bias", "structured_outputs"}  # their values differ from those of the parameters
 _COPIED = ({each.name for each in fields(SamplingParams)} & SamplingFields.model_fields.keys()) - _CONVERTED
 

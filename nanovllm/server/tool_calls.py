@@ -255,9 +255,7 @@ class _State(Enum):
 class ToolCallParser:
     """Parses one answer: `feed` it the text, then call `finish`. Both return what has become certain."""
 
-    def __init__(
-        self, call_format: CallFormat, in_pieces: bool = False, names: Collection[str] | None = None
-    ) -> None:
+    def __init__(self, call_format: CallFormat, in_pieces: bool = False, names: Collection[str] | None = None) -> None:
         """`names`: of the tools, if the answer is either calls of them or a text without calls."""
         self._format, self._in_pieces, self._names = call_format, in_pieces, names
         self._has_begun = False  # with pieces: the name of the call has been returned

@@ -18,7 +18,7 @@ _LACKING: Mapping[str, tuple[Any, ...]] = {
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
     "else": (True, {}),
-    "if": (True, {}),
+    "if": (),
     "maxContains": (),
     "minContains": (),
     "not": (False,),
@@ -78,6 +78,7 @@ def remove_faults(schema: Any, pattern_fault: PatternFault) -> list[Fault]:
             if fault.keyword == "patternProperties":  # alone, the other keyword would forbid these properties
                 node.schema.pop("additionalProperties", None)
             removed.append(fault)
+        remove_neutral_keywords(schema)
     return removed
 
 
@@ -134,9 +135,11 @@ def _faults(schema: Any, pattern_fault: PatternFault) -> list[tuple[Fault, _Node
         for keyword in node.schema:
             if keyword in _LACKING and not _is_neutral(node.schema, keyword):
                 add(keyword, "is not supported")
+        for keyword in _uncountable(node.schema):
+            add(keyword, "is supported only for an object of which all properties are required")
         kinds = node.schema.get("type", [])
         kinds = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else []
-        if unknown := [kind for kind in kinds if kind not in _TYPES]:
+        if unknown := [kind for kind in kinds if isinstance(kind, str) and kind not in _TYPES]:
             add("type", f"is {unknown[0]!r}, which is not a type of JSON")
         name = node.schema.get("format")
         if isinstance(name, str) and name not in _FORMATS and (not kinds or "string" in kinds):
@@ -165,6 +168,20 @@ def _faults(schema: Any, pattern_fault: PatternFault) -> list[tuple[Fault, _Node
 
 
 _ENDLESS = "leads back to itself in every value, so that no answer ends"
+
+
+def _uncountable(schema: Mapping[str, Any]) -> list[str]:
+    """Return the limits of the number of properties that llguidance cannot obey, as some properties are optional."""
+    properties, required = schema.get("properties"), schema.get("required")
+    required = required if isinstance(required, list) else []
+    limits = {name: schema[name] for name in ("minProperties", "maxProperties") if isinstance(schema.get(name), int)}
+    if not limits or not isinstance(properties, dict) or not any(name not in required for name in properties):
+        return []
+    num_least = max(0, limits.get("minProperties", 0) - len(required))
+    num_most = max(0, limits["maxProperties"] - len(required)) if "maxProperties" in limits else None
+    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    is_obeyed = (num_least == 0 and num_most is None) or (is_closed and num_least <= 1 and num_most in (None, 1))
+    return [] if is_obeyed else list(limits)
 
 
 def _target(schema: Any, pointer: str) -> Any:
@@ -223,15 +240,13 @@ def _needed_parts(schema: Mapping[str, Any]) -> Iterator[Any]:
                 yield properties[name]
             elif not schema.get("patternProperties"):
                 yield schema.get("additionalProperties")
-        if _is_positive(schema.get("minProperties")) and not properties and not schema.get("patternProperties"):
+        has_no_names = not properties and not schema.get("patternProperties")
+        if has_no_names and isinstance(num_least := schema.get("minProperties"), int) and num_least > 0:
             yield schema.get("additionalProperties")
-    if schema.get("type") == "array" and _is_positive(num_items := schema.get("minItems")):
-        first = schema.get("prefixItems") or (schema["items"] if isinstance(schema.get("items"), list) else [])
-        first = first if isinstance(first, list) else []
-        yield from first[: int(num_items)]
+    num_items = schema.get("minItems")
+    if schema.get("type") == "array" and isinstance(num_items, int) and num_items > 0:
+        items, prefix = schema.get("items"), schema.get("prefixItems")
+        first = items if isinstance(items, list) else prefix if isinstance(prefix, list) else []
+        yield from first[:num_items]
         if num_items > len(first):
-            yield schema.get("items" if not isinstance(schema.get("items"), list) else "additionalItems")
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and value > 0
+            yield schema.get("additionalItems") if isinstance(items, list) else items

@@ -1,7 +1,7 @@
 """Limits of the numbers in JSON that a model writes: without limits, some models write digits and never stop.
 
-llguidance has no such limits. So a NumberScan follows the bytes of an answer, and tells which tokens would make a number
-too long. It reads only JSON: `JsonPlaces` says where in the answer that is.
+llguidance has no such limits. So a NumberScan follows the bytes of an answer, and tells which tokens would make a
+number too long. It reads only JSON: `JsonPlaces` says where in the answer that is.
 """
 
 import re

@@ -6,9 +6,9 @@
 llguidance compiles the grammars and computes the masks. It is an extra, imported when a request first asks for it.
 
 Grammars may be made to harm, so LIMITS bound the time and memory of each compilation and each mask, and
-`_GrammarWriter` checks what llguidance does not: the size of the text, and how deep references in a schema can nest. A grammar that
-exceeds a limit at the start of an answer is refused with a RequestError. One that exceeds it later ends that request
-with an error.
+`_GrammarWriter` checks what llguidance does not: the size of the text, and how deep references in a schema can nest. A
+grammar that exceeds a limit at the start of an answer is refused with a RequestError. One that exceeds it later ends
+that request with an error.
 
 llguidance builds the automaton of a grammar as masks need it, and all matchers of one Grammar share it behind a lock of
 llguidance. Once a mask exceeds a limit, the automaton is useless for all of them, and `Grammar.renew` replaces it by a
@@ -463,7 +463,7 @@ class TokenMatcher:
         self._following = self._limited(following, self._numbers)
 
     def _limited(self, following: TokenMask, numbers: NumberScan | None) -> TokenMask:
-        """Return the tokens that may follow without those that make a number too long, unless the schema asks for it."""
+        """Return the tokens that may follow, without those that make a number too long unless the schema needs them."""
         forbidden = None if numbers is None else numbers.forbidden(self._vocabulary.numbers)
         if forbidden is None:
             return following
@@ -529,9 +529,7 @@ class _GrammarWriter:
         self._rules = {"TEXT": r"/(.|\n)*/"}  # by name
         self.schemas: list[Any] = []  # those that the answer must match to the letter
 
-    def write(
-        self, outputs: StructuredOutputs, reasoning: ReasoningTags | None
-    ) -> tuple[str, str, JsonPlaces | None]:
+    def write(self, outputs: StructuredOutputs, reasoning: ReasoningTags | None) -> tuple[str, str, JsonPlaces | None]:
         """Return the name of the field that is given, the grammar, and where the answer has JSON; None for nowhere.
 
         Raises RequestError for what can be refused without compiling it.
@@ -674,6 +672,7 @@ def _json_places(outputs: StructuredOutputs, reasoning: ReasoningTags | None) ->
         ends += [value.end for value in values if value.schema is not None]
     if not at_start and not begins:
         return None
+
     def encoded(texts: list[str]) -> tuple[bytes, ...]:
         return tuple({text.encode(errors="replace"): None for text in texts if text.strip()})
 
