@@ -1,11 +1,14 @@
 """Tool calls: the form in which a model writes them, the grammar that holds it to that form, and the parsers that find
 calls and reasoning in its text while it arrives piece by piece.
 
-Whatever turns out not to be a valid call is returned as content, unchanged and in its place; nothing is lost but the
-white space on either side of a call, and what there is of a closing tag at the end. A call in JSON is returned when it
-is complete, unless its arguments are asked for in pieces. Then it is a call as soon as its name is known, even if the
-arguments turn out not to be valid, and so are calls between tags. The result does not depend on how the text was split,
-and the time is linear in its length.
+Every text that the grammar admits is parsed to the calls that it has (tests/server/test_call_grammars.py). Parsers also
+take what models write without a grammar, such as calls without closing tags.
+
+Text that turns out not to be a valid call is returned as content, unchanged and in its place. Only the white space on
+either side of a call is lost, and what there is of a closing tag at the end. A call in JSON is returned when it is
+complete, unless its arguments are asked for in pieces. Then it is a call as soon as its name is known, even if the
+arguments turn out not to be valid. So are calls between tags, whose arguments come one by one. The result does not
+depend on how the text was split, and the time is linear in its length.
 """
 
 import itertools

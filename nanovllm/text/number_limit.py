@@ -46,7 +46,7 @@ class NumberMasks:
         def mask(chosen: Iterable[bool]) -> TokenMask:
             return token_mask([token_id for token_id, is_chosen in enumerate(chosen) if is_chosen], vocab_size)
 
-        self.exponents = mask(is_long)  # numbers in a token that overflow
+        self.exponents = mask(is_long) if any(is_long) else None  # numbers in a token that overflow
         self.digits = mask(count > 0 for count in num_leading)
         self.after_exponent = [  # by the number of the exponent's digits so far
             mask(
@@ -109,4 +109,6 @@ class NumberScan:
             return None
         if self._in_exponent:
             return masks.after_exponent[min(self._num_digits, MAX_EXPONENT_DIGITS)]
-        return masks.digits | masks.exponents if self._num_digits >= MAX_DIGITS else masks.exponents
+        if self._num_digits < MAX_DIGITS:
+            return masks.exponents
+        return masks.digits if masks.exponents is None else masks.digits | masks.exponents

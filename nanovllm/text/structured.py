@@ -76,6 +76,9 @@ NUM_SLOW_MASKS = 1000  # after a slow mask, so many of the same grammar are take
 NUM_MASK_THREADS = 2
 MAX_REASON_CHARS = 300
 MAX_FAULTS = 5  # in a message
+_IS_LIMIT = re.compile(
+    r"too (many|large|complex|big|deep)|max is|limit|fuel", re.IGNORECASE
+)  # in llguidance's messages
 MAX_RELAXED = 256  # relaxed schemas in the cache
 MAX_PATTERNS_TRIED = 64  # of a schema that cannot be compiled, one by one
 
@@ -511,7 +514,7 @@ class TokenMatcher:
         """Set `error` if the matcher has one."""
         if self.error is None and (reason := _error_of(self._matcher)) is not None:
             self._grammar.renew(self._generation)  # for the answers after this one
-            self.error = f"structured_outputs became too complex: {reason}"
+            self.error = f"structured_outputs became too complex: {reason}" if _IS_LIMIT.search(reason) else reason
 
 
 # -- what llguidance compiles ----------------------------------------------------------------------------------------

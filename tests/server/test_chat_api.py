@@ -296,6 +296,23 @@ def test_chat_tool_without_a_usable_name_is_refused(tool_client: openai.OpenAI) 
         assert refused.value.param == "tools[0].function.name"
 
 
+def test_chat_required_call_leaves_out_what_a_grammar_cannot_express(tool_client: openai.OpenAI) -> None:
+    """Regression: the request was refused, as were all of Claude Code's, whose tools have such schemas."""
+    parameters = CITY | {
+        "propertyNames": {"maxLength": 9},
+        "properties": CITY["properties"] | {"city": {"type": "string", "format": "x"}},
+    }
+    fields: dict[str, Any] = {"model": "tiny", "messages": ASK_FOR_CALL, "max_tokens": 200, "temperature": 0}
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        done = tool_client.chat.completions.create(
+            tools=[tool("weather", parameters)], tool_choice=choice, parallel_tool_calls=False, **fields
+        )
+        (call,) = done.choices[0].message.tool_calls or ()
+        assert json.loads(call.function.arguments)["city"] == "Bern"  # type: ignore[union-attr]
+    with pytest.raises(openai.BadRequestError, match="tool 'weather': its schema cannot be used: 'propertyNames' at #"):
+        tool_client.chat.completions.create(tools=[tool("weather", parameters, strict=True)], **fields)
+
+
 def test_chat_schema_that_cannot_be_used_is_blamed_on_its_tool(tool_client: openai.OpenAI) -> None:
     for bad, message in (
         ({"properties": 5}, "tool 'bad': its parameters cannot be used: prop"),

@@ -70,7 +70,7 @@ def call_of(schema: dict[str, Any]) -> StructuredOutputs:
 def test_part_that_no_grammar_expresses_is_named_or_left_out(
     compiler: GrammarCompiler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Regression: one such part in one of many tools, and an answer that must be a call was refused. A schema that leads
+    """Regression: one such part in one tool, and an answer that must be a call was refused. A schema that leads
     back to itself was accepted, and the answer never ended.
     """
     for part, fault, value in FAULTY:
