@@ -76,11 +76,10 @@ NUM_SLOW_MASKS = 1000  # after a slow mask, so many of the same grammar are take
 NUM_MASK_THREADS = 2
 MAX_REASON_CHARS = 300
 MAX_FAULTS = 5  # in a message
-_IS_LIMIT = re.compile(
-    r"too (many|large|complex|big|deep)|max is|limit|fuel", re.IGNORECASE
-)  # in llguidance's messages
+# In llguidance's messages about its limits
+_IS_LIMIT = re.compile(r"too (many|large|complex|big|deep)|max is|limit|fuel", re.IGNORECASE)
 MAX_RELAXED = 256  # relaxed schemas in the cache
-MAX_PATTERNS_TRIED = 64  # of a schema that cannot be compiled, one by one
+MAX_PATTERNS_TRIED = 16  # of a schema that cannot be compiled, one by one
 
 _Result = TypeVar("_Result")
 
@@ -259,9 +258,9 @@ class GrammarCompiler:
         added = {} if tokenizer is None else tokenizer.get_added_vocab()
         special = {*end_token_ids, *(added and tokenizer.all_special_ids)}
         self._added_tokens = {token: token_id for token, token_id in added.items() if token_id not in special}
-        self._vocabulary: Vocabulary | None = None
+        self._pattern_check: Callable[[], Callable[[str], str | None]] | None = None
         self._compile: Callable[[str, str, JsonPlaces | None], Grammar] | None = None
-        self._relaxed: Callable[[str, str], str] = self._relax
+        self._relaxed: Callable[[str, str], str] | None = None
         self._refusal: str | None = None  # why this tokenizer cannot be used
         if tokenizer is None:
             self._refusal = "structured_outputs needs a tokenizer, but this model has none; leave it out"
@@ -276,6 +275,7 @@ class GrammarCompiler:
                 self._read_vocabulary()
         if self._compile is None:
             raise RequestError(self._refusal)
+        assert self._relaxed is not None and self._pattern_check is not None, "made together"
         writer = _GrammarWriter(self._added_tokens, self._relaxed)
         grammar = writer.write(outputs, reasoning)
         try:
@@ -285,60 +285,63 @@ class GrammarCompiler:
                 _refuse(find_faults(schema, self._pattern_check()))
             raise
 
-    def _relax(self, place: str, text: str) -> str:
-        """Return the rule of a schema, as JSON text, without what a grammar cannot express. Log what that is.
-
-        A schema that is wrong stays as it is, so that its rule cannot be compiled.
-        """
-        schema = json.loads(text)
-        options = schema.pop("x-guidance")
-        remove_neutral_keywords(schema)
-        left_out: list[Fault] = []
-        rule, warnings = "", []
-        for remove in (
-            lambda: remove_faults(schema, lambda pattern: None),
-            lambda: remove_faults(schema, self._pattern_check()),
-            lambda: remove_pattern_properties(schema),
-        ):
-            left_out += remove()
-            rule = f"%json {json.dumps(schema | {'x-guidance': options})}"
-            matcher = self._try(rule)
-            if not matcher.is_error():
-                warnings = matcher.get_grammar_warnings()
-                break
-        if what := [*map(str, left_out), *warnings]:
-            shown = "; ".join(map(_shortened, what[:MAX_FAULTS]))
-            logger.warning("nanovllm: tool calls need not match all of the schema of %s: %s", place, shown)
-        return rule
-
-    def _pattern_check(self) -> Callable[[str], str | None]:
-        """Return a function that returns why a regular expression cannot be used. It tries only the first few."""
-        num_left = MAX_PATTERNS_TRIED
-
-        def check(pattern: str) -> str | None:
-            nonlocal num_left
-            num_left -= 1
-            schema = {"type": "string", "pattern": pattern}
-            return _error_of(self._try(f"%json {json.dumps(schema)}")) if num_left >= 0 else None
-
-        return check
-
-    def _try(self, rule: str) -> Any:
-        """Return a matcher of llguidance for a rule. It has an error if the rule cannot be compiled."""
-        assert self._vocabulary is not None, "read by `compile`"
-        return _matcher(self._vocabulary, f"{_HEADER}{rule}").result()
-
     def _read_vocabulary(self) -> None:
         try:
-            self._vocabulary = self._make_vocabulary()
-            self._compile = lru_cache(MAX_GRAMMARS)(partial(Grammar, self._vocabulary))
-            self._relaxed = lru_cache(MAX_RELAXED)(self._relax)
+            vocabulary = self._make_vocabulary()
+            self._relaxed = lru_cache(MAX_RELAXED)(partial(_relax, vocabulary))
+            self._pattern_check = partial(_pattern_check, vocabulary)
+            self._compile = lru_cache(MAX_GRAMMARS)(partial(Grammar, vocabulary))
         except ImportError as error:
             raise RequestError(
                 "structured_outputs needs llguidance, which is not installed; pip install 'nanovllm[structured]'"
             ) from error
         except ValueError as error:
             self._refusal = f"structured_outputs cannot be used with this model's tokenizer: {_reason_of(str(error))}"
+
+
+def _relax(vocabulary: Vocabulary, place: str, text: str) -> str:
+    """Return the rule of a schema, as JSON text, without what a grammar cannot express. Log what that is.
+
+    A schema that is wrong stays as it is, so that its rule cannot be compiled.
+    """
+    schema = json.loads(text)
+    options = schema.pop("x-guidance")
+    remove_neutral_keywords(schema)
+    left_out: list[Fault] = []
+    rule, warnings = "", []
+    for remove in (
+        lambda: remove_faults(schema, lambda pattern: None),
+        lambda: remove_faults(schema, _pattern_check(vocabulary)),
+        lambda: remove_pattern_properties(schema),
+    ):
+        left_out += remove()
+        rule = f"%json {json.dumps(schema | {'x-guidance': options})}"
+        matcher = _try(vocabulary, rule)
+        if not matcher.is_error():
+            warnings = matcher.get_grammar_warnings()
+            break
+    if what := [*map(str, left_out), *warnings]:
+        shown = "; ".join(map(_shortened, what[:MAX_FAULTS]))
+        logger.warning("nanovllm: answers need not match all of the schema of %s: %s", place or "the answer", shown)
+    return rule
+
+
+def _pattern_check(vocabulary: Vocabulary) -> Callable[[str], str | None]:
+    """Return a function that returns why a regular expression cannot be used. It tries only the first few."""
+    num_left = MAX_PATTERNS_TRIED
+
+    def check(pattern: str) -> str | None:
+        nonlocal num_left
+        num_left -= 1
+        schema = {"type": "string", "pattern": pattern}
+        return _error_of(_try(vocabulary, f"%json {json.dumps(schema)}")) if num_left >= 0 else None
+
+    return check
+
+
+def _try(vocabulary: Vocabulary, rule: str) -> Any:
+    """Return a matcher of llguidance for a rule. It has an error if the rule cannot be compiled."""
+    return _matcher(vocabulary, f"{_HEADER}{rule}").result()
 
 
 class TokenMatcher:
