@@ -430,7 +430,7 @@ def call_constraint(body: ChatRequest, call_format: CallFormat) -> TaggedJson | 
     """Return the form that the answer's tool calls must have. None if the model is free: it may choose, no tool is
     strict, it may call several, and an answer without calls has no form.
 
-    The arguments of strict tools match their schemas, and so do those of all tools if the answer must be a call. But
+    The arguments of a strict tool match its schema. If the answer must be a call, the arguments of every tool do. But
     what a grammar cannot express is refused only in the schemas of strict tools.
     """
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None

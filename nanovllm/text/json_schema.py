@@ -106,7 +106,7 @@ def _is_neutral(schema: Mapping[str, Any], keyword: str) -> bool:
 
 
 def _nodes(schema: Any) -> Iterator[_Node]:
-    """Yield the schema and all schemas in it that are objects, except those of keywords that llguidance lacks."""
+    """Yield the schema and all schemas in it that are objects. Keywords that llguidance lacks are not entered."""
     pending = [("#", schema)]
     while pending:
         path, each = pending.pop()

@@ -738,7 +738,7 @@ def _regex(regex: str) -> str:
     if (len(regex) - len(regex.rstrip("\\"))) % 2:  # regex_to_lark would drop it
         raise RequestError("structured_outputs.regex cannot be used: incomplete escape at its end; correct it")
     try:
-        return f"/{regex_to_lark(regex, 'd')}/"  # \d is 0 to 9 only, whatever the reader's Unicode
+        return f"/{regex_to_lark(regex, 'd')}/"  # \d is 0 to 9 only, and not any digit of Unicode
     except UnicodeEncodeError as error:
         raise RequestError(
             f"structured_outputs.regex is not valid Unicode text; remove {error.object[error.start]!r}"
