@@ -233,6 +233,8 @@ class MessagesAnswer(BlockAnswer):
             return "model_context_window_exceeded" if is_full else "max_tokens", None
         if self._with_calls:
             return "tool_use", None
+        if not self._is_at_stop_string(output):
+            return "end_turn", None
         given = self._body.stop or ()
         num_tokens = 4 * max(map(len, given), default=0)  # at most one for each byte
         newest = [*output["prompt_token_ids"][-1:], *output["token_ids"][-num_tokens - 1 :]]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from odd_drafters import OddDrafter
 from tiers import examples
@@ -185,8 +185,9 @@ def test_text_of_an_answer_is_what_it_adds_to_the_prompt(
 def test_text_of_random_tokens_is_what_they_add_to_the_prompt(kind: str, load: Load, data: st.DataObject) -> None:
     tokenizer = load(kind)
     token_ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=12))
-    if "<0x00>" in tokenizer.get_vocab():  # a single wrong byte would also change the text before it
-        assume("\ufffd" not in tokenizer.decode(token_ids))
+    if "<0x00>" in tokenizer.get_vocab() and "\ufffd" in tokenizer.decode(token_ids):
+        # A single wrong byte would also change the text before it
+        token_ids = [i for i in token_ids if not tokenizer.convert_ids_to_tokens(i).startswith("<0x")]
     check_stream(tokenizer, token_ids, data.draw(st.integers(0, len(token_ids))), data.draw(st.sampled_from([1, 5])))
 
 
