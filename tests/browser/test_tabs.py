@@ -14,9 +14,7 @@ from test_chat_page import TEXT, ask, attach, documents, wait_for_end
 
 pytestmark = pytest.mark.browser
 
-DEAF = """window.BroadcastChannel = class extends BroadcastChannel {
-    constructor(name) { super(`${name} of ${Math.random()}`); }
-};"""
+DEAF = "Object.defineProperty(BroadcastChannel.prototype, 'onmessage', { set() {} });"
 SAID = "You said: {} <b>so</b> & so."
 OpenTab = Callable[..., Page]
 
@@ -28,7 +26,7 @@ def open_tab(server: FakeServer, browser: Browser) -> Iterator[OpenTab]:
 
     def open_tab(is_deaf: bool = False) -> Page:
         page = context.new_page()
-        page.on("pageerror", errors.append)
+        page.on("pageerror", lambda error: errors.append(error))
         if is_deaf:
             page.add_init_script(DEAF)
         page.goto(server.url)

@@ -14,6 +14,10 @@ const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(\s+|$)/;
 const FORMULA = /^\s*(?:(\$\$)|(\\\[)|\\begin\{(\w+\*?)\})/;
 const TABLE_LINE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
+const SETTLED = new RegExp([ // beginnings of a line after which its block is known, whatever follows
+  /^\s*[^\s`~#*+_>\d\\$|-]/, /^\s*[*_]{1,3}[^\s*_]/, /^\s*`[^`]/, // text, emphasis, code
+  /^\s*([-*+]|\d{1,9}[.)])\s+[^\s*_-]/, /^ {0,3}#{1,6}\s+\S/, /^ {0,3}>/, // an item, a heading, a quote
+].map(({ source }) => source).join("|"));
 const MAX_DEPTH = 8; // of lists and quotes in each other
 
 /**
@@ -51,7 +55,7 @@ export class MarkdownView {
     const box = this.#box, numOf = (parent) => parent.childNodes.length;
     let i = 0, numFinished = 0;
     const finishBefore = (numKept, open) => { // line i
-      if (i === lines.length - 1) return; // more may come that makes another thing of this line
+      if (i === lines.length - 1 && !isSettled(lines, i)) return;
       numFinished = i;
       this.#numKept = numKept;
       this.#open = open;
@@ -82,6 +86,9 @@ export class MarkdownView {
     return numFinished;
   }
 }
+
+/** Return true if the block of line i is known, even if more of the line comes. A table row is known at its end. */
+const isSettled = (lines, i) => SETTLED.test(lines[i]) && !lines[i - 1]?.includes("|");
 
 function cut(parent, numKept) {
   while (parent.childNodes.length > numKept) parent.lastChild.remove();

@@ -88,7 +88,7 @@ export class AnswerView {
     this.#message = message;
     this.draw();
     this.#nothing.hidden = Boolean(message.content || message.reasoning || note);
-    this.#figures.textContent = note || (message.figures ?? message.note ?? "");
+    this.#figures.textContent = note || message.figures || message.note || "";
     const [, answer] = parts(message);
     this.#footer.replaceWith(this.#footer = actionRow(actions, copyButton(() => answer.trim())));
   }
