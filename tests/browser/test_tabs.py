@@ -217,6 +217,26 @@ def test_documents_of_a_new_chat_outlive_the_chat_they_come_from(server: FakeSer
     expect(documents(second)).to_have_text([re.compile("report.txt.*6,300 tokens")])
 
 
+def test_question_right_after_the_last_document_was_removed_is_asked(server: FakeServer, open_tab: OpenTab) -> None:
+    """Regression: the empty chat was taken from the store, and the question came to a chat that seemed deleted."""
+    page = open_tab()
+    attach(page)
+    expect(documents(page)).to_have_text([re.compile("6,300 tokens")])
+    page.evaluate(
+        """() => {
+            document.querySelector("#documents button").click();
+            document.getElementById("question").value = "one";
+            document.getElementById("composer").requestSubmit();
+        }"""
+    )
+    expect(turns(page)).to_have_text(["one", SAID.format("one")])
+    wait_for_end(page)
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": "one"}]
+    page.reload()
+    expect(turns(page)).to_have_text(["one", SAID.format("one")])
+    expect(documents(page)).to_have_count(0)
+
+
 def test_settings_of_two_tabs_add_up(server: FakeServer, open_tab: OpenTab) -> None:
     first, second = open_tab(), open_tab()
     for page in (first, second):

@@ -8,7 +8,7 @@ import {
 } from "./common.js";
 import { Documents, preambleOf, tokensOf } from "./documents.js";
 import * as store from "./store.js";
-import { AnswerView, QuestionView, UNFINISHED, keepAtEnd, scrollToEnd } from "./turns.js";
+import { AnswerView, QuestionView, keepAtEnd, scrollToEnd } from "./turns.js";
 
 const PLAIN_ANSWER_TOKENS = 1024; // limit of an answer where the server's own is made for short completions
 const SAVE_MS = 2000; // between two times that an answer is kept while it grows
@@ -26,7 +26,7 @@ let settings = await store.settings().catch((error) => {
 let shown = null; // the Chat on the page
 let views = new Map(); // of its messages, by id
 const running = new Map(); // chats with an answer that is coming to this tab, by id
-const elsewhere = new Set(); // ids of chats that other tabs are answering
+const elsewhere = new Map(); // answers that are coming to other tabs: a message's id -> its chat's id
 const field = byId("question");
 let editedId = null; // of the message that the next question replaces, with all that follows
 const documents = new Documents(openingMessages, showChats);
@@ -56,6 +56,7 @@ async function showServer() {
 
 /** Show a chat. Answers that are coming to others go on. */
 async function show(chat) {
+  numOpened += 1; // what is being read now comes too late
   shown = chat;
   views = new Map();
   cancelEdit();
@@ -67,7 +68,7 @@ async function show(chat) {
   await showChats();
 }
 
-let numOpened = 0; // so that the last one that was chosen is shown, whichever is read first
+let numOpened = 0; // so that the chat that was chosen last is shown, whichever is read first
 
 async function openChat(id) {
   const opened = numOpened += 1;
@@ -93,17 +94,20 @@ async function chatChanged(chat, hasOtherDocuments) {
   }
 }
 
-store.onNews(async ({ type, id }) => {
+const tellOf = (type) => ({ id, run }) => store.tell({ type, id, messageId: run.message.id });
+const tellAnswering = tellOf("answering"), tellAnswered = tellOf("answered");
+
+store.onNews(async ({ type, id, messageId }) => {
   if (type === "settings") settings = await store.settings();
-  if (type === "opened") running.forEach((_, each) => store.tell({ type: "answering", id: each }));
+  if (type === "opened") running.forEach(tellAnswering);
   if (id === undefined || shown === null) return;
-  if (type === "answering") elsewhere.add(id);
-  else if (type === "answered") elsewhere.delete(id);
+  if (type === "answering") elsewhere.set(messageId, id);
+  else if (type === "answered") elsewhere.delete(messageId);
   else await (shown.id === id ? shown : running.get(id))?.refresh();
   if (shown.id === id) showChat();
   await showChats();
 });
-addEventListener("pagehide", () => running.forEach((_, id) => store.tell({ type: "answered", id })));
+addEventListener("pagehide", () => running.forEach(tellAnswered));
 
 /** Bring the turns and what follows them up to date. What has not changed is not touched. */
 function showChat() {
@@ -130,7 +134,7 @@ function viewOf(message, isLast) {
     if (!views.has(id)) views.set(id, new QuestionView(message, [{ label: "Edit", run: () => edit(message) }]));
   } else {
     if (!views.has(id)) views.set(id, new AnswerView());
-    const isElsewhere = message.note === UNFINISHED && elsewhere.has(shown.id);
+    const isElsewhere = elsewhere.has(id);
     const actions = isLast && !isElsewhere ? answerActions(message) : [];
     views.get(id).show(message, actions, isElsewhere ? "being answered in another tab" : "");
   }
@@ -147,9 +151,10 @@ function showRest() {
   if (isFaster) byId("speed").textContent = `First answer: ${then}. Now: ${now}.`;
   const asked = shown.record.messages.map(({ content }) => content);
   const proposed = (shown.record.questions ?? []).filter((question) => !asked.includes(question));
-  byId("suggestions").hidden = !proposed.length;
-  const buttons = proposed.map((question) => button(question, "suggestion", () => ask(question)));
-  byId("suggestions").replaceChildren(...buttons);
+  const box = byId("suggestions"), areShown = [...box.children].map(({ textContent }) => textContent);
+  box.hidden = !proposed.length;
+  if (areShown.join("\n") === proposed.join("\n")) return; // one may have the focus
+  box.replaceChildren(...proposed.map((question) => button(question, "suggestion", () => ask(question))));
 }
 
 let numListed = 0;
@@ -172,7 +177,7 @@ function chatRow(kept) {
   });
   row.dataset.id = kept.id;
   name.dir = "auto";
-  if (running.has(kept.id) || elsewhere.has(kept.id)) {
+  if (running.has(kept.id) || [...elsewhere.values()].includes(kept.id)) {
     const mark = element("span", "chat-answering");
     mark.role = "img";
     mark.ariaLabel = mark.title = "Answering";
@@ -240,7 +245,7 @@ async function answer(message, prepare) {
   const view = new AnswerView(), controller = new AbortController(), { signal } = controller;
   chat.run = { message, view, controller };
   running.set(chat.id, chat);
-  store.tell({ type: "answering", id: chat.id });
+  tellAnswering(chat);
   view.start(message, tokensOf(chat.documents));
   const isStored = chat.change(prepare);
   showChat();
@@ -265,9 +270,9 @@ async function answer(message, prepare) {
   }
   clearInterval(saveTimer);
   view.end(end);
+  tellAnswered(chat);
   chat.run = null;
   running.delete(chat.id);
-  store.tell({ type: "answered", id: chat.id });
   if (!chat.isGone) await keepAnswer(chat, message, view);
   const isSaid = documents.isExcess && error?.message.startsWith(TOO_LONG);
   if (error && chat === shown && !isSaid) showAlert(error.message);

@@ -1,6 +1,6 @@
 /** A chat in this tab: its record, which other tabs change too, its documents, and the answer that is coming. */
 
-import { newId } from "./common.js";
+import { newId, showAlert } from "./common.js";
 import * as store from "./store.js";
 
 const TITLE_CHARS = 60;
@@ -56,8 +56,10 @@ export class Chat {
     this.#numChanges += 1;
     try {
       const stored = await store.update(this.id, apply, { fresh, added: fresh ? this.documents : added });
-      this.#isStored = stored !== undefined && store.holdsSomething(stored);
+      this.#isStored = true;
       await this.#takeOver(stored, 1);
+    } catch (error) {
+      showAlert(`This browser could not keep the chat: ${error.message}`); // the disk may be full
     } finally {
       this.#numChanges -= 1;
     }

@@ -43,7 +43,7 @@ async function inTransaction(mode, work) {
   return (await Promise.all([work(stores), written]))[0];
 }
 
-// -- news for the other tabs: {type, id} of a conversation, or {type: "settings"}
+// -- news for the other tabs: {type, id} for a conversation, {type} for what concerns all
 
 const channel = new BroadcastChannel("nanovllm");
 
@@ -61,10 +61,11 @@ function withIds(record) {
   return record;
 }
 
-/** All conversations, the one that changed last first. */
+/** All conversations with something in them, the one that changed last first. */
 export async function conversations() {
   const all = await inTransaction("readonly", (stores) => resultOf(stores.conversations.getAll()));
-  return all.sort((a, b) => b.changedMs - a.changedMs);
+  const kept = all.filter(({ messages, documentIds, title }) => messages.length || documentIds.length || title);
+  return kept.sort((a, b) => b.changedMs - a.changedMs);
 }
 
 /** undefined if there is none. */
@@ -75,7 +76,7 @@ export async function conversation(id) {
 /**
  * Apply a change to the stored conversation, and return it as it is then. fresh: the record to begin with if the
  * conversation was never stored; without it, one that is not there was deleted, and undefined is returned. added:
- * documents to keep with it. A conversation that holds nothing any more is not kept.
+ * documents to keep with it.
  */
 export async function update(id, apply, { fresh, added = [] }) {
   const changed = await inTransaction("readwrite", async (stores) => {
@@ -87,17 +88,13 @@ export async function update(id, apply, { fresh, added = [] }) {
     for (const document of added) {
       if (await resultOf(stores.documents.getKey(document.id)) === undefined) stores.documents.put(document);
     }
-    if (holdsSomething(record)) stores.conversations.put(record);
-    else stores.conversations.delete(id);
+    stores.conversations.put(record);
     if (record.documentIds.length < numDocuments) await deleteUnnamedDocuments(stores);
     return record;
   });
   if (changed) tell({ type: "changed", id });
   return changed;
 }
-
-export const holdsSomething = ({ messages, documentIds, title }) =>
-  messages.length > 0 || documentIds.length > 0 || title !== "";
 
 export async function deleteConversation(id) {
   await inTransaction("readwrite", async (stores) => {

@@ -6,7 +6,7 @@ import { MarkdownView } from "./markdown.js";
 const DRAW_MS = 80; // between two drawings of an answer that grows
 const END_PX = 60; // so near to its end, the conversation is scrolled as it grows
 
-export const UNFINISHED = "interrupted"; // the note of an answer that has not ended, in case that the page is left
+const UNFINISHED = "interrupted"; // the note of an answer that has not ended, in case that the page is left
 
 const THINKING_START = /^\s*<think>/;
 const THINKING_END = "</think>"; // templates can begin the thinking themselves, so that the start is missing
