@@ -9,10 +9,11 @@ from install_chromium import BROWSERS, find_browser
 from page_server import FakeServer, Host, OpenPage, serving
 from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
+FLAGS = [
+    "--host-resolver-rules=MAP page.test 127.0.0.1",  # a host whose http is not a secure context
+    *"--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking".split(),
+    *"--disable-component-update --disable-sync".split(),
+]
 TIMEOUT_MS = 10_000
 
 

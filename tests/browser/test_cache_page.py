@@ -55,6 +55,13 @@ def test_cells_are_drawn_in_the_colours_of_their_states(server: FakeServer, page
     assert pixel(page, 10, 10) == (0xA3, 0xAA, 0xB5)
 
 
+def test_room_of_the_cache_says_what_one_chat_may_have(server: FakeServer, page: Page) -> None:
+    """Regression: the first screen promised room for all tokens of the cache, where a request could have far fewer."""
+    server.max_model_len = 8192
+    page.reload()
+    wait_for_blocks(page, "empty, room for 16,384 tokens, up to 8,192 in one chat")
+
+
 def test_cell_under_the_pointer_is_named(server: FakeServer, page: Page) -> None:
     server.engine.show(free=40, waiting=20)
     wait_for_blocks(page, "20 blocks in use, 0 of them on the GPU; 44 free")

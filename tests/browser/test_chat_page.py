@@ -97,17 +97,6 @@ def test_stop_ends_the_request_and_keeps_what_was_said(server: FakeServer, page:
     assert [message["role"] for message in server.bodies[1]["messages"]] == ["user", "assistant", "user"]
 
 
-def test_new_chat_while_an_answer_comes_ends_it(server: FakeServer, page: Page) -> None:
-    ask(page, "go on")
-    page.locator("#stop").wait_for()
-    page.get_by_role("button", name="New chat").click()
-    wait_for_end(page)
-    assert answers(page) == []
-    ask(page, "hello")
-    wait_for_end(page)
-    assert len(server.bodies[1]["messages"]) == 1
-
-
 # -- documents -------------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +180,14 @@ def test_document_that_is_too_long_can_be_shortened(server: FakeServer, page: Pa
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\x89PNG\xff\xfe", "photo.png is not UTF-8 text. Save it as plain text first."),
+        (b"\x89PNG\xff\xfe", "photo.png is not a text file. Save it as plain text first."),
+        (
+            b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + b"\x00" * 100,
+            "photo.png is not a text file. Save it as plain text first.",
+        ),
+        (b"PK\x03\x04" + b"some text" * 9 + b"\x00", "photo.png is not a text file. Save it as plain text first."),
+        ("Привет, как дела".encode("koi8-r"), "photo.png is not a text file. Save it as plain text first."),
+        (b"%PDF-1.4\n1 0 obj", "photo.png is a PDF. Save it as plain text first."),
         (b" \n", "photo.png is empty."),
     ],
 )
@@ -199,6 +195,70 @@ def test_file_that_is_not_text_is_refused(page: Page, content: bytes, message: s
     attach(page, "photo.png", content)
     expect(page.get_by_role("alert")).to_have_text(message)
     expect(documents(page)).to_have_count(0)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be", "latin-1", "cp1252"])
+def test_text_in_common_encodings_is_read(server: FakeServer, page: Page, encoding: str) -> None:
+    """Regression: a book in Latin-1 was "not UTF-8 text" and should first be saved as plain text, which it was."""
+    text = "Grüße, ça va? Ærø.\r\n" + ("“Quoted” – 3 €\r\n" if encoding != "latin-1" else "") + "The end\x1a"
+    mark = {"utf-16-le": b"\xff\xfe", "utf-16-be": b"\xfe\xff"}.get(encoding, b"")
+    attach(page, content=mark + text.encode(encoding))
+    expect(documents(page)).to_have_count(1)
+    note = "report.txt is not in UTF-8. It was read as Western European text (Windows-1252)."
+    expect(page.locator("#alert")).to_have_text(note if encoding in ("latin-1", "cp1252") else "")
+    ask(page, "one")
+    wait_for_end(page)
+    assert server.bodies[0]["messages"][0]["content"] == f"{before('report.txt', text)}one"
+
+
+def test_refused_files_are_named_though_others_are_taken(page: Page) -> None:
+    """Regression: the message about a file went when the next one was added."""
+    names = ("photo.png", b"\0"), ("notes.txt", b"Notes."), ("empty.txt", b"")
+    page.set_input_files("#file", [{"name": n, "mimeType": "text/plain", "buffer": content} for n, content in names])
+    alert = "photo.png is not a text file. Save it as plain text first. empty.txt is empty."
+    expect(page.get_by_role("alert")).to_have_text(alert)
+    expect(documents(page)).to_have_text([re.compile("notes.txt")])
+
+
+def test_nothing_is_sent_while_a_document_is_too_long(server: FakeServer, page: Page) -> None:
+    """Regression: the question was sent, a second message said that it was too long, and a chat bore its name."""
+    server.max_model_len = 4096
+    page.reload()
+    attach(page)
+    expect(page.locator("#excess")).to_be_visible()
+    expect(page.locator("#send")).to_be_disabled()
+    ask(page, "Where is it?")
+    page.locator("#composer").evaluate("form => form.requestSubmit()")
+    expect(page.get_by_label("Message", exact=True)).to_have_value("Where is it?")
+    expect(page.get_by_role("alert")).to_be_hidden()
+    expect(page.locator("#chats .chat-name")).to_have_text(["New chat"])
+    assert not server.bodies
+    page.get_by_role("button", name="Remove report.txt").click()
+    expect(page.locator("#send")).to_be_enabled()
+
+
+def test_prompt_that_the_server_finds_too_long_is_explained(server: FakeServer, page: Page) -> None:
+    """Regression: it said "Messages has 140225 characters", and to shorten a document where there was none."""
+    server.max_model_len = 9000
+    page.reload()
+    expect(page.locator("#model")).to_have_text(MODEL)
+    alert = page.get_by_role("alert")
+    ask(page, "be too long")
+    takes = "this server takes 9,000 tokens, with the answer"
+    expect(alert).to_have_text(f"The conversation is too long; {takes}. Begin a new chat.")
+    expect(page.locator("#chats .chat-name")).to_have_count(0)
+    page.get_by_label("Message", exact=True).fill("")
+    attach(page)
+    expect(documents(page)).to_contain_text(["6,300 tokens"])
+    ask(page, "be too long")
+    both = f"Documents and conversation are too long; {takes}. Shorten a document or begin a new chat."
+    expect(alert).to_have_text(both)
+    expect(page.locator("#chats .chat-name")).to_have_text(["New chat"])
+    server.max_model_len = 4096
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    attach(page, "notes.txt", TEXT.encode())
+    expect(page.locator("#excess")).to_be_visible()
+    expect(alert).to_be_hidden()  # the notice says more
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
@@ -272,6 +332,19 @@ def test_answer_can_be_copied_and_asked_for_again(server: FakeServer, page: Page
     wait_for_end(page)
     assert answers(page) == ["You said: one <b>so</b> & so.", "You said: two <b>so</b> & so."]
     assert server.bodies[2] == server.bodies[3]
+
+
+def test_copy_works_without_https(server: FakeServer, open_page: OpenPage) -> None:
+    """Regression: "Not allowed", because browsers have no navigator.clipboard for pages of other machines over http."""
+    page = open_page(server.url.replace("127.0.0.1", "page.test"))
+    assert page.evaluate("navigator.clipboard") is None
+    ask(page, "one")
+    wait_for_end(page)
+    page.get_by_role("button", name="Copy").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_focused()
+    page.get_by_label("Message", exact=True).focus()
+    page.keyboard.press("Control+V")
+    expect(page.get_by_label("Message", exact=True)).to_have_value("You said: one <b>so</b> & _so_.")
 
 
 def test_edited_question_replaces_what_follows(server: FakeServer, page: Page) -> None:
@@ -523,6 +596,5 @@ def test_longest_answer_is_cut_to_what_fits(server: FakeServer, page: Page) -> N
     expect(page.locator("#model")).to_have_text(MODEL)
     ask(page, "again")
     expect(page.get_by_role("alert")).to_have_text(
-        "Documents and conversation have 81 tokens; this server takes 81, with the answer. "
-        "Shorten a document or begin a new chat."
+        "The conversation has 81 tokens; this server takes 81 tokens, with the answer. Begin a new chat."
     )

@@ -34,12 +34,13 @@ def test_page_fits_and_can_be_read(
     expect(page.locator("#cache-summary")).to_contain_text("48 blocks")
     look(page, tmp_path / "1-welcome.png")
 
+    ask(page, "show markdown")
+    ask(page, "word" * 60)
     for name, num_lines in (("report.txt", 300), (f"{'long-' * 20}.txt", 2000)):
         page.set_input_files(
             "#file", {"name": name, "mimeType": "text/plain", "buffer": b"A line of text.\n" * num_lines}
         )
-    ask(page, "show markdown")
-    ask(page, "word" * 60)
+    expect(page.locator("#excess")).to_be_visible()
     look(page, tmp_path / "2-answers.png")
     page.locator("#messages").evaluate("element => element.scrollTop = 0")
     look(page, tmp_path / "3-answers-start.png")
@@ -61,7 +62,7 @@ def test_page_fits_and_can_be_read(
     page.get_by_role("button", name="Cancel").click()
 
     server.may_go_on.clear()
-    server.has_progress = True
+    server.has_progress, server.max_model_len = True, 10**6  # all documents fit
     page.reload()
     expect(page.locator("#model")).to_have_text(server.model)
     page.get_by_label("Message", exact=True).fill("one")

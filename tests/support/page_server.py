@@ -108,6 +108,7 @@ class FakeServer:
         self.has_progress = False
         self.model, self.max_model_len = MODEL, 10**6
         self.bodies: list[dict[str, Any]] = []
+        self.num_cached_tokens = 3072
         self.num_abandoned = 0  # answers whose client has gone
         self.may_go_on = threading.Event()  # while it is not set, answers stop after ten words
         self.may_go_on.set()
@@ -194,7 +195,7 @@ class FakeServer:
         usage = {
             "prompt_tokens": 3214,
             "completion_tokens": num_pieces,
-            "prompt_tokens_details": {"cached_tokens": 3072},
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
         yield _event({"choices": [], "usage": usage})
         yield "data: [DONE]\n\n"
@@ -203,6 +204,9 @@ class FakeServer:
 def _refuse(question: str) -> None:
     if question == "refuse":
         raise HTTPException(400, "prompt of 5,000 tokens exceeds max_model_len=4096; shorten the prompt")
+    if question == "be too long":
+        message = "prompt is too long: messages has 140225 characters, at most 131072 are allowed; shorten it"
+        raise HTTPException(400, {"message": message, "code": "context_length_exceeded"})
     if question == "be busy":
         raise HTTPException(429, "100 requests are waiting", {"Retry-After": "7"})
     if question == "crash":
@@ -225,7 +229,9 @@ def _event(content: dict[str, Any]) -> str:
 async def _openai_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         return await http_exception_handler(request, error)  # type: ignore[arg-type]
-    body = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": error.status_code}
+    body = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}
+    if isinstance(error.detail, dict):
+        body |= error.detail
     return JSONResponse({"error": body}, error.status_code, error.headers)
 
 

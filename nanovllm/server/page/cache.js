@@ -134,7 +134,11 @@ export class CacheView {
   /** Such as "9 blocks in use, 3 of them on the GPU; 55 free". */
   #sentence(counts) {
     const { states, has_gpu: hasGpu, num_slots: numSlots } = this.#snapshot, used = states.length - counts.free;
-    if (!used) return `empty, room for ${counted(states.length * this.#snapshot.block_size, "token")}`;
+    if (!used) {
+      const room = states.length * this.#snapshot.block_size, most = this.#documents.maxRequestTokens;
+      const inOneChat = most && most < room ? `, up to ${whole(most)} in one chat` : "";
+      return `empty, room for ${counted(room, "token")}${inOneChat}`;
+    }
     const onGpu = hasGpu && numSlots !== null ? `, ${whole(counts.resident)} of them on the GPU` : "";
     return `${counted(used, "block")} in use${onGpu}; ${whole(counts.free)} free`;
   }

@@ -1,17 +1,17 @@
-/** The page: conversations about documents, one question at a time, the answers streamed. */
+/** The page: chats about documents, which can be answered at the same time, the answers streamed. */
 
 import { CacheView } from "./cache.js";
+import { Chat, replaceMessages, titleOf, updateMessage } from "./chats.js";
 import {
-  ServerError, UNREACHABLE, announce, button, byId, counted, element, events, newId, request, sentence, short,
+  ServerError, TOO_LONG, UNREACHABLE, announce, button, byId, counted, element, events, newId, request, sentence, short,
   showAlert, whole,
 } from "./common.js";
-import { Documents } from "./documents.js";
+import { Documents, preambleOf, tokensOf } from "./documents.js";
 import * as store from "./store.js";
-import { AnswerView, UNFINISHED, scrollToEnd, showQuestion } from "./turns.js";
+import { AnswerView, QuestionView, keepAtEnd, scrollToEnd } from "./turns.js";
 
 const PLAIN_ANSWER_TOKENS = 1024; // limit of an answer where the server's own is made for short completions
 const SAVE_MS = 2000; // between two times that an answer is kept while it grows
-const TITLE_CHARS = 60;
 const FINISH_NOTES = {
   length: "cut off at the longest answer",
   abort: "ended by the server",
@@ -23,15 +23,14 @@ let settings = await store.settings().catch((error) => {
   showAlert("This browser does not let the page keep chats (IndexedDB), which it needs. Try another window.");
   throw error;
 });
-let conversation = null;
-let running = null; // the AbortController of the answer that is coming
+let shown = null; // the Chat on the page
+let views = new Map(); // of its messages, by id
+const running = new Map(); // chats with an answer that is coming to this tab, by id
+const elsewhere = new Map(); // answers that are coming to other tabs: a message's id -> its chat's id
 const field = byId("question");
-let editedIdx = null; // the message that the next question replaces, with all that follows
-const documents = new Documents(openingMessages, async () => {
-  conversation.documentIds = documents.ids;
-  await keep();
-});
-const cache = new CacheView(() => running !== null, showServer, documents);
+let editedId = null; // of the message that the next question replaces, with all that follows
+const documents = new Documents(openingMessages, showChats);
+const cache = new CacheView(() => running.size > 0, showServer, documents);
 
 /** Ask what the server is, at first and whenever it is back. It may be another one then. */
 async function showServer() {
@@ -53,73 +52,137 @@ async function showServer() {
   }
 }
 
-// -- conversations
+// -- chats
 
-function newConversation(documentIds = []) {
-  return { id: newId(), title: "", changedMs: Date.now(), documentIds, messages: [] };
-}
-
-/** Keep the conversation in this browser, unless there is nothing in it. */
-async function keep(kept = conversation) {
-  if (kept.isDeleted || (!kept.messages.length && !kept.documentIds.length)) return;
-  kept.changedMs = Date.now();
-  await store.saveConversation(kept);
-  await showChats();
-}
-
-async function openConversation(opened) {
-  running?.abort();
-  const left = conversation;
-  conversation = opened;
+/** Show a chat. Answers that are coming to others go on. */
+async function show(chat) {
+  numOpened += 1; // what is being read now comes too late
+  shown = chat;
+  views = new Map();
   cancelEdit();
-  if (left && left.id !== opened.id && !left.messages.length) await store.deleteConversation(left.id);
-  documents.show(await store.documents(opened.documentIds));
   showAlert("");
-  showConversation();
+  documents.show(chat);
+  byId("turns").replaceChildren();
+  showChat();
+  scrollToEnd();
   await showChats();
 }
 
-/** All turns anew. */
-function showConversation() {
-  const { messages } = conversation;
-  byId("turns").replaceChildren();
-  byId("welcome").hidden = messages.length > 0;
-  messages.forEach((message, i) => {
-    if (message.role === "user") showQuestion(message, [{ label: "Edit", run: () => edit(i) }]);
-    else new AnswerView(message, () => answerActions(message, i));
+let numOpened = 0; // so that the chat that was chosen last is shown, whichever is read first
+
+async function openChat(id) {
+  const opened = numOpened += 1;
+  const chat = running.get(id) ?? await Chat.load(id, chatChanged);
+  if (opened === numOpened && chat) await show(chat);
+}
+
+async function openNewest() {
+  const [newest] = await store.conversations();
+  if (newest) await openChat(newest.id);
+  else await show(Chat.begin([], undefined, chatChanged));
+}
+
+/** The record of a chat is another one than before, maybe because of another tab. */
+async function chatChanged(chat, hasOtherDocuments) {
+  if (chat !== shown) return;
+  if (chat.isGone) {
+    await openNewest();
+    showAlert("This chat was deleted in another tab.");
+  } else {
+    if (hasOtherDocuments) documents.show(chat);
+    showChat();
+  }
+}
+
+const tellOf = (type) => ({ id, run }) => store.tell({ type, id, messageId: run.message.id });
+const tellAnswering = tellOf("answering"), tellAnswered = tellOf("answered");
+
+store.onNews(async ({ type, id, messageId }) => {
+  if (type === "settings") settings = await store.settings();
+  if (type === "opened") running.forEach(tellAnswering);
+  if (id === undefined || shown === null) return;
+  if (type === "answering") elsewhere.set(messageId, id);
+  else if (type === "answered") elsewhere.delete(messageId);
+  else await (shown.id === id ? shown : running.get(id))?.refresh();
+  if (shown.id === id) showChat();
+  await showChats();
+});
+addEventListener("pagehide", () => running.forEach(tellAnswered));
+
+/** Bring the turns and what follows them up to date. What has not changed is not touched. */
+function showChat() {
+  keepAtEnd(() => {
+    const { messages } = shown.record, list = byId("turns"), last = messages.at(-1);
+    byId("welcome").hidden = messages.length > 0;
+    messages.forEach((message, i) => {
+      const { element: turn } = viewOf(message, message === last);
+      if (list.children[i] !== turn) list.insertBefore(turn, list.children[i] ?? null);
+    });
+    while (list.children.length > messages.length) list.lastElementChild.remove();
+    showRest();
+    showState();
   });
-  documents.draw();
-  showRest();
-  scrollToEnd();
+}
+
+function viewOf(message, isLast) {
+  const { run } = shown, { id, role } = message;
+  if (message === run?.message) {
+    run.view.draw(); // what has come while another chat was shown
+    return run.view;
+  }
+  if (role === "user") {
+    if (!views.has(id)) views.set(id, new QuestionView(message, [{ label: "Edit", run: () => edit(message) }]));
+  } else {
+    if (!views.has(id)) views.set(id, new AnswerView());
+    const isElsewhere = elsewhere.has(id);
+    const actions = isLast && !isElsewhere ? answerActions(message) : [];
+    views.get(id).show(message, actions, isElsewhere ? "being answered in another tab" : "");
+  }
+  return views.get(id);
 }
 
 /** What follows the turns: how much faster it has become, and the proposed questions. */
 function showRest() {
-  const timed = conversation.messages.filter(({ firstMs }) => firstMs);
+  const timed = shown.record.messages.filter(({ firstMs }) => firstMs);
   const first = timed.find(({ wasCached }) => wasCached === false), last = timed.at(-1);
   const isFaster = first && last.wasCached && last.firstMs < first.firstMs;
   byId("speed").hidden = !isFaster;
   const [then, now] = [first?.firstMs, last?.firstMs].map((ms) => `${short(ms / 1000)} s`);
   if (isFaster) byId("speed").textContent = `First answer: ${then}. Now: ${now}.`;
-  const asked = conversation.messages.map(({ content }) => content);
-  const proposed = (conversation.questions ?? []).filter((question) => !asked.includes(question));
-  byId("suggestions").hidden = !proposed.length;
-  const buttons = proposed.map((question) => button(question, "suggestion", () => ask(question)));
-  byId("suggestions").replaceChildren(...buttons);
+  const asked = shown.record.messages.map(({ content }) => content);
+  const proposed = (shown.record.questions ?? []).filter((question) => !asked.includes(question));
+  const box = byId("suggestions"), areShown = [...box.children].map(({ textContent }) => textContent);
+  box.hidden = !proposed.length;
+  if (areShown.join("\n") === proposed.join("\n")) return; // one may have the focus
+  box.replaceChildren(...proposed.map((question) => button(question, "suggestion", () => ask(question))));
 }
 
+let numListed = 0;
+
 async function showChats() {
-  const kept = await store.conversations(), hadFocus = byId("chats").contains(document.activeElement);
-  byId("chats").replaceChildren(...kept.map(chatRow));
-  if (hadFocus) byId("chats").querySelector("[aria-current]")?.focus();
+  const listed = numListed += 1, list = byId("chats"), kept = await store.conversations();
+  if (listed !== numListed || list.querySelector("input")) return; // a name is being typed
+  const focused = list.contains(document.activeElement) ? document.activeElement.closest(".chat").dataset.id : null;
+  list.replaceChildren(...kept.map(chatRow));
+  if (focused === null) return;
+  const rows = [...list.children], isFocused = ({ dataset }) => dataset.id === focused;
+  (rows.find(isFocused)?.querySelector(".chat-name") ?? list.querySelector("[aria-current]"))?.focus();
 }
 
 function chatRow(kept) {
-  const isOpen = kept.id === conversation.id, row = element("li", "chat"), title = kept.title || "New chat";
+  const isOpen = kept.id === shown.id, row = element("li", "chat"), title = titleOf(kept);
   const name = button(title, "chat-name", () => {
-    if (!isOpen) openConversation(kept);
+    if (!isOpen) openChat(kept.id);
     closeSide();
   });
+  row.dataset.id = kept.id;
+  name.dir = "auto";
+  if (running.has(kept.id) || [...elsewhere.values()].includes(kept.id)) {
+    const mark = element("span", "chat-answering");
+    mark.role = "img";
+    mark.ariaLabel = mark.title = "Answering";
+    row.append(mark);
+  }
   row.append(name);
   if (!isOpen) return row;
   name.setAttribute("aria-current", "true");
@@ -128,8 +191,9 @@ function chatRow(kept) {
 }
 
 function rename(row, title) {
-  const input = element("input", "");
+  const input = element("input", ""), renamed = shown;
   input.value = title;
+  input.dir = "auto";
   input.setAttribute("aria-label", "Name of the chat");
   row.replaceChildren(input);
   input.select();
@@ -141,92 +205,107 @@ function rename(row, title) {
     event.stopPropagation();
   });
   input.addEventListener("blur", async () => {
-    conversation.title = input.value.trim() || title;
-    await keep();
+    const given = input.value.trim();
+    input.remove();
+    if (given && given !== title) {
+      await renamed.change((record) => Object.assign(record, { title: given, changedMs: Date.now() }));
+    }
+    await showChats();
     if (wasEndedByKey) byId("chats").querySelector("[aria-current]")?.focus();
   });
 }
 
 async function deleteChat(title) {
   if (!confirm(`Delete “${title}”? Its documents go too, unless another chat has them.`)) return;
-  running?.abort();
-  const { id } = conversation;
-  conversation.isDeleted = true; // an answer that ends now does not bring it back
-  conversation = newConversation();
-  await store.deleteConversation(id);
-  await openConversation((await store.conversations())[0] ?? conversation);
+  const deleted = shown;
+  deleted.end();
+  await store.deleteConversation(deleted.id);
+  await openNewest();
   byId("new-chat").focus();
 }
 
 // -- a question and its answer
 
+const mayAsk = () => shown.run === null && !documents.isExcess;
+
 async function ask(text) {
-  if (running !== null) return restoreQuestion(text);
-  if (editedIdx !== null) conversation.messages.splice(editedIdx);
+  if (!mayAsk()) return restoreQuestion(text);
+  const ids = shown.record.messages.map(({ id }) => id), isEdited = editedId !== null && ids.includes(editedId);
+  const replacedIds = isEdited ? ids.slice(ids.indexOf(editedId)) : [];
   cancelEdit();
-  conversation.title ||= text.slice(0, TITLE_CHARS);
-  conversation.messages.push({ role: "user", content: text });
-  const answered = answer();
-  await keep();
-  await answered;
+  const question = { id: newId(), role: "user", content: text }, message = newAnswer();
+  await answer(message, replaceMessages(replacedIds, question, message));
 }
 
-/** Answer the last question, or continue the last answer. */
-async function answer() {
-  const asked = conversation; // another one may be opened before the answer has ended
-  const { messages } = asked, isContinued = messages.at(-1).role === "assistant";
-  const own = running = new AbortController();
-  if (!isContinued) messages.push({ role: "assistant", content: "", note: UNFINISHED });
-  const message = messages.at(-1), readIds = documents.ids;
-  showConversation();
-  byId("turns").lastElementChild.remove(); // in its place, the view that grows
-  const view = new AnswerView(message, () => answerActions(message, messages.length - 1));
-  const saveTimer = setInterval(() => asked.isDeleted || store.saveConversation(asked), SAVE_MS);
-  showAnswering(true);
+const newAnswer = () => ({ id: newId(), role: "assistant", content: "" });
+
+/** Let an answer come, or go on. prepare: the change of the record that puts it there. */
+async function answer(message, prepare) {
+  const chat = shown, readIds = chat.documentIds, isContinued = message.content !== "";
+  const view = new AnswerView(), controller = new AbortController(), { signal } = controller;
+  chat.run = { message, view, controller };
+  running.set(chat.id, chat);
+  tellAnswering(chat);
+  view.start(message, tokensOf(chat.documents));
+  const isStored = chat.change(prepare);
+  showChat();
+  scrollToEnd();
   showAlert("");
   announce("The model is answering.");
-  view.start(documents.tokens);
-  let error = null;
+  const save = () => chat.change(updateMessage(message));
+  const saveTimer = setInterval(save, SAVE_MS);
+  let error = null, end;
   try {
-    const [reason, usage] = await stream(asked, view, own.signal, isContinued);
-    if (asked === conversation) documents.setRead(readIds);
-    view.end(FINISH_NOTES[reason] ?? "");
+    if (await isStored) showChats();
+    else restoreQuestion(messagesBefore(chat).at(-1).content); // the chat was deleted a moment ago
+    const [reason, usage] = await stream(chat, isContinued);
+    end = FINISH_NOTES[reason] ?? "";
+    if (chat === shown) documents.setRead(readIds);
     announce(`The answer is complete. ${counted(usage?.completion_tokens ?? 0, "token")}.`);
   } catch (caught) {
-    error = caught;
-    view.end(own.signal.aborted ? "stopped" : "ended by an error");
-    announce(own.signal.aborted ? "The answer was stopped." : "");
+    if (!signal.aborted) error = caught;
+    end = error ? "ended by an error" : "stopped";
+    if (error && chat !== shown) end = `${end}: ${error.message}`;
+    announce(error ? "" : "The answer was stopped.");
   }
   clearInterval(saveTimer);
-  const hasNothing = !message.content && !message.reasoning;
-  if (hasNothing) {
-    const [question] = messages.splice(-2); // it got no answer, and goes back to where it was typed
-    if (asked === conversation) {
-      showConversation();
-      restoreQuestion(question.content);
-    }
-  }
-  if (asked === conversation) {
-    if (error && !own.signal.aborted) showAlert(error.message);
-    showRest();
-  }
-  if (running === own) {
-    running = null;
-    showAnswering(false);
-  }
-  await keep(asked);
+  view.end(end);
+  tellAnswered(chat);
+  chat.run = null;
+  running.delete(chat.id);
+  if (!chat.isGone) await keepAnswer(chat, message, view);
+  const isSaid = documents.isExcess && error?.message.startsWith(TOO_LONG);
+  if (error && chat === shown && !isSaid) showAlert(error.message);
+  await showChats();
+}
+
+/** A question that got no answer goes back to where it was typed, unless the user has begun another one. */
+async function keepAnswer(chat, message, view) {
+  const { messages } = chat.record, hasNothing = !message.content && !message.reasoning;
+  const question = messages[messages.indexOf(message) - 1];
+  const isGivenBack = hasNothing && question && chat === shown && !field.value;
+  if (isGivenBack) restoreQuestion(question.content);
+  else if (chat === shown) views.set(message.id, view);
+  const change = isGivenBack ? replaceMessages([question.id, message.id]) : updateMessage(message);
+  const isStored = chat.change((record) => {
+    change(record);
+    record.changedMs = Date.now();
+  });
+  if (chat === shown) showChat();
+  await isStored;
 }
 
 /** Show the answer as it comes, and return [finish reason, usage]. */
-async function stream(asked, view, signal, isContinued) {
+async function stream(chat, isContinued) {
+  const { view, controller: { signal } } = chat.run;
   const isChat = settings.format !== "text";
   const path = isChat && !isContinued ? "v1/chat/completions" : "v1/completions";
   let reason, usage;
   try {
     const bodyOf = isContinued ? continuation : isChat ? chatBody : plainBody;
-    const prompt = await bodyOf(asked, isChat, signal);
+    const prompt = await bodyOf(chat, isChat);
     const body = { ...prompt, ...sampling(), stream: true, stream_options: { include_usage: true } };
-    for await (const data of events(await requestThatFits(path, body, signal))) {
+    for await (const data of events(await requestThatFits(path, body, chat))) {
       if (data === "[DONE]") return [reason, usage];
       const { error, choices: [choice] = [], prompt_progress: progress, usage: counts } = JSON.parse(data);
       if (error) throw new ServerError(sentence(error.message ?? "the server has ended the answer"));
@@ -240,7 +319,7 @@ async function stream(asked, view, signal, isContinued) {
   } catch (error) {
     if (!isChat || error.status !== 400 || !/chat template/.test(error.message)) throw error;
     settings = { ...settings, format: "text" }; // the model has no chat template
-    return stream(asked, view, signal, isContinued);
+    return stream(chat, isContinued);
   }
   throw new ServerError("The connection ended before the answer did.");
 }
@@ -256,9 +335,9 @@ function templateOptions() {
   return settings.thinking ? { chat_template_kwargs: { enable_thinking: settings.thinking === "on" } } : {};
 }
 
-function chatBody(asked) {
+function chatBody(chat) {
   const progress = server.hasProgress ? { return_progress: true } : {};
-  return { messages: chatMessages(asked), ...templateOptions(), ...progress, max_tokens: settings.maxTokens };
+  return { messages: chatMessages(chat), ...templateOptions(), ...progress, max_tokens: settings.maxTokens };
 }
 
 function openingMessages(question) {
@@ -266,72 +345,86 @@ function openingMessages(question) {
   return [...system, { role: "user", content: question }];
 }
 
-/** All messages but the answer that comes, the documents in front of the first question. */
-function chatMessages({ messages }) {
-  const [first, ...others] = messages.slice(0, -1).map(({ role, content }) => ({ role, content }));
-  return [...openingMessages(documents.preamble + first.content), ...others];
+/** What was said before the answer that comes, up to its question. Questions without an answer are left out. */
+function messagesBefore({ record: { messages }, run }) {
+  const before = messages.slice(0, messages.indexOf(run.message));
+  const wasAnswered = (i) => i === before.length - 1 || before[i + 1].content !== "";
+  return before.filter(({ role, content }, i) => (role === "user" ? wasAnswered(i) : content !== ""));
+}
+
+/** These, the documents in front of the first question. */
+function chatMessages(chat) {
+  const [first, ...others] = messagesBefore(chat).map(({ role, content }) => ({ role, content }));
+  return [...openingMessages(preambleOf(chat.documents) + first.content), ...others];
 }
 
 /** The text so far, to be continued. */
-function plainBody({ messages }) {
+function plainBody(chat) {
+  const messages = [...messagesBefore(chat), chat.run.message];
   const pieces = messages.map(({ role, content }, i) => (role === "user" && i > 0 ? "\n" : "") + content);
-  return { prompt: documents.preamble + pieces.join(""), max_tokens: settings.maxTokens ?? PLAIN_ANSWER_TOKENS };
+  const prompt = preambleOf(chat.documents) + pieces.join("");
+  return { prompt, max_tokens: settings.maxTokens ?? PLAIN_ANSWER_TOKENS };
 }
 
 /** A body that continues the last answer from its last token on, which a chat cannot. */
-async function continuation(asked, isChat, signal) {
-  if (!isChat) return plainBody(asked);
+async function continuation(chat, isChat) {
+  if (!isChat) return plainBody(chat);
+  const { message, controller: { signal } } = chat.run;
   const [before, said] = await Promise.all([
-    { messages: chatMessages(asked), ...templateOptions() },
-    { prompt: asked.messages.at(-1).content, add_special_tokens: false },
+    { messages: chatMessages(chat), ...templateOptions() },
+    { prompt: message.content, add_special_tokens: false },
   ].map(async (body) => (await (await request("tokenize", { body, signal })).json()).tokens));
   return { prompt: [...before, ...said], max_tokens: settings.maxTokens ?? PLAIN_ANSWER_TOKENS };
 }
 
 /** The longest answer is a limit: where the context has less room, the answer gets what there is. */
-async function requestThatFits(path, body, signal) {
+async function requestThatFits(path, body, chat) {
+  const { signal } = chat.run.controller;
   try {
     return await request(path, { body, signal });
   } catch (error) {
     const [, promptTokens] = /^Prompt of (\d+) tokens \+ max_tokens=/.exec(error.message) ?? [];
-    if (promptTokens === undefined || !server.maxRequestTokens) throw error;
-    const room = server.maxRequestTokens - Number(promptTokens);
-    if (room <= 0) {
-      const has = `Documents and conversation have ${counted(Number(promptTokens), "token")}`;
-      const takes = `this server takes ${whole(server.maxRequestTokens)}, with the answer`;
-      throw new ServerError(`${has}; ${takes}. Shorten a document or begin a new chat.`, error.status);
-    }
-    return request(path, { body: { ...body, max_tokens: room }, signal });
+    const room = server.maxRequestTokens - Number(promptTokens); // NaN if the message does not say it
+    if (room > 0) return request(path, { body: { ...body, max_tokens: room }, signal });
+    if (!(room <= 0) && error.code !== "context_length_exceeded") throw error;
+    const [what, has, is, remedy] = chat.documents.length
+      ? [TOO_LONG, "have", "are", "Shorten a document or begin a new chat."]
+      : ["The conversation", "has", "is", "Begin a new chat."];
+    const size = room <= 0 ? `${has} ${counted(Number(promptTokens), "token")}` : `${is} too long`;
+    const takes = `this server takes ${counted(server.maxRequestTokens, "token")}, with the answer`;
+    throw new ServerError(`${what} ${size}; ${takes}. ${remedy}`, error.status);
   }
 }
 
 // -- what can be done with a question or an answer
 
-/** Only the last answer is asked for again, because what follows would be lost. Edit, which says so, does it for others. */
-function answerActions(message, idx) {
-  if (idx !== conversation.messages.length - 1) return [];
-  const retry = { label: "Retry", run: () => redo(() => conversation.messages.splice(idx)) };
-  return message.note && message.content ? [{ label: "Continue", run: () => redo(() => {}) }, retry] : [retry];
+/** For the last answer alone, because what follows would be lost. Edit, which says so, does it for others. */
+function answerActions(message) {
+  const retry = { label: "Retry", run: () => redo(() => {
+    const answered = newAnswer();
+    answer(answered, replaceMessages([message.id], answered));
+  }) };
+  const goOn = { label: "Continue", run: () => redo(() => answer(message, updateMessage(message))) };
+  return message.note && message.content ? [goOn, retry] : [retry];
 }
 
-function redo(prepare) {
-  if (running !== null) return;
-  prepare();
+function redo(begin) {
+  if (!mayAsk()) return;
   field.focus(); // the button goes away
-  answer();
+  begin();
 }
 
-function edit(idx) {
-  if (running !== null) return;
-  editedIdx = idx;
+function edit({ id, content }) {
+  if (shown.run !== null) return;
+  editedId = id;
   byId("editing").hidden = false;
-  setQuestion(conversation.messages[idx].content);
+  setQuestion(content);
   field.focus();
 }
 
 function cancelEdit() {
-  if (editedIdx !== null) setQuestion("");
-  editedIdx = null;
+  if (editedId !== null) setQuestion("");
+  editedId = null;
   byId("editing").hidden = true;
 }
 byId("cancel-edit").addEventListener("click", () => {
@@ -356,18 +449,25 @@ function grow() {
   field.style.height = `${field.scrollHeight + 2}px`; // its borders
 }
 
-function showAnswering(isAnswering) {
+/** Stop is in place of Send while the answer of this chat is coming. */
+function showState() {
+  const isAnswering = shown.run !== null, { classList } = document.body;
+  if (classList.contains("answering") === isAnswering) return;
   const hadFocus = [byId("send"), byId("stop")].includes(document.activeElement);
-  document.body.classList.toggle("answering", isAnswering); // hides what must wait
+  classList.toggle("answering", isAnswering); // hides what must wait
   byId("send").hidden = isAnswering;
   byId("stop").hidden = !isAnswering;
   if (hadFocus || document.activeElement === document.body) field.focus(); // the focus must not go down with a button
 }
 
+function stop() {
+  shown.run?.controller.abort();
+}
+
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = field.value.trim();
-  if (!text || running !== null) return;
+  if (!text || !mayAsk()) return;
   setQuestion("");
   ask(text);
   cache.refresh(); // the next snapshot would come a second later
@@ -378,27 +478,24 @@ field.addEventListener("keydown", (event) => {
   byId("composer").requestSubmit();
 });
 field.addEventListener("input", grow);
-byId("stop").addEventListener("click", () => running?.abort());
+byId("stop").addEventListener("click", stop);
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || document.querySelector("dialog[open]")) return; // which closes itself
   if (byId("side").classList.contains("open")) closeSide();
-  else if (running !== null) running.abort();
-  else if (editedIdx !== null) cancelEdit();
+  else if (shown.run !== null) stop();
+  else if (editedId !== null) cancelEdit();
 });
 
 byId("new-chat").addEventListener("click", async () => {
-  if (conversation.messages.length) {
-    const { documentIds, questions } = conversation;
-    await openConversation({ ...newConversation([...documentIds]), questions });
-    await keep();
-  }
+  const { messages, questions } = shown.record;
+  if (messages.length) await show(Chat.begin(shown.documents, questions, chatChanged));
   closeSide();
   field.focus();
 });
 
 byId("try-example").addEventListener("click", async () => {
   const { name, text, questions } = server.example;
-  conversation.questions = questions;
+  shown.record.questions = questions;
   byId("try-example").hidden = true;
   showRest();
   byId("suggestions").firstElementChild.focus();
@@ -438,20 +535,25 @@ const CONTROLS = { // name in `settings` -> id, and the value as it is sent
   maxTokens: ["max-tokens", Number], seed: ["seed", Number], thinking: ["thinking", String], format: ["format", String],
 };
 
+let settingsAtFirst = {}; // when the dialog was opened
+
 byId("settings-button").addEventListener("click", () => {
-  for (const [name, [id]] of Object.entries(CONTROLS)) byId(id).value = settings[name] ?? "";
-  byId("format").value = settings.format ?? "chat";
+  settingsAtFirst = { format: "chat", ...settings };
+  for (const [name, [id]] of Object.entries(CONTROLS)) byId(id).value = settingsAtFirst[name] ?? "";
   dialog.showModal();
 });
 byId("settings-cancel").addEventListener("click", () => dialog.close());
 dialog.querySelector("form").addEventListener("submit", async () => { // the event close would come later
-  settings = {};
+  const changes = {}; // another tab may have changed other settings
   for (const [name, [id, valueOf]] of Object.entries(CONTROLS)) {
-    if (byId(id).value.trim()) settings[name] = valueOf(byId(id).value);
+    const value = byId(id).value.trim() ? valueOf(byId(id).value) : undefined;
+    if (value !== settingsAtFirst[name]) changes[name] = value;
   }
-  await store.saveSettings(settings);
+  settings = { ...settings, ...changes };
+  await store.saveSettings(changes);
 });
 
-await openConversation((await store.conversations())[0] ?? newConversation());
+await openNewest();
+store.tell({ type: "opened" });
 await showServer();
 cache.refresh();

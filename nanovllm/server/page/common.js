@@ -23,15 +23,23 @@ export function button(label, className, onClick) {
 /** A button that copies what `textOf` returns. */
 export function copyButton(textOf) {
   const made = button("Copy", "quiet", async () => {
-    try {
-      await navigator.clipboard.writeText(textOf());
-      made.textContent = "Copied";
-    } catch {
-      made.textContent = "Not allowed"; // without https the browser has no clipboard for pages
-    }
+    made.textContent = await copy(textOf()) ? "Copied" : "Not allowed";
     setTimeout(() => { made.textContent = "Copy"; }, 1500);
   });
   return made;
+}
+
+/** Without https the browser has no clipboard for pages, but copies what is selected. */
+async function copy(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text).then(() => true, () => false);
+  const focused = document.activeElement, area = element("textarea", "visually-hidden");
+  area.value = text;
+  document.body.append(area);
+  area.select();
+  const isCopied = document.execCommand("copy");
+  area.remove();
+  focused.focus();
+  return isCopied;
 }
 
 /** message: "" for none. */
@@ -111,13 +119,16 @@ byId("change-key").addEventListener("click", () => {
 
 // -- requests
 
+// Beginnings of messages that go when they are no longer true
+export const TOO_LONG = "Documents and conversation";
 export const UNREACHABLE = "The server cannot be reached. Check that it is running, and try again.";
 
-/** A failure whose message can be shown. `status`: of the HTTP response, if there was one. */
+/** A failure whose message can be shown. `status` and `code` are of the HTTP response, if there was one. */
 export class ServerError extends Error {
-  constructor(message, status) {
+  constructor(message, status, code) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -157,7 +168,7 @@ async function failure(response) {
     return new ServerError(`The server is busy. Try again in ${wait ? `${wait} s` : "a moment"}. ${said}`, status);
   }
   if (status >= 500) return new ServerError(`The server has failed (status ${status}). ${said}`, status);
-  return new ServerError(said || `The server refused the request (status ${status}).`, status);
+  return new ServerError(said || `The server refused the request (status ${status}).`, status, error?.code);
 }
 
 /** The data of each server-sent event. An event ends with an empty line; lines that are not data are skipped. */

@@ -1,7 +1,8 @@
-/** The documents of the conversation: taken from files or pasted, counted in tokens, shortened, and shown as a list. */
+/** The documents of the chat that is shown: taken from files or pasted, counted in tokens, shortened, and listed. */
 
+import { replaceDocuments } from "./chats.js";
 import {
-  ServerError, UNREACHABLE, announce, button, byId, counted, element, newId, request, showAlert, whole,
+  ServerError, TOO_LONG, UNREACHABLE, announce, button, byId, counted, element, newId, request, showAlert, whole,
 } from "./common.js";
 import * as store from "./store.js";
 
@@ -11,17 +12,29 @@ const SHOWN_CHARS = 40; // of a name in a sentence
 const CHARS_PER_TOKEN = 4; // an estimate, for what the server is too small to count
 const MOST_KEPT_FOR_CHAT = 1024; // tokens for questions and answers, or an eighth of what the server takes
 
+// Control characters, but for those that tabs, lines, pages, old ends of files and colours in logs are made of
+const NOT_IN_TEXT = /[\0-\x07\x0e-\x19\x1c-\x1f\x7f-\x9f]/;
 const LEAST_USEFUL_TOKENS = 32; // nothing is shortened to less
 
 const part = ({ name, text }) => `Document "${name}":\n\n${text}\n\nEnd of the document.\n\n`;
 const sizeOf = ({ tokens, isEstimate }) => `${isEstimate ? "about " : ""}${counted(tokens, "token")}`;
 
 /**
+ * The text before the first question. The documents come first of all, so that every later question, in this chat or a
+ * new one, begins with tokens that the server has in its cache.
+ */
+export const preambleOf = (documents) => documents.map(part).join("");
+
+/** The tokens of all these documents that are counted. */
+export const tokensOf = (documents) => documents.reduce((sum, { tokens }) => sum + (tokens ?? 0), 0);
+
+/**
  * A document is {id, name, text, tokens, isEstimate, fullTokens}: `tokens` is null until the server has counted, and
- * `fullTokens` is what it had before it was shortened.
+ * `fullTokens` is what it had before it was shortened, which made a new document of it.
  */
 export class Documents {
-  #list = [];
+  #chat = null; // which has the list
+  #shownIds = [];
   #numRead = 0; // so many, from the first on, were read for the last answer
   #wasChanged = false; // since then, in a conversation that has begun
   #maxRequestTokens = 0; // 0: not known yet
@@ -33,7 +46,7 @@ export class Documents {
 
   /**
    * opening: returns the first messages of a conversation whose first question is a given text. whenChanged: called
-   * when documents were added, removed or shortened.
+   * when documents of a chat were added, removed or shortened.
    */
   constructor(opening, whenChanged) {
     this.#opening = opening;
@@ -49,31 +62,31 @@ export class Documents {
     });
   }
 
-  get ids() {
-    return this.#list.map(({ id }) => id);
+  get #list() {
+    return this.#chat?.documents ?? [];
   }
 
-  /** The tokens of all documents, as far as they are known. */
-  get tokens() {
-    return this.#list.reduce((sum, { tokens }) => sum + (tokens ?? 0), 0);
+  /** 0 if it is not known yet. */
+  get maxRequestTokens() {
+    return this.#maxRequestTokens;
   }
 
-  /**
-   * The text before the first question. The documents come first of all, so that every later question, in this
-   * conversation or a new one, begins with tokens that the server has in its cache.
-   */
-  get preamble() {
-    return this.#list.map(part).join("");
+  /** True if a document does not fit: nothing can be asked before it is shortened or removed. */
+  get isExcess() {
+    return this.#excess !== undefined;
   }
 
-  /** Show the documents of another conversation. */
-  show(list) {
-    const shared = list.findIndex(({ id }, i) => this.#list[i]?.id !== id);
-    this.#numRead = Math.min(this.#numRead, shared < 0 ? list.length : shared);
-    this.#list = [...list];
-    this.#wasChanged = false;
-    this.#locate();
+  /** Show the documents of this chat, as they are now. */
+  show(chat) {
+    const changed = chat.documents.findIndex(({ id }, i) => this.#shownIds[i] !== id);
+    this.#numRead = Math.min(this.#numRead, changed < 0 ? chat.documents.length : changed);
+    if (chat !== this.#chat) this.#wasChanged = false;
+    else if (chat.record.messages.length) this.#wasChanged ||= chat.documentIds.join() !== this.#shownIds.join();
+    this.#chat = chat;
+    this.#shownIds = chat.documentIds;
+    if (this.#maxRequestTokens) for (const each of this.#list) if (each.tokens === null) this.#count(each);
     this.draw();
+    return this.#locate();
   }
 
   /** The server takes so many tokens, for prompt and answer together. It may be another server than before. */
@@ -89,7 +102,7 @@ export class Documents {
   setRead(ids) {
     const changed = this.#list.findIndex(({ id }, i) => ids[i] !== id);
     this.#numRead = changed < 0 ? this.#list.length : changed;
-    this.#wasChanged = ids.join() !== this.ids.join();
+    this.#wasChanged = ids.join() !== this.#shownIds.join();
     this.draw();
     this.#locate();
   }
@@ -106,7 +119,7 @@ export class Documents {
   get blocks() {
     const { engine, block_size: blockSize } = this.#snapshot ?? {};
     if (this.#located === null || this.#located.engine !== engine) return []; // a replica of it has the documents
-    const numChars = this.preamble.length, { blockIds, numTokens } = this.#located;
+    const numChars = preambleOf(this.#list).length, { blockIds, numTokens } = this.#located;
     let end = 0, numBlocks = 0;
     return this.#list.map((document) => {
       const start = numBlocks;
@@ -120,7 +133,7 @@ export class Documents {
   async #locate() {
     this.#located = null;
     if (!this.#list.length || !this.#maxRequestTokens) return;
-    const { ids } = this, messages = this.#opening(this.preamble), key = JSON.stringify(messages);
+    const ids = this.#shownIds, messages = this.#opening(preambleOf(this.#list)), key = JSON.stringify(messages);
     const ask = async (path, body) => (await request(path, { body, mayAsk: false })).json();
     try {
       if (this.#rendered.key !== key) {
@@ -129,35 +142,38 @@ export class Documents {
       }
       const { tokens } = this.#rendered;
       const { engine, block_ids: blockIds } = await ask("kvcache", { tokens });
-      if (ids.join() === this.ids.join()) this.#located = { engine, blockIds, numTokens: tokens.length };
+      if (ids.join() === this.#shownIds.join()) this.#located = { engine, blockIds, numTokens: tokens.length };
     } catch (error) {
       if (!(error instanceof ServerError)) throw error;
     }
   }
 
-  async add(name, text) {
+  /** chat: where it goes, which may be another one than is shown when a file has been read. */
+  async add(name, text, chat = this.#chat) {
     const added = { id: newId(), name, text, tokens: null };
-    this.#list.push(added);
     announce(`${name} was added.`);
-    await this.#changed();
+    await this.#change(chat, (documents) => [...documents, added]);
     await this.#count(added);
   }
 
   async #remove(removed) {
-    this.#numRead = Math.min(this.#numRead, this.#list.indexOf(removed));
-    this.#list = this.#list.filter((each) => each !== removed);
     announce(`${removed.name} was removed.`);
     byId("attach").focus();
-    await this.#changed();
+    await this.#change(this.#chat, (documents) => documents.filter(({ id }) => id !== removed.id));
   }
 
-  async #changed() {
-    this.#wasChanged = byId("turns").children.length > 0;
-    showAlert("");
-    this.draw();
-    for (const each of this.#list) await store.saveDocument(each);
+  /** change: returns a new list of documents. */
+  async #change(chat, change) {
+    const before = chat.documents;
+    chat.documents = change(before);
+    const removedIds = before.filter((each) => !chat.documents.includes(each)).map(({ id }) => id);
+    const added = chat.documents.filter((each) => !before.includes(each));
+    if (chat === this.#chat) {
+      showAlert("");
+      this.show(chat);
+    }
+    await chat.change(replaceDocuments(removedIds, added.map(({ id }) => id)), added);
     await this.#whenChanged();
-    await this.#locate();
   }
 
   // -- tokens
@@ -169,7 +185,7 @@ export class Documents {
       if (error.message !== UNREACHABLE) showAlert(error.message); // it is counted when the server is back
     }
     this.draw();
-    if (this.#list.includes(document)) await store.saveDocument(document);
+    await store.saveTokens(document);
   }
 
   /** How many tokens documents may have, with something left for questions and answers. */
@@ -179,11 +195,12 @@ export class Documents {
 
   #roomFor(document) {
     const before = this.#list.slice(0, this.#list.indexOf(document));
-    return this.#room - before.reduce((sum, { tokens }) => sum + (tokens ?? 0), 0);
+    return this.#room - tokensOf(before);
   }
 
   /** Cut its end off, at the end of a line, until it fits. */
   async #shorten(document) {
+    const chat = this.#chat;
     const room = this.#roomFor(document), fullTokens = document.fullTokens ?? document.tokens;
     let { text, tokens } = document, isEstimate = true;
     while (tokens > room || isEstimate) {
@@ -192,11 +209,10 @@ export class Documents {
       text = end > longest.length / 2 ? longest.slice(0, end + 1) : longest;
       ({ tokens, isEstimate } = await countTokens(text));
     }
-    this.#numRead = Math.min(this.#numRead, this.#list.indexOf(document));
-    Object.assign(document, { text, tokens, isEstimate, fullTokens });
+    const shortened = { id: newId(), name: document.name, text, tokens, isEstimate, fullTokens };
     announce(`${document.name} was shortened to ${counted(tokens, "token")}.`);
     byId("attach").focus();
-    await this.#changed();
+    await this.#change(chat, (documents) => documents.map((each) => (each === document ? shortened : each)));
   }
 
   // -- the list
@@ -218,6 +234,7 @@ export class Documents {
     const row = element("li", "document"), name = element("span", "document-name", document.name);
     const remove = button("✕", "quiet", () => this.#remove(document));
     name.title = document.name;
+    name.dir = "auto";
     remove.setAttribute("aria-label", `Remove ${document.name}`);
     row.append(name, remove, element("p", "muted small", this.#words(document, index)));
     return row;
@@ -227,7 +244,7 @@ export class Documents {
     const { tokens, fullTokens } = document;
     const cut = fullTokens ? `the first of ${whole(fullTokens)}` : "";
     const state = this.#isExcess(document) ? "too long" : this.#cached(index) ?? "not read yet";
-    return [tokens === null ? "counting …" : sizeOf(document), cut, state].filter(Boolean).join(" · ");
+    return [tokens === null ? "counting…" : sizeOf(document), cut, state].filter(Boolean).join(" · ");
   }
 
   /** Such as "in the cache, 41% on the GPU". undefined if the document is not in the cache. */
@@ -241,16 +258,22 @@ export class Documents {
     return hasGpu && numSlots !== null ? `${words}, ${whole(onGpu * 100)}% on the GPU` : words;
   }
 
+  get #excess() {
+    return this.#list.find((each) => this.#isExcess(each));
+  }
+
   #isExcess(document) {
     return this.#maxRequestTokens > 0 && document.tokens > this.#roomFor(document);
   }
 
   /** The first document that does not fit is named above the message, with a button to shorten it. */
   #drawExcess() {
-    const document = this.#list.find((each) => this.#isExcess(each)), box = byId("excess");
+    const document = this.#excess, box = byId("excess");
     box.hidden = document === undefined;
+    byId("send").disabled = document !== undefined;
     box.replaceChildren();
     if (document === undefined) return;
+    if (byId("alert").textContent.startsWith(TOO_LONG)) showAlert(""); // this says more
     const room = this.#roomFor(document), takes = `this server takes ${whole(this.#maxRequestTokens)}`;
     const isAlone = document.tokens > this.#room;
     const others = isAlone ? "" : `, and the ones before it leave room for ${whole(Math.max(0, room))}`;
@@ -259,19 +282,18 @@ export class Documents {
     if (room >= LEAST_USEFUL_TOKENS) box.append(button("Shorten it to fit", "", () => this.#shorten(document)));
   }
 
-  // -- where documents come from. Only UTF-8 text is taken
+  // -- where documents come from
 
   async #takeFiles(files) {
+    const chat = this.#chat, notes = [];
     for (const file of files) {
-      try {
-        const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
-        if (text.trim()) await this.add(file.name, text);
-        else showAlert(`${file.name} is empty.`);
-      } catch (error) {
-        const isBinary = error instanceof TypeError;
-        showAlert(`${file.name} ${isBinary ? "is not UTF-8 text. Save it as plain text first." : "cannot be read."}`);
-      }
+      const bytes = await file.arrayBuffer().catch(() => null);
+      const { text, note } = bytes ? decode(new Uint8Array(bytes)) : { text: null, note: "cannot be read." };
+      if (text?.trim()) await this.add(file.name, text, chat);
+      if (note) notes.push(`${file.name} ${note}`);
+      else if (!text.trim()) notes.push(`${file.name} is empty.`);
     }
+    if (notes.length) showAlert(notes.join(" "));
   }
 
   #takePasted() {
@@ -301,6 +323,30 @@ export class Documents {
       this.#takeFiles([...event.dataTransfer.files]);
     });
   }
+}
+
+/**
+ * The text of a file, which is UTF-8, UTF-16 with a byte order mark, or Windows-1252, which includes Latin-1:
+ * {text, note}. text: null if it is not text. note: what to tell the user, after the file's name.
+ */
+function decode(bytes) {
+  const decoded = (encoding) => {
+    try {
+      return new TextDecoder(encoding, { fatal: true }).decode(bytes);
+    } catch {
+      return null; // it is in another encoding
+    }
+  };
+  const [first, second] = bytes;
+  const utf16 = first === 0xff && second === 0xfe ? "utf-16le" : first === 0xfe && second === 0xff ? "utf-16be" : null;
+  const text = decoded(utf16 ?? "utf-8");
+  if (text?.startsWith("%PDF-")) return { text: null, note: "is a PDF. Save it as plain text first." };
+  if (text !== null && !text.includes("\0")) return { text };
+  const western = decoded("windows-1252"), numOther = western.replace(/[\0-\x7f]/g, "").length;
+  if (text === null && utf16 === null && numOther < western.length / 2 && !NOT_IN_TEXT.test(western)) {
+    return { text: western, note: "is not in UTF-8. It was read as Western European text (Windows-1252)." };
+  }
+  return { text: null, note: "is not a text file. Save it as plain text first." };
 }
 
 /** {tokens, isEstimate}: an estimate if the text is longer than the server counts. Raises ServerError. */

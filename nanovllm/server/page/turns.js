@@ -1,27 +1,27 @@
 /** How questions and answers are shown: text, thinking, progress, figures, and the buttons below them. */
 
 import { button, byId, copyButton, counted, duration, element, short, whole } from "./common.js";
-import { markdown } from "./markdown.js";
+import { MarkdownView } from "./markdown.js";
 
 const DRAW_MS = 80; // between two drawings of an answer that grows
 const END_PX = 60; // so near to its end, the conversation is scrolled as it grows
 
-export const UNFINISHED = "interrupted"; // the note of an answer that has not ended, in case that the page is left
+const UNFINISHED = "interrupted"; // the note of an answer that has not ended, in case that the page is left
 
-const THINKING = /^\s*<think>([^]*?)(?:<\/think>|$)/;
-const THINKING_END = /^([^]*?)<\/think>/; // templates can begin the thinking themselves
+const THINKING_START = /^\s*<think>/;
+const THINKING_END = "</think>"; // templates can begin the thinking themselves, so that the start is missing
 
 /** [thinking, answer] of a message. Servers give the thinking apart from the answer, or within it. */
-function parts({ content, reasoning }) {
-  const found = THINKING.exec(content) ?? THINKING_END.exec(content);
-  if (found === null) return [reasoning ?? "", content];
-  return [(reasoning ?? "") + found[1].trim(), content.slice(found[0].length)];
+function parts({ content, reasoning = "" }) {
+  const [start = ""] = THINKING_START.exec(content) ?? [], end = content.indexOf(THINKING_END);
+  if (end < 0 && !start) return [reasoning, content];
+  if (end < 0) return [reasoning + content.slice(start.length).trim(), ""];
+  return [reasoning + content.slice(start.length, end).trim(), content.slice(end + THINKING_END.length)];
 }
 
-function showTurn(className, speaker) {
+function newTurn(className, speaker) {
   const turn = element("li", `turn ${className}`);
   turn.append(element("h3", "visually-hidden", speaker));
-  byId("turns").append(turn);
   return turn;
 }
 
@@ -29,10 +29,23 @@ export function scrollToEnd() {
   byId("messages").scrollTop = byId("messages").scrollHeight;
 }
 
-/** actions: of {label, run}. */
-export function showQuestion(message, actions) {
-  const turn = showTurn("question", "You");
-  turn.append(element("p", "text", message.content), actionRow(actions));
+/** Change what is shown. If the end of the conversation was in view, it still is afterwards. */
+export function keepAtEnd(change) {
+  const scroller = byId("messages");
+  const isAtEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < END_PX;
+  change();
+  if (isAtEnd) scrollToEnd();
+}
+
+/** A question, which never changes. actions: of {label, run}. */
+export class QuestionView {
+  element = newTurn("question", "You");
+
+  constructor(message, actions) {
+    const text = element("p", "text", message.content);
+    text.dir = "auto";
+    this.element.append(text, actionRow(actions));
+  }
 }
 
 function actionRow(actions, ...others) {
@@ -41,45 +54,55 @@ function actionRow(actions, ...others) {
   return row;
 }
 
-/** An answer, complete or while it comes. What it shows is in `message`, so that it can be kept. */
+/** An answer, complete or while it comes. It can grow while another chat is shown. */
 export class AnswerView {
-  message;
-  #actionsOf;
-  #turn = showTurn("answer", "Model");
+  element = newTurn("answer", "Model");
+  #message; // what is shown, so that it can be kept
   #thinking = element("details", "thinking");
   #thought = element("div", "markdown muted");
   #text = element("div", "text markdown");
+  #thoughtView = new MarkdownView(this.#thought);
+  #textView = new MarkdownView(this.#text);
+  #nothing = element("em", "muted", "(no text)");
   #progress = null; // while the prompt is read
   #figures = element("p", "figures muted");
-  #footer = null;
+  #footer = element("div", "");
   #drawTimer = 0;
   #tickTimer = 0;
   #startMs = 0;
   #firstMs = 0;
   #lastMs = 0;
   #usage;
+  #shown = ""; // by `show`
 
-  /** actionsOf: returns what can be done with the answer when it is complete, as in `showQuestion`. */
-  constructor(message, actionsOf) {
-    this.message = message;
-    this.#actionsOf = actionsOf;
+  constructor() {
     this.#thinking.append(element("summary", "muted", "Thinking"), this.#thought);
-    this.#turn.append(this.#thinking, this.#text, this.#figures);
-    this.#draw();
-    this.#showFooter(); // which goes when it starts
+    this.element.append(this.#thinking, this.#text, this.#nothing, this.#figures, this.#footer);
   }
 
-  /** The answer begins. promptTokens: about how long the prompt is, 0 if that is not known. */
-  start(promptTokens) {
-    this.#footer.remove();
-    this.#draw();
-    this.message.note = UNFINISHED;
+  /** Show an answer that does not come to this tab now. note: what is said in place of its figures, "" for none. */
+  show(message, actions, note) {
+    const shown = JSON.stringify([message, actions.map(({ label }) => label), note]);
+    if (shown === this.#shown) return;
+    this.#shown = shown;
+    this.#message = message;
+    this.draw();
+    this.#nothing.hidden = Boolean(message.content || message.reasoning || note);
+    this.#figures.textContent = note || message.figures || message.note || "";
+    const [, answer] = parts(message);
+    this.#footer.replaceWith(this.#footer = actionRow(actions, copyButton(() => answer.trim())));
+  }
+
+  /** The answer begins, or goes on. promptTokens: about how long the prompt is, 0 if that is not known. */
+  start(message, promptTokens) {
+    Object.assign(message, { note: UNFINISHED, figures: "" });
+    this.#message = message;
+    this.#nothing.hidden = true;
+    this.draw();
     this.#startMs = performance.now();
     this.#progress = new Progress(promptTokens);
     this.#text.after(this.#progress.box);
-    this.#figures.textContent = "";
     this.#tickTimer = setInterval(() => this.#tick(), 100);
-    scrollToEnd();
   }
 
   append(content, reasoning) {
@@ -88,11 +111,14 @@ export class AnswerView {
     if (!this.#firstMs) {
       this.#firstMs = this.#lastMs;
       this.#progress.box.remove();
-      this.#turn.classList.add("growing");
+      this.element.classList.add("growing");
     }
-    this.message.content += content;
-    if (reasoning) this.message.reasoning = (this.message.reasoning ?? "") + reasoning;
-    this.#drawTimer ||= setTimeout(() => this.#draw(), DRAW_MS);
+    this.#message.content += content;
+    if (reasoning) this.#message.reasoning = (this.#message.reasoning ?? "") + reasoning;
+    this.#drawTimer ||= setTimeout(() => {
+      this.#drawTimer = 0;
+      if (this.element.isConnected) keepAtEnd(() => this.draw());
+    }, DRAW_MS);
   }
 
   /** progress: what the server says about the prompt, {total, cache, processed, time_ms}. */
@@ -104,43 +130,27 @@ export class AnswerView {
     this.#usage = usage;
   }
 
-  /** note: how the answer ended, if there is something to say about it. */
+  /** The answer has ended; `show` follows. note: how, if there is something to say about it. */
   end(note) {
     clearInterval(this.#tickTimer);
+    clearTimeout(this.#drawTimer);
     this.#progress.box.remove();
-    this.#turn.classList.remove("growing");
-    const { message } = this, cached = this.#usage?.prompt_tokens_details?.cached_tokens ?? 0;
+    this.element.classList.remove("growing");
+    const message = this.#message, cached = this.#usage?.prompt_tokens_details?.cached_tokens ?? 0;
     message.note = note;
     message.figures = [...this.#measured(), note].filter(Boolean).join(" · ");
     if (this.#firstMs) message.firstMs = this.#firstMs - this.#startMs;
     message.wasCached = this.#usage ? cached > this.#usage.prompt_tokens / 2 : undefined;
-    this.#draw();
-    this.#showFooter();
   }
 
-  #draw() {
-    clearTimeout(this.#drawTimer);
-    this.#drawTimer = 0;
-    const scroller = byId("messages");
-    const isAtEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < END_PX;
-    const [thinking, answer] = parts(this.message);
+  /** Draw what has come since the last time. While another chat is shown, it is not drawn. */
+  draw() {
+    const [thinking, answer] = parts(this.#message);
     this.#thinking.hidden = !thinking.trim();
-    this.#thinking.firstElementChild.textContent = answer || !this.#turn.classList.contains("growing")
-      ? `Thought for ${counted(thinking.split(/\s+/).length, "word")}` : "Thinking …";
-    this.#thought.replaceChildren(markdown(thinking));
-    this.#text.replaceChildren(markdown(answer));
-    if (isAtEnd) scrollToEnd();
-  }
-
-  #showFooter() {
-    const [, answer] = parts(this.message);
-    if (!this.message.content && !this.message.reasoning) {
-      this.#text.append(element("em", "muted", "(no text)"));
-    }
-    this.#figures.textContent = this.message.figures ?? "";
-    this.#footer = actionRow(this.#actionsOf(), copyButton(() => answer.trim()));
-    this.#turn.append(this.#footer);
-    scrollToEndIfLast(this.#turn);
+    this.#thinking.firstElementChild.textContent = answer || !this.element.classList.contains("growing")
+      ? `Thought for ${counted(thinking.split(/\s+/).length, "word")}` : "Thinking…";
+    this.#thoughtView.show(thinking);
+    this.#textView.show(answer);
   }
 
   #tick() {
@@ -161,10 +171,6 @@ export class AnswerView {
     const read = `${counted(asked, "prompt token")}, ${whole(details?.cached_tokens ?? 0)} of them cached`;
     return [read, ...figures, `${counted(answered, "token")}${rate}`];
   }
-}
-
-function scrollToEndIfLast(turn) {
-  if (turn === byId("turns").lastElementChild) scrollToEnd();
 }
 
 /** How far the prompt has been read: a bar and words. Without figures of the server the bar only moves. */
@@ -199,6 +205,6 @@ class Progress {
   tick(elapsedMs) {
     if (this.#isMeasured) return;
     const what = this.#promptTokens ? `Reading about ${counted(this.#promptTokens, "token")}` : "Reading";
-    this.#words.textContent = `${what} … ${duration(elapsedMs)}`;
+    this.#words.textContent = `${what}… ${duration(elapsedMs)}`;
   }
 }
