@@ -19,7 +19,7 @@ from nanovllm.core.outputs import Outbox, Receiver
 from nanovllm.core.sequence import Sequence
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.llm import LLM
+from nanovllm.llm import LLM, params_list
 from nanovllm.request_stream import Dispatcher, RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request_check import Prompt, prompt_list
@@ -112,23 +112,23 @@ class AsyncLLM:
     async def submit(
         self,
         prompts: Prompt | Iterable[Prompt],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
         *,
         with_tokens: bool = True,
     ) -> RequestStream:
         """Queue one prompt or several, and return the stream of their updates, which the caller has to close.
 
         prompts: as in LLM.generate. Each has `n` answers; the index of answer i to prompt p is p * n + i.
-        sampling_params: for all prompts; None means SamplingParams(). with_tokens: False to leave token_ids and
-        logprobs out of all updates but the last. Raises RequestError, and queues nothing, if any prompt could never
-        run. Raises EngineError if the engine has failed or is closed.
+        sampling_params: for all prompts, or a list with one for each, all of the same `n`; None means SamplingParams().
+        with_tokens: False to leave token_ids and logprobs out of all updates but the last. Raises RequestError, and
+        queues nothing, if any prompt could never run. Raises EngineError if the engine has failed or is closed.
         """
-        params = sampling_params or SamplingParams()
         self._check_open()
         self._bind_loop()
-        # A long text takes a second to tokenize, and a large grammar to compile
         listed = prompt_list(prompts)
-        of_prompts = await asyncio.to_thread(self.llm.make_sequences, listed, [params] * len(listed))
+        of_prompt = params_list(sampling_params, len(listed))
+        # A long text takes a second to tokenize, and a large grammar to compile
+        of_prompts = await asyncio.to_thread(self.llm.make_sequences, listed, of_prompt)
         stream = RequestStream([answers[0].token_ids[:] for answers in of_prompts], self._abort)
         stream.sequences = [answers[0] for answers in of_prompts]
         try:

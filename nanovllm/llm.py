@@ -82,7 +82,7 @@ class LLM:
         requests and leaves the engine usable, unless a second Ctrl-C interrupts it in the middle of a step.
         """
         listed = prompt_list(prompts)
-        sequences = self.make_sequences(listed, _params_list(sampling_params, len(listed)))
+        sequences = self.make_sequences(listed, params_list(sampling_params, len(listed)))
         outbox = Outbox()
         try:
             request_ids = [
@@ -340,7 +340,7 @@ class LLM:
         return self.engine.executor.runner
 
 
-def _params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
+def params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
     if params is None:
         params = SamplingParams()
     if not isinstance(params, list | tuple):

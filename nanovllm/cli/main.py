@@ -254,7 +254,7 @@ def _serve(args: argparse.Namespace) -> int:
     options = ServerOptions(**{"served_model_name": (name or args.model,), **given_fields(args, ServerOptions)})
     service = ServiceOptions(**given_fields(args, ServiceOptions))
     config = Config(model=args.model, **given_fields(args, Config))
-    check_packages("nanovllm serve", ("fastapi", "uvicorn", "prometheus_client"), "server")
+    check_packages("nanovllm serve", ("fastapi", "uvicorn", "prometheus_client", "zstandard"), "server")
     if service.num_replicas is not None:
         check_packages("num_replicas", ("ray.serve",), "ray")
     with bind(options.host, options.port) as bound:  # before torch and the model are loaded

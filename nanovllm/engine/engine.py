@@ -54,9 +54,14 @@ class Admission:
             raise RequestError(f"n={params.n} applies to generate and chat; here, add a request for each answer")
         if not token_ids:
             raise RequestError("the prompt is empty; it needs at least one token")
+        if params.max_tokens is None and len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"prompt of {len(token_ids)} tokens leaves no room for an answer in max_model_len="
+                f"{self.max_model_len}; shorten the prompt or raise max_model_len"
+            )
         if len(token_ids) + (params.max_tokens or 1) > self.max_model_len:
             raise RequestError(
-                f"prompt of {len(token_ids)} tokens + max_tokens={params.max_tokens or 1} exceeds "
+                f"prompt of {len(token_ids)} tokens + max_tokens={params.max_tokens} exceeds "
                 f"max_model_len={self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
             )
         for name in ("stop_token_ids", "logit_bias"):

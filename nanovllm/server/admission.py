@@ -20,7 +20,7 @@ from nanovllm.llm import LLM
 from nanovllm.request_stream import RequestStream
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanovllm.server.answer_checks import AnswerChecks
-from nanovllm.server.errors import Refusal, model_not_found
+from nanovllm.server.errors import CONTEXT_EXCEEDED, PromptTooLongError, Refusal, model_not_found
 from nanovllm.server.gate import CACHE_SALT
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.options import ServerOptions
@@ -68,7 +68,7 @@ class Service:
         """
         name = vars(body)["model"]
         if name is not None and name not in self.model_names:
-            raise model_not_found(name)
+            raise model_not_found(name, self.model_names)
         with self._counted():
             self._limits.check_body(body)
 
@@ -109,30 +109,48 @@ class Service:
         *,
         with_tokens: bool = True,
         cache_salt: str | None = None,
+        param: str = "prompt",
     ) -> RequestStream:
         """Queue the prompts of a request, as AsyncLLM.submit does. Every request for an answer passes through here.
 
-        Raises Refusal, and queues nothing, if too many answers wait already, or for too many log-probabilities. The
-        stream raises Refusal, and its answers are aborted, if none of them has begun after `max_wait_s`.
+        Prompts are token ids. max_tokens may be more than fits after a prompt: then the answer has what fits. param:
+        the field of the body that the prompts come from. Raises PromptTooLongError for a prompt that leaves no room for
+        an answer. Raises Refusal, and queues nothing, if too many answers wait already, or for too many
+        log-probabilities. The stream raises Refusal, and its answers are aborted, if none of them has begun after
+        `max_wait_s`.
         """
         with self._counted():
             self._limits.check_logprobs(prompts, params)
+        fitting = [self._cut_to_fit(params, len(prompt), param) for prompt in prompts]
         place = self._enter(len(prompts) * params.n)
         try:
             salted_prompts = [salted(prompt, cache_salt) for prompt in prompts]
-            stream = await self.engine.submit(salted_prompts, params, with_tokens=with_tokens)
+            stream = await self.engine.submit(salted_prompts, fitting, with_tokens=with_tokens)
         except BaseException:
             place.leave()
             raise
         place.watch(stream, params)
         return stream
 
+    def _cut_to_fit(self, params: SamplingParams, num_prompt_tokens: int, param: str) -> SamplingParams:
+        limit = self.llm.max_request_tokens
+        if num_prompt_tokens >= limit:
+            raise PromptTooLongError(num_prompt_tokens, limit, param)
+        if params.max_tokens is None or params.max_tokens <= limit - num_prompt_tokens:
+            return params
+        return params.with_max_tokens(limit - num_prompt_tokens)
+
+    def check_num_answers(self, num_answers: int) -> None:
+        """Raise Refusal for more answers in one request than may ever wait."""
+        if num_answers > (limit := self.options.max_queue):
+            message = f"{num_answers} answers in one request are more than max_queue={limit}; ask for fewer"
+            with self._counted():
+                raise Refusal(400, "queue", message, param="n")
+
     def _enter(self, num_answers: int) -> "_Place":
         limit = self.options.max_queue
+        self.check_num_answers(num_answers)
         with self._counted():
-            if num_answers > limit:
-                message = f"{num_answers} answers in one request are more than max_queue={limit}; ask for fewer"
-                raise Refusal(400, "queue", message, param="n")
             if self.num_waiting + num_answers > limit:
                 message = f"{self.num_waiting} answers are waiting, at most {limit} may wait; ask again later"
                 raise Refusal(429, "queue", message, retry_after_s=self.retry_after_s)
@@ -257,8 +275,8 @@ class RequestLimits:
                 self.check_chars(len(prompt), param)
             elif isinstance(prompt, list) and len(prompt) > self._max_model_len:
                 limit = f"at most max_model_len={self._max_model_len}"
-                message = f"{param} has {len(prompt)} token ids, {limit}; shorten it"
-                raise Refusal(400, "prompt_tokens", message, param=param)
+                message = f"prompt is too long: {param} has {len(prompt)} token ids, {limit}; shorten it"
+                raise Refusal(400, "prompt_tokens", message, param=param, code=CONTEXT_EXCEEDED)
 
     def _check_length(self, reason: str, value: list[Any] | dict[Any, Any], param: str, limit: int) -> None:
         if len(value) > limit:
@@ -267,7 +285,7 @@ class RequestLimits:
     def check_chars(self, num_chars: int, param: str) -> None:
         if num_chars > self.max_prompt_chars:
             message = f"{param} has {num_chars} characters, at most {self.max_prompt_chars} are allowed; shorten it"
-            raise Refusal(400, "prompt_chars", message, param=param)
+            raise Refusal(400, "prompt_chars", f"prompt is too long: {message}", param=param, code=CONTEXT_EXCEEDED)
 
     def check_logprobs(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         """All log-probabilities of a request are in memory at once, until its last answer has been sent."""

@@ -27,7 +27,7 @@ from nanovllm.server.protocol import CompletionRequest, SamplingFields
 from nanovllm.text.request_check import Prompt
 
 DONE = b"data: [DONE]\n\n"
-COMMENT = b": no new text yet\n\n"  # which readers of server-sent events skip
+COMMENT = ": no new text yet\n"  # begins what is sent while there is nothing new; readers of events skip it
 PROGRESS = '], "prompt_progress": '  # begins the report of a prompt's progress; in a text its quotes would be escaped
 MAX_SILENCE_S = 10.0
 PROGRESS_S = 0.5  # between two reports of a prompt's progress
@@ -42,6 +42,8 @@ class Answer(ABC, Generic[BodyT]):
     id_prefix: str
     whole_object: str
     chunk_object: str
+    empty_choice: str  # the JSON of a chunk's choice without text
+    prompt_param: str  # the field of the body that has the prompt
     end: bytes = DONE  # the stream's last event
 
     def __init__(self, service: Service, body: BodyT) -> None:
@@ -69,7 +71,9 @@ class Answer(ABC, Generic[BodyT]):
         """
         body = self._body
         with_tokens = bool(body.stream) and (params.logprobs is not None or body.includes_usage_so_far)
-        stream = await self._service.submit(prompts, params, with_tokens=with_tokens, cache_salt=cache_salt)
+        stream = await self._service.submit(
+            prompts, params, with_tokens=with_tokens, cache_salt=cache_salt, param=self.prompt_param
+        )
         self._num_prompt_tokens = sum(map(len, stream.prompts))
         if body.stream:
             return EventStream(stream, self)
@@ -108,6 +112,10 @@ class Answer(ABC, Generic[BodyT]):
     def first_events(self) -> str:
         """The events before the first update. With it, since until then another replica may still answer."""
         return ""
+
+    def waiting_events(self) -> str:
+        """The events that say nothing, but show a client that counts events that the answer is still on its way."""
+        return f"{self._chunk_start}{self.empty_choice}{self._chunk_end}"
 
     def progress_event(self, stream: RequestStream, elapsed_s: float) -> str:
         """The event that says how much of the prompts is computed, as llama.cpp's server has it; "" if not wanted."""
@@ -159,6 +167,8 @@ class Answer(ABC, Generic[BodyT]):
 
 class CompletionAnswer(Answer[CompletionRequest]):
     id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    prompt_param = "prompt"
+    empty_choice = '{"index": 0, "text": "", "logprobs": null, "finish_reason": null}'
 
     def __init__(self, service: Service, body: CompletionRequest, prompt_texts: list[str]) -> None:
         """`prompt_texts` are empty without echo."""
@@ -295,8 +305,9 @@ def _chat_token(token_id: int, logprob: Logprob) -> dict[str, Any]:
 class EventStream(Response):
     """Sends the updates of a request as server-sent events, and closes its stream in the end.
 
-    A long prompt is computed for minutes. Meanwhile a comment every `silence_s` seconds keeps proxies and clients from
-    giving up. A client that has asked for it is told how much of the prompt is computed, from the beginning to the end.
+    A long prompt is computed for minutes. Meanwhile an event without text every `silence_s` seconds keeps proxies and
+    clients from giving up. Some clients do not count comments as a sign of life. A client that has asked for it is told
+    how much of the prompt is computed, from the beginning to the end.
     """
 
     def __init__(self, stream: RequestStream, answer: Answer[Any], silence_s: float = MAX_SILENCE_S) -> None:
@@ -318,17 +329,17 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         clock = asyncio.get_running_loop().time
         self._start_s = self._sent_s = clock()
-        comments = asyncio.ensure_future(self._comment(send))
+        signs = asyncio.ensure_future(self._show_life(send))
         try:
             async with aclosing(self._events()) as events:
                 async for event in events:
                     self._sent_s = clock()
                     await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
         finally:
-            comments.cancel()
+            signs.cancel()
         await send({"type": "http.response.body", "body": self._answer.end, "more_body": False})
 
-    async def _comment(self, send: Send) -> None:
+    async def _show_life(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
         with suppress(OSError):  # the client has gone, which others notice too
             while True:
@@ -337,7 +348,8 @@ class EventStream(Response):
                     await asyncio.sleep(left_s)
                 else:
                     self._sent_s = clock()
-                    await send({"type": "http.response.body", "body": progress.encode() or COMMENT, "more_body": True})
+                    body = progress or f"{COMMENT}{self._answer.waiting_events()}"
+                    await send({"type": "http.response.body", "body": body.encode(), "more_body": True})
 
     def _progress(self) -> str:
         return self._answer.progress_event(self._stream, asyncio.get_running_loop().time() - self._start_s)
@@ -365,8 +377,8 @@ class EventStream(Response):
 
 
 def is_sign_of_life(body: bytes) -> bool:
-    """Return True if this part of an event stream has nothing of the answer yet: a comment, or a prompt's progress."""
-    return body == COMMENT or PROGRESS.encode() in body
+    """Return True if this part of an event stream has nothing of the answer: an empty event, or a prompt's progress."""
+    return body.startswith(COMMENT.encode()) or PROGRESS.encode() in body
 
 
 def check_output(output: RequestOutput) -> None:

@@ -5,9 +5,7 @@ The endpoints turn a request into prompts and SamplingParams. answers.py makes t
 
 import asyncio
 import inspect
-import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,11 +22,13 @@ from nanovllm.sampling_params import SamplingParams, StructuredOutputs, TaggedJs
 from nanovllm.server.admission import Service, salted
 from nanovllm.server.answers import CompletionAnswer
 from nanovllm.server.chat_answers import ChatAnswer, ChatForm
+from nanovllm.server.conversation import Conversation, render_messages
 from nanovllm.server.errors import (
     ANSWERS,
     ANY_ERRORS,
     BODY_ERRORS,
     ApiError,
+    PromptTooLongError,
     add_error_handlers,
     api_error,
     json_response,
@@ -43,14 +43,13 @@ from nanovllm.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Message,
     NamedTool,
     TokenizeRequest,
     Tool,
-    ToolCall,
     call_constraint,
     chat_params,
     completion_params,
+    functions_of,
 )
 from nanovllm.server.responses import ResponsesAnswer, ResponsesRequest
 from nanovllm.server.tool_calls import CallFormat, call_format_of
@@ -127,8 +126,9 @@ def add_answers(app: FastAPI, service: Service) -> None:
         echoed = await service.prepare(_texts, service, prompts) if body.echo else []
         cache_salt = service.cache_salt(body, request)
         encoded: Sequence[Prompt] = prompts
-        if body.add_special_tokens is not None:
-            encoded = await service.prepare(_encode, service, prompts, body.add_special_tokens, cache_salt)
+        if any(isinstance(prompt, str) for prompt in prompts):
+            service.check_num_answers(len(prompts) * params.n)
+            encoded = await service.prepare(_encode, service, prompts, body.add_special_tokens is not False, cache_salt)
         answer = CompletionAnswer(service, body, echoed)
         return await answer.respond(encoded, params, cache_salt, request.receive)
 
@@ -139,11 +139,11 @@ def add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", responses=ANSWERS)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         make_answer = partial(ResponsesAnswer, asked=body)
-        return await _answer_chat(service, _as_chat(service, body), request, make_answer, is_cut_to_fit=True)
+        return await _answer_chat(service, _as_chat(service, body), request, make_answer)
 
     @app.post("/v1/messages", responses=ANSWERS)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
-        return await _answer_chat(service, _as_chat(service, body), request, MessagesAnswer, is_cut_to_fit=True)
+        return await _answer_chat(service, _as_chat(service, body), request, MessagesAnswer)
 
     @app.post("/v1/messages/count_tokens", responses=BODY_ERRORS)
     async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
@@ -166,9 +166,7 @@ async def _answer_chat(
     body: ChatRequest,
     request: Request,
     make_answer: Callable[[Service, ChatRequest, ChatForm], ChatAnswer],
-    is_cut_to_fit: bool = False,
 ) -> Response:
-    """is_cut_to_fit: max_tokens may be more than fits after the prompt, and the answer says so if that ends it."""
     service.check_body(body)
     tools = body.offered_tools
     call_format = find_call_format(service) if tools else None
@@ -177,13 +175,15 @@ async def _answer_chat(
     token_ids = await service.prepare(encode_messages, service, body, tools, cache_salt)
     num_free_tokens = service.llm.max_request_tokens - len(token_ids)
     params = chat_params(body, service.llm.sampling_defaults, num_free_tokens, constraint)
-    if is_cut_to_fit and params.max_tokens is not None:
-        params = replace(params, max_tokens=max(1, min(params.max_tokens, num_free_tokens)))
     outputs = params.structured_outputs
     is_formed = outputs is not None and (outputs.tagged_json is None or outputs.tagged_json.is_required)
     answer = make_answer(service, body, _chat_form(service, call_format, token_ids, is_formed))
     try:
         return await answer.respond([token_ids], params, cache_salt, request.receive)
+    except PromptTooLongError as error:
+        if body.stream and isinstance(answer, ResponsesAnswer):  # where OpenAI's clients look for it
+            return Response(answer.error_events(error), media_type="text/event-stream")
+        raise
     except RequestError as error:
         if constraint is not None and "structured_outputs" in str(error):
             await service.prepare(_blame_tool, service, params, constraint, body)
@@ -278,48 +278,25 @@ def encode_messages(
     options["add_generation_prompt"] = body.add_generation_prompt
     if tools:
         options["tools"] = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
-    conversation = [_for_template(message, f"messages[{i}]") for i, message in enumerate(body.messages or ())]
-    (token_ids,) = llm.text.encode_chat(
-        conversation,
-        options,
-        add_special_tokens=bool(body.add_special_tokens),
-        cache_salt=cache_salt,
-        check_text=lambda text: service.check_chars(len(text), "messages"),  # tools and tool calls are part of it
-    )
-    return token_ids
 
+    def encode(conversation: Conversation) -> TokenIds:
+        (token_ids,) = llm.text.encode_chat(
+            conversation,
+            options,
+            add_special_tokens=bool(body.add_special_tokens),
+            cache_salt=cache_salt,
+            check_text=lambda text: service.check_chars(len(text), "messages"),  # tools and tool calls are part of it
+        )
+        return token_ids
 
-def _for_template(message: Message, name: str) -> dict[str, Any]:
-    """A message as templates expect it: text as one string, and the arguments of tool calls as objects."""
-    converted = message.model_dump(include={"name", "reasoning_content", "tool_call_id"}, exclude_none=True)
-    if message.reasoning is not None:
-        converted.setdefault("reasoning_content", message.reasoning)
-    converted["role"] = "system" if message.role == "developer" else message.role
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
-    if message.tool_calls:
-        if message.role != "assistant":
-            raise ApiError(f"{name} has tool_calls, which only the role 'assistant' can have", param="messages")
-        converted["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
-        content = content or ""  # templates put it before the calls
-    converted["content"] = content
-    return converted
-
-
-def _call_for_template(call: ToolCall) -> dict[str, Any]:
-    """Arguments that are not a JSON object stay a string: the model has written them, and should see what it wrote."""
-    arguments: Any = call.function.arguments
-    with suppress(ValueError, RecursionError):
-        parsed = json.loads(arguments or "{}")
-        arguments = parsed if isinstance(parsed, dict) else arguments
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return render_messages(body.messages or (), _template(service), encode)
 
 
 # -- the small endpoints -----------------------------------------------------------------------------------------------
 
 
 def add_small_endpoints(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
     async def list_models() -> Response:
         return json_response({"object": "list", "data": [_card(service, name) for name in service.model_names]})
@@ -327,7 +304,7 @@ def add_small_endpoints(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}", responses={404: BODY_ERRORS[404]})
     async def retrieve_model(name: str) -> Response:
         if name not in service.model_names:
-            raise model_not_found(name)
+            raise model_not_found(name, service.model_names)
         return json_response(_card(service, name))
 
     @app.post("/tokenize", responses=BODY_ERRORS)
@@ -370,9 +347,10 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 def _tokenize(service: Service, body: TokenizeRequest, cache_salt: str | None) -> dict[str, Any]:
     llm = service.llm
     if body.messages is not None:
-        if body.tools:
+        tools = functions_of(body.tools)
+        if tools:
             find_call_format(service)
-        token_ids = encode_messages(service, body, body.tools or [], cache_salt)
+        token_ids = encode_messages(service, body, tools, cache_salt)
     else:
         prompt = salted(body.prompt or "", cache_salt)
         token_ids = llm.text.encode_prompt(prompt, add_special_tokens=body.add_special_tokens is not False)

@@ -46,6 +46,8 @@ class ChatForm(NamedTuple):
 
 class ChatAnswer(Answer[ChatRequest]):
     id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prompt_param = "messages"
+    empty_choice = '{"index": 0, "delta": {"content": ""}, "logprobs": null, "finish_reason": null}'
 
     def __init__(self, service: Service, body: ChatRequest, form: ChatForm) -> None:
         super().__init__(service, body)

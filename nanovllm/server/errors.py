@@ -11,7 +11,7 @@ import logging
 import math
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -28,6 +28,7 @@ Responses: TypeAlias = dict[int | str, dict[str, Any]]
 
 PART_ITEMS = 100  # list items that are encoded at once
 RETRY_CODES = {429: "rate_limit_exceeded", 503: "service_unavailable"}
+CONTEXT_EXCEEDED = "context_length_exceeded"
 MESSAGES_PATH = "/v1/messages"
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -76,6 +77,21 @@ class ApiError(Exception):
     def event(self, path: str = "") -> str:
         """The event that ends a stream."""
         return sse_error(json.dumps(self.body(path)), path)
+
+
+class PromptTooLongError(ApiError):
+    """A prompt that leaves no room for an answer.
+
+    Agents compact their history when they find one of these in an error: the code, as OpenAI has it, or what the
+    messages of Anthropic's API ("prompt is too long") or vLLM ("maximum context length") say.
+    """
+
+    def __init__(self, num_tokens: int, max_context_tokens: int, param: str) -> None:
+        message = (
+            f"prompt is too long: {num_tokens} tokens > {max_context_tokens - 1} maximum; this server's maximum "
+            f"context length is {max_context_tokens} tokens, and an answer needs at least one; shorten the prompt"
+        )
+        super().__init__(message, param=param, code=CONTEXT_EXCEEDED)
 
 
 class Refusal(ApiError):
@@ -151,8 +167,10 @@ def api_error(error: Exception) -> ApiError:
     return ApiError("internal error; the server's log has the details", status=500, code="internal_error")
 
 
-def model_not_found(name: str) -> ApiError:
-    return ApiError(f"the model {shown(name)} does not exist", status=404, param="model", code="model_not_found")
+def model_not_found(name: str, names: Iterable[str]) -> ApiError:
+    """names: of the models that exist."""
+    message = f"the model {shown(name)} does not exist; this server has {' and '.join(map(repr, names))}"
+    return ApiError(message, status=404, param="model", code="model_not_found")
 
 
 def add_error_handlers(app: FastAPI) -> None:

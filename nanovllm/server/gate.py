@@ -1,9 +1,9 @@
 """Gate: the ASGI application around the server's own. It refuses requests that must not cost any work.
 
 In this order: requests after the server has begun to stop (503), whose length is ambiguous (400), for a host that is
-not ours (403), without a valid API key (401), and with a body that is too large (413), arrives too slowly (408), or for
-which no memory is left (503). It reads a body whole, as the application would, and passes everything else on as it is,
-so that streamed answers are not slowed down.
+not ours (403), without a valid API key (401), and with a body that is too large (413), arrives too slowly (408), for
+which no memory is left (503), or whose encoding is unknown (415) or wrong (400). It reads a body whole, as the
+application would, unpacks it, and passes everything else on as it is, so that streamed answers are not slowed down.
 
 Only digests of API keys are kept. All of them are compared, each in constant time, so the time tells nothing.
 """
@@ -22,6 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.errors import ConfigError
+from nanovllm.server.body_encoding import UnknownEncodingError, encodings_of, unpack, unpacked_headers
 from nanovllm.server.errors import MESSAGES_PATH, ClientDisconnectedError, Refusal
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.page import FILES_PATH
@@ -69,7 +70,7 @@ class Gate:
             if scope["type"] == "http":
                 try:
                     self._check_access(scope)
-                    receive = await self._read_body(scope, receive, held)
+                    scope, receive = await self._read_body(scope, receive, held)
                 except Refusal as refusal:
                     self._on_refusal(refusal.reason)
                     return await refusal.response(scope["path"])(scope, receive, send)
@@ -101,8 +102,11 @@ class Gate:
         if self._options.cache_salt_per_key:
             scope.setdefault("state", {})[CACHE_SALT] = self._keys.cache_salt(given[0])
 
-    async def _read_body(self, scope: Scope, receive: Receive, held: _Held) -> Receive:
-        """Read the whole body, and return a `receive` that repeats it. Raises Refusal if it is too large or slow."""
+    async def _read_body(self, scope: Scope, receive: Receive, held: _Held) -> tuple[Scope, Receive]:
+        """Read the whole body, unpack it, and return a scope without its encoding and a `receive` that repeats it.
+
+        Raises Refusal if it is too large or slow, or cannot be unpacked.
+        """
         lengths = [int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()]
         self._check_size(max(lengths, default=0))  # the announced length need not be true
         try:
@@ -111,12 +115,27 @@ class Gate:
             limit = f"max_receive_s={self._options.max_receive_s:g}"
             message = f"the body has not arrived within {limit} seconds; send it faster"
             raise Refusal(408, "slow_body", message, code="request_timeout") from error
+        encodings, charset = encodings_of(scope["headers"])
+        if encodings or charset is not None:
+            whole = await asyncio.to_thread(self._unpack, whole, encodings, charset)
+            self._hold(len(whole), held)
+            scope = {**scope, "headers": unpacked_headers(scope["headers"], len(whole))}
         body: list[Message] = [{"type": "http.request", "body": whole, "more_body": False}]
 
         async def receive_again() -> Message:
             return body.pop() if body else await receive()
 
-        return receive_again
+        return scope, receive_again
+
+    def _unpack(self, body: bytes, encodings: list[str], charset: str | None) -> bytes:
+        try:
+            body = unpack(body, encodings, charset, self._options.max_body_bytes)
+        except UnknownEncodingError as error:
+            raise Refusal(415, "encoding", str(error), code="unsupported_encoding") from error
+        except ValueError as error:
+            raise Refusal(400, "encoding", str(error)) from error
+        self._check_size(len(body))
+        return body
 
     async def _whole_body(self, receive: Receive, held: _Held) -> bytes:
         body = bytearray()  # and not a list of chunks, which can be a byte each
@@ -127,13 +146,16 @@ class Gate:
                 raise ClientDisconnectedError
             body += message.get("body", b"")
             self._check_size(len(body))
-            self._num_held_bytes += len(body) - held.num_bytes
-            held.num_bytes = len(body)
-            if self._num_held_bytes > MAX_HELD_BODIES * self._options.max_body_bytes:
-                full = "the server has no memory left for bodies; ask again later"
-                raise Refusal(503, "bodies", full, retry_after_s=1)
+            self._hold(len(body), held)
             is_complete = not message.get("more_body", False)
         return bytes(body)
+
+    def _hold(self, num_bytes: int, held: _Held) -> None:
+        self._num_held_bytes += num_bytes - held.num_bytes
+        held.num_bytes = num_bytes
+        if self._num_held_bytes > MAX_HELD_BODIES * self._options.max_body_bytes:
+            full = "the server has no memory left for bodies; ask again later"
+            raise Refusal(503, "bodies", full, retry_after_s=1)
 
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self._options.max_body_bytes:

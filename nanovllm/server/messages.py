@@ -1,7 +1,7 @@
 """Anthropic's Messages API: a body becomes a ChatRequest, and a chat's answer becomes content blocks."""
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from annotated_types import MinLen
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -9,17 +9,17 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.server.chat_answers import Block, BlockAnswer
 from nanovllm.server.errors import MESSAGES_PATH, ApiError
+from nanovllm.server.fields import Body, Items, WholeBody, refuse
 from nanovllm.server.protocol import (
     TEXT_ONLY,
-    Body,
     ChatRequest,
     Content,
     Effort,
-    Items,
-    WholeBody,
+    OtherTool,
     chat_request,
     content_branch,
-    refuse,
+    joined_text,
+    tool_branch,
 )
 
 BILLING_HEADER = (
@@ -30,8 +30,6 @@ BILLING_HEADER = (
 class ContentBlock(Body):
     """A part of a message. Its type says which of the fields it has."""
 
-    HINTS = frozenset(("cache_control", "signature", "data", "caller"))
-    NEUTRAL: ClassVar = {"citations": (None, [])}
     KINDS: ClassVar = {
         "text": ("text",),
         "thinking": ("thinking",),
@@ -60,15 +58,16 @@ class AnthropicMessage(Body):
 
 
 class AnthropicTool(Body):
-    HINTS = frozenset(("cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "input_examples"))
-    KINDS: ClassVar = {"custom": ()}
-    NOUN, WHY_NOT = "a tool", ", as the server has none of its own"
-
-    type: str = "custom"
+    type: Literal["custom"] = "custom"
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+AnyAnthropicTool: TypeAlias = Annotated[
+    Annotated[AnthropicTool, Tag("dict[custom]")] | Annotated[OtherTool, Tag("dict[other]")], tool_branch("custom")
+]
 
 
 class AnthropicToolChoice(Body):
@@ -84,8 +83,6 @@ class AnthropicToolChoice(Body):
 
 
 class Thinking(Body):
-    HINTS = frozenset(("budget_tokens", "display"))
-
     type: Literal["enabled", "disabled", "adaptive"]
 
 
@@ -95,25 +92,15 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    HINTS = frozenset(("task_budget",))
-
     effort: Effort | None = None
     format: OutputFormat | None = None
 
 
 class CountTokensRequest(WholeBody):
-    NEUTRAL: ClassVar = {"container": (None,), "mcp_servers": (None, [])}
-    HINTS = frozenset(
-        (
-            *("betas", "billing_policy", "cache_control", "context_management", "diagnostics", "fallbacks"),
-            *("inference_geo", "metadata", "service_tier", "speed"),
-        )
-    )
-
     model: str | None = None
     messages: Items[AnthropicMessage] = Field(min_length=1)
     system: Content | None = None
-    tools: Items[AnthropicTool] | None = None
+    tools: Items[AnyAnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -124,19 +111,21 @@ class CountTokensRequest(WholeBody):
 
     def _chat_fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"model": self.model, "messages": self._messages()}
-        if self.tools:
-            names = {"input_schema": "parameters"}
-            fields["tools"] = [
-                {
-                    "type": "function",
-                    "function": {
-                        names.get(name, name): value for name, value in each.model_dump(exclude={"type"}).items()
-                    },
-                }
-                for each in self.tools
-            ]
+        fields["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": each.name,
+                    "description": each.description,
+                    "parameters": each.input_schema,
+                    "strict": each.strict,
+                },
+            }
+            for each in self.tools or ()
+            if isinstance(each, AnthropicTool)
+        ]
         choice = self.tool_choice
-        if choice is not None and (self.tools or choice.type != "auto"):
+        if choice is not None:
             named = {"type": "function", "function": {"name": choice.name}}
             fields["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
@@ -153,8 +142,8 @@ class CountTokensRequest(WholeBody):
     def _messages(self) -> list[dict[str, Any]]:
         system = self.system
         if isinstance(system, list):
-            system = [block for block in system if not block.text.startswith(BILLING_HEADER)]
-        messages = [{"role": "system", "content": _text(system)}] if system else []
+            system = [block for block in system if not joined_text([block]).startswith(BILLING_HEADER)]
+        messages = [{"role": "system", "content": joined_text(system)}] if system else []
         for message in self.messages:
             if isinstance(message.content, str):
                 messages.append({"role": message.role, "content": message.content})
@@ -166,7 +155,7 @@ class CountTokensRequest(WholeBody):
 def _chat_messages(role: str, blocks: list[ContentBlock]) -> list[dict[str, Any]]:
     """Return a chat's messages of one turn: the results of tools first, then the rest as one message."""
     results = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": joined_text(block.content)}
         for block in blocks
         if block.type == "tool_result"
     ]
@@ -182,10 +171,6 @@ def _chat_messages(role: str, blocks: list[ContentBlock]) -> list[dict[str, Any]
     if calls:
         message["tool_calls"] = calls
     return results if len(results) == len(blocks) > 0 else [*results, message]
-
-
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
 class MessagesRequest(CountTokensRequest):
@@ -207,6 +192,9 @@ class MessagesAnswer(BlockAnswer):
 
     def first_events(self) -> str:
         return self._sse([{"type": "message_start", "message": self._body_of(None)}])
+
+    def waiting_events(self) -> str:
+        return self._sse([{"type": "ping"}])
 
     def last_events(self) -> str:
         body = self._body_of(self._output)

@@ -1,54 +1,35 @@
 """Bodies of requests, as OpenAI defines them, with vLLM's additional fields, and the SamplingParams they ask for.
 
-Unknown fields are refused by name. So are OpenAI's fields that this server does not implement, unless they have the
-value that changes nothing. SamplingParams checks the numbers themselves. A field of SamplingFields that has the name of
-a sampling parameter sets it. Each parameter comes from the first of these that has it: the body, the model's
-generation_config.json, the defaults of OpenAI's API, which SamplingParams has.
-
-A body can have millions of errors, and collecting them would take minutes and gigabytes. So a check ends at the first.
+fields.py has the rule for unknown fields. SamplingParams checks the numbers themselves. A field of SamplingFields that
+has the name of a sampling parameter sets it. Each parameter comes from the first of these that has it: the body, the
+model's generation_config.json, the defaults of OpenAI's API, which SamplingParams has.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from annotated_types import MinLen
 from fastapi.exceptions import RequestValidationError
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Discriminator,
-    FailFast,
     Field,
-    GetJsonSchemaHandler,
     Tag,
     TypeAdapter,
     ValidationError,
     WithJsonSchema,
     model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, TaggedJson
 from nanovllm.server.errors import ApiError
+from nanovllm.server.fields import Body, Item, Items, WholeBody, log_once, printable, refuse
 from nanovllm.server.tool_calls import CallFormat
 
 COMPLETION_MAX_TOKENS = 16  # as OpenAI
-MAX_NAME_CHARS = 100  # as many of an unknown field's name are in the message
 TEXT_ONLY = ", as the model reads only text"
-MAX_BODY_VALUES = 1 << 17  # checking so many takes a third of a second
-
-
-class _FirstError(FailFast):
-    """End of the check of a list at its first error. Hashable, which `|` between types asks for."""
-
-    __hash__ = object.__hash__
-
-
-Item = TypeVar("Item")
-Items: TypeAlias = Annotated[list[Item], _FirstError()]
 
 # Checked by the engine, because pydantic would take seconds for the token ids of a long document
 _Several: TypeAlias = Annotated[list[Item], MinLen(1)]
@@ -56,97 +37,7 @@ _Prompt = TypeAdapter(str | _Several[str] | _Several[int] | _Several[list[int]])
 PromptField = Annotated[Any, WithJsonSchema(_Prompt.json_schema())]
 
 
-def refuse(param: str, message: str) -> PydanticCustomError:
-    """An error that a validator raises to blame the field `param`."""
-    return PydanticCustomError("refused", "{message}", {"param": param, "message": message})
-
-
-def _printable(name: str) -> str:
-    """A name that a client chose, as an error message repeats it."""
-    return name[:MAX_NAME_CHARS].encode(errors="backslashreplace").decode()
-
-
-class Body(BaseModel):
-    """A JSON object without unknown fields, except those that are null. `NEUTRAL`: field that is not implemented ->
-    values that change nothing. `HINTS`: fields that change no answer, whatever their value. `KINDS`: `type` that is
-    supported -> the fields that it needs. A message about another type begins with `NOUN` and ends with `WHY_NOT`.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    HINTS: ClassVar[frozenset[str]] = frozenset()
-    KINDS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    NOUN: ClassVar[str] = ""
-    WHY_NOT: ClassVar[str] = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral_fields(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        if cls.KINDS:
-            cls._check_kind(body)
-        own = {field.alias or name for name, field in cls.model_fields.items()}
-        known = own | cls.NEUTRAL.keys() | cls.HINTS
-        for name, value in body.items():
-            if name not in known and value is not None:
-                message = f"the field {_printable(name)!r} is unknown or not supported; leave it out"
-                raise refuse(_printable(name), message)
-        for name, neutral in cls.NEUTRAL.items():
-            if name in body and body[name] not in neutral:
-                raise refuse(name, f"the field {name!r} is not supported; leave it out")
-        return {name: value for name, value in body.items() if name in own}
-
-    @classmethod
-    def _check_kind(cls, body: Mapping[str, Any]) -> None:
-        kind = body.get("type", cls.model_fields["type"].default)
-        if isinstance(kind, str) and kind not in cls.KINDS:
-            raise refuse("type", f"{cls.NOUN} of type {_printable(kind)!r} is not supported{cls.WHY_NOT}; leave it out")
-        for name in cls.KINDS[kind] if isinstance(kind, str) else ():
-            if body.get(name) is None:
-                raise refuse(name, f"{cls.NOUN} of type {kind!r} needs {name!r}")
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Describe the fields of `NEUTRAL` and `HINTS`, too."""
-        described = handler(schema)
-        properties = handler.resolve_ref_schema(described).setdefault("properties", {})
-        properties.update({name: {"enum": list(values)} for name, values in cls.NEUTRAL.items()})
-        properties.update({name: {} for name in sorted(cls.HINTS)})
-        return described
-
-
-class WholeBody(Body):
-    """The body of a request. Checking a value in it takes microseconds, and meanwhile the server answers nobody."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _limit_values(cls, body: Any) -> Any:
-        num_left = MAX_BODY_VALUES
-        for name, value in body.items() if isinstance(body, dict) else ():
-            num_left -= _num_values(value, num_left)
-            if num_left < 0:
-                message = f"the body has more than {MAX_BODY_VALUES} values; send the text in fewer and longer parts"
-                raise refuse(_printable(name), message)
-        return body
-
-
-def _num_values(value: Any, limit: int) -> int:
-    """Count the objects, lists and other values in a JSON value, at most to `limit` + 1. Token ids do not count."""
-    found, rest = 0, [value]
-    while rest and found <= limit:
-        found += 1
-        each = rest.pop()
-        if isinstance(each, dict):
-            rest.extend(each.values())
-        elif isinstance(each, list) and not (each and isinstance(each[0], int)):
-            rest.extend(each)
-    return found
-
-
 class StreamOptions(Body):
-    NEUTRAL = {"include_obfuscation": (None, False)}
-
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -164,6 +55,14 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputsField(Body):
+    NEUTRAL: ClassVar = {
+        "disable_additional_properties": (False,),
+        "disable_any_whitespace": (False,),
+        "grammar": (),
+        "structural_tag": (),
+        "whitespace_pattern": (),
+    }
+
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
@@ -228,7 +127,7 @@ class SamplingFields(WholeBody):
 
 
 class CompletionRequest(SamplingFields):
-    NEUTRAL = {"suffix": (None,)}
+    NEUTRAL: ClassVar = {"logprobs": (False,)}  # as chats have it
 
     prompt: PromptField
     echo: bool | None = None
@@ -248,12 +147,12 @@ class CompletionRequest(SamplingFields):
 
 
 class TextPart(Body):
-    KINDS = {"text": ()}
+    KINDS: ClassVar = {"text": ("text",), "refusal": ("refusal",)}
     NOUN, WHY_NOT = "a part", TEXT_ONLY
 
-    type: Literal["text"]
-    text: str
-    cache_control: Any = None  # a hint of clients for Anthropic's API; every prompt is cached here
+    type: str
+    text: str | None = None
+    refusal: str | None = None
 
 
 def content_branch(content: Any) -> str:
@@ -267,24 +166,30 @@ Content: TypeAlias = Annotated[
 ]
 
 
+def joined_text(content: Any) -> str:
+    """Join the text of a string or of parts by line breaks; "" for None."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text or part.refusal or "" for part in content)
+
+
 class CalledFunction(Body):
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] = ""
 
 
 class ToolCall(Body):
-    NEUTRAL = {"index": (None, *range(128))}  # streamed deltas have it, and clients send them back
-
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class Message(Body):
-    NEUTRAL = {"refusal": (None,), "audio": (None,), "function_call": (None,), "annotations": (None, [])}
+    NEUTRAL: ClassVar = {"audio": (), "function_call": (), "images": ([],), "partial": (False,), "prefix": (False,)}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
+    refusal: str | None = None
     name: str | None = None
     reasoning: str | None = None  # another name for the next
     reasoning_content: str | None = None
@@ -301,7 +206,7 @@ class Function(Body):
     @model_validator(mode="after")
     def _check_name(self) -> "Function":
         if not self.name or not self.name.isprintable():  # half of a surrogate pair is not printable either
-            message = f"the name of a tool is {_printable(self.name)!r}; give it one of printable characters"
+            message = f"the name of a tool is {printable(self.name)!r}; give it one of printable characters"
             raise refuse("name", message)
         return self
 
@@ -309,6 +214,36 @@ class Function(Body):
 class Tool(Body):
     type: Literal["function"]
     function: Function
+
+
+class OtherTool(Body):
+    """A tool that the model cannot be offered, such as a search that OpenAI's servers run. The log names its type."""
+
+    type: str
+
+    @model_validator(mode="after")
+    def _log(self) -> "OtherTool":
+        log_once(self.type, "tools of type %r are left out, as the model can only be offered functions")
+        return self
+
+
+def tool_branch(*kinds: str, default: str = "") -> Discriminator:
+    """Return what finds the class of a tool: its type, if that is one of `kinds`, and else "other".
+
+    default: the type of a tool that names none. Without a default, such a tool is checked as one of the first kind.
+    """
+
+    def branch(tool: Any) -> str:
+        kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+        kind = kind or default or kinds[0]
+        return f"dict[{kind}]" if kind in kinds else "dict[other]" if isinstance(kind, str) else f"dict[{kinds[0]}]"
+
+    return Discriminator(branch)
+
+
+AnyTool: TypeAlias = Annotated[
+    Annotated[Tool, Tag("dict[function]")] | Annotated[OtherTool, Tag("dict[other]")], tool_branch("function")
+]
 
 
 class FunctionName(Body):
@@ -323,6 +258,11 @@ class NamedTool(Body):
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+def functions_of(tools: Sequence[Any] | None) -> list[Tool]:
+    """Return the tools that a model can be offered."""
+    return [tool for tool in tools or () if isinstance(tool, Tool)]
+
+
 def choice_branch(choice: Any) -> str:
     return "dict[NamedTool]" if isinstance(choice, dict | BaseModel) else "str"  # a model when it is dumped
 
@@ -334,27 +274,12 @@ ToolChoice: TypeAlias = Annotated[
 
 
 class ChatRequest(SamplingFields):
-    NEUTRAL = {
-        "audio": (None,),
-        "function_call": (None, "none"),
-        "functions": (None, []),
-        "modalities": (None, ["text"]),
-        "moderation": (None,),
-        "prediction": (None,),
-        "verbosity": (None,),
-        "web_search_options": (None,),
-    }
-    HINTS = frozenset(
-        ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "service_tier", "store")
-    )
-
     messages: Items[Message] = Field(min_length=1)
-    tools: Items[Tool] | None = None
+    tools: Items[AnyTool] | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
-    safety_identifier: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -364,7 +289,7 @@ class ChatRequest(SamplingFields):
     @property
     def offered_tools(self) -> list[Tool]:
         """The tools that the model is told of."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        return [] if self.tool_choice == "none" else functions_of(self.tools)
 
     @property
     def must_call(self) -> bool:
@@ -373,16 +298,16 @@ class ChatRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _check_fields(self) -> "ChatRequest":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", "top_logprobs needs logprobs=true")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise refuse("max_tokens", "max_tokens and max_completion_tokens mean the same; give one of them")
-        if self.tool_choice not in (None, "none") and not self.tools:
-            raise refuse("tool_choice", "tool_choice needs tools")
+        if self.must_call and not self.offered_tools:
+            raise refuse("tool_choice", "tool_choice needs tools that are functions")
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
-            if name not in [tool.function.name for tool in self.tools or ()]:
-                raise refuse("tool_choice", f"tool_choice names {_printable(name)!r}, but no tool has this name")
+            if name not in [tool.function.name for tool in self.offered_tools]:
+                raise refuse("tool_choice", f"tool_choice names {printable(name)!r}, but no tool has this name")
         return self
 
 
@@ -400,7 +325,7 @@ class TokenizeRequest(WholeBody):
     model: str | None = None
     prompt: str | None = None
     messages: Items[Message] | None = Field(None, min_length=1)
-    tools: Items[Tool] | None = None
+    tools: Items[AnyTool] | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -451,9 +376,9 @@ def _arguments_schema(function: Function) -> dict[str, Any]:
     parameters = function.parameters or {}
     kind = parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        name = _printable(function.name)
+        name = printable(function.name)
         raise ApiError(
-            f"the parameters of tool {name!r} have type={_printable(repr(kind))}, but arguments are an 'object'",
+            f"the parameters of tool {name!r} have type={printable(repr(kind))}, but arguments are an 'object'",
             param="tools",
         )
     return parameters | {"type": "object"}

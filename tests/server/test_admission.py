@@ -405,7 +405,7 @@ async def test_queue_waited_too_long_is_503_and_aborted(engine: AsyncLLM) -> Non
 async def test_queue_request_that_is_refused_leaves_no_trace(engine: AsyncLLM) -> None:
     site = make_site(engine)
     async with connected(site) as complete:
-        for body in ({"prompt": "x", "max_tokens": 5000}, {"prompt": [999999]}, {"prompt": "x", "temperature": -1}):
+        for body in ({"prompt": [1] * 5000}, {"prompt": [999999]}, {"prompt": "x", "temperature": -1}):
             assert (await complete(**body)).status_code == 400
         assert site.service.num_open == site.service.num_waiting == 0
 

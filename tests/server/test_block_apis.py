@@ -102,7 +102,8 @@ def test_responses_errors_name_the_fields_of_the_body(url: str) -> None:
         ({"tools": tools, "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"reasoning": {"effort": "x"}}, "reasoning.effort"),  # Regression: it was "reasoning_effort"
-        ({"tools": [*tools, {"type": "custom", "name": "apply_patch"}]}, "tools[1].type"),
+        ({"tools": [*tools, {"type": "custom"}]}, "tools[1].name"),
+        ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         # Regression: 300,000 tools were made those of a chat first, which stopped the event loop for 20 s
         ({"tools": tools * 5000}, "tools"),
@@ -111,12 +112,6 @@ def test_responses_errors_name_the_fields_of_the_body(url: str) -> None:
     for fields, param in cases:
         status, body = post(url, "/v1/responses", {"input": "x"} | fields)
         assert (status, body["error"]["param"]) == (400, param)
-    assert (
-        "of type 'custom' is not supported, only functions are"
-        in post(url, "/v1/responses", {"input": "x", "tools": [{"type": "custom", "name": "apply_patch"}]})[1]["error"][
-            "message"
-        ]
-    )
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
@@ -171,7 +166,7 @@ def test_response_repeats_what_was_asked_under_its_own_names(url: str) -> None:
     """Regression: "schema" came back as "schema_"."""
     _, body = post(url, "/v1/responses", {"input": "x", "text": {"format": FORMAT}, "max_output_tokens": 5})
     assert body["text"]["format"] == FORMAT
-    _, body = post(url, "/v1/responses", {"input": "x", "text": {"verbosity": "low"}, "max_output_tokens": 5})
+    _, body = post(url, "/v1/responses", {"input": "x", "text": {"verbosity": "medium"}, "max_output_tokens": 5})
     assert body["text"] == {"format": {"type": "text"}}
 
 

@@ -259,7 +259,6 @@ def test_chat_template_kwargs_reach_the_template(tool_client: openai.OpenAI) -> 
 def test_chat_bad_tools_are_refused(tool_client: openai.OpenAI) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         *(({"chat_template_kwargs": {name: ""}}, "chat_template_kwargs") for name in RESERVED),
-        ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "any", "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice.function"),

@@ -1,10 +1,12 @@
 """HTTP as clients, proxies and load balancers speak it: old versions, pipelines, bodies that come in any way."""
 
+import gzip
 import json
 import socket
 from collections.abc import Iterator
 
 import pytest
+import zstandard
 from http_server import app_server
 
 from nanovllm import AsyncLLM
@@ -57,6 +59,22 @@ def test_chunked_body_is_read(address: tuple[str, int]) -> None:
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\n\r\n"
     answer = exchange(address, post(chunks, "Transfer-Encoding: chunked", "Connection: close"))
     assert b" 200 OK" in answer
+
+
+def test_packed_body_is_answered_and_its_limit_counts_what_it_unpacks_to(address: tuple[str, int]) -> None:
+    """Regression: a body in gzip, as several clients send a long one, was 400 "not valid JSON"."""
+    for packed, *headers in (
+        (gzip.compress(BODY), "Content-Encoding: gzip"),
+        (zstandard.compress(BODY), "Content-Encoding: zstd"),
+        (BODY.decode().encode("utf-16"), "X: y"),
+    ):
+        assert b" 200 OK" in exchange(address, post(packed, *headers, "Connection: close"))
+    for bad, encoding, status in (
+        (BODY, "gzip", b" 400 Bad"),
+        (BODY, "br", b" 415 "),
+        (gzip.compress(bytes(40 << 20)), "gzip", b" 413 "),
+    ):
+        assert status in exchange(address, post(bad, f"Content-Encoding: {encoding}", "Connection: close"))
 
 
 def test_expected_100_is_sent_before_the_body(address: tuple[str, int]) -> None:

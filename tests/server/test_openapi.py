@@ -67,10 +67,13 @@ def test_openapi_names_the_types_of_responses(schema: dict[str, Any]) -> None:
 def test_openapi_has_every_field_that_is_accepted(schema: dict[str, Any], body: Any) -> None:
     """Fields that are accepted with the value that changes nothing were missing, as if they were unknown."""
     described = schema["components"]["schemas"][body.__name__]
-    assert described["properties"].keys() == body.model_fields.keys() | body.NEUTRAL.keys() | body.HINTS
-    assert described["additionalProperties"] is False
-    for name, neutral in body.NEUTRAL.items():
-        assert described["properties"][name]["enum"] == list(neutral)
+    neutral = body._unsupported()
+    assert described["properties"].keys() == {
+        *(field.alias or name for name, field in body.model_fields.items()),
+        *neutral,
+    }
+    for name in neutral.keys() - body.model_fields.keys():
+        assert described["properties"][name]["enum"] == [None, *neutral[name]]
 
 
 def test_openapi_is_served(url: str) -> None:

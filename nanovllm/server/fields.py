@@ -1,0 +1,343 @@
+"""The rule for the fields of request bodies, in all APIs and for every object inside a body.
+
+- A field that is null is the same as a field that is missing.
+- A field of `UNSUPPORTED` would change the answer, and the server does not implement it. Such a field is refused by
+  name unless it has a value that changes nothing.
+- A field whose name is nearly that of a known field, such as "temprature", is refused with the known name.
+- Every other unknown field is ignored, and the log names it once.
+
+A body can have millions of errors, and collecting them would take minutes and gigabytes. So a check ends at the first.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import combinations
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FailFast, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
+
+MAX_NAME_CHARS = 100  # of an unknown field's name are in the message
+MAX_KNOWN_CHARS = 40  # longer names are close to no known one
+MAX_BODY_VALUES = 1 << 17  # checking so many takes a third of a second
+MAX_LOGGED_NAMES = 200  # clients choose the names, so their number has no other limit
+TWO_EDIT_CHARS = 8  # a shorter name may lack one character only: with two, "stop" would be close to "to"
+ONE_EDIT_CHARS = 4
+
+logger = logging.getLogger(__name__)
+
+# Field of a request that changes the answer and is not implemented -> the values that change nothing, besides null.
+# A field that an API implements is not looked up here for this API.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    # OpenAI's APIs
+    "audio": (),
+    "background": (False,),
+    "best_of": (1,),
+    "conversation": (),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "input": (),
+    "instructions": ("",),
+    "max_completion_tokens": (),
+    "max_output_tokens": (),
+    "max_tokens": (),
+    "messages": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "suffix": ("",),
+    "system": ("", []),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncation": ("disabled",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # sampling, in an API that does not have the field
+    "bad_words": ([],),
+    "frequency_penalty": (0,),
+    "guided_choice": ([],),
+    "guided_json": (),
+    "guided_regex": ("",),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "reasoning": ({},),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "seed": (),
+    "skip_special_tokens": (True,),
+    "stop": ([], ""),
+    "stop_sequences": ([],),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
+    "top_k": (0, -1),
+    "top_logprobs": (0,),
+    # Anthropic's API
+    "container": (),
+    "mcp_servers": ([],),
+    "thinking": (),
+    # vLLM and SGLang
+    "allowed_token_ids": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "ebnf": (),
+    "guided_grammar": ("",),
+    "include_reasoning": (True,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "lora_path": (),
+    "mm_processor_kwargs": ({},),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "regex": ("",),
+    "return_hidden_states": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structural_tag": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    # llama.cpp, Ollama and others
+    "do_sample": (True,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "enable_thinking": (),
+    "format": ("",),
+    "grammar": ("",),
+    "images": ([],),
+    "json_schema": (),
+    "lora": ([],),
+    "max_new_tokens": (),
+    "mirostat": (0,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "num_beams": (1,),
+    "num_predict": (-1,),
+    "options": ({},),
+    "raw": (False,),
+    "reasoning_budget": (-1,),
+    "repeat_penalty": (1,),
+    "template": ("",),
+    "tfs_z": (1,),
+    "think": (),
+    "thinking_budget": (),
+    "top_a": (0,),
+    "top_n_sigma": (-1,),
+    "typical_p": (1,),
+    "xtc_probability": (0,),
+}
+_LENGTH, _STOP = ("max_tokens", "max_output_tokens"), ("stop", "stop_sequences")
+_FORM, _SYSTEM = ("response_format", "text", "output_config"), ("instructions", "system", "messages")
+_THINKING = ("thinking", "reasoning", "chat_template_kwargs", "reasoning_effort")
+# Field of UNSUPPORTED -> the fields with this meaning, of which an API has one at most
+INSTEAD: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys((*_LENGTH, "max_completion_tokens", "max_new_tokens", "n_predict", "num_predict"), _LENGTH),
+    **dict.fromkeys(_STOP, _STOP),
+    **dict.fromkeys(("format", "json_schema", "response_format"), _FORM),
+    **dict.fromkeys(("regex", "guided_choice", "guided_json", "guided_regex"), ("structured_outputs",)),
+    **dict.fromkeys(("system", "instructions"), _SYSTEM),
+    **dict.fromkeys(("think", "thinking", "enable_thinking"), _THINKING),
+    **dict.fromkeys(("input", "messages", "prompt"), ("input", "messages", "prompt")),
+    **dict.fromkeys(("reasoning", "reasoning_effort"), ("reasoning_effort", "reasoning", "output_config")),
+    "functions": ("tools",),
+    "function_call": ("tool_choice",),
+    "repeat_penalty": ("repetition_penalty",),
+}
+
+
+class _FirstError(FailFast):
+    """End of the check of a list at its first error. Hashable, which `|` between types asks for."""
+
+    __hash__ = object.__hash__
+
+
+Item = TypeVar("Item")
+Items: TypeAlias = Annotated[list[Item], _FirstError()]
+
+
+def refuse(param: str, message: str) -> PydanticCustomError:
+    """An error that a validator raises to blame the field `param`."""
+    return PydanticCustomError("refused", "{message}", {"param": param, "message": message})
+
+
+def printable(name: str) -> str:
+    """A name that a client chose, as an error message repeats it."""
+    return name[:MAX_NAME_CHARS].encode(errors="backslashreplace").decode()
+
+
+class Body(BaseModel):
+    """A JSON object. The module's docstring says what becomes of unknown fields.
+
+    NEUTRAL: field that is not implemented -> values that change nothing, besides null. A field of the class may be in
+    it, too: these of its values count as null. KINDS: `type` that is supported -> the fields that it needs. A message
+    about another type begins with `NOUN` and ends with `WHY_NOT`.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    KINDS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    NOUN: ClassVar[str] = ""
+    WHY_NOT: ClassVar[str] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        if cls.KINDS:
+            cls._check_kind(body)
+        own, unsupported = own_names(cls), cls._unsupported()
+        kept = {}
+        for name, value in body.items():
+            if value is None or (name in unsupported and any(_is_same(value, each) for each in unsupported[name])):
+                continue
+            if name in own:
+                kept[name] = value
+            elif name in unsupported:
+                raise refuse(name, cls._message_about(name, unsupported[name]))
+            elif (meant := _meant_name(cls, name)) is not None:
+                raise refuse(printable(name), f"the field {printable(name)!r} is unknown; {meant!r} may be meant")
+            else:
+                log_once(name, "the field %r of requests is unknown and ignored")
+        return kept
+
+    @classmethod
+    def _unsupported(cls) -> Mapping[str, tuple[Any, ...]]:
+        return cls.NEUTRAL
+
+    @classmethod
+    def _message_about(cls, name: str, neutral: tuple[Any, ...]) -> str:
+        instead = next((each for each in INSTEAD.get(name, ()) if each in own_names(cls)), None)
+        remedy = "leave it out" if instead is None else f"use {instead!r}"
+        values = f", except as {' or '.join(map(repr, neutral))}" if neutral else ""
+        return f"the field {name!r} is not supported{values}; {remedy}"
+
+    @classmethod
+    def _check_kind(cls, body: Mapping[str, Any]) -> None:
+        kind = body.get("type", cls.model_fields["type"].default)
+        if isinstance(kind, str) and kind not in cls.KINDS:
+            raise refuse("type", f"{cls.NOUN} of type {printable(kind)!r} is not supported{cls.WHY_NOT}; leave it out")
+        for name in cls.KINDS[kind] if isinstance(kind, str) else ():
+            if body.get(name) is None:
+                raise refuse(name, f"{cls.NOUN} of type {kind!r} needs {name!r}")
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe the fields of `NEUTRAL`, too."""
+        described = handler(schema)
+        properties = handler.resolve_ref_schema(described).setdefault("properties", {})
+        neutral = cls._unsupported().items()
+        properties.update({name: {"enum": [None, *values]} for name, values in neutral if name not in properties})
+        return described
+
+
+class WholeBody(Body):
+    """The body of a request. Checking a value in it takes microseconds, and meanwhile the server answers nobody."""
+
+    @classmethod
+    def _unsupported(cls) -> Mapping[str, tuple[Any, ...]]:
+        return _unsupported_by(cls)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_values(cls, body: Any) -> Any:
+        num_left = MAX_BODY_VALUES
+        for name, value in body.items() if isinstance(body, dict) else ():
+            num_left -= _num_values(value, num_left)
+            if num_left < 0:
+                message = f"the body has more than {MAX_BODY_VALUES} values; send the text in fewer and longer parts"
+                raise refuse(printable(name), message)
+        return body
+
+
+@lru_cache
+def own_names(kind: type[Body]) -> frozenset[str]:
+    """Return the names of the fields that the class has, as JSON has them."""
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
+
+
+@lru_cache
+def _unsupported_by(kind: type[Body]) -> Mapping[str, tuple[Any, ...]]:
+    own = own_names(kind)
+    return {name: values for name, values in UNSUPPORTED.items() if name not in own} | dict(kind.NEUTRAL)
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Compare as JSON does: 1 is 1.0, but not true."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def _num_values(value: Any, limit: int) -> int:
+    """Count the objects, lists and other values in a JSON value, at most to `limit` + 1. Token ids do not count."""
+    found, rest = 0, [value]
+    while rest and found <= limit:
+        found += 1
+        each = rest.pop()
+        if isinstance(each, dict):
+            rest.extend(each.values())
+        elif isinstance(each, list) and not (each and isinstance(each[0], int)):
+            rest.extend(each)
+    return found
+
+
+# -- names that are nearly known. difflib would take seconds for a body with 100,000 of them ---------------------------
+
+
+def _meant_name(kind: type[Body], name: str) -> str | None:
+    """Return the field that a name differs from in a character or two, in its case or in its underscores."""
+    if len(name) > MAX_KNOWN_CHARS:
+        return None
+    plain, known = _plain(name), _shortened_names(kind)
+    if plain in known:
+        return known[plain]
+    shorter = (plain[:place] + plain[place + 1 :] for place in range(len(plain)))
+    return next((known[each] for each in shorter if len(each) >= ONE_EDIT_CHARS - 1 and each in known), None)
+
+
+@lru_cache
+def _shortened_names(kind: type[Body]) -> Mapping[str, str]:
+    """Each field's name, and what is left of it without one or two characters -> the name."""
+    found: dict[str, str] = {}
+    for name in sorted(own_names(kind)):
+        plain = _plain(name)
+        most = 2 if len(plain) >= TWO_EDIT_CHARS else 1 if len(plain) >= ONE_EDIT_CHARS else 0
+        for num_left_out in range(most + 1):
+            for places in combinations(range(len(plain)), num_left_out):
+                found.setdefault("".join(char for place, char in enumerate(plain) if place not in places), name)
+    return found
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
+
+
+# -- the log -----------------------------------------------------------------------------------------------------------
+
+_logged: set[tuple[str, str]] = set()
+
+
+def log_once(name: str, message: str) -> None:
+    """Log what is ignored, once for each name. message: with a %r for the name.
+
+    Clients choose the names, so only those are logged that can be names of an API, and a limited number of them.
+    """
+    if (message, name) in _logged or len(_logged) >= MAX_LOGGED_NAMES or not re.fullmatch(r"[\w.-]{1,64}", name, re.A):
+        return
+    _logged.add((message, name))
+    logger.info(f"nanovllm: {message}", name)

@@ -1,0 +1,166 @@
+"""One rule for the fields of all APIs: what changes the answer is refused, near names are told, others are ignored."""
+
+import logging
+import time
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from nanovllm.server import fields
+from nanovllm.server.fields import INSTEAD, MAX_LOGGED_NAMES, UNSUPPORTED, Body, own_names
+from nanovllm.server.messages import CountTokensRequest, MessagesRequest
+from nanovllm.server.protocol import ChatRequest, CompletionRequest, Message, StructuredOutputsField
+from nanovllm.server.responses import ResponsesRequest, TextOptions
+
+USER = [{"role": "user", "content": "x"}]
+WHOLE: dict[type[Body], dict[str, Any]] = {
+    CompletionRequest: {"prompt": "x"},
+    ChatRequest: {"messages": USER},
+    ResponsesRequest: {"input": "x"},
+    MessagesRequest: {"messages": USER, "max_tokens": 5},
+    CountTokensRequest: {"messages": USER},
+}
+PATHS = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+}
+ALL_KINDS: list[tuple[type[Body], dict[str, Any]]] = [
+    *WHOLE.items(),
+    (Message, USER[0]),
+    (StructuredOutputsField, {"regex": "x"}),
+    (TextOptions, {}),
+]
+
+
+def error_of(kind: type[Body], body: dict[str, Any]) -> tuple[str, str]:
+    """The field that is blamed, and the message."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    (error,) = caught.value.errors()
+    return error["ctx"]["param"], error["msg"]
+
+
+def test_values_that_change_nothing_are_accepted_and_others_are_refused() -> None:
+    """Regression: verbosity="medium", suffix="", use_beam_search=false and others like them were 400."""
+    for kind, body in ALL_KINDS:
+        table = kind._unsupported()
+        if kind in WHOLE:
+            assert table.keys() - kind.NEUTRAL.keys() == UNSUPPORTED.keys() - own_names(kind)
+        for name, neutral in table.items():
+            for value in (None, *neutral, *(float(each) for each in neutral if type(each) is int)):
+                assert kind.model_validate(body | {name: value}) == kind.model_validate(body), (kind, name, value)
+            if name not in own_names(kind):
+                param, message = error_of(kind, body | {name: {"other": 1}})
+                assert param == name and f"the field {name!r} is not supported" in message
+
+
+def test_fields_that_the_review_names_are_accepted_over_http(url: str) -> None:
+    same = {"use_beam_search": False, "priority": 0, "length_penalty": 1.0, "spaces_between_special_tokens": True}
+    chat = {"verbosity": "medium", "top_logprobs": 0, "continue_final_message": False, "include_reasoning": True}
+    completion = {"suffix": "", "echo": False, "logprobs": False, "best_of": 1}
+    extras = {"cache_prompt": True, "typical_p": 1.0, "repeat_penalty": 1, "keep_alive": "5m", "options": {}}
+    for path, body in (
+        ("/v1/chat/completions", {"messages": USER} | chat),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 1} | completion),
+        ("/v1/responses", {"input": "x", "text": {"verbosity": "medium"}, "tool_choice": "auto"}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 1, "tool_choice": {"type": "auto"}}),
+    ):
+        answer = httpx.post(f"{url}{path}", json=body | same | extras, timeout=20)
+        assert answer.status_code == 200, answer.text
+
+
+def test_refusal_names_the_field_that_the_api_has() -> None:
+    for kind, name, ours in (
+        (ChatRequest, "max_new_tokens", "max_tokens"),
+        (ResponsesRequest, "max_tokens", "max_output_tokens"),
+        (MessagesRequest, "stop", "stop_sequences"),
+        (ChatRequest, "repeat_penalty", "repetition_penalty"),
+        (ChatRequest, "format", "response_format"),
+        (ResponsesRequest, "response_format", "text"),
+        (ChatRequest, "think", "chat_template_kwargs"),
+        (CompletionRequest, "messages", "prompt"),
+        (ChatRequest, "system", "messages"),
+    ):
+        assert error_of(kind, WHOLE[kind] | {name: "x"})[1].endswith(f"; use {ours!r}")
+    assert error_of(ChatRequest, {"messages": USER, "verbosity": "low"})[1] == (
+        "the field 'verbosity' is not supported, except as 'medium'; leave it out"
+    )
+    assert INSTEAD.keys() <= UNSUPPORTED.keys()
+
+
+def test_name_that_is_nearly_known_is_refused_with_the_known_one(url: str) -> None:
+    for kind, name, meant in (
+        (ChatRequest, "temprature", "temperature"),
+        (ChatRequest, "tempertaure", "temperature"),
+        (ChatRequest, "maxTokens", "max_tokens"),
+        (ChatRequest, "top-p", "top_p"),
+        (ChatRequest, "tool_choise", "tool_choice"),
+        (ChatRequest, "respone_format", "response_format"),
+        (ChatRequest, "presense_penalty", "presence_penalty"),
+        (ChatRequest, "mesages", "messages"),
+        (CompletionRequest, "stops", "stop"),
+        (ResponsesRequest, "instruction", "instructions"),
+        (MessagesRequest, "stop_sequence", "stop_sequences"),
+    ):
+        param, message = error_of(kind, WHOLE[kind] | {name: 1})
+        assert (param, message) == (name, f"the field {name!r} is unknown; {meant!r} may be meant")
+    body = {"messages": [{"role": "user", "content": "x", "tool_cals": []}]}
+    error = httpx.post(f"{url}/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == "messages[0].tool_cals" and "'tool_calls' may be meant" in error["message"]
+
+
+KNOWN_CLIENT_FIELDS: dict[type[Body], tuple[str, ...]] = {
+    # What clients of OpenAI, Anthropic, LiteLLM, OpenRouter, llama.cpp and Ollama send, and what changes no answer here
+    ChatRequest: (
+        *("metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+        *("cache_prompt", "id_slot", "keep_alive", "timings_per_token", "provider", "transforms", "rid"),
+        *("request_id", "guided_decoding_backend", "usage", "plugins", "extra_headers", "moderation"),
+    ),
+    ResponsesRequest: ("client_metadata", "context_management", "max_tool_calls", "service_tier", "store", "metadata"),
+    MessagesRequest: ("betas", "metadata", "service_tier", "speed", "fallbacks", "inference_geo", "context_management"),
+    Message: (
+        *("provider_specific_fields", "annotations", "reasoning_details", "thinking_blocks", "id", "status", "index"),
+        *("cache_control", "finish_reason", "reasoning_text", "timestamp", "created", "token_usage", "phase"),
+    ),
+}
+
+
+def test_fields_that_change_no_answer_are_ignored() -> None:
+    """Regression: LiteLLM's provider_specific_fields on messages were a 400, and so was what any new version added."""
+    for kind, names in KNOWN_CLIENT_FIELDS.items():
+        body = WHOLE.get(kind, USER[0])
+        assert kind.model_validate(body | dict.fromkeys(names, 7)) == kind.model_validate(body)
+    parts = [{"type": "text", "text": "x", "cache_control": {}, "mood": 1}]
+    call = {"id": "a", "index": 0, "mood": 1, "function": {"name": "f", "arguments": "{}", "mood": 1}}
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [call]}]
+    tools = [{"type": "function", "mood": 1, "function": {"name": "f", "defer_loading": True}}]
+    ChatRequest.model_validate({"messages": messages, "tools": tools, "stream_options": None})
+    items = [{"type": "reasoning", "id": "x", "status": None, "encrypted_content": "x", "summary": [], "mood": 1}]
+    ResponsesRequest.model_validate({"input": items, "reasoning": {"effort": "low", "summary": "auto"}})
+
+
+def test_ignored_fields_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only names that can be those of an API, and a limited number: clients choose them."""
+    monkeypatch.setattr(fields, "_logged", set())
+    caplog.set_level(logging.INFO, "nanovllm")
+    for _ in range(2):
+        ChatRequest.model_validate({"messages": USER, "metadata": {}, "my secret, which is no name": 1, "\ud800": 1})
+    assert [record.getMessage() for record in caplog.records] == [
+        "nanovllm: the field 'metadata' of requests is unknown and ignored"
+    ]
+    ChatRequest.model_validate({"messages": USER} | {f"field{i}": 1 for i in range(2 * MAX_LOGGED_NAMES)})
+    assert len(caplog.records) == MAX_LOGGED_NAMES
+
+
+def test_many_unknown_names_cost_little() -> None:
+    """Comparing each with all known names by difflib would take 20 s."""
+    names = [f"{'max_completion_token'[: i % 20]}{i}x" for i in range(60_000)]
+    groups = [dict.fromkeys(names[i : i + 20], 1) for i in range(0, len(names), 20)]
+    body = {"messages": [USER[0] | group for group in groups]}
+    start_s = time.process_time()
+    ChatRequest.model_validate(body)
+    assert time.process_time() - start_s < 3
