@@ -1,4 +1,4 @@
-"""A place for one run of a coding agent: a home and a working directory of its own, and an end for all its processes."""
+"""A place for one run of a coding agent: its own home and working directory. No process outlives the run."""
 
 import os
 import signal
