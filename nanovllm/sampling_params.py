@@ -286,3 +286,16 @@ class SamplingParams:
         for name, value in valid.items():
             object.__setattr__(changed, name, value)
         return changed
+
+
+def token_id_keys(biases: Any) -> Any:
+    """Return the logit_bias of a JSON object, whose keys are strings, with integers as keys.
+
+    What is not a mapping of decimal numbers is returned as it is, for SamplingParams to refuse.
+    """
+    if not isinstance(biases, Mapping):
+        return biases
+    return {
+        int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key: bias
+        for key, bias in biases.items()
+    }

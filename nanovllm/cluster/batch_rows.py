@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.core.outputs import RequestOutput, TokenLogprobs
 from nanovllm.errors import RequestError
-from nanovllm.sampling_params import SamplingParams, StructuredOutputs
+from nanovllm.sampling_params import SamplingParams, StructuredOutputs, token_id_keys
 
 MAX_UNIT_ROWS = 256
 MAX_UNIT_BYTES = 2**20  # read from the input; long prompts make small units, so that all engines get some
@@ -217,12 +217,7 @@ def _logit_bias(biases: Any) -> Any:
     """The keys are strings in JSON, and a map of Parquet is a list of pairs. SamplingParams checks the rest."""
     if isinstance(biases, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in biases):
         biases = dict(biases)
-    if not isinstance(biases, Mapping):
-        return biases
-    return {
-        int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key: bias
-        for key, bias in _without_nulls(biases).items()
-    }
+    return token_id_keys(_without_nulls(biases) if isinstance(biases, Mapping) else biases)
 
 
 def _structured_outputs(wanted: Any) -> Any:

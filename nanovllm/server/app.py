@@ -27,8 +27,8 @@ from nanovllm.server.errors import (
     ANSWERS,
     ANY_ERRORS,
     BODY_ERRORS,
+    CONTEXT_EXCEEDED,
     ApiError,
-    PromptTooLongError,
     add_error_handlers,
     api_error,
     json_response,
@@ -138,8 +138,14 @@ def add_answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses", responses=ANSWERS)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        make_answer = partial(ResponsesAnswer, asked=body)
-        return await _answer_chat(service, _as_chat(service, body), request, make_answer)
+        chat, make_answer = _as_chat(service, body), partial(ResponsesAnswer, asked=body)
+        try:
+            return await _answer_chat(service, chat, request, make_answer)
+        except ApiError as error:
+            if error.code != CONTEXT_EXCEEDED or not body.stream:
+                raise
+            events = make_answer(service, chat, ChatForm()).error_events(error)  # where OpenAI's clients look for it
+            return Response(events, media_type="text/event-stream")
 
     @app.post("/v1/messages", responses=ANSWERS)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
@@ -180,10 +186,6 @@ async def _answer_chat(
     answer = make_answer(service, body, _chat_form(service, call_format, token_ids, is_formed))
     try:
         return await answer.respond([token_ids], params, cache_salt, request.receive)
-    except PromptTooLongError as error:
-        if body.stream and isinstance(answer, ResponsesAnswer):  # where OpenAI's clients look for it
-            return Response(answer.error_events(error), media_type="text/event-stream")
-        raise
     except RequestError as error:
         if constraint is not None and "structured_outputs" in str(error):
             await service.prepare(_blame_tool, service, params, constraint, body)

@@ -16,6 +16,7 @@ from nanovllm.server.protocol import (
     Content,
     Effort,
     OtherTool,
+    Salt,
     chat_request,
     content_branch,
     joined_text,
@@ -180,7 +181,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
 
     def _chat_fields(self) -> dict[str, Any]:
         names = {"max_tokens", "stream", "temperature", "top_p", "top_k", "cache_salt"}

@@ -23,13 +23,14 @@ from pydantic import (
 )
 
 from nanovllm.errors import RequestError
-from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, TaggedJson
+from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, TaggedJson, token_id_keys
 from nanovllm.server.errors import ApiError
 from nanovllm.server.fields import Body, Item, Items, WholeBody, log_once, printable, refuse
 from nanovllm.server.tool_calls import CallFormat
 
 COMPLETION_MAX_TOKENS = 16  # as OpenAI
 TEXT_ONLY = ", as the model reads only text"
+Salt: TypeAlias = Annotated[str, MinLen(1)]
 
 # Checked by the engine, because pydantic would take seconds for the token ids of a long document
 _Several: TypeAlias = Annotated[list[Item], MinLen(1)]
@@ -77,7 +78,7 @@ class SamplingFields(WholeBody):
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
     user: str | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
 
     n: int | None = None
     max_tokens: int | None = None
@@ -419,18 +420,8 @@ def chat_params(
 
 def _common_params(body: SamplingFields, defaults: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name in _COPIED if (value := getattr(body, name)) is not None}
-    converted = {"logit_bias": _logit_bias(body.logit_bias), "structured_outputs": _structured_outputs(body)}
+    converted = {"logit_bias": token_id_keys(body.logit_bias) or None, "structured_outputs": _structured_outputs(body)}
     return {**defaults, **given, **converted}
-
-
-def _logit_bias(biases: Mapping[str, Any] | None) -> dict[int, Any] | None:
-    """The keys are strings in JSON. SamplingParams checks the values."""
-    if not biases:
-        return None
-    for key in biases:
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise ApiError(f"logit_bias has the key {key[:20]!r}, expected a token id", param="logit_bias")
-    return {int(key): bias for key, bias in biases.items()}
 
 
 def _structured_outputs(body: SamplingFields) -> StructuredOutputs | None:

@@ -23,6 +23,7 @@ from nanovllm.server.protocol import (
     ChatRequest,
     Effort,
     OtherTool,
+    Salt,
     chat_request,
     choice_branch,
     content_branch,
@@ -160,7 +161,7 @@ class ResponsesRequest(WholeBody):
     instructions: str | None = None
     previous_response_id: str | None = None
     stream: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = None

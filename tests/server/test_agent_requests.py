@@ -215,11 +215,12 @@ def test_prompt_that_is_too_long_has_anthropics_words(agent_url: str) -> None:
 
 def test_stream_of_responses_fails_where_the_prompt_is_too_long(agent_url: str) -> None:
     """Codex compacts if response.failed has this code, and gives up at a status of 400."""
-    answer = httpx.post(f"{agent_url}/v1/responses", json={"input": LONG, "stream": True}, timeout=30)
-    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
-    first, *_, last = events_of(answer.text)
-    assert first["type"] == "response.created" and last["type"] == "response.failed"
-    assert last["response"]["error"]["code"] == "context_length_exceeded"
+    for content in (LONG, "a" * 17 * MAX_TOKENS):
+        answer = httpx.post(f"{agent_url}/v1/responses", json={"input": content, "stream": True}, timeout=30)
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        first, *_, last = events_of(answer.text)
+        assert first["type"] == "response.created" and last["type"] == "response.failed"
+        assert last["response"]["error"]["code"] == "context_length_exceeded"
     refused = httpx.post(f"{agent_url}/v1/chat/completions", json={"messages": LONG, "stream": True})
     assert refused.status_code == 400
 

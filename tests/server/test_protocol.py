@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 from nanovllm.server.errors import ApiError
 from nanovllm.server.protocol import ChatRequest, CompletionRequest, call_constraint, chat_params, completion_params
@@ -98,7 +99,7 @@ def test_echo_with_logprobs_asks_for_the_prompts() -> None:
 
 def test_logit_bias_bad_key_is_refused() -> None:
     for key in ("x", "-1", "1.5", "", "²", "9" * 5000):
-        with pytest.raises(ApiError, match="logit_bias"):
+        with pytest.raises(RequestError, match="logit_bias"):
             completion_params(completion(logit_bias={key: 1}), {})
 
 

@@ -1,9 +1,11 @@
 """The README's commands for the server do what it says, with the built-in model."""
 
+import io
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,15 @@ def test_openai_package_gets_the_answer_and_the_second_time_from_the_cache(addre
         assert done.stdout.startswith(" SIGINT the server ")
         (num_cached,) = re.findall(r"cached_tokens=(\d+)", done.stdout)
         assert (int(num_cached) > 8_000) == (not is_first)
+
+
+def test_first_snippet_of_the_serving_guide_works_literally(address: str) -> None:
+    """Regression: it named a model "my-model", which the server did not have, and read a file of the user."""
+    guide = (ROOT / "docs" / "serving.md").read_text()
+    commands, code = re.findall(r"^```(?:python)?\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)[:2]
+    assert commands.splitlines()[1] == "nanovllm serve --model demo"
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(code.replace("127.0.0.1:8000", address), {})
+    assert printed.getvalue() == " 4711, says the old captain."
+    assert f"prints `{printed.getvalue()}`" in guide
