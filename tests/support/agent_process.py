@@ -28,7 +28,15 @@ class AgentPlace:
         return path
 
     def run(self, command: list[str | Path], env: dict[str, str] | None = None, proxy: str | None = DEAD_PROXY) -> str:
-        """Run an agent to its end, and return what it printed to stdout. Fails if it fails or takes TIMEOUT_S.
+        """Run an agent to its end, and return its stdout. Fails if the agent fails or takes TIMEOUT_S."""
+        returned, printed, errors = self.run_any(command, env, proxy)
+        assert returned == 0, f"{printed}\n{errors}"
+        return printed
+
+    def run_any(
+        self, command: list[str | Path], env: dict[str, str] | None = None, proxy: str | None = DEAD_PROXY
+    ) -> tuple[int, str, str]:
+        """Run an agent to its end. Returns its exit status, stdout and stderr. Fails if it takes TIMEOUT_S.
 
         Afterwards no process that the agent started is left, not even one that has left its process group.
         """
@@ -52,8 +60,7 @@ class AgentPlace:
                 os.killpg(process.pid, signal.SIGKILL)
             self._kill_detached()
             process.wait()
-        assert process.returncode == 0, f"{printed}\n{errors}"
-        return printed
+        return process.returncode, printed, errors
 
     def _kill_detached(self) -> None:
         """Kill the processes whose HOME is this one."""
