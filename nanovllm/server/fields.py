@@ -145,11 +145,13 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 _LENGTH, _STOP = ("max_tokens", "max_output_tokens"), ("stop", "stop_sequences")
 _FORM, _SYSTEM = ("response_format", "text", "output_config"), ("instructions", "system", "messages")
 _THINKING = ("thinking", "reasoning", "chat_template_kwargs", "reasoning_effort")
-# Field of UNSUPPORTED -> the fields with this meaning, of which an API has one at most
+# Field that is not supported -> the fields with this meaning, of which an object has one at most
 INSTEAD: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys((*_LENGTH, "max_completion_tokens", "max_new_tokens", "n_predict", "num_predict"), _LENGTH),
     **dict.fromkeys(_STOP, _STOP),
-    **dict.fromkeys(("format", "json_schema", "response_format"), _FORM),
+    **dict.fromkeys(("format", "response_format"), _FORM),
+    **dict.fromkeys(("json_schema", "schema"), ("json_schema", "schema", *_FORM)),
+    **dict.fromkeys(("parameters", "input_schema"), ("parameters", "input_schema")),
     **dict.fromkeys(("regex", "guided_choice", "guided_json", "guided_regex"), ("structured_outputs",)),
     **dict.fromkeys(("system", "instructions"), _SYSTEM),
     **dict.fromkeys(("think", "thinking", "enable_thinking"), _THINKING),

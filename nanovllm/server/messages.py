@@ -59,6 +59,8 @@ class AnthropicMessage(Body):
 
 
 class AnthropicTool(Body):
+    NEUTRAL: ClassVar = {"parameters": ()}
+
     type: Literal["custom"] = "custom"
     name: str
     description: str | None = None

@@ -51,6 +51,8 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
+    NEUTRAL: ClassVar = {"schema": ()}  # where other servers have it
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -199,6 +201,8 @@ class Message(Body):
 
 
 class Function(Body):
+    NEUTRAL: ClassVar = {"input_schema": ()}
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -228,16 +232,16 @@ class OtherTool(Body):
         return self
 
 
-def tool_branch(*kinds: str, default: str = "") -> Discriminator:
+def tool_branch(*kinds: str) -> Discriminator:
     """Return what finds the class of a tool: its type, if that is one of `kinds`, and else "other".
 
-    default: the type of a tool that names none. Without a default, such a tool is checked as one of the first kind.
+    A tool without a type, or a function in the form of another API, is checked as one of the first kind.
     """
 
     def branch(tool: Any) -> str:
         kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-        kind = kind or default or kinds[0]
-        return f"dict[{kind}]" if kind in kinds else "dict[other]" if isinstance(kind, str) else f"dict[{kinds[0]}]"
+        is_other = isinstance(kind, str) and kind not in (*kinds, "", "function")
+        return "dict[other]" if is_other else f"dict[{kind if kind in kinds else kinds[0]}]"
 
     return Discriminator(branch)
 

@@ -51,6 +51,8 @@ ResponseContent: TypeAlias = Annotated[
 
 
 class ResponseFunction(Body):
+    NEUTRAL: ClassVar = {"function": (), "input_schema": ()}  # where other APIs have the function and its parameters
+
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -135,6 +137,8 @@ ResponseToolChoice: TypeAlias = Annotated[
 
 
 class TextFormat(Body):
+    NEUTRAL: ClassVar = {"json_schema": ()}  # where chats have it
+
     type: Literal["text", "json_object", "json_schema"]
     name: str = "answer"
     schema_: dict[str, Any] | None = Field(None, alias="schema")

@@ -89,7 +89,24 @@ def test_refusal_names_the_field_that_the_api_has() -> None:
     assert error_of(ChatRequest, {"messages": USER, "verbosity": "low"})[1] == (
         "the field 'verbosity' is not supported, except as 'medium'; leave it out"
     )
-    assert INSTEAD.keys() <= UNSUPPORTED.keys()
+    assert INSTEAD.keys() <= UNSUPPORTED.keys() | {"schema", "parameters", "input_schema"}
+
+
+def test_schema_in_the_place_of_another_api_is_refused() -> None:
+    """Ignoring it would leave the answer without its form, or a tool without its parameters."""
+    function = {"name": "f", "input_schema": {}}
+    for kind, given, param, ours in (
+        (ChatRequest, {"response_format": {"type": "json_object", "schema": {}}}, "schema", "json_schema"),
+        (ResponsesRequest, {"text": {"format": {"type": "json_schema", "json_schema": {}}}}, "json_schema", "schema"),
+        (ChatRequest, {"tools": [{"type": "function", "function": function}]}, "input_schema", "parameters"),
+        (ResponsesRequest, {"tools": [{"type": "function"} | function]}, "input_schema", "parameters"),
+        (MessagesRequest, {"tools": [{"name": "f", "parameters": {}}]}, "parameters", "input_schema"),
+    ):
+        found, message = error_of(kind, WHOLE[kind] | given)
+        assert found == param and message.endswith(f"use {ours!r}")
+    for kind in (ResponsesRequest, MessagesRequest):
+        with pytest.raises(ValidationError):
+            kind.model_validate(WHOLE[kind] | {"tools": [{"type": "function", "function": {"name": "f"}}]})
 
 
 def test_name_that_is_nearly_known_is_refused_with_the_known_one(url: str) -> None:
