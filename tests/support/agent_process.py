@@ -65,7 +65,7 @@ class AgentPlace:
     def _kill_detached(self) -> None:
         """Kill the processes whose HOME is this one."""
         own = f"HOME={self.home}".encode()
-        for entry in Path("/proc").iterdir():
+        for environ in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
-                if entry.name.isdigit() and own in (entry / "environ").read_bytes().split(b"\0"):
-                    os.kill(int(entry.name), signal.SIGKILL)
+                if own in environ.read_bytes().split(b"\0"):
+                    os.kill(int(environ.parent.name), signal.SIGKILL)
