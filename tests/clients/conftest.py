@@ -20,7 +20,7 @@ from nanovllm.server.gate import ApiKeys
 from nanovllm.server.options import ServerOptions
 
 KEY = "secret"
-CONTEXT = 32768  # docs/agents.md promises that agents work with so many tokens
+CONTEXT = 32768  # the least that docs/agents.md calls sensible
 DOCS = Path(__file__).parents[2] / "docs"
 # As in Qwen3, these are tokens. They take the places of bytes that UTF-8 has no use for
 TOKENS = {"<think>": 0xF8, "</think>": 0xF9, "<tool_call>": 0xFA, "</tool_call>": 0xFB}

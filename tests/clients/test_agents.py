@@ -172,6 +172,22 @@ def test_agent_reads_a_file(scripted_url: str, place: AgentPlace, agent: Callabl
 
 
 @from_npm
+@pytest.mark.parametrize(
+    ("agent", "options"),
+    [(codex, ["resume", "--last"]), (pi, ["--continue"]), pytest.param(opencode, ["--continue"], marks=for_x64)],
+)
+def test_agent_continues_a_session(
+    scripted_url: str, place: AgentPlace, agent: Callable[[str, AgentPlace], Agent], options: list[str]
+) -> None:
+    """The reasoning, the calls and the answers of the first session come back, as the agent stores them."""
+    command, env, tool, arguments, proxy = agent(scripted_url, place)
+    place.run([*command, "Hello."], env, proxy)
+    place.run([*command, *options, ask(tool, *arguments)], env, proxy)
+    place.note.write_text("The word is medlar.")
+    assert "The word is medlar." in place.run([*command, *options, ask(tool, *arguments)], env, proxy)
+
+
+@from_npm
 def test_codex_calls_a_tool_of_a_namespace(scripted_url: str, place: AgentPlace) -> None:
     """The server refused namespaces, and a call must come back with its own."""
     command, env, *_ = codex(scripted_url, place)
