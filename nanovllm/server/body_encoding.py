@@ -109,7 +109,7 @@ def _inflate(body: bytes, window_bits: int, most_bytes: int) -> bytes:
 
 
 def _unpack_zstd(body: bytes, most_bytes: int) -> bytes:
-    """Unpack piece by piece, because the package has no limit of its own that notices a body that ends too early."""
+    """Unpack piece by piece, because the package cannot both limit its output and notice a body that ends too early."""
     unpacked = bytearray()
     stream = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_BYTES).decompressobj()
     for start in range(0, len(body), ZSTD_PIECE_BYTES):

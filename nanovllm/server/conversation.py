@@ -39,15 +39,17 @@ def render_messages(messages: Sequence[Message], template: str, render: Callable
 
 
 def _forms(sent: Conversation) -> Iterator[Conversation]:
-    """Yield the conversation as it was sent, then with each of the changes, then with two of them, then with all."""
+    """Yield the conversation as it was sent, then with each of the changes, then with two of them, then with more."""
     yield sent
-    possible = [change for change in CHANGES if change(sent) != sent]
-    for num_changes in range(1, len(possible) + 1):
-        for changes in combinations(possible, num_changes):
+    tried = [sent]
+    for num_changes in range(1, len(CHANGES) + 1):
+        for changes in combinations(CHANGES, num_changes):
             changed = sent
             for change in changes:
                 changed = change(changed)
-            yield changed
+            if changed not in tried:
+                tried.append(changed)
+                yield changed
 
 
 def _with_one_system_message(messages: Conversation) -> Conversation:
@@ -55,7 +57,7 @@ def _with_one_system_message(messages: Conversation) -> Conversation:
     system = [each for each in messages if each["role"] in SYSTEM_ROLES]
     if not system:
         return messages
-    text = "\n\n".join(each["content"] for each in system if each["content"])
+    text = _joined(*(each["content"] for each in system))
     rest = [each for each in messages if each["role"] not in SYSTEM_ROLES]
     return [system[0] | {"role": "system", "content": text}, *rest]
 
@@ -76,7 +78,7 @@ def _with_object_arguments(messages: Conversation) -> Conversation:
 
 
 def _with_single_calls(messages: Conversation) -> Conversation:
-    """Give each call a message of its own, followed by its result.
+    """Put each call into a separate message, followed by its result.
 
     The first of these messages keeps the text and the reasoning. Results that belong to none of the calls come last.
     """
@@ -100,7 +102,42 @@ def _with_single_calls(messages: Conversation) -> Conversation:
     return changed
 
 
-CHANGES = (_with_one_system_message, _with_object_arguments, _with_single_calls)
+def _with_system_text_in_the_question(messages: Conversation) -> Conversation:
+    """Put the text of all system and developer messages before that of the user's first message."""
+    first, *rest = _with_one_system_message(messages)
+    if first["role"] not in SYSTEM_ROLES:
+        return messages
+    place = next((i for i, each in enumerate(rest) if each["role"] == "user"), None)
+    if place is None:
+        return messages
+    question = rest[place] | {"content": _joined(first["content"], rest[place]["content"])}
+    return [*rest[:place], question, *rest[place + 1 :]]
+
+
+def _with_alternating_roles(messages: Conversation) -> Conversation:
+    """Join messages of the user that follow each other, and messages of the assistant that do and call nothing."""
+    changed: Conversation = []
+    for message in messages:
+        last = changed[-1] if changed else {"role": ""}
+        is_same = message["role"] == last["role"] and message["role"] in ("user", "assistant")
+        if is_same and not ("tool_calls" in message or "tool_calls" in last):
+            changed[-1] = last | {"content": _joined(last["content"], message["content"])}
+        else:
+            changed.append(message)
+    return changed
+
+
+def _joined(*texts: str | None) -> str:
+    return "\n\n".join(text for text in texts if text)
+
+
+CHANGES = (
+    _with_one_system_message,
+    _with_object_arguments,
+    _with_single_calls,
+    _with_alternating_roles,
+    _with_system_text_in_the_question,
+)
 
 
 def _for_template(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:

@@ -24,12 +24,12 @@ MAX_NAME_CHARS = 100  # of an unknown field's name are in the message
 MAX_KNOWN_CHARS = 40  # longer names are close to no known one
 MAX_BODY_VALUES = 1 << 17  # checking so many takes a third of a second
 MAX_LOGGED_NAMES = 200  # clients choose the names, so their number has no other limit
-TWO_EDIT_CHARS = 8  # a shorter name may lack one character only: with two, "stop" would be close to "to"
-ONE_EDIT_CHARS = 4
+TWO_EDIT_CHARS = 8  # shorter names differ too easily from others in two characters
+ONE_EDIT_CHARS = 4  # and still shorter ones in one
 
 logger = logging.getLogger(__name__)
 
-# Field of a request that changes the answer and is not implemented -> the values that change nothing, besides null.
+# Field of a request that changes the answer and is not implemented -> the values that change nothing. Null never does.
 # A field that an API implements is not looked up here for this API.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     # OpenAI's APIs
@@ -89,8 +89,11 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "thinking": (),
     # vLLM and SGLang
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (),
     "allowed_token_ids": (),
     "chat_template": (),
+    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "early_stopping": (False,),
@@ -154,7 +157,7 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("parameters", "input_schema"), ("parameters", "input_schema")),
     **dict.fromkeys(("regex", "guided_choice", "guided_json", "guided_regex"), ("structured_outputs",)),
     **dict.fromkeys(("system", "instructions"), _SYSTEM),
-    **dict.fromkeys(("think", "thinking", "enable_thinking"), _THINKING),
+    **dict.fromkeys(("think", "thinking", "enable_thinking", "chat_template_kwargs"), _THINKING),
     **dict.fromkeys(("input", "messages", "prompt"), ("input", "messages", "prompt")),
     **dict.fromkeys(("reasoning", "reasoning_effort"), ("reasoning_effort", "reasoning", "output_config")),
     "functions": ("tools",),
@@ -186,7 +189,7 @@ def printable(name: str) -> str:
 class Body(BaseModel):
     """A JSON object. The module's docstring says what becomes of unknown fields.
 
-    NEUTRAL: field that is not implemented -> values that change nothing, besides null. A field of the class may be in
+    NEUTRAL: field that is not implemented -> values that change nothing. A field of the class may be in
     it, too: these of its values count as null. KINDS: `type` that is supported -> the fields that it needs. A message
     about another type begins with `NOUN` and ends with `WHY_NOT`.
     """
@@ -250,7 +253,7 @@ class Body(BaseModel):
 
 
 class WholeBody(Body):
-    """The body of a request. Checking a value in it takes microseconds, and meanwhile the server answers nobody."""
+    """The body of a request. Checking a value in it takes microseconds, during which all other requests wait."""
 
     @classmethod
     def _unsupported(cls) -> Mapping[str, tuple[Any, ...]]:

@@ -110,7 +110,7 @@ class SamplingFields(WholeBody):
 
     @model_validator(mode="after")
     def _check_streaming(self) -> "SamplingFields":
-        if self.stream_options is not None and not self.stream:
+        if self.includes_usage and not self.stream:
             raise refuse("stream_options", "stream_options needs stream=true")
         if self.return_progress and not self.stream:
             raise refuse("return_progress", "return_progress needs stream=true")

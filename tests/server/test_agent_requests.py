@@ -23,7 +23,7 @@ from nanovllm.server.responses import ResponsesAnswer, ResponsesRequest
 from nanovllm.server.tool_calls import HERMES
 
 TEMPLATE = Path(__file__).parents[1] / "support" / "templates" / "qwen3.5.jinja"
-MAX_TOKENS = 4096
+MAX_TOKENS, SERVED_TOKENS = 4096, 2048  # context of the server here, and of the other tests'
 QUESTION = "The passkey is 4711.\nThe passkey"
 USER = {"role": "user", "content": QUESTION}
 PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
@@ -160,22 +160,22 @@ def test_tools_that_an_item_adds_are_offered() -> None:
 # -- the length of the answer, and prompts that are too long -----------------------------------------------------------
 
 
-def test_answer_is_cut_to_what_fits_in_every_api(agent_url: str) -> None:
+def test_answer_is_cut_to_what_fits_in_every_api(url: str) -> None:
     """Regression: opencode asks for 32,000 tokens, and was 400 where the context is 32,768."""
-    chat, prompt = [{"role": "user", "content": "a" * (MAX_TOKENS - 60)}], "a" * (MAX_TOKENS - 5)
+    chat, prompt = [{"role": "user", "content": "a" * (SERVED_TOKENS - 120)}], "a" * (SERVED_TOKENS - 5)
     for path, body in (
         ("/v1/chat/completions", {"messages": chat, "max_tokens": 32_000}),
         ("/v1/chat/completions", {"messages": chat, "max_completion_tokens": 32_000}),
         ("/v1/completions", {"prompt": prompt, "max_tokens": 32_000}),
     ):
-        answer = httpx.post(f"{agent_url}{path}", json=body | {"ignore_eos": True}, timeout=60)
-        assert answer.status_code == 200 and answer.json()["usage"]["total_tokens"] == MAX_TOKENS, answer.text
+        answer = httpx.post(f"{url}{path}", json=body | {"ignore_eos": True}, timeout=60)
+        assert answer.status_code == 200 and answer.json()["usage"]["total_tokens"] == SERVED_TOKENS, answer.text
 
 
-def test_each_prompt_of_a_completion_is_cut_by_its_own_length(agent_url: str) -> None:
-    prompts = [[65] * (MAX_TOKENS - 3), [66] * (MAX_TOKENS - 7)]
+def test_each_prompt_of_a_completion_is_cut_by_its_own_length(url: str) -> None:
+    prompts = [[65] * (SERVED_TOKENS - 3), [66] * (SERVED_TOKENS - 7)]
     body = {"prompt": prompts, "max_tokens": 10, "n": 2, "ignore_eos": True}
-    answer = httpx.post(f"{agent_url}/v1/completions", json=body, timeout=60).json()
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
     assert answer["usage"]["completion_tokens"] == 2 * 3 + 2 * 7
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
 

@@ -61,6 +61,7 @@ def test_values_that_change_nothing_are_accepted_and_others_are_refused() -> Non
 def test_fields_that_the_review_names_are_accepted_over_http(url: str) -> None:
     same = {"use_beam_search": False, "priority": 0, "length_penalty": 1.0, "spaces_between_special_tokens": True}
     chat = {"verbosity": "medium", "top_logprobs": 0, "continue_final_message": False, "include_reasoning": True}
+    same |= {"stream_options": {"include_usage": False}}
     completion = {"suffix": "", "echo": False, "logprobs": False, "best_of": 1}
     extras = {"cache_prompt": True, "typical_p": 1.0, "repeat_penalty": 1, "keep_alive": "5m", "options": {}}
     for path, body in (
@@ -90,6 +91,14 @@ def test_refusal_names_the_field_that_the_api_has() -> None:
         "the field 'verbosity' is not supported, except as 'medium'; leave it out"
     )
     assert INSTEAD.keys() <= UNSUPPORTED.keys() | {"schema", "parameters", "input_schema"}
+
+
+def test_fields_of_one_api_are_not_ignored_in_another() -> None:
+    """If this fails for a new field: add it to UNSUPPORTED, with the values that change nothing."""
+    everywhere = {"model", "stream", "temperature", "top_p", "user", "cache_salt", "parallel_tool_calls"}
+    changes_no_answer = {"stream_options", "return_progress"}
+    for kind in (CompletionRequest, ChatRequest):
+        assert own_names(kind) - UNSUPPORTED.keys() == (everywhere | changes_no_answer) & own_names(kind)
 
 
 def test_schema_in_the_place_of_another_api_is_refused() -> None:

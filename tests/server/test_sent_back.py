@@ -1,4 +1,4 @@
-"""Whatever the server has sent is accepted back, in all three APIs, with the templates of Qwen3, Qwen3.5 and Llama 3.1.
+"""All that the server has sent is accepted back, in all three APIs, with the templates of Qwen3, Qwen3.5 and Llama 3.1.
 
 The answers are random: with reasoning or without, up to three calls, cut anywhere, as a whole or as a stream.
 """
@@ -313,6 +313,16 @@ def test_several_calls_are_followed_each_by_its_result(tokenizer: Any) -> None:
     order = ['"name": "a"', "result a", '"name": "b"', "result b", '"name": "c"', "result c", "result ?"]
     places = [prompt.index(each) for each in order]
     assert places == sorted(places)
+
+
+def test_template_without_system_messages_gets_their_text_in_the_question(tokenizer: Any) -> None:
+    user = {"role": "user", "content": QUESTION}
+    system = {"role": "system", "content": "Be brief."}
+    answer = {"role": "assistant", "content": "No."}
+    prompt = prompt_of(tokenizer, "mistral", [system, user, answer, user, system, user])
+    assert prompt.count("[INST]") == 2 and f"[INST] Be brief.\n\nBe brief.\n\n{QUESTION} [/INST]" in prompt
+    assert f"[INST] {QUESTION}\n\n{QUESTION} [/INST]" in prompt
+    assert prompt_of(tokenizer, "mistral", [user, answer, user]).count(QUESTION) == 2
 
 
 def test_refusal_of_the_template_is_about_what_was_sent(tokenizer: Any) -> None:
