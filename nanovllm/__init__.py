@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError, WorkerDiedError
     from nanovllm.llm import LLM
-    from nanovllm.sampling_params import SamplingParams, StructuredOutputs
+    from nanovllm.sampling_params import ReasoningTags, SamplingParams, StructuredOutputs
 
 __all__ = [
     "LLM",
@@ -17,6 +17,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "EngineError",
+    "ReasoningTags",
     "RequestError",
     "SamplingParams",
     "StructuredOutputs",
@@ -26,6 +27,7 @@ __all__ = [
 _MODULES = {
     "LLM": "nanovllm.llm",
     "AsyncLLM": "nanovllm.async_llm",
+    "ReasoningTags": "nanovllm.sampling_params",
     "SamplingParams": "nanovllm.sampling_params",
     "StructuredOutputs": "nanovllm.sampling_params",
 }

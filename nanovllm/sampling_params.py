@@ -40,6 +40,10 @@ def _as_strings(value: str | tuple[str, ...] | list[str] | None, name: str) -> t
     return tuple(strings)
 
 
+def _is_tag(value: object) -> bool:
+    return isinstance(value, str) and value.startswith("<") and value.count("<") == 1
+
+
 def _wrapped(seed: int) -> int:
     """Return what `seed` overflows to in 64 bits."""
     return (seed - MIN_SEED) % 2**64 + MIN_SEED
@@ -52,7 +56,9 @@ class TaggedJson:
 
     trigger: the answer is any text up to this string, with which every tag begins. Empty: what is not JSON between
     tags is a text that does not begin with "{". is_required: the answer is nothing but JSON between tags, at least
-    once. is_single: at most once, at the end of the answer. separator: stands between two.
+    once. is_single: at most once, at the end of the answer. separator: stands between two. names: of the tags, for the
+    log. text_pattern, value_pattern: regular expressions, in Rust's syntax, of the text outside tags and of each text
+    between tags of a value; empty for any text.
     """
 
     tags: tuple[tuple[str, Mapping[str, Any] | tuple["TaggedValue", ...], str], ...]
@@ -60,6 +66,9 @@ class TaggedJson:
     separator: str = ""
     is_required: bool = False
     is_single: bool = False
+    names: tuple[str, ...] = ()
+    text_pattern: str = ""
+    value_pattern: str = ""
 
 
 class TaggedValue(NamedTuple):
@@ -75,10 +84,21 @@ class TaggedValue(NamedTuple):
     choices: tuple[str, ...] = ()
 
 
+class ReasoningTags(NamedTuple):
+    """The tags around the reasoning that an answer may begin with.
+
+    has_begun: the prompt ends with `begin`, so the answer begins inside the reasoning.
+    """
+
+    begin: str
+    end: str
+    has_begun: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """A constraint on the whole answer. Exactly one of the fields is given, the first four with the same meaning as in
-    vLLM.
+    """A constraint on the answer after its reasoning. Exactly one of the first four fields is given, which mean the
+    same as in vLLM, or tagged_json, or both: then the answer is either JSON between tags or what the other field says.
 
     json: a JSON schema, as a dict or as text. json_object: any JSON object. regex: a regular expression that the whole
     answer matches. choice: the strings of which the answer is one. tagged_json: JSON between tags.
@@ -92,7 +112,7 @@ class StructuredOutputs:
 
     def __post_init__(self) -> None:
         given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
-        if len(given) != 1:
+        if len(given) != 1 and not (len(given) == 2 and "tagged_json" in given):
             names = ", ".join(given) or "none of them"
             raise RequestError(f"structured_outputs has {names}; give one of json, json_object, regex and choice")
         require = partial(_require, owner="StructuredOutputs")
@@ -227,6 +247,12 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = option(
         None, help="what the answer must match: a JSON schema, a regular expression or a choice", group=_GROUP
     )
+    reasoning_tags: ReasoningTags | None = option(
+        None,
+        help="tags of the reasoning at the start of an answer, to which neither stop strings nor structured_outputs "
+        "apply",
+        group=_GROUP,
+    )
 
     def __post_init__(self) -> None:
         check_options(self, RequestError, "SamplingParams.")
@@ -253,6 +279,11 @@ class SamplingParams:
         is_known = self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
         limit = "a nanovllm.StructuredOutputs, such as StructuredOutputs(regex='[0-9]+')"
         _require(is_known, "structured_outputs", self.structured_outputs, limit)
+        is_known = self.reasoning_tags is None or (
+            isinstance(self.reasoning_tags, ReasoningTags) and all(map(_is_tag, self.reasoning_tags[:2]))
+        )
+        limit = "a nanovllm.ReasoningTags of two tags, such as ReasoningTags('<think>', '</think>')"
+        _require(is_known, "reasoning_tags", self.reasoning_tags, limit)
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:

@@ -29,7 +29,7 @@ RENAMED: dict[tuple[type, str], str] = {(SamplingParams, "seed"): "sampling_seed
 CPU_STEP_TOKENS = 512  # about a second with a small model; the progress bar and Ctrl-C wait for the end of a step
 # Fields of SamplingParams without a flag: several answers (but `generate` has them), other results than text, and what
 # no flag can hold
-PYTHON_ONLY = ("n", "detokenize", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
+PYTHON_ONLY = ("n", "detokenize", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs", "reasoning_tags")
 
 
 def add_flags(

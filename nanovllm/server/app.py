@@ -50,6 +50,7 @@ from nanovllm.server.protocol import (
     chat_params,
     completion_params,
     functions_of,
+    has_form,
 )
 from nanovllm.server.responses import ResponsesAnswer, ResponsesRequest
 from nanovllm.server.tool_calls import CallFormat, call_format_of
@@ -180,10 +181,9 @@ async def _answer_chat(
     cache_salt = service.cache_salt(body, request)
     token_ids = await service.prepare(encode_messages, service, body, tools, cache_salt)
     num_free_tokens = service.llm.max_request_tokens - len(token_ids)
-    params = chat_params(body, service.llm.sampling_defaults, num_free_tokens, constraint)
-    outputs = params.structured_outputs
-    is_formed = outputs is not None and (outputs.tagged_json is None or outputs.tagged_json.is_required)
-    answer = make_answer(service, body, _chat_form(service, call_format, token_ids, is_formed))
+    form = _chat_form(service, call_format, token_ids)
+    params = chat_params(body, service.llm.sampling_defaults, num_free_tokens, constraint, form.tags)
+    answer = make_answer(service, body, form._replace(is_alternative=has_form(body)))
     try:
         return await answer.respond([token_ids], params, cache_salt, request.receive)
     except RequestError as error:
@@ -197,7 +197,7 @@ def _blame_tool(service: Service, params: SamplingParams, constraint: TaggedJson
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
     names = [tool.function.name for tool in body.offered_tools if named in (None, tool.function.name)]
     for name, tag in zip(names, constraint.tags, strict=True):
-        alone = replace(constraint, tags=(tag,))
+        alone = replace(constraint, tags=(tag,), names=(name,))
         try:
             service.llm.text.rules(replace(params, structured_outputs=StructuredOutputs(tagged_json=alone)))
         except RequestError as error:
@@ -206,9 +206,9 @@ def _blame_tool(service: Service, params: SamplingParams, constraint: TaggedJson
             raise ApiError(f"tool {name!r}: {message}", param="tools") from error
 
 
-def _chat_form(service: Service, call_format: CallFormat | None, token_ids: TokenIds, is_formed: bool) -> ChatForm:
-    """Return the form of the answer to this prompt. is_formed: all of it has a given form, so it has no reasoning."""
-    if is_formed or "</think>" not in _template(service):
+def _chat_form(service: Service, call_format: CallFormat | None, token_ids: TokenIds) -> ChatForm:
+    """Return the form of the answer to this prompt."""
+    if "</think>" not in _template(service):
         return ChatForm(call_format)
     begins_in_reasoning = service.llm.text.decode(token_ids[-8:].tolist()).rstrip().endswith("<think>")
     tags = [service.llm.tokenizer.encode(tag, add_special_tokens=False) for tag in ("<think>", "</think>")]

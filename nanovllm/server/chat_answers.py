@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.request_stream import RequestUpdate
+from nanovllm.sampling_params import ReasoningTags
 from nanovllm.server.admission import Service
 from nanovllm.server.answers import Answer, PromptEntries, chat_logprobs
 from nanovllm.server.protocol import ChatRequest
@@ -35,13 +36,19 @@ class ChatForm(NamedTuple):
 
     call_format: how it writes tool calls; None if the request has no tools. has_reasoning: the template knows
     reasoning. begins_in_reasoning: the prompt has opened it. reasoning_tags: the tokens that begin and end it, if each
-    is one token.
+    is one token. is_alternative: the answer is either calls or a text of a given form, which may look like calls.
     """
 
     call_format: CallFormat | None = None
     has_reasoning: bool = False
     begins_in_reasoning: bool = False
     reasoning_tags: tuple[int, int] | None = None
+    is_alternative: bool = False
+
+    @property
+    def tags(self) -> ReasoningTags | None:
+        """The tags of the reasoning; None for an answer without."""
+        return ReasoningTags("<think>", "</think>", self.begins_in_reasoning) if self.has_reasoning else None
 
 
 class ChatAnswer(Answer[ChatRequest]):
@@ -61,7 +68,7 @@ class ChatAnswer(Answer[ChatRequest]):
     def _choice(self, index: int, output: RequestOutput, prompt_entries: PromptEntries) -> dict[str, Any]:
         calls: list[dict[str, Any]] = []
         content = reasoning = ""
-        for delta in self._deltas(index, output["text"] or "", is_last=True):
+        for delta in self._deltas(index, output["text"] or "", output):
             if isinstance(delta, str):
                 content += delta
             elif isinstance(delta, ReasoningDelta):
@@ -92,7 +99,7 @@ class ChatAnswer(Answer[ChatRequest]):
         logprobs = "null"
         if self._body.logprobs and update.logprobs:
             logprobs = json.dumps(chat_logprobs(update.logprobs, self._num_top))
-        for delta in self._deltas(index, update.text, is_last=output is not None):
+        for delta in self._deltas(index, update.text, output):
             choices.append(_chunk_choice(index, _delta_json(delta), logprobs))
             logprobs = "null"
         if logprobs != "null":  # the text of these tokens is held back
@@ -101,9 +108,12 @@ class ChatAnswer(Answer[ChatRequest]):
             choices.append(_chunk_choice(index, "{}", reason=f'"{self._finish_reason(index, output)}"'))
         return choices
 
-    def _deltas(self, index: int, text: str, is_last: bool) -> list[Delta]:
-        """The reasoning, the contents and the tool calls that `text` adds to the message. Hot."""
-        form = self._form
+    def _deltas(self, index: int, text: str, output: RequestOutput | None) -> list[Delta]:
+        """The reasoning, the contents and the tool calls that `text` adds to the message. Hot.
+
+        output: the answer's, if `text` is its end.
+        """
+        form, is_last = self._form, output is not None
         if form.call_format is None and not form.has_reasoning:
             return [text] if text else []
         if text.isspace() and not is_last:
@@ -121,11 +131,13 @@ class ChatAnswer(Answer[ChatRequest]):
             return [*deltas, text] if text else deltas
         if index not in self._parsers:
             schemas = {tool.function.name: tool.function.parameters or {} for tool in self._body.offered_tools}
-            self._parsers[index] = make_parser(form.call_format, schemas, in_pieces=bool(self._body.stream))
+            self._parsers[index] = make_parser(
+                form.call_format, schemas, in_pieces=bool(self._body.stream), is_alternative=form.is_alternative
+            )
         parser = self._parsers[index]
         deltas += parser.feed(text)
-        if is_last:
-            deltas += parser.finish()
+        if output is not None:
+            deltas += parser.finish(is_cut=output["finish_reason"] != "stop" or self._is_at_stop_string(output))
         if any(isinstance(each, ToolCallDelta) for each in deltas):
             self._with_calls.add(index)
         return deltas
@@ -143,6 +155,13 @@ class ChatAnswer(Answer[ChatRequest]):
         if self._form.has_reasoning:
             usage["completion_tokens_details"] = {"reasoning_tokens": self._num_reasoning_tokens}
         return usage
+
+    def _is_at_stop_string(self, output: RequestOutput) -> bool:
+        """Return True if a stop string has ended the answer, which may be inside a call."""
+        if not self._body.stop or output["finish_reason"] != "stop":
+            return False
+        ends = {*self._service.llm.text.end_token_ids, *(self._body.stop_token_ids or ())}
+        return not ends.intersection(output["token_ids"][-1:])
 
     def _finish_reason(self, index: int, output: RequestOutput) -> str:
         """Return "tool_calls" only if the model has ended its answer itself."""
@@ -227,19 +246,19 @@ class BlockAnswer(ChatAnswer):
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (self._output,) = outputs
         self._count(0, self._output["token_ids"], self._output)
-        self._add(self._output["text"] or "", is_last=True)
+        self._add(self._output["text"] or "", self._output)
         return self._body_of(self._output)
 
     def update_events(self, update: RequestUpdate) -> str:
         if update.output is not None:
             self._output = update.output
             self._count(0, update.output["token_ids"], update.output)
-        return self._sse(self._add(update.text, is_last=update.output is not None))
+        return self._sse(self._add(update.text, update.output))
 
-    def _add(self, text: str, is_last: bool) -> list[dict[str, Any]]:
-        """Add what `text` says to the blocks, and return the events of it."""
+    def _add(self, text: str, output: RequestOutput | None) -> list[dict[str, Any]]:
+        """Add what `text` says to the blocks, and return the events of it. output: the answer's at its end."""
         events = []
-        for delta in self._deltas(0, text, is_last):
+        for delta in self._deltas(0, text, output):
             kind: BlockKind
             if isinstance(delta, ToolCallDelta):
                 kind, piece, call_id, name = "call", delta.arguments, delta.call_id, delta.name
@@ -253,6 +272,6 @@ class BlockAnswer(ChatAnswer):
             if piece:
                 self._blocks[-1].pieces.append(piece)
                 events.append(self._piece_event(self._blocks[-1], piece))
-        if is_last and self._blocks:
+        if output is not None and self._blocks:
             events += self._ended_events(self._blocks[-1])
         return events

@@ -233,9 +233,11 @@ class MessagesAnswer(BlockAnswer):
             return "model_context_window_exceeded" if is_full else "max_tokens", None
         if self._with_calls:
             return "tool_use", None
+        if not self._is_at_stop_string(output):
+            return "end_turn", None
         given = self._body.stop or ()
         num_tokens = 4 * max(map(len, given), default=0)  # at most one for each byte
-        end = self._service.llm.text.decode(output["token_ids"][-num_tokens - 1 :]) if given else ""
+        end = self._service.llm.text.decode(output["token_ids"][-num_tokens - 1 :])
         found = next((each for each in given if each in end), None)
         return "stop_sequence" if found else "end_turn", found
 

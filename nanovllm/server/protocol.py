@@ -6,7 +6,7 @@ model's generation_config.json, the defaults of OpenAI's API, which SamplingPara
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from annotated_types import MinLen
@@ -23,7 +23,14 @@ from pydantic import (
 )
 
 from nanovllm.errors import RequestError
-from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, TaggedJson, token_id_keys
+from nanovllm.sampling_params import (
+    MAX_LOGPROBS,
+    ReasoningTags,
+    SamplingParams,
+    StructuredOutputs,
+    TaggedJson,
+    token_id_keys,
+)
 from nanovllm.server.errors import ApiError
 from nanovllm.server.fields import Body, Item, Items, WholeBody, log_once, printable, refuse
 from nanovllm.server.tool_calls import CallFormat
@@ -350,30 +357,43 @@ class DetokenizeRequest(WholeBody):
 
 # -- SamplingParams ----------------------------------------------------------------------------------------------------
 
+# In a schema: what a grammar cannot express is left out. The name is llguidance's
+LENIENT: dict[str, Any] = {"x-guidance": {"lenient": True}}
 _CONVERTED = {"max_tokens", "logit_bias", "structured_outputs"}  # their values differ from those of the parameters
 _COPIED = ({each.name for each in fields(SamplingParams)} & SamplingFields.model_fields.keys()) - _CONVERTED
 
 
 def call_constraint(body: ChatRequest, call_format: CallFormat) -> TaggedJson | None:
     """Return the form that the answer's tool calls must have. None if the model is free: it may choose, no tool is
-    strict, and it may call several.
+    strict, it may call several, and an answer without calls has no form.
 
-    The arguments of strict tools match their schemas, and so do those of all tools if the answer must be a call.
+    The arguments of a strict tool match its schema. If the answer must be a call, the arguments of every tool do. But
+    what a grammar cannot express is refused only in the schemas of strict tools.
     """
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
     functions = [tool.function for tool in body.offered_tools if named in (None, tool.function.name)]
     is_single = named is not None or body.parallel_tool_calls is False
-    if not functions or not (body.must_call or is_single or any(each.strict for each in functions)):
+    is_free = not (body.must_call or is_single or any(each.strict for each in functions))
+    if not functions or (is_free and not has_form(body)):
         return None
-    schemas = []
+    schemas: list[dict[str, Any]] = []
     for each in functions:
-        if each.strict or body.must_call:
+        if each.strict:
             schemas.append(_arguments_schema(each))
-        else:  # an object, in JSON of any kind; between tags, of the properties that the tool has
-            schemas.append({"type": "object"} if call_format.is_json else (each.parameters or {}) | {"required": []})
+        elif body.must_call:
+            schemas.append(_arguments_schema(each) | LENIENT)
+        elif call_format.is_json:
+            schemas.append({"type": "object"})
+        else:  # the properties that the tool has
+            schemas.append((each.parameters or {}) | {"required": []} | LENIENT)
     names = [each.name for each in functions]
     tools = list(zip(names, schemas, strict=True))
     return call_format.constraint(tools, is_required=body.must_call, is_single=is_single)
+
+
+def has_form(body: ChatRequest) -> bool:
+    """Return True if the body says what an answer without calls must match."""
+    return not body.must_call and _structured_outputs(body) is not None
 
 
 def _arguments_schema(function: Function) -> dict[str, Any]:
@@ -400,19 +420,23 @@ def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> S
 
 
 def chat_params(
-    body: ChatRequest, defaults: Mapping[str, Any], num_free_tokens: int, calls: TaggedJson | None = None
+    body: ChatRequest,
+    defaults: Mapping[str, Any],
+    num_free_tokens: int,
+    calls: TaggedJson | None = None,
+    reasoning: ReasoningTags | None = None,
 ) -> SamplingParams:
     """`num_free_tokens`: how many tokens fit after the prompt. They limit the model's own default of max_tokens.
-    `calls`: what tool calls must look like; None for no constraint.
+    `calls`: what tool calls must look like; None for no constraint. `reasoning`: how the answer may begin.
+
+    An answer that need not be a call is either calls or of the form that the body gives.
     """
-    params = _common_params(body, defaults)
+    params = _common_params(body, defaults) | {"reasoning_tags": reasoning}
     if calls is not None:
-        if params["structured_outputs"] is not None:
-            message = (
-                "a form of the answer cannot be combined with strict, required or single tool calls; leave one out"
-            )
-            raise ApiError(message, param="tool_choice")
-        params["structured_outputs"] = StructuredOutputs(tagged_json=calls)
+        form = params["structured_outputs"] if has_form(body) else None
+        params["structured_outputs"] = (
+            StructuredOutputs(tagged_json=calls) if form is None else replace(form, tagged_json=calls)
+        )
     given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     default = defaults.get("max_tokens")
     if default is not None:

@@ -1,23 +1,29 @@
 """Tool calls: the form in which a model writes them, the grammar that holds it to that form, and the parsers that find
 calls and reasoning in its text while it arrives piece by piece.
 
-Whatever turns out not to be a valid call is returned as content, unchanged and in its place; nothing is lost but the
-white space on either side of a call, and what there is of a closing tag at the end. A call in JSON is returned when it
-is complete, unless its arguments are asked for in pieces. Then it is a call as soon as its name is known, even if the
-arguments turn out not to be valid, and so are calls between tags. The result does not depend on how the text was split,
-and the time is linear in its length.
+Every text that the grammar admits is parsed to the calls that it has (tests/server/test_call_grammars.py). Parsers also
+take what models write without a grammar, such as calls without closing tags.
+
+Text that turns out not to be a valid call is returned as content, unchanged and in its place. Only the white space on
+either side of a call is lost, and what there is of a closing tag at the end. A call in JSON is returned when it is
+complete, unless its arguments are asked for in pieces. Then it is a call as soon as its name is known, even if the
+arguments turn out not to be valid. So are calls between tags, whose arguments come one by one. The result does not
+depend on how the text was split, and the time is linear in its length.
 """
 
 import itertools
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from typing import Any, NamedTuple, TypeAlias
 
+from nanovllm.errors import RequestError
 from nanovllm.sampling_params import TaggedJson, TaggedValue
+from nanovllm.text.detokenizer import num_begun
+from nanovllm.text.structured import text_without
 
 
 class CallFormat(NamedTuple):
@@ -57,23 +63,29 @@ class CallFormat(NamedTuple):
     ) -> TaggedJson:
         """Return the form of calls to these tools, each a name and the schema of its arguments.
 
-        is_required: the answer is a call. is_single: it has no more than one.
+        is_required: the answer is a call. is_single: it has no more than one. Raises RequestError for names that cannot
+        be written in this format.
         """
+        names = tuple(name for name, _ in tools)
         opening, closing = ("", "") if self.is_bare else (f"{self.opening}\n", f"\n{self.closing}")
         if not self.is_json:
+            if unwritable := [name for name in names if not can_be_in_tag(name)]:
+                raise RequestError(f"tool {unwritable[0]!r}: the model cannot write this name in a tag; use another")
             return TaggedJson(
                 tags=tuple(
-                    (f"{opening}<function={name}>\n", _parameters(schema), f"</function>{closing}")
+                    (f"{opening}<function={name}>\n", _parameters(name, schema), f"</function>{closing}")
                     for name, schema in tools
                 ),
                 trigger=self.opening,
                 separator="\n",
                 is_required=is_required,
                 is_single=is_single,
+                names=names,
+                text_pattern=text_without([f"<function={name}>" for name in names]),
+                value_pattern=_value_pattern([schema for _, schema in tools]),
             )
         begins = (
-            f'{opening}{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.argument_keys[0]}": '
-            for name, _ in tools
+            f'{opening}{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.argument_keys[0]}": ' for name in names
         )
         return TaggedJson(
             tags=tuple((begin, schema, f"}}{closing}") for begin, (_, schema) in zip(begins, tools, strict=True)),
@@ -81,6 +93,8 @@ class CallFormat(NamedTuple):
             separator=f"{self.separator} " if self.separator else "\n",
             is_required=is_required,
             is_single=is_single,
+            names=names,
+            text_pattern=text_without([self.opening], r"(?:[ \t\r\n]*(?:[^ \t\r\n{<][^<]*)?)") if self.is_bare else "",
         )
 
 
@@ -128,23 +142,50 @@ def _choices(schema: Any) -> tuple[str, ...]:
     if not isinstance(schema, dict):
         return ()
     choices = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
-    return tuple(choices) if all(isinstance(choice, str) for choice in choices) else ()
+    if not all(isinstance(choice, str) for choice in choices):
+        return ()
+    return tuple(choice for choice in choices if not _NOT_IN_CHOICES.search(f"{choice}\n<"))
 
 
-def _parameters(schema: Mapping[str, Any]) -> tuple[TaggedValue, ...]:
+def _parameters(tool: str, schema: Mapping[str, Any]) -> tuple[TaggedValue, ...]:
     """The tags of the arguments. Of texts only an `enum` and a `const` are enforced."""
     properties, required = schema.get("properties"), _list(schema.get("required"))
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    properties = properties if isinstance(properties, Mapping) else {}
+    kept = {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
+    if unwritable := [name for name in properties if name in required and not can_be_in_tag(name)]:
+        raise RequestError(
+            f"tool {tool!r}: the model cannot write the name of its parameter {unwritable[0]!r} in a tag; use another"
+        )
     return tuple(
         TaggedValue(
             f"<parameter={name}>\n",
-            None if takes_text(each) else {**definitions, **each},
+            None if takes_text(properties[name]) else {**kept, **properties[name]},
             "\n</parameter>\n",
             name in required,
-            _choices(each) if takes_text(each) else (),
+            _choices(properties[name]) if takes_text(properties[name]) else (),
         )
-        for name, each in (properties.items() if isinstance(properties, Mapping) else ())
+        for name in properties
+        if can_be_in_tag(name)
     )
+
+
+def _value_pattern(schemas: Iterable[Mapping[str, Any]]) -> str:
+    """Return a regular expression of texts in which the parser of calls to these tools finds no end of the value.
+
+    A closing tag is followed by more of its line or of the text, and not by another tag.
+    """
+    names = {name: None for schema in schemas for name in _list_of_names(schema) if can_be_in_tag(name)}
+    return text_without([f"<parameter={name}>" for name in names], "[^<]*", dict.fromkeys(_AFTER, _GOES_ON))
+
+
+def _list_of_names(schema: Mapping[str, Any]) -> list[str]:
+    properties = schema.get("properties")
+    return list(properties) if isinstance(properties, Mapping) else []
+
+
+def can_be_in_tag(name: str) -> bool:
+    """Return True if a function or a parameter of this name can be written in a tag."""
+    return bool(name) and not set(name) & set("<>\r\n")
 
 
 class ReasoningDelta(NamedTuple):
@@ -166,19 +207,44 @@ CallPart: TypeAlias = str | ToolCallDelta
 Delta: TypeAlias = CallPart | ReasoningDelta  # a string is content
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]  # a tool's name -> the JSON Schema of its arguments
 
+MAX_INDENT_CHARS = 100  # before a tag, where the tool's parameters are not known
 MAX_HEAD_CHARS = 1000  # limit of a call before its arguments, if they are sent in pieces
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(\w+)"\s*:\s*(?=\{)')
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
-_IN_FUNCTION = ("<parameter=", "</function>")
+_FUNCTION = re.compile(r"[ \t\r\n]*<function=([^>\n]+)>")
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
+_HEAD_END = re.compile(r"[>\n]")  # of the tag of a function or a parameter
+_IN_FUNCTION = ("<parameter=", "</parameter>", "</function>")
+# Closing tag of a format with tags -> the tags of which one follows, if it closes anything
+_AFTER = {
+    "</parameter>": ("<parameter=", "</parameter>", "</function>", "</tool_call>", "<tool_call>", "<function="),
+    "</function>": ("</tool_call>", "<tool_call>", "<function="),
+    "</tool_call>": ("<tool_call>",),
+}
+_GOES_ON = r"[ \t\r\n]*[^ \t\r\n<][^<]*"  # after a closing tag that closes nothing
+_NOT_IN_CHOICES = re.compile(rf"<parameter=|(?:{'|'.join(_AFTER)})[ \t\r\n]*<")
+_CLOSINGS = re.compile("|".join(_AFTER))
+_TEXT_PART = re.compile(f"<parameter=|{_CLOSINGS.pattern}")
+_JSON_PART = re.compile(rf'["\\]|{_TEXT_PART.pattern}')
+_STRING = re.compile(r'(?:[^"\\\n]|\\[^\n])*')  # the rest of a JSON string, without the quote
+_LINE_AFTER_TAG = re.compile(r"\A[ \t]*\n")
+_LINE_BEFORE_TAG = re.compile(r"\n[ \t]*\Z")
+_PYTHON_VALUES = {"True": "true", "False": "false", "None": "null"}
 _SPACE = " \t\r\n"  # JSON's white space
 _NEXT = re.compile(f"[^{_SPACE}]")
 _OUTSIDE_STRINGS = frozenset(_SPACE + '{}[]:,"0123456789+-.eEtrufalsn')  # with the letters of true, false and null
 
 
-def make_parser(call_format: CallFormat, schemas: Schemas, *, in_pieces: bool) -> "ToolCallParser | TaggedCallParser":
-    """Make the parser of one answer. in_pieces: return the arguments while they arrive."""
-    return ToolCallParser(call_format, in_pieces) if call_format.is_json else TaggedCallParser(schemas)
+def make_parser(
+    call_format: CallFormat, schemas: Schemas, *, in_pieces: bool, is_alternative: bool = False
+) -> "ToolCallParser | TaggedCallParser":
+    """Make the parser of one answer.
+
+    in_pieces: return arguments in JSON while they arrive. is_alternative: the answer is either calls of these tools or
+    a text without calls, so one that does not begin with a call has none.
+    """
+    if call_format.is_json:
+        return ToolCallParser(call_format, in_pieces, frozenset(schemas) if is_alternative else None)
+    return TaggedCallParser(schemas, is_alternative=is_alternative)
 
 
 class _State(Enum):
@@ -192,8 +258,9 @@ class _State(Enum):
 class ToolCallParser:
     """Parses one answer: `feed` it the text, then call `finish`. Both return what has become certain."""
 
-    def __init__(self, call_format: CallFormat, in_pieces: bool = False) -> None:
-        self._format, self._in_pieces = call_format, in_pieces
+    def __init__(self, call_format: CallFormat, in_pieces: bool = False, names: Collection[str] | None = None) -> None:
+        """`names`: of the tools, if the answer is either calls of them or a text without calls."""
+        self._format, self._in_pieces, self._names = call_format, in_pieces, names
         self._has_begun = False  # with pieces: the name of the call has been returned
         self._state = _State.OPENED if call_format.is_bare else _State.CONTENT
         self._text = ""
@@ -203,6 +270,7 @@ class ToolCallParser:
         self._deltas: list[CallPart] = []  # to be returned by the next `_take`
         self._num_calls = 0
         self._follows_call = False  # True if the last thing returned was a call
+        self._is_text = False  # True if the answer turned out to be a text without calls
 
     def feed(self, text: str) -> list[CallPart]:
         """Return what is certain now that the answer goes on with `text`."""
@@ -211,9 +279,10 @@ class ToolCallParser:
             pass
         return self._take()
 
-    def finish(self) -> list[CallPart]:
-        """Return the rest, after the last text. A call that lacks nothing but its closing is one; a call that is not
-        complete is content, unless it has begun.
+    def finish(self, is_cut: bool = False) -> list[CallPart]:
+        """Return the rest, after the last text. A call that is not complete is content, unless it has begun.
+
+        is_cut: the answer did not end by itself. The result is the same.
         """
         if self._has_begun:
             return []
@@ -251,8 +320,13 @@ class ToolCallParser:
     def _find_opening(self) -> bool:
         """Return the content before an opening. The white space before it stays, as it may belong to a call."""
         opening, text = self._format.opening, self._text
+        if self._is_text:
+            self._return_content(len(text))
+            return False
         start = text.find(opening, self._start)
-        end = start if start >= 0 else max(self._start, len(text) - _num_begun(text, opening))
+        if self._names is not None and not self._num_calls and text[self._start : start].strip(_SPACE):
+            start = -1
+        end = start if start >= 0 else max(self._start, len(text) - num_begun(text, opening))
         content_end = self._start + len(text[self._start : end].rstrip(_SPACE))
         self._return_content(content_end)
         if start < 0:
@@ -277,7 +351,7 @@ class ToolCallParser:
         end = self._scan.end - self._scan.is_invalid  # without the character that is not JSON
         if not self._has_begun:
             head = _HEAD.match(self._text, self._scan.start, min(end, self._scan.start + MAX_HEAD_CHARS))
-            if head is None or head[2] not in self._format.argument_keys or (name := _name(head[1])) is None:
+            if head is None or head[2] not in self._format.argument_keys or not (name := self._name(head[1])):
                 return
             self._has_begun = True
             self._deltas.append(ToolCallDelta(self._num_calls, _new_call_id(), name, ""))
@@ -297,7 +371,7 @@ class ToolCallParser:
         follows = self._text[position : position + len(closing)]
         if len(follows) < len(closing) and closing.startswith(follows):
             return False
-        if follows != closing or not self._end_call(position + len(closing)):
+        if not self._end_call(position + len(closing) if follows == closing else self._scan.end):
             self._give_up()
         return True
 
@@ -327,6 +401,8 @@ class ToolCallParser:
     def _return_content(self, end: int) -> None:
         if end > self._start:
             self._deltas.append(self._text[self._start : end])
+            is_space = self._text[self._start : end].isspace()
+            self._is_text = self._is_text or (self._names is not None and not self._num_calls and not is_space)
             self._start, self._follows_call = end, False
 
     def _take(self) -> list[CallPart]:
@@ -348,7 +424,7 @@ class ToolCallParser:
             keys = [key for key in self._format.argument_keys if key in call]
             arguments = call[keys[0]] if keys else {}
             name = call.get("name")
-            is_call = isinstance(name, str) and name and isinstance(arguments, dict)
+            is_call = isinstance(name, str) and self._is_known(name) and isinstance(arguments, dict)
             has_keys = len(keys) == 1 or (not keys and not self._format.needs_arguments)
             if not (is_call and has_keys) or call.keys() - {"name", "type", "id", *keys}:
                 return None
@@ -357,6 +433,19 @@ class ToolCallParser:
         except (ValueError, RecursionError):
             return None
         return ToolCallDelta(self._num_calls, _new_call_id(), name, dumped)
+
+    def _name(self, text: str) -> str:
+        """Return the name that JSON describes; "" if it is not a tool's or cannot be passed on."""
+        try:
+            name = str(json.loads(text))
+            name.encode()  # half of a surrogate pair cannot be encoded
+        except ValueError:
+            return ""
+        return name if self._is_known(name) else ""
+
+    def _is_known(self, name: str) -> bool:
+        """Return True for the name of a tool. Where a call is not mistaken for text, any name is one."""
+        return bool(name) if self._names is None else name in self._names
 
 
 class _ObjectScan:
@@ -391,16 +480,104 @@ class _ObjectScan:
                 self.inner_end = self.end
 
 
-class TaggedCallParser:
-    """Parses one answer whose calls are of the format QWEN_TAGS, as ToolCallParser does."""
+class _ValueScan:
+    """A search for the end of a value between tags in a text that grows. It reads each character a few times at most.
 
-    def __init__(self, schemas: Schemas) -> None:
-        self._schemas = schemas
+    A tag ends the value only if what follows is a tag of the call, too, so that a value can contain tags: a closing tag
+    before another tag or at the end of the answer, or the tag of another parameter of the tool. The second case is that
+    of a closing tag that the model has left out. In JSON, tags inside strings do not count.
+    """
+
+    def __init__(self, names: Collection[str], is_json: bool) -> None:
+        """`names`: the tool's parameters; empty if they are not known."""
+        self._names, self._is_json = names, is_json
+        self._position = 0  # the value does not end before
+        self._string_end = 0  # of the string that begins at `_position`; 0 outside strings
+        self._no_string_before = 0  # quotes up to here do not begin a string
+
+    def find(self, text: str, is_last: bool) -> int | None:
+        """Return where the value ends; None if it goes on, or if that takes more text. is_last: there is none."""
+        part = _JSON_PART if self._is_json else _TEXT_PART
+        while found := part.search(text, self._position):
+            self._position = found.start()
+            if found[0] == "\\":
+                self._position += 2
+            elif found[0] == '"':
+                if self._position < self._no_string_before:
+                    self._position += 1
+                elif not self._skip_string(text, is_last):
+                    return None
+            elif (is_end := self._is_end(text, found, is_last)) is None:
+                return None
+            elif is_end:
+                return self._position
+            else:
+                self._position += 1
+        self._position = max(self._position, len(text) - len("</parameter>"))
+        return None
+
+    def _skip_string(self, text: str, is_last: bool) -> bool:
+        """Go on after the string. Returns False if that takes more text."""
+        rest = _STRING.match(text, self._string_end or self._position + 1)
+        assert rest is not None, "the pattern matches an empty text"
+        self._string_end = rest.end()
+        end = text[self._string_end : self._string_end + 2]
+        if end in ("", "\\") and not is_last:
+            return False
+        if end.startswith('"'):
+            self._position = self._string_end + 1
+        else:  # strings in JSON have one line
+            self._no_string_before = self._string_end
+            self._position += 1
+        self._string_end = 0
+        return True
+
+    def _is_end(self, text: str, tag: re.Match[str], is_last: bool) -> bool | None:
+        """Return True if the value ends at this tag; None if that takes more text."""
+        if tag[0] == "<parameter=":
+            head = _PARAMETER.match(text, tag.start(), tag.start() + MAX_HEAD_CHARS)
+            if head is None:
+                may_go_on = len(text) - tag.start() < MAX_HEAD_CHARS and not _HEAD_END.search(text, tag.start())
+                return None if may_go_on and not is_last else False
+            return head[1] in self._names if self._names else _starts_line(text, tag.start())
+        found = _NEXT.search(text, tag.end())
+        if found is None:
+            return True if is_last else None
+        following = text[found.start() : found.start() + len(max(_AFTER[tag[0]], key=len))]
+        if following.startswith(_AFTER[tag[0]]):
+            return True
+        if found.start() + len(following) == len(text) and any(t.startswith(following) for t in _AFTER[tag[0]]):
+            return True if is_last else None
+        return False
+
+
+def _starts_line(text: str, position: int) -> bool:
+    """Return True if only spaces precede a position in its line."""
+    start = max(0, position - MAX_INDENT_CHARS)
+    _, line_end, indent = text[start:position].rpartition("\n")
+    return (bool(line_end) or not start) and not indent.strip(_SPACE)
+
+
+class TaggedCallParser:
+    """Parses one answer whose calls are of the format QWEN_TAGS, as ToolCallParser does.
+
+    The arguments of a call come one by one, each as a whole. Models leave tags out: those that close a parameter, a
+    function or a call, and <tool_call> before the function of a known tool.
+    """
+
+    def __init__(self, schemas: Schemas, *, is_alternative: bool = False) -> None:
+        """is_alternative: an answer that does not begin with a call has none."""
+        self._schemas, self._is_alternative = schemas, is_alternative
+        names = () if is_alternative else filter(can_be_in_tag, schemas)
+        self._openings = (QWEN_TAGS.opening, *(f"<function={name}>" for name in names))
+        self._longest = max(map(len, self._openings))
+        self._opening = re.compile("|".join(map(re.escape, self._openings)))
         self._text = ""
         self._advance = self._find_opening
-        self._name = ""
+        self._is_last = self._is_cut = False
+        self._name = self._parameter = ""
         self._num_calls = self._num_parameters = 0
-        self._num_searched = 0  # characters without the end of the parameter
+        self._scan = _ValueScan((), False)
         self._follows_call = False
         self._deltas: list[CallPart] = []
 
@@ -412,80 +589,125 @@ class TaggedCallParser:
         deltas, self._deltas = _joined(self._deltas), []
         return deltas
 
-    def finish(self) -> list[CallPart]:
-        """Return the rest. A call without an end stays as it is."""
+    def finish(self, is_cut: bool = False) -> list[CallPart]:
+        """Return the rest. A call without an end is complete, unless the answer was cut off: then it stays as it is."""
+        self._is_last, self._is_cut = True, is_cut
+        while self._advance():
+            pass
         is_content = self._text and self._advance in (self._find_function, self._find_opening)
         if is_content and (not self._follows_call or self._text.strip(_SPACE)):
             self._deltas.append(self._text)
-        deltas, self._deltas = self._deltas, []
+        deltas, self._deltas = _joined(self._deltas), []
         return deltas
 
     def _find_opening(self) -> bool:
-        start = self._text.find(QWEN_TAGS.opening)
-        end = start if start >= 0 else len(self._text) - _num_begun(self._text, QWEN_TAGS.opening)
+        found = self._opening.search(self._text)
+        if found and self._is_alternative and not self._num_calls and self._text[: found.start()].strip(_SPACE):
+            found = None
+        end = found.start() if found else self._text.rfind("<", max(0, len(self._text) - self._longest))
+        if not found and (end < 0 or not any(opening.startswith(self._text[end:]) for opening in self._openings)):
+            end = len(self._text)
         end = len(self._text[:end].rstrip(_SPACE))
         if end:
             self._deltas.append(self._text[:end])
             self._follows_call = False
+            if self._is_alternative and not self._num_calls:
+                self._advance = self._pass_content
         self._text = self._text[end:]
-        if start >= 0:
+        if found:
             self._advance = self._find_function
-        return start >= 0
+        return bool(found)
+
+    def _pass_content(self) -> bool:
+        self._deltas += [self._text] if self._text else []
+        self._text = ""
+        return False
 
     def _find_function(self) -> bool:
         """Begin the call, or find that the opening is content."""
-        opening_end = self._text.index(QWEN_TAGS.opening) + len(QWEN_TAGS.opening)
-        found = _FUNCTION.match(self._text, opening_end, opening_end + MAX_HEAD_CHARS)
+        text = self._text.lstrip(_SPACE)
+        rest = text.removeprefix(QWEN_TAGS.opening)
+        found = _FUNCTION.match(rest, 0, MAX_HEAD_CHARS)
         if found:
             self._name = found[1]
             self._deltas.append(ToolCallDelta(self._num_calls, _new_call_id(), self._name, "{"))
-            self._text, self._advance, self._num_parameters = self._text[found.end() :], self._find_parameter, 0
+            self._text, self._advance, self._num_parameters = rest[found.end() :], self._find_parameter, 0
             return True
-        rest = self._text[opening_end:].lstrip(_SPACE)
-        is_begun = rest.startswith("<function=") and ">" not in rest and "\n" not in rest
-        if (is_begun or "<function=".startswith(rest)) and len(self._text) - opening_end < MAX_HEAD_CHARS:
+        begun = rest.lstrip(_SPACE)
+        is_begun = begun.startswith("<function=") and not _HEAD_END.search(begun)
+        if (is_begun or "<function=".startswith(begun)) and len(rest) < MAX_HEAD_CHARS:
             return False
+        opening_end = len(self._text) - len(rest)
         self._deltas.append(self._text[:opening_end])
-        self._text, self._advance, self._follows_call = self._text[opening_end:], self._find_opening, False
+        self._text, self._advance, self._follows_call = rest, self._find_opening, False
         return True
 
     def _find_parameter(self) -> bool:
-        """Return a whole parameter, or the end of the arguments."""
-        end = self._text.find("</parameter>", max(0, self._num_searched - len("</parameter>")))
-        found = _PARAMETER.match(self._text, 0, end) if end >= 0 else None
+        """Begin a parameter, or return the end of the arguments."""
+        text = self._text.lstrip(_SPACE)
+        found = _PARAMETER.match(text, 0, MAX_HEAD_CHARS)
         if found:
-            value = self._text[found.end() : end].removesuffix("\n")
-            separator = ", " if self._num_parameters else ""
-            name = json.dumps(found[1], ensure_ascii=False)
-            piece = f"{separator}{name}: {self._json_value(found[1], value)}"
-            self._deltas.append(ToolCallDelta(self._num_calls, "", "", piece))
-            self._num_parameters += 1
-            self._text, self._num_searched = self._text[end + len("</parameter>") :], 0
+            self._parameter = found[1]
+            self._scan = _ValueScan(self._properties().keys(), not takes_text(self._properties().get(found[1])))
+            self._text, self._advance = text[found.end() :], self._find_value
             return True
-        begun = _NEXT.search(self._text)
-        next_tag = self._text[begun.start() : begun.start() + len("<parameter=")] if begun else ""
-        if end < 0 and next_tag != "</function>" and any(tag.startswith(next_tag) for tag in _IN_FUNCTION):
-            self._num_searched = len(self._text)
-            return False
-        rest = self._text.lstrip(_SPACE)
+        if text.startswith("</parameter>"):  # once too often
+            self._text = text.removeprefix("</parameter>")
+            return True
+        is_begun = text.startswith("<parameter=") and len(text) < MAX_HEAD_CHARS and not _HEAD_END.search(text)
+        if is_begun or any(tag.startswith(text) for tag in _IN_FUNCTION):
+            if not self._is_last or self._is_cut:
+                return False
+            text = ""
         self._deltas.append(ToolCallDelta(self._num_calls, "", "", "}"))
         self._num_calls += 1
-        self._num_searched, self._follows_call = 0, True
-        self._text, self._advance = rest.removeprefix("</function>"), self._find_closing
+        self._follows_call = True
+        self._text, self._advance = text.removeprefix("</function>"), self._find_closing
+        return True
+
+    def _find_value(self) -> bool:
+        """Return a parameter and its value."""
+        end = self._scan.find(self._text, self._is_last)
+        if end is None and self._is_last and not self._is_cut:
+            loose = _CLOSINGS.search(self._text)
+            end = loose.start() if loose else len(self._text)
+        if end is None:
+            return False
+        value = _LINE_BEFORE_TAG.sub("", _LINE_AFTER_TAG.sub("", self._text[:end]))
+        separator = ", " if self._num_parameters else ""
+        name = json.dumps(self._parameter, ensure_ascii=False)
+        piece = f"{separator}{name}: {self._json_value(self._parameter, value)}"
+        self._deltas.append(ToolCallDelta(self._num_calls, "", "", piece))
+        self._num_parameters += 1
+        self._text, self._advance = self._text[end:].removeprefix("</parameter>"), self._find_parameter
         return True
 
     def _find_closing(self) -> bool:
+        """Find what follows a function: the end of the call, or another function in the same call."""
         rest = self._text.lstrip(_SPACE)
-        if QWEN_TAGS.closing.startswith(rest) and rest != QWEN_TAGS.closing:
+        if rest.startswith("<function=") and _FUNCTION.match(rest, 0, MAX_HEAD_CHARS):
+            self._text, self._advance = rest, self._find_function
+            return True
+        is_begun = rest.startswith("<function=") and len(rest) < MAX_HEAD_CHARS and not _HEAD_END.search(rest)
+        is_open = is_begun or any(tag.startswith(rest) and rest != tag for tag in (QWEN_TAGS.closing, "<function="))
+        if is_open and not self._is_last:
             return False
+        if is_open and not is_begun:  # what there is of a closing tag
+            rest = ""
+        elif not rest.startswith(QWEN_TAGS.closing):
+            rest = self._text
         self._text, self._advance = rest.removeprefix(QWEN_TAGS.closing), self._find_opening
         return True
 
+    def _properties(self) -> Mapping[str, Any]:
+        """Return the schemas of the parameters of the tool that is called."""
+        properties = self._schemas.get(self._name, {}).get("properties")
+        return properties if isinstance(properties, Mapping) else {}
+
     def _json_value(self, parameter: str, text: str) -> str:
         """Return a value as JSON: as a string, unless the schema allows none, or it does not fit."""
-        properties = self._schemas.get(self._name, {}).get("properties")
-        schema = properties.get(parameter) if isinstance(properties, dict) else None
-        if not takes_text(schema):
+        if not takes_text(self._properties().get(parameter)):
+            text = _PYTHON_VALUES.get(text.strip(_SPACE), text)
             with suppress(ValueError, RecursionError):
                 return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
         return json.dumps(text, ensure_ascii=False)
@@ -532,7 +754,7 @@ class ReasoningSplitter:
         if tag:
             self._tag, self._text, self._is_start = None, after, True
             return found.rstrip(_SPACE)
-        end = len(text) if is_last else len(text[: len(text) - _num_begun(text, "</think>")].rstrip(_SPACE))
+        end = len(text) if is_last else len(text[: len(text) - num_begun(text, "</think>")].rstrip(_SPACE))
         self._is_start = self._is_start and not end
         self._text = text[end:]
         return text[:end]
@@ -549,21 +771,5 @@ def _joined(deltas: list[CallPart]) -> list[CallPart]:
     return joined
 
 
-def _name(text: str) -> str | None:
-    """Return the name that JSON describes; None if it is empty or cannot be passed on."""
-    try:
-        name = str(json.loads(text))
-        name.encode()  # half of a surrogate pair cannot be encoded
-    except ValueError:
-        return None
-    return name or None
-
-
 def _new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
-
-
-def _num_begun(text: str, tag: str) -> int:
-    """The number of characters at the end of `text` that could be the beginning of `tag`."""
-    longest = min(len(text), len(tag) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(tag[:length])), 0)

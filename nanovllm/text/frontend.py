@@ -401,7 +401,9 @@ class TextFrontend:
             return self._bad_words(tuple(params.bad_words))
 
     def _grammar_of(self, params: SamplingParams) -> Grammar | None:
-        return None if params.structured_outputs is None else self._grammars.compile(params.structured_outputs)
+        if params.structured_outputs is None:
+            return None
+        return self._grammars.compile(params.structured_outputs, params.reasoning_tags)
 
     def check_stream(self, params: SamplingParams) -> None:
         """Raise RequestError for a request whose text cannot be streamed."""
@@ -423,6 +425,7 @@ class TextFrontend:
             self._stop_strings(tuple(params.stop or ())),
             params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
+            reasoning=params.reasoning_tags,
         )
         return TextReceiver(outbox, detokenizer, with_tokens, text_of=self._decoders[False].token_text)
 

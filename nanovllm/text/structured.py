@@ -5,10 +5,10 @@
 
 llguidance compiles the grammars and computes the masks. It is an extra, imported when a request first asks for it.
 
-Grammars may be made to harm, so LIMITS bound the time and memory of each compilation and each mask, and `_grammar_text`
-checks what llguidance does not: the size of the text, and how deep references in a schema can nest. A grammar that
-exceeds a limit at the start of an answer is refused with a RequestError. One that exceeds it later ends that request
-with an error.
+Grammars may be made to harm, so LIMITS bound the time and memory of each compilation and each mask, and
+`_GrammarWriter` checks what llguidance does not: the size of the text, and how deep references in a schema can nest. A
+grammar that exceeds a limit at the start of an answer is refused with a RequestError. One that exceeds it later ends
+that request with an error.
 
 llguidance builds the automaton of a grammar as masks need it, and all matchers of one Grammar share it behind a lock of
 llguidance. Once a mask exceeds a limit, the automaton is useless for all of them, and `Grammar.renew` replaces it by a
@@ -20,20 +20,30 @@ belongs to one thread at a time.
 """
 
 import json
+import logging
 import re
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from nanovllm.core.logit_editor import TokenMask, token_mask
 from nanovllm.errors import RequestError
-from nanovllm.sampling_params import StructuredOutputs, TaggedJson, TaggedValue
+from nanovllm.sampling_params import ReasoningTags, StructuredOutputs, TaggedJson, TaggedValue
+from nanovllm.text.json_schema import (
+    Fault,
+    find_faults,
+    remove_faults,
+    remove_neutral_keywords,
+    remove_pattern_properties,
+)
+from nanovllm.text.number_limit import JsonPlaces, NumberMasks, NumberScan
 from nanovllm.utils.arithmetic import ceil_div
 
 MAX_GRAMMARS = 16  # compiled grammars in the cache
@@ -59,15 +69,21 @@ MAX_WHITESPACE = 64  # between two parts of JSON; without a limit, some models e
 # would write out the whole text first: gigabytes for ((a{1000}){1000}){1000}. Without, masks hold every allowed token.
 _HEADER = '%llguidance {"no_forcing": true}\nstart: '
 _WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
-_TEXT = r"TEXT: /(.|\n)*/"
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as models write tool calls
 NUM_SPARES = 2  # an answer that exceeds a limit uses up the automaton in use and the one that it tries again with
 SLOW_MASK_S = 0.5e-3  # CPU time. Most masks take 0.03 ms, but the limits above admit some of 30 ms
 NUM_SLOW_MASKS = 1000  # after a slow mask, so many of the same grammar are taken to be slow
 NUM_MASK_THREADS = 2
 MAX_REASON_CHARS = 300
+MAX_FAULTS = 5  # in a message
+# In llguidance's messages about its limits
+_IS_LIMIT = re.compile(r"too (many|large|complex|big|deep)|max is|limit|fuel", re.IGNORECASE)
+MAX_RELAXED = 256  # relaxed schemas in the cache
+MAX_PATTERNS_TRIED = 16  # of a schema that cannot be compiled, one by one
 
 _Result = TypeVar("_Result")
+
+logger = logging.getLogger(__name__)
 
 
 class Vocabulary:
@@ -94,6 +110,12 @@ class Vocabulary:
         self.end_tokens = token_mask(end_token_ids, vocab_size)
         text_tokens = {*range(vocab_size)} - {*end_token_ids, *self.tokens.eos_tokens}
         self._text_tokens = token_mask(list(text_tokens), vocab_size)
+        self.numbers = NumberMasks(map(self.text_of, range(vocab_size)), vocab_size)
+
+    def text_of(self, token_id: int) -> bytes:
+        """Return the text of a token as bytes."""
+        text: bytes = self.tokens.decode_bytes([token_id]) if token_id < self.tokens.vocab_size else b""
+        return text
 
     def is_text(self, token_id: int) -> bool:
         """Return True for a token of the model that is not an end token."""
@@ -113,8 +135,12 @@ def is_allowed(mask: TokenMask, token_id: int) -> bool:
 class Grammar:
     """A compiled grammar, from which the matchers of all answers start."""
 
-    def __init__(self, vocabulary: Vocabulary, kind: str, text: str) -> None:
-        """`kind` is the field of StructuredOutputs that asks for it. Raises RequestError if it cannot be used."""
+    def __init__(self, vocabulary: Vocabulary, kind: str, text: str, places: JsonPlaces | None) -> None:
+        """`kind` is the field of StructuredOutputs that asks for it. `places`: of JSON in the answer; None for no JSON.
+
+        Raises RequestError if it cannot be used.
+        """
+        self.places = places
         self.vocabulary = vocabulary
         self._text = text
         self._lock = threading.Lock()
@@ -129,10 +155,7 @@ class Grammar:
             raise RequestError(f"structured_outputs.{kind} cannot be used: {reason}; correct or simplify it")
 
     def _compile(self) -> Future[Any]:
-        from llguidance import LLMatcher
-
-        make = partial(LLMatcher, self.vocabulary.tokens, self._text, log_level=0, limits=self.vocabulary.limits)
-        return with_deep_stack(make)
+        return _matcher(self.vocabulary, self._text)
 
     def start(self) -> tuple[Any, int]:
         """Return a matcher of llguidance at the start of an answer, and the generation of its automaton."""
@@ -174,6 +197,13 @@ class Grammar:
             self._spares.append(self._compile())
 
 
+def _matcher(vocabulary: Vocabulary, text: str) -> Future[Any]:
+    """Compile a grammar to a matcher of llguidance, which has an error if that fails. Does not wait."""
+    from llguidance import LLMatcher
+
+    return with_deep_stack(partial(LLMatcher, vocabulary.tokens, text, log_level=0, limits=vocabulary.limits))
+
+
 def _error_of(matcher: Any) -> str | None:
     """Return what llguidance complains about; None if the matcher is in order."""
     return _reason_of(matcher.get_error()) if matcher.is_error() else None
@@ -188,6 +218,10 @@ def _reason_of(message: str) -> str:
     line = re.sub(r"^(error: )?(at \d+\(\d+\): )?", "", line)
     for prefix in ("failed to compile JSON schema: ", "panic: "):
         line = line.removeprefix(prefix)
+    return _shortened(line)
+
+
+def _shortened(line: str) -> str:
     return line if len(line) <= MAX_REASON_CHARS else f"{line[:MAX_REASON_CHARS]}..."
 
 
@@ -224,29 +258,90 @@ class GrammarCompiler:
         added = {} if tokenizer is None else tokenizer.get_added_vocab()
         special = {*end_token_ids, *(added and tokenizer.all_special_ids)}
         self._added_tokens = {token: token_id for token, token_id in added.items() if token_id not in special}
-        self._compile: Callable[[str, str], Grammar] | None = None
+        self._pattern_check: Callable[[], Callable[[str], str | None]] | None = None
+        self._compile: Callable[[str, str, JsonPlaces | None], Grammar] | None = None
+        self._relaxed: Callable[[str, str], str] | None = None
         self._refusal: str | None = None  # why this tokenizer cannot be used
         if tokenizer is None:
             self._refusal = "structured_outputs needs a tokenizer, but this model has none; leave it out"
 
-    def compile(self, outputs: StructuredOutputs) -> Grammar:
-        """Raises RequestError if llguidance is missing, or if it refuses the tokenizer or the grammar. Cached."""
+    def compile(self, outputs: StructuredOutputs, reasoning: ReasoningTags | None = None) -> Grammar:
+        """Compile the grammar of an answer, before which there may be reasoning. Cached.
+
+        Raises RequestError if llguidance is missing, or if it refuses the tokenizer or the grammar.
+        """
         with self._lock:
             if self._compile is None and self._refusal is None:
                 self._read_vocabulary()
         if self._compile is None:
             raise RequestError(self._refusal)
-        return self._compile(*_grammar_text(outputs, self._added_tokens))
+        assert self._relaxed is not None and self._pattern_check is not None, "made together"
+        writer = _GrammarWriter(self._added_tokens, self._relaxed)
+        grammar = writer.write(outputs, reasoning)
+        try:
+            return self._compile(*grammar)
+        except RequestError:
+            for schema in writer.schemas:
+                _refuse(find_faults(schema, self._pattern_check()))
+            raise
 
     def _read_vocabulary(self) -> None:
         try:
-            self._compile = lru_cache(MAX_GRAMMARS)(partial(Grammar, self._make_vocabulary()))
+            vocabulary = self._make_vocabulary()
+            self._relaxed = lru_cache(MAX_RELAXED)(partial(_relax, vocabulary))
+            self._pattern_check = partial(_pattern_check, vocabulary)
+            self._compile = lru_cache(MAX_GRAMMARS)(partial(Grammar, vocabulary))
         except ImportError as error:
             raise RequestError(
                 "structured_outputs needs llguidance, which is not installed; pip install 'nanovllm[structured]'"
             ) from error
         except ValueError as error:
             self._refusal = f"structured_outputs cannot be used with this model's tokenizer: {_reason_of(str(error))}"
+
+
+def _relax(vocabulary: Vocabulary, place: str, text: str) -> str:
+    """Return the rule of a schema, as JSON text, without what a grammar cannot express. Log what that is.
+
+    A schema that is wrong stays as it is, so that its rule cannot be compiled.
+    """
+    schema = json.loads(text)
+    options = schema.pop("x-guidance")
+    remove_neutral_keywords(schema)
+    left_out: list[Fault] = []
+    rule, warnings = "", []
+    for remove in (
+        lambda: remove_faults(schema, lambda pattern: None),
+        lambda: remove_faults(schema, _pattern_check(vocabulary)),
+        lambda: remove_pattern_properties(schema),
+    ):
+        left_out += remove()
+        rule = f"%json {json.dumps(schema | {'x-guidance': options})}"
+        matcher = _try(vocabulary, rule)
+        if not matcher.is_error():
+            warnings = matcher.get_grammar_warnings()
+            break
+    if what := [*map(str, left_out), *warnings]:
+        shown = "; ".join(map(_shortened, what[:MAX_FAULTS]))
+        logger.warning("nanovllm: answers need not match all of the schema of %s: %s", place or "the answer", shown)
+    return rule
+
+
+def _pattern_check(vocabulary: Vocabulary) -> Callable[[str], str | None]:
+    """Return a function that returns why a regular expression cannot be used. It tries only the first few."""
+    num_left = MAX_PATTERNS_TRIED
+
+    def check(pattern: str) -> str | None:
+        nonlocal num_left
+        num_left -= 1
+        schema = {"type": "string", "pattern": pattern}
+        return _error_of(_try(vocabulary, f"%json {json.dumps(schema)}")) if num_left >= 0 else None
+
+    return check
+
+
+def _try(vocabulary: Vocabulary, rule: str) -> Any:
+    """Return a matcher of llguidance for a rule. It has an error if the rule cannot be compiled."""
+    return _matcher(vocabulary, f"{_HEADER}{rule}").result()
 
 
 class TokenMatcher:
@@ -264,6 +359,7 @@ class TokenMatcher:
         self._matcher, self._generation = grammar.start()
         self._num_renewals = 0
         self._token_ids = array("q")  # all that were accepted, except an end token
+        self._numbers = None if grammar.places is None else NumberScan(grammar.places)
         self._has_ended = False
         self._following: TokenMask | None = grammar.first_mask  # tokens that may come next; None until asked for
         self._computing: Future[None] | None = None  # sets _following; meanwhile nobody else uses the matcher
@@ -299,9 +395,11 @@ class TokenMatcher:
         if token_id in self._vocabulary.end_token_ids:
             self._has_ended = self._may_use_end_tokens and self._matcher.is_accepting()
             return self._has_ended
-        if not self._vocabulary.is_text(token_id) or not self._advance(token_id):
+        if not self._vocabulary.is_text(token_id) or self._is_too_long(token_id) or not self._advance(token_id):
             return False
         self._token_ids.append(token_id)
+        if self._numbers is not None:
+            self._numbers.follow(self._vocabulary.text_of(token_id))
         self._following = None
         return True
 
@@ -332,6 +430,7 @@ class TokenMatcher:
     def _try_guesses(self, guesses: list[int], mask: TokenMask) -> list[TokenMask]:
         """Do what `_masks_after` does, but stop at an error, which the matcher then keeps."""
         rows: list[TokenMask] = []
+        numbers = None if self._numbers is None else self._numbers.copy()
         for token_id in guesses:
             is_text = self._vocabulary.is_text(token_id) and is_allowed(mask, token_id)
             if not is_text or not self._matcher.try_consume_tokens([token_id]):
@@ -339,7 +438,9 @@ class TokenMatcher:
             following = self._grammar.continuations(self._matcher)
             if self._matcher.is_error():
                 return rows
-            mask = self._with_end_tokens(following)
+            if numbers is not None:
+                numbers.follow(self._vocabulary.text_of(token_id))
+            mask = self._with_end_tokens(self._limited(following, numbers))
             rows.append(mask)
         if rows and not self._matcher.is_error():
             is_back = self._matcher.rollback(len(rows))
@@ -365,7 +466,21 @@ class TokenMatcher:
             self._check()
         if self.error is None and not following.any() and not self._matcher.is_accepting():
             self.error = "no token of the model's vocabulary continues the answer as structured_outputs demands"
-        self._following = following
+        self._following = self._limited(following, self._numbers)
+
+    def _limited(self, following: TokenMask, numbers: NumberScan | None) -> TokenMask:
+        """Return the tokens that may follow, without those that make a number too long unless the schema needs them."""
+        forbidden = None if numbers is None else numbers.forbidden(self._vocabulary.numbers)
+        if forbidden is None:
+            return following
+        limited = following & ~forbidden
+        return limited if limited.any() or self._matcher.is_accepting() else following
+
+    def _is_too_long(self, token_id: int) -> bool:
+        """Return True for a token that makes a number too long."""
+        forbidden = None if self._numbers is None else self._numbers.forbidden(self._vocabulary.numbers)
+        is_forbidden = forbidden is not None and is_allowed(forbidden, token_id)
+        return is_forbidden and not is_allowed(self._continuations(), token_id)
 
     def _advance(self, token_id: int) -> bool:
         """Let the matcher take the token. Returns False if the token is not allowed."""
@@ -402,29 +517,212 @@ class TokenMatcher:
         """Set `error` if the matcher has one."""
         if self.error is None and (reason := _error_of(self._matcher)) is not None:
             self._grammar.renew(self._generation)  # for the answers after this one
-            self.error = f"structured_outputs became too complex: {reason}"
+            self.error = f"structured_outputs became too complex: {reason}" if _IS_LIMIT.search(reason) else reason
 
 
 # -- what llguidance compiles ----------------------------------------------------------------------------------------
 
 
-def _grammar_text(outputs: StructuredOutputs, added_tokens: Mapping[str, int]) -> tuple[str, str]:
-    """Return the name of the field that is given, and its grammar in the Lark language.
+class _GrammarWriter:
+    """Writes the grammar of one request in the Lark language.
 
-    Raises RequestError for what can be refused without compiling it.
+    added_tokens: tokens that are part of a text. A tag that is one of them is matched as that token, because an added
+    token never matches a text, and the model would write it as a token. relaxed: see GrammarCompiler.
     """
-    if outputs.json_object:
-        return "json_object", _schema_grammar({"type": "object"})
-    if outputs.json is not None:
-        return "json", _schema_grammar(_parse_schema(outputs.json))
-    if outputs.regex is not None:
-        _check_size("regex", len(outputs.regex))
-        return "regex", _regex_grammar(outputs.regex)
-    if outputs.tagged_json is not None:
-        return "tagged_json", _tagged_grammar(outputs.tagged_json, added_tokens)
-    assert outputs.choice is not None, "StructuredOutputs has one of its fields"
-    _check_size("choice", sum(map(len, outputs.choice)))
-    return "choice", f"{_HEADER}CHOICE\nCHOICE: {' | '.join(map(json.dumps, outputs.choice))}"
+
+    def __init__(self, added_tokens: Mapping[str, int], relaxed: Callable[[str, str], str]) -> None:
+        self._added_tokens, self._relaxed = added_tokens, relaxed
+        self._rules = {"TEXT": r"/(.|\n)*/"}  # by name
+        self.schemas: list[Any] = []  # those that the answer must match to the letter
+
+    def write(self, outputs: StructuredOutputs, reasoning: ReasoningTags | None) -> tuple[str, str, JsonPlaces | None]:
+        """Return the name of the field that is given, the grammar, and where the answer has JSON; None for nowhere.
+
+        Raises RequestError for what can be refused without compiling it.
+        """
+        kind, form = self._form(outputs)
+        tagged = outputs.tagged_json
+        has_free_text = False
+        if tagged is not None:
+            kind = "tagged_json"
+            has_free_text = not (tagged.is_required or form) and bool(tagged.trigger)
+            form = self._tagged(tagged, form, reasoning)
+        before = "" if reasoning is None else self._reasoning(reasoning, has_free_text)
+        rules = [f"{name}: {rule}" for name, rule in self._rules.items()]
+        grammar = "\n".join([f"{_HEADER}{f'{before}({form})' if before else form}", *rules])
+        if tagged is not None:
+            _check_size("tagged_json", len(grammar))
+        return kind, grammar, _json_places(outputs, reasoning)
+
+    def _form(self, outputs: StructuredOutputs) -> tuple[str, str]:
+        """Return the name of the field other than tagged_json that is given, and its rule; "" for none."""
+        if outputs.json_object:
+            return "json_object", self._json({"type": "object"}, whitespace_pattern=_WHITESPACE)
+        if outputs.json is not None:
+            return "json", self._json(outputs.json, whitespace_pattern=_WHITESPACE)
+        if outputs.regex is not None:
+            _check_size("regex", len(outputs.regex))
+            return "regex", _regex(outputs.regex)
+        if outputs.choice is not None:
+            _check_size("choice", sum(map(len, outputs.choice)))
+            self._rules["CHOICE"] = " | ".join(map(json.dumps, outputs.choice))
+            return "choice", "CHOICE"
+        return "", ""
+
+    def _reasoning(self, tags: ReasoningTags, has_free_text: bool) -> str:
+        """Return a rule for the reasoning and the white space after it.
+
+        has_free_text: what follows begins with any text. Tags that are no tokens belong to that text.
+        """
+        if has_free_text and not {tags.begin, tags.end} <= self._added_tokens.keys():
+            return ""
+        self._rules["THOUGHT"] = _terminal(text_without([tags.end]))
+        thoughts = self._any_text("THOUGHT", (tags.end,))
+        if tags.end in self._added_tokens:
+            thoughts += f" THOUGHT {self._literal(tags.end)}"
+        else:
+            self._rules["thought[lazy]"] = f"THOUGHT {json.dumps(tags.end)}"
+            thoughts += " thought "
+        if not has_free_text:
+            self._rules["SPACE"] = f"/[ \\t\\r\\n]{{0,{MAX_WHITESPACE}}}/"
+            thoughts += "SPACE "
+        if tags.has_begun:
+            return thoughts
+        self._rules["LEADING_SPACE"] = f"/[ \\t\\r\\n]{{0,{MAX_WHITESPACE}}}/"
+        return f"(LEADING_SPACE {self._literal(tags.begin)}{thoughts})? "
+
+    def _any_text(self, text: str, without: tuple[str, ...]) -> str:
+        """Return a rule for texts between added tokens, such as </think>, up to the next text."""
+        others = [str(token_id) for token, token_id in self._added_tokens.items() if token not in without]
+        return f"({text} <[{','.join(others)}]>)*" if others else '""'
+
+    def _tagged(self, tagged: TaggedJson, form: str, reasoning: ReasoningTags | None) -> str:
+        """Return the rule of an answer with tags, with one rule for each tag. `form`: of an answer without tags.
+
+        The lexer takes the shortest text that ends in the trigger, so free text has none. Should the model spell the
+        trigger in letters, a tag must follow, too.
+        """
+        is_alternative = tagged.is_required or bool(form)
+        start = "" if is_alternative else tagged.trigger
+        names = tagged.names or [""] * len(tagged.tags)
+        for i, ((begin, schema, end), name) in enumerate(zip(tagged.tags, names, strict=True)):
+            values = schema if isinstance(schema, tuple) else [TaggedValue("", schema, "", True)]
+            body = "".join(self._value(value, f"{i}_{j}", name, tagged.value_pattern) for j, value in enumerate(values))
+            self._rules[f"tag_{i}"] = f"{self._literal(begin.removeprefix(start))}{body}{self._literal(end)}"
+        self._rules["tag"] = " | ".join(f"tag_{i}" for i in range(len(tagged.tags)))
+        tags = "tag" if tagged.is_single else f"tag ({self._literal(tagged.separator)}tag)*"
+        if is_alternative:
+            return f"{tags} | {form}" if form else tags
+        if not tagged.trigger:
+            self._rules["FREE"] = _terminal(tagged.text_pattern or r"([ \t\r\n]*[^ \t\r\n{](.|\n)*)?")
+            return f"FREE | {tags}"
+        self._rules["FREE"] = _terminal(tagged.text_pattern)
+        self._rules["SPELLED"] = f"FREE {json.dumps(tagged.trigger)}"
+        self._rules["spelled[lazy]"] = "SPELLED"
+        is_token = tagged.trigger in self._added_tokens
+        self._rules["free"] = self._any_text("FREE", (tagged.trigger, *([reasoning.begin] if reasoning else [])))
+        self._rules["trigger"] = f"free (spelled{f' | FREE {self._literal(tagged.trigger)}' if is_token else ''})"
+        return "free FREE | trigger tag" if tagged.is_single else "(trigger tag)* free FREE"
+
+    def _value(self, value: TaggedValue, number: str, name: str, value_pattern: str) -> str:
+        if value.choices:
+            choices = " | ".join(self._literal(choice) or '""' for choice in value.choices)
+            rule = f"{self._literal(value.begin)}({choices}) {self._literal(value.end)}"
+        elif value.schema is None:
+            # The text may have no added tokens, so its end is in letters, too
+            self._rules["VALUE"] = _terminal(value_pattern)
+            self._rules[f"VALUE_{number}"] = f"VALUE {json.dumps(value.end)}"
+            self._rules[f"value_{number}[lazy]"] = f"VALUE_{number}"
+            rule = f"{self._literal(value.begin)}value_{number} "
+        else:
+            place = f"{name} {value.begin.strip()}".strip()
+            rule = f"{self._literal(value.begin)}{self._json(value.schema, place, **_ONE_LINE)} "
+            rule += self._literal(value.end)
+        return rule if value.is_required else f"({rule})? "
+
+    def _literal(self, text: str) -> str:
+        """Return strings of a grammar, each with a space after it: added tokens as tokens, the others as texts."""
+        tokens = [token for token in sorted(self._added_tokens, key=len, reverse=True) if token in text]
+        pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
+        return "".join(
+            f"<[{self._added_tokens[each]}]> " if each in tokens else f"{json.dumps(each)} " for each in pieces if each
+        )
+
+    def _json(self, schema: Any, place: str = "", **defaults: Any) -> str:
+        """Return the rule of a JSON schema. `place`: for the log. `defaults`: options of llguidance.
+
+        The options in the schema itself, under "x-guidance", take precedence. With "lenient" among them, the schema is
+        relaxed where a grammar cannot express it. Otherwise this raises RequestError.
+        """
+        schema = _parse_schema(schema)
+        if isinstance(schema, dict):
+            options = schema.get("x-guidance", {})
+            if isinstance(options, dict):
+                schema["x-guidance"] = defaults | options
+                if options.get("lenient") is True:
+                    return self._relaxed(place, json.dumps(schema))
+            remove_neutral_keywords(schema)
+            _refuse(find_faults(schema))
+            self.schemas.append(schema)
+        return f"%json {json.dumps(schema)}"
+
+
+def _json_places(outputs: StructuredOutputs, reasoning: ReasoningTags | None) -> JsonPlaces | None:
+    """Return where an answer has JSON; None for nowhere. What else it has must not be mistaken for JSON."""
+    at_start = outputs.json is not None or outputs.json_object
+    begins, ends = [], []
+    tags = outputs.tagged_json.tags if outputs.tagged_json is not None else ()
+    for begin, schema, end in tags:
+        values = schema if isinstance(schema, tuple) else [TaggedValue(begin, schema, end, True)]
+        begins += [value.begin for value in values if value.schema is not None]
+        ends += [value.end for value in values if value.schema is not None]
+    if not at_start and not begins:
+        return None
+
+    def encoded(texts: list[str]) -> tuple[bytes, ...]:
+        return tuple({text.encode(errors="replace"): None for text in texts if text.strip()})
+
+    return JsonPlaces(at_start, reasoning, encoded(begins), encoded([end for end in ends if len(end) > 1]))
+
+
+def _refuse(faults: list[Fault]) -> None:
+    """Raise RequestError for parts of a schema that a grammar cannot express."""
+    if faults:
+        raise RequestError(f"structured_outputs.json cannot be used: {_shown(faults)}; correct or simplify it")
+
+
+def _shown(faults: list[Fault]) -> str:
+    """Return what is wrong with a schema, for a message."""
+    first = "; ".join(_shortened(str(fault)) for fault in faults[:MAX_FAULTS])
+    return f"{first}; and {len(faults) - MAX_FAULTS} more" if len(faults) > MAX_FAULTS else first
+
+
+def _terminal(pattern: str) -> str:
+    """Return a terminal that matches a regular expression, or any text if it is empty."""
+    return f"/{pattern.replace('/', chr(92) + '/')}/" if pattern else "TEXT"
+
+
+def text_without(
+    texts: Iterable[str], start: str = "[^<]*", continuations: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return a regular expression, in Rust's syntax, of texts that do not contain any of `texts`.
+
+    Each of these begins with "<" and has no other. start: matches what comes before the first "<". continuations: text
+    -> what must follow it up to the next "<". Spelled out letter by letter, because the complement of a regular
+    expression takes llguidance a hundred times longer.
+    """
+    words = dict.fromkeys((text[1:] for text in texts), "") | {text[1:]: then for text, then in continuations.items()}
+
+    def rest(begun: str) -> str:
+        """Return what can follow after "<" and `begun`."""
+        if begun in words:
+            return words[begun]
+        following = {word[len(begun)]: None for word in words if word.startswith(begun) and word != begun}
+        chars = "".join(re.escape(char) for char in following)
+        branches = [re.escape(char) + after for char in following if (after := rest(begun + char))]
+        return f"(?:{'|'.join(['', f'[^<{chars}][^<]*', *branches])})"
+
+    return f"{start}(?:<{rest('')})*" if words else r"(?:.|\n)*"
 
 
 def _check_size(kind: str, num_chars: int) -> None:
@@ -434,13 +732,13 @@ def _check_size(kind: str, num_chars: int) -> None:
         )
 
 
-def _regex_grammar(regex: str) -> str:
+def _regex(regex: str) -> str:
     from llguidance import regex_to_lark
 
     if (len(regex) - len(regex.rstrip("\\"))) % 2:  # regex_to_lark would drop it
         raise RequestError("structured_outputs.regex cannot be used: incomplete escape at its end; correct it")
     try:
-        return f"{_HEADER}/{regex_to_lark(regex, 'd')}/"  # \d is 0 to 9 only, whatever the reader's Unicode
+        return f"/{regex_to_lark(regex, 'd')}/"  # \d is 0 to 9 only, and not any digit of Unicode
     except UnicodeEncodeError as error:
         raise RequestError(
             f"structured_outputs.regex is not valid Unicode text; remove {error.object[error.start]!r}"
@@ -448,7 +746,7 @@ def _regex_grammar(regex: str) -> str:
 
 
 def _parse_schema(schema: Any) -> Any:
-    """Return the schema, given as text or as a dict, as plain JSON values."""
+    """Return a copy of the schema, given as text or as a dict, as plain JSON values."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(dict(schema))
         parsed = json.loads(text) if len(text) <= MAX_CHARS else None
@@ -478,73 +776,3 @@ def _measure(schema: Any) -> tuple[int, int]:
             continue
         pending.extend((child, level + 1) for child in value)
     return height, num_references
-
-
-def _tagged_grammar(tagged: TaggedJson, added_tokens: Mapping[str, int]) -> str:
-    """One rule for each tag. The lexer takes the shortest text that ends in the trigger, so free text has none.
-
-    added_tokens: those that are part of a text. A tag that is one of them is matched as that token, and free text may
-    have the others. Should the model spell the trigger in letters, a tag must follow, too.
-    """
-    literal = partial(_literal, added_tokens=added_tokens)
-    start = "" if tagged.is_required else tagged.trigger
-    rules = [_TEXT]
-    for i, (begin, schema, end) in enumerate(tagged.tags):
-        values = schema if isinstance(schema, tuple) else [TaggedValue("", schema, "", True)]
-        body = ""
-        for j, value in enumerate(values):
-            if value.choices:
-                choices = " | ".join(literal(choice) or '""' for choice in value.choices)
-                rule = f"{literal(value.begin)}({choices}) {literal(value.end)}"
-            elif value.schema is None:
-                rules.append(f"text_{i}_{j}[lazy]: TEXT {_literal(value.end, {})}")
-                rule = f"{literal(value.begin)}text_{i}_{j} "
-            else:
-                json_rule = _json_rule(_parse_schema(value.schema), **_ONE_LINE)
-                rule = f"{literal(value.begin)}{json_rule} {literal(value.end)}"
-            body += rule if value.is_required else f"({rule})? "
-        rules.append(f"tag_{i}: {literal(begin.removeprefix(start))}{body}{literal(end)}")
-    rules.append(f"tag: {' | '.join(f'tag_{i}' for i in range(len(tagged.tags)))}")
-    tags = "tag" if tagged.is_single else f"tag ({literal(tagged.separator)}tag)*"
-    if tagged.is_required:
-        text = tags
-    elif tagged.trigger:
-        rules.append(f"spelled[lazy]: TEXT {_literal(tagged.trigger, {})}")
-        is_token = tagged.trigger in added_tokens
-        others = [str(token_id) for token, token_id in added_tokens.items() if token != tagged.trigger]
-        free = f"(TEXT <[{','.join(others)}]>)*" if others else '""'  # such as </think>
-        rules.append(f"free: {free}")
-        rules.append(f"trigger: free (spelled{f' | TEXT {literal(tagged.trigger)}' if is_token else ''})")
-        text = "free TEXT | trigger tag" if tagged.is_single else "(trigger tag)* free TEXT"
-    else:
-        rules.remove(_TEXT)
-        rules.append(r"TEXT: /([ \t\r\n]*[^ \t\r\n{](.|\n)*)?/")
-        text = f"TEXT | {tags}"
-    grammar = "\n".join([f"{_HEADER}{text}", *rules])
-    _check_size("tagged_json", len(grammar))
-    return grammar
-
-
-def _literal(text: str, added_tokens: Mapping[str, int]) -> str:
-    """Return strings of a grammar, each with a space after it: `added_tokens` as tokens, the others as texts.
-
-    An added token never matches a text, and the model would write it as a token.
-    """
-    tokens = [token for token in sorted(added_tokens, key=len, reverse=True) if token in text]
-    pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
-    return "".join(
-        f"<[{added_tokens[each]}]> " if each in tokens else f"{json.dumps(each)} " for each in pieces if each
-    )
-
-
-def _schema_grammar(schema: Any) -> str:
-    return f"{_HEADER}{_json_rule(schema, whitespace_pattern=_WHITESPACE)}"
-
-
-def _json_rule(schema: Any, **defaults: Any) -> str:
-    """`defaults`: options of llguidance; the schema's own take precedence."""
-    if isinstance(schema, dict):
-        options = schema.get("x-guidance", {})
-        if isinstance(options, dict):
-            schema = schema | {"x-guidance": defaults | options}
-    return f"%json {json.dumps(schema)}"

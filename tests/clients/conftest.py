@@ -24,11 +24,13 @@ CONTEXT = 32768  # the least that docs/agents.md calls sensible
 DOCS = Path(__file__).parents[2] / "docs"
 # As in Qwen3, these are tokens. They take the places of bytes that UTF-8 has no use for
 TOKENS = {"<think>": 0xF8, "</think>": 0xF9, "<tool_call>": 0xFA, "</tool_call>": 0xFB}
-# First some reasoning and a call of the first tool, then its result. The model goes on as after the first "Copy:"
+# First some reasoning and a call of the first tool, then its result, which is the whole answer if it is JSON. The model
+# goes on as after the first "Copy:"
 TEMPLATE = (
     "{%- set call = '<think>I ask.</think><tool_call>\\n{\"name\": \"' ~ (tools[0].function.name if tools else '') ~"
     ' \'", "arguments": {"city": "Bern"}}\\n</tool_call>\' -%}'
-    "{%- if messages[-1].role == 'tool' %}{% set text = 'The tool says ' ~ messages[-1].content -%}"
+    "{%- if messages[-1].role == 'tool' %}{% set result = messages[-1].content -%}"
+    "{% set text = '<think>So.</think>' ~ result if result[0] == '{' else 'The tool says ' ~ result -%}"
     "{%- elif tools %}{% set text = call %}{% else %}{% set text = '<think>Hm.</think>Hello!' %}{% endif -%}"
     "{%- if enable_thinking is false %}{% set text = text.split('</think>')[-1] %}{% endif -%}"
     "{{ '\n' }}Copy:{{ text }}<|endoftext|>{{ '\n' }}Copy:"

@@ -9,6 +9,7 @@ import anthropic
 import openai
 import pytest
 from conftest import KEY
+from pydantic import BaseModel
 
 pytestmark = pytest.mark.clients
 
@@ -189,15 +190,165 @@ def test_pydantic_ai(url: str) -> None:
 
 def test_instructor(client: openai.OpenAI) -> None:
     import instructor
-    from pydantic import BaseModel
-
-    class Place(BaseModel):
-        city: str
 
     patched = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     place = patched.chat.completions.create(model="tiny", messages=messages, response_model=Place)
     assert place.city == "Bern"
+
+
+# -- tools together with a form of the answer --------------------------------------------------------------------------
+
+
+class Place(BaseModel):
+    city: str
+
+
+PLACE = {"type": "json_schema", "json_schema": {"name": "place", "schema": Place.model_json_schema(), "strict": True}}
+PLACE_TEXT = '{"city": "Bern"}'
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_openai_tools_with_response_format(client: openai.OpenAI, is_strict: bool) -> None:
+    """Regression: with response_format no tool could be called, and a strict one was refused."""
+    function = {"name": "weather", "parameters": CITY | {"additionalProperties": False}, "strict": is_strict}
+    tools: list[Any] = [{"type": "function", "function": function}]
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    fields: dict[str, Any] = {"model": "tiny", "tools": tools, "response_format": PLACE}
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "weather"}}):
+        for extra in ({}, {"parallel_tool_calls": False}):
+            message: Any = client.chat.completions.create(messages=messages, tool_choice=choice, **fields, **extra)
+            message = message.choices[0].message
+            (call,) = message.tool_calls
+            assert json.loads(call.function.arguments) == ARGUMENTS and not message.content
+            assert message.reasoning == "I ask."
+    messages += [message, {"role": "tool", "tool_call_id": call.id, "content": PLACE_TEXT}]
+    for choice in ("auto", "none"):
+        done: Any = client.chat.completions.create(messages=messages, tool_choice=choice, **fields)
+        assert done.choices[0].message.content == PLACE_TEXT and done.choices[0].message.reasoning == "So."
+        stream = client.chat.completions.create(messages=messages, tool_choice=choice, stream=True, **fields)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == PLACE_TEXT
+    if is_strict:
+        parsed = client.chat.completions.parse(
+            model="tiny", messages=messages, tools=[openai.pydantic_function_tool(Place)], response_format=Place
+        )
+        assert parsed.choices[0].message.parsed == Place(city="Bern")
+
+
+def test_openai_responses_with_tools_and_a_form(client: openai.OpenAI) -> None:
+    tools: list[Any] = [{"type": "function", "name": "weather", "parameters": CITY}]
+    items: list[Any] = [{"role": "user", "content": QUESTION}]
+    fields: dict[str, Any] = {"model": "tiny", "tools": tools, "text_format": Place}
+    done = client.responses.parse(input=items, **fields)
+    assert [item.type for item in done.output] == ["reasoning", "function_call"]
+    call: Any = done.output[1]
+    items += [{"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": call.arguments}]
+    items += [{"type": "function_call_output", "call_id": call.call_id, "output": PLACE_TEXT}]
+    assert client.responses.parse(input=items, **fields).output_parsed == Place(city="Bern")
+
+
+def test_anthropic_tools_with_an_output_format(url: str) -> None:
+    client = anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0)
+    tools: list[Any] = [{"name": "weather", "input_schema": CITY}]
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    form = {"format": {"type": "json_schema", "schema": Place.model_json_schema()}}
+    fields: dict[str, Any] = {"model": "tiny", "tools": tools, "max_tokens": 200, "extra_body": {"output_config": form}}
+    done: Any = client.messages.create(messages=messages, **fields)
+    assert [block.type for block in done.content] == ["thinking", "tool_use"]
+    result = {"type": "tool_result", "tool_use_id": done.content[1].id, "content": PLACE_TEXT}
+    messages += [{"role": "assistant", "content": done.content}, {"role": "user", "content": [result]}]
+    done = client.messages.create(messages=messages, **fields)
+    assert done.content[-1].text == PLACE_TEXT
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_openai_agents_with_an_output_type(url: str, api: str) -> None:
+    import agents
+
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool
+    def weather(city: str) -> str:
+        """The weather in a city."""
+        return PLACE_TEXT
+
+    async def converse() -> list[Any]:
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+        kind: Any = agents.OpenAIChatCompletionsModel if api == "chat" else agents.OpenAIResponsesModel
+        agent = agents.Agent(name="a", model=kind("tiny", client), tools=[weather], output_type=Place)
+        done = await agents.Runner.run(agent, QUESTION)
+        streamed = agents.Runner.run_streamed(agent, QUESTION)
+        async for _ in streamed.stream_events():
+            pass
+        return [done.final_output, streamed.final_output]
+
+    assert asyncio.run(converse()) == [Place(city="Bern")] * 2
+
+
+def test_pydantic_ai_with_native_output(url: str) -> None:
+    from pydantic_ai import Agent, NativeOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.profiles.openai import OpenAIModelProfile
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel(
+        "tiny",
+        provider=OpenAIProvider(base_url=f"{url}/v1", api_key=KEY),
+        profile=OpenAIModelProfile(supports_json_schema_output=True),
+    )
+    agent = Agent(model, output_type=NativeOutput(Place))
+
+    @agent.tool_plain
+    def weather(city: str) -> str:
+        """The weather in a city."""
+        return PLACE_TEXT
+
+    assert agent.run_sync(QUESTION).output == Place(city="Bern")
+
+
+def test_langchain_strict_tools_with_response_format(url: str) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
+    @tool
+    def weather(city: str) -> str:
+        """The weather in a city."""
+        return PLACE_TEXT
+
+    chat = ChatOpenAI(model="tiny", base_url=f"{url}/v1", api_key=KEY)  # type: ignore[arg-type]
+    bound = chat.bind_tools([weather], strict=True, response_format=Place)
+    messages: list[Any] = [HumanMessage(QUESTION)]
+    message: Any = bound.invoke(messages)
+    (call,) = message.tool_calls
+    messages += [message, ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"])]
+    done: Any = bound.invoke(messages)
+    assert done.additional_kwargs["parsed"] == Place(city="Bern")
+
+
+def test_instructor_responses_tools(client: openai.OpenAI) -> None:
+    import instructor
+
+    patched = instructor.from_openai(client, mode=instructor.Mode.RESPONSES_TOOLS)
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    place = patched.responses.create(model="tiny", input=messages, response_model=Place)
+    assert place.city == "Bern"
+
+
+def test_stop_strings_leave_the_reasoning_alone(client: openai.OpenAI, url: str) -> None:
+    """Regression: a stop string in the reasoning left the answer without content."""
+    fields: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+    for stop, content in ((".", "Hello!"), ("l", "He"), (["m", "!"], "Hello")):
+        done: Any = client.chat.completions.create(stop=stop, **fields)
+        assert (done.choices[0].message.reasoning, done.choices[0].message.content) == ("Hm.", content)
+        stream: Any = client.chat.completions.create(stop=stop, stream=True, **fields)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == content
+    included: Any = client.chat.completions.create(stop="l", extra_body={"include_stop_str_in_output": True}, **fields)
+    assert included.choices[0].message.content == "Hel"
+    messages = anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0).messages
+    for sequence, reason, found, text in ((".", "end_turn", None, "Hello!"), ("l", "stop_sequence", "l", "He")):
+        message: Any = messages.create(stop_sequences=[sequence], max_tokens=50, **fields)
+        assert (message.stop_reason, message.stop_sequence, message.content[-1].text) == (reason, found, text)
 
 
 def test_lm_eval(url: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

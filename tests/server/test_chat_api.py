@@ -263,7 +263,6 @@ def test_chat_bad_tools_are_refused(tool_client: openai.OpenAI) -> None:
         ({"tool_choice": "any", "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice.function"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": TOOLS}, "tool_choice"),
-        ({"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tool_choice": "required", "tools": [tool("f", {"type": 5})]}, "tools"),
         ({"tool_choice": "required", "tools": [tool("f", {"properties": 5})]}, "tools"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0]"),
@@ -294,6 +293,23 @@ def test_chat_tool_without_a_usable_name_is_refused(tool_client: openai.OpenAI) 
             headers = {"Content-Type": "application/json"}
             tool_client.post("/chat/completions", cast_to=object, content=body, options={"headers": headers})
         assert refused.value.param == "tools[0].function.name"
+
+
+def test_chat_required_call_leaves_out_what_a_grammar_cannot_express(tool_client: openai.OpenAI) -> None:
+    """Regression: the request was refused, as were all of Claude Code's, whose tools have such schemas."""
+    parameters = CITY | {
+        "propertyNames": {"maxLength": 9},
+        "properties": CITY["properties"] | {"city": {"type": "string", "format": "x"}},
+    }
+    fields: dict[str, Any] = {"model": "tiny", "messages": ASK_FOR_CALL, "max_tokens": 200, "temperature": 0}
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        done = tool_client.chat.completions.create(
+            tools=[tool("weather", parameters)], tool_choice=choice, parallel_tool_calls=False, **fields
+        )
+        (call,) = done.choices[0].message.tool_calls or ()
+        assert json.loads(call.function.arguments)["city"] == "Bern"  # type: ignore[union-attr]
+    with pytest.raises(openai.BadRequestError, match="tool 'weather': its schema cannot be used: 'propertyNames' at #"):
+        tool_client.chat.completions.create(tools=[tool("weather", parameters, strict=True)], **fields)
 
 
 def test_chat_schema_that_cannot_be_used_is_blamed_on_its_tool(tool_client: openai.OpenAI) -> None:

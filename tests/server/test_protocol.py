@@ -7,8 +7,14 @@ import pytest
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
-from nanovllm.server.errors import ApiError
-from nanovllm.server.protocol import ChatRequest, CompletionRequest, call_constraint, chat_params, completion_params
+from nanovllm.server.protocol import (
+    LENIENT,
+    ChatRequest,
+    CompletionRequest,
+    call_constraint,
+    chat_params,
+    completion_params,
+)
 from nanovllm.server.tool_calls import HERMES, LLAMA
 
 FIELDS: dict[str, Any] = {
@@ -44,7 +50,7 @@ def chat(**given: Any) -> ChatRequest:
 
 def test_every_field_arrives() -> None:
     """If this fails for a new sampling parameter: give it a field of the same name in SamplingFields."""
-    others = {"logprobs", "logit_bias", "structured_outputs", "detokenize"}
+    others = {"logprobs", "logit_bias", "structured_outputs", "detokenize", "reasoning_tags"}
     assert FIELDS.keys() | others == {each.name for each in fields(SamplingParams)}
     expected = SamplingParams(**FIELDS, logprobs=4, logit_bias={5: 1.5})
     body = completion(**AS_JSON, logprobs=4, logit_bias={"5": 1.5})
@@ -118,9 +124,15 @@ def test_calls_are_constrained_if_the_answer_must_be_one_or_a_tool_is_strict() -
         ({"tool_choice": "none", "parallel_tool_calls": False, "tools": tools(strict=True)}, None),
         ({"tools": tools(strict=True)}, ([schema, anything], False, False)),
         ({"parallel_tool_calls": False}, ([anything, anything], False, True)),
-        ({"tool_choice": "required"}, ([schema, anything], True, False)),
-        ({"tool_choice": "required", "parallel_tool_calls": False}, ([schema, anything], True, True)),
-        ({"tool_choice": named}, ([schema], True, True)),
+        ({"tool_choice": "required"}, ([schema | LENIENT, anything | LENIENT], True, False)),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            ([schema | LENIENT, anything | LENIENT], True, True),
+        ),
+        ({"tool_choice": "required", "tools": tools(strict=True)}, ([schema, anything | LENIENT], True, False)),
+        ({"tool_choice": named}, ([schema | LENIENT], True, True)),
+        ({"response_format": {"type": "json_object"}}, ([anything, anything], False, False)),
+        ({"response_format": {"type": "text"}}, None),
     ):
         constraint = call_constraint(chat(**{"tools": tools()} | given), HERMES)
         if constraint is None:
@@ -138,5 +150,20 @@ def test_calls_are_constrained_if_the_answer_must_be_one_or_a_tool_is_strict() -
     bare = call_constraint(body, LLAMA)
     assert bare is not None and not bare.trigger and bare.separator == "; "
     assert bare.tags[0][0::2] == ('{"name": "f", "parameters": ', "}")
-    with pytest.raises(ApiError, match="cannot be combined with strict, required or single tool calls"):
-        chat_params(chat(tools=tools(), guided_regex="a"), {}, 10, bare)
+
+
+def test_answer_with_a_form_and_tools_is_calls_or_of_that_form() -> None:
+    """Regression: the form made calls impossible, or the request was refused if a tool was strict."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for given, form in (
+        ({"guided_regex": "a"}, {"regex": "a"}),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"guided_regex": "a", "tool_choice": "required"}, {}),
+        ({"guided_regex": "a", "tool_choice": {"type": "function", "function": {"name": "f"}}}, {}),
+    ):
+        body = chat(tools=tools, **given)
+        calls = call_constraint(body, HERMES)
+        assert chat_params(body, {}, 10, calls).structured_outputs == StructuredOutputs(tagged_json=calls, **form)
+    body = chat(tools=tools, guided_regex="a", tool_choice="none")
+    assert call_constraint(body, HERMES) is None
+    assert chat_params(body, {}, 10, None).structured_outputs == StructuredOutputs(regex="a")

@@ -72,16 +72,18 @@ def calls_by_json(call_format: CallFormat, text: str) -> list[tuple[str, str]]:
             value, end = json.JSONDecoder().raw_decode(text, start)
         except ValueError:
             continue
-        after = text[end:].lstrip(" \t\r\n") if call_format.closing else text[end:]
+        after = text[end:].lstrip(" \t\r\n")
+        if not (after.startswith(call_format.closing) or call_format.closing.startswith(after)):
+            after = text[end:]  # models leave the closing out
         keys = [key for key in call_format.argument_keys if isinstance(value, dict) and key in value]
         arguments = value[keys[0]] if keys else {}
         has_keys = bool(keys) or not call_format.needs_arguments
         is_call = isinstance(value, dict) and bool(value.get("name")) and has_keys and isinstance(arguments, dict)
-        is_closed = after.startswith(call_format.closing) or call_format.closing.startswith(after)
-        if not is_call or value.keys() - {"name", *keys} or not is_closed:
+        if not is_call or value.keys() - {"name", *keys}:
             continue
         calls.append((value["name"], json.dumps(arguments, ensure_ascii=False)))
-        position = min(len(text) - len(after) + len(call_format.closing), len(text))
+        is_closed = after.startswith(call_format.closing) or call_format.closing.startswith(after)
+        position = min(len(text) - len(after) + len(call_format.closing) * is_closed, len(text))
         rest = text[position:].lstrip(" \t\r\n")
         if call_format.separator and rest.startswith(call_format.separator):
             position, may_begin = len(text) - len(rest) + 1, True
@@ -116,6 +118,32 @@ def test_hermes_call_at_the_end_needs_no_closing_whether_streamed_or_not() -> No
     for end in ("", "\n", "\n</tool_"):
         text = f"Hm. <tool_call>{CALL}{end}"
         assert parse(HERMES, [text]) == parse(HERMES, list(text)) == parse_pieces(HERMES, [text]) == ["Hm.", call]
+
+
+def test_hermes_call_without_its_closing_is_one_and_does_not_swallow_the_next() -> None:
+    """Regression: both were content."""
+    call = ("weather", '{"city": "Zürich {\\"}"}')
+    text = f"<tool_call>\n{CALL}\n<tool_call>\n{CALL}\nDone."
+    for pieces in ([text], list(text)):
+        assert parse(HERMES, pieces) == parse_pieces(HERMES, pieces) == [call, call, "\nDone."]
+
+
+def test_answer_that_is_calls_or_text_has_no_calls_after_text() -> None:
+    """A text of a given form can contain what looks like a call."""
+    hermes, llama = f"<tool_call>{CALL}</tool_call>", '{"name": "add", "parameters": {}}'
+    tagged = "<tool_call><function=weather></function></tool_call>"
+    for call_format, call in ((HERMES, hermes), (LLAMA, llama), (QWEN_TAGS, tagged)):
+        schemas: dict[str, Any] = {"weather": {}, "add": {}}
+        for text, num_calls in ((call, 1), (f"\n{call}", 1), (f'["{call}"]', 0), (f"text {call}", 0)):
+            for pieces in ([text], list(text)):
+                for in_pieces in (False, True):
+                    parser = make_parser(call_format, schemas, in_pieces=in_pieces, is_alternative=True)
+                    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+                    calls = [delta for delta in deltas if isinstance(delta, ToolCallDelta) and delta.call_id]
+                    assert len(calls) == num_calls, (text, deltas)
+                    assert num_calls or "".join(map(str, deltas)) == text
+    parser = make_parser(LLAMA, {"other": {}}, in_pieces=True, is_alternative=True)
+    assert parser.feed(llama) + parser.finish() == [llama]
 
 
 def test_hermes_several_calls_and_text_around_them() -> None:
@@ -283,6 +311,90 @@ def test_tagged_calls_have_values_of_their_schema() -> None:
     assert parse_pieces(QWEN_TAGS, ["<tool_call> is a tag"]) == ["<tool_call> is a tag"]
 
 
+@pytest.mark.parametrize(
+    ("inner", "arguments"),
+    [
+        ("<parameter=city>\nBern\n</function>\n</tool_call>", {"city": "Bern"}),
+        ("<parameter=city>\nBern\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>", None),
+        ("<parameter=city>\nBern\n<parameter=days>\n3\n</function>\n</tool_call>", None),
+        ("<parameter=city>Bern</parameter><parameter=days>3</parameter></function></tool_call>", None),
+        ("<parameter=city>Bern<parameter=days>3</function></tool_call>", None),
+        (" <parameter=city>\n Bern\n </parameter>\n\n </function>\n</tool_call>", {"city": " Bern"}),
+        ("<parameter=city>\nBern</parameter>\n<parameter=days> 3 </parameter>\n</tool_call>", None),
+        ("<parameter=city>\nBern\n</parameter>\n</parameter>\n</function>\n</tool_call>", {"city": "Bern"}),
+        ("<parameter=city>\nBern\n</parameter>\n</function>", {"city": "Bern"}),
+        ("<parameter=city>\nBern\n</tool_call>", {"city": "Bern"}),
+        ("<parameter=city>\nBern\n</parameter>\n</tool", {"city": "Bern"}),
+        (
+            "<parameter=city>\na </parameter> b </function> c\n</parameter>\n</function>\n</tool_call>",
+            {"city": "a </parameter> b </function> c"},
+        ),
+        ("<parameter=city>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>", {"city": "<parameter=x>\n1"}),
+        ("<parameter=city>\n\n</parameter>\n</function>\n</tool_call>", {"city": ""}),
+        ("<parameter=city>\n</parameter>\n</function>\n</tool_call>", {"city": ""}),
+        (
+            '<parameter=list>\n["</parameter></function>", "a\\""]\n</parameter>\n</function>\n</tool_call>',
+            {"list": ["</parameter></function>", 'a"']},
+        ),
+        ('<parameter=list>\n["a, b\n</parameter>\n</function>\n</tool_call>', {"list": '["a, b'}),
+        ("<parameter=flag>\nTrue\n</parameter>\n</function>\n</tool_call>", {"flag": True}),
+        ("</function>\n</tool_call>", {}),
+        ("</tool_call>", {}),
+    ],
+)
+def test_tagged_call_with_tags_left_out_is_whole_and_does_not_swallow_the_next(inner: str, arguments: Any) -> None:
+    """Regression: without its closing tag a value was lost, and the next call with it."""
+    schemas = {
+        "weather": {
+            "properties": WEATHER["weather"]["properties"] | {"list": {"type": "array"}, "flag": {"type": "boolean"}}
+        }
+    }
+    expected = ("weather", {"city": "Bern", "days": 3} if arguments is None else arguments)
+    call = f"<tool_call>\n<function=weather>\n{inner}"
+    texts = [call, f"Hm.\n{call}"] + [f"{call}\n{TAGGED}"] * inner.endswith("</tool_call>")
+    for text in texts:
+        for pieces in ([text], list(text), split(text, [7, 20, 33, 48])):
+            found = parse_pieces(QWEN_TAGS, pieces, schemas)
+            calls = [(part[0], json.loads(part[1])) for part in found if isinstance(part, tuple)]
+            assert calls == [expected] + [("weather", {"city": 'Bern\n"quoted"', "days": 3})] * (TAGGED in text[1:]), (
+                text
+            )
+            assert [part for part in found if isinstance(part, str)] == ["Hm."] * text.startswith("Hm.")
+
+
+def test_tagged_call_needs_no_opening_if_the_tool_is_known() -> None:
+    """Qwen3-Coder leaves <tool_call> out."""
+    call = TAGGED.removeprefix("<tool_call>\n")
+    for text in (f"Hm.\n{call}", f"Hm.\n{call}\n{call}", f"Hm.\n{call.removesuffix('</tool_call>')}"):
+        for pieces in ([text], list(text)):
+            found = parse_pieces(QWEN_TAGS, pieces, WEATHER)
+            assert found == [
+                "Hm.",
+                *[("weather", '{"city": "Bern\\n\\"quoted\\"", "days": 3}')] * text.count("<function="),
+            ]
+    text = "The tag <function=other> is not a call."
+    assert parse_pieces(QWEN_TAGS, list(text), WEATHER) == [text]
+
+
+def test_tagged_call_of_an_unknown_tool_is_returned() -> None:
+    """The client tells the model which tools there are."""
+    text = TAGGED.replace("weather", "wether")
+    assert parse_pieces(QWEN_TAGS, [text], WEATHER) == [("wether", '{"city": "Bern\\n\\"quoted\\"", "days": "3"}')]
+    assert parse(HERMES, ['<tool_call>{"name": "wether", "arguments": {}}</tool_call>']) == [("wether", "{}")]
+
+
+def test_tagged_call_that_is_cut_off_stays_as_it_is() -> None:
+    """What there is of a value might be executed."""
+    for text, arguments in (
+        (TAGGED[:60], "{"),
+        (TAGGED[: TAGGED.index("\n</parameter>") + 12], "{"),
+        (TAGGED[: TAGGED.index("<parameter=days>") + 5], '{"city": "Bern\\n\\"quoted\\""'),
+    ):
+        parser = make_parser(QWEN_TAGS, WEATHER, in_pieces=True)
+        deltas = parser.feed(text) + parser.finish(is_cut=True)
+        assert "".join(delta.arguments for delta in deltas if isinstance(delta, ToolCallDelta)) == arguments, text
+
+
 @settings(max_examples=examples(300), deadline=None)
 @given(fragments=st.lists(TAGGED_FRAGMENTS, max_size=12), cuts=st.lists(st.integers(0, 1000), max_size=12))
 def test_tagged_calls_any_split_gives_the_same_result(fragments: list[str], cuts: list[int]) -> None:
@@ -314,11 +426,24 @@ def test_reasoning_is_split_from_the_answer() -> None:
         assert split_reasoning([text], has_begun) == split_reasoning(list(text), has_begun) == expected, text
 
 
-@pytest.mark.parametrize("unit", ["<tool_call>", "<parameter=a>1</parameter>", "<parameter=a>", "</tool_call>", "<"])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "<tool_call>",
+        "<parameter=a>1</parameter>",
+        "<parameter=a>",
+        "</tool_call>",
+        "<",
+        '"',
+        '\\"',
+        '"\n',
+        "<function=f>",
+    ],
+)
 def test_tagged_calls_time_is_linear_in_the_text(unit: str) -> None:
     start_s = time.process_time()
-    for begin in ("", "<tool_call><function=f>"):
-        parse_pieces(QWEN_TAGS, [begin + unit * 50_000])
+    for begin in ("", "<tool_call><function=f>", "<tool_call><function=f><parameter=list>"):
+        parse_pieces(QWEN_TAGS, [begin + unit * 50_000], {"f": {"properties": {"list": {"type": "array"}}}})
     assert time.process_time() - start_s < 5
 
 

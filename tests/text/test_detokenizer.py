@@ -2,9 +2,10 @@
 
 import json
 import random
+import re
 import threading
 import time
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm.core.outputs import Outbox
 from nanovllm.core.sequence import Sequence
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import ReasoningTags, SamplingParams
 from nanovllm.text.detokenizer import WINDOW_TOKENS, Detokenizer, StopStrings, TextReceiver, TokenDecoder
 
 
@@ -299,3 +300,78 @@ def test_reader_beside_the_last_token_does_not_take_an_end_token_for_text() -> N
         receiver._decode()
     last.join()
     assert receiver.read_text() == receiver.whole_text() == "a"
+
+
+# -- stop strings and reasoning ----------------------------------------------------------------------------------------
+
+TAGS = ReasoningTags("<think>", "</think>")
+
+
+def answer_with_reasoning(text: str, lens: list[int], stop: str, tags: ReasoningTags, include_stop: bool) -> str:
+    """Detokenize `text` in pieces of these lengths, over and over."""
+    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings((stop,)), include_stop, reasoning=tags)
+    data, pieces, start = text.encode(), [], 0
+    for length in cycle(lens):
+        pieces.append(detokenizer.update(list(data[start : start + length]), finished=start + length >= len(data)))
+        start += length
+        if detokenizer.stopped or start >= len(data):
+            break
+    assert "".join(pieces) == detokenizer.text
+    return detokenizer.text
+
+
+def test_stop_strings_count_only_after_the_reasoning() -> None:
+    """Regression: a stop string in the reasoning ended the answer before its content."""
+    begun = TAGS._replace(has_begun=True)
+    for text, stop, tags, expected in (
+        ("<think>Hm. So.</think>\n\nYes. No.", ".", TAGS, "<think>Hm. So.</think>\n\nYes"),
+        ("\n<think>\nHm.\n</think>\n\nYes.\nNo.", "\n", TAGS, "\n<think>\nHm.\n</think>\n\nYes."),
+        ("Hm. So.</think>Yes. No.", ".", begun, "Hm. So.</think>Yes"),
+        ("Hm. So.", ".", begun, "Hm. So."),
+        ("Yes. <think>No.</think>", ".", TAGS, "Yes"),
+        ("Hm.</think>No.", ".", TAGS, "Hm"),
+        ("<thin.", ".", TAGS, "<thin"),
+        ("<think>a</think></think>b", "</think>", TAGS, "<think>a</think>"),
+        ("\n\nYes", "\n\n", TAGS, ""),
+        ("<think>a</thin", "</thin", TAGS, "<think>a</thin"),
+    ):
+        for lens in ([1], [2], [3, 1], [len(text)]):
+            assert answer_with_reasoning(text, lens, stop, tags, False) == expected, (text, lens)
+            included = answer_with_reasoning(text, lens, stop, tags, True)
+            assert included == (expected + stop if expected != text else text), (text, lens)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    fragments=st.lists(st.sampled_from(("<think>", "</think>", "<", "</th", " ", "\n", "a", "b")), max_size=10),
+    stop=st.sampled_from(("a", "ab", "\n", "<", "think", "</think>")),
+    lens=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    has_begun=st.booleans(),
+)
+def test_stop_strings_after_the_reasoning_do_not_depend_on_the_pieces(
+    fragments: list[str], stop: str, lens: list[int], has_begun: bool
+) -> None:
+    text = "".join(fragments)
+    found = re.match(r"\s*()" if has_begun else r"\s*(<think>)", text)
+    start = 0
+    if found:
+        _, tag, answer = text[found.end() :].partition("</think>")
+        start = len(text) - len(answer.lstrip()) if tag else len(text)
+    before, _, _ = text[start:].partition(stop)
+    tags = TAGS._replace(has_begun=has_begun)
+    assert answer_with_reasoning(text, lens, stop, tags, False) == text[:start] + before
+
+
+def test_reasoning_streams_though_there_are_stop_strings() -> None:
+    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings((".",)), reasoning=TAGS)
+    assert [detokenizer.update([*piece], False) for piece in (b"<think>", b"Hm.", b" <", b"b")] == [
+        "<think>",
+        "Hm.",
+        " ",
+        "<b",
+    ]
+    for num_spaces in (2000, 20_000):  # each is looked at once
+        detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings((".",)), reasoning=TAGS)
+        for _ in range(num_spaces):
+            assert detokenizer.update([ord(" ")], False) == ""
+        assert detokenizer.update([ord("a")], False) == " " * num_spaces + "a"

@@ -352,7 +352,7 @@ def test_frontend_refuses_a_bad_schema_and_makes_constraints(tmp_path: Path) -> 
     write_tiny_tokenizer(write_tiny_model(tmp_path))
     config = ModelConfig.from_pretrained(str(tmp_path))[0]
     text = TextFrontend(config, tmp_path)
-    with pytest.raises(RequestError, match=r"structured_outputs.json cannot be used: Invalid type: frob"):
+    with pytest.raises(RequestError, match=r"structured_outputs.json cannot be used: 'type' at # is 'frob'"):
         text.check_params(SamplingParams(structured_outputs=StructuredOutputs(json={"type": "frob"})))
     params = SamplingParams(structured_outputs=StructuredOutputs(choice=["yes", "no"]))
     text.check_params(params)

@@ -1,0 +1,114 @@
+"""Limits of the numbers in JSON that a model writes: without limits, some models write digits and never stop.
+
+llguidance has no such limits. So a NumberScan follows the bytes of an answer, and tells which tokens would make a
+number too long. It reads only JSON: `JsonPlaces` says where in the answer that is.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from nanovllm.core.logit_editor import TokenMask, token_mask
+from nanovllm.sampling_params import ReasoningTags
+from nanovllm.text.detokenizer import AnswerStart
+
+MAX_DIGITS = 128  # in a row
+MAX_EXPONENT_DIGITS = 2  # with the limit above, no number overflows
+_LONG_EXPONENT = re.compile(rb"(^|[0-9.])[eE][+-]?[0-9]{%d}" % (MAX_EXPONENT_DIGITS + 1))
+
+
+class JsonPlaces(NamedTuple):
+    """The places of JSON in an answer: after a text of `begins`, up to one of `ends` outside strings.
+
+    at_start: the answer begins with JSON. reasoning: may come before it.
+    """
+
+    at_start: bool
+    reasoning: ReasoningTags | None
+    begins: tuple[bytes, ...] = ()
+    ends: tuple[bytes, ...] = ()
+
+
+class NumberMasks:
+    """Masks of the tokens that can make a number too long."""
+
+    def __init__(self, texts: Iterable[bytes], vocab_size: int) -> None:
+        """`texts`: of each token of the model's vocabulary."""
+        num_leading: list[int] = []  # digits at the start of each token
+        is_long: list[bool] = []
+        num_after_sign: list[int] = []
+        for text in texts:
+            num_leading.append(len(text) - len(text.lstrip(b"0123456789")))
+            unsigned = text[1:] if text[:1] in (b"+", b"-") else b""
+            num_after_sign.append(len(unsigned) - len(unsigned.lstrip(b"0123456789")))
+            is_long.append(_LONG_EXPONENT.search(text) is not None)
+
+        def mask(chosen: Iterable[bool]) -> TokenMask:
+            return token_mask([token_id for token_id, is_chosen in enumerate(chosen) if is_chosen], vocab_size)
+
+        self.exponents = mask(is_long) if any(is_long) else None  # numbers in a token that overflow
+        self.digits = mask(count > 0 for count in num_leading)
+        self.after_exponent = [  # by the number of the exponent's digits so far
+            mask(
+                count > MAX_EXPONENT_DIGITS - num_digits or (num_digits == 0 and signed > MAX_EXPONENT_DIGITS)
+                for count, signed in zip(num_leading, num_after_sign, strict=True)
+            )
+            for num_digits in range(MAX_EXPONENT_DIGITS + 1)
+        ]
+
+
+class NumberScan:
+    """Follows the bytes of an answer. Hot: once per token."""
+
+    def __init__(self, places: JsonPlaces) -> None:
+        self._places, self._start = places, AnswerStart(places.reasoning)
+        self._is_json, self._in_string, self._is_escaped = places.at_start, False, False
+        self._num_digits = 0  # in a row, up to here
+        self._in_exponent = False
+        self._tail = b""  # as long as the longest text of the places
+        texts = (*places.begins, *places.ends)
+        self._num_tail_bytes = max(map(len, texts), default=0)
+        self._last_bytes = frozenset(text[-1] for text in texts)
+
+    def copy(self) -> "NumberScan":
+        other = object.__new__(NumberScan)
+        other.__dict__.update(self.__dict__)
+        other._start = self._start.copy()
+        return other
+
+    def follow(self, text: bytes) -> None:
+        """Go on with the text of a token."""
+        if not self._start.is_found:
+            text = self._start.split(text.decode("latin-1"), False)[1].encode("latin-1")
+        for byte in text:
+            if self._num_tail_bytes:
+                self._tail = (self._tail + bytes((byte,)))[-self._num_tail_bytes :]
+            if self._in_string:
+                self._in_string = (self._is_escaped or byte != 0x22) and byte != 0x0A  # strings in JSON have one line
+                self._is_escaped = byte == 0x5C and not self._is_escaped
+                continue
+            if 0x30 <= byte <= 0x39:
+                self._num_digits += 1
+                continue
+            is_sign = byte in b"+-" and self._in_exponent and not self._num_digits
+            self._in_exponent = is_sign or (byte in b"eE" and self._num_digits > 0)
+            self._num_digits = 0
+            if byte in self._last_bytes:
+                self._look_at_tail()
+            self._in_string = self._is_json and byte == 0x22
+
+    def _look_at_tail(self) -> None:
+        if self._tail.endswith(self._places.begins):
+            self._is_json = True
+        elif self._tail.endswith(self._places.ends):
+            self._is_json = False
+
+    def forbidden(self, masks: NumberMasks) -> TokenMask | None:
+        """Return the tokens that would make a number too long; None for no limit here."""
+        if not self._is_json or self._in_string or not self._start.is_found:
+            return None
+        if self._in_exponent:
+            return masks.after_exponent[min(self._num_digits, MAX_EXPONENT_DIGITS)]
+        if self._num_digits < MAX_DIGITS:
+            return masks.exponents
+        return masks.digits if masks.exponents is None else masks.digits | masks.exponents
