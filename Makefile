@@ -29,11 +29,20 @@ test-browser: $(INSTALLED)
 	$(BIN)/python -m pytest -m browser tests/browser
 
 # The clients of tests/clients. instructor asks for older versions of jiter and rich than openai and Ray, but runs
-# with these.
+# with these. trl is there for a file, the chat template of Qwen3.5. aider needs exactly its own versions of everything,
+# and Python 3.12 at most. The agents from npm have their programs inside their packages; nothing is built or fetched
+# by scripts.
+CLIENTS := tests/clients
+AIDER := .venv-aider
 clients: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,clients]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt docstring-parser tenacity typer
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps instructor
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps instructor trl
+	test -x $(AIDER)/bin/python || $(BIN)/python -m venv $(AIDER)
+	$(AIDER)/bin/python -m pip install --quiet --no-compile --requirement $(CLIENTS)/aider.txt
+	if command -v npm >/dev/null; then \
+	    npm install --prefix $(CLIENTS) --no-save --ignore-scripts --no-audit --no-fund --loglevel=error; \
+	fi
 
 test-clients: $(INSTALLED)
 	$(BIN)/python -m pytest -m clients tests/clients

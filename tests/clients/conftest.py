@@ -1,4 +1,8 @@
-"""A server for real clients: its model says what the chat template tells it to, as it copies what was said before."""
+"""Servers for real clients. Their models say what the chat template tells them to.
+
+The model of `url` writes calls in JSON, as Qwen3 does. The model of `scripted_url` has the official chat template of
+Qwen3.5, and does what a user's message tells it to (scripted_model.py).
+"""
 
 import json
 from collections.abc import Iterator
@@ -7,6 +11,7 @@ from shutil import copytree
 
 import pytest
 from http_server import app_server
+from scripted_model import build_scripted_model
 
 from nanovllm import AsyncLLM
 from nanovllm.demo.retrieval_model import build_retrieval_model
@@ -15,6 +20,8 @@ from nanovllm.server.gate import ApiKeys
 from nanovllm.server.options import ServerOptions
 
 KEY = "secret"
+CONTEXT = 32768  # the least that docs/agents.md calls sensible
+DOCS = Path(__file__).parents[2] / "docs"
 # As in Qwen3, these are tokens. They take the places of bytes that UTF-8 has no use for
 TOKENS = {"<think>": 0xF8, "</think>": 0xF9, "<tool_call>": 0xFA, "</tool_call>": 0xFB}
 # First some reasoning and a call of the first tool, then its result, which is the whole answer if it is JSON. The model
@@ -52,6 +59,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(model: Path) -> Iterator[str]:
     engine = AsyncLLM(model, device="cpu", max_model_len=1024, num_kvcache_blocks=32, max_num_batched_tokens=512)
     site = Site(engine, ServerOptions(served_model_name=("tiny",)), ApiKeys([KEY]))
+    with app_server(site.gate.outermost) as url:
+        yield url
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def scripted_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    texts = [path.read_text() for path in sorted(DOCS.glob("*.md"))]
+    model = build_scripted_model(tmp_path_factory.mktemp("scripted"), texts)
+    engine = AsyncLLM(model, device="cpu", max_model_len=CONTEXT, num_kvcache_blocks=512, max_num_batched_tokens=4096)
+    site = Site(engine, ServerOptions(served_model_name=("m",)), ApiKeys([KEY]))
     with app_server(site.gate.outermost) as url:
         yield url
     engine.close()
