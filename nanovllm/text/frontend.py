@@ -375,6 +375,43 @@ MAX_BAD_WORD_BYTES = 16_384  # in a request; they take up to 0.2 s to prepare, a
 Message: TypeAlias = dict[str, Any]
 
 
+class _BadWordFinder:
+    """Makes BadWords of a request's words, for one tokenizer."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._decoder = TokenDecoder(tokenizer, skip_special_tokens=True)
+        self._table: TokenTable | None = None  # made for the first words
+
+    def find(self, words: tuple[str, ...], skips_special: bool, endings: tuple[int, ...]) -> BadWords:
+        """`endings`: tokens that end the answer and are no part of its text. Raises RequestError for unusable words."""
+        for word in words:
+            if REPLACEMENT in word or any("\ud800" <= char <= "\udfff" for char in word):
+                raise RequestError(
+                    f"SamplingParams.bad_words has {word!r}, which is not valid Unicode text; leave it out"
+                )
+        found = [word.encode() for word in words]
+        if (num_bytes := sum(map(len, found))) > MAX_BAD_WORD_BYTES:
+            raise RequestError(
+                f"SamplingParams.bad_words has {num_bytes} bytes in all, at most {MAX_BAD_WORD_BYTES}; leave some "
+                "words out"
+            )
+        if self._table is None:
+            try:
+                self._table = TokenTable(read_token_bytes(self._tokenizer, self._vocab_size))
+            except ValueError as error:
+                raise RequestError(f"bad_words cannot be used with this model's tokenizer: {error}") from error
+        added = self._tokenizer.get_added_vocab().values() if skips_special else ()
+        silent = {token_id for token_id in added if not self._decoder.visible([token_id])}
+        bad_words = BadWords(found, self._table, self._vocab_size, silent | {*endings})
+        if bad_words.forbids_all:
+            raise RequestError(
+                f"SamplingParams.bad_words forbids all {self._vocab_size} tokens of the model's vocabulary; leave some "
+                "words out"
+            )
+        return bad_words
+
+
 class TextFrontend:
     def __init__(self, model_config: ModelConfig, directory: Path | None) -> None:
         """`directory` is None for a preset, which has no tokenizer. Raises CheckpointError if one cannot be read."""
@@ -387,8 +424,7 @@ class TextFrontend:
         if self.tokenizer is not None:
             self._encoder = TextEncoder(self.tokenizer)
             self._decoders = {skip: TokenDecoder(self.tokenizer, skip) for skip in (True, False)}
-        self._token_table: TokenTable | None = None  # made for the first bad words
-        self._bad_words = lru_cache(MAX_BAD_WORDS)(self._find_bad_words)
+            self._bad_words = lru_cache(MAX_BAD_WORDS)(_BadWordFinder(self.tokenizer, self._vocab_size).find)
         self._stop_strings = lru_cache(MAX_STOP_STRINGS)(StopStrings)
         self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.end_token_ids)
 
@@ -464,34 +500,6 @@ class TextFrontend:
         endings = () if params.include_stop_str_in_output else (*endings, *(params.stop_token_ids or ()))
         with self._bad_words_lock:
             return self._bad_words(tuple(params.bad_words), params.skip_special_tokens, endings)
-
-    def _find_bad_words(self, words: tuple[str, ...], skips_special: bool, endings: tuple[int, ...]) -> BadWords:
-        """`endings`: tokens that end the answer and are no part of its text. Raises RequestError for unusable words."""
-        for word in words:
-            if REPLACEMENT in word or any("\ud800" <= char <= "\udfff" for char in word):
-                raise RequestError(
-                    f"SamplingParams.bad_words has {word!r}, which is not valid Unicode text; leave it out"
-                )
-        found = [word.encode() for word in words]
-        if (num_bytes := sum(map(len, found))) > MAX_BAD_WORD_BYTES:
-            raise RequestError(
-                f"SamplingParams.bad_words has {num_bytes} bytes in all, at most {MAX_BAD_WORD_BYTES}; leave some "
-                "words out"
-            )
-        if self._token_table is None:
-            try:
-                self._token_table = TokenTable(read_token_bytes(self.tokenizer, self._vocab_size))
-            except ValueError as error:
-                raise RequestError(f"bad_words cannot be used with this model's tokenizer: {error}") from error
-        added = self.tokenizer.get_added_vocab().values() if skips_special else ()
-        silent = {token_id for token_id in added if not self._decoders[True].visible([token_id])}
-        bad_words = BadWords(found, self._token_table, self._vocab_size, silent | {*endings})
-        if bad_words.forbids_all:
-            raise RequestError(
-                f"SamplingParams.bad_words forbids all {self._vocab_size} tokens of the model's vocabulary; leave some "
-                "words out"
-            )
-        return bad_words
 
     def _grammar_of(self, params: SamplingParams) -> Grammar | None:
         if params.structured_outputs is None:

@@ -231,7 +231,7 @@ def test_generate_bad_input_says_why_and_exits_2(
         (["--prompt", "x", "--kvcache-block-size", "300"], "multiple of 256"),
         (["--prompt", "x", "--temperature", "-1"], "error: --temperature=-1.0 must be 0"),
         (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "x" * 2048], "exceeds --max-model-len=2048; shorten the prompt, lower --max-tokens or raise"),
+        (["--prompt", "x" * 2048], "leaves no room for an answer in --max-model-len=2048; shorten the prompt or raise"),
         (["--prompt", "x", "--temperature", "1e39"], "must be 0 (greedy), or from 1e-10 to 1e+10"),
         (["--prompt", "x", "--num-kvcache-blocks", "100000000"], "lower --num-kvcache-blocks to"),
         (["--prompt", "x", "--enable-cpu-offload", "--num-gpu-blocks", "100000000"], "lower --num-gpu-blocks to"),

@@ -317,7 +317,7 @@ def test_max_tokens_none_runs_to_the_end_of_the_context_or_of_the_cache(model: P
     endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     with make_llm(model, kind, max_model_len=40) as engine:
         assert len(token_ids(engine, [[1] * 30], endless)[0]) == 10
-        with pytest.raises(RequestError, match="exceeds max_model_len=40"):
+        with pytest.raises(RequestError, match="leaves no room for an answer in max_model_len=40; shorten"):
             engine.generate([[1] * 40], endless, use_tqdm=False)
     small = {"num_kvcache_blocks": 1} if kind == "all GPU" else {"num_cpu_blocks": 1}
     with make_llm(model, kind, **small) as engine:

@@ -23,7 +23,7 @@ MANY = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_llm_remembers_nothing_of_requests_that_have_ended(model: Path, kind: str) -> None:
-    with LLM(str(model), **OPTIONS, **KINDS[kind], speculation="prompt_lookup") as llm:
+    with LLM(str(model), **(OPTIONS | KINDS[kind] | {"speculation": "prompt_lookup"})) as llm:
         llm.engine._request_ids = itertools.count(FIRST_ID)
         llm.generate(["the same words, the same words", "Hello", [1, 2] * 200, "x"], MANY, use_tqdm=False)
         running, waiting = (llm.add_request([3, 4] * 100, SamplingParams(max_tokens=90)) for _ in range(2))

@@ -471,7 +471,7 @@ def test_loader_quantizes_packed_weights_at_once(tmp_path: Path, device: str, na
         layer: Any = SimpleNamespace(
             weight_shards=lambda shards=shards: [("layer.weight", shard) for shard in shards],
             lm_head=SimpleNamespace(weight=values),
-            config=SimpleNamespace(quantization=quantization),
+            config=SimpleNamespace(quantization=quantization, tie_word_embeddings=False),
         )
         load_weights(layer, tmp_path, load_format=load_format)
     got = packed_values.unpack(packed(weight), 0, torch.empty_like(values))
