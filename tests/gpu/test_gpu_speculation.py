@@ -99,7 +99,7 @@ def test_drafts_that_read_the_shadow_in_graphs(
     model, passkey = build_retrieval_model(tmp_path / "model"), "q7m2x9kd4tzb0wy6"
     options = {"speculation": "shadow", "shadow_bits": bits, "dtype": dtype, "max_model_len": 6500}
     cache = {"num_kvcache_blocks": 60} if num_gpu_blocks is None else OFFLOAD | {"num_gpu_blocks": num_gpu_blocks}
-    options |= cache | {"kvcache_block_size": 256, "device": "cuda"}
+    options = cache | options | {"kvcache_block_size": 256, "device": "cuda"}
     with LLM(str(model), internals=Internals(always_guesses=True), **options) as llm:
         params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
         for depth in (0.1, 0.6):

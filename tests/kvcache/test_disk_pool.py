@@ -58,6 +58,8 @@ def test_extents_go_out_and_in_and_nothing_else_changes(size: tuple[Any, ...]) -
         rows = (slice(None), block_id, slice(start, start + DISK_GRAIN_TOKENS))
         for cache in caches:
             cache[rows] = torch.randn(cache[rows].shape, device=size[0], generator=generator).bfloat16()
+        if size[0] == "cuda":
+            torch.cuda.synchronize()  # the pool copies on a stream of its own, which waits for fences alone
         stored = b"".join(pool.payload(extent))
         expected = [cache[rows].cpu().clone() for cache in caches]
         assert stored == b"".join(each.view(torch.uint8).numpy().tobytes() for each in expected)
