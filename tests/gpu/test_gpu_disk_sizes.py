@@ -65,6 +65,9 @@ def test_restarted_engine_of_real_size_loads_what_was_stored(case: str, tmp_path
     for i, result in enumerate(results):
         assert (result.num_failures, result.num_misses) == (0, 0), f"engine {i}: {result.num_failures} failures"
         assert result.num_stored_bytes > 0, f"engine {i} stored nothing"
+    if CASES[case][0] == "qwen3-0.6b" and "enable_cpu_offload" not in CASES[case][1][0]:
+        itemsize = 4 if CASES[case][1][0]["dtype"] == "float32" else 2
+        assert results[0].num_stored_bytes == HIT * 2 * 28 * 8 * 128 * itemsize, "23 extents of 256 tokens"
     # With offload, the tokens of a block that is not full may be on the GPU only, and are not stored
     hit = PROMPT_TOKENS // 4096 * 4096 if case == "offload, large slots" else HIT
     for i, (before, after) in enumerate(pairwise(results)):
