@@ -1,6 +1,7 @@
 """Offload at the sizes of Qwen3-0.6B: slots and staging of several GiB, contexts of 9,000 tokens, the whole vocabulary.
 
-The answers are those of an engine whose cache is all on the GPU. Weights are random.
+The answers are those of an engine whose cache is all on the GPU. Weights are random. Where slots are few, drafts come from
+a shadow, as by default.
 """
 
 import random
@@ -19,6 +20,12 @@ CACHES: dict[str, dict[str, Any]] = {
     "small slots, streamed": {"kvcache_block_size": 256, "num_cpu_blocks": 120, "num_gpu_blocks": 20},
     "small slots, resident": {"kvcache_block_size": 256, "num_cpu_blocks": 120, "num_gpu_blocks": 100},
     "large slots, streamed": {"kvcache_block_size": 4096, "num_cpu_blocks": 10, "num_gpu_blocks": 4},
+    "large slots, the CPU attends": {
+        "kvcache_block_size": 4096,
+        "num_cpu_blocks": 10,
+        "num_gpu_blocks": 3,
+        "cpu_attention": "on",
+    },
 }
 
 
@@ -60,7 +67,10 @@ def expected() -> Answers:
 @pytest.mark.parametrize("cache", CACHES)
 def test_offload_of_real_size_gives_the_answers_of_all_gpu(cache: str, expected: Answers) -> None:
     """A GPU test of copies and pools that runs only at the size of tiny models overlooks what the driver refuses."""
-    with LLM("qwen3-0.6b", **ENGINE, **OFFLOAD, **CACHES[cache]) as llm:
+    with LLM("qwen3-0.6b", **(ENGINE | OFFLOAD | CACHES[cache])) as llm:
+        assert ("num_shadow_pages" in llm.stats()) == (
+            cache in ("small slots, streamed", "large slots, the CPU attends")
+        )
         for (token_ids, logprobs), (expected_ids, expected_logprobs) in zip(answers(llm), expected, strict=True):
             assert token_ids == expected_ids
             assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)
