@@ -109,7 +109,7 @@ def auto_shadows(
     They leave room for the given slots, or for those of LEAST_SLOTS sequences. They hold one sequence of max_model_len
     or more, since drafts that miss keys are often wrong.
     """
-    free_bytes = room_bytes - (given or min(LEAST_SLOTS, config.max_num_seqs)) * spec.block_bytes
+    free_bytes = room_bytes - (given or _least_slots(config)) * spec.block_bytes
     if config.shadow_memory_gb is not None:
         free_bytes = min(free_bytes, int(config.shadow_memory_gb * 2**30))
     num_blocks = max_model_len // spec.block_size
@@ -118,6 +118,11 @@ def auto_shadows(
             num_pages = min(num_seqs * num_blocks, num_cpu_blocks)
             if num_pages and num_pages * ShadowSpec.of(spec, bits).page_bytes <= free_bytes:
                 yield ShadowSize(num_pages, bits)
+
+
+def _least_slots(config: Config) -> int:
+    """The fewest slots that a shadow leaves if their number is not given. The engine needs two to start."""
+    return max(2, min(LEAST_SLOTS, config.max_num_seqs))
 
 
 def divide_memory(
@@ -135,9 +140,9 @@ def divide_memory(
     States get what the given blocks leave, or else half of the room, as far as they can use it. `given`: blocks that
     the user asks for, 0 for as many as fit, of which no more than `useful` are. The blocks may be too few to start
     with, and the pages may be none. `shadow`: the one that the planner has chosen, of which as many pages exist as the
-    given blocks leave room for. If `shadow` is None, its size depends on the room: with offload the shadow should hold
-    all CPU blocks, and if the slots are not given, it gets half of the room for that. Without offload, there is a page
-    for each block.
+    given blocks, or else those of LEAST_SLOTS sequences, leave room for: there may be less than the planner estimated.
+    If `shadow` is None, its size depends on the room: with offload the shadow should hold all CPU blocks, and if the
+    slots are not given, it gets half of the room for that. Without offload, there is a page for each block.
     """
     num_slots = 0
     if spec.states is not None:
@@ -145,14 +150,17 @@ def divide_memory(
         free_bytes = room_bytes - given * spec.block_bytes if given else room_bytes // 2
         num_slots = num_state_slots(config, spec.states, free_bytes)
         room_bytes -= num_slots * spec.states.slot_bytes
+    least = given
     if not wants_shadow(config, spec):
         shadow = NO_SHADOW
     elif shadow is None:
         shadow = _shadow_that_fits(config, spec, room_bytes, given, useful, num_cpu_blocks)
+    else:
+        least = given or _least_slots(config)
     num_pages = page_bytes = 0
     if shadow.num_pages:
         page_bytes = ShadowSpec.of(spec, shadow.bits).page_bytes
-        num_pages = min(shadow.num_pages, max(0, room_bytes - given * spec.block_bytes) // page_bytes)
+        num_pages = min(shadow.num_pages, max(0, room_bytes - least * spec.block_bytes) // page_bytes)
     num_blocks = given or min(useful, (room_bytes - num_pages * page_bytes) // spec.block_bytes)
     return KVCacheSizes(num_blocks, num_cpu_blocks, num_pages, shadow.bits, num_slots)
 

@@ -14,7 +14,7 @@ from tiny_models import write_tiny_model
 from nanovllm import LLM, SamplingParams, StructuredOutputs
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSpec
-from nanovllm.core.shadow_spec import NO_SHADOW, SHADOW_BITS, ShadowSize, ShadowSpec, divide_memory
+from nanovllm.core.shadow_spec import NO_SHADOW, SHADOW_BITS, ShadowSize, ShadowSpec, auto_shadows, divide_memory
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.engine.setup import Internals
@@ -214,8 +214,27 @@ def test_memory_is_divided_as_the_planner_has_chosen() -> None:
 
     assert divided(40, 8, ShadowSize(64, 4)) == (8, 64, 4)
     assert divided(8 + 18, 8, ShadowSize(65, 4)) == (8, 64, 4)  # start-up has measured a little less room
-    assert divided(40, 0, ShadowSize(64, 4)) == (22, 64, 4)
+    assert divided(60, 0, ShadowSize(64, 4)) == (42, 64, 4)
     assert divided(40, 0, NO_SHADOW) == (40, 0, 0)
+
+
+def test_a_shadow_takes_no_slot_that_the_engine_needs() -> None:
+    """Regressions: if start-up measured less room than the planner had estimated, the shadow took what the slots
+    needed, and the engine did not start. With max_num_seqs=1, the planner left room for one slot, but two are needed.
+    """
+    spec = KVCacheSpec(num_layers=2, block_size=256, num_kv_heads=2, head_dim=128, itemsize=2)
+
+    def divided(room: float, shadow: ShadowSize, **options: Any) -> tuple[int, int]:
+        config, room_bytes = Config(model="m", enable_cpu_offload=True, **options), int(room * spec.block_bytes)
+        sizes = divide_memory(config, spec, room_bytes, given=0, useful=1000, num_cpu_blocks=100, shadow=shadow)
+        return sizes.num_gpu_blocks, sizes.num_pages
+
+    chosen = ShadowSize(64, 4)  # 18 blocks
+    assert [divided(room, chosen) for room in (50, 41, 32, 20)] == [(32, 64), (32, 32), (32, 0), (20, 0)]
+    assert [divided(room, chosen, max_num_seqs=1) for room in (20, 11, 2)] == [(2, 64), (2, 32), (2, 0)]
+    config, room_bytes = Config(model="m", enable_cpu_offload=True, max_num_seqs=1), 19 * spec.block_bytes
+    shadows = auto_shadows(config, spec, room_bytes, given=0, num_cpu_blocks=64, max_model_len=64 * 256)
+    assert next(shadows).bits == 3  # 17 blocks, which is too little for 4 bits
 
 
 def test_drafts_are_the_default_with_offload_and_change_no_token(reference: Reference) -> None:
