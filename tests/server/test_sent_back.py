@@ -256,7 +256,8 @@ def prompt_of(tokenizer: Any, model: str, messages: list[dict[str, Any]]) -> str
 
 def test_system_messages_are_joined_only_where_the_template_refuses_them(tokenizer: Any) -> None:
     """Regression: Codex's instructions and developer items, and Claude Code's system messages after the user's turn,
-    were 400 with Qwen3.5's template."""
+    were 400 with Qwen3.5's template.
+    """
     messages = [
         {"role": "system", "content": "First."},
         {"role": "developer", "content": "Second."},
