@@ -561,7 +561,7 @@ def _starts_line(text: str, position: int) -> bool:
 class TaggedCallParser:
     """Parses one answer whose calls are of the format QWEN_TAGS, as ToolCallParser does.
 
-    The arguments of a call come one by one, each as a whole. Models leave tags out: those that close a parameter, a
+    The arguments of a call come one by one, each as a whole. Models leave tags out: the closing tags of a parameter, a
     function or a call, and <tool_call> before the function of a known tool.
     """
 

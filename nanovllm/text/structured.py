@@ -496,7 +496,7 @@ class TokenMatcher:
         self._following = self._limited(following, self._numbers)
 
     def _limited(self, following: TokenMask, numbers: NumberScan | None) -> TokenMask:
-        """Return the tokens that may follow, without those that make a number too long unless the schema needs them."""
+        """Remove from `following` the tokens that make a number too long, unless the schema leaves no other token."""
         forbidden = None if numbers is None else numbers.forbidden(self._vocabulary.numbers)
         if forbidden is None:
             return following

@@ -169,11 +169,11 @@ def test_fields_that_change_no_answer_are_ignored() -> None:
 
 
 def test_ignored_fields_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only names that can be those of an API, and a limited number: clients choose them."""
+    """Clients choose the names, so only possible names of an API are logged, and a limited number of them."""
     monkeypatch.setattr(fields, "_logged", set())
     caplog.set_level(logging.INFO, "nanovllm")
     for _ in range(2):
-        ChatRequest.model_validate({"messages": USER, "metadata": {}, "my secret, which is no name": 1, "\ud800": 1})
+        ChatRequest.model_validate({"messages": USER, "metadata": {}, "my secret, not a name": 1, "\ud800": 1})
     assert [record.getMessage() for record in caplog.records] == [
         "nanovllm: the field 'metadata' of requests is unknown and ignored"
     ]

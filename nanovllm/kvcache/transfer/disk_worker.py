@@ -3,7 +3,7 @@
 Legend: L layers, N blocks, P tokens per block, G tokens per extent, K kv heads, D head dim.
 
 A payload is the extent's K in all layers, then its V: [2, L, G, K, D], or a state of the recurrent layers: the inputs
-of the convolution, then the matrices. Each thread that reads has a buffer of its own for one payload. It reads a file
+of the convolution, then the matrices. Each thread that reads has a separate buffer for one payload. It reads a file
 into the buffer, and copies the payload to its place once the whole file has been read and checked. So a disk that hangs
 holds buffers, but no block: a load that is given up ends at once, and its blocks can be used for something else.
 Extents are written from the cache directly where it lies in CPU memory, and through a buffer where it lies on the GPU.
@@ -235,7 +235,7 @@ class DiskWorker:
         self._stores: deque[_Submitted] = deque()
         self._loads: deque[_Submitted] = deque()
         self._reads: deque[Callable[[], None]] = deque()  # for the reading threads; they do not raise
-        self._num_reading = self._num_copying = 0  # threads that read, and those that copy to a load's blocks
+        self._num_reading = self._num_copying = 0  # threads that read, and threads that copy to a load's blocks
         self._is_stuck = False  # reads of a load that was given up have not ended
         self._num_to_store = 0
         self._close_at_s: float | None = None  # by time.monotonic; None: not yet
