@@ -52,7 +52,7 @@ class AsyncLLM:
 
     @property
     def failure(self) -> EngineError | None:
-        """Why the engine runs nothing more; None while it works."""
+        """The error with which the engine has failed, or None while it works."""
         return self._thread.failure
 
     @property
@@ -142,10 +142,8 @@ class AsyncLLM:
 
     def _add(self, seq: Sequence, receiver: Receiver) -> int:
         """Queue one answer and return its request id. Called on the loop, and so before any of its results arrive."""
-        with (
-            self._thread.changed
-        ):  # once `close` has been called, the thread aborts what is open, and nothing may follow
-            self._check_open()
+        with self._thread.changed:
+            self._check_open()  # after `close` the thread aborts all open requests, and no other one may follow
             try:
                 request_id = self.llm.engine.add_sequence(seq, receiver)
             except (RequestError, EngineError):
@@ -180,8 +178,8 @@ class AsyncLLM:
 class _EngineThread(threading.Thread):
     """The thread that runs the engine's steps, and what it shares with the event loop.
 
-    It does not refer to the AsyncLLM. So an AsyncLLM that is dropped without `close` is collected, which stops the
-    thread, and then the engine is collected, too.
+    The thread does not refer to the AsyncLLM. So an AsyncLLM that is dropped without `close` is collected, which stops
+    the thread, and then the engine is collected, too.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -193,7 +191,7 @@ class _EngineThread(threading.Thread):
         self.is_closing = False
         engine = llm.engine
         self.dispatcher = Dispatcher(rests=lambda: engine.has_requests)
-        self._has_plans_to_build = True  # as far as is known
+        self._has_plans_to_build = True  # until build_next_plan finds none
 
     def stop(self) -> None:
         """Let the thread abort open requests and end. Does not wait for it."""

@@ -103,8 +103,8 @@ class ReasoningTags(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """A constraint on the answer after its reasoning. Exactly one of the first four fields is given, which mean the
-    same as in vLLM, or tagged_json, or both: then the answer is either JSON between tags or what the other field says.
+    """A constraint on the answer after its reasoning: one of the first four fields, which mean the same as in vLLM, or
+    tagged_json. If one of the four and tagged_json are given, the answer matches either of them.
 
     json: a JSON schema, as a dict or as text. json_object: any JSON object. regex: a regular expression that the whole
     answer matches. choice: the strings of which the answer is one. tagged_json: JSON between tags.
@@ -166,8 +166,8 @@ class SamplingParams:
     temperature: float = option(1.0, help="sampling temperature; 0 always takes the most likely token", group=_GROUP)
     max_tokens: int | None = option(
         64,
-        help="maximum number of new tokens; where there is no limit, as many as the context and the KV cache have room "
-        "for",
+        help="maximum number of new tokens; if there is none, the answer may take all the room in the context and the "
+        "KV cache",
         group=_GROUP,
         least=1,
     )
@@ -316,11 +316,11 @@ class SamplingParams:
 
     @property
     def required_tokens(self) -> int | None:
-        """The number of tokens that there must be room for, or None if the answer takes what room there is."""
+        """The number of tokens that there must be room for, or None if the answer takes the room that is left."""
         return None if isinstance(self.max_tokens, ModelLimit) else self.max_tokens
 
     def within(self, num_free_tokens: int) -> "SamplingParams":
-        """Return the parameters with a max_tokens that fits, where the user gave none.
+        """Return the parameters with a max_tokens that fits, unless the user gave one.
 
         Raises RequestError if min_tokens is more than that.
         """

@@ -42,8 +42,8 @@ MAX_SNAPSHOT_BYTES = 4 * 2**30  # per rank; pinning them takes a second
 NUM_KEPT_PROMPTS = 64
 ANSWER_TOKENS = 500  # after a prompt of the whole context, to compare plans by their time
 SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, for sizing a CPU pool
-AUTO_SHARE = 4  # with speculation="auto" and offload, K and V of a draft head take at most this part of the room for KV
-# By bits of the shadow: the share of right drafts of SmolLM2-135M on code and prose at a temperature of 0.7
+AUTO_SHARE = 4  # with "auto" and offload, K and V of a draft head take at most 1/AUTO_SHARE of the room for KV
+# Bits of the shadow -> share of right drafts, measured with SmolLM2-135M on code and prose at temperature 0.7
 SHADOW_ACCEPTANCE = {4: 0.96, 3: 0.91, 2: 0.76}
 MIN_SHADOW_GAIN = 1.5  # in the expected rate, which leaves out what a draft costs besides reading memory
 MAX_SHADOW_LOSS = 1.05  # in the expected rate, for a shadow that holds more sequences or has more bits
@@ -285,8 +285,8 @@ class CapacityPlan:
 
     @property
     def request_s(self) -> float:
-        """The least time of a request, to compare plans: a prompt of `context` tokens, and an answer of ANSWER_TOKENS.
-        A part whose bound is not known counts as 0.
+        """The least time of a request with a prompt of `context` tokens and an answer of ANSWER_TOKENS, to compare
+        plans. A part whose bound is not known counts as 0.
         """
         num_tokens = self.num_sequences * ANSWER_TOKENS
         return (self.first_token_s or 0.0) + num_tokens / (self.expected_decode_tok_per_s or float("inf"))

@@ -163,7 +163,7 @@ class BadWords:
         return self._masks[state]
 
     def _find_mask(self, ends: npt.NDArray[np.int64]) -> TokenMask:
-        """Return the mask that forbids the tokens of `ends` and those that are always forbidden."""
+        """Return the mask that forbids the tokens of `ends` and the tokens that are always forbidden."""
         is_forbidden = self._always.copy()
         is_forbidden[ends] = True
         is_forbidden &= self._speaks

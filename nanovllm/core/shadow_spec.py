@@ -16,7 +16,7 @@ from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, num_state_slots
 SHADOW_BITS = (4, 3, 2)
 KEY_GROUP = 64  # tokens of a channel that share a scale
 SLICE_TOKENS = 16  # tokens whose codes have the same place in their words
-LEAST_SLOTS = 32  # with speculation="auto", what the shadow leaves of slots whose number is not given
+LEAST_SLOTS = 32  # slots that the shadow leaves room for with speculation="auto", if their number is not given
 NUM_SHADOWED_SEQS = 2  # with speculation="auto", the shadow holds at most this many sequences of max_model_len
 
 
@@ -106,8 +106,8 @@ def auto_shadows(
 ) -> Iterator[ShadowSize]:
     """Yield the shadows that speculation="auto" can choose from with offload, the preferred one first.
 
-    They leave room for the given slots, or for those of LEAST_SLOTS sequences. They hold one sequence of max_model_len
-    or more, since drafts that miss keys are often wrong.
+    Each leaves room for the given slots or, if none are given, for LEAST_SLOTS or max_num_seqs of them, whichever is
+    less. Each holds one sequence of max_model_len or more, because drafts that miss keys are often wrong.
     """
     free_bytes = room_bytes - (given or _least_slots(config)) * spec.block_bytes
     if config.shadow_memory_gb is not None:
@@ -137,7 +137,7 @@ def divide_memory(
 ) -> KVCacheSizes:
     """Divide the memory of a GPU between KV blocks, the shadow and the slots of states.
 
-    States get what the given blocks leave, or else half of the room, as far as they can use it. `given`: blocks that
+    States get the room that the given blocks leave, or else at most half of the room. `given`: number of blocks that
     the user asks for, 0 for as many as fit, of which no more than `useful` are. The blocks may be too few to start
     with, and the pages may be none. `shadow`: the one that the planner has chosen, of which as many pages exist as the
     given blocks, or else those of LEAST_SLOTS sequences, leave room for: there may be less than the planner estimated.

@@ -310,7 +310,7 @@ class ModelRunner:
                 "states": [] if states is None else [list(part.shape[1:]) for part in states.stored_parts],
             }
             self._disk = open_worker(setup, self.memory.disk_pool(), identity, self.tp.rank, self.tp.size)
-            # The threads refer to the KV cache: without this, an engine that is dropped would leave them and it behind
+            # The threads refer to the KV cache: without this, both would outlive an engine that is dropped
             weakref.finalize(self, self._disk.abandon).atexit = False
         return self._disk.store
 

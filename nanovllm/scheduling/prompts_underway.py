@@ -1,4 +1,4 @@
-"""PromptsUnderway: which prompts are being computed, for waiting prompts that begin with the same tokens.
+"""PromptsUnderway: finds a prompt that is being computed and begins with the same tokens as a waiting prompt.
 
 A waiting prompt can use the K and V of another one as soon as a step that computes them is planned. With recurrent
 layers it also needs a state, which it can use only in the step after. If it started at once, it would compute tokens
@@ -27,7 +27,7 @@ class Leader(NamedTuple):
 class PromptsUnderway:
     """The running prompts, found by the hash of each of their grains. A hash stands for all tokens up to its grain.
 
-    If hashes collide, a prompt may wait for one that does not help it, but not for longer than that one runs.
+    If hashes collide, a prompt may wait for a prompt that does not help it, but only while that prompt runs.
     """
 
     def __init__(self, pool: BlockPool) -> None:

@@ -391,7 +391,7 @@ class Scheduler:
         self._underway.placed(seq, num_tokens)
 
     def _leaders(self, prompts: list[Sequence]) -> dict[int, Sequence]:
-        """Find the running prompts that waiting ones could follow, by the seq_id of those that wait."""
+        """Find the running prompts that waiting prompts could follow, by the seq_id of the waiting prompt."""
         running = {seq.seq_id for seq in prompts if seq.status is SequenceStatus.RUNNING}
         waiting = [seq for seq in prompts if seq.status is SequenceStatus.WAITING] if running else []
         found = ((seq.seq_id, self._underway.leader(seq)) for seq in waiting)

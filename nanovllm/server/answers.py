@@ -114,7 +114,7 @@ class Answer(ABC, Generic[BodyT]):
         return ""
 
     def waiting_events(self) -> str:
-        """The events that say nothing, but show a client that counts events that the answer is still on its way."""
+        """Return events without text, for clients that take only events as a sign of life."""
         return f"{self._chunk_start}{self.empty_choice}{self._chunk_end}"
 
     def progress_event(self, stream: RequestStream, elapsed_s: float) -> str:
@@ -306,7 +306,7 @@ class EventStream(Response):
     """Sends the updates of a request as server-sent events, and closes its stream in the end.
 
     A long prompt is computed for minutes. Meanwhile an event without text every `silence_s` seconds keeps proxies and
-    clients from giving up. Some clients do not count comments as a sign of life. A client that has asked for it is told
+    clients from giving up; a comment is not enough for some clients. A client that has asked for it is told
     how much of the prompt is computed, from the beginning to the end.
     """
 

@@ -180,9 +180,8 @@ async def _answer_chat(
     constraint = None if call_format is None else call_constraint(body, call_format)
     cache_salt = service.cache_salt(body, request)
     token_ids = await service.prepare(encode_messages, service, body, tools, cache_salt)
-    num_free_tokens = service.llm.max_request_tokens - len(token_ids)
     form = _chat_form(service, call_format, token_ids)
-    params = chat_params(body, service.llm.sampling_defaults, num_free_tokens, constraint, form.tags)
+    params = chat_params(body, service.llm.sampling_defaults, constraint, form.tags)
     answer = make_answer(service, body, form._replace(is_alternative=has_form(body)))
     try:
         return await answer.respond([token_ids], params, cache_salt, request.receive)

@@ -1,4 +1,4 @@
-"""How the body of a request is packed (Content-Encoding) and which characters its bytes stand for (charset).
+"""Unpacks the bodies of requests (Content-Encoding) and decodes their characters (charset).
 
 Nothing is unpacked beyond a limit, so a small body cannot take much memory.
 """
@@ -16,7 +16,7 @@ MAX_ZSTD_WINDOW_BYTES = 8 * 2**20  # what RFC 9659 allows for HTTP; a frame may 
 ZSTD_PIECE_BYTES = 512  # which unpack to at most 16 MiB
 SUPPORTED_ENCODINGS = "gzip, deflate or zstd"
 _GZIP, _ZLIB_HEADER_BITS = 16 + zlib.MAX_WBITS, 0x0F
-# Others, such as punycode, are no encodings of text or take time that grows with the square of its length
+# Other codecs, such as punycode, are not for text, or take time that grows with the square of its length
 _TEXT_CODECS = re.compile(
     r"ascii|utf-(8|16|32)(-[bl]e|-sig)?|iso8859-\d+|cp\d+|koi8-[rtu]|gb\w+|big5\w*|euc_\w+|shift_jis"
 )
@@ -46,10 +46,10 @@ def encodings_of(headers: Headers) -> tuple[list[str], str | None]:
 
 
 def unpack(body: bytes, encodings: list[str], charset: str | None, max_bytes: int) -> bytes:
-    """Return the body in UTF-8. A body that is longer than `max_bytes` is returned cut, but longer than that, too.
+    """Return the body in UTF-8. A body of more than `max_bytes` is cut, but still has more than that.
 
-    Raises UnknownEncodingError for an encoding or charset that is not known, and ValueError for a body that does not
-    have it.
+    Raises UnknownEncodingError for an encoding or charset that is not known, and ValueError for a body that is not
+    valid in it.
     """
     if len(encodings) > MAX_ENCODINGS:
         raise UnknownEncodingError(f"the body has {len(encodings)} encodings, at most {MAX_ENCODINGS} are allowed")

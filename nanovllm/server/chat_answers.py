@@ -47,7 +47,7 @@ class ChatForm(NamedTuple):
 
     @property
     def tags(self) -> ReasoningTags | None:
-        """The tags of the reasoning; None for an answer without."""
+        """The tags of the reasoning, or None if the answer has no reasoning."""
         return ReasoningTags("<think>", "</think>", self.begins_in_reasoning) if self.has_reasoning else None
 
 
@@ -111,7 +111,7 @@ class ChatAnswer(Answer[ChatRequest]):
     def _deltas(self, index: int, text: str, output: RequestOutput | None) -> list[Delta]:
         """The reasoning, the contents and the tool calls that `text` adds to the message. Hot.
 
-        output: the answer's, if `text` is its end.
+        output: the answer's output if `text` is the end of the answer, else None.
         """
         form, is_last = self._form, output is not None
         if form.call_format is None and not form.has_reasoning:
@@ -256,7 +256,7 @@ class BlockAnswer(ChatAnswer):
         return self._sse(self._add(update.text, update.output))
 
     def _add(self, text: str, output: RequestOutput | None) -> list[dict[str, Any]]:
-        """Add what `text` says to the blocks, and return the events of it. output: the answer's at its end."""
+        """Add what `text` says to the blocks, and return the events of it. output: see _deltas."""
         events = []
         for delta in self._deltas(0, text, output):
             kind: BlockKind

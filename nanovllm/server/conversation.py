@@ -103,7 +103,7 @@ def _with_single_calls(messages: Conversation) -> Conversation:
 
 
 def _with_system_text_in_the_question(messages: Conversation) -> Conversation:
-    """Put the text of all system and developer messages before that of the user's first message."""
+    """Put the text of all system and developer messages before the text of the user's first message."""
     first, *rest = _with_one_system_message(messages)
     if first["role"] not in SYSTEM_ROLES:
         return messages

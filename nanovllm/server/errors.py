@@ -82,8 +82,8 @@ class ApiError(Exception):
 class PromptTooLongError(ApiError):
     """A prompt that leaves no room for an answer.
 
-    Agents compact their history when they find one of these in an error: the code, as OpenAI has it, or what the
-    messages of Anthropic's API ("prompt is too long") or vLLM ("maximum context length") say.
+    Agents compact their history when they find one of these in an error: OpenAI's code, or the words of Anthropic's API
+    ("prompt is too long") or of vLLM ("maximum context length").
     """
 
     def __init__(self, num_tokens: int, max_context_tokens: int, param: str) -> None:
@@ -168,7 +168,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def model_not_found(name: str, names: Iterable[str]) -> ApiError:
-    """names: of the models that exist."""
+    """names: the names of the models that exist."""
     message = f"the model {shown(name)} does not exist; this server has {' and '.join(map(repr, names))}"
     return ApiError(message, status=404, param="model", code="model_not_found")
 

@@ -3,7 +3,7 @@
 - A field that is null is the same as a field that is missing.
 - A field of `UNSUPPORTED` would change the answer, and the server does not implement it. Such a field is refused by
   name unless it has a value that changes nothing.
-- A field whose name is nearly that of a known field, such as "temprature", is refused with the known name.
+- A field with nearly the name of a known field, such as "temprature", is refused with the known name.
 - Every other unknown field is ignored, and the log names it once.
 
 A body can have millions of errors, and collecting them would take minutes and gigabytes. So a check ends at the first.
@@ -20,17 +20,17 @@ from pydantic import BaseModel, ConfigDict, FailFast, GetJsonSchemaHandler, mode
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-MAX_NAME_CHARS = 100  # of an unknown field's name are in the message
-MAX_KNOWN_CHARS = 40  # longer names are close to no known one
-MAX_BODY_VALUES = 1 << 17  # checking so many takes a third of a second
+MAX_NAME_CHARS = 100  # of an unknown field's name, in a message
+MAX_KNOWN_CHARS = 40  # a longer name is not compared with the known ones
+MAX_BODY_VALUES = 1 << 17  # checking them takes a third of a second
 MAX_LOGGED_NAMES = 200  # clients choose the names, so their number has no other limit
 TWO_EDIT_CHARS = 8  # shorter names differ too easily from others in two characters
 ONE_EDIT_CHARS = 4  # and still shorter ones in one
 
 logger = logging.getLogger(__name__)
 
-# Field of a request that changes the answer and is not implemented -> the values that change nothing. Null never does.
-# A field that an API implements is not looked up here for this API.
+# Field of a request that changes the answer and is not implemented -> the values that change nothing, besides null. A
+# field that an API implements is not looked up here for this API.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     # OpenAI's APIs
     "audio": (),
@@ -189,8 +189,8 @@ def printable(name: str) -> str:
 class Body(BaseModel):
     """A JSON object. The module's docstring says what becomes of unknown fields.
 
-    NEUTRAL: field that is not implemented -> values that change nothing. A field of the class may be in
-    it, too: these of its values count as null. KINDS: `type` that is supported -> the fields that it needs. A message
+    NEUTRAL: field that is not implemented -> values that change nothing. It may also have fields of the class, and then
+    these values count as null. KINDS: `type` that is supported -> the fields that it needs. A message
     about another type begins with `NOUN` and ends with `WHY_NOT`.
     """
 
@@ -305,7 +305,7 @@ def _num_values(value: Any, limit: int) -> int:
 
 
 def _meant_name(kind: type[Body], name: str) -> str | None:
-    """Return the field that a name differs from in a character or two, in its case or in its underscores."""
+    """Return the field whose name differs only in one or two characters, in case or in underscores, or None."""
     if len(name) > MAX_KNOWN_CHARS:
         return None
     plain, known = _plain(name), _shortened_names(kind)

@@ -240,7 +240,7 @@ class OtherTool(Body):
 
 
 def tool_branch(*kinds: str) -> Discriminator:
-    """Return what finds the class of a tool: its type, if that is one of `kinds`, and else "other".
+    """Return a discriminator of tools: a tool's type if it is one of `kinds`, else "other".
 
     A tool without a type, or a function in the form of another API, is checked as one of the first kind.
     """
@@ -422,12 +422,10 @@ def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> S
 def chat_params(
     body: ChatRequest,
     defaults: Mapping[str, Any],
-    num_free_tokens: int,
     calls: TaggedJson | None = None,
     reasoning: ReasoningTags | None = None,
 ) -> SamplingParams:
-    """`num_free_tokens`: how many tokens fit after the prompt. They limit the model's own default of max_tokens.
-    `calls`: what tool calls must look like; None for no constraint. `reasoning`: how the answer may begin.
+    """`calls`: the form that tool calls must have, or None without a constraint. `reasoning`: how the answer may begin.
 
     An answer that need not be a call is either calls or of the form that the body gives.
     """
@@ -438,10 +436,7 @@ def chat_params(
             StructuredOutputs(tagged_json=calls) if form is None else replace(form, tagged_json=calls)
         )
     given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    default = defaults.get("max_tokens")
-    if default is not None:
-        default = max(1, min(default, num_free_tokens))
-    params["max_tokens"] = default if given is None else given
+    params["max_tokens"] = defaults.get("max_tokens") if given is None else given
     params["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     return SamplingParams(**params)
 

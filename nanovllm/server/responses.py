@@ -175,7 +175,9 @@ class ResponsesRequest(WholeBody):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: Items[str] | None = None  # of other entries, such as encrypted reasoning, the server has nothing
+    include: Items[str] | None = (
+        None  # entries that the server has nothing for, such as encrypted reasoning, are ignored
+    )
 
     @model_validator(mode="after")
     def _check_fields(self) -> "ResponsesRequest":

@@ -282,7 +282,7 @@ class ToolCallParser:
     def finish(self, is_cut: bool = False) -> list[CallPart]:
         """Return the rest, after the last text. A call that is not complete is content, unless it has begun.
 
-        is_cut: the answer did not end by itself. The result is the same.
+        is_cut: the answer did not end by itself, which makes no difference here.
         """
         if self._has_begun:
             return []
@@ -444,7 +444,7 @@ class ToolCallParser:
         return name if self._is_known(name) else ""
 
     def _is_known(self, name: str) -> bool:
-        """Return True for the name of a tool. Where a call is not mistaken for text, any name is one."""
+        """Return True for the name of a tool, or for any name if the parser was not given the tools' names."""
         return bool(name) if self._names is None else name in self._names
 
 
@@ -484,8 +484,8 @@ class _ValueScan:
     """A search for the end of a value between tags in a text that grows. It reads each character a few times at most.
 
     A tag ends the value only if what follows is a tag of the call, too, so that a value can contain tags: a closing tag
-    before another tag or at the end of the answer, or the tag of another parameter of the tool. The second case is that
-    of a closing tag that the model has left out. In JSON, tags inside strings do not count.
+    before another tag or at the end of the answer, or the tag of another parameter of the tool, before which the model
+    has left out a closing tag. In JSON, tags inside strings do not count.
     """
 
     def __init__(self, names: Collection[str], is_json: bool) -> None:
@@ -561,7 +561,7 @@ def _starts_line(text: str, position: int) -> bool:
 class TaggedCallParser:
     """Parses one answer whose calls are of the format QWEN_TAGS, as ToolCallParser does.
 
-    The arguments of a call come one by one, each as a whole. Models leave tags out: those that close a parameter, a
+    The arguments of a call come one by one, each as a whole. Models leave tags out: the closing tags of a parameter, a
     function or a call, and <tool_call> before the function of a known tool.
     """
 

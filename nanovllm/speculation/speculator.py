@@ -355,7 +355,7 @@ class Speculator:
         return guesses
 
     def verified(self, seq: Sequence, num_guesses: int, token_ids: Seq[int]) -> None:
-        """Count what a step has verified. Called before the sequence gets `token_ids`: right guesses, and one token."""
+        """Count what a step has verified. `token_ids`: the right guesses and one token, not yet appended."""
         num_accepted = len(token_ids) - 1
         self.num_passes += 1
         self.num_guesses += num_guesses

@@ -40,7 +40,7 @@ class TokenDecoder:
         self.decode, self.decode_batch = _find_decode(tokenizer, skip_special_tokens)
         self._tokenizer = tokenizer
         self._text_lens: dict[int, int | None] = {}
-        self._broken: set[int] = set()  # those of `_text_lens` whose text has U+FFFD
+        self._broken: set[int] = set()  # tokens in `_text_lens` whose text has U+FFFD
         self._texts: dict[int, str] = {}
         self._anchor: tuple[list[int], str] | None = None
 
@@ -101,8 +101,8 @@ _DecodeBatch: TypeAlias = Callable[[list[list[int]]], list[str]]
 
 
 def _find_decode(tokenizer: Any, skip_special_tokens: bool) -> tuple[_Decode, _DecodeBatch]:
-    """Return `tokenizer.decode`, or the Rust tokenizer's, which is much faster, if it gives the same text; and the
-    same for several texts.
+    """Return the functions that decode one text and several texts: the tokenizer's, or the Rust tokenizer's, which
+    are much faster, if they give the same text.
 
     The texts differ if the class overrides `decode`, or if `clean_up_tokenization_spaces` takes effect. That depends on
     the kind of tokenizer and on the release of transformers, so a sample is decoded.
@@ -232,7 +232,7 @@ class Detokenizer:
         `prompt`: its last tokens are decoded with the answer's first ones. A decoder may strip the space of the first
         word of a text. A character that the prompt begins and the answer completes belongs to the answer.
 
-        `min_tokens`: a stop string may begin only behind the text of so many tokens.
+        `min_tokens`: a stop string may begin only after the text of that many tokens.
         """
         self._decoder = decoder
         self._stop = stop
@@ -291,9 +291,7 @@ class Detokenizer:
             visible += self._decoder.visible([token_id])
         visible.reverse()
         end, latest = len(visible), max(0, len(visible) - WINDOW_TOKENS)
-        found: list[
-            tuple[int, int, int]
-        ] = []  # replacement characters, incomplete tokens at the end, more at the start
+        found: list[tuple[int, int, int]] = []  # replacement characters, tokens left out at the end, more at the start
         for num_more in range(1 + min(MAX_INCOMPLETE_CHARS, latest)):
             for num_incomplete in range(1 + min(MAX_INCOMPLETE_CHARS, end - latest)):
                 whole = visible[latest - num_more : end - num_incomplete]

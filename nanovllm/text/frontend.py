@@ -324,7 +324,7 @@ _MODEL_OPTIONS = (
 
 
 def _differences(backend: Any, file: Any) -> list[str]:
-    """Return the parts in which a tokenizer differs from that of the file, the post-processor left out."""
+    """Return the parts in which a tokenizer differs from the tokenizer in the file, without the post-processor."""
     different = [
         name
         for name in ("normalizer", "pre_tokenizer", "decoder")
@@ -384,7 +384,7 @@ class _BadWordFinder:
         self._table: TokenTable | None = None  # made for the first words
 
     def find(self, words: tuple[str, ...], skips_special: bool, endings: tuple[int, ...]) -> BadWords:
-        """`endings`: tokens that end the answer and are no part of its text. Raises RequestError for unusable words."""
+        """`endings`: tokens that end the answer and are not in its text. Raises RequestError for unusable words."""
         for word in words:
             if REPLACEMENT in word or any("\ud800" <= char <= "\udfff" for char in word):
                 raise RequestError(
@@ -466,7 +466,7 @@ class TextFrontend:
     def decode(self, token_ids: Iterable[int], *, after: Iterable[int] = ()) -> str:
         """Return the text of tokens, special ones included. Raises RequestError as `encode_prompt` does.
 
-        `after`: the tokens before these, of which one is enough. Their text is left out.
+        `after`: the tokens before these; the last one is enough. Their text is left out.
         """
         before = check_token_ids(list(after), self._vocab_size).tolist()
         listed = check_token_ids(list(token_ids), self._vocab_size).tolist()

@@ -1,4 +1,4 @@
-"""JSON schemas before a grammar is made of them: which of their parts no grammar can express, by keyword and path.
+"""Checks of JSON schemas: finds the parts that a grammar cannot express, by keyword and path.
 
 llguidance lacks some keywords of JSON Schema, and compiles references that never end. `find_faults` names both, and a
 schema that must be obeyed to the letter is then refused. From a schema that is only meant to help, `remove_faults`

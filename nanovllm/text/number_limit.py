@@ -1,4 +1,4 @@
-"""Limits of the numbers in JSON that a model writes: without limits, some models write digits and never stop.
+"""Limits of the numbers in JSON that a model writes. Without limits, some models write digits and never stop.
 
 llguidance has no such limits. So a NumberScan follows the bytes of an answer, and tells which tokens would make a
 number too long. It reads only JSON: `JsonPlaces` says where in the answer that is.
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from nanovllm.core.logit_editor import TokenMask, token_mask
+from nanovllm.core.token_mask import TokenMask, token_mask
 from nanovllm.sampling_params import ReasoningTags
 from nanovllm.text.detokenizer import AnswerStart
 
@@ -104,7 +104,7 @@ class NumberScan:
             self._is_json = False
 
     def forbidden(self, masks: NumberMasks) -> TokenMask | None:
-        """Return the tokens that would make a number too long; None for no limit here."""
+        """Return the tokens that would make a number too long; None without a limit here."""
         if not self._is_json or self._in_string or not self._start.is_found:
             return None
         if self._in_exponent:

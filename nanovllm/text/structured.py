@@ -95,7 +95,7 @@ class Vocabulary:
     def __init__(
         self, tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...], limits: Mapping[str, Any] = LIMITS
     ) -> None:
-        """`limits`: arguments of llguidance.LLParserLimits. Raises ValueError if tokens have no bytes of their own.
+        """`limits`: arguments of llguidance.LLParserLimits. Raises ValueError if the bytes of a token cannot be told.
 
         llguidance would read the bytes from the tokenizer's description, and misreads some. So it is given the bytes
         that the tokenizer decodes.
@@ -143,7 +143,7 @@ class _KnownTokens:
     def __init__(self, tokenizer: Any, num_ids: int, end_token_ids: tuple[int, ...]) -> None:
         token_bytes = read_token_bytes(tokenizer, num_ids)
         added = {*tokenizer.get_added_vocab().values()}
-        # Those that no text matches. llguidance wants a name for each, and byte 255 marks them
+        # Tokens that no text matches. llguidance wants a name for each, and byte 255 marks the names
         self.special_token_ids = [i for i, each in enumerate(token_bytes) if i in added or each[:1] in (b"", b"\xff")]
         self.tokens = [
             f"<[{i}]>".encode() if each[:1] in (b"", b"\xff") else each for i, each in enumerate(token_bytes)
@@ -163,7 +163,7 @@ class Grammar:
     """A compiled grammar, from which the matchers of all answers start."""
 
     def __init__(self, vocabulary: Vocabulary, kind: str, text: str, places: JsonPlaces | None) -> None:
-        """`kind` is the field of StructuredOutputs that asks for it. `places`: of JSON in the answer; None for no JSON.
+        """`kind`: the field of StructuredOutputs that asks for it. `places`: of JSON in the answer; None without any.
 
         Raises RequestError if it cannot be used.
         """
@@ -496,7 +496,7 @@ class TokenMatcher:
         self._following = self._limited(following, self._numbers)
 
     def _limited(self, following: TokenMask, numbers: NumberScan | None) -> TokenMask:
-        """Return the tokens that may follow, without those that make a number too long unless the schema needs them."""
+        """Remove from `following` the tokens that make a number too long, unless the schema leaves no other token."""
         forbidden = None if numbers is None else numbers.forbidden(self._vocabulary.numbers)
         if forbidden is None:
             return following
@@ -563,10 +563,10 @@ class _GrammarWriter:
     def __init__(self, added_tokens: Mapping[str, int], relaxed: Callable[[str, str], str]) -> None:
         self._added_tokens, self._relaxed = added_tokens, relaxed
         self._rules = {"TEXT": r"/(.|\n)*/"}  # by name
-        self.schemas: list[Any] = []  # those that the answer must match to the letter
+        self.schemas: list[Any] = []  # schemas that the answer must match to the letter
 
     def write(self, outputs: StructuredOutputs, reasoning: ReasoningTags | None) -> tuple[str, str, JsonPlaces | None]:
-        """Return the name of the field that is given, the grammar, and where the answer has JSON; None for nowhere.
+        """Return the name of the field that is given, the grammar, and where the answer has JSON or None without any.
 
         Raises RequestError for what can be refused without compiling it.
         """
@@ -698,7 +698,7 @@ class _GrammarWriter:
 
 
 def _json_places(outputs: StructuredOutputs, reasoning: ReasoningTags | None) -> JsonPlaces | None:
-    """Return where an answer has JSON; None for nowhere. What else it has must not be mistaken for JSON."""
+    """Return where an answer has JSON, or None if it has none. The rest of it must not be mistaken for JSON."""
     at_start = outputs.json is not None or outputs.json_object
     begins, ends = [], []
     tags = outputs.tagged_json.tags if outputs.tagged_json is not None else ()

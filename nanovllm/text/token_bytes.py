@@ -40,7 +40,7 @@ def _name(tokenizer: Any, token_id: int) -> str:
 
 
 def _broken_bytes(tokenizer: Any, token_id: int, text: str) -> bytes:
-    """Return the bytes of a token that is no whole number of characters, or contains U+FFFD itself. `text`: decoded."""
+    """Return the bytes of a token that has parts of characters, or U+FFFD itself. `text`: what it is decoded to."""
     name = _name(tokenizer, token_id)
     candidates = [name.encode()]
     if match := _BYTE_TOKEN.fullmatch(name):

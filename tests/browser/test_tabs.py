@@ -1,4 +1,4 @@
-"""The page in two tabs of one browser. Whatever one of them does, nothing that was asked in the other is lost.
+"""The page in two tabs of one browser. No action in one tab loses what was asked in the other.
 
 A deaf tab hears no news of other tabs, as if each of its changes came just before them.
 """

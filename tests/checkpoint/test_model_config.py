@@ -150,8 +150,8 @@ def test_text_part_has_the_entries_beside_it_and_takes_overrides(tmp_path: Path)
     plain = read(tmp_path, {**HYBRID["text_config"], "architectures": ["Qwen3_5ForCausalLM"]})
     nested = read(tmp_path, HYBRID)
     assert replace(plain, architecture=nested.architecture) == nested
-    beside = {"eos_token_id": [5, 6], "tie_word_embeddings": True, "dtype": "float16", "hidden_size": 4096}
-    config = read(tmp_path, {**with_text(HYBRID, tie_word_embeddings=None, dtype=None), **beside})
+    outside = {"eos_token_id": [5, 6], "tie_word_embeddings": True, "dtype": "float16", "hidden_size": 4096}
+    config = read(tmp_path, {**with_text(HYBRID, tie_word_embeddings=None, dtype=None), **outside})
     assert (config.eos_token_ids, config.tie_word_embeddings, config.torch_dtype) == ((248044, 5, 6), True, "float16")
     with pytest.raises(CheckpointError, match=r"text_config\.hidden_size=4096 and hidden_size=1 .* disagree"):
         read(tmp_path, HYBRID | {"hidden_size": 1})

@@ -303,7 +303,7 @@ def test_two_places_of_one_setting_agree_or_are_refused_by_name(tmp_path: Path) 
 
 
 def test_entries_beside_text_config_that_say_something_else_are_refused(tmp_path: Path) -> None:
-    """transformers reads the text part from text_config alone, so YaRN beside it would be ignored."""
+    """transformers reads the text part from text_config alone, so YaRN outside it would be ignored."""
     content = json.loads(presets()["qwen3.5-9b"].read_text())
     content["text_config"].pop("rms_norm_eps", None)
     for name, value in ((OLD, YARN), ("rms_norm_eps", 1e-5), ("rope_theta", 5e5)):

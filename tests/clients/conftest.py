@@ -12,6 +12,7 @@ from shutil import copytree
 import pytest
 from http_server import app_server
 from scripted_model import build_scripted_model
+from tokenizer_kinds import add_tokens
 
 from nanovllm import AsyncLLM
 from nanovllm.demo.retrieval_model import build_retrieval_model
@@ -43,14 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copytree(build_retrieval_model(tmp_path_factory.mktemp("retrieval")), directory)
     config = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
-    tokenizer = json.loads((directory / "tokenizer.json").read_text())
-    vocab = {token_id: token for token, token_id in tokenizer["model"]["vocab"].items()}
-    vocab |= {token_id: token for token, token_id in TOKENS.items()}
-    tokenizer["model"]["vocab"] = {token: token_id for token_id, token in vocab.items()}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    tokenizer["added_tokens"] += [{"id": token_id, "content": token, **flags} for token, token_id in TOKENS.items()]
-    tokenizer["added_tokens"].sort(key=lambda token: token["id"])
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    add_tokens(directory, TOKENS)
     (directory / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.0}))
     return directory
 

@@ -1,6 +1,6 @@
 """Each coding agent ends a session on a server with Qwen3.5's chat template: it reads a file, and says what is in it.
 
-The settings are those of docs/agents.md. `make clients` installs the agents; their versions are in package.json.
+The settings are the ones in docs/agents.md. `make clients` installs the agents; their versions are in package.json.
 """
 
 import json
@@ -24,7 +24,7 @@ for_x64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="package.jso
 
 
 class Agent(NamedTuple):
-    """How to run an agent, which takes the message as its last argument. `tool` reads a file."""
+    """A command that runs an agent, which takes the message as its last argument. `tool` reads a file."""
 
     command: list[str | Path]
     env: dict[str, str]
@@ -72,7 +72,7 @@ def claude_code(url: str, place: AgentPlace) -> Agent:
 
 
 def opencode(url: str, place: AgentPlace) -> Agent:
-    """It asks for 32,000 tokens, whatever the context is."""
+    """opencode asks for 32,000 tokens, even with a smaller context."""
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "options": {"baseURL": f"{url}/v1", "apiKey": KEY},

@@ -114,17 +114,11 @@ def test_signs_of_life_reach_the_client_and_do_not_count_as_an_answer() -> None:
     """
     progress = body(f'data: {{"id": "1", "choices": [{PROGRESS}{{"total": 9}}}}\n\n'.encode(), True)
     text = body(json.dumps({"choices": [{"text": PROGRESS}]}).encode(), True)
-    lost = [[STREAM], [body(COMMENT.encode() + b"\n", True)], [progress], ReplicaLostError("a")]
-    replicas = FakeReplicas(lost, [[STREAM, body(COMMENT.encode() + b"\n", True)], [text, body(DONE)]])
+    empty = body(COMMENT.encode() + b"\n", True)
+    lost = [[STREAM], [empty], [progress], ReplicaLostError("a")]
+    replicas = FakeReplicas(lost, [[STREAM, empty], [text, body(DONE)]])
     front = Front(replicas, "tiny")
-    assert ask(front, scope()) == [
-        STREAM,
-        body(COMMENT.encode() + b"\n", True),
-        progress,
-        body(COMMENT.encode() + b"\n", True),
-        text,
-        body(DONE),
-    ]
+    assert ask(front, scope()) == [STREAM, empty, progress, empty, text, body(DONE)]
     assert replicas.without == [set(), {"a"}] and counted(front, "requests_resent_total") == 1
     # A text that looks like progress is part of the answer
     cut = FakeReplicas([[STREAM, text], ReplicaLostError("a")])

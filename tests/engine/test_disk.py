@@ -337,7 +337,7 @@ def test_busy_engine_sees_what_another_one_changes(reference: Reference, path: P
 def test_extents_go_through_a_buffer_where_the_cache_is_on_a_gpu(
     model: str, options: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU only reads go through buffers. Here writes do, too, except those of states."""
+    """On a CPU only reads go through buffers. Here writes do, too, except writes of states."""
     init, directory = KVPool.__init__, request.getfixturevalue(model).directory
     monkeypatch.setattr(KVPool, "__init__", partialmethod(init, needs_buffers=True))
     outputs = []

@@ -1,4 +1,4 @@
-"""KV on disk at the sizes of real models, each case in a process of its own, so with an allocator of its own.
+"""KV on disk at the sizes of real models, each case in a separate process, and so with a separate allocator.
 
 A pool that fits into one of the pieces of 20 MiB from which torch maps expandable segments says nothing about others.
 """

@@ -89,7 +89,7 @@ def fail(*args: object) -> None:
 
 
 def until(condition: Callable[[], object]) -> None:
-    """The time limit of the test ends a wait that would last for ever."""
+    """Wait for a condition. The time limit of the test ends a wait that would last for ever."""
     while not condition():
         time.sleep(0.001)
 
@@ -166,6 +166,7 @@ def test_disk_that_hangs_from_the_start_holds_no_load(settings: Callable[..., Se
     for pipe in pipes:
         os.mkfifo(pipe)  # opening it waits for a writer
     setting = settings(sample=pipes)
+    until(lambda: setting.worker._num_reading == len(pipes))
     setting.submit(1, num_loads=3)
     setting.board.cancel(1)
     until(lambda: setting.board.progress(1).has_ended)

@@ -292,7 +292,7 @@ def test_choose_chunk_gets_spare_blocks_and_then_the_least_recently_used() -> No
 
 
 def test_choose_long_chunk_gets_the_longest_stretches_of_spare_blocks() -> None:
-    """Regression: a 131K prompt behind 256 short requests got their blocks, hardly two of which are neighbours."""
+    """Regression: a 131K prompt after 256 short requests got their blocks, hardly two of which are neighbours."""
     pool = BlockPool([Block(i) for i in range(80)], 4, 4, enable_prefix_caching=True)
     taken = [pool.allocate() for _ in range(40)]
     for block in taken[::2]:

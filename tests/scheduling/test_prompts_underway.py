@@ -156,9 +156,8 @@ def test_a_leader_that_ends_leaves_nobody_waiting(end: str, chunked_prefill: boo
 @pytest.mark.parametrize("options", [{"num_snapshots": 0}, {"num_save_slots": 0, "max_num_seqs": 8}])
 def test_without_room_for_states_prompts_run_at_once(options: dict[str, int]) -> None:
     sim = simulate(max_num_batched_tokens=1000, **options)
-    fillers = [
-        sim.add(document(50 * i, 3), max_tokens=20) for i in range(6)
-    ]  # with two more, all state slots are taken
+    # With two more, all state slots are taken
+    fillers = [sim.add(document(50 * i, 3), max_tokens=20) for i in range(6)]
     sim.step()
     pair = [sim.add(document(0, 50)) for _ in range(2)]
     if options.get("num_snapshots") == 0:

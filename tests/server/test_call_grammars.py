@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiers import examples
+from tokenizer_kinds import add_tokens
 from transformers import AutoTokenizer
 
 from nanovllm.demo.retrieval_model import END_TOKEN_ID, save_tokenizer
@@ -83,14 +84,7 @@ class Drawer:
 
     def __init__(self, directory: Path, tokens: dict[str, int]) -> None:
         save_tokenizer(directory)
-        tokenizer = json.loads((directory / "tokenizer.json").read_text())
-        vocab = {token_id: token for token, token_id in tokenizer["model"]["vocab"].items()}
-        vocab |= {token_id: token for token, token_id in tokens.items()}
-        tokenizer["model"]["vocab"] = {token: token_id for token_id, token in vocab.items()}
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-        tokenizer["added_tokens"] += [{"id": token_id, "content": token, **flags} for token, token_id in tokens.items()]
-        tokenizer["added_tokens"].sort(key=lambda token: token["id"])
-        (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+        add_tokens(directory, tokens)
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
         self.compiler = GrammarCompiler(self.tokenizer, 258, (END_TOKEN_ID,))
         self._texts = {token_id: token.encode() for token, token_id in tokens.items()}

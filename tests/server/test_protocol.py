@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nanovllm.errors import RequestError
-from nanovllm.sampling_params import SamplingParams, StructuredOutputs
+from nanovllm.sampling_params import ModelLimit, SamplingParams, StructuredOutputs
 from nanovllm.server.protocol import (
     LENIENT,
     ChatRequest,
@@ -56,25 +56,25 @@ def test_every_field_arrives() -> None:
     body = completion(**AS_JSON, logprobs=4, logit_bias={"5": 1.5})
     assert completion_params(body, {}) == expected
     body_of_chat = chat(**AS_JSON, logprobs=True, top_logprobs=4, logit_bias={"5": 1.5})
-    assert chat_params(body_of_chat, {}, 100) == expected
+    assert chat_params(body_of_chat, {}) == expected
 
 
 def test_null_fields_are_defaults() -> None:
     nulls = dict.fromkeys(FIELDS)
     assert completion_params(completion(**nulls), {}) == SamplingParams(max_tokens=16)
-    assert chat_params(chat(**nulls), {}, 100) == SamplingParams(max_tokens=None)
+    assert chat_params(chat(**nulls), {}) == SamplingParams(max_tokens=None)
 
 
 def test_defaults_of_the_model_yield_to_the_body() -> None:
     defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 64}
     assert completion_params(completion(top_k=3), defaults) == SamplingParams(temperature=0.6, top_k=3, max_tokens=16)
-    assert chat_params(chat(temperature=0), defaults, 100) == SamplingParams(temperature=0, top_k=20, max_tokens=64)
+    assert chat_params(chat(temperature=0), defaults) == SamplingParams(temperature=0, top_k=20, max_tokens=64)
 
 
-def test_chat_default_of_the_model_is_limited_by_the_context() -> None:
-    for num_free_tokens, expected in ((100, 64), (10, 10), (0, 1), (-5, 1)):
-        assert chat_params(chat(), {"max_tokens": 64}, num_free_tokens).max_tokens == expected
-        assert chat_params(chat(max_completion_tokens=80), {"max_tokens": 64}, num_free_tokens).max_tokens == 80
+def test_chat_default_of_the_model_stays_one_that_the_context_limits() -> None:
+    defaults = {"max_tokens": ModelLimit(64)}
+    assert chat_params(chat(), defaults).within(10).max_tokens == 10
+    assert chat_params(chat(max_completion_tokens=80), defaults).within(10).max_tokens == 80
 
 
 def test_structured_outputs_come_from_any_of_their_fields() -> None:
@@ -93,7 +93,7 @@ def test_structured_outputs_come_from_any_of_their_fields() -> None:
         ({"guided_choice": ["a"]}, StructuredOutputs(choice=("a",))),
     ]
     for given, expected in cases:
-        assert chat_params(chat(**given), {}, 100).structured_outputs == expected
+        assert chat_params(chat(**given), {}).structured_outputs == expected
         assert completion_params(completion(**given), {}).structured_outputs == expected
 
 
@@ -163,7 +163,7 @@ def test_answer_with_a_form_and_tools_is_calls_or_of_that_form() -> None:
     ):
         body = chat(tools=tools, **given)
         calls = call_constraint(body, HERMES)
-        assert chat_params(body, {}, 10, calls).structured_outputs == StructuredOutputs(tagged_json=calls, **form)
+        assert chat_params(body, {}, calls).structured_outputs == StructuredOutputs(tagged_json=calls, **form)
     body = chat(tools=tools, guided_regex="a", tool_choice="none")
     assert call_constraint(body, HERMES) is None
-    assert chat_params(body, {}, 10, None).structured_outputs == StructuredOutputs(regex="a")
+    assert chat_params(body, {}).structured_outputs == StructuredOutputs(regex="a")

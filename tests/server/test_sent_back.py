@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiers import examples
 from transformers import PreTrainedTokenizerFast
@@ -228,7 +228,7 @@ def sent_back_to_responses(written: Written, call_format: CallFormat, is_streame
 SENT_BACK = (sent_back_to_chat, sent_back_to_messages, sent_back_to_responses)
 
 
-@settings(max_examples=examples(240), deadline=None)
+@settings(max_examples=examples(240), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(written=WRITTEN, model=st.sampled_from(sorted(FORMATS)), is_streamed=st.booleans())
 def test_any_answer_is_accepted_back(tokenizer: Any, written: Written, model: str, is_streamed: bool) -> None:
     """Regression: a call that max_tokens had cut was refused for ever by Qwen3.5's template, as its arguments were not
@@ -256,7 +256,8 @@ def prompt_of(tokenizer: Any, model: str, messages: list[dict[str, Any]]) -> str
 
 def test_system_messages_are_joined_only_where_the_template_refuses_them(tokenizer: Any) -> None:
     """Regression: Codex's instructions and developer items, and Claude Code's system messages after the user's turn,
-    were 400 with Qwen3.5's template."""
+    were 400 with Qwen3.5's template.
+    """
     messages = [
         {"role": "system", "content": "First."},
         {"role": "developer", "content": "Second."},

@@ -384,7 +384,7 @@ def test_tagged_call_of_an_unknown_tool_is_returned() -> None:
 
 
 def test_tagged_call_that_is_cut_off_stays_as_it_is() -> None:
-    """What there is of a value might be executed."""
+    """A client might execute a call with a part of a value."""
     for text, arguments in (
         (TAGGED[:60], "{"),
         (TAGGED[: TAGGED.index("\n</parameter>") + 12], "{"),

@@ -25,7 +25,10 @@ from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.speculation.drafters import Drafter
 
 TOLERANCE = 1e-4  # for logits in fp32
-OFFLOAD = {"enable_cpu_offload": True, "num_cpu_blocks": 40, "kvcache_block_size": 256} | {
+OFFLOAD = {
+    "enable_cpu_offload": True,
+    "num_cpu_blocks": 40,
+    "kvcache_block_size": 256,
     "cpu_attention": "off",
     "speculation": "off",
 }

@@ -2,8 +2,8 @@
 
     python disk_restart.py '{"model": "qwen3-0.6b", "path": "/tmp/kv", "prompt_tokens": 6000, "engines": [{...}, ...]}'
 
-`engines` are the options of each. The last line of the output is JSON, a list of `Result`s. A script has an allocator
-of its own (PYTORCH_CUDA_ALLOC_CONF).
+`engines` are the options of each. The last line of the output is JSON, a list of `Result`s. A script has a separate
+allocator (PYTORCH_CUDA_ALLOC_CONF).
 """
 
 import json

@@ -159,8 +159,9 @@ def odd_step_s(rng: random.Random) -> float | None:
 
 
 def odd_drafter(kind: str, seed: int) -> Callable[[KVCacheManager, ContentRunner], Drafter]:
-    """Make the drafter of a Simulation: an OddDrafter of this kind, or one of "resident", "shadow" or "mtp"
-    drafts, or the one that looks up the prompt."""
+    """Make the drafter of a Simulation: an OddDrafter of this kind, or one of "resident", "shadow" or "mtp" drafts, or
+    of "prompt_lookup".
+    """
 
     def make(kv: KVCacheManager, runner: ContentRunner) -> Drafter:
         if kind == "resident":

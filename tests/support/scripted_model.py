@@ -3,7 +3,7 @@
 The official template renders every conversation, and refuses what it refuses for the real model. The template of this
 model adds a script to the rendered text, before the turn that the answer continues: the answer, and then end tokens.
 The model has one layer with one head. It attends to the token SCRIPT_TOKENS positions before the next one, where the
-script has the next token, so it repeats the script, whatever the rest of the prompt is.
+script has the next token, so it repeats the script after any prompt.
 
 Marks in a user's message direct the answers:
 
@@ -13,7 +13,7 @@ Marks in a user's message direct the answers:
 The template reads the marks from the rendered text, so they work through any client. A request without tools is
 answered with TEXT, or with NO_CALL. A request whose tools lack NAME gets an answer that lists the tools.
 
-In a script, MARK precedes each character, and the pair is one token, whose embedding is that of the character's byte.
+In a script, MARK precedes each character, and the pair is one token with the embedding of the character's byte.
 So a script has as many tokens as characters, although the rest of the prompt is tokenized with merges. The text of a
 script is ASCII; the template replaces other characters with "?".
 

@@ -94,9 +94,9 @@ def write_model(directory: Path, tokenizer: Path) -> Path:
                 heads = num_heads if kind == "attn_q" else num_kv_heads
                 weight = weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         else:
-            name = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}[
-                each.name.split(".")[0]
-            ] + ".weight"
+            name = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[
+                each.name
+            ]
         weights[name] = weight.to(torch.bfloat16).contiguous()
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
     return directory

@@ -2,8 +2,8 @@
 
     write_tokenizer("byte level", directory)
 
-`KINDS` are those of which transformers makes what tokenizer.json says; `MISLABELLED` have names in their configs of
-which it makes something else.
+From `KINDS` transformers makes what tokenizer.json says. `MISLABELLED` have names in their configs from which it makes
+something else.
 """
 
 import json
@@ -118,6 +118,19 @@ MISLABELLED: dict[str, _Kind] = {
     "Unigram called Llama": (unigram, "llama", llama_tokens(tokenizer_class="LlamaTokenizerFast")),
     "no special tokens named": (byte_level, "llama", {"tokenizer_class": "LlamaTokenizerFast"}),
 }  # fmt: skip
+
+
+def add_tokens(directory: Path, tokens: dict[str, int]) -> None:
+    """Make ids of the byte tokenizer in `directory` added tokens with other names. `tokens`: by name."""
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocab = {token_id: token for token, token_id in content["model"]["vocab"].items()}
+    vocab |= {token_id: token for token, token_id in tokens.items()}
+    content["model"]["vocab"] = {token: token_id for token_id, token in vocab.items()}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    content["added_tokens"] += [{"id": token_id, "content": token, **flags} for token, token_id in tokens.items()]
+    content["added_tokens"].sort(key=lambda token: token["id"])
+    path.write_text(json.dumps(content))
 
 
 def write_tokenizer(kind: str, directory: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Parts of schemas that no grammar can express: named where a schema must be obeyed, left out where it need not be."""
+"""Parts of schemas that a grammar cannot express are named in strict schemas, and left out of lenient ones."""
 
 import json
 import logging

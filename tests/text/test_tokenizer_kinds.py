@@ -1,6 +1,4 @@
-"""Tokenizers of all kinds: what is encoded, streamed, matched by grammars and kept out of answers is what the tokenizer
-itself says.
-"""
+"""Tokenizers of all kinds: encoding, streams, grammars and bad words agree with the tokenizer's own text."""
 
 import json
 import random
@@ -13,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from odd_drafters import OddDrafter
 from tiers import examples
@@ -166,7 +164,7 @@ def check_stream(tokenizer: Any, token_ids: list[int], num_prompt_tokens: int, l
 
 
 @pytest.mark.parametrize("kind", [*ALL, REAL])
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(text=TEXTS, more=TEXTS, share=st.floats(0, 1), longest=st.sampled_from([1, 4, 20]))
 @example(text="the red", more=" wine", share=1.0, longest=1)
 @example(text="\u597d" * 12, more="\u4f60", share=0.61, longest=1)
@@ -180,7 +178,7 @@ def test_text_of_an_answer_is_what_it_adds_to_the_prompt(
 
 
 @pytest.mark.parametrize("kind", [*ALL, REAL])
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_text_of_random_tokens_is_what_they_add_to_the_prompt(kind: str, load: Load, data: st.DataObject) -> None:
     tokenizer = load(kind)
@@ -274,7 +272,7 @@ def test_answers_never_contain_bad_words(kind: str, how: str, models: Callable[[
 
 
 def test_end_tokens_are_not_forbidden_by_their_letters(models: Callable[[str], Path]) -> None:
-    """The letters of "</s>" are no part of an answer that ends with it."""
+    """The letters of "</s>" are not in the text of an answer that ends with it."""
     text = frontend(models("byte level"))
     eos, bos = text.tokenizer.eos_token_id, text.tokenizer.bos_token_id
 

@@ -75,7 +75,7 @@ class CudnnBackend(AttentionBackend):
 
     def __init__(self, paged: AttentionBackend, limits: CudnnLimits = DEFAULT_LIMITS) -> None:
         self.paged, self.limits = paged, limits
-        self._side: torch.cuda.Stream | None = None  # until a sequence with a history is attended to
+        self._side: torch.cuda.Stream | None = None  # made for the first sequence with a history
 
     @classmethod
     def why_unavailable(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

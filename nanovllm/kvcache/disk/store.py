@@ -150,7 +150,7 @@ class DiskStore:
         self._cannot_write_until: float = 0.0  # by time.monotonic
         self._listed_mtime_ns = -1  # the folder's mtime when its files were last listed
         self._lock = Lock(path)
-        self._read_error_at_s = -math.inf  # when the log last told that files cannot be read, by time.monotonic
+        self._read_error_at_s = -math.inf  # by time.monotonic: when an error of reading was last logged
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._make_folder({"model": model, **identity})
@@ -398,7 +398,7 @@ class Lock:
         os.pwrite(self._fd, _TOTAL.pack(self.last_total), 0)
 
     def read_total(self) -> int:
-        """The bytes in use, for anybody."""
+        """Return the bytes in use. Needs no lock."""
         try:
             self.last_total = _unpack_total(self._file.read_bytes())
         except OSError:

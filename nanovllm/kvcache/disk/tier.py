@@ -65,7 +65,7 @@ class DiskBoard:
     Nothing waits for it. Each cell has one writer. Cell 0 is the number of the newest load that is cancelled. Then
     each rank has its load's number, the extents it has loaded, the number of the last load that has ended, its rate of
     reading, the extents it still has to write, the number of the newest moves it knows, and 1 while its disk has not
-    answered reads of a load that was given up. The rest are the versions of blocks, and after them those of snapshots.
+    answered reads of a load that was given up. The rest are the versions of blocks, then of snapshots.
 
     The board is a file without a name, which nobody can leave behind. All open it by rank 0's descriptor in /proc.
     """
@@ -106,7 +106,7 @@ class DiskBoard:
         return bool(self._ranks[:, 6].any())
 
     def post_end(self, rank: int, load_number: int) -> None:
-        """The rank copies nothing to the load's blocks any more. After post_stuck."""
+        """Say that the rank copies nothing more to the load's blocks. Call post_stuck first."""
         self._ranks[rank, 2] = load_number
 
     def post_pending(self, rank: int, num_extents: int) -> None:

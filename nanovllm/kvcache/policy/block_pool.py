@@ -238,7 +238,7 @@ class PrefixIndex:
         return ids[grains] if grains < len(ids) else None
 
     def forget_search(self, seq: Sequence) -> None:
-        """Drop the cached search if it is that of a sequence that does not wait any more."""
+        """Drop the cached search if it was for `seq`, which does not wait any more."""
         if self._last_search is not None and self._last_search.seq is seq:
             self._last_search = None
 

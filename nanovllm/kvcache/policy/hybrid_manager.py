@@ -373,9 +373,8 @@ class HybridKVCacheManager(KVCacheManager):
         return self.slots.slot_before_step(self.blocks[block.block_id])
 
     def _fills_all_pages(self, placed: Seq[tuple[Sequence, int]]) -> bool:
-        return self.shadows_resident or sum(self._num_blocks(seq.num_tokens) for seq, _ in placed) > len(
-            self.ring.blocks
-        )
+        num_blocks = sum(self._num_blocks(seq.num_tokens) for seq, _ in placed)
+        return self.shadows_resident or num_blocks > len(self.ring.blocks)
 
     def _bring_back_first_blocks(self, placed: Seq[tuple[Sequence, int]]) -> None:
         """Give the first blocks of sequences that decode the slots of other blocks."""

@@ -81,7 +81,7 @@ class SlotRing:
         return len(self.free_slots) + len(self.idle_slots) + len(self.read_slots) + len(self.kept_slots)
 
     def find_unread_slots(self, blocks: Seq[HybridBlock]) -> list[int]:
-        """Choose slots that no running sequence reads, for the first ones of `blocks` if there are too few for all.
+        """Choose slots that no running sequence reads. If there are too few, only the first of `blocks` get one.
 
         Free slots are taken first, and then the least recently used idle ones. Among the slots that are taken, a block
         gets its home if possible. The other blocks get the other slots in ascending order.

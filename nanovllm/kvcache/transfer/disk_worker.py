@@ -3,7 +3,7 @@
 Legend: L layers, N blocks, P tokens per block, G tokens per extent, K kv heads, D head dim.
 
 A payload is the extent's K in all layers, then its V: [2, L, G, K, D], or a state of the recurrent layers: the inputs
-of the convolution, then the matrices. Each thread that reads has a buffer of its own for one payload. It reads a file
+of the convolution, then the matrices. Each thread that reads has a separate buffer for one payload. It reads a file
 into the buffer, and copies the payload to its place once the whole file has been read and checked. So a disk that hangs
 holds buffers, but no block: a load that is given up ends at once, and its blocks can be used for something else.
 Extents are written from the cache directly where it lies in CPU memory, and through a buffer where it lies on the GPU.
@@ -152,7 +152,7 @@ class KVPool:
         return [_bytes_of(part) for part in parts]
 
     def _parts(self, extent: Extent) -> list[torch.Tensor]:
-        """The contiguous parts of an extent's place: [G, K, D] of each layer, first of K, then of V; those of a state.
+        """The contiguous parts of an extent's place: [G, K, D] of K in each layer, then of V; or a state's parts.
 
         Raises RuntimeError after `close`.
         """
@@ -206,14 +206,14 @@ class _Load:
 
     def __init__(self, submitted: _Submitted) -> None:
         self.extents, self.number = submitted.extents, submitted.load_number
-        self.first_missing = len(self.extents)  # as far as is known
+        self.first_missing = len(self.extents)  # place of the first extent that is known to be missing
         self.was_read = [False] * len(self.extents)
         self.num_ended = 0  # extents that were read, or not read
         self.is_given_up = False  # nothing is copied to its blocks any more
 
     @property
     def num_loaded(self) -> int:
-        """Extents without gaps."""
+        """Number of extents that were read before the first one that was not."""
         return next((i for i, was_read in enumerate(self.was_read) if not was_read), len(self.extents))
 
 
@@ -235,7 +235,7 @@ class DiskWorker:
         self._stores: deque[_Submitted] = deque()
         self._loads: deque[_Submitted] = deque()
         self._reads: deque[Callable[[], None]] = deque()  # for the reading threads; they do not raise
-        self._num_reading = self._num_copying = 0  # threads that read, and those that copy to a load's blocks
+        self._num_reading = self._num_copying = 0  # threads that read, and threads that copy to a load's blocks
         self._is_stuck = False  # reads of a load that was given up have not ended
         self._num_to_store = 0
         self._close_at_s: float | None = None  # by time.monotonic; None: not yet
@@ -322,8 +322,9 @@ class DiskWorker:
             time.sleep(POLL_S)
 
     def _count_failure(self, action: str, extent: Extent) -> None:
-        """An exception is being handled that is the fault of neither the disk nor a file. The engine goes on, without
-        this extent. If the same happens to every extent, one entry in the log is enough.
+        """Count the exception being handled, which neither the disk nor a file has caused, and log the first one.
+
+        The engine goes on without this extent. If the same happens to every extent, one entry in the log is enough.
         """
         if self._pool.is_closed:
             return  # the engine was dropped meanwhile

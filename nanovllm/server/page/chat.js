@@ -24,7 +24,7 @@ let settings = await store.settings().catch((error) => {
   throw error;
 });
 let shown = null; // the Chat on the page
-let views = new Map(); // of its messages, by id
+let views = new Map(); // a message's id -> its view, for the chat on the page
 const running = new Map(); // chats with an answer that is coming to this tab, by id
 const elsewhere = new Map(); // answers that are coming to other tabs: a message's id -> its chat's id
 const field = byId("question");
@@ -345,14 +345,14 @@ function openingMessages(question) {
   return [...system, { role: "user", content: question }];
 }
 
-/** What was said before the answer that comes, up to its question. Questions without an answer are left out. */
+/** Return the messages before the answer that is coming. Earlier questions without an answer are left out. */
 function messagesBefore({ record: { messages }, run }) {
   const before = messages.slice(0, messages.indexOf(run.message));
   const wasAnswered = (i) => i === before.length - 1 || before[i + 1].content !== "";
   return before.filter(({ role, content }, i) => (role === "user" ? wasAnswered(i) : content !== ""));
 }
 
-/** These, the documents in front of the first question. */
+/** Return these messages with the documents before the first question. */
 function chatMessages(chat) {
   const [first, ...others] = messagesBefore(chat).map(({ role, content }) => ({ role, content }));
   return [...openingMessages(preambleOf(chat.documents) + first.content), ...others];

@@ -23,14 +23,14 @@ export class Chat {
     this.#isStored = isStored;
   }
 
-  /** A chat that is stored once there is something of its own in it. */
+  /** Return a new chat, which is stored at its first change. */
   static begin(documents, questions, whenChanged) {
     const documentIds = documents.map(({ id }) => id);
     const record = { id: newId(), title: "", changedMs: Date.now(), version: 0, documentIds, questions, messages: [] };
     return new Chat(record, [...documents], false, whenChanged);
   }
 
-  /** undefined if there is none of this id. */
+  /** Return the chat of this id, or undefined. */
   static async load(id, whenChanged) {
     const record = await store.conversation(id);
     return record && new Chat(record, await store.documents(record.documentIds), true, whenChanged);
@@ -46,7 +46,7 @@ export class Chat {
 
   /**
    * Change the record: here at once, then in the store, and take over what other tabs have changed meanwhile. apply:
-   * changes a record in place, whatever other tabs have made of it. added: new documents to store with it. Return false
+   * changes a record in place, even after changes by other tabs. added: new documents to store with it. Return false
    * if the chat was deleted.
    */
   async change(apply, added = []) {

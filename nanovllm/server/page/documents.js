@@ -20,7 +20,7 @@ const part = ({ name, text }) => `Document "${name}":\n\n${text}\n\nEnd of the d
 const sizeOf = ({ tokens, isEstimate }) => `${isEstimate ? "about " : ""}${counted(tokens, "token")}`;
 
 /**
- * The text before the first question. The documents come first of all, so that every later question, in this chat or a
+ * Return the text before the first question. It has the documents, so that every later question, in this chat or a
  * new one, begins with tokens that the server has in its cache.
  */
 export const preambleOf = (documents) => documents.map(part).join("");
@@ -66,7 +66,7 @@ export class Documents {
     return this.#chat?.documents ?? [];
   }
 
-  /** 0 if it is not known yet. */
+  /** The most tokens of a request, or 0 if that is not known yet. */
   get maxRequestTokens() {
     return this.#maxRequestTokens;
   }

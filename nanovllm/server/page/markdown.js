@@ -14,7 +14,7 @@ const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(\s+|$)/;
 const FORMULA = /^\s*(?:(\$\$)|(\\\[)|\\begin\{(\w+\*?)\})/;
 const TABLE_LINE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
-const SETTLED = new RegExp([ // beginnings of a line after which its block is known, whatever follows
+const SETTLED = new RegExp([ // beginnings of a line that decide its block
   /^\s*[^\s`~#*+_>\d\\$|-]/, /^\s*[*_]{1,3}[^\s*_]/, /^\s*`[^`]/, // text, emphasis, code
   /^\s*([-*+]|\d{1,9}[.)])\s+[^\s*_-]/, /^ {0,3}#{1,6}\s+\S/, /^ {0,3}>/, // an item, a heading, a quote
 ].map(({ source }) => source).join("|"));

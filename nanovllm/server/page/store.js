@@ -68,7 +68,7 @@ export async function conversations() {
   return kept.sort((a, b) => b.changedMs - a.changedMs);
 }
 
-/** undefined if there is none. */
+/** Return the conversation of this id, or undefined. */
 export async function conversation(id) {
   return withIds(await inTransaction("readonly", (stores) => resultOf(stores.conversations.get(id))));
 }
