@@ -40,6 +40,10 @@ ANTHROPIC_TYPES = {
 }
 CLOSING = (401, 408, 413, 503)  # the rest of the body is not read, or the server is about to end
 CLIENT_CLOSED_REQUEST = 499  # never received; it shows in logs
+UNREADABLE_JSON = (
+    "the body cannot be read as JSON: it is not in UTF-8 and does not name another charset, or is nested too deeply, or "
+    "has a number with too many digits; correct it"
+)
 _OF_CALLS = "structured_outputs.tagged_json"  # its name in errors about tool calls
 _BRANCH = re.compile(r"str|(list|dict)\[.*\]")  # pydantic adds this to an error's place in a union
 _LOGGERS = ("uvicorn.error", "uvicorn.asgi", "asyncio", "concurrent.futures")  # they log exceptions of requests
@@ -185,6 +189,8 @@ def add_error_handlers(app: FastAPI) -> None:
             message = str(error.detail)
             if error.status_code in (404, 405):
                 message = f"{message}: {request.method} {shown(request.url.path)}"
+            elif error.status_code == 400:  # FastAPI's, about a body that json.loads cannot read
+                message = UNREADABLE_JSON
             error = ApiError(message, status=error.status_code, headers=error.headers)
         return api_error(error).response(request.url.path)
 
