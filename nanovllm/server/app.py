@@ -294,11 +294,13 @@ def encode_messages(
 
 
 def add_small_endpoints(app: FastAPI, service: Service) -> None:
+    @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
     async def list_models() -> Response:
         return json_response({"object": "list", "data": [_card(service, name) for name in service.model_names]})
 
+    @app.head("/v1/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}", responses={404: BODY_ERRORS[404]})
     async def retrieve_model(name: str) -> Response:
         if name not in service.model_names:
@@ -322,10 +324,12 @@ def add_small_endpoints(app: FastAPI, service: Service) -> None:
         failure = service.engine.failure
         return json_response({"status": "ready"}) if failure is None else api_error(failure).response()
 
+    @app.head("/version", include_in_schema=False)
     @app.get("/version")
     async def version() -> Response:
         return json_response({"version": __version__})
 
+    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def render_metrics() -> Response:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE)

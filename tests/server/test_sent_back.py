@@ -461,6 +461,7 @@ def test_answers_that_clients_have_changed_a_little_are_accepted(tokenizer: Any)
         {"content": []},
         {"content": None, "refusal": "I will not."},
         {"content": [{"type": "refusal", "refusal": "I will not."}]},
+        {"content": [{"type": "output_text", "text": "I will not.", "annotations": []}]},
         {"tool_calls": []},
         {"content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
     ):
