@@ -331,7 +331,10 @@ TURNS = st.lists(
             [say("assistant", "Yes."), say("system", "Late."), say("user", "Go.")],
             [say("assistant", "Yes."), say("system", "Late.")],
             [call_of("a"), result_of("a"), say("user", "Stop."), say("system", "Late.")],
-            [say("assistant", "") | {"tool_calls": [CALL | {"function": {"name": "a", "arguments": "{"}}]}],
+            [
+                say("assistant", "") | {"tool_calls": [CALL | {"function": {"name": "a", "arguments": "{"}}]},
+                result_of("a"),
+            ],
         ]
     ),
     max_size=8,
