@@ -20,7 +20,7 @@ from nanovllm.llm import LLM
 from nanovllm.request_stream import RequestStream
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanovllm.server.answer_checks import AnswerChecks
-from nanovllm.server.errors import CONTEXT_EXCEEDED, PromptTooLongError, Refusal, model_not_found
+from nanovllm.server.errors import CONTEXT_EXCEEDED, PromptTooLongError, Refusal, model_not_found, too_long_message
 from nanovllm.server.gate import CACHE_SALT
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.options import ServerOptions
@@ -274,8 +274,8 @@ class RequestLimits:
             if isinstance(prompt, str):
                 self.check_chars(len(prompt), param)
             elif isinstance(prompt, list) and len(prompt) > self._max_model_len:
-                limit = f"at most max_model_len={self._max_model_len}"
-                message = f"prompt is too long: {param} has {len(prompt)} token ids, {limit}; shorten it"
+                comparison = f"{len(prompt)} tokens > {self._max_model_len - 1} maximum"
+                message = too_long_message(comparison, self._max_model_len)
                 raise Refusal(400, "prompt_tokens", message, param=param, code=CONTEXT_EXCEEDED)
 
     def _check_length(self, reason: str, value: list[Any] | dict[Any, Any], param: str, limit: int) -> None:
@@ -284,8 +284,9 @@ class RequestLimits:
 
     def check_chars(self, num_chars: int, param: str) -> None:
         if num_chars > self.max_prompt_chars:
-            message = f"{param} has {num_chars} characters, at most {self.max_prompt_chars} are allowed; shorten it"
-            raise Refusal(400, "prompt_chars", f"prompt is too long: {message}", param=param, code=CONTEXT_EXCEEDED)
+            comparison = f"{num_chars} characters > {self.max_prompt_chars} maximum (max_prompt_chars)"
+            message = too_long_message(comparison, self._max_model_len)
+            raise Refusal(400, "prompt_chars", message, param=param, code=CONTEXT_EXCEEDED)
 
     def check_logprobs(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         """All log-probabilities of a request are in memory at once, until its last answer has been sent."""

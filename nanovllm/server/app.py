@@ -54,7 +54,7 @@ from nanovllm.server.protocol import (
 )
 from nanovllm.server.responses import ResponsesAnswer, ResponsesRequest
 from nanovllm.server.tool_calls import CallFormat, call_format_of
-from nanovllm.text.request_check import Prompt, prompt_list
+from nanovllm.text.request_check import Prompt, check_conversations, prompt_list, render_chat
 
 _RENDERED_NAMES = ("messages", "conversations")  # the tokenizer itself passes these on to the template
 
@@ -280,28 +280,26 @@ def encode_messages(
     if tools:
         options["tools"] = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
 
-    def encode(conversation: Conversation) -> TokenIds:
-        (token_ids,) = llm.text.encode_chat(
-            conversation,
-            options,
-            add_special_tokens=bool(body.add_special_tokens),
-            cache_salt=cache_salt,
-            check_text=lambda text: service.check_chars(len(text), "messages"),  # tools and tool calls are part of it
-        )
-        return token_ids
+    def render(conversation: Conversation) -> str:
+        (checked,) = check_conversations(conversation)
+        return render_chat(llm.tokenizer, checked, options)
 
-    return render_messages(body.messages or (), _template(service), encode)
+    text = render_messages(body.messages or (), _template(service), render)
+    service.check_chars(len(text), "messages")  # tools and tool calls are part of it
+    return llm.text.encode_prompt(salted(text, cache_salt), add_special_tokens=bool(body.add_special_tokens))
 
 
 # -- the small endpoints -----------------------------------------------------------------------------------------------
 
 
 def add_small_endpoints(app: FastAPI, service: Service) -> None:
+    @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
     async def list_models() -> Response:
         return json_response({"object": "list", "data": [_card(service, name) for name in service.model_names]})
 
+    @app.head("/v1/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}", responses={404: BODY_ERRORS[404]})
     async def retrieve_model(name: str) -> Response:
         if name not in service.model_names:
@@ -325,10 +323,12 @@ def add_small_endpoints(app: FastAPI, service: Service) -> None:
         failure = service.engine.failure
         return json_response({"status": "ready"}) if failure is None else api_error(failure).response()
 
+    @app.head("/version", include_in_schema=False)
     @app.get("/version")
     async def version() -> Response:
         return json_response({"version": __version__})
 
+    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def render_metrics() -> Response:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE)

@@ -1,6 +1,7 @@
 """Unpacks the bodies of requests (Content-Encoding) and decodes their characters (charset).
 
-Nothing is unpacked beyond a limit, so a small body cannot take much memory.
+Nothing is unpacked beyond a limit, so a small body cannot take much memory. Nor can it take much time: the number of
+its members or frames, of which each may be empty, is limited.
 """
 
 import codecs
@@ -12,6 +13,8 @@ from email.message import Message
 import zstandard
 
 MAX_ENCODINGS = 2  # one after the other
+MAX_FRAMES = 1024  # or members, as gzip calls them; each takes microseconds, even if it is empty
+PIECE_BYTES = 2**16  # what follows the end of a member is copied
 MAX_ZSTD_WINDOW_BYTES = 8 * 2**20  # what RFC 9659 allows for HTTP; a frame may ask for more memory than it holds text
 ZSTD_PIECE_BYTES = 512  # which unpack to at most 16 MiB
 SUPPORTED_ENCODINGS = "gzip, deflate or zstd"
@@ -99,26 +102,39 @@ def _unpack(body: bytes, encoding: str, most_bytes: int) -> bytes:
 
 def _inflate(body: bytes, window_bits: int, most_bytes: int) -> bytes:
     unpacked = bytearray()
-    while body and len(unpacked) < most_bytes:  # gzip may have several members
-        stream = zlib.decompressobj(window_bits)
-        unpacked += stream.decompress(body, most_bytes - len(unpacked))
-        if not stream.eof and len(unpacked) < most_bytes:
-            raise EOFError("it ends too early")
-        body = stream.unused_data if window_bits == _GZIP else b""
+    stream, num_members = zlib.decompressobj(window_bits), 1
+    for start in range(0, len(body), PIECE_BYTES):
+        piece = body[start : start + PIECE_BYTES]
+        while piece and len(unpacked) < most_bytes:
+            if stream.eof and window_bits != _GZIP:
+                return bytes(unpacked)
+            if stream.eof:  # gzip may have several members
+                stream, num_members = zlib.decompressobj(window_bits), _one_more(num_members)
+            unpacked += stream.decompress(piece, most_bytes - len(unpacked))
+            piece = stream.unused_data
+    if body and not stream.eof and len(unpacked) < most_bytes:
+        raise EOFError("it ends too early")
     return bytes(unpacked)
 
 
 def _unpack_zstd(body: bytes, most_bytes: int) -> bytes:
     """Unpack piece by piece, because the package cannot both limit its output and notice a body that ends too early."""
     unpacked = bytearray()
-    stream = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_BYTES).decompressobj()
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_BYTES)
+    stream, num_frames = decompressor.decompressobj(), 1
     for start in range(0, len(body), ZSTD_PIECE_BYTES):
         piece = body[start : start + ZSTD_PIECE_BYTES]
-        while piece and len(unpacked) < most_bytes:  # there may be several frames
-            if stream.eof:
-                stream = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_BYTES).decompressobj()
+        while piece and len(unpacked) < most_bytes:
+            if stream.eof:  # there may be several frames
+                stream, num_frames = decompressor.decompressobj(), _one_more(num_frames)
             unpacked += stream.decompress(piece)
             piece = stream.unused_data
     if not stream.eof and len(unpacked) < most_bytes:
         raise EOFError("it ends too early")
     return bytes(unpacked)
+
+
+def _one_more(num_frames: int) -> int:
+    if num_frames >= MAX_FRAMES:
+        raise EOFError(f"it has more than {MAX_FRAMES} members or frames")
+    return num_frames + 1

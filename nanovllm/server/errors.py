@@ -40,6 +40,10 @@ ANTHROPIC_TYPES = {
 }
 CLOSING = (401, 408, 413, 503)  # the rest of the body is not read, or the server is about to end
 CLIENT_CLOSED_REQUEST = 499  # never received; it shows in logs
+UNREADABLE_JSON = (
+    "the body cannot be read as JSON: it is not in UTF-8 and does not name another charset, is nested too deeply, "
+    "or has a number with too many digits; correct it"
+)
 _OF_CALLS = "structured_outputs.tagged_json"  # its name in errors about tool calls
 _BRANCH = re.compile(r"str|(list|dict)\[.*\]")  # pydantic adds this to an error's place in a union
 _LOGGERS = ("uvicorn.error", "uvicorn.asgi", "asyncio", "concurrent.futures")  # they log exceptions of requests
@@ -87,11 +91,16 @@ class PromptTooLongError(ApiError):
     """
 
     def __init__(self, num_tokens: int, max_context_tokens: int, param: str) -> None:
-        message = (
-            f"prompt is too long: {num_tokens} tokens > {max_context_tokens - 1} maximum; this server's maximum "
-            f"context length is {max_context_tokens} tokens, and an answer needs at least one; shorten the prompt"
-        )
+        message = too_long_message(f"{num_tokens} tokens > {max_context_tokens - 1} maximum", max_context_tokens)
         super().__init__(message, param=param, code=CONTEXT_EXCEEDED)
+
+
+def too_long_message(comparison: str, max_context_tokens: int) -> str:
+    """Return the message about a prompt that is too long. comparison: its length and the limit."""
+    return (
+        f"prompt is too long: {comparison}; this server's maximum context length is {max_context_tokens} tokens, and "
+        "an answer needs at least one; shorten the prompt"
+    )
 
 
 class Refusal(ApiError):
@@ -185,6 +194,8 @@ def add_error_handlers(app: FastAPI) -> None:
             message = str(error.detail)
             if error.status_code in (404, 405):
                 message = f"{message}: {request.method} {shown(request.url.path)}"
+            elif error.status_code == 400:  # FastAPI's, about a body that json.loads cannot read
+                message = UNREADABLE_JSON
             error = ApiError(message, status=error.status_code, headers=error.headers)
         return api_error(error).response(request.url.path)
 

@@ -52,6 +52,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt": (),
     "suffix": ("",),
     "system": ("", []),
+    "text": ({}, {"format": {"type": "text"}}),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "truncation": ("disabled",),
@@ -87,6 +88,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     # Anthropic's API
     "container": (),
     "mcp_servers": ([],),
+    "output_config": ({},),
+    "output_format": (),
     "thinking": (),
     # vLLM and SGLang
     "add_generation_prompt": (True,),
@@ -98,6 +101,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "documents": ([],),
     "early_stopping": (False,),
     "ebnf": (),
+    "extra_body": ({},),  # whose entries the openai package puts into the body itself
     "guided_grammar": ("",),
     "include_reasoning": (True,),
     "length_penalty": (1,),
@@ -152,7 +156,7 @@ _THINKING = ("thinking", "reasoning", "chat_template_kwargs", "reasoning_effort"
 INSTEAD: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys((*_LENGTH, "max_completion_tokens", "max_new_tokens", "n_predict", "num_predict"), _LENGTH),
     **dict.fromkeys(_STOP, _STOP),
-    **dict.fromkeys(("format", "response_format"), _FORM),
+    **dict.fromkeys((*_FORM, "format", "output_format"), _FORM),
     **dict.fromkeys(("json_schema", "schema"), ("json_schema", "schema", *_FORM)),
     **dict.fromkeys(("parameters", "input_schema"), ("parameters", "input_schema")),
     **dict.fromkeys(("regex", "guided_choice", "guided_json", "guided_regex"), ("structured_outputs",)),

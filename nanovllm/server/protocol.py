@@ -157,7 +157,10 @@ class CompletionRequest(SamplingFields):
 
 
 class TextPart(Body):
-    KINDS: ClassVar = {"text": ("text",), "refusal": ("refusal",)}
+    KINDS: ClassVar = {  # input_text and output_text are the names that the Responses API has
+        **dict.fromkeys(("text", "input_text", "output_text"), ("text",)),
+        "refusal": ("refusal",),
+    }
     NOUN, WHY_NOT = "a part", TEXT_ONLY
 
     type: str

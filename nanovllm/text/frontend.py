@@ -16,10 +16,9 @@ import sys
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from nanovllm.checkpoint.files import TOKENIZER_FILES, has_tokenizer, read_json
@@ -543,22 +542,15 @@ class TextFrontend:
     def encode_chat(
         self,
         messages: list[Message] | list[list[Message]],
-        template_options: Mapping[str, Any] = MappingProxyType({}),
         *,
-        add_special_tokens: bool = False,
         cache_salt: str | None = None,
-        check_text: Callable[[str], None] = lambda text: None,
     ) -> list[TokenIds]:
-        """Return the token ids of each conversation, by default up to where the answer begins.
+        """Return the token ids of each conversation up to where the answer begins.
 
-        messages: one conversation or a list of them. template_options: further arguments of the template, such as
-        `tools`, or add_generation_prompt=False. add_special_tokens: in addition to those that the template writes.
-        cache_salt: the requests' salt. check_text: called with each text before it is tokenized; may raise. Raises
-        RequestError as `check_chat_template` does, and for messages that are malformed or that the template refuses.
+        messages: one conversation or a list of them. cache_salt: the requests' salt. Raises RequestError as
+        `check_chat_template` does, and for messages that are malformed or that the template refuses.
         """
         self.check_chat_template()
         conversations = check_conversations(messages)
-        prompts = [render_chat(self.tokenizer, conversation, template_options) for conversation in conversations]
-        for text in prompts:
-            check_text(text)
-        return [self._encode(text, add_special_tokens, cache_salt) for text in prompts]
+        prompts = [render_chat(self.tokenizer, conversation) for conversation in conversations]
+        return [self._encode(text, False, cache_salt) for text in prompts]

@@ -159,6 +159,7 @@ def test_malformed_body_is_refused(url: str) -> None:
         "null",
         "\x00",
         b"\xff\xfe",
+        b'{"prompt": "\xff"}',
         "[" * 100_000,
         "{}",
         f'{{"prompt": {"9" * 5000}}}',
@@ -166,8 +167,27 @@ def test_malformed_body_is_refused(url: str) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         for body in bodies:
             status, error = post(url, path, content=body, headers={"content-type": "application/json"})
-            assert status == 400 and error["message"]
+            assert status == 400 and "error parsing the body" not in error["message"]
+            if body in (b'{"prompt": "\xff"}', "[" * 100_000, bodies[-1]):
+                assert "not in UTF-8" in error["message"] and "nested too deeply" in error["message"]
     assert post(url, "/v1/completions", data={"prompt": "Hello"})[0] == 400
+
+
+def test_prompt_that_is_refused_before_it_is_tokenized_has_the_same_message(url: str) -> None:
+    """Regression: agents did not find the words in the message about token ids and about characters."""
+    question = [{"role": "user", "content": "x" * 300_000}]
+    for path, body, length in (
+        ("/v1/completions", {"prompt": [1] * 3000}, "3000 tokens > 2047 maximum"),
+        ("/v1/completions", {"prompt": "x" * 300_000}, "300000 characters > "),
+        ("/v1/chat/completions", {"messages": question}, "characters > "),
+        ("/v1/responses", {"input": question}, "characters > "),
+        ("/v1/messages", {"messages": question, "max_tokens": 1}, "characters > "),
+    ):
+        status, error = post(url, path, json=body)
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+        message = error["message"]
+        assert message.startswith("prompt is too long: ") and length in message
+        assert "maximum context length is 2048 tokens" in message
 
 
 def test_unknown_route_and_method_have_the_form_too(url: str) -> None:

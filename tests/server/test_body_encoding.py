@@ -49,6 +49,17 @@ def test_bomb_is_unpacked_no_further_than_the_limit() -> None:
         unpack(stream.compress(TEXT) + stream.flush(), ["zstd"], None, LIMIT)
 
 
+def test_many_empty_members_are_refused() -> None:
+    """Regression: 4 MB of empty gzip members took 10 seconds, and the time grew with the square of their number."""
+    empty_frame = b"\x50\x2a\x4d\x18\x00\x00\x00\x00"  # which zstd skips
+    for encoding, member in (("gzip", gzip.compress(b"")), ("zstd", zstandard.compress(b"")), ("zstd", empty_frame)):
+        with pytest.raises(ValueError, match="more than 1024 members or frames"):
+            unpack(member * 200_000, [encoding], None, LIMIT)
+    for encoding, pack in (("gzip", gzip.compress), ("zstd", zstandard.compress)):
+        assert unpack(b"".join(pack(b"x" * 70_000) for _ in range(14)), [encoding], None, LIMIT) == b"x" * 980_000
+        assert unpack(pack(b"x") * 1024, [encoding], None, LIMIT) == b"x" * 1024
+
+
 def test_body_that_is_cut_or_damaged_is_refused() -> None:
     for encoding, pack in PACKERS.items():
         packed = pack(TEXT)

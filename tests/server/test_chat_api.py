@@ -280,7 +280,7 @@ def test_chat_tools_that_the_template_does_not_take_are_refused(client: openai.O
 
 def test_chat_text_of_the_template_is_limited_before_it_is_tokenized(tool_client: openai.OpenAI) -> None:
     """Regression: only the contents of messages were counted, so any length of tools was tokenized."""
-    with pytest.raises(openai.BadRequestError, match=r"messages has 2.* characters, at most 16384 are allowed"):
+    with pytest.raises(openai.BadRequestError, match=r"2\d+ characters > 16384 maximum"):
         extra = {"chat_template_kwargs": {"suffix": "x" * 20_000}}
         tool_client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body=extra)
 

@@ -84,6 +84,10 @@ def test_refusal_names_the_field_that_the_api_has() -> None:
         (ChatRequest, "think", "chat_template_kwargs"),
         (CompletionRequest, "messages", "prompt"),
         (ChatRequest, "system", "messages"),
+        (ChatRequest, "text", "response_format"),
+        (ChatRequest, "output_config", "response_format"),
+        (ResponsesRequest, "output_config", "text"),
+        (MessagesRequest, "output_format", "output_config"),
     ):
         assert error_of(kind, WHOLE[kind] | {name: "x"})[1].endswith(f"; use {ours!r}")
     assert error_of(ChatRequest, {"messages": USER, "verbosity": "low"})[1] == (
@@ -93,10 +97,13 @@ def test_refusal_names_the_field_that_the_api_has() -> None:
 
 
 def test_fields_of_one_api_are_not_ignored_in_another() -> None:
-    """If this fails for a new field: add it to UNSUPPORTED, with the values that change nothing."""
+    """If this fails for a new field: add it to UNSUPPORTED, with the values that change nothing.
+
+    Regression: the form of the answer in a field of another API, such as `text` or `output_config`, was ignored.
+    """
     everywhere = {"model", "stream", "temperature", "top_p", "user", "cache_salt", "parallel_tool_calls"}
-    changes_no_answer = {"stream_options", "return_progress"}
-    for kind in (CompletionRequest, ChatRequest):
+    changes_no_answer = {"stream_options", "return_progress", "include"}
+    for kind in (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest):
         assert own_names(kind) - UNSUPPORTED.keys() == (everywhere | changes_no_answer) & own_names(kind)
 
 

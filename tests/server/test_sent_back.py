@@ -254,7 +254,7 @@ def prompt_of(tokenizer: Any, model: str, messages: list[dict[str, Any]]) -> str
     return render_messages(ChatRequest.model_validate({"messages": messages}).messages, template, render)
 
 
-def test_system_messages_are_joined_only_where_the_template_refuses_them(tokenizer: Any) -> None:
+def test_system_messages_are_changed_only_where_the_template_refuses_them(tokenizer: Any) -> None:
     """Regression: Codex's instructions and developer items, and Claude Code's system messages after the user's turn,
     were 400 with Qwen3.5's template.
     """
@@ -264,15 +264,15 @@ def test_system_messages_are_joined_only_where_the_template_refuses_them(tokeniz
         {"role": "user", "content": QUESTION},
         {"role": "system", "content": "Third."},
     ]
-    joined = prompt_of(tokenizer, "qwen3.5", messages)
-    assert "First.\n\nSecond.\n\nThird.<|im_end|>" in joined and joined.count("<|im_start|>system") == 1
-    assert joined.index("Third.") < joined.index(QUESTION)
+    changed = prompt_of(tokenizer, "qwen3.5", messages)
+    assert "First.\n\nSecond.<|im_end|>" in changed and changed.count("<|im_start|>system") == 1
+    assert f"<|im_start|>user\n{QUESTION}\n\nThird.<|im_end|>" in changed
     in_place = prompt_of(tokenizer, "qwen3", messages)
     assert "First.\n\n# Tools" in in_place and "<|im_start|>system\nSecond.<|im_end|>" in in_place
-    assert in_place.index("Third.") > in_place.index(QUESTION)
+    assert f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>system\nThird.<|im_end|>" in in_place
 
 
-def test_system_messages_are_joined_in_every_api(tokenizer: Any) -> None:
+def test_system_messages_are_changed_in_every_api(tokenizer: Any) -> None:
     template, render = renderer(tokenizer, "qwen3.5")
     question = {"role": "user", "content": QUESTION}
     late = {"role": "system", "content": "Third."}
@@ -283,14 +283,136 @@ def test_system_messages_are_joined_in_every_api(tokenizer: Any) -> None:
         MessagesRequest.model_validate({"system": "First.\n\nSecond.", "messages": [question, late], "max_tokens": 1}),
     )
     for body in bodies:
-        assert "First.\n\nSecond.\n\nThird.<|im_end|>" in render_messages(body.as_chat().messages, template, render)
+        prompt = render_messages(body.as_chat().messages, template, render)
+        assert "First.\n\nSecond.<|im_end|>" in prompt and f"{QUESTION}\n\nThird.<|im_end|>" in prompt
+
+
+def say(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def call_of(name: str, *more: str) -> dict[str, Any]:
+    calls = [CALL | {"id": each, "function": {"name": each, "arguments": "{}"}} for each in (name, *more)]
+    return say("assistant", "") | {"tool_calls": calls}
+
+
+def result_of(name: str) -> dict[str, Any]:
+    return say("tool", f"result {name}") | {"tool_call_id": name}
+
+
+def test_late_system_messages_are_the_users_text_in_their_places(tokenizer: Any) -> None:
+    begin, user, late, other = say("system", "Begin."), say("user", "Ask."), say("system", "Late."), say("user", "Go.")
+    answer, call = say("assistant", "Yes."), call_of("a")
+    ends, joined_before = "<|im_end|>\n<|im_start|>user\nLate.<|im_end|>", "Ask.\n\nLate.<|im_end|>"
+    for messages, expected in (
+        ([begin, user, late, answer, other], joined_before),
+        ([begin, user, late, other], f"{joined_before}\n<|im_start|>user\nGo.<|im_end|>"),
+        ([begin, user, answer, late, other], "Late.\n\nGo.<|im_end|>"),
+        ([begin, user, answer, late, answer, other], f"Yes.{ends}"),
+        ([begin, user, call, late, result_of("a"), answer], f"</tool_response>{ends}"),
+        ([begin, user, call_of("a", "b"), result_of("a"), late, result_of("b")], f"</tool_response>{ends}"),
+        ([begin, user, call, late, late, result_of("a"), other], "</tool_response><|im_end|>\n<|im_start|>user\nLate."),
+        ([begin, user, call, late, late, result_of("a"), other], "user\nLate.\n\nLate.\n\nGo.<|im_end|>"),
+        ([begin, user, answer, say("system", ""), other], "Yes.<|im_end|>\n<|im_start|>user\nGo."),
+        ([user, late], joined_before),
+    ):
+        assert expected in prompt_of(tokenizer, "qwen3.5", messages), messages
+
+
+# Each begins with the model's answer
+TURNS = st.lists(
+    st.sampled_from(
+        [
+            [call_of("a"), result_of("a")],
+            [call_of("a"), say("system", "Late."), result_of("a")],
+            [call_of("a", "b"), result_of("b"), result_of("a"), say("developer", "Late."), say("system", "Later.")],
+            [say("assistant", "Yes."), say("user", "Go.")],
+            [say("assistant", "Yes."), say("user", "Go."), say("user", "Go on.")],
+            [say("assistant", "Yes."), say("user", "Go."), say("system", "Late.")],
+            [say("assistant", "Yes."), say("system", "Late."), say("user", "Go.")],
+            [say("assistant", "Yes."), say("system", "Late.")],
+            [call_of("a"), result_of("a"), say("user", "Stop."), say("system", "Late.")],
+            [
+                say("assistant", "") | {"tool_calls": [CALL | {"function": {"name": "a", "arguments": "{"}}]},
+                result_of("a"),
+            ],
+        ]
+    ),
+    max_size=8,
+)
+PREFIX_MODELS = ["qwen3", "qwen3.5", "llama3.1", "first system", "last system"]
+
+
+@settings(max_examples=examples(120), deadline=None)
+@given(num_leading=st.integers(1, 2), turns=TURNS, model=st.sampled_from(PREFIX_MODELS))
+def test_prompt_of_a_turn_begins_that_of_the_next_turn(
+    tokenizer: Any, num_leading: int, turns: list[list[dict[str, Any]]], model: str
+) -> None:
+    """Regression: a late system message moved to the front, so that nothing of the conversation was in the prefix
+    cache. Claude Code sends such messages."""
+    templates = {"first system": FIRST_SYSTEM, "last system": LAST_SYSTEM}
+    messages = [say("system", f"Begin {i}.") for i in range(num_leading)] + [say("user", "Hello.")]
+    before: list[int] = []
+    for turn in ([], *turns):
+        messages = [*messages, *turn]
+        sent = ChatRequest.model_validate({"messages": messages}).messages
+        if model in templates:
+            prompt = render_messages(sent, templates[model], render_with(tokenizer, templates[model]))
+        else:
+            prompt = prompt_of(tokenizer, model, messages)
+        token_ids = tokenizer.encode(prompt)
+        assert token_ids[: len(before)] == before
+        assert prompt.count("Late.") == sum(each["content"] == "Late." for each in messages)
+        before = token_ids
+
+
+# As the templates of Qwen3-VL and of others, it looks only at the first message for the role "system"
+FIRST_SYSTEM = (
+    "{%- if messages[0].role == 'system' %}[S]{{ messages[0].content | trim | replace('Begin', 'Start') }}{% endif -%}"
+    "{%- for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{{ m.tool_calls or '' }}{% endfor -%}"
+)
+# As the templates of the first DeepSeek-R1 and its distillations, it keeps the last one
+LAST_SYSTEM = (
+    "{%- set ns = namespace(system='') %}{% for m in messages if m.role == 'system' %}"
+    "{%- set ns.system = m.content %}{% endfor %}[S]{{ ns.system }}"
+    "{%- for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor -%}"
+)
+
+
+def render_with(tokenizer: Any, template: str) -> Callable[[Conversation], str]:
+    def render(conversation: Conversation) -> str:
+        tokenizer.chat_template = template
+        return render_chat(tokenizer, conversation)
+
+    return render
+
+
+def test_system_messages_that_a_template_leaves_out_reach_the_model(tokenizer: Any) -> None:
+    """Regression: templates that look for the role "system" in one place only lost the other messages, silently."""
+    begin, more, late = say("system", " Begin."), say("developer", "More."), say("system", "Late.")
+    user, answer = say("user", "Ask."), say("assistant", "Yes.")
+    for template in (FIRST_SYSTEM, LAST_SYSTEM):
+        first = "[S]Start." if template is FIRST_SYSTEM else "[S] Begin."
+        for messages, expected in (
+            ([begin, user], f"{first}[user]Ask."),
+            ([begin, user, answer, late, user], f"{first}[user]Ask.[assistant]Yes.[user]Late.\n\nAsk."),
+            ([begin, user, late, answer, late, user], f"{first}[user]Ask.\n\nLate.[assistant]Yes.[user]Late.\n\nAsk."),
+            ([begin, more, user, late], f"[S]{first[3:]}\n\nMore.[user]Ask.\n\nLate."),
+        ):
+            sent = ChatRequest.model_validate({"messages": messages}).messages
+            assert render_messages(sent, template, render_with(tokenizer, template)).strip() == expected, messages
+    nothing = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
+    sent = ChatRequest.model_validate({"messages": [begin, user, answer]}).messages
+    assert render_messages(sent, nothing, render_with(tokenizer, nothing)) == "Yes."
 
 
 def test_developer_stays_where_the_template_knows_it() -> None:
     """A template that knows the role gets it; others get "system"."""
     messages = ChatRequest.model_validate({"messages": [{"role": "developer", "content": "x"}]}).messages
     for template, role in (("message.role == 'developer'", "developer"), ("message.role", "system")):
-        assert render_messages(messages, template, lambda conversation: conversation)[0]["role"] == role
+        assert render_messages(messages, template, lambda conversation: f"{conversation}").startswith(
+            f"[{{'role': '{role}'"
+        )
 
 
 def test_arguments_that_are_no_object_are_shown_as_they_were_written(tokenizer: Any) -> None:
@@ -321,8 +443,8 @@ def test_template_without_system_messages_gets_their_text_in_the_question(tokeni
     system = {"role": "system", "content": "Be brief."}
     answer = {"role": "assistant", "content": "No."}
     prompt = prompt_of(tokenizer, "mistral", [system, user, answer, user, system, user])
-    assert prompt.count("[INST]") == 2 and f"[INST] Be brief.\n\nBe brief.\n\n{QUESTION} [/INST]" in prompt
-    assert f"[INST] {QUESTION}\n\n{QUESTION} [/INST]" in prompt
+    assert prompt.count("[INST]") == 2 and f"[INST] Be brief.\n\n{QUESTION} [/INST]" in prompt
+    assert f"[INST] {QUESTION}\n\nBe brief.\n\n{QUESTION} [/INST]" in prompt
     assert prompt_of(tokenizer, "mistral", [user, answer, user]).count(QUESTION) == 2
 
 
@@ -343,6 +465,7 @@ def test_answers_that_clients_have_changed_a_little_are_accepted(tokenizer: Any)
         {"content": []},
         {"content": None, "refusal": "I will not."},
         {"content": [{"type": "refusal", "refusal": "I will not."}]},
+        {"content": [{"type": "output_text", "text": "I will not.", "annotations": []}]},
         {"tool_calls": []},
         {"content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
     ):

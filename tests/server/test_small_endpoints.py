@@ -53,6 +53,15 @@ def test_health_and_version_answer(url: str) -> None:
     assert httpx.get(f"{url}/version").json() == {"version": __version__}
 
 
+def test_head_is_answered_where_get_is(url: str) -> None:
+    """Regression: only /health and the page took HEAD, which HTTP asks of everything that takes GET."""
+    for path in ("/v1/models", "/v1/models/tiny", "/health", "/version", "/metrics", "/"):
+        head, get = httpx.head(f"{url}{path}"), httpx.get(f"{url}{path}")
+        assert head.status_code == get.status_code == 200 and not head.content, path
+        assert head.headers["content-type"] == get.headers["content-type"]
+    assert httpx.head(f"{url}/v1/models/other").status_code == 404
+
+
 def test_server_without_its_packages_says_what_to_install() -> None:
     code = "import sys; sys.modules['fastapi'] = None; from nanovllm.server import make_app"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -205,7 +205,7 @@ def _refuse(question: str) -> None:
     if question == "refuse":
         raise HTTPException(400, "prompt of 5,000 tokens exceeds max_model_len=4096; shorten the prompt")
     if question == "be too long":
-        message = "prompt is too long: messages has 140225 characters, at most 131072 are allowed; shorten it"
+        message = "prompt is too long: 140225 characters > 131072 maximum (max_prompt_chars)"
         raise HTTPException(400, {"message": message, "code": "context_length_exceeded"})
     if question == "be busy":
         raise HTTPException(429, "100 requests are waiting", {"Retry-After": "7"})
