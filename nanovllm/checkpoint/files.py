@@ -32,8 +32,9 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
     *("added_tokens.json", "special_tokens_map.json", "chat_template.jinja"),
 )
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # A directory that has any of these files has a tokenizer
-_TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_TOKENIZER_MARKS = (*VOCABULARY_FILES, "tokenizer_config.json")
 _GGUF_REMEDY = (
     "GGUF is not supported; give the directory or the hub name of the model in safetensors, from which such files are "
     "made. With quantization='int4' it takes about as much memory as GGUF of 4 bits. Without it, convert the file: "
