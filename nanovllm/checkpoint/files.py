@@ -114,14 +114,29 @@ def check_tokenizer(model: str, remedy: str, *, needs_template: bool = False) ->
             f"model's tokenizer to its directory, or {remedy}"
         )
     assert directory is not None, "a preset has no tokenizer"
-    settings = directory / "tokenizer_config.json"
-    if not needs_template or (directory / "chat_template.jinja").is_file():
-        return
-    if not settings.is_file() or not read_json(settings).get("chat_template"):
+    if needs_template and not has_default_template(_stored_template(directory)):
         raise CheckpointError(
-            f"model {model!r} has no chat template: {directory} has no chat_template.jinja, and tokenizer_config.json "
-            "no entry chat_template; use a model that is made for chats, or answer plain prompts with generate"
+            f"model {model!r} has no chat template: {directory} has no text in chat_template.jinja, and neither a text "
+            "nor a list with one named default as chat_template in tokenizer_config.json; use a model that is made for "
+            "chats, or answer plain prompts with generate"
         )
+
+
+def _stored_template(directory: Path) -> Any:
+    """Return the chat template. As in transformers, chat_template.jinja replaces the one in tokenizer_config.json."""
+    path, settings = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = read_json(settings).get("chat_template") if settings.is_file() else None
+    if not isinstance(template, list):
+        return template
+    return {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+
+
+def has_default_template(template: Any) -> bool:
+    """Return True for a chat template, or for several by name with one for conversations without tools."""
+    template = template.get("default") if isinstance(template, dict) else template
+    return isinstance(template, str) and bool(template.strip())
 
 
 def fetch_weights(model: str, directory: Path | None) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from nanovllm.checkpoint.files import TOKENIZER_FILES, VOCABULARY_FILES, has_tokenizer, read_json
+from nanovllm.checkpoint.files import TOKENIZER_FILES, VOCABULARY_FILES, has_default_template, has_tokenizer, read_json
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.core.bad_words import BadWords, TokenTable
 from nanovllm.core.logit_editor import AnswerRules
@@ -584,7 +584,7 @@ class TextFrontend:
 
     def check_chat_template(self) -> None:
         """Raise RequestError for a model that cannot chat."""
-        if self.tokenizer is None or not self.tokenizer.chat_template:
+        if self.tokenizer is None or not has_default_template(self.tokenizer.chat_template):
             raise RequestError("chat needs a tokenizer with a chat template, but this model has none; use generate")
 
     def encode_chat(
