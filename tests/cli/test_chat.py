@@ -370,6 +370,17 @@ def test_generate_chat_applies_the_template(run: Run) -> None:
     assert run("", "generate", "--chat", *flags)[:2] == (0, " 4711.\n")
 
 
+def test_byte_order_mark_is_not_part_of_a_prompt(run: Run, tmp_path: Path) -> None:
+    """Regression: the model got it as a token, and a schema that begins with it was not JSON."""
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfThe passkey is 4711. The passkey is")
+    (tmp_path / "schema.json").write_bytes(b'\xef\xbb\xbf{"const": 4711}')
+    plain = run("The passkey is 4711. The passkey is", "generate", "--prompt-file", "-")
+    assert run("", "generate", "--prompt-file", str(tmp_path / "prompt.txt"))[:2] == plain[:2]
+    assert run("\ufeffHi\n", "chat")[:2] == run("Hi\n", "chat")[:2]
+    status, out, _ = run("Hi", "generate", "--prompt-file", "-", "--schema", str(tmp_path / "schema.json"))
+    assert (status, out.strip()) == (0, "4711")
+
+
 def test_generate_prompt_file_dash_reads_stdin(run: Run) -> None:
     """M7: "No such file or directory"."""
     text = "Größe: 7 €\nGröße: "
