@@ -289,6 +289,8 @@ def _changed(plan: CapacityPlan, change: Change) -> CapacityPlan | None:
     options, model = dict(change), plan.model
     if "quantization" in change and model.quantization is not None and model.quantization.is_online:
         model = replace(model, quantization=None)  # as the checkpoint is
+    if plan.unused_draft_bytes:
+        model = replace(model, has_mtp=True)  # "auto" decides anew
     try:
         model = model.quantized(options.pop("quantization", None))
         config = replace(plan.config, **options)

@@ -32,8 +32,9 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
     *("added_tokens.json", "special_tokens_map.json", "chat_template.jinja"),
 )
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # A directory that has any of these files has a tokenizer
-_TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_TOKENIZER_MARKS = (*VOCABULARY_FILES, "tokenizer_config.json")
 _GGUF_REMEDY = (
     "GGUF is not supported; give the directory or the hub name of the model in safetensors, from which such files are "
     "made. With quantization='int4' it takes about as much memory as GGUF of 4 bits. Without it, convert the file: "
@@ -113,14 +114,29 @@ def check_tokenizer(model: str, remedy: str, *, needs_template: bool = False) ->
             f"model's tokenizer to its directory, or {remedy}"
         )
     assert directory is not None, "a preset has no tokenizer"
-    settings = directory / "tokenizer_config.json"
-    if not needs_template or (directory / "chat_template.jinja").is_file():
-        return
-    if not settings.is_file() or not read_json(settings).get("chat_template"):
+    if needs_template and not has_default_template(_stored_template(directory)):
         raise CheckpointError(
-            f"model {model!r} has no chat template: {directory} has no chat_template.jinja, and tokenizer_config.json "
-            "no entry chat_template; use a model that is made for chats, or answer plain prompts with generate"
+            f"model {model!r} has no chat template: {directory} has no text in chat_template.jinja, and neither a text "
+            "nor a list with one named default as chat_template in tokenizer_config.json; use a model that is made for "
+            "chats, or answer plain prompts with generate"
         )
+
+
+def _stored_template(directory: Path) -> Any:
+    """Return the chat template. As in transformers, chat_template.jinja replaces the one in tokenizer_config.json."""
+    path, settings = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = read_json(settings).get("chat_template") if settings.is_file() else None
+    if not isinstance(template, list):
+        return template
+    return {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+
+
+def has_default_template(template: Any) -> bool:
+    """Return True for a chat template, or for several by name with one for conversations without tools."""
+    template = template.get("default") if isinstance(template, dict) else template
+    return isinstance(template, str) and bool(template.strip())
 
 
 def fetch_weights(model: str, directory: Path | None) -> None:

@@ -190,13 +190,21 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
         raise CheckpointError(f"quantization_config.{where}weights={weights!r} must be an object; correct config.json")
     _choose(group, "targets", (["Linear"],), where=where)
     if sparsity := given.get("sparsity_config"):
-        _choose(sparsity if isinstance(sparsity, dict) else {"format": sparsity}, "format", ("dense",), "dense")
+        _choose(
+            sparsity if isinstance(sparsity, dict) else {"format": sparsity},
+            "format",
+            ("dense",),
+            "dense",
+            "sparsity_config.",
+        )
     if given.get("transform_config"):
         raise _refusal("transform_config", given["transform_config"])
-    of_all = given.get("format")
-    of_all = None if of_all == "mixed-precision" else of_all  # each group then says its own
-    layout = _either({f"{where}format": group.get("format"), "format": of_all}, f"{where}format", "format")
-    layout = _choose({"format": layout}, "format", ("pack-quantized", "float-quantized"))
+    named = {f"{where}format": group.get("format"), "format": given.get("format")}
+    if named["format"] == "mixed-precision":  # each group then says its own
+        del named["format"]
+    layout = _either(named, *named)
+    name_of_layout = f"{where}format" if "format" not in named or group.get("format") else "format"
+    layout = _choose({name_of_layout: layout}, name_of_layout, ("pack-quantized", "float-quantized"))
     is_float, where = layout == "float-quantized", f"{where}weights."
     _choose(weights, "type", ("float" if is_float else "int",), where=where)
     bits = _choose(weights, "num_bits", (8,) if is_float else (4, 8), where=where)
@@ -216,7 +224,7 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
         is_float=is_float,
         block=block,
         has_zeros=not is_symmetric,
-        has_order=weights.get("actorder") in ("group", "dynamic"),
+        has_order=str(weights.get("actorder")).lower() in ("group", "dynamic", "true"),  # true means group
         has_fp8_activations=is_float and _is_dynamic(group.get("input_activations"), strategy),
         ignored=_names(given, "ignore"),
     )

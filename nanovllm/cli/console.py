@@ -198,7 +198,7 @@ class MessageReader:
     @staticmethod
     def _read_piped_line() -> str | None:
         line = sys.stdin.buffer.readline()
-        return line.decode("utf-8").removesuffix("\n").removesuffix("\r") if line else None
+        return line.decode("utf-8-sig").removesuffix("\n").removesuffix("\r") if line else None
 
 
 class Conversation:

@@ -245,10 +245,10 @@ def _open_llm(args: argparse.Namespace, *, needs_template: bool) -> "LLM":
 
 
 def _read_text(flag: str, path: Path) -> str:
-    """The content of a file, or of stdin if the path is "-"."""
+    """The content of a file, or of stdin if the path is "-", without the byte order mark that some editors write."""
     try:
         content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")
     except OSError as error:
         raise RequestError(f"{flag} {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

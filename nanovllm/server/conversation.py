@@ -165,7 +165,7 @@ def _with_single_calls(messages: Conversation) -> Conversation:
 
 
 def _with_system_text_in_the_question(messages: Conversation) -> Conversation:
-    """Put the text of the system and developer messages at the beginning before the text of the user's first message."""
+    """Put the text of the leading system and developer messages before the text of the user's first message."""
     leading, rest = _split_leading(messages)
     place = next((i for i, each in enumerate(rest) if each["role"] == "user"), None)
     if not leading or place is None:

@@ -12,6 +12,7 @@ method.
 import hashlib
 import json
 import re
+import reprlib
 import sys
 import threading
 from array import array
@@ -21,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from nanovllm.checkpoint.files import TOKENIZER_FILES, has_tokenizer, read_json
+from nanovllm.checkpoint.files import TOKENIZER_FILES, VOCABULARY_FILES, has_default_template, has_tokenizer, read_json
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.core.bad_words import BadWords, TokenTable
 from nanovllm.core.logit_editor import AnswerRules
@@ -246,13 +247,23 @@ def load_tokenizer(directory: Path | None) -> Any:
     """
     if directory is None or not has_tokenizer(directory):
         return None
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    if not any(file.name in VOCABULARY_FILES for file in files):
+        raise CheckpointError(
+            f"the tokenizer in {directory} has no vocabulary, only {', '.join(file.name for file in files)}; add "
+            f"{' or '.join(VOCABULARY_FILES)} of the same model"
+        )
     try:
         config = _plain_config(directory)
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, config=config)
-        return _as_the_file_says(tokenizer, directory)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, config=config)
+        except Exception:  # such as of a class whose vocabulary has another form than the file's
+            if not (directory / "tokenizer.json").is_file():
+                raise
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory))
+        tokenizer = _as_the_file_says(tokenizer, directory)
     except CheckpointError:
         raise
     except Exception as error:  # transformers passes on what its parsers raise, which does not name the file
@@ -260,9 +271,45 @@ def load_tokenizer(directory: Path | None) -> Any:
             if file.suffix == ".json":
                 read_json(file)
         raise CheckpointError(
-            f"the tokenizer in {directory} cannot be read ({type(error).__name__}: {error}); download its files again: "
-            f"{', '.join(file.name for file in files)}"
+            f"the tokenizer in {directory} cannot be read ({type(error).__name__}: {error}); check tokenizer_class in "
+            f"its configs, or download its files again: {', '.join(file.name for file in files)}"
         ) from error
+    _check_token_ids(tokenizer, directory)
+    return tokenizer
+
+
+def _check_token_ids(tokenizer: Any, directory: Path) -> None:
+    """Raise CheckpointError if tokens have other ids than a file gives them, or if there are no tokens for a text.
+
+    transformers numbers added tokens anew where their ids do not continue the vocabulary, and a class that does not
+    belong to vocab.json may make a tokenizer with an empty vocabulary.
+    """
+    known = tokenizer.get_vocab()
+    for name, tokens in _named_tokens(directory):
+        for token, token_id in tokens.items():
+            if known.get(token) != token_id:
+                found = f"gives it {known[token]}" if token in known else "does not have this token"
+                raise CheckpointError(
+                    f"{directory / name} gives token {token!r} the id {reprlib.repr(token_id)}, but the tokenizer that "
+                    f"transformers makes of the files there {found}; correct the file, or tokenizer_class in "
+                    "tokenizer_config.json"
+                )
+    if not known.keys() - tokenizer.get_added_vocab().keys():
+        raise CheckpointError(
+            f"the tokenizer in {directory} has no tokens besides its {len(known)} added ones; download its files "
+            "again, or correct tokenizer_class in tokenizer_config.json"
+        )
+
+
+def _named_tokens(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the ids of tokens that the files beside tokenizer.json give, with each file's name."""
+    for name in ("vocab.json", "added_tokens.json"):
+        if (directory / name).is_file() and not (name == "vocab.json" and (directory / "tokenizer.json").is_file()):
+            yield name, read_json(directory / name)
+    name = "tokenizer_config.json"
+    settings = read_json(directory / name) if (directory / name).is_file() else {}
+    added = settings.get("added_tokens_decoder") or {}
+    yield name, {entry["content"]: int(token_id) for token_id, entry in added.items()}
 
 
 def _plain_config(directory: Path) -> Any:
@@ -536,7 +583,7 @@ class TextFrontend:
 
     def check_chat_template(self) -> None:
         """Raise RequestError for a model that cannot chat."""
-        if self.tokenizer is None or not self.tokenizer.chat_template:
+        if self.tokenizer is None or not has_default_template(self.tokenizer.chat_template):
             raise RequestError("chat needs a tokenizer with a chat template, but this model has none; use generate")
 
     def encode_chat(

@@ -123,9 +123,16 @@ def render_chat(
 
     template_options: tools, add_generation_prompt, and other arguments of the template.
     """
+    from jinja2 import TemplateSyntaxError
+
     options = {"add_generation_prompt": True, **template_options, "tokenize": False}
     try:
         prompt: str = tokenizer.apply_chat_template(conversation, **options)
+    except TemplateSyntaxError as error:
+        raise RequestError(
+            f"the model's chat template is not a valid Jinja template (line {error.lineno}: {error}); correct it in "
+            "chat_template.jinja or tokenizer_config.json"
+        ) from error
     except Exception as error:  # a template is a program, and may raise anything, even on purpose
         raise RequestError(
             f"the model's chat template cannot render these messages: {error}; check their roles and their order"

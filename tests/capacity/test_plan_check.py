@@ -60,7 +60,8 @@ def changes(message: str) -> list[dict[str, Any]]:
 
 
 def with_changes(plan: CapacityPlan, options: dict[str, Any]) -> CapacityPlan:
-    options, model = dict(options), plan.model
+    options = dict(options)
+    model = replace(plan.model, has_mtp=plan.model.has_mtp or plan.unused_draft_bytes > 0)  # as the checkpoint is
     if "quantization" in options:
         model = replace(model, quantization=None).quantized(options.pop("quantization"))
     config = replace(plan.config, **options)
@@ -219,6 +220,27 @@ def test_check_plan_never_names_what_is_given_and_names_the_fastest_first() -> N
         assert first.items() >= (given | {"enable_cpu_offload": True}).items()
         assert with_changes(plan, first).expected_decode_tok_per_s == pytest.approx(51.6, rel=0.05)
         assert not format or not any("quantization" in options for options in (first, *others))
+
+
+def test_remedies_count_a_draft_head_that_has_room_once_they_are_applied() -> None:
+    """Regression: "auto" had left out the draft head, so the remedies were planned for a model without one. Applied,
+    they left room for it, and then the engine refused shadow_bits, or had too few slots for states.
+    """
+    cases: tuple[tuple[str, str, int, str, int, dict[str, Any]], ...] = (
+        ("qwen3.5-27b", "RTX 3090", 2, "int4", 8192, {"max_num_batched_tokens": 16384, "shadow_bits": 2}),
+        ("qwen3.5-35b-a3b", "RTX 4090", 2, "int4", 8192, {"num_gpu_blocks": 20000, "kvcache_block_size": 256}),
+        ("qwen3.5-9b", "A10", 1, "int4", 131072, {"num_gpu_blocks": 20000, "shadow_memory_gb": 1}),
+    )
+    for name, gpu, num_sequences, format, context, options in cases:
+        config = Config(model=name, max_model_len=context, enable_cpu_offload=True, **{"num_gpu_blocks": 8} | options)
+        model = ModelConfig.without_weights(name).quantized(format)
+        plan = make_plan(config, model, Machine.gpu(128 * GIB, find_gpu(gpu)), num_sequences=num_sequences)
+        assert plan.unused_draft_bytes
+        with pytest.raises(ConfigError) as error:
+            check_plan(plan)
+        if "no change of options helps" not in str(error.value):
+            for options in changes(str(error.value)):
+                check_plan(with_changes(plan, options))
 
 
 SHARE = 13  # of the cases, one in this many runs in the first tier

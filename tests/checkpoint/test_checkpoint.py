@@ -341,7 +341,7 @@ def test_damaged_tokenizer_is_named_before_a_model_is_built(tmp_path: Path, monk
         ("tokenizer_config.json", b"[]", r"/tokenizer_config\.json holds a list"),
         ("special_tokens_map.json", b"{", r"/special_tokens_map\.json is not JSON"),
         ("tokenizer.json", b"\xff", r"/tokenizer\.json is not JSON"),
-        ("tokenizer.json", None, r"the tokenizer in .* cannot be read"),
+        ("tokenizer.json", None, r"the tokenizer in .* has no vocabulary, only .*; add tokenizer\.json"),
     ):
         path = model / name
         before = path.read_bytes() if path.exists() else None

@@ -123,13 +123,24 @@ def test_model_without_tokenizer_or_template_is_refused_before_its_weights_are_r
             assert f"model '{model}' has no tokenizer" in err and "add the files of the model's tokenizer" in err
             assert ("--skip-tokenizer-init" in err) == (command[0] in ("serve", "batch")), err
     write_tiny_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    jinja = tmp_path / "chat_template.jinja"
+    stored = jinja.read_text()
+    jinja.unlink()
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    settings.pop("chat_template", None)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    for command in (["chat"], [*generate, "--chat"]):
-        assert cli.main([*command, "--model", str(tmp_path), "--device", "cpu"]) == 2
-        assert "has no chat template: " in capsys.readouterr().err
+    named = {"name": "rag", "template": "{{ 1 }}"}
+    for template, text in ((None, None), ([named], None), (5, None), (" ", None), (stored, "\n")):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+        if text is not None:
+            jinja.write_text(text)  # replaces the other one
+        for command in (["chat"], [*generate, "--chat"]):
+            assert cli.main([*command, "--model", str(tmp_path), "--device", "cpu"]) == 2
+            assert "has no chat template: " in capsys.readouterr().err
+    jinja.unlink()
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": [named, {"name": "default", "template": stored}]})
+    )
+    assert cli.main(["chat", "--model", str(tmp_path), "--device", "cpu"]) == 2
+    assert "model.safetensors is truncated" in capsys.readouterr().err
     assert cli.main([*generate, "--model", str(tmp_path), "--device", "cpu"]) == 2
     assert "model.safetensors is truncated" in capsys.readouterr().err
 
@@ -357,6 +368,17 @@ def test_generate_chat_applies_the_template(run: Run) -> None:
     assert (status, out) == (0, f"{HELP}\n")
     flags = ["--system", "The passkey is 4711.", "--prompt", "The passkey is"]
     assert run("", "generate", "--chat", *flags)[:2] == (0, " 4711.\n")
+
+
+def test_byte_order_mark_is_not_part_of_a_prompt(run: Run, tmp_path: Path) -> None:
+    """Regression: the model got it as a token, and a schema that begins with it was not JSON."""
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfThe passkey is 4711. The passkey is")
+    (tmp_path / "schema.json").write_bytes(b'\xef\xbb\xbf{"const": 4711}')
+    plain = run("The passkey is 4711. The passkey is", "generate", "--prompt-file", "-")
+    assert run("", "generate", "--prompt-file", str(tmp_path / "prompt.txt"))[:2] == plain[:2]
+    assert run("\ufeffHi\n", "chat")[:2] == run("Hi\n", "chat")[:2]
+    status, out, _ = run("Hi", "generate", "--prompt-file", "-", "--schema", str(tmp_path / "schema.json"))
+    assert (status, out.strip()) == (0, "4711")
 
 
 def test_generate_prompt_file_dash_reads_stdin(run: Run) -> None:

@@ -1,7 +1,7 @@
 """Offload at the sizes of Qwen3-0.6B: slots and staging of several GiB, contexts of 9,000 tokens, the whole vocabulary.
 
-The answers equal the answers of an engine whose cache is all on the GPU. Weights are random. Where slots are few, drafts
-come from a shadow, as by default.
+The answers equal the answers of an engine whose cache is all on the GPU. Weights are random. Where slots are few,
+drafts come from a shadow, as by default.
 """
 
 import random

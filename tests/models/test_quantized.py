@@ -475,8 +475,9 @@ def test_formats_that_are_not_supported_are_refused_by_name() -> None:
         (group(group_size=-2), r"weights\.group_size=-2 must be"),
         (group() | {"format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized'"),
         (group() | {"config_groups": {}}, r"config_groups has \[\], and one group is supported"),
-        (group() | {"sparsity_config": {"format": "sparse-24"}}, "format='sparse-24'"),
-        (group() | {"sparsity_config": ["x"]}, r"format=\['x'\]"),
+        (group() | {"sparsity_config": {"format": "sparse-24"}}, r"sparsity_config\.format='sparse-24'"),
+        (group() | {"sparsity_config": ["x"]}, r"sparsity_config\.format=\['x'\]"),
+        (group() | {"format": "mixed-precision"}, r"config_groups\.group_0\.format=None"),
         (group() | {"transform_config": {"r3": {}}}, "transform_config="),
         ({"quant_method": ["fp8"]}, r"quant_method=\['fp8'\]"),
         (gptq | {"bits": 4.0, "group_size": 32}, r"bits=4\.0"),
@@ -492,6 +493,9 @@ def test_formats_that_are_not_supported_are_refused_by_name() -> None:
         wrong["config_groups"]["group_0"][key] = ["re:.*q_proj"]
         with pytest.raises(CheckpointError, match=f"group_0.{key}="):
             parse_quantization(wrong)
+    # As compressed-tensors reads it. Regression: true counted as no order, so a GPU found out while it loaded
+    for order, has_order in (("group", True), ("GROUP", True), (True, True), (False, False), ("weight", False)):
+        assert parse_quantization(group(actorder=order)).has_order == has_order  # type: ignore[union-attr]
 
 
 def test_settings_of_gptq_are_read_as_its_tools_write_them() -> None:

@@ -112,7 +112,6 @@ def test_check_conversations_takes_one_or_several_and_a_call_of_a_tool() -> None
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[0].name.first }}", "has no attribute 'name'"),
-        ("{% if %}", "Expected an expression"),
         ("{{ 1 / 0 }}", "division by zero"),
     ],
 )
@@ -124,3 +123,19 @@ def test_chat_template_that_fails_is_a_value_error(
         RequestError, match=f"chat template cannot render these messages: .*{reason}.*; check their roles"
     ):
         render_chat(llm.tokenizer, [USER])
+
+
+def test_template_that_is_none_is_not_blamed_on_the_messages(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: of a damaged template it said that the roles of the messages are to be checked."""
+    for template, message in (
+        (
+            "a\n{% if %}",
+            r"not a valid Jinja template \(line 2: Expected an expression.*correct it in chat_template.jinja",
+        ),
+        ({"rag": "{{ 1 }}"}, "needs a tokenizer with a chat template"),
+        (5, "needs a tokenizer with a chat template"),
+        (" \n", "needs a tokenizer with a chat template"),
+    ):
+        monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+        with pytest.raises(RequestError, match=message):
+            llm.chat([USER], use_tqdm=False)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from odd_drafters import OddDrafter
 from tiers import examples
 from tiny_models import write_tiny_model
-from tokenizer_kinds import ADDED, KINDS, MISLABELLED, SAMPLE, write_tokenizer
-from tokenizers import Tokenizer
+from tokenizer_kinds import ADDED, KINDS, MISLABELLED, SAMPLE, llama_tokens, write_tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
@@ -92,6 +92,70 @@ def test_tokens_around_a_text_and_the_chat_template_are_those_of_the_config(tmp_
         tokenizer = load_tokenizer(directory)
         assert tokenizer.encode("a")[0] == AutoTokenizer.from_pretrained(directory).encode("a")[0]
     assert tokenizer.apply_chat_template([{"role": "user", "content": "a b"}], tokenize=False) == "a b"
+
+
+@pytest.mark.parametrize("name", ["T5Tokenizer", "XLMRobertaTokenizerFast", "NoSuchTokenizer", 5])
+def test_tokenizer_class_that_cannot_read_the_file_is_not_needed(name: Any, tmp_path: Path) -> None:
+    """Regression: a wrong class, of which transformers makes nothing at all, was an error of the tokenizer's files."""
+    directory = write_tokenizer("byte level", tmp_path)
+    content = json.loads((directory / "tokenizer_config.json").read_text()) | {"tokenizer_class": name}
+    for file in ("config.json", "tokenizer_config.json"):
+        (directory / file).write_text(json.dumps(content | {"model_type": "llama"}))
+        tokenizer, expected = load_tokenizer(directory), Tokenizer.from_file(str(directory / "tokenizer.json"))
+        assert tokenizer.encode(SAMPLE) == expected.encode(SAMPLE).ids
+        assert tokenizer.eos_token == "</s>"
+
+
+def write_without_tokenizer_json(directory: Path, tokenizer_class: str) -> Path:
+    """Write a byte-level tokenizer as vocab.json and merges.txt."""
+    model = json.loads((write_tokenizer("byte level", directory) / "tokenizer.json").read_text())["model"]
+    (directory / "tokenizer.json").unlink()
+    (directory / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (directory / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
+    config = llama_tokens(tokenizer_class=tokenizer_class)
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_tokenizer_without_the_vocabulary_of_its_files_is_refused(tmp_path: Path) -> None:
+    """Regression: of vocab.json with the name of another class transformers made an empty tokenizer, which encoded
+    every text to no tokens. So did an empty tokenizer.json.
+    """
+    tokenizer = load_tokenizer(write_without_tokenizer_json(tmp_path / "right", "GPT2Tokenizer"))
+    assert tokenizer.decode(tokenizer.encode(SAMPLE)) == SAMPLE
+    directory = write_without_tokenizer_json(tmp_path / "wrong", "LlamaTokenizer")
+    with pytest.raises(CheckpointError, match=r"vocab.json gives token .* does not have this token; .*tokenizer_class"):
+        load_tokenizer(directory)
+    directory = write_tokenizer("byte level", tmp_path / "empty")
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content["model"] |= {"vocab": {}, "merges": []}
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="has no tokens besides its \\d+ added ones; download its files again"):
+        load_tokenizer(directory)
+    (directory / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no vocabulary, only tokenizer_config.json; add tokenizer.json or "):
+        load_tokenizer(directory)
+
+
+def test_added_tokens_have_the_ids_of_every_file_that_gives_one(tmp_path: Path) -> None:
+    """Regression: transformers numbered an added token anew, so prompts had another token than the file says."""
+    directory = write_tokenizer("byte level", tmp_path)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    size = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab_size()
+    for token, token_id, found in (("<new>", size, None), ("<new>", size + 5, size), ("<think>", 7, None)):
+        known = load_tokenizer(directory).convert_tokens_to_ids(token) if token == "<think>" else found
+        entry = AddedToken(token, normalized=False).__getstate__()
+        added = {"added_tokens_decoder": {str(token_id): entry}}
+        for name, content in (("tokenizer_config.json", config | added), ("added_tokens.json", {token: token_id})):
+            (directory / name).write_text(json.dumps(content))
+            if known is None:
+                assert load_tokenizer(directory).encode(token)[-1] == token_id
+            else:
+                with pytest.raises(
+                    CheckpointError, match=f"{name} gives token '{token}' the id {token_id}, .* {known};"
+                ):
+                    load_tokenizer(directory)
+            (directory / name).write_text(json.dumps(config if name == "tokenizer_config.json" else {}))
 
 
 def test_tokenizer_that_transformers_changes_in_any_case_is_refused(
