@@ -220,7 +220,7 @@ def _for_template(message: Message, index: int, knows_developer: bool) -> dict[s
         raise ApiError(f"messages[{index}] has tool_calls, which only the role 'assistant' can have", param="messages")
     if message.tool_calls:
         converted["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
-    if message.role in ("assistant", "tool"):  # an answer may be empty, and so may a result
+    if message.role != "user":  # an answer may be empty, and so may a result and a system message
         content = content or ""
     converted["content"] = content
     return converted

@@ -107,6 +107,7 @@ class CountTokensRequest(WholeBody):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the place of output_config.format in Anthropic's beta API
 
     def as_chat(self) -> ChatRequest:
         """Return the chat that this asks for. Raises RequestValidationError as the body of a chat would."""
@@ -137,9 +138,9 @@ class CountTokensRequest(WholeBody):
             fields["chat_template_kwargs"] = {"enable_thinking": is_on}
         if self.output_config is not None:
             fields["reasoning_effort"] = self.output_config.effort
-            if form := self.output_config.format:
-                json_schema = {"name": "answer", "schema": form.schema_}
-                fields["response_format"] = {"type": "json_schema", "json_schema": json_schema}
+        if form := (self.output_config and self.output_config.format) or self.output_format:
+            json_schema = {"name": "answer", "schema": form.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": json_schema}
         return fields
 
     def _messages(self) -> list[dict[str, Any]]:

@@ -237,3 +237,14 @@ def test_messages_arguments_that_nest_too_deeply_are_no_bug() -> None:
     """Regression: the last event of such a stream was an internal error."""
     block = Block("call", 0, "b", "call_1", "f", ['{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"])
     assert _content(block)["input"] == {}
+
+
+def test_messages_form_of_the_answer_has_two_places() -> None:
+    """Regression: `output_format`, as in Anthropic's beta, was ignored, so the answer had any form."""
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    message = {"role": "user", "content": "x"}
+    chats = [
+        MessagesRequest.model_validate({"messages": [message], "max_tokens": 5, **fields}).as_chat()
+        for fields in ({"output_format": form}, {"output_config": {"format": form}})
+    ]
+    assert chats[0] == chats[1] and chats[0].response_format is not None

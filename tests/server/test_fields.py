@@ -87,7 +87,7 @@ def test_refusal_names_the_field_that_the_api_has() -> None:
         (ChatRequest, "text", "response_format"),
         (ChatRequest, "output_config", "response_format"),
         (ResponsesRequest, "output_config", "text"),
-        (MessagesRequest, "output_format", "output_config"),
+        (ChatRequest, "output_format", "response_format"),
     ):
         assert error_of(kind, WHOLE[kind] | {name: "x"})[1].endswith(f"; use {ours!r}")
     assert error_of(ChatRequest, {"messages": USER, "verbosity": "low"})[1] == (

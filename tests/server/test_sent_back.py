@@ -315,6 +315,7 @@ def test_late_system_messages_are_the_users_text_in_their_places(tokenizer: Any)
         ([begin, user, call, late, late, result_of("a"), other], "user\nLate.\n\nLate.\n\nGo.<|im_end|>"),
         ([begin, user, answer, say("system", ""), other], "Yes.<|im_end|>\n<|im_start|>user\nGo."),
         ([user, late], joined_before),
+        ([{"role": "system"}, user, {"role": "system"}], "Ask.<|im_end|>"),
     ):
         assert expected in prompt_of(tokenizer, "qwen3.5", messages), messages
 
