@@ -27,7 +27,7 @@ def block_of(language: str, word: str) -> str:
 @pytest.fixture(scope="module")
 def address(retrieval_model: Path) -> Iterator[str]:
     """Host and port of a server that has the options of `nanovllm serve --model demo`, and the same model name."""
-    engine = AsyncLLM(retrieval_model, device="cpu", num_kvcache_blocks=80, max_num_batched_tokens=512)
+    engine = AsyncLLM(retrieval_model, device="cpu", num_kvcache_blocks=128, max_num_batched_tokens=512)
     with http_server(engine, ServerOptions(served_model_name=("demo",))) as url:
         yield url.removeprefix("http://")
     engine.close()
