@@ -158,7 +158,7 @@ def launch_sampler(vocab_size: int, dtype: torch.dtype) -> None:
     penalties = {"repetition", "frequency", "presence"}
     columns = [numbers if name in penalties else ids for name in EditTensors._fields[:NUM_EDIT_COLUMNS]]
     short = ids.int()
-    edits = EditTensors(*columns, short, short, short, numbers, short, mask, mask)
+    edits = EditTensors(*columns, short, short, short, numbers, mask, mask)
     sampler.sample_tokens(logit_edits.edit_logits(logits, edits, ids), params)
 
 
