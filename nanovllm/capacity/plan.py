@@ -420,8 +420,9 @@ def least_gpu_blocks(config: Config) -> int:
 def _sizes(
     config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, limit: int, num_cpu_blocks: int
 ) -> KVCacheSizes:
-    """The blocks and pages that the user asks for, or an estimate of those that start-up will have room for; at least
-    the fewest blocks that work.
+    """Return the blocks and pages that the user asks for, or an estimate of what start-up will have room for; at least
+    the fewest blocks that work. With speculation="auto" and offload, choose a shadow or none by the expected rate of
+    decode at max_model_len; if the machine's rates are unknown, the shadow takes at most 1/AUTO_SHARE of the slots.
     """
     given, useful, room = _room(config, model, machine, spec, limit, num_cpu_blocks)
     divide = partial(divide_memory, config, spec, room, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)
@@ -453,9 +454,9 @@ def _sizes(
         room -= without.num_state_slots * spec.states.slot_bytes
     shadows = auto_shadows(config, spec, room, given=given, num_cpu_blocks=num_cpu_blocks, max_model_len=limit)
     choices = [at_least_usable(divide(shadow=shadow)) for shadow in shadows]
-    if not (machine.memory_byte_per_s and machine.link_byte_per_s):  # no bounds: a shadow that costs few slots
-        choices = [sizes for sizes in choices if given or sizes.num_gpu_blocks >= 0.75 * without.num_gpu_blocks]
-        return next(iter(choices), without)
+    if not (machine.memory_byte_per_s and machine.link_byte_per_s):
+        least = without.num_gpu_blocks - without.num_gpu_blocks // AUTO_SHARE
+        return next((sizes for sizes in choices if given or sizes.num_gpu_blocks >= least), without)
     rates = {sizes: plan_of(sizes).expected_decode_tok_per_s or 0.0 for sizes in choices}
     best = max(rates.values(), default=0.0)
     if best < MIN_SHADOW_GAIN * (plan_of(without).expected_decode_tok_per_s or 0.0):

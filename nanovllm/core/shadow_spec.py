@@ -139,8 +139,8 @@ def divide_memory(
 
     States get the room that the given blocks leave, or else at most half of the room. `given`: number of blocks that
     the user asks for, 0 for as many as fit, of which no more than `useful` are. The blocks may be too few to start
-    with, and the pages may be none. `shadow`: the one that the planner has chosen, of which as many pages exist as the
-    given blocks, or else those of LEAST_SLOTS sequences, leave room for: there may be less than the planner estimated.
+    with, and the pages may be none. `shadow`: the planner's choice. It gets fewer pages if start-up finds less room
+    than the planner estimated, because the given blocks, or else `_least_slots`, come first.
     If `shadow` is None, its size depends on the room: with offload the shadow should hold all CPU blocks, and if the
     slots are not given, it gets half of the room for that. Without offload, there is a page for each block.
     """
