@@ -46,7 +46,9 @@ def server(host: Host) -> FakeServer:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[OpenPage]:
-    """Opens a page in a new context, which takes `options` such as a viewport.
+    """Open a page in a new context, which takes `options` such as a viewport, and wait until it takes questions.
+
+    `script` runs before the page's own scripts.
 
     At the end, no page may have asked another host for anything, raised an error, or broken its policy.
     """
@@ -54,14 +56,16 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
     requests: list[Request] = []
     complaints: list[str] = []
 
-    def open_page(url: str, **options: Any) -> Page:
+    def open_page(url: str, script: str = "", **options: Any) -> Page:
         page = browser.new_context(**options).new_page()
+        page.add_init_script(script)
         page.set_default_timeout(TIMEOUT_MS)
         page.on("request", lambda request: requests.append(request))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda message: complaints.append(message.text) if is_complaint(message.text) else None)
         page.goto(url)
         pages.append(page)
+        expect(page.locator("#send")).to_be_enabled(timeout=TIMEOUT_MS)
         return page
 
     yield open_page

@@ -497,6 +497,23 @@ def test_model_without_a_chat_template_continues_plain_text(server: FakeServer, 
     assert len(answers(page)) == 2
 
 
+def test_send_before_the_kept_chats_are_read_keeps_the_question(server: FakeServer, open_page: OpenPage) -> None:
+    """Raised "Cannot read properties of null", and nothing was sent."""
+    script = """
+        const { getAll } = IDBObjectStore.prototype;
+        IDBObjectStore.prototype.getAll = function () {
+          IDBObjectStore.prototype.getAll = getAll;
+          document.querySelector("#question").value = "early";
+          document.querySelector("#send").click();
+          return getAll.call(this);
+        };"""
+    page = open_page(server.url, script)
+    expect(page.locator("#question")).to_have_value("early")
+    page.locator("#question").press("Enter")
+    wait_for_end(page)
+    assert len(answers(page)) == 1
+
+
 # -- keys and errors -------------------------------------------------------------------------------------------------
 
 

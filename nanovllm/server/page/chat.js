@@ -23,7 +23,7 @@ let settings = await store.settings().catch((error) => {
   showAlert("This browser does not let the page keep chats (IndexedDB), which it needs. Try another window.");
   throw error;
 });
-let shown = null; // the Chat on the page
+let shown = await newestChat(); // the Chat on the page. Nothing above this line listens to the user
 let views = new Map(); // a message's id -> its view, for the chat on the page
 const running = new Map(); // chats with an answer that is coming to this tab, by id
 const elsewhere = new Map(); // answers that are coming to other tabs: a message's id -> its chat's id
@@ -76,10 +76,16 @@ async function openChat(id) {
   if (opened === numOpened && chat) await show(chat);
 }
 
-async function openNewest() {
+/** Return the chat that was changed last, or a new one if no chat is kept. */
+async function newestChat() {
   const [newest] = await store.conversations();
-  if (newest) await openChat(newest.id);
-  else await show(Chat.begin([], undefined, chatChanged));
+  return (newest && await Chat.load(newest.id, chatChanged)) ?? Chat.begin([], undefined, chatChanged);
+}
+
+async function openNewest() {
+  const opened = numOpened += 1;
+  const chat = await newestChat();
+  if (opened === numOpened) await show(running.get(chat.id) ?? chat);
 }
 
 /** The record of a chat is another one than before, maybe because of another tab. */
@@ -100,7 +106,7 @@ const tellAnswering = tellOf("answering"), tellAnswered = tellOf("answered");
 store.onNews(async ({ type, id, messageId }) => {
   if (type === "settings") settings = await store.settings();
   if (type === "opened") running.forEach(tellAnswering);
-  if (id === undefined || shown === null) return;
+  if (id === undefined) return;
   if (type === "answering") elsewhere.set(messageId, id);
   else if (type === "answered") elsewhere.delete(messageId);
   else await (shown.id === id ? shown : running.get(id))?.refresh();
@@ -553,7 +559,8 @@ dialog.querySelector("form").addEventListener("submit", async () => { // the eve
   await store.saveSettings(changes);
 });
 
-await openNewest();
+await show(shown);
+byId("send").disabled = false;
 store.tell({ type: "opened" });
 await showServer();
 cache.refresh();
