@@ -52,7 +52,7 @@ ray: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
 
 test-ray: $(INSTALLED)
-	$(BIN)/python -m pytest -m ray tests/cluster
+	$(BIN)/python -m pytest -m ray tests/entrypoints/cluster
 
 # What needs a GPU: tests that can share it, then the others one by one. PYTHON as for bench-gpu.
 GPU_PROCESSES ?= 8
@@ -76,7 +76,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 docs: $(INSTALLED)
-	$(BIN)/python -m nanovllm.cli.flags docs/options.md docs/planning.md README.md
+	$(BIN)/python -m nanovllm.entrypoints.cli.flags docs/options.md docs/planning.md README.md
 	$(BIN)/python tests/package/recipes.py
 
 bench-micro: $(INSTALLED)

@@ -6,8 +6,8 @@ python example.py [MODEL]
 import sys
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.demo.haystack import build_haystack
-from nanovllm.demo.retrieval_model import build_retrieval_model
+from nanovllm.entrypoints.demo.haystack import build_haystack
+from nanovllm.models.retrieval_model import build_retrieval_model
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.common import measure_ceilings
 from benchmarks.reporting import report, versions
-from nanovllm.attention.backends.selection import BACKENDS, choose_backend
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch
+from nanovllm.attention.selection import BACKENDS, choose_backend
 from nanovllm.device.kernel_target import KNOWN_TARGETS
 from nanovllm.utils.arithmetic import ceil_div
 

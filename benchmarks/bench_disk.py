@@ -26,14 +26,14 @@ import torch
 from benchmarks.common import NUM_RUNS, first_token_s, greedy
 from benchmarks.reporting import Samples, report, run_options, versions
 from nanovllm import LLM
+from nanovllm.capabilities.disk.disk_moves import KEY_BYTES, DiskMoves, Extent
+from nanovllm.capabilities.disk.store import DiskStore
+from nanovllm.capabilities.disk.tier import DiskBoard
+from nanovllm.capabilities.disk.worker import DiskWorker, KVPool
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.cli.console import decode_tok_per_s, prefill_tok_per_s
-from nanovllm.core.disk_moves import KEY_BYTES, DiskMoves, Extent
-from nanovllm.core.kv_spec import KVCacheSpec
-from nanovllm.kvcache.disk.store import DiskStore
-from nanovllm.kvcache.disk.tier import DiskBoard
-from nanovllm.kvcache.transfer.disk_worker import DiskWorker, KVPool
-from nanovllm.kvcache.transfer.streams import ImmediateStreams
+from nanovllm.entrypoints.cli.console import decode_tok_per_s, prefill_tok_per_s
+from nanovllm.offload.streams import ImmediateStreams
+from nanovllm.plan.kv_spec import KVCacheSpec
 
 PIECE_BYTES = 8 * 2**20
 BLOCK_SIZE = 256

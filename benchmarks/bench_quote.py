@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.reporting import Samples, report, run_options, versions
 from nanovllm import LLM, SamplingParams
-from nanovllm.demo.haystack import build_haystack
-from nanovllm.demo.retrieval_model import build_retrieval_model
+from nanovllm.entrypoints.demo.haystack import build_haystack
+from nanovllm.models.retrieval_model import build_retrieval_model
 from nanovllm.utils.arithmetic import ceil_div
 
 QUOTE_TOKENS = 200

@@ -18,7 +18,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.capacity import costs
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.core.outputs import RequestOutput
+from nanovllm.plan.outputs import RequestOutput
 
 NUM_RUNS = 5
 QUESTION_TOKENS = 64

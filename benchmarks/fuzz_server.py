@@ -4,7 +4,8 @@
 
 No answer may have status 500, a status that /openapi.json does not name, or another form than it says, and whatever the
 schema forbids must be refused. After that the server must still answer correctly and end with status 0. Exits with 1 if
-anything is not so. tests/server/test_fuzz.py does the same for some seconds within `make test`, and reads streams.
+anything is not so. tests/entrypoints/server/test_fuzz.py does the same for some seconds within `make test`, and
+reads streams.
 """
 
 import argparse

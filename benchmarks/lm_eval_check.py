@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.server_process import ServerProcess
-from nanovllm.demo.retrieval_model import build_retrieval_model
+from nanovllm.models.retrieval_model import build_retrieval_model
 
 Json = dict[str, Any]
 

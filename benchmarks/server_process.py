@@ -189,7 +189,7 @@ class EngineProcess:
 def serve_engine(command: list[str]) -> None:
     """The other end of EngineProcess: each line of stdin is a list of requests, each line of stdout has its seconds."""
     from nanovllm import LLM, SamplingParams
-    from nanovllm.cli.flags import add_engine_flags, add_model_flag, engine_options
+    from nanovllm.entrypoints.cli.flags import add_engine_flags, add_model_flag, engine_options
 
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(STDERR, sys.stdout.fileno())  # other output must not come between the answers

@@ -28,7 +28,7 @@ import aiohttp
 
 from benchmarks.server_process import ServerProcess
 from nanovllm import LLM, SamplingParams
-from nanovllm.demo.retrieval_model import build_retrieval_model
+from nanovllm.models.retrieval_model import build_retrieval_model
 from nanovllm.sampling_params import StructuredOutputs
 
 Json = dict[str, Any]

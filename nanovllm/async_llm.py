@@ -16,11 +16,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from nanovllm.core.outputs import Outbox, Receiver
-from nanovllm.core.sequence import Sequence
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.llm import LLM, params_list
+from nanovllm.plan.outputs import Outbox, Receiver
+from nanovllm.plan.sequence import Sequence
 from nanovllm.request_stream import Dispatcher, RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request_check import Prompt, prompt_list

@@ -7,13 +7,13 @@ from typing import Any
 
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.settings import read_sampling_defaults
-from nanovllm.core.outputs import Outbox, RequestOutput, StepOutput, with_answers, with_logprob_lists
-from nanovllm.core.sequence import Sequence, TokenIds
 from nanovllm.engine.setup import Internals, prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import EngineError, RequestError
+from nanovllm.plan.outputs import Outbox, RequestOutput, StepOutput, with_answers, with_logprob_lists
+from nanovllm.plan.sequence import Sequence, TokenIds
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.schedule.scheduler import Scheduler
 from nanovllm.text.frontend import Message, TextFrontend
 from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
 from nanovllm.utils.progress import progress_bar

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Protocol
 
-from nanovllm.core.outputs import LogprobList, RequestOutput, StepOutput, TextSource, TokenLogprobs
-from nanovllm.core.sequence import Sequence, TokenIds
 from nanovllm.errors import EngineError
+from nanovllm.plan.outputs import LogprobList, RequestOutput, StepOutput, TextSource, TokenLogprobs
+from nanovllm.plan.sequence import Sequence, TokenIds
 
 MAX_PASSING_S = 0.02  # longest wait of the engine's thread for consumers to take what has arrived
 MAX_WOKEN = 16  # consumers per dispatch

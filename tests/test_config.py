@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from nanovllm.config import DEFAULT_GUESSES, MAX_GUESSES, Config
-from nanovllm.core.kv_spec import KVCacheSpec
-from nanovllm.core.step_limits import MAX_DECODE_QUERIES, MAX_VERIFYING_ROWS
 from nanovllm.errors import ConfigError
+from nanovllm.plan.kv_spec import KVCacheSpec
+from nanovllm.plan.step_limits import MAX_DECODE_QUERIES, MAX_VERIFYING_ROWS
 
 OFFLOAD = {"enable_cpu_offload": True}
 NAN, INF, HUGE = math.nan, math.inf, 10**400

@@ -15,14 +15,14 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.server_process import make_tokenizer
-from nanovllm.core.sequence import Sequence
-from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
-from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
-from nanovllm.kvcache.policy.block_pool import Block, BlockPool, PrefixMatch
-from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
+from nanovllm.kvcache.block_pool import Block, BlockPool, PrefixMatch
+from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.runner import inputs
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.schedule.scheduler import Scheduler
 from nanovllm.text.detokenizer import Detokenizer, StopStrings, TokenDecoder
 from nanovllm.utils.arithmetic import ceil_div
 

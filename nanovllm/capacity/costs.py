@@ -14,13 +14,13 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
+from nanovllm.capabilities.shadow.shadow_spec import wants_shadow
 from nanovllm.capacity.machine import Machine
 from nanovllm.checkpoint.model_config import MAX_MLP_TOKENS, ModelConfig
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
-from nanovllm.core.kv_spec import KVCacheSpec, kv_cache_spec, uses_draft_head
-from nanovllm.core.shadow_spec import wants_shadow
-from nanovllm.core.step_limits import (
+from nanovllm.plan.kv_spec import KVCacheSpec, kv_cache_spec, uses_draft_head
+from nanovllm.plan.step_limits import (
     MAX_GRAPH_CHUNKS,
     draft_graph_sizes,
     graph_sizes,

@@ -17,8 +17,8 @@ thirds of the peak are projected, and Grace 512 GB/s, of which the same share is
 import re
 from dataclasses import dataclass, replace
 
-from nanovllm.core.step_limits import MIN_CAPABILITY
 from nanovllm.errors import ConfigError
+from nanovllm.plan.step_limits import MIN_CAPABILITY
 
 LINK_PEAK_GB_PER_S = {  # one direction, after line coding
     "PCIe 3 x16": 15.75,

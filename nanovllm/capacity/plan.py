@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
+from nanovllm.capabilities.disk.disk_moves import document_disk_bytes, num_document_states
+from nanovllm.capabilities.shadow.shadow_spec import NO_SHADOW, ShadowSpec, auto_shadows, divide_memory, wants_shadow
 from nanovllm.capacity import costs
 from nanovllm.capacity.costs import DeviceMemory, device_memory
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.checkpoint.model_config import ModelConfig, RecurrentConfig
 from nanovllm.config import BLOCK_SIZE_STEP, GPU_RESERVE_BYTES, Config
-from nanovllm.core.disk_moves import document_disk_bytes, num_document_states
-from nanovllm.core.kv_spec import (
+from nanovllm.errors import ConfigError
+from nanovllm.plan.kv_spec import (
     SNAPSHOT_TOKENS,
     KVCacheSizes,
     KVCacheSpec,
@@ -30,9 +32,7 @@ from nanovllm.core.kv_spec import (
     num_sequences_in,
     with_watermark,
 )
-from nanovllm.core.shadow_spec import NO_SHADOW, ShadowSpec, auto_shadows, divide_memory, wants_shadow
-from nanovllm.core.step_limits import expected_tokens, max_model_len
-from nanovllm.errors import ConfigError
+from nanovllm.plan.step_limits import expected_tokens, max_model_len
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
 from nanovllm.utils.options import check_options, option
 

@@ -9,9 +9,9 @@ from nanovllm.capacity.costs import packing_problem
 from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, least_gpu_blocks, make_plan
 from nanovllm.checkpoint.model_config import rope_extension
 from nanovllm.checkpoint.quantization import QUANTIZATIONS
-from nanovllm.core.kv_spec import num_blocks_for, num_watermark_blocks
-from nanovllm.core.step_limits import max_model_len
 from nanovllm.errors import ConfigError
+from nanovllm.plan.kv_spec import num_blocks_for, num_watermark_blocks
+from nanovllm.plan.step_limits import max_model_len
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
 
 MAX_REMEDIES = 4  # with more ranks

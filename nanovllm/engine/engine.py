@@ -18,16 +18,16 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from nanovllm.core.kv_spec import KVCacheSizes, StartReport
-from nanovllm.core.logit_editor import NO_RULES, AnswerRules, LogitEditor
-from nanovllm.core.outputs import Outbox, Receiver, StepOutput
-from nanovllm.core.sequence import Sequence, TokenIds
+from nanovllm.capabilities.edits.logit_editor import NO_RULES, AnswerRules, LogitEditor
 from nanovllm.engine.setup import EngineSetup
 from nanovllm.engine.step_loop import LinkMeter, StepLoop, StepMeter
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.executor.base import Executor, Runner
+from nanovllm.plan.kv_spec import KVCacheSizes, StartReport
+from nanovllm.plan.outputs import Outbox, Receiver, StepOutput
+from nanovllm.plan.sequence import Sequence, TokenIds
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.schedule.scheduler import Scheduler
 from nanovllm.utils.interrupt import deferred_interrupt
 
 

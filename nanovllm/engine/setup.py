@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from nanovllm.attention.backends.selection import find_backend
+from nanovllm.attention.selection import find_backend
+from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
+from nanovllm.capabilities.cpu_attention.threads import attention_cpus
+from nanovllm.capabilities.speculation.drafters import Drafter
 from nanovllm.capacity.machine import Machine
 from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.capacity.plan_check import check_start
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.core.cpu_split import CpuSplit
-from nanovllm.core.kv_spec import StagingSizes, dtype_name
-from nanovllm.core.step_limits import max_model_len
-from nanovllm.cpu_attention.threads import attention_cpus
-from nanovllm.demo import model_path
 from nanovllm.device.devices import installed_gpu, resolve_device
 from nanovllm.errors import ConfigError, install_command
+from nanovllm.models.demo_model import model_path
+from nanovllm.plan.kv_spec import StagingSizes, dtype_name
+from nanovllm.plan.step_limits import max_model_len
 from nanovllm.runner.kv_memory import OffloadEngineFactory, make_offload_engine
-from nanovllm.speculation.drafters import Drafter
 from nanovllm.utils.memory import available_host_bytes
 
 

@@ -9,31 +9,31 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
+from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, DiskSetup
+from nanovllm.capabilities.disk.tier import DiskBoard, DiskTier
+from nanovllm.capabilities.recurrent.places import RecurrentStates
+from nanovllm.capabilities.shadow.pages import ShadowPages
+from nanovllm.capabilities.shadow.shadow_spec import ShadowSize, ShadowSpec, divide_memory
+from nanovllm.capabilities.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
+from nanovllm.capabilities.speculation.speculator import Speculator, StepTimes
 from nanovllm.capacity.costs import prefill_flop, token_keys
 from nanovllm.capacity.plan import make_plan, plan_table
 from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import GPU_RESERVE_BYTES, Config
-from nanovllm.core.cpu_split import CpuSplit
-from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DiskSetup
-from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, max_stateful_seqs, max_useful_blocks
-from nanovllm.core.shadow_spec import ShadowSize, ShadowSpec, divide_memory
-from nanovllm.core.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows
 from nanovllm.device.devices import release_failed_start
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import EngineSetup
 from nanovllm.errors import ConfigError
 from nanovllm.executor.base import Executor, LocalExecutor, Runner
 from nanovllm.executor.processes import ProcessExecutor
-from nanovllm.kvcache.disk.tier import DiskBoard, DiskTier
-from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
-from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.policy.shadow_pages import ShadowPages
-from nanovllm.kvcache.policy.states import RecurrentStates
+from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
+from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, max_stateful_seqs, max_useful_blocks
+from nanovllm.plan.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows
 from nanovllm.runner.model_runner import make_runner
-from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.scheduling.step_bound import ChunkTimes, StepBound
-from nanovllm.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
-from nanovllm.speculation.speculator import Speculator, StepTimes
+from nanovllm.schedule.scheduler import Scheduler
+from nanovllm.schedule.step_bound import ChunkTimes, StepBound
 from nanovllm.utils.arithmetic import format_bytes
 from nanovllm.utils.interrupt import deferred_interrupt
 

@@ -14,12 +14,12 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from nanovllm.core.outputs import PositionLogprobs, Receiver
-from nanovllm.core.sequence import Sequence
-from nanovllm.core.step_plan import StepPlan
 from nanovllm.errors import EngineError
 from nanovllm.executor.base import Executor, LaunchedStep, Runner
-from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.plan.outputs import PositionLogprobs, Receiver
+from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.step_plan import StepPlan
+from nanovllm.schedule.scheduler import Scheduler
 
 logger = logging.getLogger("nanovllm")
 

@@ -8,13 +8,13 @@ single rank, in this process; ProcessExecutor (processes.py) has several.
 from collections.abc import Callable, Container, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from nanovllm.core.cpu_split import CpuSplit, LayerTimes
-from nanovllm.core.disk_moves import DiskMoves, DiskSetup
-from nanovllm.core.kv_spec import KVCacheSizes, StartReport
-from nanovllm.core.outputs import NO_LOGPROBS, StepLogprobs
-from nanovllm.core.step_plan import DraftTimes, StepPlan
+from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit, LayerTimes
+from nanovllm.capabilities.disk.disk_moves import DiskMoves, DiskSetup
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import EngineError
+from nanovllm.plan.kv_spec import KVCacheSizes, StartReport
+from nanovllm.plan.outputs import NO_LOGPROBS, StepLogprobs
+from nanovllm.plan.step_plan import DraftTimes, StepPlan
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

@@ -17,11 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.core.step_limits import MAX_DECODE_QUERIES
 from nanovllm.device import kernel_target
 from nanovllm.kernels.configs import DecodeConfig, decode_config, max_decode_rows
 from nanovllm.kernels.launch import LN_2, LOG2_E, let_next_start, on_grid, pdl_options, wait_for_previous
 from nanovllm.kernels.merge import head_mask, merge_splits
+from nanovllm.plan.step_limits import MAX_DECODE_QUERIES
 
 
 @triton.jit

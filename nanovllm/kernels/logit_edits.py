@@ -1,4 +1,4 @@
-"""Edits of logits as core/logit_editor.py defines them, in four kernels.
+"""Edits of logits as capabilities/edits/logit_editor.py defines them, in four kernels.
 
 1. Copy the rows to fp32 and forbid the tokens that a mask leaves out. It reads the whole vocabulary.
 2. Add the biases, one program per row. It touches only the tokens concerned.

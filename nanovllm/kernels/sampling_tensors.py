@@ -21,7 +21,7 @@ class SamplingTensors(NamedTuple):
 
 
 class EditTensors(NamedTuple):
-    """Edits of R rows of a step's logits (core/logit_editor.py), on the device of the logits.
+    """Edits of R rows of a step's logits (capabilities/edits/logit_editor.py), on the device of the logits.
 
     The tokens of the ranges bias, seen and new of row i are entries start[i] to end[i] - 1 of the arrays
     below, of which rows may share some, and for `new` of the step's input ids.

@@ -1,4 +1,4 @@
-"""Attention of single queries over the shadow, and the quantization that fills it (core/shadow_spec.py).
+"""Attention of single queries over the shadow, and the quantization that fills it (capabilities/shadow/shadow_spec.py).
 
 Legend: B sequences, H query heads, K kv heads, D head dim, L layers, N pages, P tokens per page, S splits.
 
@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.core.shadow_spec import KEY_GROUP, SLICE_TOKENS, ShadowSpec
+from nanovllm.capabilities.shadow.shadow_spec import KEY_GROUP, SLICE_TOKENS, ShadowSpec
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KernelTarget
 from nanovllm.kernels.configs import plan_num_splits

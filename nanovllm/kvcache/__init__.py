@@ -6,9 +6,9 @@ Its three main classes can be imported from here: BlockManager, HybridKVCacheMan
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanovllm.kvcache.policy.block_manager import BlockManager
-    from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
-    from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
+    from nanovllm.kvcache.block_manager import BlockManager
+    from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+    from nanovllm.offload.offload_engine import OffloadEngine
 
 __all__ = ["BlockManager", "HybridKVCacheManager", "OffloadEngine"]
 
@@ -16,15 +16,15 @@ __all__ = ["BlockManager", "HybridKVCacheManager", "OffloadEngine"]
 def __getattr__(name: str) -> Any:
     """Import on demand, so that the policy can be imported without torch."""
     if name == "OffloadEngine":
-        from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
+        from nanovllm.offload.offload_engine import OffloadEngine
 
         return OffloadEngine
     if name == "BlockManager":
-        from nanovllm.kvcache.policy.block_manager import BlockManager
+        from nanovllm.kvcache.block_manager import BlockManager
 
         return BlockManager
     if name == "HybridKVCacheManager":
-        from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+        from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 
         return HybridKVCacheManager
     raise AttributeError(f"module 'nanovllm.kvcache' has no attribute {name!r}")

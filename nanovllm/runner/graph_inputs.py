@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from nanovllm.attention.base import PagedBatch, StepAttention
-from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize, mixed_graph_sizes
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.kernels.state_tensors import StateRows
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
+from nanovllm.plan.step_limits import MAX_GRAPH_CHUNKS, MixedSize, mixed_graph_sizes
 from nanovllm.runner.inputs import (
     SAMPLING_DTYPES,
     Array,

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
-from nanovllm.core.step_limits import (
+from nanovllm.device.devices import memory_remedy
+from nanovllm.device.tp_group import TPGroup
+from nanovllm.models.decoder import CausalLM
+from nanovllm.plan.step_limits import (
     MixedSize,
     draft_graph_sizes,
     graph_sizes,
@@ -17,10 +20,7 @@ from nanovllm.core.step_limits import (
     streamed_verifying_graph_sizes,
     verifying_graph_sizes,
 )
-from nanovllm.core.step_plan import StepPlan
-from nanovllm.device.devices import memory_remedy
-from nanovllm.device.tp_group import TPGroup
-from nanovllm.models.decoder import CausalLM
+from nanovllm.plan.step_plan import StepPlan
 from nanovllm.runner.cuda_graphs import DecodeGraphs, DraftGraphs, GraphKind, HeadGraphs, MixedGraphs, Size, StepGraphs
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.kv_memory import KVMemory

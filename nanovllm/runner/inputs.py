@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from nanovllm.core.logit_editor import Penalties, RowEdits
-from nanovllm.core.step_plan import SamplingRow, StateStep, StepPlan
+from nanovllm.capabilities.edits.logit_editor import Penalties, RowEdits
 from nanovllm.kernels.sampling_tensors import EditTensors, SamplingTensors
+from nanovllm.plan.step_plan import SamplingRow, StateStep, StepPlan
 from nanovllm.utils.arithmetic import ceil_div
 
 Array: TypeAlias = Any  # np.ndarray or torch.Tensor

@@ -22,20 +22,20 @@ from nanovllm.attention.base import (
     RunningMerge,
     StepAttention,
 )
-from nanovllm.core.kv_spec import KVCacheSpec
-from nanovllm.core.shadow_spec import ShadowSpec
-from nanovllm.core.step_plan import StepPlan
-from nanovllm.cpu_attention.job import AttentionJob
+from nanovllm.capabilities.cpu_attention.job import AttentionJob
+from nanovllm.capabilities.cpu_attention.queue import CpuAttention, CpuRows
+from nanovllm.capabilities.disk.worker import KVPool
+from nanovllm.capabilities.draft_head.memory import DraftHead
+from nanovllm.capabilities.recurrent.memory import StateMemory, StepStates
+from nanovllm.capabilities.shadow.memory import Shadow
+from nanovllm.capabilities.shadow.shadow_spec import ShadowSpec
 from nanovllm.kernels.state_tensors import LayerStates, StateRows
-from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows
-from nanovllm.kvcache.transfer.disk_worker import KVPool
-from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
-from nanovllm.kvcache.transfer.streams import make_streams
 from nanovllm.layers.rotary_embedding import KVCells
-from nanovllm.runner.draft_head import DraftHead
+from nanovllm.offload.offload_engine import OffloadEngine
+from nanovllm.offload.streams import make_streams
+from nanovllm.plan.kv_spec import KVCacheSpec
+from nanovllm.plan.step_plan import StepPlan
 from nanovllm.runner.inputs import StepInputs
-from nanovllm.runner.shadow import Shadow
-from nanovllm.runner.states import StateMemory, StepStates
 from nanovllm.runner.step_result import StepTimes
 
 

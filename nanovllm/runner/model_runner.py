@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from nanovllm.attention.backends.selection import choose_backend
 from nanovllm.attention.base import LibraryPlan
+from nanovllm.attention.selection import choose_backend
+from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
+from nanovllm.capabilities.cpu_attention.rates import make_cpu_attention, measure_split
+from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, DiskMoves, DiskSetup
+from nanovllm.capabilities.disk.store import DiskStore
+from nanovllm.capabilities.disk.worker import DiskWorker, open_worker, weights_identity
+from nanovllm.capabilities.shadow.shadow_spec import ShadowSpec
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.core.cpu_split import CpuSplit
-from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DiskMoves, DiskSetup
-from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, StartReport, dtype_name
-from nanovllm.core.shadow_spec import ShadowSpec
-from nanovllm.core.step_limits import max_model_len, max_step_rows
-from nanovllm.core.step_plan import DraftTimes, StepPlan
 from nanovllm.device import kernel_target
 from nanovllm.device.devices import (
     GRAPH_LAYER_BYTES,
@@ -39,12 +39,12 @@ from nanovllm.device.devices import (
 )
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.kernels.compile_server import CompileServer, TritonStart, start_compile_server
-from nanovllm.kvcache.disk.store import DiskStore
-from nanovllm.kvcache.transfer.disk_worker import DiskWorker, open_worker, weights_identity
-from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.layers.packed_weight import MAX_PACKED_ROWS
 from nanovllm.models.loader import build_model, load_weights
-from nanovllm.runner.cpu_rates import make_cpu_attention, measure_split
+from nanovllm.offload.offload_engine import OffloadEngine
+from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, StartReport, dtype_name
+from nanovllm.plan.step_limits import max_model_len, max_step_rows
+from nanovllm.plan.step_plan import DraftTimes, StepPlan
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory

@@ -12,9 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanovllm.core.logit_editor import Biases, LogitEdits, Penalties, RowEdits
-from nanovllm.core.step_limits import MAX_DECODE_QUERIES
-from nanovllm.core.step_plan import KVMoves, PromptScores, SamplingRow, SequenceStep, StepPlan, StreamedGroup
+from nanovllm.capabilities.edits.logit_editor import Biases, LogitEdits, Penalties, RowEdits
 from nanovllm.device.devices import (
     current_device,
 )
@@ -22,6 +20,8 @@ from nanovllm.layers.moe import Router
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
+from nanovllm.plan.step_limits import MAX_DECODE_QUERIES
+from nanovllm.plan.step_plan import KVMoves, PromptScores, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.runner.inputs import sampling_arrays, to_device
 from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.utils.arithmetic import ceil_div

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.core.cpu_split import LayerTimes
-from nanovllm.core.outputs import NO_LOGPROBS, PositionLogprobs, StepLogprobs
+from nanovllm.capabilities.cpu_attention.cpu_split import LayerTimes
 from nanovllm.device.cuda import pinned_view
-from nanovllm.kvcache.transfer.streams import Streams, TimedPiece
+from nanovllm.offload.streams import Streams, TimedPiece
+from nanovllm.plan.outputs import NO_LOGPROBS, PositionLogprobs, StepLogprobs
 from nanovllm.runner.inputs import LogprobInputs
 
 _CHUNK_BYTES = 32 << 20  # fp32 logits that are read at once

@@ -8,7 +8,18 @@ import numpy as np
 import torch
 
 from nanovllm.attention.base import StepAttention
-from nanovllm.core.step_plan import (
+from nanovllm.capabilities.draft_head.memory import (
+    DraftHead,
+    HeadAttention,
+    draft_inputs,
+    followed_inputs,
+    followed_plan,
+)
+from nanovllm.capabilities.recurrent.memory import state_rows
+from nanovllm.device.tp_group import TPGroup
+from nanovllm.layers.sampler import resample_edited, sample
+from nanovllm.models.decoder import CausalLM
+from nanovllm.plan.step_plan import (
     DraftKeys,
     DraftTimes,
     HeadStep,
@@ -18,10 +29,6 @@ from nanovllm.core.step_plan import (
     StateStep,
     StepPlan,
 )
-from nanovllm.device.tp_group import TPGroup
-from nanovllm.layers.sampler import resample_edited, sample
-from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.draft_head import DraftHead, HeadAttention, draft_inputs, followed_inputs, followed_plan
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.inputs import (
     StepInputs,
@@ -32,7 +39,6 @@ from nanovllm.runner.inputs import (
     to_device,
 )
 from nanovllm.runner.kv_memory import KVMemory, build_batches, cpu_rows, last_token_batches
-from nanovllm.runner.states import state_rows
 from nanovllm.runner.step_result import LogprobTensors, StepEnd, StepResult, prompt_logprobs, sampled_logprobs
 from nanovllm.utils.arithmetic import ceil_div
 

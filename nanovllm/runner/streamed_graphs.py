@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, running_dtype
-from nanovllm.cpu_attention.job import AttentionJob
+from nanovllm.capabilities.cpu_attention.job import AttentionJob
+from nanovllm.capabilities.cpu_attention.queue import CpuAttention, CpuRows
 from nanovllm.kernels.state_tensors import LayerStates
-from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows
-from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
+from nanovllm.offload.offload_engine import OffloadEngine
 from nanovllm.runner.cuda_graphs import MakeAttention, StepGraphs, capture
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.inputs import GroupInputs, StepInputs, to_device

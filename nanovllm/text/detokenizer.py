@@ -17,8 +17,8 @@ from copy import copy
 from functools import partial
 from typing import Any, TypeAlias
 
-from nanovllm.core.outputs import Ending, Outbox, PositionLogprobs, Receiver, TextOf, TextSource
-from nanovllm.core.sequence import Sequence
+from nanovllm.plan.outputs import Ending, Outbox, PositionLogprobs, Receiver, TextOf, TextSource
+from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import ReasoningTags
 from nanovllm.utils.automaton import Automaton
 

@@ -22,13 +22,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from nanovllm.capabilities.edits.bad_words import BadWords, TokenTable
+from nanovllm.capabilities.edits.logit_editor import AnswerRules
 from nanovllm.checkpoint.files import TOKENIZER_FILES, VOCABULARY_FILES, has_default_template, has_tokenizer, read_json
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.core.bad_words import BadWords, TokenTable
-from nanovllm.core.logit_editor import AnswerRules
-from nanovllm.core.outputs import Outbox, Receiver
-from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import CheckpointError, RequestError
+from nanovllm.plan.outputs import Outbox, Receiver
+from nanovllm.plan.sequence import TokenIds
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import REPLACEMENT, Detokenizer, StopStrings, TextReceiver, TokenDecoder
 from nanovllm.text.request_check import (

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import RequestError
+from nanovllm.plan.sequence import TokenIds
 
 # A string, token ids, or as in vLLM a dict that holds one of them: {"prompt": str} or {"prompt_token_ids": token ids}.
 # A dict may also have a "cache_salt"

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nanovllm.core.token_mask import TokenMask, token_mask
+from nanovllm.capabilities.edits.token_mask import TokenMask, token_mask
 from nanovllm.errors import RequestError, install_command
 from nanovllm.sampling_params import ReasoningTags, StructuredOutputs, TaggedJson, TaggedValue
 from nanovllm.text.json_schema import (

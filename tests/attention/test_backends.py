@@ -11,13 +11,13 @@ import torch
 from paged_cases import assert_as_good_as_plain_torch, assert_matches, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
-from nanovllm.attention.backends import flash_backend
-from nanovllm.attention.backends.cudnn_backend import CudnnBackend, CudnnLimits
-from nanovllm.attention.backends.flash_backend import FlashBackend
-from nanovllm.attention.backends.selection import BACKENDS, choose_backend, find_backend
-from nanovllm.attention.backends.torch_backend import GATHER_BYTES, TorchBackend, TorchLimits, flash_attn_with_lse
-from nanovllm.attention.backends.triton_backend import TritonBackend
+from nanovllm.attention import flash_backend
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
+from nanovllm.attention.cudnn_backend import CudnnBackend, CudnnLimits
+from nanovllm.attention.flash_backend import FlashBackend
+from nanovllm.attention.selection import BACKENDS, choose_backend, find_backend
+from nanovllm.attention.torch_backend import GATHER_BYTES, TorchBackend, TorchLimits, flash_attn_with_lse
+from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.checkpoint.model_config import HEAD_DIMS
 from nanovllm.config import ATTENTION_BACKENDS
 from nanovllm.device import kernel_target

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from nanovllm.attention.backends.torch_backend import SequenceKV
+from nanovllm.attention.torch_backend import SequenceKV
 
 
 def make_kv(table: list[int]) -> SequenceKV:

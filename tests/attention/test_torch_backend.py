@@ -8,7 +8,7 @@ import torch
 from paged_cases import assert_matches, make_paged, make_qkv, naive
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
-from nanovllm.attention.backends.torch_backend import TorchBackend, TorchLimits, flash_attn_with_lse
+from nanovllm.attention.torch_backend import TorchBackend, TorchLimits, flash_attn_with_lse
 
 GROUPS = [(1, 1), (2, 1), (6, 2), (4, 1), (7, 1), (8, 1), (4, 4)]  # query heads, kv heads
 

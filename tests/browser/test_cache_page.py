@@ -6,7 +6,7 @@ import pytest
 from page_server import FakeServer
 from playwright.sync_api import Page, expect
 
-from nanovllm.core.kv_spec import BlockState
+from nanovllm.plan.kv_spec import BlockState
 
 pytestmark = pytest.mark.browser
 

@@ -11,7 +11,7 @@ import pytest
 from page_server import MODEL, FakeServer, OpenPage
 from playwright.sync_api import Page, expect
 
-from nanovllm.demo.retrieval_model import CHAT_TEMPLATE
+from nanovllm.models.retrieval_model import CHAT_TEMPLATE
 
 pytestmark = pytest.mark.browser
 

@@ -13,8 +13,8 @@ from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization, parse_quantization
 from nanovllm.config import Config
-from nanovllm.core.kv_spec import kv_cache_spec
-from nanovllm.core.step_limits import graph_sizes, max_sampled_rows
+from nanovllm.plan.kv_spec import kv_cache_spec
+from nanovllm.plan.step_limits import graph_sizes, max_sampled_rows
 
 MIB, GIB = 2**20, 2**30
 MODEL = ModelConfig.without_weights("qwen3-0.6b")

@@ -28,16 +28,16 @@ from nanovllm.capacity.plan_check import check_start
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
 from nanovllm.config import GPU_RESERVE_BYTES, Config
-from nanovllm.core.kv_spec import KVCacheSizes, with_watermark
-from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan, StreamedGroup
 from nanovllm.device import kernel_target
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.engine.setup import measure_cpu_memory
 from nanovllm.engine.step_loop import LinkMeter
 from nanovllm.errors import ConfigError
-from nanovllm.kvcache.transfer.offload_engine import measure_link
-from nanovllm.kvcache.transfer.streams import ImmediateStreams, make_streams
 from nanovllm.models.loader import build_model
+from nanovllm.offload.offload_engine import measure_link
+from nanovllm.offload.streams import ImmediateStreams, make_streams
+from nanovllm.plan.kv_spec import KVCacheSizes, with_watermark
+from nanovllm.plan.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan, StreamedGroup
 
 MIB, GIB = 2**20, 2**30
 MODEL, _ = ModelConfig.from_pretrained("qwen3-0.6b")

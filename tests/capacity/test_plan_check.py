@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from tiers import RUNS_ALL
 
-from nanovllm.capacity.fit import CONTEXTS, DOC_GPUS, DOC_HOST_GIB, DOC_MODELS
 from nanovllm.capacity.machine import GPUS, Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan, PlanOptions, make_plan, plan_table
 from nanovllm.capacity.plan_check import MAX_REMEDIES, any_problem, check_plan, check_start, memory_problem
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
 from nanovllm.config import Config
+from nanovllm.entrypoints.planner.fit import CONTEXTS, DOC_GPUS, DOC_HOST_GIB, DOC_MODELS
 from nanovllm.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30

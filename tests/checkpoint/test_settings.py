@@ -18,11 +18,11 @@ from nanovllm.checkpoint import model_config
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ModelConfig, rope_extension
 from nanovllm.checkpoint.settings import ENTRIES, MAX_POSITIONS, apply_overrides, read_sampling_defaults
-from nanovllm.cli import main as cli
 from nanovllm.config import Config
-from nanovllm.core.step_limits import max_model_len
 from nanovllm.engine import startup
+from nanovllm.entrypoints.cli import main as cli
 from nanovllm.errors import CheckpointError, ConfigError, RequestError
+from nanovllm.plan.step_limits import max_model_len
 
 QWEN3 = json.loads(presets()["qwen3-0.6b"].read_text())
 LLAMA = json.loads(presets()["llama-3.1-8b"].read_text())

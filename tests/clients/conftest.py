@@ -15,10 +15,10 @@ from scripted_model import build_scripted_model
 from tokenizer_kinds import add_tokens
 
 from nanovllm import AsyncLLM
-from nanovllm.demo.retrieval_model import build_retrieval_model
-from nanovllm.server.app import Site
-from nanovllm.server.gate import ApiKeys
-from nanovllm.server.options import ServerOptions
+from nanovllm.entrypoints.server.app import Site
+from nanovllm.entrypoints.server.gate import ApiKeys
+from nanovllm.entrypoints.server.options import ServerOptions
+from nanovllm.models.retrieval_model import build_retrieval_model
 
 KEY = "secret"
 CONTEXT = 32768  # the least that docs/agents.md calls sensible

@@ -21,9 +21,9 @@ from tiny_engines import KINDS, finish_all
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.core.kv_spec import BlockState
 from nanovllm.engine import startup
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
+from nanovllm.plan.kv_spec import BlockState
 from nanovllm.utils.interrupt import deferred_interrupt
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

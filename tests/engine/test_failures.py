@@ -26,12 +26,12 @@ from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.device.devices import memory_remedy
 from nanovllm.engine import startup
 from nanovllm.engine.setup import EngineSetup, Internals
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.executor.base import LocalExecutor
+from nanovllm.plan.kv_spec import KVCacheSizes
 from nanovllm.text.detokenizer import TextReceiver
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -9,9 +9,9 @@ from checked_engine import OFFLOAD, WORKS_AHEAD, Reference, cache_options
 from odd_drafters import OddDrafter
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.core.outputs import Logprob, Outbox, Receiver, RequestOutput, TokenLogprobs
-from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.engine.setup import Internals
+from nanovllm.models.retrieval_model import build_retrieval_model
+from nanovllm.plan.outputs import Logprob, Outbox, Receiver, RequestOutput, TokenLogprobs
 
 PROMPTS = [[(7 * i * i + 3 * i) % 300 for i in range(n)] for n in (1, 2, 40, 530)]
 TOLERANCE = 2e-4

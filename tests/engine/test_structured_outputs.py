@@ -11,12 +11,12 @@ from checked_engine import WORKS_AHEAD, cache_options
 from odd_drafters import OddDrafter
 
 from nanovllm import LLM, RequestError, SamplingParams
-from nanovllm.core.outputs import RequestOutput
-from nanovllm.core.sequence import Sequence
-from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.engine.setup import Internals
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers import sampler
+from nanovllm.models.retrieval_model import build_retrieval_model
+from nanovllm.plan.outputs import RequestOutput
+from nanovllm.plan.sequence import Sequence
 from nanovllm.runner import step_runner
 from nanovllm.sampling_params import StructuredOutputs
 

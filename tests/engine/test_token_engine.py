@@ -10,19 +10,19 @@ import pytest
 from tiny_models import write_tiny_model
 from virtual_clock import VirtualClock
 
-from nanovllm.core.kv_spec import KVCacheSizes, StartReport
-from nanovllm.core.outputs import Ending, Outbox, PositionLogprobs, Receiver, RequestOutput
-from nanovllm.core.sequence import Sequence
-from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import EngineSetup, Internals, prepare
 from nanovllm.engine.step_loop import PAUSE_S
 from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.base import Executor, LaunchedStep
-from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.block_manager import BlockManager
+from nanovllm.plan.kv_spec import KVCacheSizes, StartReport
+from nanovllm.plan.outputs import Ending, Outbox, PositionLogprobs, Receiver, RequestOutput
+from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.step_plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.scheduling.step_bound import ChunkTimes, StepBound
+from nanovllm.schedule.scheduler import Scheduler
+from nanovllm.schedule.step_bound import ChunkTimes, StepBound
 
 END_TOKEN_ID = 40
 PARAMS = SamplingParams(max_tokens=5)

@@ -19,19 +19,19 @@ import numpy as np
 import pytest
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
-from nanovllm.core.kv_spec import KVCacheSizes, StartReport
-from nanovllm.core.outputs import Outbox, PositionLogprobs, StepLogprobs
-from nanovllm.core.sequence import Sequence
-from nanovllm.core.step_plan import SequenceStep, StepPlan
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import EngineSetup, Internals, prepare
+from nanovllm.entrypoints.server.admission import MAX_LIST_ITEMS, MAX_N, MAX_STOP
 from nanovllm.errors import RequestError
 from nanovllm.executor.base import Executor, LaunchedStep
-from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.block_manager import BlockManager
+from nanovllm.plan.kv_spec import KVCacheSizes, StartReport
+from nanovllm.plan.outputs import Outbox, PositionLogprobs, StepLogprobs
+from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.step_plan import SequenceStep, StepPlan
 from nanovllm.runner.inputs import build_inputs, edit_inputs
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
-from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.server.admission import MAX_LIST_ITEMS, MAX_N, MAX_STOP
+from nanovllm.schedule.scheduler import Scheduler
 from nanovllm.text.frontend import TextFrontend
 
 VOCAB, MODEL_LEN, BLOCK = 65_536, 131_072, 4096

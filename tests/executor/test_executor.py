@@ -20,12 +20,12 @@ import pytest
 import torch
 from rank_processes import NOTICED_WITHIN_S, is_gone, wait_until, worker_pids_of
 
-from nanovllm.core.step_plan import KVMoves, StepPlan
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.engine.startup import rank_devices
 from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.base import LaunchedStep, LocalExecutor
 from nanovllm.executor.processes import SEGMENT_BYTES, STARTED, Job, ProcessExecutor, Receiver, Sender, _worker_main
+from nanovllm.plan.step_plan import KVMoves, StepPlan
 from nanovllm.runner.step_result import StepEnd, StepResult
 
 PLAN = StepPlan((), KVMoves())

@@ -13,12 +13,12 @@ from gpu_llm import GpuLLM
 from offload_workload import BLOCK, prompts_of
 from tiny_models import write_tiny_model
 
-from nanovllm.cpu_attention.job import AttentionJob
-from nanovllm.cpu_attention.kernels import CpuKernel
-from nanovllm.cpu_attention.torch_kernel import TorchKernel
+from nanovllm.capabilities.cpu_attention.job import AttentionJob
+from nanovllm.capabilities.cpu_attention.kernels import CpuKernel
+from nanovllm.capabilities.cpu_attention.torch_kernel import TorchKernel
 from nanovllm.engine.setup import Internals
-from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
-from nanovllm.kvcache.transfer.streams import CudaCpuStream, CudaStream, CudaStreams, Event
+from nanovllm.offload.offload_engine import OffloadEngine
+from nanovllm.offload.streams import CudaCpuStream, CudaStream, CudaStreams, Event
 
 pytestmark = pytest.mark.gpu
 

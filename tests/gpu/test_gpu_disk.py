@@ -10,9 +10,9 @@ from checked_engine import Reference, cache_options
 from dense_model import random_prompt
 from gpu_llm import GpuLLM
 
-from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, NUM_READERS
-from nanovllm.kvcache.disk.tier import DiskTier
-from nanovllm.kvcache.transfer.disk_worker import _folded, weights_identity
+from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, NUM_READERS
+from nanovllm.capabilities.disk.tier import DiskTier
+from nanovllm.capabilities.disk.worker import _folded, weights_identity
 
 pytestmark = pytest.mark.gpu
 

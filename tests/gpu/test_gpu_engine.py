@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.core.outputs import RequestOutput
-from nanovllm.core.sequence import Sequence
-from nanovllm.core.step_plan import StepPlan
+from nanovllm.plan.outputs import RequestOutput
+from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.step_plan import StepPlan
 
 pytestmark = pytest.mark.gpu
 
@@ -347,8 +347,8 @@ def test_bf16_logits_are_as_good_as_plain_torch(wide_reference: Reference, num_g
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_retrieval_131072_tokens_every_tenth_of_the_depth_in_bf16(tmp_path: Path) -> None:
-    from nanovllm.demo.haystack import build_haystack
-    from nanovllm.demo.retrieval_model import build_retrieval_model
+    from nanovllm.entrypoints.demo.haystack import build_haystack
+    from nanovllm.models.retrieval_model import build_retrieval_model
 
     num_tokens, max_tokens = 131_072, 16
     options: dict[str, Any] = {"enable_cpu_offload": True, "num_gpu_blocks": 4, "kvcache_block_size": 4096}

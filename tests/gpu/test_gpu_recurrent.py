@@ -14,8 +14,8 @@ from offload_workload import BLOCK, DOCUMENT, prompts_of, serve_everything
 from plain_head import let_head_agree
 from tiny_models import write_tiny_model
 
-from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.setup import Internals
+from nanovllm.plan.step_plan import StepPlan
 
 pytestmark = pytest.mark.gpu
 

@@ -14,11 +14,11 @@ from offload_workload import BLOCK, prompts_of, serve_everything
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.core.shadow_spec import SHADOW_BITS
-from nanovllm.demo.haystack import build_haystack
-from nanovllm.demo.retrieval_model import build_retrieval_model
+from nanovllm.capabilities.shadow.shadow_spec import SHADOW_BITS
+from nanovllm.capabilities.speculation.speculator import load_of
 from nanovllm.engine.setup import Internals
-from nanovllm.speculation.speculator import load_of
+from nanovllm.entrypoints.demo.haystack import build_haystack
+from nanovllm.models.retrieval_model import build_retrieval_model
 
 pytestmark = pytest.mark.gpu
 

@@ -30,12 +30,12 @@ from gpu_llm import GpuLLM
 from offload_workload import BLOCK, RESUMED, prompts_of, serve_resumed
 
 from nanovllm import LLM
-from nanovllm.core.kv_spec import StagingSizes
-from nanovllm.core.step_plan import KVMoves, SlotOffload
 from nanovllm.engine.setup import Internals
-from nanovllm.kvcache.transfer import offload_engine
-from nanovllm.kvcache.transfer.offload_engine import OffloadEngine, offload_runs
-from nanovllm.kvcache.transfer.streams import CudaStreams, Event, Stream, make_streams
+from nanovllm.offload import offload_engine
+from nanovllm.offload.offload_engine import OffloadEngine, offload_runs
+from nanovllm.offload.streams import CudaStreams, Event, Stream, make_streams
+from nanovllm.plan.kv_spec import StagingSizes
+from nanovllm.plan.step_plan import KVMoves, SlotOffload
 from nanovllm.runner.cuda_graphs import capture_stream
 from nanovllm.runner.kv_memory import OffloadEngineFactory
 

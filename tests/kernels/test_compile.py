@@ -24,9 +24,9 @@ from offline_compiler import Compiled, compiling_for
 from triton.runtime.jit import JITFunction
 
 from nanovllm import kernels
-from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import PartialAttention, RunningMerge
-from nanovllm.core.shadow_spec import ShadowSpec
+from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.capabilities.shadow.shadow_spec import ShadowSpec
 from nanovllm.device.kernel_target import KNOWN_TARGETS, KernelTarget
 from nanovllm.kernels import (
     decode,

@@ -8,11 +8,11 @@ import torch
 from interpreter import INTERPRETED, on_device
 from paged_cases import PagedCase, assert_as_good_as_plain_torch, assert_matches, make_paged
 
-from nanovllm.attention.backends.torch_backend import TorchBackend
-from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import PartialAttention
+from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.checkpoint.model_config import HEAD_DIMS
-from nanovllm.core.step_limits import MAX_DECODE_QUERIES
+from nanovllm.plan.step_limits import MAX_DECODE_QUERIES
 
 pytest.importorskip("triton")
 

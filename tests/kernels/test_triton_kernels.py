@@ -11,8 +11,8 @@ from interpreter import INTERPRETED, on_device
 from paged_cases import assert_as_good_as_plain_torch, make_paged
 from rounding import MAX_ROUNDINGS, PART_COUNTS, make_parts, rms
 
-from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import PartialAttention, RunningMerge, merge_parts
+from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.checkpoint.model_config import HEAD_DIMS
 from nanovllm.device import kernel_target
 from nanovllm.kernels.sampling_tensors import SamplingTensors

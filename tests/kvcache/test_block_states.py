@@ -6,9 +6,9 @@ import pytest
 from content_model import Simulation
 from cpu_splits import ALL, FixedSplit
 
-from nanovllm.core.kv_spec import BlockState
-from nanovllm.kvcache.policy.block_manager import BlockManager
-from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.block_manager import BlockManager
+from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.plan.kv_spec import BlockState
 
 FREE, CACHED, WAITING, RESIDENT, CPU_ATTENDED, STREAMED, WRITTEN = BlockState
 BLOCK = 256

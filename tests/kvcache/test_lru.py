@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from nanovllm.core.sequence import Sequence
-from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
-from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
+from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.schedule.scheduler import Scheduler
 
 Tokens = tuple[int, ...]
 _ANSWER = 7  # every token of every answer

@@ -7,13 +7,13 @@ import pytest
 from content_model import Simulation, tokens
 from random_workloads import GRAIN, odd_drafter
 
-from nanovllm.core.kv_spec import num_blocks_for, num_sequences_in
-from nanovllm.core.sequence import Sequence, SequenceStatus
-from nanovllm.core.step_plan import SlotOffload
 from nanovllm.errors import RequestError
-from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
-from nanovllm.kvcache.policy.hybrid_manager import History, HybridKVCacheManager
-from nanovllm.kvcache.policy.step_slots import HybridBlock, SlotRing
+from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
+from nanovllm.kvcache.hybrid_manager import History, HybridKVCacheManager
+from nanovllm.kvcache.step_slots import HybridBlock, SlotRing
+from nanovllm.plan.kv_spec import num_blocks_for, num_sequences_in
+from nanovllm.plan.sequence import Sequence, SequenceStatus
+from nanovllm.plan.step_plan import SlotOffload
 from nanovllm.sampling_params import SamplingParams
 
 # -- both managers ---------------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ import pytest
 import xxhash
 from content_model import Simulation, longest_prefix_left, tokens
 
-from nanovllm.core.sequence import Sequence
-from nanovllm.kvcache.policy.block_manager import BlockManager
-from nanovllm.kvcache.policy.block_pool import HASH_BYTES, Block, BlockPool, PrefixIndex, PrefixMatch, contiguous_ranges
-from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.block_manager import BlockManager
+from nanovllm.kvcache.block_pool import HASH_BYTES, Block, BlockPool, PrefixIndex, PrefixMatch, contiguous_ranges
+from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -16,13 +16,13 @@ from odd_drafters import KINDS
 from random_workloads import GRAIN, LONG_CHUNK_BLOCKS, Abort, Add, Operation, Preempt, Steps, play, play_dense
 from tiers import examples
 
-from nanovllm.core.sequence import Sequence, TokenIds
-from nanovllm.core.step_plan import SequenceStep, StepPlan
-from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
-from nanovllm.kvcache.policy.block_pool import Block, PrefixIndex
-from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.policy.step_slots import HybridBlock, StepSlots
-from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
+from nanovllm.kvcache.block_pool import Block, PrefixIndex
+from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.step_slots import HybridBlock, StepSlots
+from nanovllm.plan.sequence import Sequence, TokenIds
+from nanovllm.plan.step_plan import SequenceStep, StepPlan
+from nanovllm.schedule.scheduler import Scheduler
 from nanovllm.utils.arithmetic import ceil_div
 
 T = TypeVar("T")

@@ -21,12 +21,17 @@ from pathlib import Path
 from urllib.request import urlopen
 
 from nanovllm import __version__
-from nanovllm.cpu_attention import build
+from nanovllm.capabilities.cpu_attention import build
 
 ROOT = Path(__file__).parents[2]
 DIST = ROOT / "dist"
 CONTAINERFILE = (ROOT / "Containerfile").read_text().replace("\\\n", "")
-MUST_HAVE = ("py.typed", "server/page/index.html", "cpu_attention/source/attention.cpp", "presets/qwen3-0.6b.json")
+MUST_HAVE = (
+    "py.typed",
+    "entrypoints/server/page/index.html",
+    "capabilities/cpu_attention/source/attention.cpp",
+    "presets/qwen3-0.6b.json",
+)
 GENERATE = (
     *("generate", "--model", "demo", "--prompt", "The passkey is 4711.\nThe passkey is", "--max-tokens", "5"),
     *("--enable-cpu-offload", "--num-gpu-blocks", "2", "--kvcache-block-size", "256", "--max-model-len", "1024"),

@@ -9,7 +9,7 @@ import shlex
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from nanovllm.cli import main as cli
+from nanovllm.entrypoints.cli import main as cli
 
 INSTALL = Path(__file__).parents[2] / "docs" / "install.md"
 SHOWN = ("weights", "slots", "KV cache", "GPU memory", "CPU pool", "sequences", "decode", "prefill")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from nanovllm.cli.main import _parser
-from nanovllm.server import ServerOptions
+from nanovllm.entrypoints.cli.main import _parser
+from nanovllm.entrypoints.server import ServerOptions
 
 ROOT = Path(__file__).parents[2]
 CONTAINERFILE = (ROOT / "Containerfile").read_text().replace("\\\n", "")

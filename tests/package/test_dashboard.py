@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nanovllm.core.outputs import RequestOutput
-from nanovllm.server.metrics import _FIGURES, Metrics
+from nanovllm.entrypoints.server.metrics import _FIGURES, Metrics
+from nanovllm.plan.outputs import RequestOutput
 
 PATH = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
 BOARD = json.loads(PATH.read_text())

@@ -6,9 +6,9 @@ import shlex
 
 from recipes import INSTALL, RECIPE, write_outputs
 
-from nanovllm.cli.flags import given_fields
-from nanovllm.cli.main import _parser
 from nanovllm.config import Config
+from nanovllm.entrypoints.cli.flags import given_fields
+from nanovllm.entrypoints.cli.main import _parser
 
 TEXT = INSTALL.read_text(encoding="utf-8")
 SERVE = re.compile(r"^\$ nanovllm (serve (?:.*\\\n)*.*\n)", re.MULTILINE)

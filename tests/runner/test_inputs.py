@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.core.step_plan import (
+from nanovllm.capabilities.cpu_attention.queue import CpuRows
+from nanovllm.kernels.sampling_tensors import SamplingTensors
+from nanovllm.plan.step_plan import (
     CpuSpan,
     KVMoves,
     PromptScores,
@@ -17,8 +19,6 @@ from nanovllm.core.step_plan import (
     StepPlan,
     StreamedGroup,
 )
-from nanovllm.kernels.sampling_tensors import SamplingTensors
-from nanovllm.kvcache.transfer.cpu_attention import CpuRows
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import (
     GroupInputs,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.core.step_plan import StepPlan
+from nanovllm.plan.step_plan import StepPlan
 from nanovllm.runner.inputs import build_inputs
 from nanovllm.runner.startup_steps import HISTORY_TOKENS, NUM_GROUPS, largest_steps, short_steps
 

@@ -11,8 +11,8 @@ from cpu_runner import HostlessTorch, graph_buffers
 from offload_workload import BLOCK, prompts_of
 
 from nanovllm.attention.base import PagedBatch, PartialAttention
-from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize
-from nanovllm.core.step_plan import StepPlan
+from nanovllm.plan.step_limits import MAX_GRAPH_CHUNKS, MixedSize
+from nanovllm.plan.step_plan import StepPlan
 from nanovllm.runner.cuda_graphs import MixedGraphs
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.sampling_params import SamplingParams

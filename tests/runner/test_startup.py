@@ -14,12 +14,12 @@ from cpu_runner import NUM_SEQS, HostlessTorch, make_runner
 from rank_processes import wait_until
 from tiny_models import write_tiny_model
 
-from nanovllm.attention.backends.torch_backend import TorchBackend
 from nanovllm.attention.base import LibraryPlan
+from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.checkpoint.model_config import ExpertsConfig
-from nanovllm.core.kv_spec import KVCacheSizes
-from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.layers.moe import Router
+from nanovllm.plan.kv_spec import KVCacheSizes
+from nanovllm.plan.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.runner import cuda_graphs, model_runner, startup_steps
 from nanovllm.runner.model_runner import ModelRunner
 

@@ -18,16 +18,16 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import LibraryPlan
+from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.checkpoint.quantization import Quantization
-from nanovllm.core.kv_spec import KVCacheSizes
-from nanovllm.core.step_plan import KVMoves, StepPlan
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KNOWN_TARGETS
 from nanovllm.kernels import launch, quantizing
 from nanovllm.layers import linear
 from nanovllm.layers.packed_weight import PackedWeight
+from nanovllm.plan.kv_spec import KVCacheSizes
+from nanovllm.plan.step_plan import KVMoves, StepPlan
 from nanovllm.runner import model_runner, startup_steps
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup_steps import largest_steps, short_steps

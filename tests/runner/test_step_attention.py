@@ -10,11 +10,11 @@ import torch
 from paged_cases import PagedCase, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
-from nanovllm.attention.backends.cudnn_backend import CudnnBackend, CudnnLimits
-from nanovllm.attention.backends.selection import BACKENDS
-from nanovllm.attention.backends.torch_backend import TorchBackend
-from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
+from nanovllm.attention.cudnn_backend import CudnnBackend, CudnnLimits
+from nanovllm.attention.selection import BACKENDS
+from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.runner.kv_memory import MergedAttention, StepBatches
 
 SCALE = 0.1

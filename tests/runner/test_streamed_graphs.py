@@ -12,15 +12,15 @@ from cpu_runner import HostlessTorch
 from paged_cases import PagedCase, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
-from nanovllm.attention.backends.selection import choose_backend
 from nanovllm.attention.base import AttentionBackend, StepAttention
-from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes
-from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
-from nanovllm.cpu_attention.kernels import choose_kernel
+from nanovllm.attention.selection import choose_backend
+from nanovllm.capabilities.cpu_attention.kernels import choose_kernel
+from nanovllm.capabilities.cpu_attention.queue import CpuAttention
 from nanovllm.errors import ConfigError
-from nanovllm.kvcache.transfer.cpu_attention import CpuAttention
-from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
-from nanovllm.kvcache.transfer.streams import ImmediateStreams
+from nanovllm.offload.offload_engine import OffloadEngine
+from nanovllm.offload.streams import ImmediateStreams
+from nanovllm.plan.kv_spec import KVCacheSpec, StagingSizes
+from nanovllm.plan.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.inputs import build_inputs
 from nanovllm.runner.kv_memory import KVMemory, cpu_rows, make_offload_engine

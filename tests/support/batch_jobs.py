@@ -14,13 +14,13 @@ from typing import Any
 
 from ray.cluster_utils import Cluster
 
-from nanovllm.cluster.batch_engine import BatchEngine
-from nanovllm.cluster.batch_job import BatchJob, JobSummary, run_job
-from nanovllm.cluster.batch_rows import Unit, UnitLimits
-from nanovllm.cluster.options import BatchOptions
 from nanovllm.config import Config
-from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.engine.setup import find_machine
+from nanovllm.entrypoints.cluster.batch_engine import BatchEngine
+from nanovllm.entrypoints.cluster.batch_job import BatchJob, JobSummary, run_job
+from nanovllm.entrypoints.cluster.batch_rows import Unit, UnitLimits
+from nanovllm.entrypoints.cluster.options import BatchOptions
+from nanovllm.models.retrieval_model import build_retrieval_model
 
 ROOT = Path(__file__).parents[2]
 ENGINE_OPTIONS = {"device": "cpu", "num_kvcache_blocks": 64, "max_model_len": 4096, "max_num_batched_tokens": 2048}

@@ -15,14 +15,14 @@ from simulated_streams import SimulatedStreams, TrackedAttention, TrackedBackend
 from tiny_models import reference_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.core.kv_spec import StagingSizes
-from nanovllm.core.outputs import RequestOutput
-from nanovllm.core.sequence import Sequence
-from nanovllm.core.step_limits import max_step_rows
-from nanovllm.core.step_plan import StepPlan
+from nanovllm.capabilities.speculation.drafters import Drafter
 from nanovllm.engine.setup import Internals
-from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
-from nanovllm.speculation.drafters import Drafter
+from nanovllm.offload.offload_engine import OffloadEngine
+from nanovllm.plan.kv_spec import StagingSizes
+from nanovllm.plan.outputs import RequestOutput
+from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.step_limits import max_step_rows
+from nanovllm.plan.step_plan import StepPlan
 
 TOLERANCE = 1e-4  # for logits in fp32
 OFFLOAD = {

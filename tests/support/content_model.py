@@ -14,16 +14,16 @@ import numpy as np
 import xxhash
 from simulated_disk import SimulatedDisk
 
-from nanovllm.core.sequence import Sequence, SequenceStatus
-from nanovllm.core.step_plan import KVMoves, SequenceStep, StepPlan
-from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
-from nanovllm.kvcache.policy.block_pool import Block, BlockPool
-from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.capabilities.speculation.drafters import Drafter
+from nanovllm.capabilities.speculation.speculator import Speculator
+from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
+from nanovllm.kvcache.block_pool import Block, BlockPool
+from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.plan.sequence import Sequence, SequenceStatus
+from nanovllm.plan.step_plan import KVMoves, SequenceStep, StepPlan
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.scheduling.step_bound import StepBound
-from nanovllm.speculation.drafters import Drafter
-from nanovllm.speculation.speculator import Speculator
+from nanovllm.schedule.scheduler import Scheduler
+from nanovllm.schedule.step_bound import StepBound
 
 EOS = 0
 VOCAB_SIZE = 7

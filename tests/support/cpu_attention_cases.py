@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nanovllm.cpu_attention.job import AttentionJob, RowSpans, TokenSpan
+from nanovllm.capabilities.cpu_attention.job import AttentionJob, RowSpans, TokenSpan
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE = 2, 7, 100
 POOL_TOKENS = NUM_BLOCKS * BLOCK_SIZE

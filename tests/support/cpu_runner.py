@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from nanovllm.attention.backends.torch_backend import TorchBackend
 from nanovllm.attention.base import HostTables, PagedBatch, PartialAttention
+from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.core.kv_spec import kv_cache_spec
 from nanovllm.device.tp_group import TPGroup
+from nanovllm.plan.kv_spec import kv_cache_spec
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.kv_memory import make_offload_engine
 from nanovllm.runner.model_runner import ModelRunner

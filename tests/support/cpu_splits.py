@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.core.cpu_split import CpuSplit
+from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
 from nanovllm.engine.setup import Internals
 
 ALL = 2**40

@@ -14,8 +14,8 @@ from dense_model import random_prompt
 from server_process import PRELOADED
 
 from nanovllm import LLM
-from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS
-from nanovllm.kvcache.disk.store import check_extent, list_extents
+from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS
+from nanovllm.capabilities.disk.store import check_extent, list_extents
 
 BLOCK = DISK_GRAIN_TOKENS
 DOCUMENT = random_prompt(5 * BLOCK + 17, seed=5)

@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from nanovllm.core.disk_moves import KEY_BYTES, Extent
-from nanovllm.kvcache.disk.store import DiskStore, check_extent, list_extents
+from nanovllm.capabilities.disk.disk_moves import KEY_BYTES, Extent
+from nanovllm.capabilities.disk.store import DiskStore, check_extent, list_extents
 
 PAYLOAD_BYTES = 40_000
 LIMIT_BYTES = 10**9  # more than a round writes, so that nothing is evicted

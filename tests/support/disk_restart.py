@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.core.sequence import Sequence
-from nanovllm.kvcache.disk.tier import DiskTier
+from nanovllm.capabilities.disk.tier import DiskTier
+from nanovllm.plan.sequence import Sequence
 
 
 class Answer(NamedTuple):

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanovllm.cli import main
+from nanovllm.entrypoints.cli import main
 
 _load = main.load_engine
 

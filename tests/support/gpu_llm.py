@@ -8,7 +8,7 @@ import torch
 from checked_engine import CheckedLLM, Reference, greedy
 from transformers import AutoModelForCausalLM
 
-from nanovllm.core.outputs import RequestOutput
+from nanovllm.plan.outputs import RequestOutput
 from nanovllm.runner.cuda_graphs import HeadGraphs, MixedGraphs
 
 

@@ -11,7 +11,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm import AsyncLLM
-from nanovllm.server import ServerOptions, make_app
+from nanovllm.entrypoints.server import ServerOptions, make_app
 
 OPTIONS = ServerOptions(served_model_name=("tiny", "alias/of tiny"))
 START_LIMIT_S = 20

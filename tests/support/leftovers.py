@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from nanovllm.core.sequence import Sequence
+from nanovllm.plan.sequence import Sequence
 
 FIRST_ID = 10**12  # no other number in an engine is as large; ids of requests begin here where a test looks for them
 

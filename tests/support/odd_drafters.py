@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable
 from typing import ClassVar
 
-from nanovllm.core.sequence import Sequence
-from nanovllm.speculation.drafters import DRAFTED, Guesses
+from nanovllm.capabilities.speculation.drafters import DRAFTED, Guesses
+from nanovllm.plan.sequence import Sequence
 
 KINDS = ("right", "random", "wrong", "wrong at the last", "end tokens", "too many", "outside", "drafts", "mixed")
 

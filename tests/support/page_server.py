@@ -14,9 +14,9 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.exception_handlers import http_exception_handler
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from nanovllm.core.kv_spec import BlockState
-from nanovllm.kvcache.policy.block_pool import Block
-from nanovllm.server.page import add_page, kv_router
+from nanovllm.entrypoints.server.page import add_page, kv_router
+from nanovllm.kvcache.block_pool import Block
+from nanovllm.plan.kv_spec import BlockState
 
 if TYPE_CHECKING:  # playwright is an extra
     from playwright.sync_api import Page

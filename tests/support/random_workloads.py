@@ -10,15 +10,15 @@ from content_model import VOCAB_SIZE, ContentRunner, Simulation, next_token
 from cpu_splits import RandomSplit
 from odd_drafters import OddDrafter
 
-from nanovllm.core.cpu_split import CpuSplit
-from nanovllm.core.sequence import Sequence
-from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
-from nanovllm.kvcache.policy.block_pool import PrefixIndex
-from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.policy.shadow_pages import ShadowPages
-from nanovllm.kvcache.policy.states import RecurrentStates
-from nanovllm.scheduling.step_bound import ChunkTimes, StepBound
-from nanovllm.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
+from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
+from nanovllm.capabilities.recurrent.places import RecurrentStates
+from nanovllm.capabilities.shadow.pages import ShadowPages
+from nanovllm.capabilities.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
+from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
+from nanovllm.kvcache.block_pool import PrefixIndex
+from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.plan.sequence import Sequence
+from nanovllm.schedule.step_bound import ChunkTimes, StepBound
 
 GRAIN = 2  # tokens, instead of 256
 LONG_CHUNK_BLOCKS = 3  # instead of 16, so that small workloads have long chunks

@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from nanovllm.demo.retrieval_model import byte_symbols
+from nanovllm.models.retrieval_model import byte_symbols
 
 SCRIPT_TOKENS = 1024
 MARK = "\ue000"

@@ -22,7 +22,12 @@ import httpx
 LIMIT_S = 60
 ENGINE = {"device": "cpu", "max_model_len": 4096, "num_kvcache_blocks": 64, "max_num_batched_tokens": 512}
 PRELOADED = [  # a server's imports until it is ready; modules that do not exist are skipped
-    *("server_process", "nanovllm.server.lifecycle", "nanovllm.models.loader", "uvicorn.protocols.http.auto"),
+    *(
+        "server_process",
+        "nanovllm.entrypoints.server.lifecycle",
+        "nanovllm.models.loader",
+        "uvicorn.protocols.http.auto",
+    ),
     *("torch._dynamo", "safetensors.torch", "transformers.models.auto.tokenization_auto"),
     "transformers.tokenization_utils_tokenizers",
 ]
@@ -113,8 +118,8 @@ def _serve(model: Path, log: Path, change: Any, options: dict[str, Any], engine_
     import torch
 
     from nanovllm import AsyncLLM
-    from nanovllm.server.lifecycle import run_server
-    from nanovllm.server.options import ServerOptions, bind
+    from nanovllm.entrypoints.server.lifecycle import run_server
+    from nanovllm.entrypoints.server.options import ServerOptions, bind
 
     torch.set_num_threads(1)
     logging.basicConfig(format="%(message)s")

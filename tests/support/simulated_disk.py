@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.core.disk_moves import DiskMoves, Extent
-from nanovllm.core.step_plan import StepPlan
-from nanovllm.kvcache.disk.tier import DiskBoard, DiskTier
-from nanovllm.kvcache.policy.block_manager import KVCacheManager
+from nanovllm.capabilities.disk.disk_moves import DiskMoves, Extent
+from nanovllm.capabilities.disk.tier import DiskBoard, DiskTier
+from nanovllm.kvcache.block_manager import KVCacheManager
+from nanovllm.plan.step_plan import StepPlan
 
 
 class OddTimes:

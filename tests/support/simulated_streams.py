@@ -36,10 +36,10 @@ import torch
 from race_detector import Access, RaceDetector, Site
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, StepAttention
-from nanovllm.cpu_attention.job import AttentionJob, CpuKernel
+from nanovllm.capabilities.cpu_attention.job import AttentionJob, CpuKernel
 from nanovllm.kernels.state_tensors import LayerStates
-from nanovllm.kvcache.transfer.streams import Event
 from nanovllm.layers.rotary_embedding import KVCells
+from nanovllm.offload.streams import Event
 
 Mode = Literal["late", "early", "random"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -92,7 +92,7 @@ class _Copy(NamedTuple):
 
 
 class SimulatedStream:
-    """One queue of work, in the calls of `kvcache.transfer.streams.Stream`, with `read` and `write` declared beside.
+    """One queue of work, in the calls of `offload.streams.Stream`, with `read` and `write` declared beside.
 
     `clock[i]` is the last epoch of stream i whose work is ordered before what is enqueued here next. An epoch of a
     stream is its work between two records.

@@ -6,12 +6,12 @@ As on a GPU, a step is planned while the one before it runs. A request that arri
 import random
 from dataclasses import dataclass, field
 
-from nanovllm.core.sequence import Sequence
-from nanovllm.core.step_plan import StepPlan
-from nanovllm.kvcache.policy.block_manager import KVCacheManager
+from nanovllm.kvcache.block_manager import KVCacheManager
+from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.step_plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.scheduling.step_bound import ChunkTimes, StepBound
+from nanovllm.schedule.scheduler import Scheduler
+from nanovllm.schedule.step_bound import ChunkTimes, StepBound
 
 QUERY_TILE_TOKENS = 64  # attention in a graph takes as long for one token as for so many
 TOKEN_KEYS = 3840  # Qwen3-0.6B: keys whose attention costs as much as a token's linear layers

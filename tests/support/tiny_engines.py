@@ -6,7 +6,7 @@ from typing import Any
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM
-from nanovllm.core.outputs import RequestOutput
+from nanovllm.plan.outputs import RequestOutput
 
 KINDS: dict[str, dict[str, Any]] = {
     "all GPU": {"num_kvcache_blocks": 20},

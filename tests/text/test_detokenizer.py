@@ -15,8 +15,8 @@ from tiers import examples
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nanovllm.core.outputs import Outbox
-from nanovllm.core.sequence import Sequence
+from nanovllm.plan.outputs import Outbox
+from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import ReasoningTags, SamplingParams
 from nanovllm.text.detokenizer import WINDOW_TOKENS, Detokenizer, StopStrings, TextReceiver, TokenDecoder
 

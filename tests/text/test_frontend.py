@@ -6,11 +6,11 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.core.outputs import Outbox, Receiver
-from nanovllm.core.sequence import Sequence
 from nanovllm.engine.setup import prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import RequestError
+from nanovllm.plan.outputs import Outbox, Receiver
+from nanovllm.plan.sequence import Sequence
 from nanovllm.text.frontend import TextFrontend
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 20}

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from nanovllm.demo.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.errors import RequestError
+from nanovllm.models.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.sampling_params import StructuredOutputs
 from nanovllm.text.structured import (
     LIMITS,

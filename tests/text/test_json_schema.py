@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from nanovllm.demo.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.errors import RequestError
+from nanovllm.models.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.sampling_params import StructuredOutputs, TaggedJson
 from nanovllm.text.json_schema import find_faults, remove_faults, remove_neutral_keywords
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher

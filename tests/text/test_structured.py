@@ -18,11 +18,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
+from nanovllm.capabilities.edits.logit_editor import TokenConstraint
+from nanovllm.capabilities.edits.token_mask import TokenMask
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.core.logit_editor import TokenConstraint
-from nanovllm.core.token_mask import TokenMask
-from nanovllm.demo.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.errors import RequestError
+from nanovllm.models.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.sampling_params import StructuredOutputs, TaggedJson, TaggedValue
 from nanovllm.text.frontend import TextFrontend
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
@@ -88,7 +88,7 @@ def rust_bytes(symbol: str) -> bytes:
 
 
 def latin_byte(symbol: str) -> int:
-    from nanovllm.demo.retrieval_model import byte_symbols
+    from nanovllm.models.retrieval_model import byte_symbols
 
     return byte_symbols().index(symbol)
 

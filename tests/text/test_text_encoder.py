@@ -13,7 +13,7 @@ from tiers import RUNS_ALL, examples
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nanovllm.demo.retrieval_model import save_tokenizer
+from nanovllm.models.retrieval_model import save_tokenizer
 from nanovllm.text.frontend import PATTERNS, TextEncoder, find_cuts, load_tokenizer
 
 SPECIAL = "<|im_start|>"

@@ -22,9 +22,9 @@ from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.core.sequence import Sequence
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import CheckpointError, RequestError
+from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import StructuredOutputs
 from nanovllm.text.detokenizer import Detokenizer, StopStrings, TokenDecoder
 from nanovllm.text.frontend import TextFrontend, load_tokenizer

@@ -1,0 +1,152 @@
+"""CpuSplit: how many of the tokens that a step misses the CPU attends to, and how many are streamed.
+
+In each layer the link and the CPU work side by side, and the layer waits for the slower of the two. The link needs
+`missing tokens * token_bytes / link_byte_per_s`, and works ahead: it is never idle. The CPU needs the layer's query
+before it can start and is idle until then, for `idle_s` a layer. So with x tokens on the CPU a layer takes
+
+    max((missing - x) * link_s, idle_s + x * cpu_s)
+
+and x is chosen to make both sides equal.
+
+The rates are those of the start. FollowingSplit adjusts them to what steps take, since other programs may use the
+machine's memory and cores too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from nanovllm.plan.step_plan import StepPlan
+
+UNIT_TOKENS = 64  # a tile of the compiled kernels
+MIN_GAIN = 0.02  # share of a layer's time; a smaller gain is within the error of the rates
+MIN_TIMED_S = 2e-4  # expected time of work; less work says little about rates
+WEIGHT = 1 / 12  # a step's weight against the steps before
+MAX_RATIO = 2.0  # a step that is slower than those before by more counts as this much, so it changes little
+MIN_CHANGE = 1.04  # ratio of rates; a smaller change is within the noise of the times
+FORGETTING = 1 / 512  # in each step, of what was learned about a CPU that now has too little to do to be timed
+
+
+class CpuRate(NamedTuple):
+    """The bytes of K and V that the CPU attends to in a second, with `num_queries` queries of each sequence."""
+
+    num_queries: int
+    byte_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuSplit:
+    """Rates that start-up measured, each while the other side was busy."""
+
+    token_bytes: int  # K and V of a token in one layer, on one rank
+    max_queries: int  # in a whole step; with more of them, everything is streamed
+    max_sequence_queries: int  # in any sequence of the step; with more, everything is streamed
+    is_forced: bool  # the CPU takes its share even where that gains nothing
+    link_byte_per_s: float | None = None  # None on a CPU: there is no link, so the CPU attends to everything
+    cpu_rates: tuple[CpuRate, ...] = ()  # by rising num_queries, the first for 1
+    idle_s: float = 0.0  # time in which the CPU idles in each layer, measured with one sequence
+    signal_s: float = 0.0  # part of it: the time of a job with a single token, by the GPU's clock
+    rank_0_lead: tuple[float, float] = (1.0, 1.0)  # the rates of rank 0's link and CPU over those of the slowest rank
+    unit_tokens: int = UNIT_TOKENS  # the CPU's share of a block is a multiple of this, or the whole block
+
+    def takes_part(self, num_queries: Sequence[int]) -> bool:
+        """Return True if the CPU may attend in a step whose sequences have so many queries each."""
+        return sum(num_queries) <= self.max_queries and max(num_queries) <= self.max_sequence_queries
+
+    def link_s(self, num_tokens: int) -> float:
+        """Seconds that the link takes for the tokens of a layer."""
+        return num_tokens * self.token_bytes / self.link_byte_per_s if self.link_byte_per_s else float("inf")
+
+    def cpu_token_s(self, num_queries: int) -> float:
+        """Seconds that the CPU takes for a token and so many queries, as for the next larger measured number."""
+        if self.link_byte_per_s is None:
+            return 0.0
+        return self.token_bytes / next(rate.byte_per_s for rate in self.cpu_rates if num_queries <= rate.num_queries)
+
+    def num_cpu_tokens(self, token_costs_s: Sequence[float], block_size: int) -> int:
+        """Plan how many tokens the CPU takes of blocks in a row, counted from their end.
+
+        `token_costs_s`: for each block, how long the CPU takes for one of its tokens, for all sequences that read it.
+        """
+        if self.link_byte_per_s is None:
+            return len(token_costs_s) * block_size
+        all_s = self.link_s(len(token_costs_s) * block_size)
+        link_s, cpu_s = all_s, self.idle_s
+        num_tokens = 0
+        for token_cost_s in reversed(token_costs_s):
+            num_balanced = (link_s - cpu_s) / (self.link_s(1) + token_cost_s)
+            num_taken = max(0, int(num_balanced)) // self.unit_tokens * self.unit_tokens
+            if num_balanced >= block_size:
+                num_taken = block_size
+            num_tokens += num_taken
+            link_s, cpu_s = link_s - self.link_s(num_taken), cpu_s + num_taken * token_cost_s
+            if num_taken < block_size:
+                break
+        if self.is_forced:
+            return max(num_tokens, min(UNIT_TOKENS, block_size))
+        return num_tokens if num_tokens and max(link_s, cpu_s) <= (1 - MIN_GAIN) * all_s else 0
+
+    @property
+    def cpu_byte_per_s(self) -> float | None:
+        """The CPU's rate with one query for each sequence, where it was measured."""
+        return self.cpu_rates[0].byte_per_s if self.cpu_rates else None
+
+    def slowed(self, link_slowness: float, cpu_slowness: float) -> "CpuSplit":
+        """The split where the link and the CPU take so many times as long."""
+        assert self.link_byte_per_s is not None, "without a link there is nothing to divide"
+        rates = tuple(rate._replace(byte_per_s=rate.byte_per_s / cpu_slowness) for rate in self.cpu_rates)
+        return replace(self, link_byte_per_s=self.link_byte_per_s / link_slowness, cpu_rates=rates)
+
+
+class LayerTimes(NamedTuple):
+    """Seconds that the two sides took in some layers of a step, on rank 0. None: not timed."""
+
+    link: tuple[float, float] | None  # mean tokens of a copy, and its mean seconds
+    cpu_s: float | None  # mean of a layer
+
+
+class FollowingSplit:
+    """The split of the start, with rates that follow what steps take.
+
+    Each side has a slowness: how many times as long as at the start its work takes, as a mean over about a dozen
+    steps. The split changes only when one of the two has clearly changed. Every rank runs the plans of rank 0, whose
+    times stand for those of all.
+    """
+
+    def __init__(self, start: CpuSplit) -> None:
+        self.start = self.now = start
+        self._slowness = self._used = 1.0, 1.0  # factors for link and CPU: as known, and in `now`
+
+    def step_ended(self, plan: StepPlan, times: LayerTimes | None) -> None:
+        """Learn from a step. `times`: None if it cannot be timed. Hot."""
+        if times is None or self.start.link_byte_per_s is None or not plan.moves.brings_in_keys:
+            return
+        (link_slowness, cpu_slowness), (link_lead, cpu_lead) = self._slowness, self.start.rank_0_lead
+        if times.link is not None:
+            num_tokens, seconds = times.link
+            link_slowness = _followed(link_slowness, self.start.link_s(1) * num_tokens / link_lead, seconds)
+        cpu_s = self._expected_cpu_s(plan) / cpu_lead
+        if cpu_s < MIN_TIMED_S:  # too little to learn from; let the CPU try again after a while
+            cpu_slowness **= 1 - FORGETTING
+        elif times.cpu_s is not None:
+            cpu_slowness = _followed(cpu_slowness, cpu_s, times.cpu_s - self.start.signal_s)
+        self._slowness = link_slowness, cpu_slowness
+        if any(max(a / b, b / a) > MIN_CHANGE for a, b in zip(self._slowness, self._used, strict=True)):
+            self._used = self._slowness
+            self.now = self.start.slowed(*self._used)
+
+    def _expected_cpu_s(self, plan: StepPlan) -> float:
+        """Seconds that the CPU would have taken for a layer at the rates of the start."""
+        rows = zip(plan.sequences, plan.moves.cpu_spans, strict=False)  # no spans at all if the CPU takes nothing
+        return sum(
+            self.start.cpu_token_s(step.num_tokens) * sum(span.end - span.start for span in spans)
+            for step, spans in rows
+            if spans
+        )
+
+
+def _followed(slowness: float, expected_s: float, seconds: float) -> float:
+    """The slowness after a step in which so much work took so long."""
+    if expected_s < MIN_TIMED_S:
+        return slowness
+    return slowness * (1 - WEIGHT + WEIGHT * min(MAX_RATIO, seconds / expected_s / slowness))

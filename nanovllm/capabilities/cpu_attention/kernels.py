@@ -1,0 +1,219 @@
+"""The compiled kernels (source/), through ctypes, and the choice of the kernel that attends on the CPU.
+
+No Python runs between a job's submission and its end in a compiled kernel.
+"""
+
+import ctypes
+import logging
+import os
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from nanovllm.capabilities.cpu_attention import build
+from nanovllm.capabilities.cpu_attention.build import InstructionSet
+from nanovllm.capabilities.cpu_attention.job import (
+    DTYPE_CODES,
+    MAX_QUEUED_JOBS,
+    AttentionJob,
+    CJob,
+    CpuKernel,
+    CpuServer,
+    check_flags,
+)
+from nanovllm.capabilities.cpu_attention.torch_kernel import TorchKernel
+from nanovllm.errors import ConfigError
+
+KERNEL_NAMES = (*(variant.name for variant in build.INSTRUCTION_SETS), TorchKernel.name)  # best first
+
+logger = logging.getLogger("nanovllm")
+
+_MAX_HEAD_DIM = 256
+_AWAKE_NS = 1_000_000  # threads stay awake so long after a piece of work; the next layer follows sooner
+
+_SIGNATURES = {
+    "nanovllm_open": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
+    "nanovllm_close": (None, [ctypes.c_void_p]),
+    "nanovllm_attend": (None, [ctypes.c_void_p, ctypes.POINTER(CJob), ctypes.c_int64]),
+    "nanovllm_read": (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]),
+    "nanovllm_serve": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_void_p]),
+    "nanovllm_submit": (ctypes.c_int64, [ctypes.c_void_p, ctypes.POINTER(CJob), ctypes.c_int64, ctypes.c_int32]),
+    "nanovllm_end_server": (None, [ctypes.c_void_p, ctypes.c_void_p]),
+}
+
+
+class UnusableLibraryError(RuntimeError):
+    """A kernel cannot run here, because its library is unusable or something refuses what it needs."""
+
+
+class NotBuiltError(UnusableLibraryError):
+    """A library cannot be compiled or loaded here. The message has the remedy."""
+
+
+def load_library(variant: InstructionSet) -> ctypes.CDLL:
+    """The variant's library, which is compiled first if the user's cache does not have it. Raises NotBuiltError."""
+    path = build.library_path(variant)
+    if not path.exists() and (problem := build.compile_variant(variant)):
+        raise NotBuiltError(problem)
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise NotBuiltError(f"{path} cannot be loaded: {error}; run {build.BUILD_COMMAND}") from error
+    return library
+
+
+def why_unfit(head_dim: int, dtype: torch.dtype) -> str | None:
+    """Return why the compiled kernels do not serve such a KV cache on any machine; None if they do."""
+    if dtype not in DTYPE_CODES:
+        return f"the compiled kernels are for float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim % 16 or not 0 < head_dim <= _MAX_HEAD_DIM:
+        return f"the compiled kernels are for multiples of 16 up to {_MAX_HEAD_DIM}, and the head dim is {head_dim}"
+    return None
+
+
+class _Engine:
+    """A library's threads."""
+
+    def __init__(self, library: ctypes.CDLL, cpus: Sequence[int], is_pinned: bool, stays_awake: bool) -> None:
+        self.library = library
+        places = (ctypes.c_int64 * len(cpus))(*cpus) if is_pinned else None
+        self.handle = library.nanovllm_open(places, len(cpus), _AWAKE_NS if stays_awake else 0)
+        if not self.handle:
+            raise UnusableLibraryError("the operating system refuses the instructions or the threads")
+        self.close = weakref.finalize(self, _close_engine, library, self.handle, os.getpid())
+
+    @property
+    def is_open(self) -> bool:
+        return self.close.alive
+
+
+def _close_engine(library: ctypes.CDLL, handle: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked process has none of the threads, and would wait for them forever
+        library.nanovllm_close(handle)
+
+
+class CompiledKernel(CpuKernel):
+    """One variant of the compiled kernel. It has one thread for each of `cpus`, where they stay if `is_pinned`. In
+    `attend` the first of them is the caller's.
+    """
+
+    def __init__(
+        self, variant: InstructionSet, cpus: Sequence[int], is_pinned: bool = True, stays_awake: bool = True
+    ) -> None:
+        """Raises UnusableLibraryError. The processor must be able to run the variant: that has to be known before."""
+        assert cpus, "a kernel needs at least one cpu"
+        self.name, self.num_threads = variant.name, len(cpus)
+        self._engine = _Engine(load_library(variant), cpus, is_pinned, stays_awake)
+
+    def attend(self, job: AttentionJob, layer: int) -> None:
+        assert self._engine.is_open, "the kernel is closed"
+        _check(job, layer)
+        self._engine.library.nanovllm_attend(self._engine.handle, job.c_job, layer)
+
+    def read(self, memory: torch.Tensor) -> None:
+        """Read every byte once: what a kernel that does nothing else would reach. For benchmarks."""
+        assert self._engine.is_open and memory.is_contiguous(), "the kernel is closed, or the tensor is not contiguous"
+        self._engine.library.nanovllm_read(self._engine.handle, memory.data_ptr(), memory.nbytes)
+
+    def serve(self, flags: torch.Tensor) -> "CompiledServer":
+        return CompiledServer(self._engine, flags)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class CompiledServer(CpuServer):
+    """A thread of the library, on the first cpu if threads are pinned. It shares the kernel's others with `attend`."""
+
+    def __init__(self, engine: _Engine, flags: torch.Tensor) -> None:
+        assert engine.is_open, "the kernel is closed"
+        check_flags(flags)
+        flags.zero_()
+        self._engine = engine
+        self._handle = engine.library.nanovllm_serve(engine.handle, flags.data_ptr())
+        if not self._handle:
+            raise RuntimeError("the operating system refuses another thread for attention on the CPU")
+        self._end = weakref.finalize(self, _end_server, engine, self._handle, flags, os.getpid())
+
+    def submit(self, job: AttentionJob, layer: int, number: int) -> None:
+        """Hot: once per layer."""
+        assert self._end.alive and self._engine.is_open, "the server is closed"
+        _check(job, layer)
+        if not self._engine.library.nanovllm_submit(self._handle, job.c_job, layer, number):
+            raise RuntimeError(
+                f"{MAX_QUEUED_JOBS} jobs are waiting for attention on the CPU; wait for some of them first"
+            )
+
+    def close(self) -> None:
+        self._end()
+
+
+def _end_server(engine: _Engine, handle: int, flags: torch.Tensor, pid: int) -> None:
+    """`flags` is passed so that it lives as long as the thread that reads it."""
+    if engine.is_open and os.getpid() == pid:
+        engine.library.nanovllm_end_server(engine.handle, handle)
+
+
+def _check(job: AttentionJob, layer: int) -> None:
+    num_layers, _, _, _, head_dim = job.k_cache.shape
+    assert 0 <= layer < num_layers, f"layer {layer} of {num_layers}"
+    assert job.c_job.dtype >= 0 and head_dim % 16 == 0 and head_dim <= _MAX_HEAD_DIM, (
+        "this job is for torch's kernel: see why_unfit"
+    )
+
+
+def choose_kernel(
+    cpus: Sequence[int],
+    name: str | None = None,
+    *,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    is_pinned: bool = True,
+    stays_awake: bool = True,
+) -> CpuKernel:
+    """The kernel of this name, or else the best one that can run here, with one thread for each of `cpus`.
+
+    `is_pinned`: each thread stays on its cpu. Otherwise the threads run on any cpu that the process may use.
+    `stays_awake`: the threads spin for a while after each piece of work, since the next layer follows soon. Set it to
+    False if others need the CPUs between two layers.
+
+    Raises ConfigError if the kernel of this name cannot run here. `head_dim` and `dtype` belong to the KV cache.
+    Compiles the kernel if this has not happened yet, and logs a warning if a faster one cannot be compiled.
+    """
+    reasons = []
+    not_built = []
+    for kernel_name in KERNEL_NAMES:
+        if name in (None, kernel_name):
+            try:
+                kernel = _open(kernel_name, cpus, head_dim, dtype, is_pinned, stays_awake)
+            except UnusableLibraryError as error:
+                reasons.append(str(error))
+                if isinstance(error, NotBuiltError):
+                    not_built.append(str(error))
+                continue
+            if not_built:
+                logger.warning(
+                    "attention on the CPU uses the %s kernel, although this processor can run a faster one: %s",
+                    *(kernel.name, not_built[0]),
+                )
+            return kernel
+    if not reasons:
+        raise ConfigError(f"there is no CPU attention kernel {name!r}; choose one of {', '.join(KERNEL_NAMES)}")
+    raise ConfigError(f"the CPU attention kernel {name} cannot run here: {reasons[0]}; choose another one or none")
+
+
+def _open(
+    name: str, cpus: Sequence[int], head_dim: int, dtype: torch.dtype, is_pinned: bool, stays_awake: bool
+) -> CpuKernel:
+    if name == TorchKernel.name:
+        return TorchKernel(cpus, is_pinned)
+    variant = next(variant for variant in build.INSTRUCTION_SETS if variant.name == name)
+    if missing := build.missing_flags(variant, build.cpu_flags()):
+        raise UnusableLibraryError(f"this processor lacks {', '.join(missing)}")
+    if reason := why_unfit(head_dim, dtype):
+        raise UnusableLibraryError(reason)
+    return CompiledKernel(variant, cpus, is_pinned, stays_awake)

@@ -1,0 +1,541 @@
+"""DiskStore: extents, of KV and of recurrent states, as files, shared by any number of processes.
+
+    PATH/lock                        held while it changes which files there are; holds the bytes in use
+    PATH/<fingerprint>/model.json    what the fingerprint stands for
+    PATH/<fingerprint>/<key>.kv      an extent: a header, then the payload; the key tells what it is
+    PATH/<fingerprint>/<n>.tmp       an extent that a process is writing, and has locked
+
+The directory is the index. A file gets its name only after its data is on the disk, and a rename either happens or does
+not. So whenever a process is killed, the files that have names are whole, and opening needs no repair: it only removes
+the files of writers that are gone. A process that reads a file which another one removes still has its data.
+
+Nothing in a file is trusted. The header repeats the fingerprint, the key, the parent's key and the token ids, and both
+parts have a checksum (xxhash). A file that does not have exactly what its reader expects is a miss: it is logged and
+removed, and its tokens are computed.
+
+The fingerprint stands for everything else that K and V depend on: the weights, the model's config, the dtype, the
+layout, the version of the package, and FORMAT. With several ranks each has its own, since each has its own weights.
+
+The limit is for all that lies below the path. Whoever needs room removes the files that were used least recently,
+whichever process wrote them. The time of last use is a file's mtime.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import re
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, DISK_HEADER_BYTES, KEY_BYTES, Extent, is_state_key
+from nanovllm.errors import ConfigError
+from nanovllm.utils.arithmetic import format_bytes
+
+FORMAT = 3  # the files' format, part of the fingerprint
+FINGERPRINT_BYTES = 16
+PAUSE_S = 60.0  # without writing, after the disk was full or failed
+REFRESH_S = 2.0  # interval at which to look for files of other processes
+EVICTED_SHARE = 0.05  # share of the limit that is freed at once, because finding the oldest files means listing all
+_MAGIC = b"NANOVKV\n"
+_FIELDS = struct.Struct(f"<8sIQ{FINGERPRINT_BYTES}s{KEY_BYTES}s{KEY_BYTES}s16sI")
+_CHECKSUM_BYTES = 8
+_TOTAL = struct.Struct("<Q")
+_FOLDER = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
+_EXTENT = re.compile(r"((?:[0-9a-f]{2})+)\.kv")  # any format, so that old ones are evicted
+_TEMPORARY = re.compile(r"[0-9]+-[0-9]+\.tmp")
+_READ_BYTES = 8 * 2**20
+_MAX_PARTS = 512  # in one call of preadv or pwritev; Linux allows 1024
+
+logger = logging.getLogger("nanovllm")
+
+
+class MissError(Exception):
+    """An extent cannot be used. The message says why."""
+
+
+class Header(NamedTuple):
+    """The header of an extent's file."""
+
+    payload_bytes: int
+    fingerprint: bytes
+    key: bytes
+    parent: bytes
+    checksum: bytes  # xxh3_128 of the payload
+    token_ids: bytes  # int64
+
+    def pack(self) -> bytes:
+        fields = (_MAGIC, FORMAT, *self[:-1], len(self.token_ids) // 8)
+        content = (_FIELDS.pack(*fields) + self.token_ids).ljust(DISK_HEADER_BYTES - _CHECKSUM_BYTES, b"\0")
+        return content + xxhash.xxh3_64_digest(content)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Header":
+        """Raises MissError for anything but a whole header."""
+        if len(data) != DISK_HEADER_BYTES or not data.startswith(_MAGIC):
+            raise MissError("it is not an extent")
+        _, version, num_bytes, fingerprint, key, parent, checksum, num_tokens = _FIELDS.unpack_from(data)
+        if version != FORMAT:
+            raise MissError(f"it has format {version} instead of {FORMAT}")
+        if xxhash.xxh3_64_digest(data[:-_CHECKSUM_BYTES]) != data[-_CHECKSUM_BYTES:]:
+            raise MissError("its header is damaged")
+        token_ids = data[_FIELDS.size : _FIELDS.size + 8 * num_tokens]
+        return cls(num_bytes, fingerprint, key, parent, checksum, token_ids)
+
+
+def fingerprint_of(identity: Mapping[str, Any]) -> bytes:
+    text = json.dumps([FORMAT, identity], sort_keys=True)
+    digest: bytes = xxhash.xxh3_128_digest(text.encode())
+    return digest
+
+
+def _checksum(parts: Seq[memoryview]) -> bytes:
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    digest: bytes = state.digest()
+    return digest
+
+
+def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, parts: Seq[memoryview]) -> int:
+    """preadv or pwritev of all parts from the file's start on. Returns the number of bytes until the file's end."""
+    left, position = list(parts), 0
+    while left:
+        num_bytes = call(fd, left[:_MAX_PARTS], position)
+        if not num_bytes:
+            break
+        position += num_bytes
+        while left and num_bytes >= len(left[0]):
+            num_bytes -= len(left.pop(0))
+        if num_bytes:
+            left[0] = left[0][num_bytes:]
+    return position
+
+
+class DiskStore:
+    """The extents of one fingerprint below a path, and the limit of all of them.
+
+    One thread at a time may write. Any thread may ask whether a key is known. It is a guess: the file may turn out
+    damaged, or have been removed by another process.
+    """
+
+    def __init__(self, path: Path, limit_bytes: int, least_bytes: int, identity: Mapping[str, Any], model: str) -> None:
+        """`least_bytes`: size of the files of DISK_GRAIN_TOKENS tokens. `identity`: all that K and V depend on besides
+        the tokens, as JSON. `model`: a name for people, which proves nothing.
+
+        Raises ConfigError if the path cannot be used, or for a limit below `least_bytes`. A path that can only be read
+        is used for reading.
+        """
+        self.path, self.limit_bytes = path, limit_bytes
+        if limit_bytes < least_bytes:
+            raise ConfigError(
+                f"kv_disk_gb={limit_bytes / 2**30:g} holds no {DISK_GRAIN_TOKENS} tokens of this model, which take "
+                f"{format_bytes(least_bytes)}; raise kv_disk_gb"
+            )
+        self.fingerprint = fingerprint_of(identity)
+        self.folder = path / self.fingerprint.hex()
+        self.num_evicted = 0
+        self._known: set[bytes] = set()
+        self._cannot_write_until: float = 0.0  # by time.monotonic
+        self._listed_mtime_ns = -1  # the folder's mtime when its files were last listed
+        self._lock = Lock(path)
+        self._read_error_at_s = -math.inf  # by time.monotonic: when an error of reading was last logged
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._make_folder({"model": model, **identity})
+        except OSError as error:
+            if not path.is_dir():
+                raise ConfigError(
+                    f"kv_disk_path={str(path)!r} cannot be used ({error.strerror}); give a folder that can be written"
+                ) from error
+            logger.warning("%s cannot be written (%s); KV is only read from it", path, error.strerror)
+            self._cannot_write_until = float("inf")
+        self.refresh()
+
+    def _make_folder(self, description: Mapping[str, Any]) -> None:
+        self.folder.mkdir(exist_ok=True)
+        with self._lock:
+            self._lock.total = list_extents(self.path, removes_left_over=True).num_bytes
+            about = self.folder / "model.json"
+            if not about.is_file():
+                written = self.folder / f"{os.getpid()}-{time.time_ns()}.tmp"
+                written.write_text(json.dumps(description, indent=1), encoding="utf-8")
+                written.rename(about)
+
+    # -- what there is -------------------------------------------------------------------------------------------
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def refresh(self) -> None:
+        """Look for extents that other processes have written or removed."""
+        self._lock.read_total()
+        with suppress(OSError):
+            mtime_ns = os.stat(self.folder).st_mtime_ns
+            if mtime_ns != self._listed_mtime_ns:
+                names = os.listdir(self.folder)
+                self._known = {bytes.fromhex(match[1]) for name in names if (match := _EXTENT.fullmatch(name))}
+                is_settled = time.time() - mtime_ns / 1e9 > REFRESH_S  # else the clock may not tell a change after this
+                self._listed_mtime_ns = mtime_ns if is_settled else -1
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes in use below the path, by the last look at them. Does not wait for the disk, which may hang."""
+        return self._lock.last_total
+
+    def _file(self, key: bytes) -> Path:
+        return self.folder / f"{key.hex()}.kv"
+
+    def sample(self, num_extents: int) -> list[Path]:
+        """The files of some extents."""
+        return [self._file(key) for key in islice(self._known, num_extents)]
+
+    def touch(self, extent: Extent) -> None:
+        """Note when an extent has been used."""
+        with suppress(OSError):
+            os.utime(self._file(extent.key), (extent.used_s, extent.used_s))
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def read(self, extent: Extent, payload: Seq[memoryview]) -> bool:
+        """Fill `payload` with an extent. Returns False, after a line in the log, if it cannot be used.
+
+        `payload` then holds anything. Any number of threads may read.
+        """
+        path = self._file(extent.key)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                head = bytearray(DISK_HEADER_BYTES)
+                size = len(head) + sum(map(len, payload))
+                if (found := os.fstat(file.fileno()).st_size) != size:
+                    raise MissError(f"it has {found} bytes instead of {size}")
+                os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_SEQUENTIAL)
+                if _transfer(os.preadv, file.fileno(), [memoryview(head), *payload]) != size:
+                    raise MissError("it has become shorter")
+            header = Header.unpack(bytes(head))
+            if header.fingerprint != self.fingerprint:
+                raise MissError("it belongs to another model")
+            if (header.key, header.parent, header.token_ids) != (extent.key, extent.parent, extent.token_ids):
+                raise MissError("it belongs to other tokens")
+            if header.checksum != _checksum(payload):
+                raise MissError("its content is damaged")
+        except FileNotFoundError:
+            logger.warning("KV on disk: %s has been removed; its tokens are computed", path)
+        except MissError as error:
+            logger.warning("KV on disk: %s cannot be used: %s; its tokens are computed", path, error)
+            remove_file(path, self._lock)
+        except OSError as error:
+            if time.monotonic() > self._read_error_at_s + PAUSE_S:
+                about = f"{path} cannot be read ({error.strerror})"
+                logger.warning("KV on disk: %s; its tokens are computed. The next %.0f s log no more", about, PAUSE_S)
+                self._read_error_at_s = time.monotonic()
+        else:
+            self.touch(extent)
+            return True
+        self._known.discard(extent.key)
+        return False
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_paused(self) -> bool:
+        """True if nothing is written at present, because the disk cannot be written or was full."""
+        return time.monotonic() < self._cannot_write_until
+
+    def write(self, extent: Extent, payload: Seq[memoryview], is_valid: Callable[[], bool]) -> bool:
+        """Store an extent. When this returns True, not even a power failure loses it.
+
+        `is_valid` is asked once the payload has been read: False if it may have changed meanwhile. Returns False, with
+        nothing stored, if so, if the limit leaves no room beside extents that were used later, and if the disk is full
+        or fails. The last is logged, and writing pauses.
+        """
+        if self.is_paused:
+            return False
+        header = Header(
+            payload_bytes=sum(map(len, payload)),
+            fingerprint=self.fingerprint,
+            key=extent.key,
+            parent=extent.parent,
+            checksum=_checksum(payload),
+            token_ids=extent.token_ids,
+        )
+        parts = [memoryview(header.pack()), *payload]
+        size, path = sum(map(len, parts)), self._file(extent.key)
+        try:
+            reserved = self._reserve(size, extent.used_s)
+            if reserved is None:
+                return False
+            fd, temporary = reserved
+            try:
+                if _transfer(os.pwritev, fd, parts) != size:
+                    raise OSError(errno.EIO, "the file could not be written to its end")
+                if not is_valid():
+                    return False
+                os.fdatasync(fd)
+                with self._lock:
+                    if path.exists():  # another process has written the same
+                        self._lock.total -= size
+                    temporary.rename(path)
+            finally:
+                self._give_back(temporary, size)
+                os.close(fd)
+            _sync(self.folder)
+        except OSError as error:
+            self._cannot_write_until = time.monotonic() + PAUSE_S
+            about = f"{self.path} cannot be written ({error.strerror})"
+            logger.warning("KV on disk: %s; nothing is stored for %.0f s", about, PAUSE_S)
+            return False
+        self._known.add(extent.key)
+        self.touch(extent)
+        return True
+
+    def _reserve(self, num_bytes: int, used_s: float) -> tuple[int, Path] | None:
+        """Make room and a file of this size, which other processes leave alone. Returns its descriptor and path.
+
+        None if there is no room, except that of extents that were used later.
+        """
+        path = self.folder / f"{os.getpid()}-{time.time_ns()}.tmp"
+        with self._lock:
+            total = self._lock.total
+            if total + num_bytes > self.limit_bytes:
+                total = self._lock.total = self._evict(self.limit_bytes - num_bytes, used_s)
+                if total + num_bytes > self.limit_bytes:
+                    return None
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(fd, num_bytes)
+            except OSError:
+                os.close(fd)
+                path.unlink()
+                raise
+            self._lock.total = total + num_bytes
+        return fd, path
+
+    def _give_back(self, temporary: Path, num_bytes: int) -> None:
+        """Remove a file that has not got its name, while it is still locked."""
+        with suppress(OSError), self._lock:
+            if temporary.exists():
+                temporary.unlink()
+                self._lock.total -= num_bytes
+
+    def _evict(self, most_bytes: int, used_s: float) -> int:
+        """Remove extents that were used before, until so many bytes are in use, and some more. Returns the bytes in
+        use.
+        """
+        listing = list_extents(self.path, removes_left_over=True)
+        removed = prune(listing, most_bytes - int(EVICTED_SHARE * self.limit_bytes), used_s)
+        self.num_evicted += len(removed)
+        self._known.difference_update(extent.key for extent in removed if extent.path.parent == self.folder)
+        return listing.num_bytes - sum(extent.num_bytes for extent in removed)
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder survive a power failure."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class Lock:
+    """Lets one thread of one process at a time change which files there are. Its file holds the bytes in use.
+
+    If a process is killed between a change and the new total, the total is off by that file until files are listed the
+    next time: when a process opens the cache, or makes room in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path / "lock"
+        self._threads = threading.Lock()
+        self._fd = -1
+        self.last_total = 0  # bytes in use when this object read or wrote them last
+
+    def __enter__(self) -> None:
+        """Raises OSError where nothing can be written."""
+        self._threads.acquire()
+        try:
+            if self._fd < 0:
+                self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+        except BaseException:
+            self._threads.release()
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        finally:
+            self._threads.release()
+
+    @property
+    def total(self) -> int:
+        """Bytes in use. Only for the holder of the lock."""
+        self.last_total = _unpack_total(os.pread(self._fd, _TOTAL.size, 0))
+        return self.last_total
+
+    @total.setter
+    def total(self, num_bytes: int) -> None:
+        self.last_total = max(0, num_bytes)
+        os.pwrite(self._fd, _TOTAL.pack(self.last_total), 0)
+
+    def read_total(self) -> int:
+        """Return the bytes in use. Needs no lock."""
+        try:
+            self.last_total = _unpack_total(self._file.read_bytes())
+        except OSError:
+            self.last_total = 0
+        return self.last_total
+
+    def close(self) -> None:
+        with self._threads:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+
+def _unpack_total(data: bytes) -> int:
+    return int.from_bytes(data[: _TOTAL.size], "little")
+
+
+# -- all that is below a path ----------------------------------------------------------------------------------------
+
+
+class StoredExtent(NamedTuple):
+    """A file that holds an extent, not opened."""
+
+    path: Path
+    num_bytes: int
+    used_s: float  # time of last use
+
+    @property
+    def key(self) -> bytes:
+        return bytes.fromhex(self.path.stem)
+
+    @property
+    def is_state(self) -> bool:
+        return is_state_key(self.key)
+
+
+class Listing(NamedTuple):
+    extents: list[StoredExtent]
+    busy_bytes: int = 0  # size of files that are being written
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(extent.num_bytes for extent in self.extents) + self.busy_bytes
+
+
+def list_folders(path: Path) -> list[Path]:
+    """The folders of all fingerprints. Raises ConfigError if the path is not a folder."""
+    try:
+        names = sorted(name for name in os.listdir(path) if _FOLDER.fullmatch(name))
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} is not a folder with KV ({error.strerror}); give kv_disk_path") from error
+    return [folder for name in names if (folder := path / name).is_dir()]
+
+
+def list_extents(path: Path, folders: Seq[Path] | None = None, *, removes_left_over: bool = False) -> Listing:
+    """List what is below the path, or in some of its folders.
+
+    `removes_left_over`: remove the files of writers that are gone. The caller then holds the lock.
+    """
+    extents, busy_bytes = [], 0
+    for folder in list_folders(path) if folders is None else folders:
+        for entry in os.scandir(folder):
+            with suppress(FileNotFoundError):  # removed by another process meanwhile
+                if _EXTENT.fullmatch(entry.name):
+                    about = entry.stat()
+                    extents.append(StoredExtent(Path(entry.path), about.st_size, about.st_mtime))
+                elif _TEMPORARY.fullmatch(entry.name) and not (removes_left_over and _remove_left_over(entry.path)):
+                    busy_bytes += entry.stat().st_size
+    return Listing(extents, busy_bytes)
+
+
+def _remove_left_over(path: str) -> bool:
+    """Remove a temporary file unless its writer lives. Returns True if it is gone."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def prune(listing: Listing, most_bytes: int, used_s: float = math.inf) -> list[StoredExtent]:
+    """Remove the extents that were used least recently, until so many bytes are left. Returns those removed.
+
+    `used_s`: keep what was used at this time or later.
+    """
+    num_bytes, removed = listing.num_bytes, []
+    for extent in sorted(listing.extents, key=lambda extent: extent.used_s):
+        if num_bytes <= most_bytes or extent.used_s >= used_s:
+            break
+        extent.path.unlink(missing_ok=True)
+        num_bytes -= extent.num_bytes
+        removed.append(extent)
+    return removed
+
+
+def remove_file(path: Path, lock: Lock) -> None:
+    """Remove an extent that is no good, so that it will be written again. Does nothing where that is not allowed."""
+    with suppress(OSError), lock:
+        num_bytes = path.stat().st_size
+        path.unlink()
+        lock.total -= num_bytes
+
+
+def remove_extents(path: Path, most_bytes: int = 0, folders: Seq[Path] | None = None) -> tuple[int, int]:
+    """Remove the extents that were used least recently, until those in `folders` have so many bytes.
+
+    Returns the number of files and of bytes that are gone. Safe beside engines that use them. Folders that are left
+    without extents are removed.
+    """
+    chosen = list_folders(path) if folders is None else folders
+    lock = Lock(path)
+    with lock:
+        removed = prune(list_extents(path, chosen, removes_left_over=True), most_bytes)
+        lock.total = list_extents(path).num_bytes
+    lock.close()
+    return len(removed), sum(extent.num_bytes for extent in removed)
+
+
+def check_extent(path: Path) -> Header:
+    """Return the header of a file. Raises MissError if any of its bytes is wrong."""
+    try:
+        with open(path, "rb") as file:
+            header = Header.unpack(file.read(DISK_HEADER_BYTES))
+            state, num_bytes = xxhash.xxh3_128(), 0
+            while data := file.read(_READ_BYTES):
+                state.update(data)
+                num_bytes += len(data)
+    except OSError as error:
+        raise MissError(f"it cannot be read ({error.strerror})") from error
+    if num_bytes != header.payload_bytes:
+        raise MissError(f"it holds {num_bytes} bytes instead of {header.payload_bytes}")
+    if state.digest() != header.checksum:
+        raise MissError("its content is damaged")
+    if (header.fingerprint.hex(), header.key.hex()) != (path.parent.name, path.stem):
+        raise MissError("it belongs to another model or to other tokens")
+    return header

@@ -1,0 +1,540 @@
+"""DiskWorker: one rank's threads that move extents between the memory of the KV cache and files.
+
+Legend: L layers, N blocks, P tokens per block, G tokens per extent, K kv heads, D head dim.
+
+A payload is the extent's K in all layers, then its V: [2, L, G, K, D], or a state of the recurrent layers: the inputs
+of the convolution, then the matrices. Each thread that reads has a separate buffer for one payload. It reads a file
+into the buffer, and copies the payload to its place once the whole file has been read and checked. So a disk that hangs
+holds buffers, but no block: a load that is given up ends at once, and its blocks can be used for something else.
+Extents are written from the cache directly where it lies in CPU memory, and through a buffer where it lies on the GPU.
+All buffers are pinned if the cache is on a GPU. States are always in CPU memory.
+
+Copies between a buffer and the GPU are one copy for each layer, of contiguous bytes. One copy of all layers (copy_rows
+in device/cuda.py) is refused by the driver for a cache in torch's expandable segments.
+
+The engine's thread only puts work into queues. A thread that takes some waits, on the host, until the work that was
+enqueued on the device before it is done, so it sees what that work has written, and overwrites nothing that it uses:
+  E13  written -> stored on disk         compute, d2h -> host   the event that comes with each submission
+  E14  last used -> loaded from disk     compute, d2h -> host   the same
+A block may be given to another sequence while it is being written to a file. Then its version has changed by the time
+it has been read, and the extent is dropped. What is loaded counts only when rank 0 has been told. Both edges and the
+versions serve snapshots, too, which the compute stream writes and reads.
+
+The threads refer to the DiskWorker and its KVPool, but not to the engine. An engine that is dropped without `close`
+calls `abandon`, which ends the threads and releases the pool.
+
+`weights_identity` makes the part of the fingerprint that says which weights these are.
+"""
+
+import ctypes
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import xxhash
+
+from nanovllm.capabilities.disk.disk_moves import (
+    DISK_GRAIN_TOKENS,
+    NUM_READERS,
+    DiskMoves,
+    DiskSetup,
+    Extent,
+    document_disk_bytes,
+    prefix_key,
+)
+from nanovllm.capabilities.disk.store import REFRESH_S, DiskStore
+from nanovllm.capabilities.disk.tier import DiskBoard
+from nanovllm.device.devices import current_device
+from nanovllm.offload.pinned_memory import HostBuffer
+from nanovllm.offload.streams import Event, Stream, Streams
+from nanovllm.plan.kv_spec import KVCacheSpec
+
+CLOSE_S = 5.0  # time that `close` gives extents that are still to be written
+POLL_S = 0.5e-3
+CANCEL_POLL_S = 5e-3  # interval at which a running load looks whether it is cancelled
+WRITER_NICENESS = 15
+MAX_STORES = 8192  # extents that wait to be written; more are dropped
+_HASHED_WORDS = 2**22  # words of 4 bytes that are folded into one number, for weights on the GPU
+
+logger = logging.getLogger("nanovllm")
+
+
+class KVPool:
+    """The places of extents: the caches [L, N, P, K, D] of a rank that hold all blocks, in CPU memory or on the GPU,
+    and the snapshots of states. Also the buffers through which extents get there.
+    """
+
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        k_LNPKD: torch.Tensor,
+        v_LNPKD: torch.Tensor,
+        streams: Streams,
+        needs_buffers: bool | None = None,
+        snapshots: Seq[torch.Tensor] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        """`needs_buffers`: extents are also written through a buffer; by default, if the caches are on a GPU.
+        `snapshots`: the parts of all snapshots, in CPU memory; none if no layer is recurrent. `device`: the rank's own;
+        by default, where the caches are.
+        """
+        self._snapshots, self._num_blocks = tuple(snapshots), k_LNPKD.shape[1]
+        self.state_bytes = sum(part[0].nbytes for part in snapshots)
+        self._caches: tuple[torch.Tensor, ...] = k_LNPKD, v_LNPKD
+        self._streams, self._device = streams, device or k_LNPKD.device
+        self._shape = (2, spec.num_layers, DISK_GRAIN_TOKENS, spec.num_kv_heads, spec.head_dim)
+        self._dtype = k_LNPKD.dtype
+        self.extent_bytes = DISK_GRAIN_TOKENS * spec.block_bytes // spec.block_size
+        self.needs_buffers = k_LNPKD.is_cuda if needs_buffers is None else needs_buffers
+        pinned_for = self._device if k_LNPKD.is_cuda else None
+        num_buffers, size = NUM_READERS + self.needs_buffers, max(self.extent_bytes, self.state_bytes)
+        self._buffers = [HostBuffer(size, pinned_for) for _ in range(num_buffers)]
+        self.buffer_bytes = num_buffers * size
+        self._unused = deque(buffer.tensor for buffer in self._buffers)
+        self._of_thread = threading.local()
+
+    def fence(self) -> list[Event]:
+        """Events that stand for all that the device was given so far. Called by the engine's thread."""
+        events = []
+        for stream in (self._streams.compute, self._streams.d2h):
+            events.append(self._streams.event())
+            stream.record(events[-1])
+        return events
+
+    def is_over(self, fence: Iterable[Event]) -> bool:
+        """On the rank's own GPU: in a new thread another one may be current, where a call would take memory."""
+        with current_device(self._device):
+            return all(self._streams.is_done(event) for event in fence)
+
+    def num_bytes(self, extent: Extent) -> int:
+        """Size of an extent's payload."""
+        return self.state_bytes if extent.is_state else self.extent_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """Size of the files without which nothing can be reused."""
+        return document_disk_bytes(DISK_GRAIN_TOKENS + 1, self.extent_bytes // DISK_GRAIN_TOKENS, self.state_bytes)
+
+    def buffer(self, extent: Extent) -> list[memoryview]:
+        """Return this thread's buffer, for a file to be read into."""
+        return [_bytes_of(self._buffer(extent))]
+
+    def copy_in(self, extent: Extent) -> None:
+        """Copy the payload in this thread's buffer to its place."""
+        buffer, parts = self._buffer(extent), self._parts(extent)
+        sizes = accumulate((part.nbytes for part in parts), initial=0)
+        sources = [buffer[start:end] for start, end in pairwise(sizes)]
+        if parts[0].is_cuda:
+            pairs = zip(parts, (source.view(self._dtype).view(self._shape[2:]) for source in sources), strict=True)
+            self._copy(self._streams.h2d, list(pairs))
+        else:
+            for part, source in zip(parts, sources, strict=True):  # ctypes lets other threads run meanwhile
+                ctypes.memmove(part.data_ptr(), source.data_ptr(), source.nbytes)
+
+    def payload(self, extent: Extent) -> list[memoryview]:
+        """Return the memory that a file is written from: the extent's own, or this thread's buffer after filling it."""
+        parts = self._parts(extent)
+        if self.needs_buffers and not extent.is_state:
+            layers = self._buffer(extent).view(self._dtype).view(self._shape).flatten(0, 1)
+            self._copy(self._streams.d2h, list(zip(layers, parts, strict=True)))
+            parts = list(layers)
+        return [_bytes_of(part) for part in parts]
+
+    def _parts(self, extent: Extent) -> list[torch.Tensor]:
+        """The contiguous parts of an extent's place: [G, K, D] of K in each layer, then of V; or a state's parts.
+
+        Raises RuntimeError after `close`.
+        """
+        if self.is_closed:
+            raise RuntimeError("the KV cache is closed")
+        if extent.is_state:
+            return [part[extent.block_id - self._num_blocks] for part in self._snapshots]
+        end = extent.start + DISK_GRAIN_TOKENS
+        return [layer for cache in self._caches for layer in cache[:, extent.block_id, extent.start : end].unbind(0)]
+
+    def _copy(self, stream: Stream, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy targets <- sources between a buffer and the cache, and wait for it."""
+        with current_device(self._device), torch.inference_mode():
+            stream.copy_all(pairs)
+            done = self._streams.event()
+            stream.record(done)
+            while not self._streams.is_done(done):
+                time.sleep(POLL_S)
+
+    def _buffer(self, extent: Extent) -> torch.Tensor:
+        """Return this thread's buffer for an extent: uint8 [num_bytes(extent)]."""
+        if not hasattr(self._of_thread, "buffer"):
+            self._of_thread.buffer = self._unused.popleft()
+        buffer: torch.Tensor = self._of_thread.buffer
+        return buffer[: self.num_bytes(extent)]
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._caches
+
+    def close(self) -> None:
+        """Release the buffers and let go of the caches, which an engine that is closed must not keep."""
+        self._caches = self._snapshots = ()
+        self._unused.clear()
+        for buffer in self._buffers:
+            buffer.close()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+class _Submitted(NamedTuple):
+    extents: tuple[Extent, ...]
+    fence: list[Event]
+    load_number: int = 0
+
+
+class _Load:
+    """A load that the reading threads work on. The worker's condition guards it."""
+
+    def __init__(self, submitted: _Submitted) -> None:
+        self.extents, self.number = submitted.extents, submitted.load_number
+        self.first_missing = len(self.extents)  # place of the first extent that is known to be missing
+        self.was_read = [False] * len(self.extents)
+        self.num_ended = 0  # extents that were read, or not read
+        self.is_given_up = False  # nothing is copied to its blocks any more
+
+    @property
+    def num_loaded(self) -> int:
+        """Number of extents that were read before the first one that was not."""
+        return next((i for i, was_read in enumerate(self.was_read) if not was_read), len(self.extents))
+
+
+class DiskWorker:
+    """Any number of submissions may be open. They are worked on in order, stores and loads apart."""
+
+    def __init__(
+        self,
+        store: DiskStore,
+        pool: KVPool,
+        board: DiskBoard,
+        rank: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock`: for the times at which to look for files of other processes."""
+        self.store, self._pool, self._board, self._rank = store, pool, board, rank
+        self._clock = clock
+        self._changed = threading.Condition()  # guards the queues, the running load and the counters
+        self._stores: deque[_Submitted] = deque()
+        self._loads: deque[_Submitted] = deque()
+        self._reads: deque[Callable[[], None]] = deque()  # for the reading threads; they do not raise
+        self._num_reading = self._num_copying = 0  # threads that read, and threads that copy to a load's blocks
+        self._is_stuck = False  # reads of a load that was given up have not ended
+        self._num_to_store = 0
+        self._close_at_s: float | None = None  # by time.monotonic; None: not yet
+        self._byte_per_s = 0.0  # rate of reading
+        self._write_s = 0.0
+        self.num_stored_bytes = self.num_loaded_bytes = self.num_misses = self.num_dropped = self.num_failures = 0
+        sample = store.sample(4 * NUM_READERS)
+        # Daemons: a thread that waits for a disk that hangs must not keep the process from ending
+        self._threads = [
+            threading.Thread(target=self._write, name="nanovllm-disk-write", daemon=True),
+            threading.Thread(target=self._run_loads, args=(sample,), name="nanovllm-disk-load", daemon=True),
+        ]
+        self._threads += [
+            threading.Thread(target=self._read, name="nanovllm-disk-read", daemon=True) for _ in range(NUM_READERS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, moves: DiskMoves) -> None:
+        """Called by the engine's thread, when all planned steps have been launched. Does not wait."""
+        fence = self._pool.fence()
+        with self._changed:
+            stores = tuple(moves.stores[: MAX_STORES - self._num_to_store])
+            self.num_dropped += len(moves.stores) - len(stores)
+            if stores:
+                self._stores.append(_Submitted(stores, fence))
+                self._num_to_store += len(stores)
+                self._board.post_pending(self._rank, self._num_to_store)
+            self._board.post_moves(self._rank, moves.number)
+            if moves.loads:
+                self._loads.append(_Submitted(tuple(moves.loads), fence, moves.load_number))
+            self._changed.notify_all()
+
+    def stats(self) -> dict[str, float | None]:
+        return {
+            "num_disk_extents": len(self.store),
+            "num_disk_bytes": self.store.total_bytes,
+            "num_disk_stored_bytes": self.num_stored_bytes,
+            "num_disk_loaded_bytes": self.num_loaded_bytes,
+            "num_disk_misses": self.num_misses,
+            "num_disk_failures": self.num_failures,
+            "num_disk_evictions": self.store.num_evicted,
+            "num_extents_to_store": self._num_to_store,
+            "num_dropped_extents": self.num_dropped,
+            "disk_write_byte_per_s": self.num_stored_bytes / self._write_s if self._write_s else None,
+            "disk_buffer_bytes": self._pool.buffer_bytes,
+        }
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Write what is still to be written until `timeout_s` has passed, end the threads and release the pool."""
+        self._end_at(time.monotonic() + timeout_s)
+        deadline_s = time.monotonic() + timeout_s + 1
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        if self._num_to_store:
+            logger.warning("KV on disk: %d extents were not written before the end", self._num_to_store)
+        self._pool.close()
+        if any(thread.is_alive() for thread in self._threads):
+            logger.warning("KV on disk: the disk does not answer")
+            return
+        self.store.close()
+
+    def abandon(self) -> None:
+        """End the threads as soon as they can, without waiting for them, and release the pool. For an engine that was
+        dropped: what has not been written is lost.
+        """
+        self._end_at(0.0)
+        self._pool.close()
+
+    def _end_at(self, close_at_s: float) -> None:
+        with self._changed:
+            self._close_at_s = close_at_s
+            self._loads.clear()
+            self._changed.notify_all()
+
+    def _next(self, queue: deque[_Submitted], timeout_s: float | None = None) -> _Submitted | None:
+        """Wait for the next submission. None after the timeout, or if the worker is closing and there is none."""
+        with self._changed:
+            self._changed.wait_for(lambda: queue or self._close_at_s is not None, timeout_s)
+            return queue.popleft() if queue else None
+
+    def _wait_for(self, fence: list[Event]) -> None:
+        while not self._pool.is_over(fence):
+            time.sleep(POLL_S)
+
+    def _count_failure(self, action: str, extent: Extent) -> None:
+        """Count the exception being handled, which neither the disk nor a file has caused, and log the first one.
+
+        The engine goes on without this extent. If the same happens to every extent, one entry in the log is enough.
+        """
+        if self._pool.is_closed:
+            return  # the engine was dropped meanwhile
+        with self._changed:
+            self.num_failures += 1
+            is_first = self.num_failures == 1
+        if is_first:
+            logger.exception(
+                "KV on disk: %s could not be %s; its tokens are computed when they are needed. This is a bug: please "
+                "report it with this traceback. Later failures are only counted, as num_disk_failures in stats(). If "
+                "that number keeps growing, the disk is of no use here: leave out kv_disk_path",
+                *(extent.key.hex(), action),
+            )
+
+    # -- the writing thread --------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        """Store what is submitted. Look for files of other processes every REFRESH_S, even with much to store."""
+        with suppress(OSError):  # a thread has a priority of its own on Linux; steps go first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
+        refresh_at_s = self._clock() + REFRESH_S
+
+        def refresh_if_due() -> None:
+            nonlocal refresh_at_s
+            if self._clock() >= refresh_at_s:
+                self.store.refresh()
+                refresh_at_s = self._clock() + REFRESH_S
+
+        while True:
+            submitted = self._next(self._stores, max(0.0, refresh_at_s - self._clock()))
+            if submitted is None and self._close_at_s is not None:
+                return
+            refresh_if_due()
+            if submitted is None:
+                continue
+            self._wait_for(submitted.fence)  # E13: written -> stored on disk
+            for extent in submitted.extents:
+                if self._close_at_s is not None and time.monotonic() > self._close_at_s:
+                    return
+                refresh_if_due()
+                try:
+                    self._store(extent)
+                except Exception:  # a bug; the engine must not notice
+                    self._count_failure("stored", extent)
+                with self._changed:
+                    self._num_to_store -= 1
+                    self._board.post_pending(self._rank, self._num_to_store)
+
+    def _store(self, extent: Extent) -> None:
+        def is_valid() -> bool:
+            return bool(self._board.versions[extent.block_id] == extent.version)
+
+        if extent.key in self.store:
+            self.store.touch(extent)
+            return
+        begun_s = time.perf_counter()
+        is_stored = False
+        is_useful = not extent.is_state or prefix_key(extent.key) in self.store  # it may have found no room
+        if is_useful and is_valid() and not self.store.is_paused:
+            is_stored = self.store.write(extent, self._pool.payload(extent), is_valid)
+        if is_stored:
+            self.num_stored_bytes += self._pool.num_bytes(extent)
+            self._write_s += time.perf_counter() - begun_s
+        else:
+            self.num_dropped += 1
+
+    # -- the thread that runs loads ------------------------------------------------------------------------------
+
+    def _run_loads(self, sample: list[Path]) -> None:
+        self._measure(sample)
+        while (submitted := self._next(self._loads)) is not None:
+            self._wait_for(submitted.fence)  # E14: last used -> loaded from disk
+            self._load(_Load(submitted))
+            self._board.post_end(self._rank, submitted.load_number)
+
+    def _measure(self, sample: list[Path]) -> None:
+        """Let the reading threads read a few files, if there are any, so that the first load can be compared with
+        computing.
+        """
+        begun_s, sizes = time.perf_counter(), list[int]()
+
+        def read(path: Path) -> None:
+            num_bytes = _read_file(path)
+            with self._changed:
+                sizes.append(num_bytes)
+                if len(sizes) == len(sample) and not self._byte_per_s:
+                    self._byte_per_s = sum(sizes) / (time.perf_counter() - begun_s)
+                    self._board.post_rate(self._rank, self._byte_per_s)
+
+        with self._changed:
+            self._reads.extend(partial(read, path) for path in sample)
+            self._changed.notify_all()
+
+    def _load(self, load: _Load) -> None:
+        """Read the extents, a few at a time, until one is missing. Give up if the load is cancelled.
+
+        When this returns, nothing is copied to the load's blocks any more. Files that are still being read then go
+        nowhere: each ends in the buffer of its thread.
+        """
+        begun_s, num_loaded = time.perf_counter(), 0
+        self._board.post_progress(self._rank, load.number, 0, self._byte_per_s)
+        with self._changed:
+            self._reads.extend(partial(self._read_extent, load, place) for place in range(len(load.extents)))
+            self._changed.notify_all()
+            while load.num_ended < len(load.extents):
+                self._changed.wait(CANCEL_POLL_S)
+                if load.num_loaded > num_loaded:
+                    num_loaded = load.num_loaded
+                    num_bytes = sum(map(self._pool.num_bytes, load.extents[:num_loaded]))
+                    self._byte_per_s = num_bytes / (time.perf_counter() - begun_s)
+                    self._board.post_progress(self._rank, load.number, num_loaded, self._byte_per_s)
+                if self._close_at_s is not None or self._board.is_cancelled(load.number):
+                    load.is_given_up = True
+                    self._reads.clear()
+                    self._changed.wait_for(lambda: not self._num_copying)
+                    self._is_stuck = self._num_reading > 0
+                    self._board.post_stuck(self._rank, self._is_stuck)
+                    return
+
+    # -- the threads that read -----------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._reads or self._close_at_s is not None)
+                if self._close_at_s is not None:
+                    return
+                read = self._reads.popleft()
+                self._num_reading += 1
+            read()
+            del read  # the load
+            with self._changed:
+                self._num_reading -= 1
+                if self._is_stuck and not self._num_reading:
+                    self._is_stuck = False
+                    self._board.post_stuck(self._rank, False)
+
+    def _read_extent(self, load: _Load, place: int) -> None:
+        extent, was_read, was_copied = load.extents[place], False, False
+        is_wanted = place < load.first_missing
+        if is_wanted:
+            try:
+                was_read = self.store.read(extent, self._pool.buffer(extent))
+                was_copied = was_read and self._copy_in(load, extent)
+            except Exception:  # a bug; the engine must not notice
+                self._count_failure("loaded", extent)
+        with self._changed:
+            self.num_misses += is_wanted and not was_read
+            load.num_ended += 1
+            if was_copied:
+                load.was_read[place] = True
+                self.num_loaded_bytes += self._pool.num_bytes(extent)
+            else:
+                load.first_missing = min(load.first_missing, place)
+            self._changed.notify_all()
+
+    def _copy_in(self, load: _Load, extent: Extent) -> bool:
+        """Copy this thread's buffer to its place, unless the load was given up. Returns True if it has been copied."""
+        with self._changed:
+            if load.is_given_up:
+                return False
+            self._num_copying += 1
+        try:
+            self._pool.copy_in(extent)
+            return True
+        finally:
+            with self._changed:
+                self._num_copying -= 1
+                self._changed.notify_all()
+
+
+def _read_file(path: Path) -> int:
+    """Return the size of a file that can be read, after reading it."""
+    piece, num_bytes = bytearray(2**20), 0
+    with suppress(OSError), open(path, "rb", buffering=0) as file:
+        while size := file.readinto(piece):
+            num_bytes += size
+    return num_bytes
+
+
+def open_worker(
+    setup: DiskSetup, pool: KVPool, identity: Mapping[str, object], rank: int, num_ranks: int
+) -> DiskWorker:
+    """Open the cache and start the threads. `identity`: all that K and V depend on, in words and numbers."""
+    board = DiskBoard(num_ranks, setup.num_places, setup.board)
+    store = DiskStore(Path(setup.path), setup.limit_bytes, pool.least_bytes, identity, setup.model)
+    return DiskWorker(store, pool, board, rank)
+
+
+# -- which weights ---------------------------------------------------------------------------------------------------
+
+
+def weights_identity(model: torch.nn.Module) -> str:
+    """A hash of a rank's parameters and packed weights, as they are on its device. Reads them once."""
+    state = xxhash.xxh3_128()
+    for name, tensor in sorted(model.state_dict().items()):
+        state.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        state.update(_bytes_of(_folded(data) if data.is_cuda else data))
+    digest: str = state.hexdigest()
+    return digest
+
+
+def _folded(data: torch.Tensor) -> torch.Tensor:
+    """Bytes as one number for each part of them: a sum modulo 2^64, in which each word has an odd factor of its own.
+
+    Read by the GPU, this takes no longer than a step. Parts that differ have the same sum with a probability of 2^-64.
+    """
+    words = (F.pad(data, (0, -len(data) % 4)) if len(data) % 4 else data).view(torch.int32)
+    generator = torch.Generator(data.device).manual_seed(0)
+    factors = torch.empty(_HASHED_WORDS, dtype=torch.int64, device=data.device).random_(generator=generator) | 1
+    sums = [(part * factors[: len(part)]).sum() for part in words.split(_HASHED_WORDS)]
+    return torch.stack(sums).cpu() if sums else torch.zeros(0)

@@ -1,0 +1,104 @@
+"""StateMemory: one rank's states of recurrent layers, in slots on the GPU and in snapshots in CPU memory.
+
+Legend: see LayerStates in kernels/state_tensors.py.
+
+All copies between the two are enqueued on the compute stream, in order with the steps. A state crosses the link in a
+millisecond, and few steps move one.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.kernels.state_tensors import HostStateRows, LayerStates, StateRows
+from nanovllm.kernels.state_tensors import StateSave as RowSave
+from nanovllm.offload.pinned_memory import HostBuffer
+from nanovllm.plan.kv_spec import StateSpec
+from nanovllm.plan.step_plan import StateSave, StepPlan
+from nanovllm.runner.inputs import StepInputs, state_numbers
+
+
+class StepStates(NamedTuple):
+    """The states of all layers, for the rows of a step."""
+
+    memory: "StateMemory"
+    rows: StateRows
+
+    def of_layer(self, layer: int) -> LayerStates:
+        """Hot: once per layer."""
+        conv_NWC, matrix_NHKV, pending_NGI = self.memory.layers[layer]
+        return LayerStates(conv_NWC, matrix_NHKV, pending_NGI, self.rows)
+
+
+class StateMemory:
+    """A slot is contiguous over all layers, so that a state moves in three copies: the convolution's inputs, the
+    matrices, and what is pending.
+    """
+
+    def __init__(
+        self, spec: StateSpec, dtype: torch.dtype, device: torch.device, num_slots: int, num_snapshots: int
+    ) -> None:
+        """`num_slots`: with slot 0, which is nobody's."""
+        s = self.spec = spec
+        conv_shape = (s.num_layers, s.conv_tokens, s.conv_channels)
+        matrix_shape = (s.num_layers, s.num_value_heads, s.key_head_dim, s.value_head_dim)
+        pending_shape = (s.num_layers, s.max_guesses, s.input_size)
+        shapes = ((conv_shape, dtype), (matrix_shape, torch.float32), (pending_shape, dtype))
+        self._slots = [torch.zeros(num_slots, *shape, dtype=kind, device=device) for shape, kind in shapes]
+        self.layers = [tuple(each[:, layer] for each in self._slots) for layer in range(s.num_layers)]
+        pinned_for = device if device.type == "cuda" else None
+        sizes = [num_snapshots * n for n in (s.conv_bytes, s.matrix_bytes, s.pending_bytes)]
+        self._buffers = [HostBuffer(max(1, size), pinned_for) for size in sizes]
+        self._snapshots = [
+            buffer.tensor[:size].view(kind).view(num_snapshots, *shape)
+            for buffer, size, (shape, kind) in zip(self._buffers, sizes, shapes, strict=True)
+        ]
+        self._saves: list[StateSave] = []  # of the step
+
+    @property
+    def stored_parts(self) -> list[torch.Tensor]:
+        """The parts of all snapshots that are kept on disk. Nothing is pending where later prompts go on."""
+        return self._snapshots[:2]
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Keep the states of sequences that have given way, and load those that the step starts from."""
+        for slot, snapshot in plan.moves.state_flushes:
+            self._save(slot, snapshot)
+        states = [step.state for step in plan.sequences if step.state is not None]
+        self._saves = [save for state in states for save in state.saves]
+        for state in states:
+            if state.load >= 0:
+                for slots, snapshots in zip(self._slots, self._snapshots, strict=True):
+                    slots[state.source].copy_(snapshots[state.load], non_blocking=True)
+
+    def end_step(self) -> None:
+        """Save the states that are kept, after all layers have run."""
+        for _, slot, snapshot in self._saves:
+            self._save(slot, snapshot)
+        self._saves = []
+
+    def _save(self, slot: int, snapshot: int) -> None:
+        for slots, snapshots in zip(self._slots, self._snapshots, strict=True):
+            snapshots[snapshot].copy_(slots[slot], non_blocking=True)
+
+    def close(self) -> None:
+        """Unpin the snapshots. The memory must not be used afterwards."""
+        for buffer in self._buffers:
+            buffer.close()
+
+
+def state_rows(plan: StepPlan, tensors: StepInputs) -> StateRows | None:
+    """The use of states by the sequences of a step; None if no layer is recurrent."""
+    if tensors.states is None:
+        return None
+    saves = tuple(
+        RowSave(row, save.num_tokens, save.slot)
+        for row, step in enumerate(plan.sequences)
+        if step.state is not None
+        for save in step.state.saves
+        if save.slot != step.state.target
+    )
+    num_tokens = tuple(step.num_tokens for step in plan.sequences)
+    sources, targets, num_replayed, num_guesses = zip(*state_numbers(plan), strict=True)
+    host = HostStateRows(num_tokens, sources, targets, num_replayed, num_guesses, saves)
+    return StateRows(tensors.cu_seqlens_q, *tensors.states, max(num_tokens), host)

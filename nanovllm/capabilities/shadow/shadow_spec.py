@@ -1,0 +1,182 @@
+"""ShadowSpec: a copy of the KV in 2 to 4 bits, which stays on the GPU and serves drafts only.
+
+A page of the shadow holds one full KV block. Keys are quantized per channel, in groups of 64 tokens, because their
+outliers are in a few channels. Values are quantized per token, in groups of channels (KIVI, arXiv 2402.02750). With 3
+bits, keys have 4 and values 2, because errors of keys matter more. A number is (2^bits + code) * scale + offset, with
+scale and offset in fp16.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nanovllm.config import Config
+from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, num_state_slots
+
+SHADOW_BITS = (4, 3, 2)
+KEY_GROUP = 64  # tokens of a channel that share a scale
+SLICE_TOKENS = 16  # tokens whose codes have the same place in their words
+LEAST_SLOTS = 32  # slots that the shadow leaves room for with speculation="auto", if their number is not given
+NUM_SHADOWED_SEQS = 2  # with speculation="auto", the shadow holds at most this many sequences of max_model_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShadowSpec:
+    """Shape of the shadow of one rank."""
+
+    bits: int
+    page_size: int  # tokens; that of a KV block
+    num_layers: int
+    num_kv_heads: int  # on this rank
+    head_dim: int
+
+    @classmethod
+    def of(cls, spec: KVCacheSpec, bits: int) -> "ShadowSpec":
+        return cls(
+            bits=bits,
+            page_size=spec.block_size,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+        )
+
+    @property
+    def key_bits(self) -> int:
+        return 2 if self.bits == 2 else 4
+
+    @property
+    def value_bits(self) -> int:
+        return 4 if self.bits == 4 else 2
+
+    @property
+    def value_group(self) -> int:
+        """Channels of a token that share a scale. Kernels for many small groups take a minute to compile."""
+        return 64 if self.value_bits == 4 or self.head_dim > 128 else 32
+
+    @property
+    def num_value_groups(self) -> int:
+        return -(-self.head_dim // self.value_group)
+
+    @property
+    def key_words(self) -> int:
+        """int32 words for the codes of a page's keys in one layer and head."""
+        return self.page_size * self.head_dim * self.key_bits // 32
+
+    @property
+    def value_words(self) -> int:
+        return self.page_size * self.head_dim * self.value_bits // 32
+
+    @property
+    def key_scale_words(self) -> int:
+        """Words for the scales of a page's keys. Their offsets take as many."""
+        return self.page_size // KEY_GROUP * self.head_dim // 2
+
+    @property
+    def value_scale_words(self) -> int:
+        return self.num_value_groups * self.page_size // 2
+
+    @property
+    def head_words(self) -> int:
+        """Words of a page in one layer and head: codes of K, codes of V, scales and offsets of K, those of V."""
+        return self.key_words + self.value_words + 2 * (self.key_scale_words + self.value_scale_words)
+
+    @property
+    def page_bytes(self) -> int:
+        """A page in all layers."""
+        return self.num_layers * self.num_kv_heads * self.head_words * 4
+
+
+class ShadowSize(NamedTuple):
+    """Number of pages of a shadow, and their bits."""
+
+    num_pages: int
+    bits: int
+
+
+NO_SHADOW = ShadowSize(0, 0)
+
+
+def wants_shadow(config: Config, spec: KVCacheSpec) -> bool:
+    """Return True if drafts read a shadow where there is room for it: a draft head takes its place."""
+    return config.wants_shadow and not spec.has_draft_head
+
+
+def auto_shadows(
+    config: Config, spec: KVCacheSpec, room_bytes: int, *, given: int, num_cpu_blocks: int, max_model_len: int
+) -> Iterator[ShadowSize]:
+    """Yield the shadows that speculation="auto" can choose from with offload, the preferred one first.
+
+    Each leaves room for the given slots or, if none are given, for LEAST_SLOTS or max_num_seqs of them, whichever is
+    less. Each holds one sequence of max_model_len or more, because drafts that miss keys are often wrong.
+    """
+    free_bytes = room_bytes - (given or _least_slots(config)) * spec.block_bytes
+    if config.shadow_memory_gb is not None:
+        free_bytes = min(free_bytes, int(config.shadow_memory_gb * 2**30))
+    num_blocks = max_model_len // spec.block_size
+    for bits in SHADOW_BITS if config.shadow_bits is None else (config.shadow_bits,):
+        for num_seqs in range(NUM_SHADOWED_SEQS, 0, -1):
+            num_pages = min(num_seqs * num_blocks, num_cpu_blocks)
+            if num_pages and num_pages * ShadowSpec.of(spec, bits).page_bytes <= free_bytes:
+                yield ShadowSize(num_pages, bits)
+
+
+def _least_slots(config: Config) -> int:
+    """The fewest slots that a shadow leaves if their number is not given. The engine needs two to start."""
+    return max(2, min(LEAST_SLOTS, config.max_num_seqs))
+
+
+def divide_memory(
+    config: Config,
+    spec: KVCacheSpec,
+    room_bytes: int,
+    *,
+    given: int,
+    useful: int,
+    num_cpu_blocks: int,
+    shadow: ShadowSize | None = None,
+) -> KVCacheSizes:
+    """Divide the memory of a GPU between KV blocks, the shadow and the slots of states.
+
+    States get the room that the given blocks leave, or else at most half of the room. `given`: number of blocks that
+    the user asks for, 0 for as many as fit, of which no more than `useful` are. The blocks may be too few to start
+    with, and the pages may be none. `shadow`: the planner's choice. It gets fewer pages if start-up finds less room
+    than the planner estimated, because the given blocks, or else `_least_slots`, come first.
+    If `shadow` is None, its size depends on the room: with offload the shadow should hold all CPU blocks, and if the
+    slots are not given, it gets half of the room for that. Without offload, there is a page for each block.
+    """
+    num_slots = 0
+    if spec.states is not None:
+        room_bytes -= spec.draft_bytes(num_cpu_blocks)
+        free_bytes = room_bytes - given * spec.block_bytes if given else room_bytes // 2
+        num_slots = num_state_slots(config, spec.states, free_bytes)
+        room_bytes -= num_slots * spec.states.slot_bytes
+    least = given
+    if not wants_shadow(config, spec):
+        shadow = NO_SHADOW
+    elif shadow is None:
+        shadow = _shadow_that_fits(config, spec, room_bytes, given, useful, num_cpu_blocks)
+    else:
+        least = given or _least_slots(config)
+    num_pages = page_bytes = 0
+    if shadow.num_pages:
+        page_bytes = ShadowSpec.of(spec, shadow.bits).page_bytes
+        num_pages = min(shadow.num_pages, max(0, room_bytes - least * spec.block_bytes) // page_bytes)
+    num_blocks = given or min(useful, (room_bytes - num_pages * page_bytes) // spec.block_bytes)
+    return KVCacheSizes(num_blocks, num_cpu_blocks, num_pages, shadow.bits, num_slots)
+
+
+def _shadow_that_fits(
+    config: Config, spec: KVCacheSpec, room_bytes: int, given: int, useful: int, num_cpu_blocks: int
+) -> ShadowSize:
+    page_bytes = {bits: ShadowSpec.of(spec, bits).page_bytes for bits in SHADOW_BITS}
+    most = room_bytes if config.shadow_memory_gb is None else int(config.shadow_memory_gb * 2**30)
+    if config.enable_cpu_offload:
+        wanted = num_cpu_blocks
+        most = min(most, room_bytes - given * spec.block_bytes if given else room_bytes // 2)
+    else:
+        bits = config.shadow_bits or SHADOW_BITS[0]
+        wanted = given or min(useful, room_bytes // (spec.block_bytes + page_bytes[bits]))
+        most = min(most, room_bytes - wanted * spec.block_bytes)
+    fitting = [bits for bits in SHADOW_BITS if wanted * page_bytes[bits] <= most]
+    bits = config.shadow_bits or next(iter(fitting), SHADOW_BITS[-1])
+    return ShadowSize(max(0, min(wanted, most // page_bytes[bits])), bits)

@@ -1,0 +1,173 @@
+"""Drafters: where guesses come from. The interface, and the two that need no second model."""
+
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
+
+from nanovllm.plan.sequence import Sequence, TokenIds
+from nanovllm.utils.arithmetic import ceil_div
+
+MIN_MATCH_TOKENS = 2  # a single token says too little about the next one
+MAX_MATCH_TOKENS = 64  # a longer match would hardly predict better
+QUOTE_TOKENS = 16  # from this length on a match of the text with itself counts as a quote
+MAX_PLACES = 2**18  # where a match is looked for, halved for every token that is known to match
+NUM_FEW_PLACES = 16  # are compared one by one, which is faster than all together
+DRAFTED = -1  # in place of a guess: the ranks draft it
+
+
+class Guesses(NamedTuple):
+    """Tokens that a sequence may continue with."""
+
+    token_ids: tuple[int, ...] = ()
+    num_drafts: int = 0  # tokens that the ranks draft; those in the places of DRAFTED become guesses
+
+    def first(self, num_guesses: int) -> "Guesses":
+        if not self.token_ids:
+            return self
+        return Guesses(self.token_ids[:num_guesses], min(self.num_drafts, num_guesses))
+
+    def without_drafts(self) -> "Guesses":
+        """Return the guesses before the first one that would have to be drafted."""
+        known = self.token_ids
+        return Guesses(known[: known.index(DRAFTED)] if DRAFTED in known else known)
+
+
+NO_GUESSES = Guesses()
+
+
+class Drafter(Protocol):
+    """Guesses how sequences go on."""
+
+    name: str
+    costs_drafts: ClassVar[bool]  # its guesses are drafted on the GPU, which takes time
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop what is known of a request that has ended."""
+
+    def can_guess(self, seq: Sequence) -> bool:
+        """Return True if `guess` is likely to return something. The newest token may still be pending."""
+        ...
+
+    def kind(self, seq: Sequence) -> str:
+        """Name the kind of the next guesses, if some are more often right than others. Each kind has its own pace."""
+        ...
+
+    def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
+        """Return up to `max_guesses` tokens that may follow. All tokens of the sequence are known."""
+        ...
+
+
+class Match(NamedTuple):
+    """The longest suffix of a text that occurs earlier in it."""
+
+    num_tokens: int  # the text's
+    length: int = 0  # up to MAX_MATCH_TOKENS; 0 if it is below MIN_MATCH_TOKENS
+    end: int = 0  # the position after the earlier occurrence
+
+
+def longest_match(token_ids: TokenIds) -> Match:
+    """Look up the end of a text in the text itself. Of equally long matches, the most recent one counts.
+
+    There is no index: the text is searched for its last two tokens, which takes 0.4 to 0.8 ns per token, and the places
+    found are narrowed down token by token. Hot: once per sequence and step.
+    """
+    num_tokens = len(token_ids)
+    if num_tokens <= MIN_MATCH_TOKENS:
+        return Match(num_tokens)
+    text = np.frombuffer(token_ids, dtype=np.int64)
+    length = MIN_MATCH_TOKENS
+    ends = length + np.flatnonzero((text[:-2] == text[-2]) & (text[1:-1] == text[-1]))
+    # In a text of one repeated token every place matches, so the oldest places are left out to save time. Many stay
+    # while few tokens are known to match, because the longest match may be among them.
+    while len(ends := ends[-max(NUM_FEW_PLACES, MAX_PLACES >> length) :]) > NUM_FEW_PLACES:
+        has_more = ends[int(ends[0] == length) :]  # without a match that begins with the text
+        longer = has_more[text[has_more - length - 1] == text[-length - 1]]
+        if not len(longer):
+            ends = ends[-1:]  # all are equally long
+            break
+        ends, length = longer, length + 1
+    best = Match(num_tokens)
+    for end in reversed(ends.tolist()):
+        its_length = _length_of_match(token_ids, end, length)
+        if its_length > best.length:
+            best = Match(num_tokens, its_length, end)
+    return best
+
+
+def _length_of_match(token_ids: TokenIds, end: int, known: int) -> int:
+    """Count the tokens before `end` that equal the last ones, up to MAX_MATCH_TOKENS. `known` of them do."""
+    length, limit = known, min(end, MAX_MATCH_TOKENS)
+    while length < limit and token_ids[end - 1 - length] == token_ids[-1 - length]:
+        length += 1
+    return length
+
+
+class PromptLookupDrafter:
+    """Guesses what followed the longest suffix of prompt and answer where it occurred before."""
+
+    name = "prompt_lookup"
+    costs_drafts: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._matches: dict[int, Match] = {}  # by seq_id: the newest
+
+    def forget(self, seq: Sequence) -> None:
+        self._matches.pop(seq.seq_id, None)
+
+    def can_guess(self, seq: Sequence) -> bool:
+        return self._match(seq).length > 0
+
+    def kind(self, seq: Sequence) -> str:
+        """Tell quotes apart: a long match is almost certainly one, regardless of how short matches fared."""
+        return "quote" if self._match(seq).length >= QUOTE_TOKENS else self.name
+
+    def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
+        """Return the tokens after the match. If the text ends with a repeated pattern, go on repeating it."""
+        num_tokens, length, end = self._match(seq)
+        if not length:
+            return NO_GUESSES
+        guesses, period = seq.token_ids[end : end + max_guesses], num_tokens - end
+        if length >= period:  # the text ends with the same `period` tokens twice
+            guesses = (guesses * ceil_div(max_guesses, period))[:max_guesses]
+        return Guesses(tuple(guesses))
+
+    def _match(self, seq: Sequence) -> Match:
+        token_ids, match = seq.token_ids, self._matches.get(seq.seq_id, Match(0))
+        if num_new := len(token_ids) - match.num_tokens:
+            if match.length and token_ids[match.end : match.end + num_new] == token_ids[match.num_tokens :]:
+                # The text has gone on as it did there, so the longest match has grown.
+                match = Match(len(token_ids), min(match.length + num_new, MAX_MATCH_TOKENS), match.end + num_new)
+            else:
+                match = longest_match(token_ids)
+            self._matches[seq.seq_id] = match
+        return match
+
+
+class ModelDrafter:
+    """Leaves the guesses to the ranks. They draft with the model itself, which attends only to keys on the GPU: some of
+    them (resident), or a copy of all in a few bits (shadow). Or they draft with the checkpoint's draft head (mtp).
+
+    Drafts are sampled with the noise of the request, so they differ from the model's own tokens only where that
+    matters.
+    """
+
+    costs_drafts: ClassVar[bool] = True
+
+    def __init__(self, name: str, can_guess: Callable[[Sequence], bool]) -> None:
+        """`can_guess`: returns True if a draft of a running sequence is cheaper than the token itself."""
+        self.name, self._can_guess = name, can_guess
+
+    def forget(self, seq: Sequence) -> None:
+        """Do nothing: nothing is kept."""
+
+    def can_guess(self, seq: Sequence) -> bool:
+        return self._can_guess(seq)
+
+    def kind(self, seq: Sequence) -> str:
+        return self.name
+
+    def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
+        if not self._can_guess(seq):
+            return NO_GUESSES
+        return Guesses((DRAFTED,) * max_guesses, max_guesses)

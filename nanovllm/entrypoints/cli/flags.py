@@ -1,0 +1,281 @@
+"""The fields of the classes of options, as flags of the command line and as the tables of docs/options.md.
+
+`python -m nanovllm.entrypoints.cli.flags FILE...` (or `make docs`) writes the tables between their marker lines.
+README.md and docs/planning.md have what `plan` computes for common GPUs.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn, get_args
+
+from nanovllm.config import Config
+from nanovllm.entrypoints.cluster.options import BatchOptions, ServiceOptions
+from nanovllm.entrypoints.planner.fit import DOC_MODELS, doc_table
+from nanovllm.entrypoints.server.options import ServerOptions
+from nanovllm.errors import ConfigError, install_command
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.options import help_of
+
+RENAMED: dict[tuple[type, str], str] = {(SamplingParams, "seed"): "sampling_seed"}  # Config has the plain name
+CPU_STEP_TOKENS = 512  # about a second with a small model; the progress bar and Ctrl-C wait for the end of a step
+# Fields of SamplingParams without a flag: several answers (but `generate` has them), other results than text, and what
+# no flag can hold
+PYTHON_ONLY = ("n", "detokenize", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs", "reasoning_tags")
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    options: type,
+    *,
+    without: Sequence[str] = (),
+    defaults: Mapping[str, str] | None = None,
+    about: str | None = None,
+) -> None:
+    """Add a flag for every field of the dataclass `options`, with the group and the help from the field's metadata.
+
+    A flag that is not given leaves the field's default in place. without: fields that get no flag. defaults: field ->
+    what the help says about its default, if the command sets its own. about: what the help says about each group.
+    """
+    shown = (field for field in fields(options) if field.name not in without)
+    for title, members in groupby(shown, key=lambda field: field.metadata["group"]):
+        group = parser.add_argument_group(title, about)
+        for field in members:
+            settings = _flag_settings(field, options, (defaults or {}).get(field.name, field.default))
+            group.add_argument(flag_name(options, field.name), **settings)
+
+
+def flag_name(options: type, name: str) -> str:
+    return "--" + RENAMED.get((options, name), name).replace("_", "-")
+
+
+def flag_help(options: type, name: str) -> str:
+    """The help of a field, with the flags in place of the options that it mentions."""
+    return name_flags(help_of(options, name), (options, Config)).replace("%", "%%")  # argparse formats it
+
+
+def given_fields(args: argparse.Namespace, options: type) -> dict[str, Any]:
+    """The fields of `options` whose flags were given."""
+    by_dest = {RENAMED.get((options, field.name), field.name): field.name for field in fields(options)}
+    return {name: getattr(args, dest) for dest, name in by_dest.items() if name != "model" and hasattr(args, dest)}
+
+
+def name_flags(message: str, option_types: Sequence[type]) -> str:
+    """`message` with flags in place of the fields of `option_types`.
+
+    "add enable_cpu_offload=True" becomes "add --enable-cpu-offload", and "lower max_model_len" becomes "lower
+    --max-model-len". A name of one word, such as "model" or "seed", is also an ordinary word, so it is replaced only
+    before "=".
+    """
+    for options in option_types:
+        for field in fields(options):
+            if field.name not in message:  # which is far faster than the expressions
+                continue
+            flag = flag_name(options, field.name)
+            end = r"(?![\w/-]|\.\w)" if "_" in field.name else "(?==)"
+            name = rf"(?<![\w./'\"-])(?:{options.__name__}\.)?{field.name}"
+            if field.type is bool:
+                message = re.sub(f"{name}=True", flag, message)
+                message = re.sub(f"{name}=False", f"--no-{flag[2:]}", message)
+            message = re.sub(name + end, flag, message)
+    return message
+
+
+def _flag_settings(field: Field[Any], options: type, default: Any) -> dict[str, Any]:
+    """Arguments of `add_argument` for a field, from its type and help. default: the default that the help shows."""
+    settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": flag_help(options, field.name)}
+    if field.type is bool and field.default:
+        return settings | {"action": argparse.BooleanOptionalAction, "help": f"{settings['help']} (default: on)"}
+    if field.type is bool:
+        return settings | {"action": "store_true"}
+    kind = _scalar_type(field.type)
+    metavar = {int: "N", float: "X", str: "TEXT", _json_object: "JSON"}[kind]
+    settings |= {"type": _integer if kind is int else kind, "metavar": metavar}
+    if isinstance(field.default, tuple):
+        return settings | {"action": "extend", "nargs": "+"}
+    if default is not None:
+        settings["help"] += f" (default: {default})"
+    return settings
+
+
+def _scalar_type(annotation: Any) -> Any:
+    """int, float, str or a JSON parser. For `int | None` or `tuple[int, ...] | list[int]` it is int."""
+    if annotation in (int, float, str):
+        return annotation
+    if annotation is dict:
+        return _json_object
+    return next(kind for member in get_args(annotation) if (kind := _scalar_type(member)))
+
+
+def _integer(text: str) -> int:
+    """An integer, where k and m at the end mean thousands and millions."""
+    factor = {"k": 1000, "m": 1_000_000}.get(text[-1:].lower(), 1)
+    try:
+        return int(text if factor == 1 else text[:-1]) * factor
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not an integer, such as 131072, 131k or 1m: {text!r}") from error
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
+    return value
+
+
+# -- flags that several commands have --------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes no abbreviations, which new flags would make ambiguous, and reports an error in one line."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown flags first. Otherwise a misspelt flag is reported as the lack of the right one."""
+        if self._subparsers is None:
+            given = list(sys.argv[1:] if args is None else args)
+            for flag in given[: given.index("--")] if "--" in given else given:
+                self._check_flag(flag.partition("=")[0])
+        return super().parse_known_args(args, namespace)
+
+    def _check_flag(self, name: str) -> None:
+        if not re.fullmatch(r"--?[A-Za-z][\w-]*", name) or name in self._option_string_actions:
+            return
+        known = {flag.lstrip("-"): flag for flag in self._option_string_actions}
+        nearest = get_close_matches(name.lstrip("-"), known, 1, 0.7)
+        self.error(f"unknown flag {name}" + (f", did you mean {known[nearest[0]]}?" if nearest else ""))
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists what there is\n")
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves room for most flags to have their help on the same line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    about: str,
+    run: Callable[[argparse.Namespace], int],
+    option_types: Sequence[type],
+    epilog: str | None = None,
+) -> argparse.ArgumentParser:
+    """Add a command that `run` runs. option_types: the classes whose fields its flags are."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=about, description=about, epilog=epilog, formatter_class=Formatter
+    )
+    parser.set_defaults(run=run, option_types=option_types)
+    return parser
+
+
+def add_model_flag(group: Any) -> None:
+    about = flag_help(Config, "model")
+    group.add_argument("--model", required=True, metavar="MODEL", help=about)
+
+
+def add_engine_flags(
+    parser: argparse.ArgumentParser,
+    defaults: Mapping[str, str] = MappingProxyType({}),
+    without: Sequence[str] = (),
+) -> None:
+    """defaults: field -> what the help says about its default, where the command has its own. without: fields that
+    get no flag.
+    """
+    step_tokens = f"{Config.max_num_batched_tokens}; on a CPU, {CPU_STEP_TOKENS}"
+    defaults = {"max_num_batched_tokens": step_tokens, **defaults}
+    add_flags(parser, Config, without=("model", *without), defaults=defaults)
+
+
+def engine_options(args: argparse.Namespace) -> Mapping[str, Any]:
+    """The fields of Config that the flags give, and the command line's own default for a CPU. Loads torch."""
+    options = given_fields(args, Config)
+    from nanovllm.device.devices import resolve_device
+
+    if resolve_device(Config(model=args.model, **options)).type == "cpu":
+        options = {"max_num_batched_tokens": CPU_STEP_TOKENS} | options
+    return options
+
+
+def check_packages(user: str, names: Sequence[str], extra: str) -> None:
+    """Raise ConfigError if a package that `user`, a command or an option, needs from an extra is missing."""
+    for name in names:
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{user} needs {error.name}; run: {install_command(extra)}") from error
+
+
+# -- the tables of the documents -------------------------------------------------------------------------------------
+
+
+def options_tables() -> str:
+    """The tables of options in Markdown."""
+    tables = (
+        f"The fields of `Config`, which are keyword arguments of `LLM`:\n\n{_table(Config)}",
+        f"The fields of `SamplingParams`:\n\n{_table(SamplingParams)}",
+        f"The fields of `ServerOptions`, which are flags of `nanovllm serve`:\n\n{_table(ServerOptions)}",
+        f"The fields of `BatchOptions`, which are flags of `nanovllm batch`:\n\n{_table(BatchOptions)}",
+        f"The fields of `ServiceOptions`, which are flags of `nanovllm serve`, too:\n\n{_table(ServiceOptions)}",
+    )
+    return "\n\n".join(tables)
+
+
+def _table(options: type) -> str:
+    """One row for every field that has a default. If there are several groups, each begins with a heading."""
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    optional = [field for field in fields(options) if field.default is not MISSING]
+    has_groups = len({field.metadata["group"] for field in optional}) > 1
+    for title, members in groupby(optional, key=lambda field: field.metadata["group"]):
+        lines += [f"| **{title}** | | |"] if has_groups else []
+        lines += [_row(field) for field in members]
+    return "\n".join(lines)
+
+
+def _row(field: Field[Any]) -> str:
+    default = repr(field.default).replace("'", '"')
+    types = (Config, SamplingParams, ServerOptions, BatchOptions, ServiceOptions)
+    names = (rf"{each.name}(?:=\w+)?" for options in types for each in fields(options) if "_" in each.name)
+    words = "|".join((r"\w+\.json", *names, "SamplingParams", "None", *field.metadata.get("choices", ())))
+    meaning = re.sub(rf"\b({words})\b", r"`\1`", field.metadata["help"])
+    return f"| `{field.name}` | `{default}` | {meaning} |"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "options": options_tables,
+    "fits": partial(doc_table, DOC_MODELS[-2:]),
+    "all fits": partial(doc_table, DOC_MODELS),
+}
+
+
+def write_tables(text: str) -> str:
+    """`text` with its tables, each between two marker lines that have its name in TABLES."""
+    begins = {name: f"<!-- {name}: begin -->" for name in TABLES if f"<!-- {name}: begin -->" in text}
+    assert begins, f"the text has no lines that mark one of these tables: {', '.join(TABLES)}"
+    for name, begin in begins.items():
+        before, rest = text.split(begin)
+        _, after = rest.split(end := f"<!-- {name}: end -->")
+        text = f"{before}{begin}\n\n{TABLES[name]()}\n\n{end}{after}"
+    return text
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(write_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

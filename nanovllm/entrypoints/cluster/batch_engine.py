@@ -1,0 +1,264 @@
+"""BatchEngine: one engine of a job, in an actor of its own. It is given units and writes a part for each.
+
+Rows and answers stay in this process; only counts go back. A part is written under a scratch name and renamed, so that
+it is never seen half written, and a unit that runs twice writes the same part twice.
+
+The engine starts when the first unit arrives, so that a failure to start is reported like any other failure of a unit.
+If the engine fails, the process exits, Ray starts another one and hands it the same units again. UnitTries counts these
+tries for all engines, and a unit with too many of them ends the job.
+"""
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.entrypoints.cluster.batch_files import UnitRows, replace_file
+from nanovllm.entrypoints.cluster.batch_rows import (
+    NO_DOCUMENT,
+    RowDefaults,
+    RowPlace,
+    RowRequest,
+    Unit,
+    answer_columns,
+    error_columns,
+    make_request,
+    runs_of,
+)
+from nanovllm.errors import CheckpointError, ConfigError, RequestError
+from nanovllm.plan.outputs import RequestOutput
+from nanovllm.request_stream import RequestStream
+from nanovllm.text.request_check import Prompt
+
+NUM_UNITS = 2  # run together, so that the end of one overlaps with the beginning of the next
+MAX_TRIES = 3  # a unit that fails so often ends the job
+NUM_DOCUMENTS = 2  # are read together; more would push each other's KV out of the cache
+NUM_ROWS = 1024  # are in the engine together; the other rows of a huge document wait outside
+
+
+class RowAnswerer:
+    """Answers rows in an engine, in an order that lets them share KV.
+
+    Any number of units may be answered at once, on one event loop.
+    """
+
+    def __init__(self, engine: AsyncLLM, defaults: RowDefaults) -> None:
+        self._engine, self._defaults = engine, defaults
+        self._documents = asyncio.Semaphore(NUM_DOCUMENTS)
+        self._rows = asyncio.Semaphore(NUM_ROWS)
+
+    async def answer_unit(
+        self, rows: Sequence[Mapping[str, Any] | RequestError], places: Sequence[RowPlace]
+    ) -> list[dict[str, Any]]:
+        """Return the added columns of each row; a row that cannot run gets an error.
+
+        Rows without a document are submitted together. The first row of a document goes ahead of its others, so that
+        they find the document in the prefix cache. Raises EngineError if the engine fails.
+        """
+        added: list[dict[str, Any]] = [{} for _ in rows]
+
+        async def answer(i: int, begun: asyncio.Event | None = None) -> None:
+            added[i] = await self._answer_row(rows[i], places[i], begun)
+
+        async def answer_document(run: Sequence[int]) -> None:
+            async with self._documents:
+                begun = asyncio.Event()
+                first = asyncio.create_task(answer(run[0], begun))
+                await begun.wait()
+                await asyncio.gather(first, *map(answer, run[1:]))
+
+        has_document = {i for i, place in enumerate(places) if place.document != NO_DOCUMENT}
+        runs = runs_of(places)
+        await asyncio.gather(*(answer_document(run) if run[0] in has_document else answer(run[0]) for run in runs))
+        return added
+
+    async def _answer_row(
+        self, row: Mapping[str, Any] | RequestError, place: RowPlace, begun: asyncio.Event | None
+    ) -> dict[str, Any]:
+        """Answer one row, and set `begun` as soon as its prompt has been read or it has ended."""
+        try:
+            async with self._rows:
+                if isinstance(row, RequestError):
+                    raise row
+                request = make_request(row, place, self._defaults)
+                prompt = await self._prompt(request)
+                stream = await self._engine.submit(prompt, request.params, with_tokens=begun is not None)
+                outputs = await (stream.outputs() if begun is None else _outputs(stream, begun))
+                return answer_columns(outputs, request.params)
+        except RequestError as error:
+            return error_columns(str(error))
+        finally:
+            if begun is not None:
+                begun.set()
+
+    async def _prompt(self, request: RowRequest) -> Prompt:
+        if request.messages is None:
+            assert request.prompt is not None, "a request has one of both"
+            return request.prompt
+        (token_ids,) = await asyncio.to_thread(self._engine.llm.chat_token_ids, request.messages)
+        return token_ids
+
+
+async def _outputs(stream: RequestStream, begun: asyncio.Event) -> list[RequestOutput]:
+    """Collect the outputs of `stream`, and set `begun` at the first token."""
+    ended: dict[int, RequestOutput] = {}
+    async for update in stream:
+        begun.set()
+        if update.output is not None:
+            ended[update.index] = update.output
+    return [ended[index] for index in sorted(ended)]
+
+
+# -- units ---------------------------------------------------------------------------------------------------------
+
+
+class UnitTries:
+    """Counts how often each unit has been tried, and notes why the tries ended. A unit that has run is forgotten.
+
+    This is an actor on the machine of the command, because it has to outlive the engines.
+    """
+
+    def __init__(self) -> None:
+        self._reasons: dict[int, list[str]] = {}
+
+    def reasons(self, unit_idx: int) -> list[str]:
+        """Return one reason for each try; "" if the process died without giving one."""
+        return self._reasons.get(unit_idx, [])
+
+    def begin(self, unit_idx: int) -> None:
+        self._reasons.setdefault(unit_idx, []).append("")
+
+    def note(self, unit_idx: int, reason: str) -> None:
+        """Note why the latest try is about to end."""
+        self._reasons[unit_idx][-1] = " ".join(reason.split())
+
+    def end(self, unit_idx: int) -> None:
+        self._reasons.pop(unit_idx, None)
+
+
+@dataclass(frozen=True)
+class EngineJob:
+    """The part of a job that its engines need."""
+
+    model: str
+    options: Mapping[str, Any]  # fields of Config
+    sampling: Mapping[str, Any]  # fields of SamplingParams that the flags gave
+    input_paths: Sequence[Path]
+    output: Path
+    format: type[UnitRows]
+    num_part_digits: int
+    tensor_parallel_size: int
+    engines_per_node: int
+    tries: Any = None  # the actor with the UnitTries; set once the job has a cluster
+
+    def part_path(self, unit_idx: int) -> Path:
+        return self.output / f"part-{unit_idx:0{self.num_part_digits}}{self.format.suffix}"
+
+
+class BatchEngine:
+    """A callable class for `Dataset.map_batches`, with one unit in each batch."""
+
+    def __init__(self, job: EngineJob) -> None:
+        self._job = job
+        self._answerer: RowAnswerer | None = None
+        self._starting = asyncio.Lock()
+        self._entering = asyncio.Lock()
+        self._free_turns = asyncio.Semaphore(NUM_UNITS)
+
+    async def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """Run the unit of `batch`, and return its counts. `failure` says why the job must end; "" if the unit ran."""
+        unit_idx, unit = int(batch["unit"][0]), Unit(packed=batch["places"][0])
+        counts = {"unit": unit_idx, "num_rows": len(unit), "num_errors": 0, "num_tokens": 0, "failure": ""}
+        counts["is_refusal"] = False  # the failure is the user's to mend
+        tries = self._job.tries
+        reasons: list[str] = await tries.reasons.remote(unit_idx)
+        async with self._turn(alone=bool(reasons)):
+            if len(reasons) >= MAX_TRIES:
+                where = unit.describe([path.name for path in self._job.input_paths])
+                last = next(filter(None, reversed(reasons)), "the process died, perhaps out of memory")
+                counts["failure"] = (
+                    f"{where}: {len(reasons)} engines have failed with these rows; the last reason known is: {last}; "
+                    "take these rows out, or find out why they fail"
+                )
+            else:
+                await tries.begin.remote(unit_idx)
+                try:
+                    counts |= await self._run(unit_idx, unit)
+                except (ConfigError, CheckpointError) as error:
+                    counts |= {"failure": str(error), "is_refusal": True}
+                except OSError as error:
+                    counts |= {"failure": f"on {socket.gethostname()}: {error}", "is_refusal": True}
+                except Exception as error:
+                    await tries.note.remote(unit_idx, f"{type(error).__name__}: {error}")
+                    self._exit(error)
+                await tries.end.remote(unit_idx)
+        return {name: [value] for name, value in counts.items()}
+
+    @asynccontextmanager
+    async def _turn(self, *, alone: bool) -> AsyncIterator[None]:
+        """Let NUM_UNITS units run together, or one of them alone.
+
+        An engine that dies takes all its units with it. To tell which one was to blame, they run again one at a time.
+        """
+        num_turns = NUM_UNITS if alone else 1
+        async with self._entering:  # one unit at a time, or two would wait for turns that the other one holds
+            for _ in range(num_turns):
+                await self._free_turns.acquire()
+        try:
+            yield
+        finally:
+            for _ in range(num_turns):
+                self._free_turns.release()
+
+    async def _run(self, unit_idx: int, unit: Unit) -> dict[str, int]:
+        """Answer the unit's rows, write its part, and return its counts."""
+        places = unit.places
+        rows = await asyncio.to_thread(self._job.format, self._job.input_paths, places)
+        answerer = await self._started_answerer()
+        added = await answerer.answer_unit(rows.rows, places)
+        await asyncio.to_thread(self._write, unit_idx, rows, added)
+        num_tokens = sum(len(columns["token_ids"] or ()) for columns in added)
+        return {"num_errors": sum(columns["error"] is not None for columns in added), "num_tokens": num_tokens}
+
+    async def _started_answerer(self) -> RowAnswerer:
+        async with self._starting:
+            if self._answerer is None:
+                engine = await asyncio.to_thread(self._start_engine)
+                defaults = RowDefaults(self._job.sampling, engine.llm.sampling_defaults, engine.llm.config.seed)
+                self._answerer = RowAnswerer(engine, defaults)
+            return self._answerer
+
+    def _start_engine(self) -> AsyncLLM:
+        _keep_to_share_of_cpus(self._job.tensor_parallel_size, self._job.engines_per_node)
+        return AsyncLLM(self._job.model, **self._job.options)
+
+    def _write(self, unit_idx: int, rows: UnitRows, added: Sequence[Mapping[str, Any]]) -> None:
+        path = self._job.part_path(unit_idx)
+        scratch = path.with_name(f".{path.name}-{socket.gethostname()}-{os.getpid()}")
+        rows.write(scratch, added)
+        replace_file(path, scratch)
+
+    def _exit(self, error: Exception) -> None:
+        """End this process, so that Ray replaces it. The ranks of the engine end with it."""
+        print(f"the engine failed and is replaced: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _keep_to_share_of_cpus(tensor_parallel_size: int, engines_per_node: int) -> None:
+    """Let the engines on the GPUs of a machine use different cpus, above all for attention on the CPU.
+
+    Each of k engines takes every k-th cpu, and so some of every memory node. If k divides the number of cores, both
+    threads of a core go to the same engine. The engine's GPUs, which Ray lists in the environment, tell which share
+    is its own.
+    """
+    gpus = [int(number) for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if number.isdigit()]
+    cpus = sorted(os.sched_getaffinity(0))
+    if gpus and 1 < engines_per_node <= len(cpus):
+        share = min(gpus) // tensor_parallel_size % engines_per_node
+        os.sched_setaffinity(0, cpus[share::engines_per_node])

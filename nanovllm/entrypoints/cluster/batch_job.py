@@ -1,0 +1,275 @@
+"""run_job: `nanovllm batch`. Plans the units, starts an actor for each engine, and counts what they have done.
+
+Ray Data feeds the actors. It replaces one that dies and runs its units again, without limit; BatchEngine limits the
+tries of a unit. The output folder alone records what is done, so a job that was interrupted goes on with the units that
+have no part.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+import ray.data
+import xxhash
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from nanovllm.capacity.machine import Machine
+from nanovllm.config import Config
+from nanovllm.entrypoints.cluster.batch_engine import NUM_UNITS, BatchEngine, EngineJob, UnitTries
+from nanovllm.entrypoints.cluster.batch_files import ANSWER_OPTIONS, JsonLinesRows, UnitRows, held_alone, open_output
+from nanovllm.entrypoints.cluster.batch_parquet import ParquetRows
+from nanovllm.entrypoints.cluster.batch_rows import ScannedRow, Unit, UnitLimits, plan_units
+from nanovllm.entrypoints.cluster.options import BatchOptions
+from nanovllm.entrypoints.cluster.ray_connection import connected, nodes_of_cluster
+from nanovllm.entrypoints.cluster.resources import (
+    EngineNeeds,
+    check_room,
+    choose_device,
+    default_num_engines,
+    plan_memory,
+    plan_placement,
+)
+from nanovllm.errors import CheckpointError, ConfigError, EngineError
+from nanovllm.utils.interrupt import ended_by_sigterm
+from nanovllm.utils.progress import progress_bar
+
+logger = logging.getLogger("nanovllm")
+
+FORMATS: Mapping[str, type[UnitRows]] = {".jsonl": JsonLinesRows, ".ndjson": JsonLinesRows, ".parquet": ParquetRows}
+OBJECT_STORE_BYTES = 200 << 20  # only units and counts pass through it
+MAX_UNSEEN_S = 60.0  # until a file that another machine has written is visible here; NFS may take half of that
+NEVER = -1  # a unit of long answers may take longer than any limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchJob:
+    """A job, as the flags describe it."""
+
+    inputs: Sequence[Path]
+    output: Path
+    options: BatchOptions
+    config: Config
+    given: Mapping[str, Any]  # the fields of `config` that the flags gave
+    cpu_defaults: Mapping[str, Any]  # fields for an engine on a CPU, unless the flags gave them
+    sampling: Mapping[str, Any]  # the fields of SamplingParams that the flags gave
+    find_machine: Callable[[Config], Machine]
+    limits: UnitLimits = field(default_factory=UnitLimits)
+    engine_class: type[BatchEngine] = BatchEngine  # for tests
+
+
+class JobSummary(NamedTuple):
+    num_rows: int  # in the whole job
+    num_rows_before: int  # answered by earlier runs
+    num_errors: int  # in this run
+    num_tokens: int  # likewise
+
+
+def run_job(job: BatchJob) -> JobSummary:
+    """Run what is left of a job. Raises ConfigError or CheckpointError for one that cannot run, and EngineError if its
+    engines fail again and again.
+    """
+    paths = [path.resolve() for path in job.inputs]
+    format = format_of(paths)
+    units, manifest = _plan(job, paths, format)
+    open_output(job.output, manifest)
+    engine = EngineJob(
+        model=job.config.model,
+        options=job.given,
+        sampling=job.sampling,
+        input_paths=paths,
+        output=job.output.resolve(),
+        format=format,
+        num_part_digits=max(5, len(str(len(units) - 1))),
+        tensor_parallel_size=job.config.tensor_parallel_size,
+        engines_per_node=1,
+    )
+    with held_alone(job.output):
+        _clean(job.output)
+        todo = {unit_idx: unit for unit_idx, unit in enumerate(units) if not engine.part_path(unit_idx).exists()}
+        num_rows = sum(map(len, units))
+        summary = JobSummary(num_rows, num_rows - sum(map(len, todo.values())), num_errors=0, num_tokens=0)
+        if todo:
+            summary = _run_units(job, engine, todo, summary)
+            _clean(job.output)
+        return summary
+
+
+# -- the plan ------------------------------------------------------------------------------------------------------
+
+
+def _plan(job: BatchJob, paths: Sequence[Path], format: type[UnitRows]) -> tuple[list[Unit], dict[str, Any]]:
+    """Return the units, and the content of _job.json. Reads the whole input."""
+    column = job.options.document_column
+    digests = [xxhash.xxh3_64() for _ in paths]
+    format.check_together(paths)
+
+    def rows() -> Iterator[ScannedRow]:
+        for file_idx, path in enumerate(paths):
+            yield from format.scan(path, file_idx, column, digests[file_idx])
+
+    units = plan_units(rows(), job.limits)
+    if not units:
+        raise ConfigError(f"the input {', '.join(map(str, job.inputs))} has no rows")
+    if column is not None and not any(place.document >= 0 for unit in units for place in unit.places):
+        raise ConfigError(f"no row has the column document_column={column!r}; check its name")
+    manifest = {
+        "input": [{"path": str(path), "digest": d.hexdigest()} for path, d in zip(paths, digests, strict=True)],
+        "model": job.config.model,
+        "engine_options": {name: getattr(job.config, name) for name in ANSWER_OPTIONS},
+        "sampling": dict(job.sampling),
+        "document_column": column,
+        "units": {"num_units": len(units), **asdict(job.limits)},
+    }
+    return units, manifest
+
+
+def format_of(paths: Sequence[Path]) -> type[UnitRows]:
+    """Return the format of the input. Raises ConfigError for a file of another kind, or if there are both."""
+    for path in paths:
+        if path.suffix not in FORMATS:
+            raise ConfigError(
+                f"input {str(path)!r} must be a file of JSON lines (.jsonl, .ndjson) or Parquet (.parquet)"
+            )
+        if not path.is_file():
+            raise ConfigError(f"input {str(path)!r} is not a file; check the path")
+    found = {FORMATS[path.suffix] for path in paths}
+    if len(found) != 1:
+        raise ConfigError("the input has files of JSON lines and of Parquet; give one kind, or run two jobs")
+    return found.pop()
+
+
+def _clean(output: Path) -> None:
+    """Remove what engines that died have left behind."""
+    for path in output.glob(".part-*"):
+        path.unlink(missing_ok=True)
+
+
+# -- the cluster ---------------------------------------------------------------------------------------------------
+
+
+def _run_units(job: BatchJob, engine: EngineJob, todo: Mapping[int, Unit], summary: JobSummary) -> JobSummary:
+    """Run units on a cluster, and return `summary` with their errors and tokens."""
+    num_rows, num_before, num_errors, num_tokens = summary
+    done: set[int] = set()
+    # Connecting sets Ray's own handler of SIGTERM, which prints its stack
+    with connected(job.options.ray_address, OBJECT_STORE_BYTES), ended_by_sigterm():
+        engine, needs, num_engines = _place(job, engine, len(todo))
+        with (
+            progress_bar(total=num_rows, initial=num_before, desc="Rows", unit="row") as bar,
+            closing(_unit_results(job.engine_class, engine, todo, needs, num_engines)) as results,
+        ):
+            for result in results:
+                if result["failure"]:
+                    raise (ConfigError if result["is_refusal"] else EngineError)(result["failure"])
+                _check_part(engine, result["unit"])
+                if result["unit"] not in done:
+                    done.add(result["unit"])
+                    num_errors += result["num_errors"]
+                    num_tokens += result["num_tokens"]
+                    bar.set_postfix(errors=num_errors, tokens=num_tokens, refresh=False)
+                    bar.update(result["num_rows"])
+    if missing := [unit_idx for unit_idx in todo if unit_idx not in done]:
+        raise EngineError(f"Ray ended the job without units {missing[:5]}; repeat the command to run them")
+    return JobSummary(num_rows, num_before, num_errors, num_tokens)
+
+
+def _place(job: BatchJob, engine: EngineJob, num_units: int) -> tuple[EngineJob, EngineNeeds, int]:
+    """Return the engine's job with the options for this cluster, the needs of an engine, and the number of engines."""
+    nodes = nodes_of_cluster()
+    ranks = job.config.tensor_parallel_size
+    device = choose_device(job.config.device, nodes)
+    wanted = job.options.num_engines or default_num_engines(nodes, ranks, device)
+    num_engines = min(wanted, num_units)
+    needs = plan_placement(nodes, num_engines, ranks, device)
+    options = {**job.given, "device": device}
+    if device == "cpu":
+        options = {**job.cpu_defaults, **options}
+    config = Config(model=job.config.model, **options)
+    needs = _plan_memory_there(needs, config, job.find_machine)
+    check_room(needs, nodes, num_engines)
+    logger.info("units: %d, engines: %d; each engine takes %s", num_units, num_engines, needs.describe())
+    options |= needs.options
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    tries = ray.remote(UnitTries).options(num_cpus=0, scheduling_strategy=here).remote()
+    engine = replace(engine, options=options, engines_per_node=needs.engines_per_node, tries=tries)
+    return engine, needs, num_engines
+
+
+def _check_part(engine: EngineJob, unit_idx: int) -> None:
+    """Raise ConfigError if a part that was written cannot be seen from here."""
+    path = engine.part_path(unit_idx)
+    deadline_s = time.monotonic() + MAX_UNSEEN_S
+    while not path.exists() and path.name not in os.listdir(path.parent):  # which makes NFS look again
+        if time.monotonic() < deadline_s:
+            time.sleep(1)
+            continue
+        raise ConfigError(
+            f"an engine has written {path}, but it is not visible here; the output must be in a "
+            "folder that all machines of the cluster share"
+        )
+
+
+def _plan_memory_there(needs: EngineNeeds, config: Config, find_machine: Callable[[Config], Machine]) -> EngineNeeds:
+    """Call `plan_memory` on a machine that has room for an engine."""
+
+    def call() -> EngineNeeds | Exception:
+        node_id = ray.get_runtime_context().get_node_id()
+        memory_bytes = next(node["Resources"]["memory"] for node in ray.nodes() if node["NodeID"] == node_id)
+        try:
+            return plan_memory(needs, config, memory_bytes, find_machine)
+        except (ConfigError, CheckpointError) as error:  # as a value, because Ray would change its type
+            return error
+
+    task = ray.remote(call).options(num_cpus=needs.cpus, num_gpus=needs.gpus)
+    with _ray_errors():
+        planned: EngineNeeds | Exception = ray.get(task.remote())
+    if isinstance(planned, Exception):
+        raise planned
+    return planned
+
+
+def _unit_results(
+    engine_class: type[BatchEngine], engine: EngineJob, units: Mapping[int, Unit], needs: EngineNeeds, num_engines: int
+) -> Generator[dict[str, Any], None, None]:
+    """Run the units, and yield what BatchEngine returns for each, in the order in which they end.
+
+    One task is one unit. Ray Data restarts an actor that dies, and runs its tasks again, without limit.
+    """
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # it warns that its bars are off
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False  # they count blocks; the job's own counts rows
+    context.print_on_execution_start = False
+    context.execution_no_progress_timeout_s = NEVER
+    items = [{"unit": unit_idx, "places": unit.packed} for unit_idx, unit in units.items()]
+    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+        engine_class,
+        fn_constructor_args=(engine,),
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(
+            size=num_engines, max_tasks_in_flight_per_actor=NUM_UNITS, max_concurrent_calls_per_actor=NUM_UNITS
+        ),
+        num_cpus=needs.cpus,
+        num_gpus=needs.gpus,
+        memory=needs.memory_bytes or None,
+    )
+    with _ray_errors():
+        yield from dataset.iter_rows()
+
+
+@contextmanager
+def _ray_errors() -> Iterator[None]:
+    """Raise an error that Ray could not recover from as an EngineError."""
+    try:
+        yield
+    except RayError as error:
+        raise EngineError(
+            f"Ray has given up: {error}\nRepeat the command to go on. All machines need the same nanovllm and Ray"
+        ) from error

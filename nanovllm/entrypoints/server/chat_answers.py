@@ -1,0 +1,277 @@
+"""A chat's answer: its text divided into reasoning, content and tool calls, in the form of one of three APIs.
+
+ChatAnswer has the form of OpenAI's chat completions. The APIs of responses (responses.py) and of messages (messages.py)
+have sequences of blocks instead, each with events of its own; BlockAnswer is what these two have in common.
+"""
+
+import json
+import secrets
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from nanovllm.entrypoints.server.admission import Service
+from nanovllm.entrypoints.server.answers import Answer, PromptEntries, chat_logprobs
+from nanovllm.entrypoints.server.protocol import ChatRequest
+from nanovllm.entrypoints.server.tool_calls import (
+    CallFormat,
+    Delta,
+    ReasoningDelta,
+    ReasoningSplitter,
+    TaggedCallParser,
+    ToolCallDelta,
+    ToolCallParser,
+    make_parser,
+)
+from nanovllm.plan.outputs import RequestOutput
+from nanovllm.request_stream import RequestUpdate
+from nanovllm.sampling_params import ReasoningTags
+
+MAX_LEADING_TOKENS = 4  # white space before the tag of reasoning
+
+
+class ChatForm(NamedTuple):
+    """The form in which the model writes its answers to one request.
+
+    call_format: how it writes tool calls; None if the request has no tools. has_reasoning: the template knows
+    reasoning. begins_in_reasoning: the prompt has opened it. reasoning_tags: the tokens that begin and end it, if each
+    is one token. is_alternative: the answer is either calls or a text of a given form, which may look like calls.
+    """
+
+    call_format: CallFormat | None = None
+    has_reasoning: bool = False
+    begins_in_reasoning: bool = False
+    reasoning_tags: tuple[int, int] | None = None
+    is_alternative: bool = False
+
+    @property
+    def tags(self) -> ReasoningTags | None:
+        """The tags of the reasoning, or None if the answer has no reasoning."""
+        return ReasoningTags("<think>", "</think>", self.begins_in_reasoning) if self.has_reasoning else None
+
+
+class ChatAnswer(Answer[ChatRequest]):
+    id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prompt_param = "messages"
+    empty_choice = '{"index": 0, "delta": {"content": ""}, "logprobs": null, "finish_reason": null}'
+
+    def __init__(self, service: Service, body: ChatRequest, form: ChatForm) -> None:
+        super().__init__(service, body)
+        self._form, self._num_top = form, body.top_logprobs or 0
+        self._parsers: dict[int, ToolCallParser | TaggedCallParser] = {}  # by index of the answer
+        self._splitters: dict[int, ReasoningSplitter] = {}
+        self._spaces: dict[int, list[str]] = {}  # white space that parsers would hold back, and search again each time
+        self._with_calls: set[int] = set()  # indices of the answers that called a tool
+        self._num_reasoning_tokens = 0
+
+    def _choice(self, index: int, output: RequestOutput, prompt_entries: PromptEntries) -> dict[str, Any]:
+        calls: list[dict[str, Any]] = []
+        content = reasoning = ""
+        for delta in self._deltas(index, output["text"] or "", output):
+            if isinstance(delta, str):
+                content += delta
+            elif isinstance(delta, ReasoningDelta):
+                reasoning += delta.text
+            elif delta.call_id:
+                calls.append(_call(delta))
+            else:
+                calls[-1]["function"]["arguments"] += delta.arguments
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            message |= _reasoning(reasoning)
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": chat_logprobs(output.get("logprobs", []), self._num_top) if self._body.logprobs else None,
+            "finish_reason": self._finish_reason(index, output),
+        }
+
+    def _chunk_choices(self, update: RequestUpdate) -> list[str]:
+        """First the role, then a chunk for the text or for each tool call, then the reason of the end."""
+        index, output = update.index, update.output
+        choices = []
+        if index not in self._begun:
+            self._begun.add(index)
+            choices.append(_chunk_choice(index, '{"role": "assistant", "content": ""}'))
+        logprobs = "null"
+        if self._body.logprobs and update.logprobs:
+            logprobs = json.dumps(chat_logprobs(update.logprobs, self._num_top))
+        for delta in self._deltas(index, update.text, output):
+            choices.append(_chunk_choice(index, _delta_json(delta), logprobs))
+            logprobs = "null"
+        if logprobs != "null":  # the text of these tokens is held back
+            choices.append(_chunk_choice(index, '{"content": ""}', logprobs))
+        if output is not None:
+            choices.append(_chunk_choice(index, "{}", reason=f'"{self._finish_reason(index, output)}"'))
+        return choices
+
+    def _deltas(self, index: int, text: str, output: RequestOutput | None) -> list[Delta]:
+        """The reasoning, the contents and the tool calls that `text` adds to the message. Hot.
+
+        output: the answer's output if `text` is the end of the answer, else None.
+        """
+        form, is_last = self._form, output is not None
+        if form.call_format is None and not form.has_reasoning:
+            return [text] if text else []
+        if text.isspace() and not is_last:
+            self._spaces.setdefault(index, []).append(text)
+            return []
+        if self._spaces and index in self._spaces:
+            text = "".join((*self._spaces.pop(index), text))
+        deltas: list[Delta] = []
+        if form.has_reasoning:
+            if index not in self._splitters:
+                self._splitters[index] = ReasoningSplitter(form.begins_in_reasoning)
+            reasoning, text = self._splitters[index].feed(text, is_last)
+            deltas += [ReasoningDelta(reasoning)] if reasoning else []
+        if form.call_format is None:
+            return [*deltas, text] if text else deltas
+        if index not in self._parsers:
+            schemas = {tool.function.name: tool.function.parameters or {} for tool in self._body.offered_tools}
+            self._parsers[index] = make_parser(
+                form.call_format, schemas, in_pieces=bool(self._body.stream), is_alternative=form.is_alternative
+            )
+        parser = self._parsers[index]
+        deltas += parser.feed(text)
+        if output is not None:
+            deltas += parser.finish(is_cut=output["finish_reason"] != "stop" or self._is_at_stop_string(output))
+        if any(isinstance(each, ToolCallDelta) for each in deltas):
+            self._with_calls.add(index)
+        return deltas
+
+    def _count(self, index: int, token_ids: Sequence[int], output: RequestOutput | None) -> None:
+        super()._count(index, token_ids, output)
+        form = self._form
+        if output is not None and form.reasoning_tags is not None:
+            answer, (begin, end) = output["token_ids"], form.reasoning_tags
+            if form.begins_in_reasoning or begin in answer[:MAX_LEADING_TOKENS]:
+                self._num_reasoning_tokens += answer.index(end) + 1 if end in answer else len(answer)
+
+    def _usage(self) -> dict[str, Any]:
+        usage = super()._usage()
+        if self._form.has_reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self._num_reasoning_tokens}
+        return usage
+
+    def _is_at_stop_string(self, output: RequestOutput) -> bool:
+        """Return True if a stop string has ended the answer, which may be inside a call."""
+        if not self._body.stop or output["finish_reason"] != "stop":
+            return False
+        ends = {*self._service.llm.text.end_token_ids, *(self._body.stop_token_ids or ())}
+        return not ends.intersection(output["token_ids"][-1:])
+
+    def _finish_reason(self, index: int, output: RequestOutput) -> str:
+        """Return "tool_calls" only if the model has ended its answer itself."""
+        reason = output["finish_reason"]
+        return "tool_calls" if reason == "stop" and index in self._with_calls else reason
+
+
+def _chunk_choice(index: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
+    return f'{{"index": {index}, "delta": {delta}, "logprobs": {logprobs}, "finish_reason": {reason}}}'
+
+
+def _delta_json(delta: Delta) -> str:
+    if isinstance(delta, str):
+        return f'{{"content": {json.dumps(delta)}}}'
+    if isinstance(delta, ReasoningDelta):
+        return json.dumps(_reasoning(delta.text))
+    call = _call(delta) if delta.call_id else {"function": {"arguments": delta.arguments}}
+    return json.dumps({"tool_calls": [{"index": delta.call_index, **call}]})
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Clients look for it under one of two names."""
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def _call(delta: ToolCallDelta) -> dict[str, Any]:
+    function = {"name": delta.name, "arguments": delta.arguments}
+    return {"id": delta.call_id, "type": "function", "function": function}
+
+
+# -- answers as sequences of blocks ------------------------------------------------------------------------------------
+
+BlockKind: TypeAlias = Literal["reasoning", "text", "call"]
+
+
+@dataclass
+class Block:
+    """A part of an answer: its reasoning, its text, or a tool call."""
+
+    kind: BlockKind
+    index: int
+    block_id: str
+    call_id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)  # one string would be copied for each token
+
+    @property
+    def text(self) -> str:
+        """For a call its arguments."""
+        return "".join(self.pieces)
+
+
+class BlockAnswer(ChatAnswer):
+    """A chat answer as a sequence of blocks, each with events for its beginning, its pieces and its end.
+
+    The APIs of this form have one answer per request, and name the type of each event.
+    """
+
+    end = b""
+
+    def __init__(self, service: Service, body: ChatRequest, form: ChatForm) -> None:
+        super().__init__(service, body, form)
+        self._blocks: list[Block] = []
+        self._output: RequestOutput | None = None
+
+    @abstractmethod
+    def _body_of(self, output: RequestOutput | None) -> dict[str, Any]:
+        """The response with all blocks so far; `output` is None before its end."""
+
+    @abstractmethod
+    def _begun_events(self, block: Block) -> list[dict[str, Any]]: ...
+
+    @abstractmethod
+    def _piece_event(self, block: Block, piece: str) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _ended_events(self, block: Block) -> list[dict[str, Any]]: ...
+
+    def _sse(self, events: Iterable[dict[str, Any]]) -> str:
+        return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (self._output,) = outputs
+        self._count(0, self._output["token_ids"], self._output)
+        self._add(self._output["text"] or "", self._output)
+        return self._body_of(self._output)
+
+    def update_events(self, update: RequestUpdate) -> str:
+        if update.output is not None:
+            self._output = update.output
+            self._count(0, update.output["token_ids"], update.output)
+        return self._sse(self._add(update.text, update.output))
+
+    def _add(self, text: str, output: RequestOutput | None) -> list[dict[str, Any]]:
+        """Add what `text` says to the blocks, and return the events of it. output: see _deltas."""
+        events = []
+        for delta in self._deltas(0, text, output):
+            kind: BlockKind
+            if isinstance(delta, ToolCallDelta):
+                kind, piece, call_id, name = "call", delta.arguments, delta.call_id, delta.name
+            else:
+                kind, piece = ("text", delta) if isinstance(delta, str) else ("reasoning", delta.text)
+                call_id = name = ""
+            if not self._blocks or kind != self._blocks[-1].kind or call_id:
+                self._blocks.append(Block(kind, len(self._blocks), secrets.token_hex(12), call_id, name))
+                events += self._ended_events(self._blocks[-2]) if len(self._blocks) > 1 else []
+                events += self._begun_events(self._blocks[-1])
+            if piece:
+                self._blocks[-1].pieces.append(piece)
+                events.append(self._piece_event(self._blocks[-1], piece))
+        if output is not None and self._blocks:
+            events += self._ended_events(self._blocks[-1])
+        return events

@@ -1,0 +1,236 @@
+"""The messages of a chat as its template takes them.
+
+Templates differ in what they refuse: a second system message, several calls in one message, arguments that are not a
+JSON object. Some templates leave system messages out without an error. So the messages are rendered as they were sent.
+Only if the template refuses them or leaves one out are they changed, by as few of the `CHANGES` as it needs.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+from nanovllm.entrypoints.server.errors import ApiError
+from nanovllm.entrypoints.server.protocol import Message, ToolCall, joined_text
+from nanovllm.errors import RequestError
+
+Conversation: TypeAlias = list[dict[str, Any]]
+Render: TypeAlias = Callable[[Conversation], str]  # raises RequestError for messages that the template refuses
+RAW_ARGUMENTS = "arguments"  # the name of the only argument of a call whose arguments are not an object
+SYSTEM_ROLES = ("system", "developer")
+
+
+def render_messages(messages: Sequence[Message], template: str, render: Render) -> str:
+    """Return the text of the messages, or of the least changed ones that the template takes as a whole.
+
+    template: its source. If the template leaves out a system message in every form that it accepts, the text is that of
+    the first such form. Raises the RequestError about the messages as they were sent if it accepts none.
+    """
+    knows_developer = "developer" in template
+    first_error: RequestError | None = None
+    first_text: str | None = None
+    for conversation in _forms([_for_template(each, i, knows_developer) for i, each in enumerate(messages)]):
+        try:
+            text = render(conversation)
+            if not _leaves_out_a_system_message(conversation, text, render):
+                return text
+        except RequestError as error:
+            first_error = first_error or error
+        else:
+            first_text = text if first_text is None else first_text
+    if first_text is not None:
+        return first_text
+    assert first_error is not None, "there is always the form that was sent"
+    raise first_error
+
+
+def _leaves_out_a_system_message(conversation: Conversation, text: str, render: Render) -> bool:
+    """Return True if `text`, which the template has made of the conversation, lacks a system or developer message.
+
+    Templates may change what a message says, such as its white space. So if a message is not found in the text, all
+    are rendered once more with a mark in each.
+    """
+    end, is_found = 0, True
+    for message in conversation:  # in the order of the text, so that the time is linear in its length
+        if message["role"] in SYSTEM_ROLES and (content := message["content"].strip()):
+            start = text.find(content, end)
+            is_found, end = start >= 0, start + len(content)
+            if not is_found:
+                break
+    if is_found:
+        return False
+    mark = secrets.token_hex(8)
+    marked = [
+        each | {"content": f"{each['content']} {mark}n{i}n"}
+        if each["role"] in SYSTEM_ROLES and each["content"].strip()
+        else each
+        for i, each in enumerate(conversation)
+    ]
+    num_marks = sum(each is not sent for each, sent in zip(marked, conversation, strict=True))
+    return len(set(re.findall(rf"{mark}n\d+n", render(marked)))) < num_marks
+
+
+def _forms(sent: Conversation) -> Iterator[Conversation]:
+    """Yield the conversation as it was sent, and then with each set of changes, without the later `CHANGES` first.
+
+    So a change is made only if the earlier ones do not help without it. A message that is added to a conversation may
+    need one more change. It does not replace a change of the other messages by another one.
+    """
+    tried: list[Conversation] = []
+    for num in range(2 ** len(CHANGES)):
+        changed = sent
+        for i, change in enumerate(CHANGES):
+            if num >> i & 1:
+                changed = change(changed)
+        if changed not in tried:
+            tried.append(changed)
+            yield changed
+
+
+def _with_one_leading_system_message(messages: Conversation) -> Conversation:
+    """Join the system and developer messages at the beginning."""
+    leading, rest = _split_leading(messages)
+    if len(leading) < 2:
+        return messages
+    text = _joined(*(each["content"] for each in leading))
+    return [leading[0] | {"role": "system", "content": text}, *rest]
+
+
+def _with_late_system_text_of_the_user(messages: Conversation) -> Conversation:
+    """Let the user say what later system and developer messages say, in their places.
+
+    Such a text is joined to the user's message before it or after it. If there is neither, it becomes a message of the
+    user. No text comes between a call and its results. So the prompt up to a late message stays as it is in the cache.
+    """
+    changed, rest = _split_leading(messages)
+    texts: list[str] = []  # of late messages that wait for the end of results, or for the user's next message
+    for message in [*rest, {"role": ""}]:
+        is_user = message["role"] == "user"
+        if message["role"] in SYSTEM_ROLES:
+            if changed and changed[-1]["role"] == "user":
+                changed[-1] = changed[-1] | {"content": _joined(changed[-1]["content"], message["content"])}
+            else:
+                texts.append(message["content"])
+            continue
+        if message["role"] != "tool":
+            text, texts = _joined(*texts), []
+            if text and is_user:
+                message = message | {"content": _joined(text, message["content"])}
+            elif text:
+                changed.append({"role": "user", "content": text})
+        changed.append(message)
+    return changed[:-1]
+
+
+def _with_object_arguments(messages: Conversation) -> Conversation:
+    """Make the arguments of each call an object: others become the value of its only entry."""
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, dict):
+            return call
+        return call | {"function": call["function"] | {"arguments": {RAW_ARGUMENTS: arguments}}}
+
+    return [
+        each | {"tool_calls": [changed(call) for call in each["tool_calls"]]} if "tool_calls" in each else each
+        for each in messages
+    ]
+
+
+def _with_single_calls(messages: Conversation) -> Conversation:
+    """Put each call into a separate message, followed by its result.
+
+    The first of these messages keeps the text and the reasoning. Results that belong to none of the calls come last.
+    """
+    changed: Conversation = []
+    rest = list(messages)
+    while rest:
+        message = rest.pop(0)
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            changed.append(message)
+            continue
+        num_results = next((i for i, each in enumerate(rest) if each["role"] != "tool"), len(rest))
+        results, rest = rest[:num_results], rest[num_results:]
+        for i, call in enumerate(calls):
+            own = message if i == 0 else {"role": "assistant", "content": ""}
+            changed.append(own | {"tool_calls": [call]})
+            is_last = i == len(calls) - 1
+            matching = [each for each in results if is_last or each.get("tool_call_id") == call["id"]]
+            changed += matching
+            results = [each for each in results if each not in matching]
+    return changed
+
+
+def _with_system_text_in_the_question(messages: Conversation) -> Conversation:
+    """Put the text of the leading system and developer messages before the text of the user's first message."""
+    leading, rest = _split_leading(messages)
+    place = next((i for i, each in enumerate(rest) if each["role"] == "user"), None)
+    if not leading or place is None:
+        return messages
+    question = rest[place] | {"content": _joined(*(each["content"] for each in leading), rest[place]["content"])}
+    return [*rest[:place], question, *rest[place + 1 :]]
+
+
+def _with_alternating_roles(messages: Conversation) -> Conversation:
+    """Join messages of the user that follow each other, and messages of the assistant that do and call nothing."""
+    changed: Conversation = []
+    for message in messages:
+        last = changed[-1] if changed else {"role": ""}
+        is_same = message["role"] == last["role"] and message["role"] in ("user", "assistant")
+        if is_same and not ("tool_calls" in message or "tool_calls" in last):
+            changed[-1] = last | {"content": _joined(last["content"], message["content"])}
+        else:
+            changed.append(message)
+    return changed
+
+
+def _split_leading(messages: Conversation) -> tuple[Conversation, Conversation]:
+    """Return the system and developer messages at the beginning, and the rest."""
+    num_leading = next((i for i, each in enumerate(messages) if each["role"] not in SYSTEM_ROLES), len(messages))
+    return messages[:num_leading], messages[num_leading:]
+
+
+def _joined(*texts: str | None) -> str:
+    return "\n\n".join(text for text in texts if text)
+
+
+CHANGES = (
+    _with_one_leading_system_message,
+    _with_late_system_text_of_the_user,
+    _with_object_arguments,
+    _with_single_calls,
+    _with_alternating_roles,
+    _with_system_text_in_the_question,
+)
+
+
+def _for_template(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:
+    """A message as templates expect it: text as one string, and the arguments of tool calls as objects."""
+    converted = message.model_dump(include={"name", "reasoning_content", "tool_call_id"}, exclude_none=True)
+    if message.reasoning is not None:
+        converted.setdefault("reasoning_content", message.reasoning)
+    is_known = message.role != "developer" or knows_developer
+    converted["role"] = message.role if is_known else "system"
+    content = None if message.content is None else joined_text(message.content)
+    content = content or message.refusal or content
+    if message.tool_calls and message.role != "assistant":
+        raise ApiError(f"messages[{index}] has tool_calls, which only the role 'assistant' can have", param="messages")
+    if message.tool_calls:
+        converted["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
+    if message.role != "user":  # an answer may be empty, and so may a result and a system message
+        content = content or ""
+    converted["content"] = content
+    return converted
+
+
+def _call_for_template(call: ToolCall) -> dict[str, Any]:
+    """Arguments that are not a JSON object stay a string: the model has written them, and should see what it wrote."""
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments.strip() or "{}")
+            arguments = {} if parsed is None else parsed if isinstance(parsed, dict) else arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

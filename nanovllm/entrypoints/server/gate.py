@@ -1,0 +1,238 @@
+"""Gate: the ASGI application around the server's own. It refuses requests that must not cost any work.
+
+In this order: requests after the server has begun to stop (503), whose length is ambiguous (400), for a host that is
+not ours (403), without a valid API key (401), and with a body that is too large (413), arrives too slowly (408), for
+which no memory is left (503), or whose encoding is unknown (415) or wrong (400). It reads a body whole, as the
+application would, unpacks it, and passes everything else on as it is, so that streamed answers are not slowed down.
+
+Only digests of API keys are kept. All of them are compared, each in constant time, so the time tells nothing.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanovllm.entrypoints.server.body_encoding import UnknownEncodingError, encodings_of, unpack, unpacked_headers
+from nanovllm.entrypoints.server.errors import MESSAGES_PATH, ClientDisconnectedError, Refusal
+from nanovllm.entrypoints.server.options import ServerOptions
+from nanovllm.entrypoints.server.page import FILES_PATH
+from nanovllm.errors import ConfigError
+
+API_KEY_VARIABLE = "NANOVLLM_API_KEY"
+OPEN_PATHS = ("/", "/health", "/version")  # need no key, nor do the page's files
+MAX_HELD_BODIES = 64  # the bodies of all open requests together are at most as large as so many of the largest
+CACHE_SALT = "cache_salt"  # the entry of the request's state that holds the salt of its key, with cache_salt_per_key
+HOST_REFUSED = (
+    "this server has no API keys and listens on this machine only, so it answers no requests for another host; ask for "
+    "localhost, set an API key, or name the origin in allowed_origins"
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Held:
+    """The part of a request's body that is in memory."""
+
+    num_bytes: int = 0
+
+
+class Gate:
+    """`outermost`: the gate with the headers for pages of the allowed origins. Set `is_draining` when the server stops.
+
+    on_refusal: called with the reason of each refusal, for the metrics.
+    """
+
+    def __init__(
+        self, app: ASGIApp, options: ServerOptions, keys: "ApiKeys", on_refusal: Callable[[str], None]
+    ) -> None:
+        self._app, self._options, self._keys, self._on_refusal = app, options, keys, on_refusal
+        self.outermost: ASGIApp = self
+        if options.allowed_origins:
+            self.outermost = CORSMiddleware(
+                self, allow_origins=options.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            )
+        self._num_held_bytes = 0  # in the bodies of all requests that are open
+        self.is_draining = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        held = _Held()
+        try:
+            if scope["type"] == "http":
+                try:
+                    self._check_access(scope)
+                    scope, receive = await self._read_body(scope, receive, held)
+                except Refusal as refusal:
+                    self._on_refusal(refusal.reason)
+                    return await refusal.response(scope["path"])(scope, receive, send)
+                except ClientDisconnectedError:
+                    return None
+            await self._app(scope, receive, send)
+        finally:  # the application keeps the body until it has answered
+            self._num_held_bytes -= held.num_bytes
+
+    def _check_access(self, scope: Scope) -> None:
+        """Raise Refusal for requests that are refused whatever their body is. Note the salt of the key."""
+        if self.is_draining:
+            raise Refusal(503, "draining", "the server is stopping; ask again later", retry_after_s=1)
+        names = {name for name, _ in scope["headers"]}
+        if {b"content-length", b"transfer-encoding"} <= names:  # RFC 9112, 6.1: two servers may read it as two requests
+            message = "the request has both Content-Length and Transfer-Encoding; send one of them"
+            raise Refusal(400, "framing", message, closes=True)
+        for name, value in scope["headers"]:
+            if name == b"host" and not self._keys and not self._options.is_known_host(value.decode("latin-1")):
+                raise Refusal(403, "host", HOST_REFUSED)
+        if not self._keys or scope["path"] in OPEN_PATHS or scope["path"].startswith(f"{FILES_PATH}/"):
+            return
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if scope["path"].startswith(MESSAGES_PATH) and not given:  # as Anthropic's clients send it
+            given = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
+        if len(given) != 1 or not self._keys.accept(given[0]):
+            problem = "the API key is wrong" if given else "the API key is missing"
+            raise Refusal(401, "api_key", f"{problem}; send it as 'Authorization: Bearer KEY'", code="invalid_api_key")
+        if self._options.cache_salt_per_key:
+            scope.setdefault("state", {})[CACHE_SALT] = self._keys.cache_salt(given[0])
+
+    async def _read_body(self, scope: Scope, receive: Receive, held: _Held) -> tuple[Scope, Receive]:
+        """Read the whole body, unpack it, and return a scope without its encoding and a `receive` that repeats it.
+
+        Raises Refusal if it is too large or slow, or cannot be unpacked.
+        """
+        lengths = [int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()]
+        self._check_size(max(lengths, default=0))  # the announced length need not be true
+        try:
+            whole = await asyncio.wait_for(self._whole_body(receive, held), self._options.max_receive_s)
+        except asyncio.TimeoutError as error:
+            limit = f"max_receive_s={self._options.max_receive_s:g}"
+            message = f"the body has not arrived within {limit} seconds; send it faster"
+            raise Refusal(408, "slow_body", message, code="request_timeout") from error
+        encodings, charset = encodings_of(scope["headers"])
+        if encodings or charset is not None:
+            whole = await asyncio.to_thread(self._unpack, whole, encodings, charset)
+            self._hold(len(whole), held)
+            scope = {**scope, "headers": unpacked_headers(scope["headers"], len(whole))}
+        body: list[Message] = [{"type": "http.request", "body": whole, "more_body": False}]
+
+        async def receive_again() -> Message:
+            return body.pop() if body else await receive()
+
+        return scope, receive_again
+
+    def _unpack(self, body: bytes, encodings: list[str], charset: str | None) -> bytes:
+        try:
+            body = unpack(body, encodings, charset, self._options.max_body_bytes)
+        except UnknownEncodingError as error:
+            raise Refusal(415, "encoding", str(error), code="unsupported_encoding") from error
+        except ValueError as error:
+            raise Refusal(400, "encoding", str(error)) from error
+        self._check_size(len(body))
+        return body
+
+    async def _whole_body(self, receive: Receive, held: _Held) -> bytes:
+        body = bytearray()  # and not a list of chunks, which can be a byte each
+        is_complete = False
+        while not is_complete:
+            message = await receive()
+            if message["type"] != "http.request":
+                raise ClientDisconnectedError
+            body += message.get("body", b"")
+            self._check_size(len(body))
+            self._hold(len(body), held)
+            is_complete = not message.get("more_body", False)
+        return bytes(body)
+
+    def _hold(self, num_bytes: int, held: _Held) -> None:
+        self._num_held_bytes += num_bytes - held.num_bytes
+        held.num_bytes = num_bytes
+        if self._num_held_bytes > MAX_HELD_BODIES * self._options.max_body_bytes:
+            full = "the server has no memory left for bodies; ask again later"
+            raise Refusal(503, "bodies", full, retry_after_s=1)
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self._options.max_body_bytes:
+            limit = f"max_body_mb={self._options.max_body_mb:g}"
+            message = f"the body is larger than {limit} MiB; send less, or raise the server's limit"
+            raise Refusal(413, "body_size", message, code="request_too_large")
+
+
+# -- API keys ----------------------------------------------------------------------------------------------------------
+
+
+def load_keys(options: ServerOptions) -> "ApiKeys":
+    """Read the keys, and warn if everyone in the network may ask. Raises ConfigError for a file that cannot be used."""
+    keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
+    if not keys and not options.is_local:
+        logger.warning(
+            "nanovllm: host=%s lets everyone who reaches this machine ask; set an API key (%s or api_key_file)",
+            options.host,
+            API_KEY_VARIABLE,
+        )
+    return keys
+
+
+def read_api_keys(path: str | None, environment: Mapping[str, str]) -> list[str]:
+    """Return the keys of the environment and of the file.
+
+    Raises ConfigError for a file or a variable without a usable key: a key that is present but empty would leave the
+    server open to everyone. The message leaves the key out.
+    """
+    found = []  # keys, and where each comes from
+    if API_KEY_VARIABLE in environment:
+        found.append((environment[API_KEY_VARIABLE].strip(), API_KEY_VARIABLE))
+    if path is not None:
+        try:
+            lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"api_key_file={path!r} cannot be read: {error}") from error
+        named = [(line, f"{path}, line {number},") for number, line in enumerate(lines, 1)]
+        in_file = [(key, origin) for key, origin in named if key and not key.startswith("#")]
+        if not in_file:
+            raise ConfigError(f"api_key_file={path!r} has no keys; write one per line, or leave the option out")
+        found += in_file
+    for key, origin in found:
+        if not key or not all("!" <= char <= "~" for char in key):
+            raise ConfigError(f"{origin} must hold a key of printable ASCII characters without spaces")
+    return [key for key, _ in found]
+
+
+class ApiKeys:
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in dict.fromkeys(keys)]
+        self._salt_secret = secrets.token_bytes(32)
+
+    def __bool__(self) -> bool:
+        """Return True if there are keys. Without any, everyone may ask."""
+        return bool(self._digests)
+
+    def accept(self, authorization: bytes) -> bool:
+        """Return True if this value of an Authorization header is "Bearer", followed by one of the keys."""
+        digest = _digest(_key_of(authorization))
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(matches)
+
+    def cache_salt(self, authorization: bytes) -> str | None:
+        """Return a salt that nobody can guess: the same for each request with this key, until the server ends.
+
+        None for the only key, which needs none.
+        """
+        if len(self._digests) == 1:
+            return None
+        return hmac.new(self._salt_secret, _key_of(authorization), hashlib.sha256).hexdigest()
+
+
+def _key_of(authorization: bytes) -> bytes:
+    scheme, _, key = authorization.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,461 @@
+"""HybridKVCacheManager: the KV cache with offload. All KV is in CPU blocks; some blocks have a copy in a GPU slot.
+
+What always holds:
+- A block's tokens are in CPU memory, or in its slot, or both (HybridBlock counts them). A full block is copied out in
+  the step that fills it, so evicting it later costs nothing. A partial one is copied out only when it is evicted.
+- Every running sequence keeps the slot of its newest, partial block. A step may evict any other block; the blocks that
+  a scheduled sequence then misses are streamed in that step, or the CPU attends to them.
+- As few blocks as possible are missing: while a scheduled sequence misses a block, every slot that is not pinned holds
+  a block that a scheduled sequence reads.
+- The time to plan a step depends on what changes and on the number of placed sequences, but not on the number of slots
+  or blocks.
+- A running sequence owns CPU blocks for every token it had when it was admitted, and takes more as its answer grows.
+  When the pool is full, the newest sequence gives way. Its blocks stay in the prefix cache until others take them.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit, FollowingSplit
+from nanovllm.capabilities.recurrent.places import RecurrentStates
+from nanovllm.capabilities.shadow.pages import ShadowPages
+from nanovllm.config import BLOCK_SIZE_STEP
+from nanovllm.errors import RequestError
+from nanovllm.kvcache.block_manager import KVCacheManager, PagedKeys
+from nanovllm.kvcache.block_pool import LONG_CHUNK_BLOCKS, Block, BlockPool, PrefixMatch
+from nanovllm.kvcache.missing_keys import MissingKeys, divide_missing
+from nanovllm.kvcache.step_slots import HybridBlock, SlotRing, StepSlots
+from nanovllm.plan.kv_spec import BlockState, num_watermark_blocks
+from nanovllm.plan.sequence import Sequence, SequenceStatus
+from nanovllm.plan.step_limits import MAX_DECODE_QUERIES
+from nanovllm.plan.step_plan import KVMoves, PageCopy
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class History:
+    """Places of a sequence's full blocks. Never modified: when anything changes, a new object replaces it."""
+
+    residency: int  # StepSlots.residency when it was made
+    num_blocks: int
+    # Slots of the resident blocks, in ascending order, because prefill kernels read contiguous slots together
+    ring_slots: tuple[int, ...]
+    missing: tuple[HybridBlock, ...]  # the blocks without a slot
+
+
+class Histories:
+    """Places of the full blocks of each running sequence, and how a step attends to those that are missing.
+
+    Most steps neither fill a block nor move a full one, so both are cached until something changes.
+    """
+
+    def __init__(
+        self,
+        blocks: list[HybridBlock],
+        slots: StepSlots,
+        block_size: int,
+        group_blocks: int,
+        split: FollowingSplit | None,
+    ) -> None:
+        self._blocks, self._slots = blocks, slots
+        self._block_size, self._group_blocks, self._split = block_size, group_blocks, split
+        self._known: dict[int, History] = {}  # by seq_id
+        # The last missing_keys call: arguments, split and result
+        self._last_rows: tuple[list[History], list[int]] = [], []
+        self._last_split: CpuSplit | None = None
+        self._last_missing = MissingKeys()
+
+    def find(self, seq: Sequence) -> History:
+        """Find the blocks that precede the one with the sequence's first new token. All of them are full."""
+        known = self._known.get(seq.seq_id)
+        num_blocks, residency = seq.num_computed_tokens // self._block_size, self._slots.residency
+        if known is None or known.residency != residency:
+            known = History(residency, 0, (), ())
+        elif known.num_blocks == num_blocks:
+            return known
+        new = [self._blocks[block_id] for block_id in seq.block_table[known.num_blocks : num_blocks]]
+        ring_slots = sorted([*known.ring_slots, *(block.ring_slot for block in new if block.ring_slot >= 0)])
+        missing = tuple([block for block in new if block.ring_slot < 0])
+        history = History(residency, num_blocks, tuple(ring_slots), known.missing + missing)
+        self._known[seq.seq_id] = history
+        return history
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop what is cached for a sequence that no longer runs."""
+        self._known.pop(seq.seq_id, None)
+
+    def missing_keys(self, rows: list[History], num_queries: list[int], *, streams_all: bool) -> MissingKeys:
+        """Plan how a step of these sequences, with so many new tokens each, attends to the blocks that they miss.
+
+        `streams_all`: the CPU takes no part.
+        """
+        split = None if self._split is None or streams_all else self._split.now
+        if self._last_rows != (rows, num_queries) or self._last_split is not split:
+            missing = [[block.block_id for block in history.missing] for history in rows]
+            self._last_rows, self._last_split = (rows, num_queries), split
+            self._last_missing = divide_missing(
+                missing, num_queries, block_size=self._block_size, group_blocks=self._group_blocks, split=split
+            )
+        return self._last_missing
+
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        for seq in running:
+            history = self._known.get(seq.seq_id)
+            if history is None or history.residency != self._slots.residency:
+                continue  # out of date; find() would replace it
+            blocks = [self._blocks[block_id] for block_id in seq.block_table[: history.num_blocks]]
+            ring_slots = tuple(sorted(block.ring_slot for block in blocks if block.ring_slot >= 0))
+            missing = tuple(block for block in blocks if block.ring_slot < 0)
+            expected = history.ring_slots, history.missing
+            assert (ring_slots, missing) == expected, f"the history of sequence {seq.seq_id} is out of date"
+
+
+# A preempted sequence is admitted again once the pool has room for it and every running sequence to grow by this many
+# tokens. Otherwise the next block that any of them needs would preempt it again, right after it was computed again.
+PROGRESS_TOKENS = 1024
+
+
+class HybridKVCacheManager(KVCacheManager):
+    def __init__(
+        self,
+        num_cpu_blocks: int,
+        num_gpu_blocks: int,
+        block_size: int,
+        group_blocks: int,
+        enable_prefix_caching: bool = True,
+        cpu_split: CpuSplit | None = None,
+        *,
+        keeps_first_blocks: bool = False,
+        shadows_resident: bool = True,
+        shadow: ShadowPages | None = None,
+        states: RecurrentStates | None = None,
+        has_draft_head: bool = False,
+        grain: int = BLOCK_SIZE_STEP,
+        long_chunk_blocks: int = LONG_CHUNK_BLOCKS,
+        progress_tokens: int = PROGRESS_TOKENS,
+    ) -> None:
+        """`cpu_split`: that of the start; None to stream every missing block. `keeps_first_blocks`: evict the first
+        block of a sequence last, and bring it back for decoding, because drafts by the keys on the GPU need it: much
+        attention goes to a text's first tokens. `shadows_resident`: fill pages of the shadow even while the slots hold
+        every block of the running sequences, whose drafts then hardly gain. `grain`: tokens that prefix hits are
+        counted in, of which `block_size` is a multiple. `progress_tokens`: see PROGRESS_TOKENS.
+        """
+        self.block_size, self.progress_tokens = block_size, progress_tokens
+        self.shadow, self.states, self.has_draft_head = shadow, states, has_draft_head
+        self.cpu_split = None if cpu_split is None else FollowingSplit(cpu_split)
+        self.num_watermark_blocks = num_watermark_blocks(num_cpu_blocks)
+        self.keeps_first_blocks, self.shadows_resident = keeps_first_blocks, shadows_resident
+        self.group_blocks = group_blocks  # streamed blocks that are attended to in one call
+        blocks = [HybridBlock(i) for i in range(num_cpu_blocks)]
+        snapshots = None if states is None else states.snapshots
+        self.pool = BlockPool(list(blocks), block_size, grain, enable_prefix_caching, long_chunk_blocks, snapshots)
+        self.blocks = blocks
+        self.ring = SlotRing(num_gpu_blocks)
+        self.slots = StepSlots(self.ring, self.pool, block_size)
+        self.histories = Histories(blocks, self.slots, block_size, group_blocks, self.cpu_split)
+        self.num_hit_blocks = 0
+        self.num_missed_blocks = 0
+        self.num_cpu_tokens = 0  # attended to by the CPU, counted once for each sequence
+        self._running: dict[int, Sequence] = {}  # by seq_id
+        self._slotless_ids: set[int] = set()  # running sequences that need a slot for their next token and hold none
+        self._copy_sources: list[HybridBlock] = []
+        self._page_copies: list[PageCopy] = []  # the step's
+        self._last_moves = KVMoves()  # for display
+        # seq_id -> (block that holds the matched start of the sequence's first new block, number of matched tokens)
+        self._prefix_sources: dict[int, tuple[HybridBlock, int]] = {}
+
+    # -- which block is where ------------------------------------------------------------------------------------
+
+    def get_all_cpu_blocks(self, seq: Sequence) -> list[int]:
+        """CPU block ids of the sequence, in order of position. Not used by the engine; public, for tests and tools."""
+        return list(seq.block_table)
+
+    def get_prefilled_cpu_blocks(self, seq: Sequence) -> list[int]:
+        """CPU block ids of its fully computed blocks. Not used by the engine; public, for tests and tools."""
+        return seq.block_table[: seq.num_computed_tokens // self.block_size]
+
+    # -- admission -----------------------------------------------------------------------------------------------
+
+    def check_fits(self, seq: Sequence) -> None:
+        needed, have = self._num_blocks(seq.max_kv_tokens), len(self.blocks)
+        if needed > have:
+            raise RequestError(
+                f"prompt of {seq.num_prompt_tokens} tokens + max_tokens={seq.params.max_tokens} needs {needed} CPU "
+                f"blocks of {self.block_size} tokens, but the pool has {have}; shorten the prompt, lower max_tokens, "
+                "or raise num_cpu_blocks or cpu_memory_gb"
+            )
+
+    def begin_step(self, running: Seq[Sequence]) -> None:
+        super().begin_step(running)
+        self.slots.begin_step()
+        self._page_copies.clear()
+        self._slotless_ids = {seq.seq_id for seq in running if seq.num_computed_tokens % self.block_size == 0}
+
+    def can_admit(self, seq: Sequence) -> bool:
+        if self._num_available_slots(seq) < 1:
+            return False
+        num_spare = self.num_watermark_blocks
+        if seq.is_preempted:
+            growth = [self._num_growth_blocks(other, len(other.block_table)) for other in self._running.values()]
+            num_spare = sum(growth) + self._num_growth_blocks(seq, self._num_blocks(seq.num_tokens))
+        return self.pool.has_room_for(seq, num_spare)
+
+    def _num_growth_blocks(self, seq: Sequence, num_blocks: int) -> int:
+        """Count the blocks that a sequence with `num_blocks` needs for its next `progress_tokens` tokens."""
+        return max(0, self._num_blocks(min(seq.num_tokens + self.progress_tokens, seq.max_kv_tokens)) - num_blocks)
+
+    def admit(self, seq: Sequence) -> None:
+        match = self._usable_match(seq)
+        is_resumed = self._share_blocks(seq, match)
+        for block_id in seq.block_table:
+            self.slots.add_running_owner(self.blocks[block_id])
+        if match.partial_block is not None and not is_resumed:
+            source = self.blocks[match.partial_block]
+            self.pool.retain(source)  # until finish_step
+            self._copy_sources.append(source)
+            self._prefix_sources[seq.seq_id] = source, match.num_partial_tokens
+            seq.num_computed_tokens += match.num_partial_tokens
+        self._admit_state(seq, match, is_resumed=is_resumed)
+        self._grow(seq, seq.num_tokens)
+        self._running[seq.seq_id] = seq
+
+    def _usable_match(self, seq: Sequence) -> PrefixMatch:
+        """The longest match that a sequence can use. If it needs every free block, even the one whose first tokens
+        match, it computes these tokens.
+        """
+        match = self.pool.match(seq)
+        while match.partial_block is not None and not self.blocks[match.partial_block].ref_count:
+            num_free = self.pool.num_free - sum(not self.blocks[i].ref_count for i in match.full_blocks)
+            if num_free > self._num_blocks(seq.num_tokens) - len(match.full_blocks):
+                break
+            match = self.pool.without_partial(match)
+        return match
+
+    def _grow(self, seq: Sequence, num_tokens: int) -> None:
+        count = self._num_blocks(num_tokens) - len(seq.block_table)
+        if count <= 0:
+            return
+        for chosen in self.pool.choose_free_blocks(count):
+            block = self.blocks[chosen.block_id]
+            self.ring.free_slot_of(block)
+            self.pool.allocate(block)
+            block.is_kept = self.keeps_first_blocks and not seq.block_table
+            self.slots.add_running_owner(block)
+            seq.block_table.append(block.block_id)
+
+    # -- slots ---------------------------------------------------------------------------------------------------
+
+    def _num_available_slots(self, seq: Sequence) -> int:
+        """Slots that `seq` may use: all available ones, minus one for each other running sequence that needs one."""
+        return self.ring.num_available - len(self._slotless_ids) + (seq.seq_id in self._slotless_ids)
+
+    def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
+        """Count the next tokens whose blocks, and states to be kept, have a slot or can get one."""
+        num_blocks = self._num_available_slots(seq)
+        block_idx, num_owned = seq.num_computed_tokens // self.block_size, len(seq.block_table)
+        if block_idx < num_owned:
+            held = self.blocks[seq.block_table[block_idx]]
+            # A pinned slot is not among the available ones, but this block can go on using it.
+            num_blocks += held.ring_slot >= 0 and held.is_pinned
+        end_block_idx = min(block_idx + num_blocks, num_owned + self.pool.num_free)
+        room = max(0, end_block_idx * self.block_size - seq.num_computed_tokens)
+        return min(self._num_with_saves(seq, num_tokens), room)
+
+    def place(self, seq: Sequence, num_tokens: int, num_guesses: int = 0) -> None:
+        start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
+        known_end = end - num_guesses
+        self._grow(seq, end)
+        self._slotless_ids.discard(seq.seq_id)
+        first, last = start // self.block_size, self._num_blocks(end)
+        chunk = [self.blocks[block_id] for block_id in seq.block_table[first:last]]
+        for block in chunk:  # pin them all first, so that giving one a slot does not evict another
+            self.slots.pin(block)
+        if new := [block for block in chunk if block.ring_slot < 0]:
+            self.slots.allocate_slots(new, self._own_blocks(seq, num_tokens))
+        source, num_matched = self._prefix_sources.pop(seq.seq_id, (None, 0))
+        if source is not None:  # the prefix match ended inside this block
+            keeps_source = self.ring.num_available > len(self._slotless_ids)
+            self.slots.copy_prefix(source, chunk[0], num_matched, keeps_source=keeps_source)
+            if self.has_draft_head:
+                self._page_copies.append(PageCopy(source.block_id, chunk[0].block_id, num_matched))
+        for i, block in enumerate(chunk[: self._num_blocks(known_end) - first]):
+            self.slots.write_tokens(block, known_end - (first + i) * self.block_size)
+        self.pool.register(seq, known_end)
+
+    def _own_blocks(self, seq: Sequence, num_tokens: int) -> list[HybridBlock]:
+        """The blocks before a chunk of a prompt, to be evicted for it rather than those of other sequences.
+
+        The step misses as many blocks either way. But if the next steps run without this sequence, they would have to
+        load the blocks of the others again.
+        """
+        if num_tokens <= MAX_DECODE_QUERIES:
+            return []
+        return [self.blocks[block_id] for block_id in seq.block_table[: seq.num_computed_tokens // self.block_size]]
+
+    def accept(self, seq: Sequence) -> None:
+        block_idx, offset = divmod(seq.num_computed_tokens, self.block_size)
+        self.slots.record_accepted(self.blocks[seq.block_table[block_idx]], offset + 1)
+        seq.num_computed_tokens += 1
+
+    def num_missing_tokens(self, seq: Sequence) -> int:
+        if seq.status is not SequenceStatus.RUNNING:
+            return 0
+        return len(self.histories.find(seq).missing) * self.block_size
+
+    def free(self, seq: Sequence) -> None:
+        self.pool.index.forget_search(seq)
+        if not seq.block_table:
+            self._forget_pause(seq)
+            return
+        self.pool.register(seq, seq.num_computed_tokens)
+        del self._running[seq.seq_id]
+        self._slotless_ids.discard(seq.seq_id)
+        self.histories.forget(seq)
+        if self.shadow is not None:
+            self.shadow.forget(seq)
+        self._free_state(seq)
+        block_idx = seq.num_computed_tokens // self.block_size
+        if block_idx < len(seq.block_table):
+            self.slots.stop_writing(self.blocks[seq.block_table[block_idx]])
+        for block_id in reversed(seq.block_table):  # so that the tail of a sequence is evicted before its head
+            self.slots.remove_running_owner(self.blocks[block_id])
+            self.pool.release(self.blocks[block_id])
+        seq.block_table.clear()
+
+    # -- blocks that are loaded from disk ------------------------------------------------------------------------
+
+    def _empty(self, block: Block) -> None:
+        self.ring.free_slot_of(self.blocks[block.block_id])
+
+    def fill(self, holder: Sequence, num_tokens: int) -> None:
+        first = holder.num_registered_tokens // self.block_size
+        for i, block_id in enumerate(holder.block_table[first:], first):
+            block = self.blocks[block_id]
+            block.num_tokens = min(self.block_size, max(0, num_tokens - i * self.block_size))
+            block.num_offloaded_tokens = block.num_tokens
+            block.is_kept = self.keeps_first_blocks and i == 0
+        super().fill(holder, num_tokens)
+
+    def num_stored_tokens(self, block_id: int) -> int:
+        return self.blocks[block_id].num_offloaded_tokens
+
+    # -- finishing -----------------------------------------------------------------------------------------------
+
+    def finish_step(self, placed: Seq[tuple[Sequence, int]]) -> tuple[list[PagedKeys], KVMoves]:
+        if self.keeps_first_blocks:
+            self._bring_back_first_blocks(placed)
+        histories = [self.histories.find(seq) for seq, _ in placed]
+        missing = {block.block_id: block for history in histories for block in history.missing}
+        self.num_hit_blocks += sum(len(history.ring_slots) for history in histories)
+        self.num_missed_blocks += len(missing)
+        if missing:
+            in_order = [missing[block_id] for block_id in sorted(missing)]  # so that contiguous blocks share a copy
+            if self.slots.load_missing(in_order, self._unread_slots(placed)):
+                histories = [self.histories.find(seq) for seq, _ in placed]
+        keys = [self._paged_keys(seq, history, n) for (seq, n), history in zip(placed, histories, strict=True)]
+        num_queries = [num_tokens for _, num_tokens in placed]
+        fills = self._fill_shadow(placed)
+        missing_keys = MissingKeys()
+        if missing:
+            missing_keys = self.histories.missing_keys(histories, num_queries, streams_all=bool(fills.streamed))
+            missing_keys = missing_keys.filling(fills.streamed)
+        self.num_cpu_tokens += sum(span.end - span.start for row in missing_keys.cpu_spans for span in row)
+        self.slots.copy_out_accepted()
+        moves = self.slots.moves(missing_keys, tuple(fills.resident), self._state_flushes())
+        self._last_moves = moves = replace(moves, page_copies=tuple(self._page_copies)) if self._page_copies else moves
+        for source in self._copy_sources:
+            self.pool.release(source)
+        self._copy_sources.clear()
+        return keys, moves
+
+    def _gpu_block(self, block: Block) -> int | None:
+        return self.slots.slot_before_step(self.blocks[block.block_id])
+
+    def _fills_all_pages(self, placed: Seq[tuple[Sequence, int]]) -> bool:
+        num_blocks = sum(self._num_blocks(seq.num_tokens) for seq, _ in placed)
+        return self.shadows_resident or num_blocks > len(self.ring.blocks)
+
+    def _bring_back_first_blocks(self, placed: Seq[tuple[Sequence, int]]) -> None:
+        """Give the first blocks of sequences that decode the slots of other blocks."""
+        for seq, num_tokens in placed:
+            first = self.blocks[seq.block_table[0]]
+            is_full = seq.num_computed_tokens >= self.block_size
+            if is_full and first.ring_slot < 0 and num_tokens <= MAX_DECODE_QUERIES:
+                self.slots.swap_in(first)
+
+    def _unread_slots(self, placed: Seq[tuple[Sequence, int]]) -> list[int]:
+        """Slots of blocks that running sequences own and no placed sequence reads."""
+        if len(placed) == len(self._running):
+            return []
+        read = {block_id for seq, _ in placed for block_id in seq.block_table}
+        slots = (*self.ring.read_slots, *self.ring.kept_slots)
+        held = ((ring_slot, self.ring.blocks[ring_slot]) for ring_slot in slots)
+        return [ring_slot for ring_slot, block in held if block is not None and block.block_id not in read]
+
+    def _paged_keys(self, seq: Sequence, history: History, num_tokens: int) -> PagedKeys:
+        first, end = history.num_blocks, seq.num_computed_tokens + num_tokens
+        num_paged_keys = len(history.ring_slots) * self.block_size + end - first * self.block_size
+        chunk = [self.blocks[i].ring_slot for i in seq.block_table[first : self._num_blocks(end)]]
+        return PagedKeys((*history.ring_slots, *chunk), num_paged_keys)
+
+    def check_integrity(self, sequences: Seq[Sequence]) -> None:
+        self.pool.check_integrity(list(sequences))
+        self._check_states(sequences)
+        self.ring.check_integrity()
+        running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
+        owners = Counter(block_id for seq in running for block_id in seq.block_table)
+        assert self._running.keys() == {seq.seq_id for seq in running}, "other sequences run than the manager counts"
+        self.histories.check_integrity(running)
+        for block in self.blocks:
+            num_running = owners[block.block_id]
+            assert block.num_running == num_running, (
+                f"block {block.block_id} has {num_running} running owners, but counts {block.num_running}"
+            )
+            slot = block.ring_slot
+            assert slot < 0 or self.ring.blocks[slot] is block, f"slot {slot} does not hold block {block.block_id}"
+            assert block.num_offloaded_tokens <= block.num_tokens, (
+                f"block {block.block_id} has more tokens offloaded than it holds"
+            )
+            assert slot >= 0 or not block.is_dirty, f"block {block.block_id} lost tokens with its slot"
+            assert not block.being_written or slot >= 0, f"block {block.block_id} is being written without a slot"
+
+    def block_states(self) -> bytes:
+        states = bytearray([_state_between_steps(block) for block in self.blocks])
+
+        def mark(block_id: int, state: BlockState) -> None:
+            if self.blocks[block_id].ref_count:  # not if its request has ended since
+                states[block_id] = state
+
+        moves = self._last_moves  # frozen; another thread may replace it meanwhile
+        for spans in moves.cpu_spans:
+            for span in spans:
+                mark(span.cpu_block_id, BlockState.CPU_ATTENDED)
+        for group in moves.streamed:
+            for block_id in group.cpu_block_ids:
+                mark(block_id, BlockState.STREAMED)
+        for offload in moves.offloads:  # the blocks that the step filled
+            mark(offload.cpu_block_id, BlockState.WRITTEN)
+        return bytes(states)
+
+    def stats(self) -> dict[str, float | None]:
+        return {
+            "num_cpu_blocks": len(self.blocks),
+            "num_free_cpu_blocks": self.pool.num_free,
+            "num_gpu_blocks": len(self.ring),
+            "num_resident_blocks": sum(block is not None for block in self.ring.blocks),
+            "num_hit_blocks": self.num_hit_blocks,
+            "num_missed_blocks": self.num_missed_blocks,
+            "num_cpu_tokens": self.num_cpu_tokens,
+            "cpu_attention_byte_per_s": None if self.cpu_split is None else self.cpu_split.now.cpu_byte_per_s,
+        } | self._stats_of_parts()
+
+
+def _state_between_steps(block: HybridBlock) -> BlockState:
+    if not (block.num_tokens if block.ref_count else block.grain_hashes):
+        return BlockState.FREE
+    if block.being_written:
+        return BlockState.WRITTEN
+    if block.ring_slot >= 0:
+        return BlockState.RESIDENT
+    return BlockState.WAITING if block.ref_count else BlockState.CACHED

@@ -1,0 +1,361 @@
+"""Streams and events as the offload engine uses them: CUDA's, or stand-ins for the CPU that copy at once.
+
+There are four queues of work: compute (the model's own), h2d, d2h and, where the CPU attends to keys, cpu. The work of
+one queue runs in order. Work of different queues is ordered only by events, which one queue records and another waits
+for. As in CUDA, a wait is for what the event has recorded *so far*. A wait for an event that was never recorded does
+nothing.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from nanovllm.capabilities.cpu_attention.job import AttentionJob
+from nanovllm.capabilities.cpu_attention.kernels import CpuKernel
+from nanovllm.device.cuda import as_int32, copy_rows, new_stream, pinned_view, wait_for_value, write_value
+
+TIMED_EVERY = 13  # a prime, so that it is another layer in each step
+
+Event: TypeAlias = Any  # made by Streams.event; a Stream records it or waits for it
+
+
+class Stream(Protocol):
+    def record(self, event: Event) -> None:
+        """Let `event` stand for everything that is enqueued on this stream so far."""
+
+    def wait(self, event: Event) -> None:
+        """Let everything that is enqueued on this stream from here on start after `event`."""
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue dst <- src. They have the same shape, and both are contiguous."""
+
+    def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Enqueue dst <- src for each pair. This takes the host less time than a call of `copy` for each."""
+
+    def copy_rows(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue dst <- src, for the host as one copy. They have the same shape [R, ...], and each of their rows is
+        contiguous. One side is on the GPU.
+        """
+
+    def copy_by_kernel(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue dst <- src for a few rows, without a copy engine. They have the same shape; `dst` is contiguous."""
+
+
+class CpuStream(Protocol):
+    """A queue of attention on the CPU. The CPU's threads do its work while the host goes on."""
+
+    def record(self, event: Event) -> None:
+        """Let `event` stand for everything that this queue has waited for so far."""
+
+    def wait(self, event: Event) -> None:
+        """Let everything that is enqueued on this queue from here on start after `event`."""
+
+    def attend(self, job: AttentionJob, layer: int) -> Event:
+        """Enqueue the job's attention in one layer. The event stands for its end; the job must live until then."""
+
+    def close(self) -> None:
+        """Finish what has begun, and discard queued work."""
+
+
+class Streams(Protocol):
+    @property
+    def compute(self) -> Stream: ...
+
+    @property
+    def h2d(self) -> Stream: ...
+
+    @property
+    def d2h(self) -> Stream: ...
+
+    def cpu(self, kernel: CpuKernel) -> CpuStream:
+        """A new queue of attention, which `kernel` computes."""
+        ...
+
+    def on_device(self, host: torch.Tensor) -> torch.Tensor:
+        """Host memory, which is pinned where there is a GPU, as a tensor that the work of compute reads and writes."""
+        ...
+
+    def event(self) -> Event: ...
+
+    def graph_event(self) -> Event:
+        """An event that CUDA graphs record: after each replay it stands for the point where it was recorded."""
+        ...
+
+    def timing_event(self) -> Event:
+        """An event for `seconds`; None where work cannot be timed."""
+        ...
+
+    def seconds(self, start: Event, end: Event) -> float | None:
+        """The time between two recorded timing events. None if one is not known to be done."""
+
+    def is_done(self, event: Event) -> bool:
+        """Return True if the work that a recorded event stands for is known to be done. Does not wait for it."""
+
+    def synchronize(self) -> None:
+        """Return once all work that is enqueued on h2d and d2h is done."""
+
+
+class ImmediateStream:
+    """Runs each copy when it is enqueued, so every wait is over at once."""
+
+    def record(self, event: Event) -> None:
+        pass
+
+    def wait(self, event: Event) -> None:
+        pass
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src)
+
+    def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for dst, src in pairs:
+            dst.copy_(src)
+
+    def copy_rows(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src)
+
+    def copy_by_kernel(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src)
+
+
+class ImmediateCpuStream:
+    """Attends when it is told to."""
+
+    def __init__(self, kernel: CpuKernel) -> None:
+        self._kernel = kernel
+
+    def record(self, event: Event) -> None:
+        pass
+
+    def wait(self, event: Event) -> None:
+        pass
+
+    def attend(self, job: AttentionJob, layer: int) -> Event:
+        self._kernel.attend(job, layer)
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+class ImmediateStreams:
+    def __init__(self) -> None:
+        self.compute = self.h2d = self.d2h = ImmediateStream()
+
+    def cpu(self, kernel: CpuKernel) -> ImmediateCpuStream:
+        return ImmediateCpuStream(kernel)
+
+    def on_device(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
+    def event(self) -> Event:
+        return None
+
+    def graph_event(self) -> Event:
+        return None
+
+    def timing_event(self) -> Event:
+        return None
+
+    def seconds(self, start: Event, end: Event) -> float | None:
+        return None
+
+    def is_done(self, event: Event) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class CudaStream:
+    """A torch stream. None stands for the compute stream: whichever stream is current at the time of the call."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        return self._stream or torch.cuda.current_stream()
+
+    def record(self, event: Event) -> None:
+        event.record(self.stream)
+
+    def wait(self, event: Event) -> None:
+        event.wait(self.stream)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self.copy_all([(dst, src)])
+
+    def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        with torch.cuda.stream(self.stream):
+            for dst, src in pairs:
+                dst.copy_(src, non_blocking=True)
+
+    def copy_rows(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        copy_rows(self.stream, dst, src)
+
+    def copy_by_kernel(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            torch.mul(src, 1, out=dst)  # copy_ would use a copy engine
+
+
+class _Attended(NamedTuple):
+    """The end of a job, in the calls of torch.cuda.Event: `flag` reaches `number`."""
+
+    flag: torch.Tensor
+    number: int
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        wait_for_value(stream, self.flag, self.number)
+
+    def query(self) -> bool:
+        return as_int32(int(self.flag) - self.number) >= 0
+
+
+class CudaCpuStream:
+    """A CUDA stream that tells the CPU when to start.
+
+    It does so by a value in pinned memory, which the GPU writes once all that the stream waits for is done, and which a
+    thread of the kernel's watches. That thread writes another value when the job has ended, for which other streams can
+    wait. The host only enqueues. A CUDA host function would do as well, but starting one after a kernel takes 0.1 ms.
+    """
+
+    def __init__(self, kernel: CpuKernel, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        flags = torch.zeros(2, dtype=torch.int32).pin_memory()
+        self._may_start, self._has_ended = flags[:1], flags[1:]
+        self._server = kernel.serve(flags)
+        self._num_jobs = 0
+        write_value(stream, self._may_start, 0)  # raises where the driver refuses either of the two
+        wait_for_value(stream, self._has_ended, 0)
+
+    def record(self, event: Event) -> None:
+        event.record(self._stream)
+
+    def wait(self, event: Event) -> None:
+        event.wait(self._stream)
+
+    def attend(self, job: AttentionJob, layer: int) -> Event:
+        self._num_jobs += 1
+        number = as_int32(self._num_jobs)
+        self._server.submit(job, layer, number)
+        write_value(self._stream, self._may_start, number)
+        return _Attended(self._has_ended, number)
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class CudaStreams:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.compute = CudaStream(None)
+        self.h2d = CudaStream(new_stream(device, owner=self))
+        self.d2h = CudaStream(new_stream(device, owner=self))
+
+    def cpu(self, kernel: CpuKernel) -> CudaCpuStream:
+        return CudaCpuStream(kernel, new_stream(self._device, owner=self))
+
+    def on_device(self, host: torch.Tensor) -> torch.Tensor:
+        return pinned_view(host, self._device)
+
+    def event(self) -> Event:
+        return torch.cuda.Event()
+
+    def graph_event(self) -> Event:
+        return torch.cuda.Event(external=True)
+
+    def timing_event(self) -> Event:
+        return torch.cuda.Event(enable_timing=True)
+
+    def seconds(self, start: Event, end: Event) -> float | None:
+        return start.elapsed_time(end) / 1000 if self.is_done(end) else None
+
+    def is_done(self, event: Event) -> bool:
+        done: bool = event.query()
+        return done
+
+    def synchronize(self) -> None:
+        self.h2d.stream.synchronize()
+        self.d2h.stream.synchronize()
+
+
+class WorkTimer:
+    """Times one piece in TIMED_EVERY of a stream's work, by events on it. The host waits for none of them."""
+
+    def __init__(self, streams: Streams, stream: Stream | CpuStream) -> None:
+        self._streams, self._stream = streams, stream
+        self._num_pieces = 0
+        self._timed: list[TimedPiece] = []  # since the last `take`
+
+    def begin(self) -> Event | None:
+        """Begin a piece. Returns None for one that is not timed. Hot."""
+        self._num_pieces += 1
+        start = None if self._num_pieces % TIMED_EVERY else self._streams.timing_event()
+        if start is not None:
+            self._stream.record(start)
+        return start
+
+    def end(self, start: Event, num_tokens: int) -> None:
+        """End a piece that is timed. Hot."""
+        end = self._streams.timing_event()
+        self._stream.record(end)
+        self._timed.append(TimedPiece(start, end, num_tokens))
+
+    def take(self) -> list["TimedPiece"]:
+        """The pieces since the last call. They may still be running."""
+        timed, self._timed = self._timed, []
+        return timed
+
+
+class TimedPiece(NamedTuple):
+    start: Event
+    end: Event
+    num_tokens: int
+
+
+def make_streams(device: torch.device) -> Streams:
+    return CudaStreams(device) if device.type == "cuda" else ImmediateStreams()
+
+
+class StreamLog:
+    """The events of one stream, whose work comes in batches. A batch has one event per layer, in the order of layers.
+
+    Batches are numbered from 1. The number 0 stands for no work. A stream runs its work in order, so once an event is
+    done, everything recorded before it is done too. Code that may have to wait for some work later remembers the number
+    of its batch. Of several batches only the newest matters. The log keeps an event until it is known to be done.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._events: deque[Event] = deque()  # the newest ones, which are not known to be done
+        self._num_done = 0
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    @property
+    def next_batch(self) -> int:
+        """The number of the batch that begins now. The batch before it must have the events of all its layers."""
+        num_batches, num_in_last = divmod(self._num_done + len(self._events), self._num_layers)
+        assert not num_in_last, f"the last batch has the events of {num_in_last} of {self._num_layers} layers"
+        return num_batches + 1
+
+    def add(self, event: Event, num_layers: int = 1) -> None:
+        """Add an event that was just recorded. It stands for the next `num_layers` layers of the batch. Hot."""
+        self._events.extend([event] * num_layers)
+
+    def find(self, batch: int, layer: int) -> Event | None:
+        """The event of a layer of a batch, or None if it is known to be done. Hot."""
+        index = (batch - 1) * self._num_layers + layer - self._num_done
+        return self._events[index] if index >= 0 else None
+
+    def forget_done(self, is_done: Callable[[Event], bool]) -> None:
+        """Drop the events that are done by now. They finish in order, so a binary search finds them in few calls."""
+        num_done = bisect_left(self._events, True, key=lambda event: not is_done(event))
+        for _ in range(num_done):
+            self._events.popleft()
+        self._num_done += num_done

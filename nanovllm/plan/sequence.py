@@ -1,0 +1,134 @@
+"""Sequence: one request from arrival to end. It holds all state of the request, as integers."""
+
+import time
+from array import array
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import Literal, TypeAlias
+
+from nanovllm.capabilities.edits.logit_editor import LogitEditor, TokenConstraint
+from nanovllm.plan.step_plan import SamplingRow
+from nanovllm.sampling_params import SamplingParams
+
+ErrorCause: TypeAlias = Literal["request", "engine"]  # "request": the request's own parameters made it fail
+TokenIds: TypeAlias = "array[int]"  # int64, so that hashes and model inputs can use the bytes of a slice directly
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """A prompt and its answer so far.
+
+    num_computed_tokens never exceeds num_tokens. `num_pending_tokens` counts tokens that planned steps are still
+    sampling: they have a position but no id yet, so num_tokens includes them and token_ids does not.
+
+    `seq_id` is the same number as the `request_id` that users of the engine see.
+    """
+
+    def __init__(
+        self, seq_id: int, token_ids: Iterable[int], params: SamplingParams, seed: int, hash_salt: int = 0
+    ) -> None:
+        self.seq_id = seq_id
+        self.token_ids: TokenIds = array("q", token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.params = params
+        assert params.max_tokens is not None, f"sequence {seq_id} has no limit; the engine resolves max_tokens=None"
+        self.max_tokens = params.max_tokens
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.sampling = SamplingRow.make(params, seed)
+        self.editor: LogitEditor | None = None  # None: the logits stay as they are
+        self.num_scored_tokens = 1  # with prompt_logprobs: those that planned steps compute; the first token has none
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+        self.error: str | None = None  # what happened, if finish_reason is "error"
+        self.error_cause: ErrorCause = "engine"
+        self.has_end_token = False  # its last token is one that ends answers, and not part of the text
+
+        self.num_pending_tokens = 0
+        self.pending_row = -1  # row of the newest pending token among those that its step samples
+        self.num_pending_guesses = 0  # guesses that a planned step verifies; they decide how many tokens there will be
+        self.num_computed_tokens = 0  # tokens whose K/V are in the cache once all planned steps have run
+        self.num_hit_tokens: int | None = None  # prompt tokens found in the prefix cache; None before admission
+
+        self.num_queued_tokens = self.num_prompt_tokens  # tokens it had to compute when it last began to wait
+
+        # Owned by the KV cache manager.
+        self.block_table: list[int] = []
+        self.hash_salt = hash_salt  # sequences with different salts never share blocks
+        self.grain_hashes: list[int] = []
+        self.num_registered_tokens = 0
+        self.disk_keys: list[
+            bytes
+        ] = []  # keys of its first extents (capabilities/disk/disk_moves.py), as far as they were needed
+        self.num_disk_tokens = 0  # K and V that were in memory or on disk, without gaps, when it waited for the disk
+        self.num_loadable_tokens = self.num_prompt_tokens  # fewer once a load of its state has failed
+
+        self.arrival_s = time.perf_counter()
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+
+    @property
+    def is_preempted(self) -> bool:
+        """Return True if it waits for the second time, because it was preempted."""
+        return self.status is SequenceStatus.WAITING and self.num_hit_tokens is not None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def constraint(self) -> TokenConstraint | None:
+        """The constraint that the answer must match."""
+        return None if self.editor is None else self.editor.constraint
+
+    @property
+    def waits_for_token(self) -> bool:
+        """True if the next token can be planned only when the pending one has arrived."""
+        return self.editor is not None and self.editor.needs_all_tokens and self.num_pending_tokens > 0
+
+    @property
+    def waits_for_mask(self) -> bool:
+        """True if all tokens are known, but not yet the mask of what may follow them."""
+        return self.editor is not None and self.editor.constraint is not None and not self.editor.constraint.is_ready
+
+    @property
+    def can_use_prefix_cache(self) -> bool:
+        """True if prompt tokens may be left uncomputed. Scoring a token takes the logits of the one before it."""
+        return self.params.prompt_logprobs is None
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """The most tokens whose K/V this request can need. The last sampled token is not among them: it is never an
+        input.
+        """
+        return self.num_prompt_tokens + self.max_tokens - 1
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens].tolist()
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :].tolist()
+
+    def append_pending(self, token_id: int, position: int) -> None:
+        """Append the id of the oldest pending token, which has arrived from the GPU."""
+        assert self.num_pending_tokens > 0, f"sequence {self.seq_id} has no pending token"
+        assert position == len(self.token_ids), f"sequence {self.seq_id} got token {position} out of order"
+        self.token_ids.append(token_id)
+        self.num_pending_tokens -= 1
+        self.last_token_s = time.perf_counter()
+        if self.first_token_s is None:
+            self.first_token_s = self.last_token_s

@@ -1,0 +1,87 @@
+"""PromptsUnderway: finds a prompt that is being computed and begins with the same tokens as a waiting prompt.
+
+A waiting prompt can use the K and V of another one as soon as a step that computes them is planned. With recurrent
+layers it also needs a state, which it can use only in the step after. If it started at once, it would compute tokens
+that the other prompt is computing. So the scheduler lets it wait for the other prompt, its *leader*.
+"""
+
+from bisect import bisect_left
+from typing import NamedTuple
+
+from nanovllm.kvcache.block_pool import BlockPool
+from nanovllm.plan.sequence import Sequence
+
+
+class Leader(NamedTuple):
+    """A running prompt that has not computed all of the `num_common_tokens` with which a waiting one begins, too.
+
+    The step being planned computes its tokens `start` to `end` - 1; none if it has not been placed in the step.
+    """
+
+    seq: Sequence
+    num_common_tokens: int  # whole grains of the prefix index
+    start: int
+    end: int
+
+
+class PromptsUnderway:
+    """The running prompts, found by the hash of each of their grains. A hash stands for all tokens up to its grain.
+
+    If hashes collide, a prompt may wait for a prompt that does not help it, but only while that prompt runs.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._prompts: dict[int, tuple[Sequence, set[int]]] = {}  # by seq_id, with the hashes of the prompt's grains
+        self._by_hash: dict[int, dict[int, Sequence]] = {}  # by hash, then by seq_id
+        self._chunks: dict[int, tuple[int, int]] = {}  # by seq_id: tokens that the step being planned computes
+
+    def begin_step(self) -> None:
+        """Forget the prompts that have been computed."""
+        self._chunks.clear()
+        grain = self._pool.index.grain
+        for seq, _ in list(self._prompts.values()):
+            if seq.num_computed_tokens >= len(seq.token_ids) // grain * grain:
+                self.remove(seq)
+
+    def placed(self, seq: Sequence, num_tokens: int) -> None:
+        """The step being planned computes the next `num_tokens` tokens of a prompt."""
+        start, grain = seq.num_computed_tokens, self._pool.index.grain
+        self._chunks[seq.seq_id] = start, start + num_tokens
+        num_grains = len(seq.token_ids) // grain
+        if self._pool.enable_prefix_caching and seq.seq_id not in self._prompts and start < num_grains * grain:
+            hashes = {self._pool.index.grain_hash(seq, i) for i in range(num_grains)}
+            self._prompts[seq.seq_id] = seq, hashes
+            for grain_hash in hashes:
+                self._by_hash.setdefault(grain_hash, {})[seq.seq_id] = seq
+
+    def remove(self, seq: Sequence) -> None:
+        """The prompt has been computed, or the sequence does not run any more."""
+        self._chunks.pop(seq.seq_id, None)
+        for grain_hash in self._prompts.pop(seq.seq_id, (seq, set()))[1]:
+            prompts = self._by_hash[grain_hash]
+            del prompts[seq.seq_id]
+            if not prompts:
+                del self._by_hash[grain_hash]
+
+    def leader(self, seq: Sequence) -> Leader | None:
+        """Find the leader of a waiting prompt: of those with the most common tokens, the one that is furthest."""
+        if not self._by_hash or not seq.can_use_prefix_cache:
+            return None
+        index = self._pool.index
+        num_grains = (len(seq.token_ids) - 1) // index.grain
+        if not num_grains or index.grain_hash(seq, 0) not in self._by_hash:
+            return None
+        by_hash, at_least, most = self._by_hash, 1, num_grains  # grains in common
+        while len(seq.grain_hashes) < most:  # hashes are computed only if they are needed
+            longer = min(2 * at_least, num_grains)
+            at_least, most = (longer, most) if index.grain_hash(seq, longer - 1) in by_hash else (at_least, longer)
+        num_common = bisect_left(seq.grain_hashes, True, at_least, most, key=lambda each: each not in by_hash)
+        num_common_tokens = num_common * index.grain
+        prompts = self._by_hash[seq.grain_hashes[num_common - 1]].values()
+        computing = [other for other in prompts if other.num_computed_tokens < num_common_tokens]
+        if not computing:
+            return None
+        leader = max(computing, key=lambda other: other.num_computed_tokens)
+        start = leader.num_computed_tokens
+        return Leader(leader, num_common_tokens, *self._chunks.get(leader.seq_id, (start, start)))

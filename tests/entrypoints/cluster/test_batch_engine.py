@@ -1,0 +1,220 @@
+"""BatchEngine and RowAnswerer with the built-in model, without Ray: rows to answers, and parts of files."""
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import xxhash
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.entrypoints.cluster.batch_engine import MAX_TRIES, BatchEngine, EngineJob, RowAnswerer, UnitTries
+from nanovllm.entrypoints.cluster.batch_files import JsonLinesRows
+from nanovllm.entrypoints.cluster.batch_rows import RowDefaults, RowPlace, Unit, UnitLimits, error_columns, plan_units
+from nanovllm.errors import EngineError, RequestError
+from nanovllm.models.retrieval_model import build_retrieval_model
+from nanovllm.sampling_params import SamplingParams
+
+OPTIONS = {"device": "cpu", "num_kvcache_blocks": 64, "max_model_len": 4096}
+GREEDY = RowDefaults({}, {"temperature": 0.0}, seed=0)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[AsyncLLM]:
+    engine = AsyncLLM(build_retrieval_model(), **OPTIONS)
+    yield engine
+    engine.close()
+
+
+def answer(engine: AsyncLLM, rows: Sequence[Any], documents: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    places = [RowPlace(0, line, 0, document) for line, document in enumerate(documents or [-1] * len(rows))]
+    return asyncio.run(RowAnswerer(engine, GREEDY).answer_unit(rows, places))
+
+
+def test_answer_unit_each_kind_of_prompt(engine: AsyncLLM) -> None:
+    text = "The passkey is 4711.\nThe passkey is"
+    added = answer(
+        engine,
+        [
+            {"prompt": text, "max_tokens": 5},
+            {"prompt_token_ids": list(text.encode()), "max_tokens": 5},
+            {"messages": [{"role": "user", "content": "Hello there, you."}]},
+            {"prompt": text, "max_tokens": 5, "detokenize": False},
+        ],
+    )
+    assert [each["text"] for each in added[:2]] == [" 4711", " 4711"] and added[3]["text"] is None
+    assert added[2]["text"].startswith("I complete lines") and added[2]["finish_reason"] == "stop"
+    assert added[0]["token_ids"] == list(b" 4711") == added[3]["token_ids"]
+    assert added[0]["finish_reason"] == "length" and all(each["error"] is None for each in added)
+
+
+def test_answer_unit_bad_rows_do_not_disturb_the_others(engine: AsyncLLM) -> None:
+    good = {"prompt": "The passkey is 4711.\nThe passkey is", "max_tokens": 5}
+    long = {"prompt": "x" * 5000}
+    added = answer(engine, [good, RequestError("line 2 is not JSON"), {}, long, good | {"top_p": 9}, good])
+    assert added[0]["text"] == added[5]["text"] == " 4711"
+    assert added[1] == error_columns("line 2 is not JSON")
+    assert "give one of prompt" in added[2]["error"]
+    assert "max_model_len" in added[3]["error"] and added[3]["text"] is None
+    assert "top_p=9" in added[4]["error"]
+
+
+def test_answer_unit_several_answers_and_logprobs(engine: AsyncLLM) -> None:
+    (added,) = answer(engine, [{"prompt": "The key", "n": 3, "max_tokens": 2, "logprobs": 1, "prompt_logprobs": 0}])
+    assert len(added["outputs"]) == 3 and added["outputs"][0]["token_ids"] == added["token_ids"]
+    assert [len(entry) for entry in added["token_logprobs"]] == [1, 1]  # greedy: the token is the most likely one
+    assert added["token_logprobs"][0][0]["token_id"] == added["token_ids"][0]
+    assert added["prompt_token_logprobs"][0] is None and len(added["prompt_token_logprobs"]) == len("The key")
+    json.dumps(added)
+
+
+def test_answer_unit_rows_of_a_document_share_its_kv(engine: AsyncLLM) -> None:
+    documents = [f"Document {i}. " + f"Line {i} of many. " * 60 for i in range(3)]  # about 1,000 tokens
+    rows = [{"prompt": documents[d] + f"Question {q}", "max_tokens": 3} for d in range(3) for q in range(4)]
+    added = answer(engine, rows, [d for d in range(3) for _ in range(4)])
+    hits = [each["num_cached_tokens"] for each in added]
+    for d in range(3):
+        first, *others = hits[4 * d : 4 * d + 4]
+        assert first == 0 and min(others) >= 768
+
+
+def test_answer_unit_engine_that_fails_is_no_error_of_a_row() -> None:
+    engine = AsyncLLM(build_retrieval_model(), **OPTIONS)
+    engine.close()
+    with pytest.raises(EngineError):
+        answer(engine, [{"prompt": "x"}])
+
+
+# -- parts -------------------------------------------------------------------------------------------------------
+
+
+class Died(BaseException):
+    """Stands for the end of the process."""
+
+
+class MortalEngine(BatchEngine):
+    def _exit(self, error: Exception) -> None:
+        raise Died
+
+
+class InProcess:
+    """An object that is called like an actor."""
+
+    def __init__(self, target: object) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        async def remote(*args: Any) -> Any:
+            return getattr(self._target, name)(*args)
+
+        return SimpleNamespace(remote=remote)
+
+
+def make_job(folder: Path, rows: Sequence[Any], **options: Any) -> tuple[EngineJob, list[Unit]]:
+    path = folder / "in.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output = folder / "out"
+    output.mkdir()
+    units = plan_units(JsonLinesRows.scan(path, 0, None, xxhash.xxh3_64()), UnitLimits(max_rows=2))
+    job = EngineJob(
+        model=str(build_retrieval_model()),
+        options=OPTIONS | options,
+        sampling={"max_tokens": 2},
+        input_paths=[path],
+        output=output,
+        format=JsonLinesRows,
+        num_part_digits=5,
+        tensor_parallel_size=1,
+        engines_per_node=1,
+        tries=InProcess(UnitTries()),
+    )
+    return job, units
+
+
+def run_units(engine: BatchEngine, units: dict[int, Unit]) -> list[dict[str, Any]]:
+    """The results of units that run together."""
+
+    async def main() -> Any:
+        batches = [{"unit": [unit_idx], "places": [unit.packed]} for unit_idx, unit in units.items()]
+        return await asyncio.gather(*map(engine, batches))
+
+    return [{name: value for name, (value,) in result.items()} for result in asyncio.run(main())]
+
+
+def test_engine_writes_a_part_for_each_unit(tmp_path: Path) -> None:
+    job, units = make_job(tmp_path, [{"id": i, "prompt": "x" * (i != 2)} for i in range(3)])
+    results = run_units(MortalEngine(job), dict(enumerate(units)))
+    assert [(r["unit"], r["num_rows"], r["num_errors"], r["failure"]) for r in results] == [
+        (0, 2, 0, ""),
+        (1, 1, 1, ""),
+    ]
+    assert results[0]["num_tokens"] == 4
+    assert asyncio.run(job.tries.reasons.remote(0)) == []  # a unit that has run counts no tries
+    assert sorted(path.name for path in job.output.iterdir()) == ["part-00000.jsonl", "part-00001.jsonl"]
+    (last,) = map(json.loads, job.part_path(1).read_text().splitlines())
+    assert last["id"] == 2 and last["text"] is None and "empty" in last["error"]
+
+
+def test_engine_refusal_ends_the_job(tmp_path: Path) -> None:
+    """Options that cannot work, and input that is gone."""
+    job, units = make_job(tmp_path, [{"prompt": "x"}], num_kvcache_blocks=-5)
+    (result,) = run_units(MortalEngine(job), {0: units[0]})
+    assert result["is_refusal"] and "num_kvcache_blocks=-5" in result["failure"]
+    job.input_paths[0].unlink()
+    (result,) = run_units(MortalEngine(job), {0: units[0]})
+    assert result["is_refusal"] and "in.jsonl" in result["failure"]
+    assert not list(job.output.iterdir())
+
+
+def test_engine_unit_that_ends_engines_ends_the_job_after_a_few(tmp_path: Path) -> None:
+    job, units = make_job(tmp_path, [{"prompt": "x"}] * 4)
+
+    class Failing(MortalEngine):
+        async def _run(self, unit_idx: int, unit: Unit) -> dict[str, int]:
+            if unit_idx == 0:
+                raise EngineError("a step failed with OutOfMemoryError")
+            return await super()._run(unit_idx, unit)
+
+    for _ in range(MAX_TRIES):
+        with pytest.raises(Died):
+            run_units(Failing(job), {0: units[0]})
+        assert not job.part_path(0).exists()
+    bad, good = run_units(Failing(job), {0: units[0], 1: units[1]})
+    assert not bad["is_refusal"] and good["failure"] == ""
+    assert "2 rows from line 1 of in.jsonl to line 2" in bad["failure"]
+    assert "3 engines" in bad["failure"] and "OutOfMemoryError" in bad["failure"]
+
+
+def test_engine_unit_that_was_tried_before_runs_alone(tmp_path: Path) -> None:
+    job, units = make_job(tmp_path, [{"prompt": "x"}] * 4)
+    order: list[int] = []
+
+    class Noting(MortalEngine):
+        async def _run(self, unit_idx: int, unit: Unit) -> dict[str, int]:
+            order.append(unit_idx)
+            await asyncio.sleep(0.01)
+            order.append(unit_idx)
+            return {}
+
+    run_units(Noting(job), dict(enumerate(units)))
+    assert order in ([0, 1, 0, 1], [0, 1, 1, 0])
+    order.clear()
+    asyncio.run(job.tries.begin.remote(0))
+    run_units(Noting(job), dict(enumerate(units)))
+    assert order in ([0, 0, 1, 1], [1, 1, 0, 0])
+
+
+def test_engine_output_is_that_of_the_engine_alone(tmp_path: Path, engine: AsyncLLM) -> None:
+    job, units = make_job(tmp_path, [{"prompt": "The passkey is 4711.\nThe passkey is", "seed": 3, "temperature": 9.0}])
+    run_units(MortalEngine(job), {0: units[0]})
+    (row,) = map(json.loads, job.part_path(0).read_text().splitlines())
+    params = SamplingParams(seed=3, temperature=9.0, max_tokens=2)
+
+    async def main() -> Any:
+        stream = await engine.submit(row["prompt"], params)
+        return await stream.outputs()
+
+    assert row["token_ids"] == asyncio.run(main())[0]["token_ids"]

@@ -1,0 +1,80 @@
+"""Models that fit on one GPU: every entry works with the options that it names, and none that could work is missing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanovllm.capacity.machine import Machine, find_gpu
+from nanovllm.capacity.plan import make_plan
+from nanovllm.capacity.plan_check import any_problem
+from nanovllm.checkpoint.files import presets
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.config import Config
+from nanovllm.entrypoints.cli.flags import write_tables
+from nanovllm.entrypoints.cli.main import main
+from nanovllm.entrypoints.planner.fit import CONTEXTS, SETTINGS, fit_table, fits
+from nanovllm.errors import ConfigError
+
+GIB = 2**30
+ROOT = Path(__file__).parents[3]
+
+
+def machine(name: str = "RTX 4070", host_gib: int = 64) -> Machine:
+    return Machine.gpu(host_gib * GIB, find_gpu(name))
+
+
+def test_fits_each_works_with_its_options_and_only_what_never_works_is_missing() -> None:
+    name = "qwen2.5-7b-1m"
+    found = {(fit.format, fit.plan.context): fit.plan for fit in fits(machine(), [name])}
+    assert {format for format, _ in found} == {"fp8", "int4"} and ("fp8", 32768) in found
+    for format in ("bfloat16", "fp8", "int4"):
+        model = ModelConfig.without_weights(name).quantized(None if format == "bfloat16" else format)
+        for context in CONTEXTS:
+            configs = [Config(model=name, max_model_len=context, **settings) for settings in SETTINGS]
+            working = [config for config in configs if any_problem(make_plan(config, model, machine())) is None]
+            assert bool(working) == ((format, context) in found)
+            assert not working or found[format, context].config in working
+
+
+def test_fits_prefers_the_gpu_and_goes_beyond_the_rope_only_as_recommended() -> None:
+    by_context = {fit.plan.context: fit for fit in fits(machine("RTX 4090"), ["qwen3-8b"], "fp8")}
+    assert by_context.keys() == {32768, 131072}  # by YaRN; nobody recommends 262,144
+    assert by_context[32768].is_resident and not by_context[131072].is_resident
+    assert by_context[131072].kv_bytes == 18 * GIB
+    assert not fits(machine("RTX 4090", host_gib=20), ["qwen3-8b"], "fp8", 131072)  # 70% of it is less than 18 GiB
+
+
+def test_fit_table_names_bounds_as_projected_and_says_when_nothing_runs() -> None:
+    text = fit_table(machine(), fits(machine(), ["qwen3-8b"], context=32768))
+    assert "RTX 4070 (11.60 GiB) with 64.00 GiB of CPU memory" in text and "projected" in text
+    assert text.count("qwen3-8b") == 2 and "--gpu-memory-utilization 0.95 --max-num-seqs 16" in text
+    assert "nothing" in fit_table(machine(), fits(machine(host_gib=1), ["qwen3-30b-a3b"]))
+    with pytest.raises(
+        ConfigError, match=r"context=1000000 is more than the 131072 tokens that qwen3-8b takes; lower it"
+    ):
+        fits(machine(), ["qwen3-8b"], context=10**6)
+    unknown = Machine.found_gpu(64 * GIB, "NVIDIA Unknown", 24 * GIB, (8, 9))
+    assert "unknown" in fit_table(unknown, fits(unknown, ["qwen3-8b"], context=32768))
+
+
+def test_model_of_a_short_context_is_listed_with_its_longest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: contexts began at 32,768, so nothing was listed for a model of 8,192, with exit status 0."""
+    content = json.loads(presets()["qwen3-0.6b"].read_text()) | {"max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert {fit.plan.context for fit in fits(machine(), [str(tmp_path)])} == {8192}
+    argv = ["plan", "--fit", "--model", str(tmp_path), "--gpu", "RTX 4070", "--host-memory-gb", "64"]
+    assert main(argv) == 0 and "8,192" in capsys.readouterr().out
+    assert main([*argv, "--gpu-memory-gb", "1"]) == 1 and "nothing" in capsys.readouterr().out
+    assert main([*argv, "--context", "9000"]) == 2
+    assert "--context=9000 is more than the 8192 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_tables_in_the_documents_are_what_plan_computes() -> None:
+    """`make docs` writes them."""
+    for name in ("README.md", "docs/planning.md"):
+        text = (ROOT / name).read_text()
+        assert "RTX 4060" in text and write_tables(text) == text, name

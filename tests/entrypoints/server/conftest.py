@@ -1,0 +1,39 @@
+"""One server over the demo's model for all tests of the HTTP API: its greedy answers copy the prompt."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from http_server import http_server
+
+from nanovllm import AsyncLLM
+from nanovllm.models.retrieval_model import build_retrieval_model
+
+
+@pytest.fixture(scope="session")
+def retrieval_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_retrieval_model(tmp_path_factory.mktemp("retrieval"))
+
+
+@pytest.fixture(scope="module")
+def served(retrieval_model: Path) -> Iterator[tuple[AsyncLLM, str]]:
+    """The engine and the server's URL."""
+    engine = AsyncLLM(
+        retrieval_model, device="cpu", max_model_len=2048, num_kvcache_blocks=64, max_num_batched_tokens=512
+    )
+    with http_server(engine) as url:
+        yield engine, url
+    assert not engine.is_failed
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def url(served: tuple[AsyncLLM, str]) -> str:
+    return served[1]
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client

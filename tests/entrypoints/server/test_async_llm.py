@@ -1,0 +1,434 @@
+"""AsyncLLM: answers equal to LLM's, ends of every kind, and slow consumers that hold up nobody."""
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from event_loops import TIME_LIMIT_S, on_a_loop, run, until
+from http_server import num_open
+
+from nanovllm import AsyncLLM, EngineError, RequestError, SamplingParams, async_llm
+from nanovllm.engine.setup import Internals
+from nanovllm.errors import WorkerDiedError
+from nanovllm.executor.base import LaunchedStep
+from nanovllm.plan.outputs import RequestOutput
+from nanovllm.plan.step_plan import StepPlan
+from nanovllm.request_stream import RequestUpdate
+from nanovllm.sampling_params import StructuredOutputs
+from nanovllm.text.request_check import Prompt
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "num_kvcache_blocks": 40,
+    "max_num_batched_tokens": 300,
+    "enforce_eager": True,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in step", "ahead"])
+def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[AsyncLLM]:
+    engine = AsyncLLM(model, internals=Internals(works_ahead=request.param), **OPTIONS)
+    yield engine
+    assert not engine.is_failed
+    engine.close()
+
+
+async def collect(updates: AsyncIterator[RequestUpdate]) -> dict[int, tuple[str, list[int], RequestOutput]]:
+    """Index -> the joined texts and tokens of its updates, and the output, which no other update may follow."""
+    texts: dict[int, str] = {}
+    token_ids: dict[int, list[int]] = {}
+    outputs: dict[int, RequestOutput] = {}
+    async for update in updates:
+        assert update.index not in outputs
+        texts[update.index] = texts.get(update.index, "") + update.text
+        token_ids[update.index] = token_ids.get(update.index, []) + update.token_ids
+        if update.output is not None:
+            outputs[update.index] = update.output
+    return {index: (texts[index], token_ids[index], outputs[index]) for index in sorted(outputs)}
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_generate_updates_joined_are_the_output_of_llm(engine: AsyncLLM) -> None:
+    prompts: list[Prompt] = ["Hello", [1, 2, 3]]
+    expected = engine.llm.generate(prompts, GREEDY, use_tqdm=False)
+    answers = run(collect(engine.generate(prompts, GREEDY)))
+    for (text, token_ids, output), llm_output in zip(answers.values(), expected, strict=True):
+        assert text == output["text"] == llm_output["text"]
+        assert token_ids == output["token_ids"] == llm_output["token_ids"]
+
+
+def test_generate_several_answers_numbers_them_by_prompt(engine: AsyncLLM) -> None:
+    params = SamplingParams(temperature=1.5, max_tokens=6, ignore_eos=True, seed=7, n=3)
+    answers = run(collect(engine.generate(["first", "second"], params)))
+    expected = engine.llm.generate(["first"] * 3 + ["second"] * 3, params.per_answer() * 2, use_tqdm=False)
+    assert [output["token_ids"] for _, _, output in answers.values()] == [each["token_ids"] for each in expected]
+
+
+def test_generate_without_tokens_or_without_text_yields_the_other_alone(engine: AsyncLLM) -> None:
+    ((text, token_ids, output),) = run(collect(engine.generate("Hello", GREEDY, with_tokens=False))).values()
+    assert text == output["text"]
+    assert token_ids == []
+    assert len(output["token_ids"]) == GREEDY.max_tokens
+    ((text, token_ids, output),) = run(collect(engine.generate("Hello", replace(GREEDY, detokenize=False)))).values()
+    assert (text, output["text"], token_ids) == ("", None, output["token_ids"])
+
+
+@on_a_loop
+async def test_busy_consumers_get_fewer_and_longer_updates(model: Path) -> None:
+    """Consumers that take 4 ms of the processor for an update get a quarter of the time at most, and lose nothing."""
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    busy_s: list[float] = []
+
+    async def consume(engine: AsyncLLM, prompt: list[int]) -> None:
+        token_ids: list[int] = []
+        async for update in engine.generate(prompt, params):
+            start_s = time.thread_time()
+            while time.thread_time() - start_s < 0.004:
+                pass
+            busy_s.append(time.thread_time() - start_s)
+            token_ids += update.token_ids
+        assert len(token_ids) == 120
+
+    async with AsyncLLM(model, **OPTIONS) as engine:
+        start_s = time.monotonic()
+        await asyncio.gather(*(consume(engine, [1, 2, 3 + i]) for i in range(8)))
+        elapsed_s = time.monotonic() - start_s
+    assert sum(busy_s) < 0.25 * elapsed_s + 2 * 8 * 0.005  # the first and the last updates are not waited for
+    assert len(busy_s) < 8 * 120
+
+
+def test_streams_that_have_ended_reach_their_consumers_after_another_loop_has_followed(model: Path) -> None:
+    """A new loop may follow once all requests have ended, even if not all consumers have been woken."""
+
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+    async def submit(engine: AsyncLLM) -> list[asyncio.Task[Any]]:
+        tasks = [asyncio.ensure_future(collect(engine.generate([[1, 2, 3]], params))) for _ in range(30)]
+        await until(lambda: len(engine._dispatcher._streams) == 30)
+        while num_open(engine):
+            time.sleep(0.005)  # the loop is busy until all have ended,
+        time.sleep(0.1)  # and until that has been handed over
+        while engine._dispatcher._streams:
+            await asyncio.sleep(0)
+        assert engine._dispatcher._has_more, "some consumers have not been woken yet"
+        return tasks
+
+    engine, first_loop = AsyncLLM(model, **OPTIONS), asyncio.new_event_loop()
+    tasks = first_loop.run_until_complete(asyncio.wait_for(submit(engine), TIME_LIMIT_S))
+    run(collect(engine.generate("Hello", GREEDY)))
+    answers = first_loop.run_until_complete(asyncio.wait_for(asyncio.gather(*tasks), TIME_LIMIT_S))
+    assert [len(answer[0][1]) for answer in answers] == [60] * 30
+    first_loop.close()
+    engine.close()
+
+
+@on_a_loop
+async def test_observer_that_raises_does_not_stop_other_streams(model: Path) -> None:
+    class Broken:
+        def updated(self, index: int) -> None: ...
+
+        def finished(self, output: RequestOutput) -> None:
+            raise ValueError("an observer failed")
+
+        def closed(self, num_open: int) -> None: ...
+
+    reported: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(str(context["exception"])))
+    async with AsyncLLM(model, **OPTIONS) as engine:
+        stream = await engine.submit([[1, 2, 3]], GREEDY)
+        stream.observer = Broken()
+        await until(lambda: bool(reported))
+        await collect(engine.generate("Hello", GREEDY))
+    assert reported == ["an observer failed"]
+
+
+@on_a_loop
+async def test_generate_many_at_once_answers_each(engine: AsyncLLM) -> None:
+    prompts = [[1 + i, 2, 3] for i in range(60)]
+    expected = engine.llm.generate(prompts, GREEDY, use_tqdm=False)
+    answers = await asyncio.gather(*(collect(engine.generate(prompt, GREEDY)) for prompt in prompts))
+    assert [answer[0][2]["token_ids"] for answer in answers] == [each["token_ids"] for each in expected]
+    assert [answer[0][1] for answer in answers] == [each["token_ids"] for each in expected]
+
+
+@on_a_loop
+async def test_generate_beside_a_blocking_call_both_are_answered(engine: AsyncLLM) -> None:
+    blocking = asyncio.to_thread(engine.llm.generate, ["Hello"] * 3, GREEDY, False)
+    answers, outputs = await asyncio.gather(collect(engine.generate("Hello", GREEDY)), blocking)
+    assert all(output["token_ids"] == answers[0][1] for output in outputs)
+
+
+def test_generate_impossible_request_raises_and_queues_nothing(engine: AsyncLLM) -> None:
+    prompts: list[Prompt] = ["Hello", list(range(256)) * 9]
+    with pytest.raises(RequestError, match="max_model_len"):
+        run(collect(engine.generate(prompts, GREEDY)))
+    assert num_open(engine) == 0
+
+
+# -- consumers -------------------------------------------------------------------------------------------------------
+
+
+@on_a_loop
+async def test_stream_slow_consumer_gets_merged_updates_and_holds_up_nobody(engine: AsyncLLM) -> None:
+    stream = await engine.submit("slow", SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    ((_, _, fast),) = (await collect(engine.generate("fast", GREEDY))).values()
+    await until(lambda: not engine._dispatcher._streams)  # all has arrived
+    updates = [update async for update in stream]
+    assert len(fast["token_ids"]) == 8
+    assert len(updates) == 1  # all steps in one update
+    assert updates[0].output is not None
+    assert updates[0].token_ids == updates[0].output["token_ids"]
+    assert updates[0].text == updates[0].output["text"]
+
+
+@on_a_loop
+async def test_consumers_have_everything_before_a_long_step_is_launched(model: Path) -> None:
+    """Launching takes long, and holds the lock of Python that they need. Each of 12 takes a while for its update."""
+    num_streams, taken, num_late = 12, Counter[int](), []
+    options = OPTIONS | {"max_num_batched_tokens": 400, "max_num_seqs": 64, "num_kvcache_blocks": 60}
+    options |= {"max_step_ms": 1000.0}
+    engine = AsyncLLM(model, internals=Internals(works_ahead=True), **options)
+    engine._dispatcher._max_passing_s = 10.0
+    bound = engine.llm.scheduler.sharing.bound
+    assert bound is not None
+    bound.times.graph_tokens = 1  # as where there are graphs: no chunk runs in every step, however fast the machine is
+    launch = engine.llm.engine.executor.launch
+
+    def noting_launch(plan: StepPlan) -> LaunchedStep:
+        if max(step.num_tokens for step in plan.sequences) > 200:
+            for seq in engine.llm.scheduler.running:
+                if len(seq.prompt_token_ids) == 3:
+                    num_given = seq.num_output_tokens - seq.num_pending_tokens
+                    num_late.append(num_given - taken[seq.prompt_token_ids[2] - 3])
+        return launch(plan)
+
+    engine.llm.engine.executor.launch = noting_launch  # type: ignore[method-assign]
+
+    async def consume(number: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        async with aclosing(engine.generate([1, 2, 3 + number], params)) as updates:
+            async for update in updates:
+                taken[number] += len(update.token_ids)
+                time.sleep(1e-4)
+
+    consumers = [asyncio.create_task(consume(number)) for number in range(num_streams)]
+    await until(lambda: len(taken) == num_streams)
+    async with aclosing(engine.generate([7] * 1000, GREEDY)) as updates:
+        async for _ in updates:
+            pass
+    await asyncio.gather(*consumers)
+    engine.close()
+    assert len(num_late) >= 2 * num_streams and not any(num_late), num_late
+
+
+@on_a_loop
+async def test_step_that_is_planned_when_all_requests_are_aborted_runs_before_the_next_request_comes(
+    model: Path,
+) -> None:
+    """Regression: it was a long step, and it ran before the first step of the next request, perhaps minutes later. It
+    cannot be dropped: prompts are promised the K and V that it writes.
+    """
+    engine = AsyncLLM(model, internals=Internals(works_ahead=True), **(OPTIONS | {"max_step_ms": 1000.0}))
+    steps, turns = engine.llm.engine._steps, engine.llm.engine._turns
+    answer = await engine.submit([1, 2, 3], ENDLESS)
+    await anext(answer)
+    prompt = await engine.submit([7] * 1000, GREEDY)
+    async for _ in answer:
+        with turns.lock:  # no step can begin
+            if steps._planned is not None and turns._owner is None:
+                answer.close()
+                prompt.close()
+                break
+    assert not engine.llm.engine.has_requests
+    await until(lambda: steps._planned is None)
+    engine.close()
+
+
+@on_a_loop
+async def test_idle_engine_builds_plans_in_the_thread_of_its_steps_and_makes_way_for_requests(model: Path) -> None:
+    """Regression: cuDNN's plans were built in the thread that started the engine, and were of no use to the steps."""
+    engine = AsyncLLM(model, **OPTIONS)
+    threads, num_open_before, num_left = [], [], 40
+
+    def build_next_plan() -> bool:
+        nonlocal num_left
+        threads.append(threading.current_thread())
+        num_open_before.append(num_open(engine))
+        num_left -= num_left > 0
+        time.sleep(0.005)
+        return num_left > 0
+
+    await until(lambda: not engine._thread._has_plans_to_build)  # the backend has none
+    engine.llm.engine.build_next_plan = build_next_plan  # type: ignore[method-assign]
+    engine._thread._has_plans_to_build = True
+    await collect(engine.generate("Hello", GREEDY))
+    assert num_left > 0, "all plans were built before the request ran"
+    await until(lambda: not engine._thread._has_plans_to_build)
+    assert set(threads) == {engine._thread} and not any(num_open_before) and len(threads) == 40
+    engine.close()
+
+
+# -- ends ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_updates", [0, 1, 5])
+@on_a_loop
+async def test_generate_closed_early_aborts_within_a_step(engine: AsyncLLM, num_updates: int) -> None:
+    async with aclosing(engine.generate("Hello", ENDLESS)) as updates:
+        seen = 0
+        while seen < num_updates:
+            seen += bool(await anext(updates))
+    num_steps = engine.llm.stats()["num_steps"]
+    await until(lambda: num_open(engine) == 0)
+    assert engine.llm.stats()["num_steps"] <= num_steps + 2
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.001, 0.004, 0.02, 0.1])
+@on_a_loop
+async def test_generate_task_cancelled_at_any_stage_leaves_nothing(engine: AsyncLLM, delay_s: float) -> None:
+    tasks = [asyncio.create_task(collect(engine.generate("Hello", ENDLESS))) for _ in range(4)]
+    await asyncio.sleep(delay_s)
+    for task in tasks:
+        task.cancel()
+    assert all(
+        isinstance(each, asyncio.CancelledError) for each in await asyncio.gather(*tasks, return_exceptions=True)
+    )
+    await until(lambda: num_open(engine) == 0)
+    assert not engine._dispatcher._streams
+
+
+def test_second_loop_after_the_first_works_and_beside_it_is_refused(engine: AsyncLLM) -> None:
+    async def nested() -> None:
+        stream = await engine.submit("Hello", ENDLESS)
+        try:
+            with pytest.raises(RuntimeError, match="one loop at a time"):
+                await asyncio.to_thread(lambda: asyncio.run(collect(engine.generate("Hello", GREEDY))))
+        finally:
+            stream.close()
+
+    run(nested())
+    assert run(collect(engine.generate("Hello", GREEDY)))
+
+
+def test_loop_closed_with_open_requests_next_loop_aborts_them(engine: AsyncLLM) -> None:
+    run(engine.submit("Hello", ENDLESS))
+    run(collect(engine.generate("Hello", GREEDY)))
+    run(until(lambda: num_open(engine) == 0))
+
+
+@on_a_loop
+async def test_close_gives_open_requests_a_last_update(model: Path) -> None:
+    async with AsyncLLM(model, **OPTIONS) as engine:
+        stream = await engine.submit("Hello", ENDLESS)
+        updates = [await anext(stream)]
+    updates += [update async for update in stream]
+    with pytest.raises(EngineError, match="closed"):
+        await engine.submit("Hello", GREEDY)
+    engine.close()
+    assert not engine._thread.is_alive()
+    assert not engine.is_failed
+    output = updates[-1].output
+    assert output is not None
+    assert output["finish_reason"] == "abort"
+    assert [token_id for update in updates for token_id in update.token_ids] == output["token_ids"]
+
+
+@pytest.mark.parametrize("works_ahead", [False, True])
+@on_a_loop
+async def test_step_that_raises_fails_open_and_later_requests(model: Path, works_ahead: bool) -> None:
+    def fall(*args: Any) -> LaunchedStep:
+        raise OSError("the GPU fell off")
+
+    async with AsyncLLM(model, internals=Internals(works_ahead=works_ahead), **OPTIONS) as engine:
+        watcher = asyncio.create_task(engine.wait_for_failure())
+        streams = [await engine.submit("Hello", ENDLESS) for _ in range(3)]
+        await anext(streams[0])
+        engine.llm.engine.executor.launch = fall  # type: ignore[method-assign]
+        for stream in streams:
+            with pytest.raises(EngineError, match="the GPU fell off"):
+                await collect(stream)
+        assert "the GPU fell off" in str(await watcher)
+        assert engine.is_failed
+        assert engine.failure is await engine.wait_for_failure()
+        with pytest.raises(EngineError, match="the GPU fell off"):
+            await engine.submit("Hello", GREEDY)
+
+
+@on_a_loop
+async def test_dead_rank_fails_an_engine_that_is_idle(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_a_death() -> None:
+        raise WorkerDiedError("worker rank 1 died")
+
+    monkeypatch.setattr(async_llm, "CHECK_INTERVAL_S", 0.01)
+    async with AsyncLLM(model, **OPTIONS) as engine:
+        engine.llm.engine.executor.check = find_a_death  # type: ignore[method-assign]
+        assert "rank 1 died" in str(await engine.wait_for_failure())
+
+
+def test_constructor_bad_option_raises_and_leaves_no_thread(model: Path) -> None:
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        AsyncLLM(model, **(OPTIONS | {"max_num_seqs": 0}))
+
+
+@on_a_loop
+async def test_answers_that_share_their_edits_are_those_of_separate_requests(engine: AsyncLLM) -> None:
+    for more in (
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "logit_bias": {65: 4.0, 66: 4.0}, "min_tokens": 4},
+        {"bad_words": ["A", "BC", "BBB"], "logit_bias": {33: 6.0, 34: 6.0, 35: 6.0}},
+        {"structured_outputs": StructuredOutputs(regex="[a-f]{3,9}")},
+    ):
+        params = SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True, **more)  # type: ignore[arg-type]
+        stream = await engine.submit([[1, 2, 3]], params)
+        found = [output["token_ids"] for output in await stream.outputs()]
+        answers = [engine.llm.generate([[1, 2, 3]], each, use_tqdm=False)[0] for each in params.per_answer()]
+        assert found == [answer["token_ids"] for answer in answers]
+        assert len({*map(str, (answer["token_ids"] for answer in answers))}) == 3
+
+
+@on_a_loop
+async def test_sequences_are_made_off_the_event_loop(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with a repetition penalty, a long prompt blocked the loop for 0.1 s an answer."""
+    makers: list[int] = []
+    make = engine.llm.engine.make_sequence
+
+    def make_and_note(*args: Any) -> Any:
+        makers.append(threading.get_ident())
+        return make(*args)
+
+    monkeypatch.setattr(engine.llm.engine, "make_sequence", make_and_note)
+    params = SamplingParams(n=3, repetition_penalty=1.5, max_tokens=2)
+    outputs = await collect(engine.generate([[1, 2]], params))
+    assert len(outputs) == len(makers) == 3
+    assert threading.get_ident() not in makers
+
+
+def test_dropped_engine_ends_its_thread_and_is_collected(model: Path) -> None:
+    """The thread referred to the AsyncLLM, which nothing but `close` could end, with all of its memory."""
+
+    async def answer(engine: AsyncLLM) -> None:
+        async for _ in engine.generate([1, 2, 3], GREEDY):
+            pass
+
+    engine = AsyncLLM(model, **OPTIONS)
+    asyncio.run(answer(engine))
+    thread, held = engine._thread, weakref.ref(engine.llm.engine)
+    del engine
+    gc.collect()  # the task of the answer
+    thread.join(30)
+    assert not thread.is_alive()
+    del thread
+    assert held() is None

@@ -1,0 +1,318 @@
+"""Connections that are idle, slow, too many or given up: they harm nobody, and hold nothing for ever."""
+
+import json
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from http_server import OPTIONS, app_server, as_http, http_server, num_open, wait_until, wait_until_idle
+
+from nanovllm import AsyncLLM
+from nanovllm.entrypoints.server import make_app
+from nanovllm.entrypoints.server.app import Site
+from nanovllm.entrypoints.server.gate import ApiKeys
+from nanovllm.entrypoints.server.lifecycle import SPARE_FILES, Connection, ConnectionLimits, raise_file_limit
+from nanovllm.entrypoints.server.options import ServerOptions
+
+BODY: dict[str, Any] = {"prompt": "Hello", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+ENDLESS = BODY | {"max_tokens": 1500}
+SHORT = BODY | {"max_tokens": 8}
+PIECES, PIECE = 64, bytes(1 << 18)  # more than the kernel buffers
+ENOUGH_FILES = 100_000
+
+
+def make_engine(model: Path) -> AsyncLLM:
+    return AsyncLLM(
+        model, device="cpu", dtype="float32", num_kvcache_blocks=40, max_num_batched_tokens=300, enforce_eager=True
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny(model: Path) -> Iterator[tuple[AsyncLLM, str]]:
+    """The engine, and the address of a server without limits."""
+    engine = make_engine(model)
+    with http_server(engine) as url:
+        yield engine, url
+    assert not engine.is_failed
+    engine.close()
+
+
+@pytest.fixture
+def engine(tiny: tuple[AsyncLLM, str]) -> AsyncLLM:
+    return tiny[0]
+
+
+async def send_much(scope: Any, receive: Any, send: Any) -> None:
+    """An application with a large answer: in pieces, or at /whole at once."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    if scope["path"] == "/whole":
+        await send({"type": "http.response.body", "body": PIECE * PIECES})
+        return
+    for _ in range(PIECES):
+        await send({"type": "http.response.body", "body": PIECE, "more_body": True})
+    await send({"type": "http.response.body"})
+
+
+class SmallBuffers(Connection):
+    """Lets the kernel buffer little, so that the server soon sees what a client has read."""
+
+    def connection_made(self, transport: Any) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        super().connection_made(transport)
+
+
+@contextmanager
+def limited_server(app: Any, limits: ConnectionLimits) -> Iterator[tuple[str, int]]:
+    with app_server(app, http=partial(SmallBuffers, limits=limits)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        yield host, int(port)
+
+
+def connect(address: tuple[str, int], data: bytes = b"") -> socket.socket:
+    """A connection with a small receive buffer."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(20)
+    connection.connect(address)
+    connection.sendall(data)
+    return connection
+
+
+def send_request(url: str, body: dict[str, Any]) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return connect((host, int(port)), as_http(body))
+
+
+def is_answering(url: str) -> bool:
+    return httpx.post(f"{url}/v1/completions", json=SHORT, timeout=20).status_code == 200
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Until the server closes the connection."""
+    received = b""
+    while data := connection.recv(1 << 20):
+        received += data
+    return received
+
+
+def read_until(connection: socket.socket, mark: bytes) -> bytes:
+    received = b""
+    while mark not in received:
+        data = connection.recv(1 << 20)
+        assert data, f"the server has closed the connection after {received!r}"
+        received += data
+    return received
+
+
+def is_answered(address: tuple[str, int]) -> bool:
+    try:
+        return b"200 OK" in read_all(connect(address, b"GET /health HTTP/1.0\r\n\r\n"))
+    except ConnectionError:  # it was refused before it was read
+        return False
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.slow
+def test_hundreds_of_idle_and_slow_connections_harm_no_stream(engine: AsyncLLM) -> None:
+    app = make_app(engine, OPTIONS)
+    with limited_server(app, ConnectionLimits(60, 60, ENOUGH_FILES)) as address, ExitStack() as connections:
+        url = f"http://{address[0]}:{address[1]}/v1/completions"
+        expected = httpx.post(url, json=BODY, timeout=20).json()["choices"][0]["text"]
+        num_files_before = num_files()
+        whole = as_http(BODY)
+        for i in range(300):
+            connections.enter_context(connect(address, whole[: (0, 40, len(whole) - 3)[i % 3]]))
+        with httpx.stream("POST", url, json=BODY | {"stream": True}, timeout=20) as response:
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert lines.pop() == "[DONE]"
+        assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected
+        assert num_files() >= 2 * 300  # both ends of all connections
+        connections.close()
+        wait_until(lambda: num_files() <= num_files_before)
+
+
+def test_two_lengths_of_a_body_are_refused_and_the_connection_closed(engine: AsyncLLM) -> None:
+    """Regression: it was answered by one of them, and went on, as RFC 9112, 6.1 forbids."""
+    site = Site(engine, ServerOptions(served_model_name=("tiny",)), ApiKeys([]))
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    with limited_server(site.gate.outermost, ConnectionLimits(60, 60, ENOUGH_FILES)) as address:
+        connection = connect(address, head + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = read_all(connection).decode()  # as the server closes it
+    assert answer.startswith("HTTP/1.1 400 ") and "Transfer-Encoding" in answer and answer.count("HTTP/1.1") == 1
+
+
+def test_head_that_does_not_arrive_in_time_is_cut_off(engine: AsyncLLM) -> None:
+    """Regression: a connection that had sent no request, or the first byte of a second one, stayed open for ever."""
+    app = make_app(engine, OPTIONS)
+    with limited_server(app, ConnectionLimits(1.0, 60, ENOUGH_FILES)) as address:
+        running = connect(address, as_http(BODY | {"stream": True}))
+        second = connect(address, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert read_until(second, b'"ready"}').startswith(b"HTTP/1.1 200")
+        second.sendall(b"G")
+        for slow in (connect(address), connect(address, b"GET /health HTTP/1.1\r\nHost"), second):
+            assert read_all(slow) == b""
+        read_until(running, b"data: [DONE]")  # an answer may take longer
+        running.close()
+
+
+@pytest.mark.parametrize("path", ["pieces", "whole"])
+def test_client_that_takes_nothing_is_cut_off(path: str) -> None:
+    """Regression: whoever does not read kept a connection, and an answer of any size, for as long as it wished."""
+    with limited_server(send_much, ConnectionLimits(60, 1.0, ENOUGH_FILES)) as address:
+        num_files_before = num_files()
+        head = f"GET /{path} HTTP/1.1\r\nHost: x\r\nConnection: "
+        unread = [connect(address, f"{head}{then}\r\n\r\n".encode()) for then in ("keep-alive", "close")]
+        assert all(each.recv(12) == b"HTTP/1.1 200" for each in unread)
+        wait_until(lambda: num_files() <= num_files_before + 2)  # the server's ends
+        for each in unread:
+            each.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["pieces", "whole"])
+def test_client_that_reads_slowly_is_not_cut_off(path: str) -> None:
+    with limited_server(send_much, ConnectionLimits(60, 1.5, ENOUGH_FILES)) as address:
+        slow = connect(address, f"GET /{path} HTTP/1.0\r\n\r\n".encode())
+        received = 0
+        for _ in range(8):
+            time.sleep(0.25)  # 2 s in all, longer than the limit
+            for _ in range(64):
+                received += len(slow.recv(1 << 16))
+        received += len(read_all(slow))
+        slow.close()
+    assert received > PIECES * len(PIECE)
+
+
+def test_connections_beyond_the_limit_on_files_are_refused_and_reported(
+    engine: AsyncLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = ConnectionLimits(60, 60, num_files() + SPARE_FILES + 20)
+    assert limits.max_connections == 20
+    with limited_server(make_app(engine, OPTIONS), limits) as address:
+        idle = [connect(address) for _ in range(20)]
+        for _ in range(3):
+            head, _, body = read_all(connect(address)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503") and b"Retry-After" in head
+            assert json.loads(body)["error"]["code"] == "service_unavailable"
+        assert [record.message for record in caplog.records if "limit on open files" in record.message] == [
+            "nanovllm: 20 connections are open, more would exceed the limit on open files; new ones get status 503; "
+            "raise the hard limit (ulimit -Hn)"
+        ]
+        for each in idle:
+            each.close()
+        wait_until(lambda: is_answered(address))
+
+
+def test_raise_file_limit_takes_the_hard_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        assert raise_file_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# -- clients that leave, or read late ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_client_that_disconnects_ends_its_request_within_a_step(tiny: tuple[AsyncLLM, str], streams: bool) -> None:
+    engine, url = tiny
+    for n in (1, 3):
+        connection = send_request(url, ENDLESS | {"stream": streams, "n": n})
+        wait_until(lambda n=n: num_open(engine) == n)  # type: ignore[misc]
+        if streams:
+            assert connection.recv(100)
+        num_steps = engine.llm.stats()["num_steps"]
+        connection.close()
+        wait_until_idle(engine)
+        assert engine.llm.stats()["num_steps"] < num_steps + 200  # not 1500; the loop needs a moment to notice
+
+
+def test_client_that_disconnects_at_any_stage_leaves_nothing(tiny: tuple[AsyncLLM, str]) -> None:
+    engine, url = tiny
+    for delay_s in (0, 0.001, 0.003, 0.01, 0.03):
+        for connection in [send_request(url, ENDLESS | {"stream": i % 2 == 0}) for i in range(8)]:
+            time.sleep(delay_s)
+            connection.close()
+        assert is_answering(url)
+        wait_until_idle(engine)
+        wait_until(lambda: not engine._dispatcher._streams)
+
+
+def test_client_that_leaves_after_the_last_token_leaves_nothing(tiny: tuple[AsyncLLM, str]) -> None:
+    """It goes when the reason of the end has arrived, and [DONE] has not been read; or with a whole answer unread."""
+    engine, url = tiny
+    for i in range(20):
+        connection = send_request(url, SHORT | {"stream": i % 2 == 0})
+        if i % 2 == 0:
+            read_until(connection, b'"finish_reason": "length"')
+        else:
+            wait_until(lambda: num_open(engine) == 0)
+        connection.close()
+    wait_until(lambda: not engine._dispatcher._streams)
+    assert is_answering(url)
+
+
+def test_client_that_leaves_during_its_prefill_ends_its_request(tiny: tuple[AsyncLLM, str]) -> None:
+    """The prompts are longer than a step; those behind the first ones leave while they wait."""
+    engine, url = tiny
+    body = ENDLESS | {"prompt": [5] * 1500, "max_tokens": 500}
+    for connection in [send_request(url, body | {"stream": i % 2 == 0}) for i in range(6)]:
+        wait_until(lambda: num_open(engine) > 0)
+        connection.close()
+    wait_until_idle(engine)
+    wait_until(lambda: not engine._dispatcher._streams)
+
+
+def test_client_that_does_not_read_holds_up_nobody(tiny: tuple[AsyncLLM, str]) -> None:
+    engine, url = tiny
+    slow = [send_request(url, ENDLESS | {"stream": True, "n": 4}) for _ in range(3)]
+    assert is_answering(url)
+    for connection in slow:
+        connection.close()
+    wait_until_idle(engine)
+
+
+@pytest.mark.slow
+def test_client_that_reads_late_gets_the_whole_answer(tiny: tuple[AsyncLLM, str]) -> None:
+    engine, url = tiny
+    body = ENDLESS | {"stream": True, "n": 4, "max_tokens": 400}
+    expected = httpx.post(f"{url}/v1/completions", json=body | {"stream": False}, timeout=60).json()
+    connection = send_request(url, body)
+    wait_until(lambda: num_open(engine) == 4)
+    wait_until_idle(engine, limit_s=30)
+    received = read_until(connection, b"[DONE]")
+    connection.close()
+    texts = ["", "", "", ""]
+    for line in received.decode().splitlines():
+        if line.startswith("data: {"):
+            choice = json.loads(line.removeprefix("data: "))["choices"][0]
+            texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in expected["choices"]]
+
+
+def test_engine_that_is_closed_gives_open_requests_their_last_event(model: Path) -> None:
+    engine = make_engine(model)
+    with http_server(engine) as url:
+        with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"stream": True}, timeout=20) as response:
+            lines = response.iter_lines()
+            next(lines)
+            engine.close()
+            events = [line.removeprefix("data: ") for line in lines if line]
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
+        assert httpx.post(f"{url}/v1/completions", json=SHORT).status_code == 503

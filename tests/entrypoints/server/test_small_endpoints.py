@@ -1,0 +1,74 @@
+"""Models, tokens and text, health and version."""
+
+import subprocess
+import sys
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from nanovllm import AsyncLLM, __version__
+
+
+def test_models_lists_all_names_and_finds_each(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", "alias/of tiny"]
+    assert client.models.retrieve("alias/of tiny").id == "alias/of tiny"
+    card = client.models.retrieve("tiny").model_extra or {}
+    assert card["max_model_len"] == card["max_request_tokens"] == 2048
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    done = client.completions.create(model="alias/of tiny", prompt="Hello", max_tokens=1)
+    assert done.model == "tiny"
+
+
+def test_tokenize_and_detokenize_are_inverse(url: str) -> None:
+    body = {"model": "tiny", "prompt": "Grüße, 世界", "return_token_strs": True}
+    tokens = httpx.post(f"{url}/tokenize", json=body).json()
+    assert tokens["tokens"] == list("Grüße, 世界".encode())
+    assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), 2048)
+    assert len(tokens["token_strs"]) == tokens["count"]
+    text = httpx.post(f"{url}/detokenize", json={"model": "tiny", "tokens": tokens["tokens"]}).json()
+    assert text == {"prompt": "Grüße, 世界"}
+
+
+def test_tokenize_messages_gives_the_prompt_of_a_chat(url: str, served: tuple[AsyncLLM, str]) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Hello"}]
+    tokens = httpx.post(f"{url}/tokenize", json={"messages": messages}).json()["tokens"]
+    assert [tokens] == served[0].llm.chat_token_ids(messages)
+
+
+def test_tokenize_and_detokenize_bad_bodies_are_refused(url: str) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    for body in ({}, {"prompt": "x", "messages": messages}, {"prompt": 1}):
+        assert httpx.post(f"{url}/tokenize", json=body).status_code == 400
+    for tokens in ([-1], [9999], ["1"], None):
+        response = httpx.post(f"{url}/detokenize", json={"tokens": tokens})
+        assert response.status_code == 400 and response.json()["error"]["message"]
+
+
+def test_health_and_version_answer(url: str) -> None:
+    health = httpx.get(f"{url}/health")
+    assert (health.status_code, health.json()) == (200, {"status": "ready"})
+    assert httpx.get(f"{url}/version").json() == {"version": __version__}
+
+
+def test_head_is_answered_where_get_is(url: str) -> None:
+    """Regression: only /health and the page took HEAD, which HTTP asks of everything that takes GET."""
+    for path in ("/v1/models", "/v1/models/tiny", "/health", "/version", "/metrics", "/"):
+        head, get = httpx.head(f"{url}{path}"), httpx.get(f"{url}{path}")
+        assert head.status_code == get.status_code == 200 and not head.content, path
+        assert head.headers["content-type"] == get.headers["content-type"]
+    assert httpx.head(f"{url}/v1/models/other").status_code == 404
+
+
+def test_server_without_its_packages_says_what_to_install() -> None:
+    code = "import sys; sys.modules['fastapi'] = None; from nanovllm.entrypoints.server import make_app"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ConfigError" in done.stderr
+    assert "pip install --constraint constraints.txt '.[server]'" in done.stderr
+
+
+def test_server_settings_load_no_web_framework() -> None:
+    code = "import nanovllm.entrypoints.server, sys; sys.exit('fastapi' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

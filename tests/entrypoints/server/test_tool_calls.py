@@ -1,0 +1,488 @@
+"""Tool calls in an answer's text, in both formats, however the text is split."""
+
+import json
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import examples
+
+from nanovllm.entrypoints.server.tool_calls import (
+    HERMES,
+    LLAMA,
+    QWEN_TAGS,
+    CallFormat,
+    ReasoningSplitter,
+    ToolCallDelta,
+    ToolCallParser,
+    call_format_of,
+    make_parser,
+)
+
+FORMATS = pytest.mark.parametrize("call_format", [HERMES, LLAMA], ids=["hermes", "llama"])
+CALL = '{"name": "weather", "arguments": {"city": "Zürich {\\"}"}}'
+LLAMA_CALL = '{"name": "add", "parameters": {"a": [1, {"b": null}], "c": "; "}}'
+FRAGMENTS = (
+    *("<tool_call>", "</tool_call>", "<tool_", "call>", "<|python_tag|>", "<|python", ";", " ", "\n", "<", "{", "}"),
+    *('"', "\\", "text", "0", "[", "]", ":", CALL, LLAMA_CALL, '{"name": "f"}', '{"a": 1}', '{"name": "f", "'),
+    *(f"<tool_call>\n{CALL}\n</tool_call>", f"<|python_tag|>{LLAMA_CALL}", '{"name": "f", "parameters": 3}'),
+)
+TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=8).map("".join)
+
+
+def parse(call_format: CallFormat, pieces: list[str]) -> list[str | tuple[str, str]]:
+    """Everything a parser returns: contents, adjacent ones joined, and the calls' names and arguments."""
+    parser = ToolCallParser(call_format)
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+    joined: list[str | tuple[str, str]] = []
+    for delta in deltas:
+        if isinstance(delta, ToolCallDelta):
+            joined.append((delta.name, delta.arguments))
+        elif joined and isinstance(joined[-1], str):
+            joined[-1] += delta
+        else:
+            joined.append(delta)
+    calls = [delta for delta in deltas if isinstance(delta, ToolCallDelta)]
+    assert [call.call_index for call in calls] == list(range(len(calls)))
+    assert len({call.call_id for call in calls}) == len(calls)
+    return joined
+
+
+def split(text: str, cuts: list[int]) -> list[str]:
+    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    return [text[start:end] for start, end in pairwise(edges)]
+
+
+def calls_by_json(call_format: CallFormat, text: str) -> list[tuple[str, str]]:
+    """The oracle: try json's own decoder after each opening of the whole text."""
+    calls = []
+    position, may_begin = 0, call_format.is_bare
+    while True:
+        if not may_begin:
+            found = text.find(call_format.opening, position)
+            if found < 0:
+                return calls
+            position = found + len(call_format.opening)
+        may_begin = False
+        start = len(text) - len(text[position:].lstrip(" \t\r\n"))
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, start)
+        except ValueError:
+            continue
+        after = text[end:].lstrip(" \t\r\n")
+        if not (after.startswith(call_format.closing) or call_format.closing.startswith(after)):
+            after = text[end:]  # models leave the closing out
+        keys = [key for key in call_format.argument_keys if isinstance(value, dict) and key in value]
+        arguments = value[keys[0]] if keys else {}
+        has_keys = bool(keys) or not call_format.needs_arguments
+        is_call = isinstance(value, dict) and bool(value.get("name")) and has_keys and isinstance(arguments, dict)
+        if not is_call or value.keys() - {"name", *keys}:
+            continue
+        calls.append((value["name"], json.dumps(arguments, ensure_ascii=False)))
+        is_closed = after.startswith(call_format.closing) or call_format.closing.startswith(after)
+        position = min(len(text) - len(after) + len(call_format.closing) * is_closed, len(text))
+        rest = text[position:].lstrip(" \t\r\n")
+        if call_format.separator and rest.startswith(call_format.separator):
+            position, may_begin = len(text) - len(rest) + 1, True
+
+
+@FORMATS
+@settings(max_examples=examples(300), deadline=None)
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 1000), max_size=12))
+def test_parser_any_split_gives_the_same_result(call_format: CallFormat, text: str, cuts: list[int]) -> None:
+    whole = parse(call_format, [text])
+    assert parse(call_format, split(text, cuts)) == whole
+    assert parse(call_format, list(text)) == whole
+
+
+@FORMATS
+@settings(max_examples=examples(300), deadline=None)
+@given(text=TEXTS)
+def test_parser_finds_the_calls_that_json_finds_and_keeps_the_rest(call_format: CallFormat, text: str) -> None:
+    parsed = parse(call_format, [text])
+    calls = [part for part in parsed if isinstance(part, tuple)]
+    assert calls == calls_by_json(call_format, text)
+    position = 0
+    for content in (part for part in parsed if isinstance(part, str)):
+        position = text.index(content, position) + len(content)
+    if not calls:
+        assert "".join(content for content in parsed if isinstance(content, str)) == text
+
+
+def test_hermes_call_at_the_end_needs_no_closing_whether_streamed_or_not() -> None:
+    """Regression: an answer that was not streamed had it as content."""
+    call = ("weather", '{"city": "Zürich {\\"}"}')
+    for end in ("", "\n", "\n</tool_"):
+        text = f"Hm. <tool_call>{CALL}{end}"
+        assert parse(HERMES, [text]) == parse(HERMES, list(text)) == parse_pieces(HERMES, [text]) == ["Hm.", call]
+
+
+def test_hermes_call_without_its_closing_is_one_and_does_not_swallow_the_next() -> None:
+    """Regression: both were content."""
+    call = ("weather", '{"city": "Zürich {\\"}"}')
+    text = f"<tool_call>\n{CALL}\n<tool_call>\n{CALL}\nDone."
+    for pieces in ([text], list(text)):
+        assert parse(HERMES, pieces) == parse_pieces(HERMES, pieces) == [call, call, "\nDone."]
+
+
+def test_answer_that_is_calls_or_text_has_no_calls_after_text() -> None:
+    """A text of a given form can contain what looks like a call."""
+    hermes, llama = f"<tool_call>{CALL}</tool_call>", '{"name": "add", "parameters": {}}'
+    tagged = "<tool_call><function=weather></function></tool_call>"
+    for call_format, call in ((HERMES, hermes), (LLAMA, llama), (QWEN_TAGS, tagged)):
+        schemas: dict[str, Any] = {"weather": {}, "add": {}}
+        for text, num_calls in ((call, 1), (f"\n{call}", 1), (f'["{call}"]', 0), (f"text {call}", 0)):
+            for pieces in ([text], list(text)):
+                for in_pieces in (False, True):
+                    parser = make_parser(call_format, schemas, in_pieces=in_pieces, is_alternative=True)
+                    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+                    calls = [delta for delta in deltas if isinstance(delta, ToolCallDelta) and delta.call_id]
+                    assert len(calls) == num_calls, (text, deltas)
+                    assert num_calls or "".join(map(str, deltas)) == text
+    parser = make_parser(LLAMA, {"other": {}}, in_pieces=True, is_alternative=True)
+    assert parser.feed(llama) + parser.finish() == [llama]
+
+
+def test_hermes_several_calls_and_text_around_them() -> None:
+    text = f"Let me see.\n\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\nDone."
+    call = ("weather", '{"city": "Zürich {\\"}"}')
+    assert parse(HERMES, list(text)) == ["Let me see.", call, call, "\nDone."]
+
+
+def test_hermes_tag_inside_an_argument_does_not_end_the_call() -> None:
+    arguments = json.dumps({"text": "a </tool_call> b <tool_call> c"})
+    text = f'<tool_call>{{"name": "write", "arguments": {arguments}}}</tool_call>'
+    assert parse(HERMES, [text]) == [("write", arguments)]
+
+
+def test_hermes_call_without_arguments_has_an_empty_object() -> None:
+    assert parse(HERMES, ['<tool_call>{"name": "now"}</tool_call>\n']) == [("now", "{}")]
+
+
+def test_llama_calls_with_and_without_the_tag() -> None:
+    call = ("add", '{"a": [1, {"b": null}], "c": "; "}')
+    assert parse(LLAMA, [f"\n{LLAMA_CALL}; {LLAMA_CALL}\n"]) == [call, call]
+    assert parse(LLAMA, [f"<|python_tag|>{LLAMA_CALL};{LLAMA_CALL}"]) == [call, call]
+    assert parse(LLAMA, [f"I add. <|python_tag|>{LLAMA_CALL}"]) == ["I add.", call]
+    assert parse(LLAMA, [f"I add. {LLAMA_CALL}"]) == [f"I add. {LLAMA_CALL}"]
+    assert parse(LLAMA, [f"{LLAMA_CALL}; that is all"]) == [call, "; that is all"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "f", "arguments": {}',  # not complete
+        '{"name": "f", "arguments": {"x": NaN}}',
+        '{"name": "f", "arguments": {"x": 1e999}}',
+        '{"name": "f", "arguments": {"x": "\\ud800"}}',
+        '{"name": "f", "arguments": "{}"}',
+        '{"name": "f", "arguments": {}, "more": 1}',
+        '{"name": "", "arguments": {}}',
+        '{"name": ["f"], "arguments": {}}',
+        '{"arguments": {}}',
+        '{"name": "f", "arguments": {"x": "a\nb"}}',
+        '{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}",
+        '{"name": "f", "arguments": ' + '{"x": ' * 100_000 + "1" + "}" * 100_001,
+    ],
+)
+def test_parser_what_is_not_a_valid_call_is_content(text: str) -> None:
+    tagged = f"<tool_call>{text}</tool_call>"
+    assert parse(HERMES, [tagged]) == [tagged]
+    assert parse(LLAMA, [text]) == [text]
+
+
+def test_hermes_broken_call_does_not_swallow_the_next() -> None:
+    broken = '<tool_call>\n{"name": "f, "arguments": {}}\n</tool_call>'
+    assert parse(HERMES, [f"{broken}\n<tool_call>{CALL}</tool_call>"])[0] == broken
+    assert len(parse(HERMES, [f"{broken}\n<tool_call>{CALL}</tool_call>"])) == 2
+
+
+def test_parser_content_streams_at_once() -> None:
+    parser = ToolCallParser(HERMES)
+    assert [parser.feed(text) for text in ("Hel", "lo <tool", " x")] == [["Hel"], ["lo"], [" <tool x"]]
+
+
+@pytest.mark.parametrize("unit", ['<tool_call>{"', "<tool_call>{", '<tool_call>{"a', '<tool_call>"', "</tool_call>"])
+def test_parser_time_is_linear_in_the_text(unit: str) -> None:
+    """The server parses on the thread that serves all connections."""
+    start_s = time.process_time()
+    parse(HERMES, ['<tool_call>{"' + unit * 30_000])
+    assert time.process_time() - start_s < 2
+
+
+def test_call_format_comes_from_the_template_or_the_architecture() -> None:
+    formats = {
+        "{%- for t in tools %}<tools>{{ t }}</tools>{% endfor %}<tool_call>": HERMES,
+        '{{ \'Respond in the format {"name": function name, "parameters": dictionary of\' }}': LLAMA,
+        "Qwen3ForCausalLM": HERMES,
+        "LlamaForCausalLM": LLAMA,
+        "{{ messages }}": None,
+        "<tool_call>\n<function=example_function_name>": QWEN_TAGS,
+    }
+    assert {source: call_format_of(source) for source in formats} == formats
+
+
+# -- arguments in pieces ---------------------------------------------------------------------------------------------
+
+
+def parse_pieces(call_format: CallFormat, pieces: list[str], schemas: dict[str, Any] | None = None) -> list[Any]:
+    """Do what `parse` does, and put the arguments of each call together."""
+    parser = make_parser(call_format, schemas or {}, in_pieces=True)
+    joined: list[Any] = []
+    for delta in [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish():
+        if isinstance(delta, ToolCallDelta) and delta.call_id:
+            joined.append((delta.name, delta.arguments))
+        elif isinstance(delta, ToolCallDelta):
+            joined[-1] = (joined[-1][0], joined[-1][1] + delta.arguments)
+        elif joined and isinstance(joined[-1], str):
+            joined[-1] += delta
+        else:
+            joined.append(delta)
+    return joined
+
+
+@FORMATS
+@settings(max_examples=examples(300), deadline=None)
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 1000), max_size=12))
+def test_pieces_any_split_gives_the_same_result(call_format: CallFormat, text: str, cuts: list[int]) -> None:
+    whole = parse_pieces(call_format, [text])
+    assert parse_pieces(call_format, split(text, cuts)) == whole
+    assert parse_pieces(call_format, list(text)) == whole
+
+
+def test_pieces_begin_as_soon_as_the_name_is_known() -> None:
+    parser = make_parser(HERMES, {}, in_pieces=True)
+    fed = [
+        parser.feed(text)
+        for text in ('<tool_call>\n{"name": "f", "arguments": ', '{"city"', ': "Bern"}', "}\n</tool_call>")
+    ]
+    assert fed[0] == fed[3] == []
+    first, begun, more = (each for each in (*fed[1], *fed[2]) if isinstance(each, ToolCallDelta))
+    assert (first.name, first.arguments) == ("f", "") and first.call_id.startswith("call_")
+    assert (begun[1:], more[1:]) == (("", "", '{"city"'), ("", "", ': "Bern"}'))
+
+
+def test_pieces_of_valid_calls_are_those_of_whole_calls() -> None:
+    for call_format, text in (
+        (HERMES, f"Hm.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\nDone."),
+        (LLAMA, f"{LLAMA_CALL}; {LLAMA_CALL}"),
+    ):
+        assert parse_pieces(call_format, list(text)) == parse(call_format, [text])
+
+
+def test_pieces_of_a_call_that_breaks_off_stay_a_call() -> None:
+    begun = '<tool_call>{"name": "f", "arguments": {"x": '
+    assert parse_pieces(HERMES, [begun]) == [("f", '{"x": ')]
+    assert parse_pieces(HERMES, [f"{begun}?}}</tool_call> text"]) == [("f", '{"x": '), "?}</tool_call> text"]
+
+
+# -- calls between tags ----------------------------------------------------------------------------------------------
+
+TAGGED = """<tool_call>
+<function=weather>
+<parameter=city>
+Bern
+"quoted"
+</parameter>
+<parameter=days>
+3
+</parameter>
+</function>
+</tool_call>"""
+WEATHER = {"weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
+TAGGED_FRAGMENTS = st.sampled_from(
+    (*TAGGED.splitlines(keepends=True), TAGGED, "<tool_", "<function=f>", "<par", "</function>", " ", "\n", "text", "<")
+)
+
+
+def test_tagged_calls_have_values_of_their_schema() -> None:
+    call = ("weather", '{"city": "Bern\\n\\"quoted\\"", "days": 3}')
+    assert parse_pieces(QWEN_TAGS, list(f"Let me see.\n{TAGGED}\n{TAGGED}\nDone."), WEATHER) == [
+        "Let me see.",
+        call,
+        call,
+        "\nDone.",
+    ]
+    assert parse_pieces(QWEN_TAGS, [TAGGED])[0][1].endswith('"days": "3"}')  # a schema that says nothing
+    assert parse_pieces(QWEN_TAGS, ["<tool_call><function=now></function></tool_call>"]) == [("now", "{}")]
+    assert parse_pieces(QWEN_TAGS, ["<tool_call> is a tag"]) == ["<tool_call> is a tag"]
+
+
+@pytest.mark.parametrize(
+    ("inner", "arguments"),
+    [
+        ("<parameter=city>\nBern\n</function>\n</tool_call>", {"city": "Bern"}),
+        ("<parameter=city>\nBern\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>", None),
+        ("<parameter=city>\nBern\n<parameter=days>\n3\n</function>\n</tool_call>", None),
+        ("<parameter=city>Bern</parameter><parameter=days>3</parameter></function></tool_call>", None),
+        ("<parameter=city>Bern<parameter=days>3</function></tool_call>", None),
+        (" <parameter=city>\n Bern\n </parameter>\n\n </function>\n</tool_call>", {"city": " Bern"}),
+        ("<parameter=city>\nBern</parameter>\n<parameter=days> 3 </parameter>\n</tool_call>", None),
+        ("<parameter=city>\nBern\n</parameter>\n</parameter>\n</function>\n</tool_call>", {"city": "Bern"}),
+        ("<parameter=city>\nBern\n</parameter>\n</function>", {"city": "Bern"}),
+        ("<parameter=city>\nBern\n</tool_call>", {"city": "Bern"}),
+        ("<parameter=city>\nBern\n</parameter>\n</tool", {"city": "Bern"}),
+        (
+            "<parameter=city>\na </parameter> b </function> c\n</parameter>\n</function>\n</tool_call>",
+            {"city": "a </parameter> b </function> c"},
+        ),
+        ("<parameter=city>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>", {"city": "<parameter=x>\n1"}),
+        ("<parameter=city>\n\n</parameter>\n</function>\n</tool_call>", {"city": ""}),
+        ("<parameter=city>\n</parameter>\n</function>\n</tool_call>", {"city": ""}),
+        (
+            '<parameter=list>\n["</parameter></function>", "a\\""]\n</parameter>\n</function>\n</tool_call>',
+            {"list": ["</parameter></function>", 'a"']},
+        ),
+        ('<parameter=list>\n["a, b\n</parameter>\n</function>\n</tool_call>', {"list": '["a, b'}),
+        ("<parameter=flag>\nTrue\n</parameter>\n</function>\n</tool_call>", {"flag": True}),
+        ("</function>\n</tool_call>", {}),
+        ("</tool_call>", {}),
+    ],
+)
+def test_tagged_call_with_tags_left_out_is_whole_and_does_not_swallow_the_next(inner: str, arguments: Any) -> None:
+    """Regression: without its closing tag a value was lost, and the next call with it."""
+    schemas = {
+        "weather": {
+            "properties": WEATHER["weather"]["properties"] | {"list": {"type": "array"}, "flag": {"type": "boolean"}}
+        }
+    }
+    expected = ("weather", {"city": "Bern", "days": 3} if arguments is None else arguments)
+    call = f"<tool_call>\n<function=weather>\n{inner}"
+    texts = [call, f"Hm.\n{call}"] + [f"{call}\n{TAGGED}"] * inner.endswith("</tool_call>")
+    for text in texts:
+        for pieces in ([text], list(text), split(text, [7, 20, 33, 48])):
+            found = parse_pieces(QWEN_TAGS, pieces, schemas)
+            calls = [(part[0], json.loads(part[1])) for part in found if isinstance(part, tuple)]
+            assert calls == [expected] + [("weather", {"city": 'Bern\n"quoted"', "days": 3})] * (TAGGED in text[1:]), (
+                text
+            )
+            assert [part for part in found if isinstance(part, str)] == ["Hm."] * text.startswith("Hm.")
+
+
+def test_tagged_call_needs_no_opening_if_the_tool_is_known() -> None:
+    """Qwen3-Coder leaves <tool_call> out."""
+    call = TAGGED.removeprefix("<tool_call>\n")
+    for text in (f"Hm.\n{call}", f"Hm.\n{call}\n{call}", f"Hm.\n{call.removesuffix('</tool_call>')}"):
+        for pieces in ([text], list(text)):
+            found = parse_pieces(QWEN_TAGS, pieces, WEATHER)
+            assert found == [
+                "Hm.",
+                *[("weather", '{"city": "Bern\\n\\"quoted\\"", "days": 3}')] * text.count("<function="),
+            ]
+    text = "The tag <function=other> is not a call."
+    assert parse_pieces(QWEN_TAGS, list(text), WEATHER) == [text]
+
+
+def test_tagged_call_of_an_unknown_tool_is_returned() -> None:
+    """The client tells the model which tools there are."""
+    text = TAGGED.replace("weather", "wether")
+    assert parse_pieces(QWEN_TAGS, [text], WEATHER) == [("wether", '{"city": "Bern\\n\\"quoted\\"", "days": "3"}')]
+    assert parse(HERMES, ['<tool_call>{"name": "wether", "arguments": {}}</tool_call>']) == [("wether", "{}")]
+
+
+def test_tagged_call_that_is_cut_off_stays_as_it_is() -> None:
+    """A client might execute a call with a part of a value."""
+    for text, arguments in (
+        (TAGGED[:60], "{"),
+        (TAGGED[: TAGGED.index("\n</parameter>") + 12], "{"),
+        (TAGGED[: TAGGED.index("<parameter=days>") + 5], '{"city": "Bern\\n\\"quoted\\""'),
+    ):
+        parser = make_parser(QWEN_TAGS, WEATHER, in_pieces=True)
+        deltas = parser.feed(text) + parser.finish(is_cut=True)
+        assert "".join(delta.arguments for delta in deltas if isinstance(delta, ToolCallDelta)) == arguments, text
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(fragments=st.lists(TAGGED_FRAGMENTS, max_size=12), cuts=st.lists(st.integers(0, 1000), max_size=12))
+def test_tagged_calls_any_split_gives_the_same_result(fragments: list[str], cuts: list[int]) -> None:
+    text = "".join(fragments)
+    whole = parse_pieces(QWEN_TAGS, [text], WEATHER)
+    assert parse_pieces(QWEN_TAGS, split(text, cuts), WEATHER) == whole
+    assert parse_pieces(QWEN_TAGS, list(text), WEATHER) == whole
+
+
+# -- reasoning -------------------------------------------------------------------------------------------------------
+
+
+def split_reasoning(pieces: list[str], has_begun: bool = False) -> tuple[str, str]:
+    splitter = ReasoningSplitter(has_begun)
+    parts = [splitter.feed(piece) for piece in pieces] + [splitter.feed("", is_last=True)]
+    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+
+
+def test_reasoning_is_split_from_the_answer() -> None:
+    for text, has_begun, expected in (
+        ("<think>\nHm. \n</think>\n\nYes.\n", False, ("Hm.", "Yes.\n")),
+        ("Hm.\n</think>Yes.", True, ("Hm.", "Yes.")),
+        ("<think></think>Yes.", False, ("", "Yes.")),
+        ("<think>Hm </thin", False, ("Hm </thin", "")),
+        ("\nYes <think>no</think>", False, ("", "\nYes <think>no</think>")),
+        ("<thin", False, ("", "<thin")),
+        ("", True, ("", "")),
+    ):
+        assert split_reasoning([text], has_begun) == split_reasoning(list(text), has_begun) == expected, text
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "<tool_call>",
+        "<parameter=a>1</parameter>",
+        "<parameter=a>",
+        "</tool_call>",
+        "<",
+        '"',
+        '\\"',
+        '"\n',
+        "<function=f>",
+    ],
+)
+def test_tagged_calls_time_is_linear_in_the_text(unit: str) -> None:
+    start_s = time.process_time()
+    for begin in ("", "<tool_call><function=f>", "<tool_call><function=f><parameter=list>"):
+        parse_pieces(QWEN_TAGS, [begin + unit * 20_000], {"f": {"properties": {"list": {"type": "array"}}}})
+    assert time.process_time() - start_s < 5
+
+
+def test_tagged_calls_take_a_schema_that_is_none() -> None:
+    """Regression: the schemas of these tools are not checked as a whole, and a number was an internal error."""
+    schema = {"properties": {"city": {"anyOf": 5}, "days": 5}, "required": 5}
+    ((_, values, _),) = QWEN_TAGS.constraint([("weather", schema)], is_required=True, is_single=False).tags
+    assert [(value[1], value[3]) for value in values] == [(None, False)] * 2
+    assert parse_pieces(QWEN_TAGS, [TAGGED], {"weather": schema})[0][1].endswith('"days": "3"}')
+
+
+def test_tagged_calls_are_constrained_by_their_tags() -> None:
+    schema = {"properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/d"}}, "required": ["city"]}
+    schema["$defs"] = {"d": {"type": "integer"}}
+    ((begin, values, end),) = QWEN_TAGS.constraint([("f", schema)], is_required=True, is_single=False).tags
+    assert (begin, end) == ("<tool_call>\n<function=f>\n", "</function>\n</tool_call>")
+    assert [value[1:4] for value in values] == [
+        (None, "\n</parameter>\n", True),
+        ({"$defs": schema["$defs"], "$ref": "#/$defs/d"}, "\n</parameter>\n", False),
+    ]
+
+
+def test_enum_of_numbers_and_constants_are_enforced_between_tags() -> None:
+    """Regression: without a type, an enum of numbers was written as any text and read as a string, and a text with a
+    `const` could be another one.
+    """
+    schemas = {"a": {"enum": [1, 2]}, "b": {"enum": ["x", 3]}, "c": {"type": "string", "const": "y"}}
+    constraint = QWEN_TAGS.constraint([("f", {"properties": schemas})], is_required=True, is_single=True)
+    values = [(value.schema, value.choices) for value in constraint.tags[0][1]]
+    assert values == [(schemas["a"], ()), (schemas["b"], ()), (None, ("y",))]
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>"
+    assert parse_pieces(QWEN_TAGS, [text], {"f": {"properties": schemas}}) == [("f", '{"a": 2}')]
+
+
+def test_enum_of_texts_is_enforced_between_tags() -> None:
+    schemas = {
+        "a": {"enum": ["x", "y"]},
+        "b": {"type": "string"},
+        "c": {"type": ["string", "null"], "enum": ["x", None]},
+    }
+    constraint = QWEN_TAGS.constraint([("f", {"properties": schemas})], is_required=True, is_single=True)
+    assert [value.choices for value in constraint.tags[0][1]] == [("x", "y"), (), ()]
