@@ -26,6 +26,7 @@ PUBLIC = {"nanovllm", "llm", "async_llm", "request_stream", "plan", "text", "err
 PUBLIC |= {"capacity", "checkpoint", "utils", "models.demo_model", "models.retrieval_model"}
 TORCH_FREE = ("errors", "sampling_params", "config", "checkpoint", "plan", "capacity", "kvcache", "schedule")
 TORCH_FREE += ("capabilities.edits", "capabilities.speculation", "capabilities.cpu_attention.cpu_split")
+TORCH_FREE += ("capabilities.draft_head.pages",)
 TORCH_FREE += ("capabilities.disk.store", "capabilities.disk.tier", "capabilities.disk.disk_moves")
 TORCH_FREE += ("capabilities.shadow.pages", "capabilities.shadow.shadow_spec", "capabilities.recurrent.places")
 MAY_IMPORT_TRITON = ("kernels",)
@@ -37,23 +38,15 @@ STILL_KNOWN: dict[str, set[str]] = {
     "capacity.plan": {"capabilities.disk.disk_moves", "capabilities.shadow.shadow_spec"},
     "executor.base": {"capabilities.cpu_attention.cpu_split", "capabilities.disk.disk_moves"},
     "kernels.shadow": {"capabilities.shadow.shadow_spec"},
-    "kvcache.block_manager": {
-        "capabilities.cpu_attention.cpu_split",
-        "capabilities.recurrent.places",
-        "capabilities.shadow.pages",
-    },
-    "kvcache.block_pool": {"capabilities.recurrent.places"},
-    "kvcache.hybrid_manager": {
-        "capabilities.cpu_attention.cpu_split",
-        "capabilities.recurrent.places",
-        "capabilities.shadow.pages",
-    },
+    "kvcache.block_manager": {"capabilities.cpu_attention.cpu_split"},
+    "kvcache.hybrid_manager": {"capabilities.cpu_attention.cpu_split"},
     "kvcache.missing_keys": {"capabilities.cpu_attention.cpu_split"},
     "offload.streams": {"capabilities.cpu_attention.job", "capabilities.cpu_attention.kernels"},
     "plan.sequence": {"capabilities.edits.logit_editor"},
     "plan.step_plan": {"capabilities.edits.logit_editor"},
     "runner.cuda_graphs": {"capabilities.cpu_attention.queue", "capabilities.draft_head.memory"},
-    "runner.inputs": {"capabilities.edits.logit_editor"},
+    "runner.graph_set": {"capabilities.shadow.pages"},
+    "runner.inputs": {"capabilities.edits.logit_editor", "capabilities.recurrent.places", "capabilities.shadow.pages"},
     "runner.kv_memory": {
         "capabilities.cpu_attention.job",
         "capabilities.cpu_attention.queue",
@@ -61,6 +54,7 @@ STILL_KNOWN: dict[str, set[str]] = {
         "capabilities.draft_head.memory",
         "capabilities.recurrent.memory",
         "capabilities.shadow.memory",
+        "capabilities.shadow.pages",
         "capabilities.shadow.shadow_spec",
     },
     "runner.model_runner": {
@@ -73,7 +67,12 @@ STILL_KNOWN: dict[str, set[str]] = {
     },
     "runner.startup_steps": {"capabilities.edits.logit_editor"},
     "runner.step_result": {"capabilities.cpu_attention.cpu_split"},
-    "runner.step_runner": {"capabilities.draft_head.memory", "capabilities.recurrent.memory"},
+    "runner.step_runner": {
+        "capabilities.draft_head.memory",
+        "capabilities.draft_head.pages",
+        "capabilities.recurrent.memory",
+        "capabilities.shadow.pages",
+    },
     "runner.streamed_graphs": {"capabilities.cpu_attention.job", "capabilities.cpu_attention.queue"},
     "schedule.scheduler": {
         "capabilities.disk.tier",

@@ -12,6 +12,7 @@ import torch
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
 from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, DiskSetup
 from nanovllm.capabilities.disk.tier import DiskBoard, DiskTier
+from nanovllm.capabilities.draft_head.pages import HeadPages
 from nanovllm.capabilities.recurrent.places import RecurrentStates
 from nanovllm.capabilities.shadow.pages import ShadowPages
 from nanovllm.capabilities.shadow.shadow_spec import ShadowSize, ShadowSpec, divide_memory
@@ -28,6 +29,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.executor.base import Executor, LocalExecutor, Runner
 from nanovllm.executor.processes import ProcessExecutor
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
+from nanovllm.kvcache.companion import Companion
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, max_stateful_seqs, max_useful_blocks
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows
@@ -94,8 +96,9 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     if is_gpu and not setup.config.enforce_eager:
         executor.call(Runner.capture_graphs, sizes.num_gpu_blocks)
     split = setup.internals.cpu_split or executor.call(Runner.measure_cpu_split)
-    kv = _make_kv_manager(setup.config, sizes, setup.plan.spec, split)
-    speculator = _make_speculator(setup, executor, kv, has_shadow=sizes.num_pages > 0)
+    companions = _make_companions(setup.config, sizes, setup.plan.spec)
+    kv = _make_kv_manager(setup.config, sizes, setup.plan.spec, companions, split)
+    speculator = _make_speculator(setup, executor, kv)
     times = _chunk_times(setup)
     disk = _open_disk(setup, executor, kv, times)
     if is_gpu:
@@ -177,20 +180,19 @@ def _max_num_seqs(config: Config, spec: KVCacheSpec, sizes: KVCacheSizes) -> int
     return min(config.max_num_seqs, max_stateful_seqs(config, spec.states, sizes.num_state_slots))
 
 
-def _make_speculator(
-    setup: EngineSetup, executor: Executor, kv: KVCacheManager, *, has_shadow: bool
-) -> Speculator | None:
-    """Make the speculator, and measure a draft if there can be any. None without speculation."""
+def _make_speculator(setup: EngineSetup, executor: Executor, kv: KVCacheManager) -> Speculator | None:
+    """Make the speculator, and measure a draft if there can be any. Returns None without speculation."""
     config, internals = setup.config, setup.internals
     if config.speculation_method == "off":
         return None
     drafters: list[Drafter] = []
     if config.speculation_method in ("prompt_lookup", "auto"):
         drafters.append(PromptLookupDrafter())
-    if kv.has_draft_head:
+    shadow = next((companion for companion in kv.companions if isinstance(companion, ShadowPages)), None)
+    if not kv.model_drafts:
         drafters.append(ModelDrafter("mtp", lambda seq: True))
-    elif has_shadow:
-        drafters.append(ModelDrafter("shadow", kv.has_shadow))
+    elif shadow is not None:
+        drafters.append(ModelDrafter("shadow", shadow.has_pages))
     elif config.speculation_method in ("resident", "auto") and config.enable_cpu_offload:
         drafters.append(ModelDrafter("resident", kv.misses_keys))
     chosen = drafters if internals.drafters is None else internals.drafters
@@ -220,7 +222,8 @@ def _open_disk(setup: EngineSetup, executor: Executor, kv: KVCacheManager, times
     config, spec = setup.config, setup.plan.spec
     if config.kv_disk_path is None:
         return None
-    num_places = len(kv.pool.blocks) + (0 if kv.states is None else kv.states.snapshots.count)
+    snapshots = kv.pool.index.snapshots
+    num_places = len(kv.pool.blocks) + (0 if snapshots is None else snapshots.count)
     board = DiskBoard(config.tensor_parallel_size, num_places)
     path = str(Path(config.kv_disk_path).expanduser().resolve())
     opened = DiskSetup(path, str(config.model), config.disk_bytes, board.address, num_places)
@@ -250,19 +253,34 @@ def _least_prompt_s(setup: EngineSetup, num_tokens: int, position: int) -> float
     return (flop[0] - sum(flop[1:])) / plan.machine.flop_per_s
 
 
-def _make_kv_manager(config: Config, sizes: KVCacheSizes, spec: KVCacheSpec, split: CpuSplit | None) -> KVCacheManager:
-    shadow = ShadowPages(sizes.num_pages) if sizes.num_pages else None
-    has_head = spec.has_draft_head
-    states = RecurrentStates(sizes.num_state_slots, sizes.num_snapshots) if sizes.num_state_slots else None
+def _make_companions(config: Config, sizes: KVCacheSizes, spec: KVCacheSpec) -> list[Companion]:
+    """Make what follows the blocks and sequences of the KV cache."""
+    companions: list[Companion] = []
+    if sizes.num_pages:
+        # With "auto", drafts over slots that hold every key are not worth a shadow
+        num_spared_blocks = sizes.num_gpu_blocks if config.speculation_method == "auto" else 0
+        companions.append(ShadowPages(sizes.num_pages, num_spared_blocks if config.enable_cpu_offload else 0))
+    if sizes.num_state_slots:
+        model_drafts = not spec.has_draft_head
+        companions.append(RecurrentStates(sizes.num_state_slots, sizes.num_snapshots, model_drafts=model_drafts))
+    if spec.has_draft_head:
+        companions.append(HeadPages())
+    return companions
+
+
+def _make_kv_manager(
+    config: Config, sizes: KVCacheSizes, spec: KVCacheSpec, companions: Sequence[Companion], split: CpuSplit | None
+) -> KVCacheManager:
+    model_drafts = not spec.has_draft_head
     if not config.enable_cpu_offload:
         return BlockManager(
             sizes.num_gpu_blocks,
             config.block_size,
             config.enable_prefix_caching,
-            shadow=shadow,
-            states=states,
-            has_draft_head=has_head,
+            companions=companions,
+            model_drafts=model_drafts,
         )
+    drafts_over_slots = config.speculation_method in ("resident", "auto") and model_drafts and not sizes.num_pages
     return HybridKVCacheManager(
         sizes.num_cpu_blocks,
         sizes.num_gpu_blocks,
@@ -270,9 +288,7 @@ def _make_kv_manager(config: Config, sizes: KVCacheSizes, spec: KVCacheSpec, spl
         spec.staging_group_blocks,
         config.enable_prefix_caching,
         split,
-        keeps_first_blocks=config.speculation_method in ("resident", "auto") and shadow is None and not has_head,
-        shadows_resident=config.speculation_method != "auto",
-        shadow=shadow,
-        states=states,
-        has_draft_head=has_head,
+        keeps_first_blocks=drafts_over_slots,
+        companions=companions,
+        model_drafts=model_drafts,
     )

@@ -6,21 +6,17 @@ A manager decides which sequence owns which block. It works on integers only.
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
-from functools import partial
 from typing import NamedTuple
 
 from nanovllm.capabilities.cpu_attention.cpu_split import FollowingSplit
-from nanovllm.capabilities.recurrent.places import RecurrentStates
-from nanovllm.capabilities.shadow.pages import Fills, ShadowPages
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.block_pool import Block, BlockPool, PrefixMatch
+from nanovllm.kvcache.companion import Companion, Resumption
+from nanovllm.kvcache.snapshots import Snapshots
 from nanovllm.plan.kv_spec import WATERMARK, BlockState, num_watermark_blocks
 from nanovllm.plan.sequence import Sequence, SequenceStatus
-from nanovllm.plan.step_plan import DraftKeys, HeadStep, KVMoves, StateFlush, StateStep
+from nanovllm.plan.step_plan import KVMoves, SequencePayload, StepPayload
 from nanovllm.utils.arithmetic import ceil_div
-
-# Drafts attend to at least so many of the newest keys as they are, if these are on the GPU: most attention goes there.
-EXACT_TOKENS = 128
 
 
 class PagedKeys(NamedTuple):
@@ -33,13 +29,6 @@ class PagedKeys(NamedTuple):
     num_paged_keys: int
 
 
-class Resumption(NamedTuple):
-    """The rest of a preempted sequence with a state: blocks, of which the last may not be full, and their tokens."""
-
-    block_ids: list[int]
-    num_tokens: int
-
-
 class KVCacheManager(ABC):
     """For each step the scheduler calls begin_step first and finish_step last.
 
@@ -48,21 +37,26 @@ class KVCacheManager(ABC):
     """
 
     cpu_split: FollowingSplit | None = None  # divides missing keys; None if the CPU attends to none
-    shadow: ShadowPages | None = None  # None: there is no shadow
-    states: RecurrentStates | None = None  # None: no layer is recurrent
-    has_draft_head = False  # True if the checkpoint's draft head drafts
+    model_drafts = True  # False if drafts are not made by the model itself and do not read the cache
+    companions: Seq[Companion]
     pool: BlockPool
     block_size: int
     num_watermark_blocks: int
+
+    def _join(self, companions: Seq[Companion]) -> None:
+        """Let the companions follow the pool, which exists."""
+        self.companions = companions
+        for companion in companions:
+            companion.join(self.pool)
 
     @abstractmethod
     def check_fits(self, seq: Sequence) -> None:
         """Raise RequestError if the request could not run even alone."""
 
     def begin_step(self, running: Seq[Sequence]) -> None:
-        """Start planning a step for the `running` sequences, and drop all that a failed step may have left behind."""
-        if self.states is not None:
-            self.states.begin_step()
+        """Start planning a step for the `running` sequences, and drop everything that a failed step may have left."""
+        for companion in self.companions:
+            companion.begin_step()
 
     def num_known_tokens(self, seq: Sequence) -> int:
         """Count the tokens of a waiting sequence that would count as computed if it were admitted now."""
@@ -108,13 +102,10 @@ class KVCacheManager(ABC):
         """Return True if some keys of a running sequence are not on the GPU."""
         return self.num_missing_tokens(seq) > 0
 
-    def has_shadow(self, seq: Sequence) -> bool:
-        """Return True if the shadow has keys of a running sequence."""
-        return self.shadow is not None and self.shadow.has_pages(seq)
-
     def preempt(self, seq: Sequence) -> None:
         """Take away a running sequence's blocks. It is computed again later, but for what can still be found then."""
-        self._pause(seq)
+        for companion in self.companions:
+            companion.preempt(seq)
         self.free(seq)
         seq.num_computed_tokens = seq.num_registered_tokens = 0
 
@@ -145,153 +136,68 @@ class KVCacheManager(ABC):
         seq.num_computed_tokens, seq.num_registered_tokens = num_tokens, num_tokens // self.block_size * self.block_size
         return resumption is not None
 
-    # -- states of recurrent layers ------------------------------------------------------------------------------
+    def _resumption(self, seq: Sequence, match: PrefixMatch) -> Resumption | None:
+        found = (companion.resumption(seq, match) for companion in self.companions)
+        return next((resumption for resumption in found if resumption is not None), None)
 
-    def _admit_state(self, seq: Sequence, match: PrefixMatch, *, is_resumed: bool) -> None:
-        """Count the hits of a sequence that has just got its blocks, and give it the state behind them."""
+    def _admitted(self, seq: Sequence, match: PrefixMatch, *, is_resumed: bool) -> None:
+        """Count the hits of a sequence that has just got its blocks."""
         if seq.num_hit_tokens is None:
             seq.num_hit_tokens = seq.num_computed_tokens
-        if self.states is not None:
-            prefix_id = None if is_resumed else match.prefix_id
-            num_known = max(match.num_known_tokens, seq.num_disk_tokens)
-            self.states.admit(seq, prefix_id, num_known, self.pool.index.grain, is_resumed=is_resumed)
-            self._forget_pause(seq)
+        for companion in self.companions:
+            companion.admit(seq, match, is_resumed=is_resumed)
 
-    def _pause(self, seq: Sequence) -> None:
-        """Keep the state of a sequence that is about to be preempted, and what its last block holds."""
-        if self.states is None or not self.states.snapshots.count or not seq.num_computed_tokens:
-            return
-        block_idx, num_tail_tokens = divmod(seq.num_computed_tokens, self.block_size)
-        tail = seq.block_table[block_idx] if num_tail_tokens else -1
-        if tail >= 0:
-            self.pool.blocks[tail].tail_of = seq.seq_id
-        self.states.pause(seq, tail)
+    def _forget(self, seq: Sequence) -> None:
+        for companion in self.companions:
+            companion.forget(seq)
 
-    def _resumption(self, seq: Sequence, match: PrefixMatch) -> Resumption | None:
-        """Find the blocks with which a preempted sequence goes on where it was. None for other sequences, if its state
-        or a block is gone, and if the prefix cache has more of its tokens than it had computed itself.
+    # -- what the companions add to a step -------------------------------------------------------------------------
+
+    def keep_prefix(self, seq: Sequence, num_tokens: int, chunk_end: int) -> bool:
+        """See Companion. Returns False if no companion needs anything at the end of a hit."""
+        asked = [companion for companion in self.companions if companion.snapshots is not None]
+        return bool(asked) and all(companion.keep_prefix(seq, num_tokens, chunk_end) for companion in asked)
+
+    def _num_with_companions(self, seq: Sequence, num_tokens: int) -> int:
+        return min([companion.num_placeable(seq, num_tokens) for companion in self.companions], default=num_tokens)
+
+    def _step_payloads(self, placed: Seq[tuple[Sequence, int]]) -> tuple[StepPayload, ...]:
+        payloads = (companion.plan_step(placed, self._gpu_block) for companion in self.companions)
+        return tuple([payload for payload in payloads if payload is not None])
+
+    def can_draft(self, seq: Sequence, moves: KVMoves) -> bool:
+        """Return True if the ranks can draft for a placed sequence: its keys are where drafts look for them, before the
+        step moves any, and every companion has what drafts need.
         """
-        paused = None if self.states is None else self.states.find_paused(seq)
-        if paused is None or paused.num_tokens <= len(match.full_blocks) * self.block_size + match.num_partial_tokens:
-            return None
-        num_full, num_tail_tokens = divmod(paused.num_tokens, self.block_size)
-        tail = [paused.tail_block] if num_tail_tokens else []
-        if len(match.known_blocks) < num_full or any(self.pool.blocks[i].tail_of != seq.seq_id for i in tail):
-            return None
-        return Resumption([*match.known_blocks[:num_full], *tail], paused.num_tokens)
+        if self.model_drafts and (moves.loads or moves.copies):
+            return False
+        return all(companion.can_draft(seq) for companion in self.companions)
 
-    def _forget_pause(self, seq: Sequence) -> None:
-        """The sequence does not wait any more."""
-        if self.states is not None and (paused := self.states.forget_paused(seq)) and paused.tail_block >= 0:
-            block = self.pool.blocks[paused.tail_block]
-            block.tail_of = -1 if block.tail_of == seq.seq_id else block.tail_of
-
-    def _free_state(self, seq: Sequence) -> None:
-        if self.states is not None:
-            self.states.free(seq)
-
-    def _num_with_saves(self, seq: Sequence, num_tokens: int) -> int:
-        """Count how many of the sequence's next tokens there are slots for, for the states to be kept on the way."""
-        return num_tokens if self.states is None else self.states.num_with_saves(seq, num_tokens)
-
-    def keep_state(self, seq: Sequence, num_tokens: int, chunk_end: int) -> bool:
-        """See RecurrentStates.keep_at. Returns False if no layer is recurrent."""
-        return self.states is not None and self.states.keep_at(seq, num_tokens, chunk_end)
-
-    def state_step(self, seq: Sequence, num_tokens: int, *, has_drafts: bool) -> StateStep | None:
-        """Plan the step's use of the state of a sequence that has `num_tokens` new tokens in it, without guesses.
-        Called once after finish_step.
-        """
-        if self.states is None:
-            return None
-        has_drafts = has_drafts and not self.has_draft_head  # which has no state
-        return self.states.step(seq, num_tokens, partial(self.pool.prefix_id, seq), has_drafts=has_drafts)
-
-    def _state_flushes(self) -> tuple[StateFlush, ...]:
-        return () if self.states is None else self.states.take_flushes()
-
-    def _check_states(self, sequences: Seq[Sequence]) -> None:
-        if self.states is not None:
-            running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
-            self.states.check_integrity(running, self.pool.index.prefix_ids())
-
-    def can_draft(self, seq: Sequence) -> bool:
-        """Return True if the ranks can draft for a placed sequence: its keys are where drafts look for them, and there
-        is a slot for the states of drafts.
-        """
-        if self.has_draft_head:
-            return True
-        is_filling = self.shadow is not None and self.shadow.is_filling(seq)  # a page that drafts would miss
-        return not is_filling and (self.states is None or self.states.can_draft)
-
-    def head_step(self, seq: Sequence, num_tokens: int, num_certain: int) -> HeadStep | None:
-        """Plan the draft head's way through a sequence that has `num_tokens` new tokens in the step, of which the first
-        `num_certain` are not guesses. Called after finish_step.
-        """
-        if not self.has_draft_head:
-            return None
-        start = seq.num_computed_tokens
-        pages = tuple(seq.block_table[: self._num_blocks(start + num_tokens)])
-        end = start + num_certain
-        next_token = -1 if end == seq.num_tokens else seq.token_ids[end]
-        return HeadStep(pages, next_token)
-
-    # -- the shadow ----------------------------------------------------------------------------------------------
+    def sequence_payloads(
+        self, seq: Sequence, num_tokens: int, num_guesses: int, *, has_drafts: bool
+    ) -> tuple[SequencePayload, ...]:
+        """See Companion.plan_sequence. Called once for each placed sequence, after finish_step."""
+        if not self.companions:
+            return ()
+        payloads = (
+            companion.plan_sequence(seq, num_tokens, num_guesses, self._gpu_block, has_drafts=has_drafts)
+            for companion in self.companions
+        )
+        return tuple([payload for payload in payloads if payload is not None])
 
     @abstractmethod
     def _gpu_block(self, block: Block) -> int | None:
-        """The gpu_block_id that holds a full block before and during the step; -1 if it is not on the GPU, and None if
-        the step brings it there to stay.
-        """
+        """See GpuBlockOf."""
 
-    def _fill_shadow(self, placed: Seq[tuple[Sequence, int]]) -> Fills:
-        """Give pages of the shadow to the full blocks of the step's sequences."""
-        fills = Fills([], {})
-        if self.shadow is None:
-            return fills
-        size, written = self.block_size, set[int]()  # the latter also as hits of other sequences
-        for seq, num_tokens in placed:
-            start = seq.num_computed_tokens
-            written.update(seq.block_table[start // size : ceil_div(start + num_tokens, size)])
+    def _check_companions(self, sequences: Seq[Sequence]) -> None:
+        running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
+        for companion in self.companions:
+            companion.check_integrity(running)
 
-        def gpu_block(block: Block) -> int | None:
-            return None if block.block_id in written else self._gpu_block(block)
+    def _companion_stats(self) -> dict[str, float | None]:
+        return {name: value for companion in self.companions for name, value in companion.stats().items()}
 
-        fills_all = self._fills_all_pages(placed)
-        for seq, _ in placed:
-            num_blocks = seq.num_computed_tokens // size if fills_all or self.shadow.has_pages(seq) else 0
-            self.shadow.fill(seq, num_blocks, self.pool.blocks, gpu_block, fills)
-        return fills
-
-    def _fills_all_pages(self, placed: Seq[tuple[Sequence, int]]) -> bool:
-        """Return False if only sequences that have pages of the shadow already get more."""
-        return True
-
-    def _stats_of_parts(self) -> dict[str, float | None]:
-        """Counters of the shadow and of the states, where there are any."""
-        stats = {} if self.states is None else self.states.stats()
-        if self.shadow is not None:
-            stats |= {"num_shadow_pages": len(self.shadow), "num_used_shadow_pages": self.shadow.num_used}
-        return stats
-
-    def draft_keys(self, seq: Sequence, num_tokens: int) -> DraftKeys | None:
-        """The keys for drafts of a sequence that has `num_tokens` new tokens in the step. Called after finish_step."""
-        if self.shadow is None:
-            return None
-        start = seq.num_computed_tokens
-        first, end = start // self.block_size, start + num_tokens
-        pages = self.shadow.filled(seq)
-        if first and start % self.block_size < EXACT_TOKENS:
-            before = self.pool.blocks[seq.block_table[first - 1]]
-            if self._gpu_block(before) not in (-1, None):
-                first -= 1
-                pages = [page for page in pages if page != before.page]
-        block_ids = seq.block_table[first : self._num_blocks(end)]
-        exact = [self._gpu_block(self.pool.blocks[block_id]) for block_id in block_ids]
-        assert None not in exact, f"sequence {seq.seq_id} drafts in a step that loads its newest block"
-        return DraftKeys(tuple(pages), tuple(block_id or 0 for block_id in exact), end - first * self.block_size)
-
-    # -- blocks that are loaded from disk ------------------------------------------------------------------------
+    # -- blocks that are filled from elsewhere ------------------------------------------------------------------------
 
     def hold(self, seq: Sequence, num_tokens: int) -> Sequence | None:
         """Give a waiting sequence's first `num_tokens` tokens blocks, those that are not in memory to be filled.
@@ -319,7 +225,7 @@ class KVCacheManager(ABC):
             self.pool.release(self.pool.blocks[block_id])
 
     def _empty(self, block: Block) -> None:  # noqa: B027  # only a manager with slots needs it
-        """A free block is about to be filled from disk."""
+        """A free block is about to be filled from elsewhere."""
 
     @abstractmethod
     def num_stored_tokens(self, block_id: int) -> int:
@@ -342,6 +248,11 @@ class KVCacheManager(ABC):
         """Counters for LLM.stats()."""
 
 
+def snapshots_of(companions: Seq[Companion]) -> Snapshots | None:
+    """Return the snapshots where prefix hits end, or None if a hit may end after any grain."""
+    return next((companion.snapshots for companion in companions if companion.snapshots is not None), None)
+
+
 _NO_MOVES = KVMoves()
 
 
@@ -357,14 +268,15 @@ class BlockManager(KVCacheManager):
         enable_prefix_caching: bool = True,
         *,
         watermark: float = WATERMARK,
-        shadow: ShadowPages | None = None,
-        states: RecurrentStates | None = None,
-        has_draft_head: bool = False,
+        companions: Seq[Companion] = (),
+        model_drafts: bool = True,
     ) -> None:
-        self.block_size, self.shadow, self.states = block_size, shadow, states
-        self.has_draft_head = has_draft_head
-        blocks, snapshots = [Block(i) for i in range(num_blocks)], None if states is None else states.snapshots
+        """`model_drafts`: see KVCacheManager."""
+        self.block_size, self.model_drafts = block_size, model_drafts
+        blocks = [Block(i) for i in range(num_blocks)]
+        snapshots = snapshots_of(companions)
         self.pool = BlockPool(blocks, block_size, block_size, enable_prefix_caching, snapshots=snapshots)
+        self._join(companions)
         self.num_watermark_blocks = num_watermark_blocks(num_blocks, watermark)
 
     def check_fits(self, seq: Sequence) -> None:
@@ -383,7 +295,7 @@ class BlockManager(KVCacheManager):
         assert not seq.block_table, f"sequence {seq.seq_id} already holds blocks"
         match = self.pool.match(seq)
         is_resumed = self._share_blocks(seq, match)
-        self._admit_state(seq, match, is_resumed=is_resumed)
+        self._admitted(seq, match, is_resumed=is_resumed)
         self._grow(seq, seq.num_tokens)
 
     def _grow(self, seq: Sequence, num_tokens: int) -> None:
@@ -392,7 +304,7 @@ class BlockManager(KVCacheManager):
 
     def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
         room = (len(seq.block_table) + self.pool.num_free) * self.block_size - seq.num_computed_tokens
-        return min(self._num_with_saves(seq, num_tokens), room)
+        return min(self._num_with_companions(seq, num_tokens), room)
 
     def place(self, seq: Sequence, num_tokens: int, num_guesses: int = 0) -> None:
         self._grow(seq, seq.num_computed_tokens + num_tokens)
@@ -403,12 +315,9 @@ class BlockManager(KVCacheManager):
 
     def free(self, seq: Sequence) -> None:
         self.pool.index.forget_search(seq)
+        self._forget(seq)
         if not seq.block_table:
-            self._forget_pause(seq)
             return
-        if self.shadow is not None:
-            self.shadow.forget(seq)
-        self._free_state(seq)
         self.pool.register(seq, seq.num_computed_tokens)
         for block_id in reversed(seq.block_table):  # so that the tail of a prefix is evicted before its head
             self.pool.release(self.pool.blocks[block_id])
@@ -419,8 +328,8 @@ class BlockManager(KVCacheManager):
         for seq, num_tokens in placed:
             num_keys = seq.num_computed_tokens + num_tokens
             keys.append(PagedKeys(tuple(seq.block_table[: self._num_blocks(num_keys)]), num_keys))
-        fills, flushes = self._fill_shadow(placed).resident, self._state_flushes()
-        return keys, KVMoves(page_fills=tuple(fills), state_flushes=flushes) if fills or flushes else _NO_MOVES
+        payloads = self._step_payloads(placed)
+        return keys, KVMoves(payloads=payloads) if payloads else _NO_MOVES
 
     def _gpu_block(self, block: Block) -> int | None:
         return block.block_id
@@ -430,7 +339,7 @@ class BlockManager(KVCacheManager):
 
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
         self.pool.check_integrity(list(sequences))
-        self._check_states(sequences)
+        self._check_companions(sequences)
 
     def block_states(self) -> bytes:
         # With prefix caching, a block without a hash is not full yet
@@ -441,4 +350,4 @@ class BlockManager(KVCacheManager):
 
     def stats(self) -> dict[str, float | None]:
         stats = {"num_gpu_blocks": len(self.pool.blocks), "num_free_gpu_blocks": self.pool.num_free}
-        return stats | self._stats_of_parts()
+        return stats | self._companion_stats()

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from nanovllm.capabilities.recurrent.places import Snapshots
+from nanovllm.kvcache.snapshots import Snapshots
 from nanovllm.plan.sequence import Sequence, TokenIds
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -57,14 +57,14 @@ class Block:
 class PrefixMatch:
     """The matching blocks: whole ones to share, then perhaps one whose first tokens match.
 
-    With recurrent layers, a match ends where there is a snapshot of the state.
+    If hits need snapshots, a match ends where there is one.
     """
 
     full_blocks: tuple[int, ...] = ()
     partial_block: int | None = None
     num_partial_tokens: int = 0
     prefix_id: int | None = None  # id of the whole match, which has a snapshot
-    # With recurrent layers, also what matches behind the last snapshot
+    # If hits need snapshots, also what matches after the last one
     known_blocks: tuple[int, ...] = ()  # whole ones
     num_known_tokens: int = 0
 
@@ -105,7 +105,7 @@ class PrefixIndex:
     holders of the last matching grain are exactly the blocks with the longest match.
 
     `hash_bytes`: any function to unsigned numbers of 8 bytes. If it makes many hashes equal, searches take longer.
-    `snapshots`: of recurrent states, where matches end; None if no layer is recurrent.
+    `snapshots`: where matches end, or None if a match may end after any grain.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class PrefixIndex:
         next_hash = self.grain_hash(seq, num_matched // self.grain) if num_matched < num_known else None
         block_ids = frozenset(block.block_id for block in blocks)
         if self.snapshots is not None:
-            last = self._last_with_state(blocks, num_matched)
+            last = self._last_with_snapshot(blocks, num_matched)
             match = replace(last, known_blocks=match.full_blocks, num_known_tokens=num_matched)
         return _Search(seq, len(seq.token_ids), match, block_ids, next_hash, self._version)
 
@@ -191,12 +191,12 @@ class PrefixIndex:
         """The longest match within its full blocks."""
         if self.snapshots is None:
             return PrefixMatch(match.full_blocks)
-        shorter = self._last_with_state(full_blocks, len(full_blocks) * self.block_size)
+        shorter = self._last_with_snapshot(full_blocks, len(full_blocks) * self.block_size)
         return replace(shorter, known_blocks=match.known_blocks, num_known_tokens=match.num_known_tokens)
 
-    def _last_with_state(self, blocks: Seq[Block], num_tokens: int) -> PrefixMatch:
+    def _last_with_snapshot(self, blocks: Seq[Block], num_tokens: int) -> PrefixMatch:
         """The longest part of the `num_tokens` tokens in `blocks` behind which there is a snapshot."""
-        assert self.snapshots is not None, "without recurrent layers a match may end anywhere"
+        assert self.snapshots is not None, "a match may end anywhere"
         for end in range(num_tokens, 0, -self.grain):
             number, before = divmod(end - 1, self.block_size)
             prefix_id = blocks[number].prefix_ids[before // self.grain + 1]

@@ -16,21 +16,20 @@ What always holds:
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit, FollowingSplit
-from nanovllm.capabilities.recurrent.places import RecurrentStates
-from nanovllm.capabilities.shadow.pages import ShadowPages
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.errors import RequestError
-from nanovllm.kvcache.block_manager import KVCacheManager, PagedKeys
+from nanovllm.kvcache.block_manager import KVCacheManager, PagedKeys, snapshots_of
 from nanovllm.kvcache.block_pool import LONG_CHUNK_BLOCKS, Block, BlockPool, PrefixMatch
+from nanovllm.kvcache.companion import Companion
 from nanovllm.kvcache.missing_keys import MissingKeys, divide_missing
 from nanovllm.kvcache.step_slots import HybridBlock, SlotRing, StepSlots
 from nanovllm.plan.kv_spec import BlockState, num_watermark_blocks
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.plan.step_limits import MAX_DECODE_QUERIES
-from nanovllm.plan.step_plan import KVMoves, PageCopy
+from nanovllm.plan.step_plan import KVMoves
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -127,29 +126,27 @@ class HybridKVCacheManager(KVCacheManager):
         cpu_split: CpuSplit | None = None,
         *,
         keeps_first_blocks: bool = False,
-        shadows_resident: bool = True,
-        shadow: ShadowPages | None = None,
-        states: RecurrentStates | None = None,
-        has_draft_head: bool = False,
+        companions: Seq[Companion] = (),
+        model_drafts: bool = True,
         grain: int = BLOCK_SIZE_STEP,
         long_chunk_blocks: int = LONG_CHUNK_BLOCKS,
         progress_tokens: int = PROGRESS_TOKENS,
     ) -> None:
-        """`cpu_split`: that of the start; None to stream every missing block. `keeps_first_blocks`: evict the first
-        block of a sequence last, and bring it back for decoding, because drafts by the keys on the GPU need it: much
-        attention goes to a text's first tokens. `shadows_resident`: fill pages of the shadow even while the slots hold
-        every block of the running sequences, whose drafts then hardly gain. `grain`: tokens that prefix hits are
-        counted in, of which `block_size` is a multiple. `progress_tokens`: see PROGRESS_TOKENS.
+        """`cpu_split`: as measured at start-up, or None to stream every missing block. `keeps_first_blocks`: evict the
+        first block of a sequence last, and bring it back for decoding, because drafts over the keys on the GPU need it:
+        much attention goes to a text's first tokens. `model_drafts`: see KVCacheManager. `grain`: tokens that prefix
+        hits are counted in; `block_size` is a multiple of it. `progress_tokens`: see PROGRESS_TOKENS.
         """
         self.block_size, self.progress_tokens = block_size, progress_tokens
-        self.shadow, self.states, self.has_draft_head = shadow, states, has_draft_head
+        self.model_drafts = model_drafts
         self.cpu_split = None if cpu_split is None else FollowingSplit(cpu_split)
         self.num_watermark_blocks = num_watermark_blocks(num_cpu_blocks)
-        self.keeps_first_blocks, self.shadows_resident = keeps_first_blocks, shadows_resident
+        self.keeps_first_blocks = keeps_first_blocks
         self.group_blocks = group_blocks  # streamed blocks that are attended to in one call
         blocks = [HybridBlock(i) for i in range(num_cpu_blocks)]
-        snapshots = None if states is None else states.snapshots
+        snapshots = snapshots_of(companions)
         self.pool = BlockPool(list(blocks), block_size, grain, enable_prefix_caching, long_chunk_blocks, snapshots)
+        self._join(companions)
         self.blocks = blocks
         self.ring = SlotRing(num_gpu_blocks)
         self.slots = StepSlots(self.ring, self.pool, block_size)
@@ -160,7 +157,6 @@ class HybridKVCacheManager(KVCacheManager):
         self._running: dict[int, Sequence] = {}  # by seq_id
         self._slotless_ids: set[int] = set()  # running sequences that need a slot for their next token and hold none
         self._copy_sources: list[HybridBlock] = []
-        self._page_copies: list[PageCopy] = []  # the step's
         self._last_moves = KVMoves()  # for display
         # seq_id -> (block that holds the matched start of the sequence's first new block, number of matched tokens)
         self._prefix_sources: dict[int, tuple[HybridBlock, int]] = {}
@@ -189,7 +185,6 @@ class HybridKVCacheManager(KVCacheManager):
     def begin_step(self, running: Seq[Sequence]) -> None:
         super().begin_step(running)
         self.slots.begin_step()
-        self._page_copies.clear()
         self._slotless_ids = {seq.seq_id for seq in running if seq.num_computed_tokens % self.block_size == 0}
 
     def can_admit(self, seq: Sequence) -> bool:
@@ -216,7 +211,7 @@ class HybridKVCacheManager(KVCacheManager):
             self._copy_sources.append(source)
             self._prefix_sources[seq.seq_id] = source, match.num_partial_tokens
             seq.num_computed_tokens += match.num_partial_tokens
-        self._admit_state(seq, match, is_resumed=is_resumed)
+        self._admitted(seq, match, is_resumed=is_resumed)
         self._grow(seq, seq.num_tokens)
         self._running[seq.seq_id] = seq
 
@@ -260,7 +255,7 @@ class HybridKVCacheManager(KVCacheManager):
             num_blocks += held.ring_slot >= 0 and held.is_pinned
         end_block_idx = min(block_idx + num_blocks, num_owned + self.pool.num_free)
         room = max(0, end_block_idx * self.block_size - seq.num_computed_tokens)
-        return min(self._num_with_saves(seq, num_tokens), room)
+        return min(self._num_with_companions(seq, num_tokens), room)
 
     def place(self, seq: Sequence, num_tokens: int, num_guesses: int = 0) -> None:
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
@@ -277,8 +272,8 @@ class HybridKVCacheManager(KVCacheManager):
         if source is not None:  # the prefix match ended inside this block
             keeps_source = self.ring.num_available > len(self._slotless_ids)
             self.slots.copy_prefix(source, chunk[0], num_matched, keeps_source=keeps_source)
-            if self.has_draft_head:
-                self._page_copies.append(PageCopy(source.block_id, chunk[0].block_id, num_matched))
+            for companion in self.companions:
+                companion.copy_prefix(source, chunk[0], num_matched)
         for i, block in enumerate(chunk[: self._num_blocks(known_end) - first]):
             self.slots.write_tokens(block, known_end - (first + i) * self.block_size)
         self.pool.register(seq, known_end)
@@ -305,16 +300,13 @@ class HybridKVCacheManager(KVCacheManager):
 
     def free(self, seq: Sequence) -> None:
         self.pool.index.forget_search(seq)
+        self._forget(seq)
         if not seq.block_table:
-            self._forget_pause(seq)
             return
         self.pool.register(seq, seq.num_computed_tokens)
         del self._running[seq.seq_id]
         self._slotless_ids.discard(seq.seq_id)
         self.histories.forget(seq)
-        if self.shadow is not None:
-            self.shadow.forget(seq)
-        self._free_state(seq)
         block_idx = seq.num_computed_tokens // self.block_size
         if block_idx < len(seq.block_table):
             self.slots.stop_writing(self.blocks[seq.block_table[block_idx]])
@@ -323,7 +315,7 @@ class HybridKVCacheManager(KVCacheManager):
             self.pool.release(self.blocks[block_id])
         seq.block_table.clear()
 
-    # -- blocks that are loaded from disk ------------------------------------------------------------------------
+    # -- blocks that are filled from elsewhere ------------------------------------------------------------------------
 
     def _empty(self, block: Block) -> None:
         self.ring.free_slot_of(self.blocks[block.block_id])
@@ -355,15 +347,14 @@ class HybridKVCacheManager(KVCacheManager):
                 histories = [self.histories.find(seq) for seq, _ in placed]
         keys = [self._paged_keys(seq, history, n) for (seq, n), history in zip(placed, histories, strict=True)]
         num_queries = [num_tokens for _, num_tokens in placed]
-        fills = self._fill_shadow(placed)
+        payloads = self._step_payloads(placed)
         missing_keys = MissingKeys()
         if missing:
-            missing_keys = self.histories.missing_keys(histories, num_queries, streams_all=bool(fills.streamed))
-            missing_keys = missing_keys.filling(fills.streamed)
+            streams_all = any(companion.streams_all for companion in self.companions)
+            missing_keys = self.histories.missing_keys(histories, num_queries, streams_all=streams_all)
         self.num_cpu_tokens += sum(span.end - span.start for row in missing_keys.cpu_spans for span in row)
         self.slots.copy_out_accepted()
-        moves = self.slots.moves(missing_keys, tuple(fills.resident), self._state_flushes())
-        self._last_moves = moves = replace(moves, page_copies=tuple(self._page_copies)) if self._page_copies else moves
+        self._last_moves = moves = self.slots.moves(missing_keys, payloads)
         for source in self._copy_sources:
             self.pool.release(source)
         self._copy_sources.clear()
@@ -371,10 +362,6 @@ class HybridKVCacheManager(KVCacheManager):
 
     def _gpu_block(self, block: Block) -> int | None:
         return self.slots.slot_before_step(self.blocks[block.block_id])
-
-    def _fills_all_pages(self, placed: Seq[tuple[Sequence, int]]) -> bool:
-        num_blocks = sum(self._num_blocks(seq.num_tokens) for seq, _ in placed)
-        return self.shadows_resident or num_blocks > len(self.ring.blocks)
 
     def _bring_back_first_blocks(self, placed: Seq[tuple[Sequence, int]]) -> None:
         """Give the first blocks of sequences that decode the slots of other blocks."""
@@ -401,7 +388,7 @@ class HybridKVCacheManager(KVCacheManager):
 
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
         self.pool.check_integrity(list(sequences))
-        self._check_states(sequences)
+        self._check_companions(sequences)
         self.ring.check_integrity()
         running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
         owners = Counter(block_id for seq in running for block_id in seq.block_table)
@@ -448,7 +435,7 @@ class HybridKVCacheManager(KVCacheManager):
             "num_missed_blocks": self.num_missed_blocks,
             "num_cpu_tokens": self.num_cpu_tokens,
             "cpu_attention_byte_per_s": None if self.cpu_split is None else self.cpu_split.now.cpu_byte_per_s,
-        } | self._stats_of_parts()
+        } | self._companion_stats()
 
 
 def _state_between_steps(block: HybridBlock) -> BlockState:

@@ -20,17 +20,6 @@ class MissingKeys(NamedTuple):
     streamed: tuple[StreamedGroup, ...] = ()
     cpu_spans: tuple[tuple[CpuSpan, ...], ...] = ()  # by sequence; empty where the CPU attends to nothing
 
-    def filling(self, pages: Mapping[int, int]) -> "MissingKeys":
-        """The same where streamed blocks fill pages of the shadow. `pages`: by block_id."""
-        if not pages:
-            return self
-        numbers = (tuple(pages.get(block_id, -1) for block_id in group.cpu_block_ids) for group in self.streamed)
-        streamed = (
-            group._replace(pages=its) if max(its) >= 0 else group
-            for group, its in zip(self.streamed, numbers, strict=True)
-        )
-        return self._replace(streamed=tuple(streamed))
-
 
 def divide_missing(
     rows: Sequence[Sequence[int]],

@@ -14,7 +14,7 @@ from itertools import islice
 
 from nanovllm.kvcache.block_pool import Block, BlockPool
 from nanovllm.kvcache.missing_keys import MissingKeys
-from nanovllm.plan.step_plan import KVMoves, PageFill, SlotCopy, SlotLoad, SlotOffload, StateFlush
+from nanovllm.plan.step_plan import KVMoves, SlotCopy, SlotLoad, SlotOffload, StepPayload
 
 
 @dataclass(slots=True)
@@ -189,9 +189,7 @@ class StepSlots:
             return None
         return block.ring_slot
 
-    def moves(
-        self, missing: MissingKeys, page_fills: tuple[PageFill, ...] = (), state_flushes: tuple[StateFlush, ...] = ()
-    ) -> KVMoves:
+    def moves(self, missing: MissingKeys, payloads: tuple[StepPayload, ...] = ()) -> KVMoves:
         """All moves of the step. `missing`: how the keys without a slot are attended to."""
         return KVMoves(
             tuple(self._flushes),
@@ -201,8 +199,7 @@ class StepSlots:
             missing.streamed,
             missing.cpu_spans,
             tuple(self._taken_slots),
-            page_fills,
-            state_flushes,
+            payloads,
         )
 
     # -- pins and owners -----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -40,14 +40,12 @@ class StreamedGroup(NamedTuple):
     """Full CPU blocks that are copied to one staging group and attended to in one call.
 
     `tables[row]`: the blocks, as indices into `cpu_block_ids`, that sequence `row` of the step attends to. The CPU
-    attends to the last `num_cut_tokens` tokens of the last block; they are not copied. `pages`: for each block, the
-    page of the shadow that it fills, or -1; empty if none does.
+    attends to the last `num_cut_tokens` tokens of the last block; they are not copied.
     """
 
     cpu_block_ids: tuple[int, ...]
     tables: tuple[tuple[int, ...], ...]
     num_cut_tokens: int = 0
-    pages: tuple[int, ...] = ()
 
     def num_tokens(self, block_size: int) -> int:
         """Count the tokens that are copied."""
@@ -70,36 +68,37 @@ class CpuSpan(NamedTuple):
     end: int
 
 
-class PageFill(NamedTuple):
-    """A full block on the GPU whose K and V, in every layer, are quantized into a page of the shadow."""
+class StepPayload(Protocol):
+    """What a companion (kvcache/companion.py) does in a step. Its half on each rank finds the payload by its type."""
 
-    gpu_block_id: int
-    page: int
-
-
-class PageCopy(NamedTuple):
-    """A copy of the first tokens of one page of the draft head to another, after this step's K/V are stored."""
-
-    source: int
-    target: int
-    num_tokens: int
+    @property
+    def acts_by_layer(self) -> bool:
+        """True if the payload acts between the parts of a layer, so no graph of all layers can run the step."""
 
 
-class StateFlush(NamedTuple):
-    """The state in a slot, whose sequence gives way, goes to a snapshot before anything overwrites it."""
+class SequencePayload(Protocol):
+    """What a companion does for a sequence of a step."""
 
-    slot: int
-    snapshot: int
+    def in_draft(self, draft: "SequenceStep", step: "SequenceStep", i: int) -> "SequenceStep":
+        """Return draft number `i` of `step` as the companion changes it (see StepPlan.draft_rows)."""
+
+
+P = TypeVar("P", bound=tuple)
+
+
+def find_payload(payloads: tuple[Any, ...], kind: type[P]) -> P | None:
+    """Return the payload of this type, or None if there is none."""
+    return next((payload for payload in payloads if type(payload) is kind), None)
 
 
 @dataclass(frozen=True)
 class KVMoves:
-    """Moves between CPU memory and the GPU in a step, and into the shadow. Without either, there are none.
+    """Moves between CPU memory and the GPU in a step. Without offload, there are only payloads.
 
     Everything takes effect in this order. First the flushes: they copy evicted blocks out before anything overwrites
-    their slots. Then the page fills, before any draft. Then, in each layer, the loads, the storing of the new K/V, the
-    copies, the offloads, attention over the paged keys, and attention over the streamed groups, which may fill pages
-    too. Beside the last two, the CPU attends to `cpu_spans`, a tuple for each sequence of the step, or none at all.
+    their slots. Then, in each layer, the loads, the storing of the new K/V, the copies, the offloads, attention over
+    the paged keys, and attention over the streamed groups. Concurrently with the last two, the CPU attends to
+    `cpu_spans`, a tuple for each sequence of the step, or none at all. A payload says when it takes effect.
     """
 
     flushes: tuple[SlotOffload, ...] = ()
@@ -109,9 +108,7 @@ class KVMoves:
     streamed: tuple[StreamedGroup, ...] = ()
     cpu_spans: tuple[tuple[CpuSpan, ...], ...] = ()
     taken_slots: tuple[int, ...] = ()  # slots given to another block in this step, which writes to them
-    page_fills: tuple[PageFill, ...] = ()
-    state_flushes: tuple[StateFlush, ...] = ()  # before the step's states are loaded
-    page_copies: tuple[PageCopy, ...] = ()  # in this order, since one may read what another has written
+    payloads: tuple[StepPayload, ...] = ()
 
     @property
     def brings_in_keys(self) -> bool:
@@ -119,9 +116,9 @@ class KVMoves:
         return bool(self.streamed or self.cpu_spans)
 
     @property
-    def fills_pages_by_layer(self) -> bool:
-        """True if streamed blocks fill pages of the shadow."""
-        return any(group.pages for group in self.streamed)
+    def acts_by_layer(self) -> bool:
+        """True if a payload acts between the parts of a layer."""
+        return any(payload.acts_by_layer for payload in self.payloads)
 
 
 class SamplingRow(NamedTuple):
@@ -157,46 +154,6 @@ class DraftTimes(NamedTuple):
     key_s: float = 0.0
 
 
-class DraftKeys(NamedTuple):
-    """The keys that a sequence's drafts attend to: full blocks in pages of the shadow, and the newest keys as they are.
-
-    The last of the `num_paged_keys` keys in `block_table` are those of the step's new tokens, as in SequenceStep.
-    """
-
-    pages: tuple[int, ...]
-    block_table: tuple[int, ...]  # gpu_block_ids
-    num_paged_keys: int
-
-
-class StateSave(NamedTuple):
-    """The state after the first `num_tokens` new tokens of a sequence goes to a snapshot, from `slot`.
-
-    That is the slot of the sequence, if its new tokens end there, or else one in which the pass leaves the state too.
-    """
-
-    num_tokens: int
-    slot: int
-    snapshot: int
-
-
-class StateStep(NamedTuple):
-    """The recurrent state that a sequence's new tokens start from and leave (kernels/state_tensors.py: StateRows)."""
-
-    source: int  # the slot whose state the new tokens start from; -1: zeros
-    target: int  # the sequence's slot
-    num_replayed: int = 0
-    draft_slot: int = -1  # where drafts leave their states; -1: there are none
-    load: int = -1  # the snapshot that is first copied to the source; -1: none
-    saves: tuple[StateSave, ...] = ()  # in order of num_tokens
-
-
-class HeadStep(NamedTuple):
-    """The draft head's way through a sequence's new tokens, each with the token after it."""
-
-    pages: tuple[int, ...]  # the pages of the sequence's blocks, in order
-    next_token: int  # the token after the new ones; -1: the step samples it
-
-
 class SequenceStep(NamedTuple):
     """The new tokens of one sequence and where its paged keys are.
 
@@ -218,12 +175,10 @@ class SequenceStep(NamedTuple):
     previous_row: int = -1  # row of the previous step whose sampled token is this step's last token
     num_guesses: int = 0
     num_drafts: int = 0  # tokens that the ranks draft one after another, of which those with id -1 become guesses
-    draft_keys: DraftKeys | None = None  # the keys that drafts attend to; None: the paged keys
     edits: LogitEdits | None = None
     num_logprobs: int | None = None  # most likely tokens to report beside each sampled one; None: no log-probabilities
     scores: PromptScores | None = None
-    state: StateStep | None = None  # None: no layer is recurrent
-    head: HeadStep | None = None  # None: there is no draft head
+    payloads: tuple[SequencePayload, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -238,6 +193,14 @@ class SequenceStep(NamedTuple):
     def sampled_position(self) -> int:
         """The position of the first token that the step samples."""
         return self.position + len(self.token_ids) - self.num_guesses
+
+    def payload(self, kind: type[P]) -> P | None:
+        """Return the payload of this type, or None if there is none."""
+        return find_payload(self.payloads, kind)
+
+    def with_payload(self, payload: SequencePayload) -> "SequenceStep":
+        """Replace the payload of the same type."""
+        return self._replace(payloads=tuple(payload if type(each) is type(payload) else each for each in self.payloads))
 
     @property
     def guesses(self) -> list[int]:
@@ -272,10 +235,6 @@ class StepPlan:
     @cached_property
     def has_guesses(self) -> bool:
         return any(seq.num_guesses for seq in self.sequences)
-
-    @property
-    def reads_shadow(self) -> bool:
-        return any(seq.draft_keys is not None for seq in self.sequences)
 
     @property
     def has_pending(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.capabilities.shadow.pages import DraftKeys
 from nanovllm.device.devices import memory_remedy
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.models.decoder import CausalLM
@@ -74,10 +75,10 @@ class GraphSet:
     def find(self, plan: StepPlan, is_draft: bool = False) -> StepGraphs | None:
         """The graphs that can run a decode step from token ids to sampled tokens, if there are any."""
         moves = plan.moves
-        if not plan.is_decode or moves.loads or moves.copies or moves.fills_pages_by_layer:
+        if not plan.is_decode or moves.loads or moves.copies or moves.acts_by_layer:
             return None
         graphs: StepGraphs = self._by_kind[moves.brings_in_keys, plan.has_guesses]
-        if is_draft and plan.reads_shadow:
+        if is_draft and any(step.payload(DraftKeys) for step in plan.sequences):
             assert self._drafts is not None, "the plan reads the shadow, but there is none"
             graphs = self._drafts
         return graphs if plan.num_tokens <= graphs.sizes[-1] else None
@@ -86,7 +87,7 @@ class GraphSet:
         """The graphs that can run the draft head on these tokens, if there are any. The largest size has room for every
         step that only decodes.
         """
-        return self._head if plan.is_decode and not plan.moves.page_copies else None
+        return self._head if plan.is_decode and not plan.moves.payloads else None
 
     def find_mixed(self, plan: StepPlan) -> MixedSize | None:
         """The size of `mixed` that can run the layers of a step with chunks of prompts, if there is one."""

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 
 from nanovllm.capabilities.edits.logit_editor import Penalties, RowEdits
+from nanovllm.capabilities.recurrent.places import StateStep
+from nanovllm.capabilities.shadow.pages import DraftKeys
 from nanovllm.kernels.sampling_tensors import EditTensors, SamplingTensors
-from nanovllm.plan.step_plan import SamplingRow, StateStep, StepPlan
+from nanovllm.plan.step_plan import SamplingRow, StepPlan
 from nanovllm.utils.arithmetic import ceil_div
 
 Array: TypeAlias = Any  # np.ndarray or torch.Tensor
@@ -122,7 +124,7 @@ def build_inputs(plan: StepPlan, block_size: int, group_blocks: int, has_states:
             GroupInputs(np.array(group.context_lens(block_size), np.int32), pad_tables(group.tables, group_blocks))
             for group in plan.moves.streamed
         ),
-        shadow=_shadow_inputs(plan, block_size) if plan.reads_shadow else None,
+        shadow=_shadow_inputs(plan, block_size),
         states=_state_inputs(plan) if has_states else None,
     )
 
@@ -136,12 +138,19 @@ def _state_inputs(plan: StepPlan) -> StateInputs:
 
 def state_numbers(plan: StepPlan) -> list[tuple[int, int, int, int]]:
     """The numbers of StateInputs for each sequence."""
-    states = (step.state or _NO_STATE for step in plan.sequences)
+    states = (step.payload(StateStep) or _NO_STATE for step in plan.sequences)
     return [(*state[:3], step.num_guesses) for state, step in zip(states, plan.sequences, strict=True)]
 
 
-def _shadow_inputs(plan: StepPlan, block_size: int) -> GroupInputs:
-    tables = [() if step.draft_keys is None else step.draft_keys.pages for step in plan.sequences]
+def shadow_tables(plan: StepPlan) -> list[tuple[int, ...]] | None:
+    """The pages of the shadow that each sequence's drafts read, or None if no draft reads it."""
+    keys = [step.payload(DraftKeys) for step in plan.sequences]
+    return [() if each is None else each.pages for each in keys] if any(keys) else None
+
+
+def _shadow_inputs(plan: StepPlan, block_size: int) -> GroupInputs | None:
+    if (tables := shadow_tables(plan)) is None:
+        return None
     lens = np.array([len(table) * block_size for table in tables], np.int32)
     return GroupInputs(lens, pad_tables(tables, max(1, *map(len, tables))))
 

@@ -28,14 +28,15 @@ from nanovllm.capabilities.disk.worker import KVPool
 from nanovllm.capabilities.draft_head.memory import DraftHead
 from nanovllm.capabilities.recurrent.memory import StateMemory, StepStates
 from nanovllm.capabilities.shadow.memory import Shadow
+from nanovllm.capabilities.shadow.pages import ShadowFills
 from nanovllm.capabilities.shadow.shadow_spec import ShadowSpec
 from nanovllm.kernels.state_tensors import LayerStates, StateRows
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.offload.offload_engine import OffloadEngine
 from nanovllm.offload.streams import make_streams
 from nanovllm.plan.kv_spec import KVCacheSpec
-from nanovllm.plan.step_plan import StepPlan
-from nanovllm.runner.inputs import StepInputs
+from nanovllm.plan.step_plan import StepPlan, find_payload
+from nanovllm.runner.inputs import StepInputs, shadow_tables
 from nanovllm.runner.step_result import StepTimes
 
 
@@ -210,7 +211,8 @@ def build_batches(plan: StepPlan, tensors: StepInputs, block_size: int) -> StepB
     )
     shadow = None
     if tensors.shadow is not None:
-        tables = [() if step.draft_keys is None else step.draft_keys.pages for step in plan.sequences]
+        tables = shadow_tables(plan)
+        assert tables is not None
         lens = [len(table) * block_size for table in tables]
         shadow = batch(*tensors.shadow, lens, tables, causal=False)
     return StepBatches(paged, tuple(groups), cpu_rows(plan), shadow)
@@ -351,7 +353,7 @@ class KVMemory:
         recurrent.
         """
         if self.offload is not None:
-            fills = [self.shadow.moves(group) for group in plan.moves.streamed] if self.shadow is not None else ()
+            fills = self._fills(plan)
             return MergedAttention(
                 self.backend,
                 self.offload,
@@ -368,6 +370,15 @@ class KVMemory:
         return PagedAttention(
             self.backend, self.cache, slot_mapping, paged, last, self.scale, self._step_states(states)
         )
+
+    def _fills(self, plan: StepPlan) -> Sequence[torch.Tensor | None]:
+        """For each streamed group, the pages of the shadow that it fills; empty if none does."""
+        fills = find_payload(plan.moves.payloads, ShadowFills)
+        if fills is None or not fills.streamed:
+            return ()
+        assert self.shadow is not None, "the plan fills pages, but there is no shadow"
+        pages = dict(fills.streamed)
+        return [self.shadow.moves(group, pages) for group in plan.moves.streamed]
 
     def _step_states(self, rows: StateRows | None) -> StepStates | None:
         if rows is None:
@@ -398,9 +409,10 @@ class KVMemory:
         """Called before any of the step's work is enqueued. Hot: once per step."""
         if self.offload is not None:
             self.offload.begin_step(plan.moves, chain.from_iterable(step.block_table for step in plan.sequences))
-        if plan.moves.page_fills:
+        fills = find_payload(plan.moves.payloads, ShadowFills)
+        if fills is not None and fills.resident:
             assert self.shadow is not None, "the plan fills pages, but there is no shadow"
-            self.shadow.fill(plan.moves.page_fills, *self.cache)
+            self.shadow.fill(fills.resident, *self.cache)
         if self.state_memory is not None:
             self.state_memory.begin_step(plan)
 

@@ -15,20 +15,13 @@ from nanovllm.capabilities.draft_head.memory import (
     followed_inputs,
     followed_plan,
 )
+from nanovllm.capabilities.draft_head.pages import HeadStep, PageCopies
 from nanovllm.capabilities.recurrent.memory import state_rows
+from nanovllm.capabilities.shadow.pages import DraftKeys
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.sampler import resample_edited, sample
 from nanovllm.models.decoder import CausalLM
-from nanovllm.plan.step_plan import (
-    DraftKeys,
-    DraftTimes,
-    HeadStep,
-    KVMoves,
-    SamplingRow,
-    SequenceStep,
-    StateStep,
-    StepPlan,
-)
+from nanovllm.plan.step_plan import DraftTimes, KVMoves, SamplingRow, SequenceStep, StepPlan, find_payload
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.inputs import (
     StepInputs,
@@ -62,32 +55,19 @@ def draft_steps(plan: StepPlan) -> list[StepPlan]:
 def _draft(step: SequenceStep, i: int, previous_row: int) -> SequenceStep:
     """Draft number i: the step's known token, or a draft after it, with the noise of the token that it guesses."""
     assert step.sampling is not None and step.num_tokens == 1 + step.num_guesses, "only a decoding sequence drafts"
-    if step.head is not None:
-        return step._replace(
-            token_ids=np.array([-1]),
-            position=step.position + i - 1,
-            block_table=step.head.pages,
-            num_paged_keys=step.position + i,
-            previous_row=previous_row,
-            num_guesses=0,
-            num_drafts=0,
-        )
-    keys, state = step.draft_keys, step.state
-    if state is not None:
-        slot = state.draft_slot
-        state = StateStep(state.source, slot, state.num_replayed) if i == 0 else StateStep(slot, slot)
-    return step._replace(
-        block_table=step.block_table if keys is None else keys.block_table,
+    draft = step._replace(
         token_ids=step.token_ids[:1] if i == 0 else np.array([-1]),
         position=step.position + i,
-        num_paged_keys=(step if keys is None else keys).num_paged_keys - step.num_guesses + i,
+        num_paged_keys=step.num_paged_keys - step.num_guesses + i,
         previous_row=previous_row,
         num_guesses=0,
         num_drafts=0,
         edits=None,  # a draft may be any token
         num_logprobs=None,
-        state=state,
     )
+    for payload in step.payloads:
+        draft = payload.in_draft(draft, step, i)
+    return draft
 
 
 def _timed_draft(position: int, block_table: tuple[int, ...], num_keys: int, pages: tuple[int, ...]) -> StepPlan:
@@ -100,7 +80,7 @@ def _timed_draft(position: int, block_table: tuple[int, ...], num_keys: int, pag
         block_table=block_table,
         num_paged_keys=num_keys,
         sampling=SamplingRow(),
-        draft_keys=DraftKeys(pages, block_table, num_keys) if pages else None,
+        payloads=(DraftKeys(pages, block_table, num_keys),) if pages else (),
     )
     return StepPlan((step,), KVMoves())
 
@@ -205,7 +185,8 @@ class StepRunner:
         batches, rows = build_batches(plan, tensors, self.spec.block_size), None
         if not plan.is_decode:
             batches, rows = last_token_batches(plan, batches, tensors), tensors.logits_rows
-        attention = HeadAttention(head, tensors.slot_mapping, batches.paged, plan.moves.page_copies)
+        copies = find_payload(plan.moves.payloads, PageCopies)
+        attention = HeadAttention(head, tensors.slot_mapping, batches.paged, () if copies is None else copies.copies)
         rope_lens = tensors.rope_lens if self.model.needs_rope_lens else None
         return self.model.draft(self._known_ids(tensors), tensors.positions, hidden, attention, rope_lens, rows)
 
@@ -258,7 +239,7 @@ class StepRunner:
             sampling=SamplingRow(),
             num_guesses=num_drafts,
             num_drafts=num_drafts,
-            head=HeadStep(pages, -1),
+            payloads=(HeadStep(pages, -1),),
         )
         for _ in range(2):  # the first ones may be slow
             start_s = time.perf_counter()

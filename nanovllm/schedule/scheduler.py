@@ -68,19 +68,15 @@ class PlannedStep:
         """Make the frozen plan, and count its tokens as computed, except for guesses."""
         self._placed.sort(key=_launch_order)
         keys, moves = kv.finish_step(self._placed)
-        # Drafts run before the step's own pass: their tokens take the place of pending ones, and those of the model
-        # itself come before the loads and copies
+        # Drafts run before the step's own pass: drafted tokens take the place of pending ones
         has_pending = any(seq.num_pending_tokens for seq, _ in self._placed)
-        can_draft = not has_pending and (kv.has_draft_head or not (moves.loads or moves.copies))
         steps, num_sampled = [], 0
         for (seq, num_tokens), paged in zip(self._placed, keys, strict=True):
-            step = self._sequence_step(seq, num_tokens, paged, can_draft and kv.can_draft(seq))
-            if step.num_drafts:
-                step = step._replace(draft_keys=kv.draft_keys(seq, step.num_tokens))
-            if kv.states is not None:
-                num_certain = step.num_tokens - step.num_guesses
-                state = kv.state_step(seq, num_certain, has_drafts=step.num_drafts > 0)
-                step = step._replace(state=state, head=kv.head_step(seq, step.num_tokens, num_certain))
+            step = self._sequence_step(seq, num_tokens, paged, not has_pending and kv.can_draft(seq, moves))
+            has_drafts = step.num_drafts > 0
+            payloads = kv.sequence_payloads(seq, step.num_tokens, step.num_guesses, has_drafts=has_drafts)
+            if payloads:
+                step = step._replace(payloads=payloads)
             steps.append(step)
             seq.num_computed_tokens += num_tokens - len(self._guesses_of(seq).token_ids)
             if step.sampling is not None:
@@ -408,19 +404,19 @@ class Scheduler:
         num_common, num_known = leader.num_common_tokens, self.kv.num_known_tokens(seq)
         if num_known >= num_common:
             return False
-        # Without recurrent layers, the leader's chunk of this step is known, too
-        start = num_known if self.kv.states is not None else min(num_known, leader.start)
+        # Unless hits need snapshots, the leader's chunk of this step is known, too
+        start = num_known if self.kv.pool.index.snapshots is not None else min(num_known, leader.start)
         if leader.end < min(start + max_tokens, num_common):
             return False
-        return leader.end < num_common or self.kv.keep_state(leader.seq, num_common, leader.end)
+        return leader.end < num_common or self.kv.keep_prefix(leader.seq, num_common, leader.end)
 
     def _serve_followers(self) -> None:
-        """Keep the states at which waiting prompts part from their leaders in this step, and note that what is left of
-        the waiting prompts is shorter now. They may have had no turn.
+        """Keep the prefixes at which waiting prompts part from their leaders in this step, and note that what is left
+        of the waiting prompts is shorter now. They may have had no turn.
         """
         for leader in map(self._underway.leader, islice(self.waiting, self.max_num_seqs)):
             if leader is not None and leader.num_common_tokens <= leader.end:
-                self.kv.keep_state(leader.seq, leader.num_common_tokens, leader.end)
+                self.kv.keep_prefix(leader.seq, leader.num_common_tokens, leader.end)
                 self._has_new_document = True
 
     def _schedule_classic(self) -> None:

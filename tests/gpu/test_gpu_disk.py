@@ -82,7 +82,7 @@ def test_snapshots_that_are_given_away_while_they_are_stored_give_right_logits(
     options = CACHES[cache] | small | {"kv_disk_path": str(tmp_path)}
     rng = random.Random(0)
     with GpuLLM(hybrid, **options) as llm:
-        snapshots = llm.scheduler.kv.states.snapshots
+        snapshots = llm.scheduler.kv.pool.index.snapshots
         snapshots.count, snapshots._unused = 4, list(range(4))
         for _ in range(40):
             prompts = [random_prompt(rng.randrange(300, 1300), seed=rng.randrange(8)) for _ in range(2)]

@@ -16,6 +16,7 @@ from odd_drafters import KINDS
 from random_workloads import GRAIN, LONG_CHUNK_BLOCKS, Abort, Add, Operation, Preempt, Steps, play, play_dense
 from tiers import examples
 
+from nanovllm.capabilities.shadow.pages import DraftKeys, ShadowFills
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.block_pool import Block, PrefixIndex
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
@@ -237,26 +238,30 @@ def test_pages_are_those_of_their_blocks(seed: int, hybrid: bool) -> None:
     play_dense(seed, hybrid=hybrid, with_cpu=seed % 2 == 1, drafter="shadow")
 
 
-def forget_streamed_pages(plan: StepPlan) -> StepPlan:
-    groups = tuple(group._replace(pages=()) for group in plan.moves.streamed)
-    return replace(plan, moves=replace(plan.moves, streamed=groups))
+def change_fills(change: Callable[[ShadowFills], ShadowFills]) -> Callable[[StepPlan], StepPlan]:
+    def changed(plan: StepPlan) -> StepPlan:
+        payloads = (change(each) if isinstance(each, ShadowFills) else each for each in plan.moves.payloads)
+        return replace(plan, moves=replace(plan.moves, payloads=tuple(payloads)))
+
+    return changed
 
 
 def swap_page(plan: StepPlan) -> StepPlan:
     """A page is missing, another one is read twice."""
 
     def swapped(step: SequenceStep) -> SequenceStep:
-        if step.draft_keys is None or len(step.draft_keys.pages) < 2:
+        keys = step.payload(DraftKeys)
+        if keys is None or len(keys.pages) < 2:
             return step
-        _, second, *others = step.draft_keys.pages
-        return step._replace(draft_keys=step.draft_keys._replace(pages=(second, second, *others)))
+        _, second, *others = keys.pages
+        return step.with_payload(keys._replace(pages=(second, second, *others)))
 
     return replace(plan, sequences=tuple(map(swapped, plan.sequences)))
 
 
 SHADOW_FAULTS = {
-    "page fill lost": without_first("page_fills"),
-    "pages of streamed blocks not filled": forget_streamed_pages,
+    "page fill lost": change_fills(lambda fills: fills._replace(resident=fills.resident[1:])),
+    "pages of streamed blocks not filled": change_fills(lambda fills: fills._replace(streamed=())),
     "page read twice": swap_page,
 }
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanovllm.capabilities.cpu_attention.queue import CpuRows
+from nanovllm.capabilities.recurrent.places import StateStep
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.plan.step_plan import (
     CpuSpan,
@@ -15,7 +16,6 @@ from nanovllm.plan.step_plan import (
     PromptScores,
     SamplingRow,
     SequenceStep,
-    StateStep,
     StepPlan,
     StreamedGroup,
 )
@@ -63,7 +63,7 @@ def sequence_step(
         previous_row=previous_row,
         num_guesses=num_guesses,
         num_drafts=num_drafts,
-        state=state,
+        payloads=() if state is None else (state,),
     )
 
 
@@ -136,7 +136,7 @@ def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
                 token += 1
             expected["cu_seqlens_q"].append(token)
             expected["context_lens"].append(step.num_paged_keys)
-            state = step.state or StateStep(-1, 0)
+            state = step.payload(StateStep) or StateStep(-1, 0)
             expected["states.source_slots"].append(state.source)
             expected["states.target_slots"].append(state.target)
             expected["states.num_replayed"].append(state.num_replayed)

@@ -21,11 +21,11 @@ KINDS = [(cache, recurrent) for cache in ("all GPU", "offload", "large blocks") 
 
 
 def manager(cache: str, recurrent: bool, *, num_save_slots: int = 2, num_snapshots: int = 100) -> KVCacheManager:
-    states = RecurrentStates(1 + 8 + num_save_slots, num_snapshots, snapshot_tokens=32) if recurrent else None
+    states = [RecurrentStates(1 + 8 + num_save_slots, num_snapshots, snapshot_tokens=32)] if recurrent else []
     if cache == "all GPU":
-        return BlockManager(800, GRAIN, states=states)
+        return BlockManager(800, GRAIN, companions=states)
     block_size = GRAIN if cache == "offload" else 4 * GRAIN
-    return HybridKVCacheManager(3200 // block_size, 800 // block_size, block_size, 2, grain=GRAIN, states=states)
+    return HybridKVCacheManager(3200 // block_size, 800 // block_size, block_size, 2, grain=GRAIN, companions=states)
 
 
 def simulate(cache: str = "all GPU", recurrent: bool = True, **options: Any) -> Simulation:

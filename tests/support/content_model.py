@@ -8,19 +8,23 @@ the step sees each of its own tokens exactly once. `Simulation` drives a schedul
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
 from simulated_disk import SimulatedDisk
 
+from nanovllm.capabilities.draft_head.pages import HeadStep, PageCopies, PageCopy
+from nanovllm.capabilities.recurrent.places import StateFlush, StateFlushes, StateStep
+from nanovllm.capabilities.shadow.pages import DraftKeys, ShadowFills, ShadowPages
 from nanovllm.capabilities.speculation.drafters import Drafter
 from nanovllm.capabilities.speculation.speculator import Speculator
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.block_pool import Block, BlockPool
+from nanovllm.kvcache.companion import Companion
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.plan.sequence import Sequence, SequenceStatus
-from nanovllm.plan.step_plan import KVMoves, SequenceStep, StepPlan
+from nanovllm.plan.step_plan import KVMoves, SequenceStep, StepPlan, find_payload
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule.scheduler import Scheduler
 from nanovllm.schedule.step_bound import StepBound
@@ -32,6 +36,33 @@ _EMPTY = -1
 
 class ContentError(AssertionError):
     """A sequence would attend to something else than its own tokens, each once."""
+
+
+Kind = TypeVar("Kind", bound=Companion)
+
+
+def companion_of(kv: KVCacheManager, kind: type[Kind]) -> Kind:
+    """The manager's companion of this type."""
+    (found,) = (each for each in kv.companions if isinstance(each, kind))
+    return found
+
+
+def state_of(step: SequenceStep) -> StateStep | None:
+    return step.payload(StateStep)
+
+
+def head_of(step: SequenceStep) -> HeadStep | None:
+    return step.payload(HeadStep)
+
+
+def page_copies(plan: StepPlan) -> tuple[PageCopy, ...]:
+    copies = find_payload(plan.moves.payloads, PageCopies)
+    return () if copies is None else copies.copies
+
+
+def state_flushes(plan: StepPlan) -> tuple[StateFlush, ...]:
+    flushes = find_payload(plan.moves.payloads, StateFlushes)
+    return () if flushes is None else flushes.flushes
 
 
 def extend_tags(tags: list[int], token_ids: list[int], salt: int = 0) -> None:
@@ -144,14 +175,14 @@ class _HeadContent:
         self._cuts: set[int] = set()  # tags of tokens at the end of a hit
 
     def _cell(self, step: SequenceStep, position: int) -> tuple[int, int]:
-        assert step.head is not None
-        return step.head.pages[position // self._block_size], position % self._block_size
+        assert head_of(step) is not None
+        return head_of(step).pages[position // self._block_size], position % self._block_size
 
     def begin_draft(self, step: SequenceStep, run: _Content, num_drafts: int) -> None:
         """The first draft is made from a result of the step before. Each further one writes a cell."""
-        assert step.state is not None
+        assert state_of(step) is not None
         expected = _Pair(run.tags[step.position - 1], run.token_ids[step.position])
-        kept = self._kept[step.state.source, step.state.num_replayed]
+        kept = self._kept[state_of(step).source, state_of(step).num_replayed]
         if kept != expected:
             raise ContentError(f"sequence {step.seq_id} drafts at {step.position} from {kept}")
         for position in range(step.position, step.position + num_drafts - 1):
@@ -160,18 +191,18 @@ class _HeadContent:
     def follow(self, plan: StepPlan, runs: list[_Content], sampled: list[list[int]]) -> None:
         """Go through the tokens of a step, and check the cells of all tokens that are certain."""
         for step, run, own in zip(plan.sequences, runs, sampled, strict=True):
-            assert step.state is not None and step.head is not None
-            if step.state.load >= 0:
+            assert state_of(step) is not None and head_of(step) is not None
+            if state_of(step).load >= 0:
                 self._hit_ends[step.seq_id] = step.position
                 self._cuts.add(run.tags[step.position - 1])
-            end, next_tokens = step.position + step.num_tokens, own or [step.head.next_token]
+            end, next_tokens = step.position + step.num_tokens, own or [head_of(step).next_token]
             tokens = [*run.token_ids[step.position + 1 : end - len(next_tokens) + 1], *next_tokens]
             for position, token_id in enumerate(tokens, step.position):
                 self._cells[self._cell(step, position)] = _Pair(run.tags[position], token_id)
             for i in range(len(next_tokens)):
                 cell = self._cell(step, end - len(next_tokens) + i)
-                self._kept[step.state.target, i] = self._cells[cell]
-        for source, target, num_tokens in plan.moves.page_copies:
+                self._kept[state_of(step).target, i] = self._cells[cell]
+        for source, target, num_tokens in page_copies(plan):
             for offset in range(num_tokens):
                 self._cells[target, offset] = self._cells[source, offset]
         for step, run in zip(plan.sequences, runs, strict=True):
@@ -221,12 +252,13 @@ class ContentRunner:
 
     def launch(self, plan: StepPlan) -> list[int]:
         """The sampled tokens, then the drafted ones. Raises ContentError. Order of effects: see KVMoves."""
-        self.pages |= {page: self.gpu[block].tolist() for block, page in plan.moves.page_fills}
-        for slot, snapshot in plan.moves.state_flushes:
+        fills = find_payload(plan.moves.payloads, ShadowFills) or ShadowFills((), ())
+        self.pages |= {page: self.gpu[block].tolist() for block, page in fills.resident}
+        for slot, snapshot in state_flushes(plan):
             self.snapshots[snapshot] = self.states[slot]
         for step in plan.sequences:
-            if step.state is not None and step.state.load >= 0:
-                self.states[step.state.source] = self.snapshots[step.state.load]
+            if state_of(step) is not None and state_of(step).load >= 0:
+                self.states[state_of(step).source] = self.snapshots[state_of(step).load]
         drafted = self._draft(plan)
         runs = [self._tokens(row, step, drafted) for row, step in enumerate(plan.sequences)]
         self._copy_in(plan.moves)
@@ -239,16 +271,17 @@ class ContentRunner:
             self.cpu[cpu_block_id, start:end] = self.gpu[slot, start:end]
         for row, (step, run) in enumerate(zip(plan.sequences, runs, strict=True)):
             self._check_keys(row, step, run, plan.moves)
-        for group in plan.moves.streamed:
-            for block_id, page in zip(group.cpu_block_ids, group.pages, strict=False):
-                self.pages[page] = self.cpu[block_id].tolist()
+        streamed = {block_id for group in plan.moves.streamed for block_id in group.cpu_block_ids}
+        for block_id, page in fills.streamed:
+            assert block_id in streamed, f"page {page} waits for block {block_id}, which is not streamed"
+            self.pages[page] = self.cpu[block_id].tolist()
         self._advance_states(plan, runs)
         return self._sample_all(plan, runs, drafted)
 
     def _sample_all(self, plan: StepPlan, runs: list[_Content], drafted: list[dict[int, int]]) -> list[int]:
         steps = zip(plan.sequences, runs, strict=True)
         sampled = [[] if step.sampling is None else self._sample(step, run) for step, run in steps]
-        if plan.sequences[0].head is not None:
+        if head_of(plan.sequences[0]) is not None:
             self.head.follow(plan, runs, sampled)
         self._sampled = [token_id for of_step in sampled for token_id in of_step]
         return self._sampled + [token_id for ids in drafted for token_id in ids.values()]
@@ -256,7 +289,7 @@ class ContentRunner:
     def _advance_states(self, plan: StepPlan, runs: list[_Content]) -> None:
         written: list[int] = []
         for step, run in zip(plan.sequences, runs, strict=True):
-            state, end = step.state, step.position + step.num_tokens - step.num_guesses
+            state, end = state_of(step), step.position + step.num_tokens - step.num_guesses
             if state is None:
                 continue
             self._check_state(step, run)
@@ -271,16 +304,16 @@ class ContentRunner:
                     written.append(save.slot)
         assert 0 not in written and len(set(written)) == len(written), f"slots {written} are written"
         for step in plan.sequences:
-            for save in step.state.saves if step.state is not None else ():
+            for save in state_of(step).saves if state_of(step) is not None else ():
                 self.snapshots[save.snapshot] = self.states[save.slot]
 
     def _check_state(self, step: SequenceStep, run: _Content) -> None:
         """The state that the new tokens start from is that of all tokens before them."""
-        assert step.state is not None
+        assert state_of(step) is not None
         expected, seen = run.tags[: step.position], []
-        if step.state.source >= 0:
-            tag, pending = self.states[step.state.source]
-            seen = [tag, *pending[: step.state.num_replayed]]
+        if state_of(step).source >= 0:
+            tag, pending = self.states[state_of(step).source]
+            seen = [tag, *pending[: state_of(step).num_replayed]]
         if seen != expected[len(expected) - len(seen) :] or bool(seen) != bool(expected):
             raise ContentError(f"sequence {step.seq_id} starts at {step.position} from the state {seen}")
 
@@ -288,7 +321,7 @@ class ContentRunner:
         """For each draft, its token by row."""
         drafted: list[dict[int, int]] = []
         for rows in plan.draft_rows():
-            has_head = plan.sequences[0].head is not None
+            has_head = head_of(plan.sequences[0]) is not None
             assert has_head or not (plan.moves.loads or plan.moves.copies), "a draft runs before slots are filled"
             assert all(step.previous_row < 0 for step in plan.sequences), "drafts take the place of pending tokens"
             ids = {}
@@ -297,10 +330,10 @@ class ContentRunner:
                 self._check_draft_keys(step)
                 if has_head and not drafted:
                     self.head.begin_draft(step, self.contents[step.seq_id], step.num_drafts)
-                elif step.state is not None and not has_head:
+                elif state_of(step) is not None and not has_head:
                     self._check_state(step, self.contents[step.seq_id])
-                    assert step.state.draft_slot > 0, "drafts have no slot"
-                    self.states[step.state.draft_slot] = _State(-1)
+                    assert state_of(step).draft_slot > 0, "drafts have no slot"
+                    self.states[state_of(step).draft_slot] = _State(-1)
                 run = self.contents[step.seq_id].copy()
                 for before in drafted:
                     run.append(before[row])
@@ -311,9 +344,10 @@ class ContentRunner:
 
     def _check_draft_keys(self, step: SequenceStep) -> None:
         """Drafts read the keys before the step's, once each; where pages are missing, some of them, and the newest."""
-        if step.draft_keys is None:
+        keys = step.payload(DraftKeys)
+        if keys is None:
             return
-        pages, block_table, num_paged_keys = step.draft_keys
+        pages, block_table, num_paged_keys = keys
         exact = self.gpu[list(block_table)].reshape(-1)[: num_paged_keys - step.num_tokens].tolist()
         seen = [tag for page in pages for tag in self.pages[page]] + exact
         expected = self.contents[step.seq_id].tags[: step.position]
@@ -401,7 +435,7 @@ class ContentRunner:
 
 
 def make_content_runner(kv: KVCacheManager) -> ContentRunner:
-    lacks_pages = kv.shadow is not None and len(kv.shadow) < len(kv.pool.blocks)
+    lacks_pages = any(isinstance(each, ShadowPages) and len(each) < len(kv.pool.blocks) for each in kv.companions)
     if isinstance(kv, HybridKVCacheManager):
         return ContentRunner(len(kv.ring), len(kv.blocks), kv.block_size, lacks_pages=lacks_pages)
     assert isinstance(kv, BlockManager)
@@ -485,7 +519,7 @@ class Simulation:
             self._admitted.add(seq.seq_id)
             match = self.pool.match(seq)
             num_found = len(match.full_blocks) * self.pool.index.block_size + match.num_partial_tokens
-            longest = longest_prefix_left if self.kv.states is None else longest_state_left
+            longest = longest_prefix_left if self.pool.index.snapshots is None else longest_state_left
             assert num_found == longest(self.pool, seq), f"sequence {seq.seq_id} could match more"
             admit(seq)
 

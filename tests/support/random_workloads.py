@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,13 @@ from cpu_splits import RandomSplit
 from odd_drafters import OddDrafter
 
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
+from nanovllm.capabilities.draft_head.pages import HeadPages
 from nanovllm.capabilities.recurrent.places import RecurrentStates
 from nanovllm.capabilities.shadow.pages import ShadowPages
 from nanovllm.capabilities.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.block_pool import PrefixIndex
+from nanovllm.kvcache.companion import Companion
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.plan.sequence import Sequence
 from nanovllm.schedule.step_bound import ChunkTimes, StepBound
@@ -117,34 +120,50 @@ def dense_manager(
     cpu_split: CpuSplit | None = None,
     keeps_first_blocks: bool = False,
     has_shadow: bool = False,
-    states: RecurrentStates | None = None,
+    companions: Seq[Companion] = (),
+    model_drafts: bool = True,
 ) -> KVCacheManager:
+    """`companions`: besides the shadow."""
     num_blocks = rng.randint(8, 60 if hybrid else 40)
-    shadow = ShadowPages(rng.choice([1, 3, num_blocks, num_blocks])) if has_shadow else None
+    num_pages = rng.choice([1, 3, num_blocks, num_blocks]) if has_shadow else 0
     if not hybrid:
-        return BlockManager(num_blocks, rng.randint(1, 5), rng.random() < 0.8, shadow=shadow, states=states)
+        companions = [*([ShadowPages(num_pages)] if has_shadow else ()), *companions]
+        block_size, enable_prefix_caching = rng.randint(1, 5), rng.random() < 0.8
+        return BlockManager(
+            num_blocks, block_size, enable_prefix_caching, companions=companions, model_drafts=model_drafts
+        )
+    num_slots = rng.randint(2, 8)
+    if has_shadow:
+        companions = [ShadowPages(num_pages, rng.choice([0, num_slots])), *companions]
     return HybridKVCacheManager(
         num_blocks,
-        rng.randint(2, 8),
+        num_slots,
         GRAIN * rng.randint(1, 3),
         rng.randint(1, 3),
         rng.random() < 0.8,
         cpu_split,
         keeps_first_blocks=keeps_first_blocks,
-        shadows_resident=not has_shadow or rng.random() < 0.5,
-        shadow=shadow,
-        states=states,
+        companions=companions,
+        model_drafts=model_drafts,
         grain=GRAIN,
         long_chunk_blocks=LONG_CHUNK_BLOCKS,
         progress_tokens=rng.choice([1, 4, 30]),
     )
 
 
-def dense_states(rng: random.Random, max_num_seqs: int, min_snapshots: int = 0) -> RecurrentStates:
+def dense_companions(rng: random.Random, schedule: dict[str, Any], has_head: bool) -> list[Companion]:
+    states = dense_states(rng, schedule["max_num_seqs"], model_drafts=not has_head)
+    return [states, HeadPages()] if has_head else [states]
+
+
+def dense_states(
+    rng: random.Random, max_num_seqs: int, min_snapshots: int = 0, model_drafts: bool = True
+) -> RecurrentStates:
     """Slots for `max_num_seqs` sequences, and for few or many states that are saved or drafts."""
     num_slots = 1 + max_num_seqs + rng.choice([0, 1, 2, 8])
     num_snapshots = max(min_snapshots, rng.choice([0, 1, 2, 5, 30, 30]))
-    return RecurrentStates(num_slots, num_snapshots, snapshot_tokens=rng.choice([3, 8, 100]))
+    snapshot_tokens = rng.choice([3, 8, 100])
+    return RecurrentStates(num_slots, num_snapshots, snapshot_tokens=snapshot_tokens, model_drafts=model_drafts)
 
 
 def odd_bound(rng: random.Random) -> StepBound:
@@ -167,7 +186,8 @@ def odd_drafter(kind: str, seed: int) -> Callable[[KVCacheManager, ContentRunner
         if kind == "resident":
             return ModelDrafter("resident", kv.misses_keys)
         if kind == "shadow":
-            return ModelDrafter("shadow", kv.has_shadow)
+            (shadow,) = (each for each in kv.companions if isinstance(each, ShadowPages))
+            return ModelDrafter("shadow", shadow.has_pages)
         if kind == "prompt_lookup":
             return PromptLookupDrafter()
         if kind == "mtp":
@@ -215,9 +235,9 @@ def play_dense(
         split,
         keeps_first_blocks=bool(drafter) and drafter not in ("shadow", "mtp"),
         has_shadow=has_shadow,
-        states=dense_states(random.Random(seed), schedule["max_num_seqs"]) if has_states else None,
+        companions=dense_companions(random.Random(seed), schedule, has_head) if has_states else (),
+        model_drafts=not has_head,
     )
-    kv.has_draft_head = has_head
     simulation = Simulation(kv, **((schedule or dense_schedule(rng)) | options))
     if hash_bytes is not None:
         old = simulation.pool.index

@@ -47,14 +47,15 @@ class SimulatedDisk:
     ) -> None:
         self.extents, self._memory, self._grain, self._rng = extents, memory, grain, rng
         self._snapshots, self._checks_versions = snapshots, checks_versions
-        self.board = DiskBoard(1, len(memory) + (0 if kv.states is None else kv.states.snapshots.count))
+        num_snapshots = 0 if kv.pool.index.snapshots is None else kv.pool.index.snapshots.count
+        self.board = DiskBoard(1, len(memory) + num_snapshots)
         self.now_s = 0.0
         self.tier = DiskTier(
             extents,
             kv,
             self.board,
             extent_bytes=8 * grain,
-            state_bytes=0 if kv.states is None else 8,
+            state_bytes=8 if num_snapshots else 0,
             times=OddTimes(rng),
             stores_prompts=rng.random() < 0.7,
             grain=grain,

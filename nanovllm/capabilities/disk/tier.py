@@ -200,7 +200,7 @@ class DiskTier:
         self.extent_bytes, self.state_bytes = extent_bytes, state_bytes
         self.stores_prompts, self.grain = stores_prompts, grain
         self.times, self._least_prompt_s, self._clock = times, least_prompt_s, clock
-        self._snapshots = None if kv.states is None else kv.states.snapshots
+        self._snapshots = kv.pool.index.snapshots
         kv.pool.versions = board.versions[: len(kv.pool.blocks)]
         if self._snapshots is not None:
             self._snapshots.versions = board.versions[len(kv.pool.blocks) :]
@@ -421,8 +421,8 @@ class DiskTier:
             self._num_loads += 1
             extents = [*self._extents(holder, found.end, found.start)]
             snapshot = -1
-            if self.kv.states is not None:
-                snapshot = self.kv.states.hold_snapshot()
+            if self._snapshots is not None:
+                snapshot = self._snapshots.hold()
                 extents.append(self._state(holder, found.end, snapshot))
             keys = tuple(extent.key for extent in extents)
             self._load = _Load(self._num_loads, seq, holder, found, keys, snapshot, self._clock())

@@ -22,9 +22,11 @@ import numpy as np
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch
+from nanovllm.capabilities.draft_head.pages import HeadStep, PageCopies, PageCopy
+from nanovllm.capabilities.recurrent.places import StateStep
 from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
-from nanovllm.plan.step_plan import KVMoves, PageCopy, SamplingRow, SequenceStep, StepPlan
+from nanovllm.plan.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, find_payload
 from nanovllm.runner.inputs import StepInputs, build_inputs
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -73,7 +75,8 @@ class DraftHead:
 
     def kept_rows(self, plan: StepPlan) -> np.ndarray:
         """Rows of `kept`, int64 [S]: where the results of a `followed_plan` go."""
-        slots = (0 if step.state is None else step.state.target for step in plan.sequences)
+        states = (step.payload(StateStep) for step in plan.sequences)
+        slots = (0 if state is None else state.target for state in states)
         rows = [
             slot * self._slot_rows + np.arange(step.num_sampled)
             for slot, step in zip(slots, plan.sequences, strict=True)
@@ -84,7 +87,7 @@ class DraftHead:
         """Rows of `kept`, int64 [B]: the results that first drafts are made from. They are for the last certain tokens
         before them.
         """
-        states = [step.state for step in plan.sequences]
+        states = [step.payload(StateStep) for step in plan.sequences]
         rows = [0 if state is None else state.source * self._slot_rows + state.num_replayed for state in states]
         return np.array(rows, np.int64)
 
@@ -93,17 +96,19 @@ def followed_plan(plan: StepPlan, block_size: int) -> StepPlan:
     """The head's way through the tokens of a step, each with the token after it; -1 for those that are sampled. Its
     results are wanted for the last token of each sequence, and where the step samples.
     """
-    moves = KVMoves(page_copies=plan.moves.page_copies)
+    copies = find_payload(plan.moves.payloads, PageCopies)
+    moves = KVMoves(payloads=() if copies is None else (copies,))
     return StepPlan(tuple(_followed(step, block_size) for step in plan.sequences), moves)
 
 
 def _followed(step: SequenceStep, block_size: int) -> SequenceStep:
     num_keys = step.position + step.num_tokens
-    pages = (0,) * ceil_div(num_keys, block_size) if step.head is None else step.head.pages  # start-up has no pages
+    head = step.payload(HeadStep)
+    pages = (0,) * ceil_div(num_keys, block_size) if head is None else head.pages  # start-up has no pages
     last = np.full(step.num_sampled, -1)
     if step.sampling is None:
-        assert step.head is not None, "what start-up measures always samples"
-        last = np.array([step.head.next_token])
+        assert head is not None, "what start-up measures always samples"
+        last = np.array([head.next_token])
     return step._replace(
         token_ids=np.concatenate([step.token_ids[1 : step.num_tokens + 1 - len(last)], last]),
         block_table=pages,

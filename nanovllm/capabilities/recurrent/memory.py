@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.state_tensors import HostStateRows, LayerStates, StateRows
-from nanovllm.kernels.state_tensors import StateSave as RowSave
+from nanovllm.capabilities.recurrent.places import SnapshotSave, StateFlushes, StateStep
+from nanovllm.kernels.state_tensors import HostStateRows, LayerStates, StateRows, StateSave
 from nanovllm.offload.pinned_memory import HostBuffer
 from nanovllm.plan.kv_spec import StateSpec
-from nanovllm.plan.step_plan import StateSave, StepPlan
+from nanovllm.plan.step_plan import StepPlan, find_payload
 from nanovllm.runner.inputs import StepInputs, state_numbers
 
 
@@ -53,7 +53,7 @@ class StateMemory:
             buffer.tensor[:size].view(kind).view(num_snapshots, *shape)
             for buffer, size, (shape, kind) in zip(self._buffers, sizes, shapes, strict=True)
         ]
-        self._saves: list[StateSave] = []  # of the step
+        self._saves: list[SnapshotSave] = []  # of the step
 
     @property
     def stored_parts(self) -> list[torch.Tensor]:
@@ -62,9 +62,10 @@ class StateMemory:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Keep the states of sequences that have given way, and load those that the step starts from."""
-        for slot, snapshot in plan.moves.state_flushes:
+        flushes = find_payload(plan.moves.payloads, StateFlushes)
+        for slot, snapshot in flushes.flushes if flushes is not None else ():
             self._save(slot, snapshot)
-        states = [step.state for step in plan.sequences if step.state is not None]
+        states = [state for step in plan.sequences if (state := step.payload(StateStep)) is not None]
         self._saves = [save for state in states for save in state.saves]
         for state in states:
             if state.load >= 0:
@@ -92,11 +93,11 @@ def state_rows(plan: StepPlan, tensors: StepInputs) -> StateRows | None:
     if tensors.states is None:
         return None
     saves = tuple(
-        RowSave(row, save.num_tokens, save.slot)
+        StateSave(row, save.num_tokens, save.slot)
         for row, step in enumerate(plan.sequences)
-        if step.state is not None
-        for save in step.state.saves
-        if save.slot != step.state.target
+        if (state := step.payload(StateStep)) is not None
+        for save in state.saves
+        if save.slot != state.target
     )
     num_tokens = tuple(step.num_tokens for step in plan.sequences)
     sources, targets, num_replayed, num_guesses = zip(*state_numbers(plan), strict=True)

@@ -1,4 +1,4 @@
-"""RecurrentStates: the places of the states of recurrent layers. Snapshots: states that are kept for later prompts.
+"""RecurrentStates: the places of the states of recurrent layers.
 
 A running sequence has a slot on the GPU, in which every step leaves its newest state. Attention can go on anywhere in a
 known text, but a recurrent layer needs the state there. So some states are copied to snapshots in CPU memory, and a
@@ -14,99 +14,63 @@ A snapshot belongs to a prefix of the index and goes with it. Without room for a
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-
+from nanovllm.kvcache.block_pool import PrefixMatch
+from nanovllm.kvcache.companion import Companion, GpuBlockOf, Resumption
+from nanovllm.kvcache.snapshots import Snapshots
 from nanovllm.plan.kv_spec import SAVE_SLOTS, SNAPSHOT_TOKENS
 from nanovllm.plan.sequence import Sequence
-from nanovllm.plan.step_plan import StateFlush, StateSave, StateStep
+from nanovllm.plan.step_plan import SequenceStep
 from nanovllm.utils.arithmetic import ceil_div
 
 
-class Snapshots:
-    """The snapshots by prefix, least recently used first: each holds the state after its prefix.
+class StateFlush(NamedTuple):
+    """A copy of the state in the slot of a preempted sequence to a snapshot."""
 
-    `version` counts changes.
+    slot: int
+    snapshot: int
+
+
+class StateFlushes(NamedTuple):
+    """Step payload: copies that take effect before the step's states are loaded and its slots are written."""
+
+    flushes: tuple[StateFlush, ...]
+
+    @property
+    def acts_by_layer(self) -> bool:
+        return False
+
+
+class SnapshotSave(NamedTuple):
+    """A copy of the state after the first `num_tokens` new tokens of a sequence to a snapshot, from `slot`.
+
+    `slot` is the sequence's own slot if its new tokens end there, and otherwise a slot in which the step leaves that
+    state in addition.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count, self.version = count, 0
-        self.versions: np.ndarray | None = None  # number of states that each was given; None: nobody asks
-        self._unused = list(reversed(range(count)))
-        self._held: set[int] = set()  # snapshots that are being loaded from disk
-        self._by_prefix: OrderedDict[int, int] = OrderedDict()  # prefix id -> snapshot
+    num_tokens: int
+    slot: int
+    snapshot: int
 
-    def __contains__(self, prefix_id: int) -> bool:
-        return prefix_id in self._by_prefix
 
-    def __len__(self) -> int:
-        """Number of snapshots in use."""
-        return len(self._by_prefix)
+class StateStep(NamedTuple):
+    """Sequence payload: the state that the new tokens start from and leave (see StateRows in state_tensors.py)."""
 
-    def find(self, prefix_id: int | None) -> int | None:
-        """The snapshot of a prefix, if it has one."""
-        return None if prefix_id is None else self._by_prefix.get(prefix_id)
+    source: int  # the slot whose state the new tokens start from; -1: zeros
+    target: int  # the sequence's slot
+    num_replayed: int = 0
+    draft_slot: int = -1  # where drafts leave their states; -1 if the model itself does not draft
+    load: int = -1  # the snapshot that is first copied to the source; -1: none
+    saves: tuple[SnapshotSave, ...] = ()  # in order of num_tokens
 
-    def oldest(self, share: int) -> list[int]:
-        """The prefixes that lose their snapshots when 1/`share` of all snapshots is taken."""
-        return list(islice(self._by_prefix, max(0, self.count // share - len(self._unused))))
-
-    def use(self, prefix_id: int) -> int:
-        """Return the snapshot of a prefix, which becomes the most recently used one."""
-        self.touch(prefix_id)
-        return self._by_prefix[prefix_id]
-
-    def touch(self, prefix_id: int) -> None:
-        """Make the snapshot of a prefix, if it has one, the most recently used one."""
-        if prefix_id in self._by_prefix:
-            self._by_prefix.move_to_end(prefix_id)
-
-    def add(self, prefix_id: int) -> int:
-        """Choose the snapshot for a prefix that has none."""
-        snapshot = self._by_prefix[prefix_id] = self._take()
-        return snapshot
-
-    def _take(self) -> int:
-        snapshot = self._unused.pop() if self._unused else self._by_prefix.popitem(last=False)[1]
-        if self.versions is not None:
-            self.versions[snapshot] += 1
-        self.version += 1
-        return snapshot
-
-    def hold(self) -> int:
-        """Choose a snapshot for a state that is loaded from disk, until `give_back`."""
-        assert len(self._held) + 1 < self.count, "no snapshot would be left for states that are computed"
-        snapshot = self._take()
-        self._held.add(snapshot)
-        return snapshot
-
-    def give_back(self, snapshot: int, prefix_id: int | None) -> None:
-        """A held snapshot has the state after a prefix now; None: it has none."""
-        self._held.remove(snapshot)
-        if prefix_id is None or prefix_id in self._by_prefix:
-            self._unused.append(snapshot)
-        else:
-            self._by_prefix[prefix_id] = snapshot
-        self.version += 1
-
-    def forget(self, prefix_id: int) -> None:
-        """Nothing holds the K and V of the prefix any more."""
-        snapshot = self._by_prefix.pop(prefix_id, None)
-        if snapshot is not None:
-            self._unused.append(snapshot)
-            self.version += 1
-
-    def check_integrity(self, known: Iterable[int]) -> None:
-        """`known`: ids of all prefixes of the index."""
-        used = [*self._by_prefix.values(), *self._held]
-        assert sorted(used + self._unused) == list(range(self.count)), "a snapshot is lost or used twice"
-        of_prefixes = {prefix_id for prefix_id in self._by_prefix if prefix_id >= 0}
-        assert of_prefixes <= set(known), "a snapshot has outlived its prefix"
+    def in_draft(self, draft: SequenceStep, step: SequenceStep, i: int) -> SequenceStep:
+        slot = self.draft_slot
+        if slot < 0:
+            return draft
+        return draft.with_payload(StateStep(slot, slot) if i else StateStep(self.source, slot, self.num_replayed))
 
 
 class Paused(NamedTuple):
@@ -132,30 +96,54 @@ def _pause_key(seq: Sequence) -> int:
     return ~seq.seq_id
 
 
-class RecurrentStates:
-    def __init__(self, num_slots: int, num_snapshots: int, *, snapshot_tokens: int = SNAPSHOT_TOKENS) -> None:
-        """`num_slots`: with slot 0, which is nobody's. There must be one for each sequence that runs."""
+class RecurrentStates(Companion):
+    snapshots: Snapshots
+
+    def __init__(
+        self,
+        num_slots: int,
+        num_snapshots: int,
+        *,
+        model_drafts: bool = True,
+        snapshot_tokens: int = SNAPSHOT_TOKENS,
+    ) -> None:
+        """`num_slots`: with slot 0, which no sequence owns. Each running sequence needs one. `model_drafts`: drafts are
+        made by the model itself, which needs a slot for their states.
+        """
         self.snapshots = Snapshots(num_snapshots)
-        self.num_slots, self.snapshot_tokens = num_slots, snapshot_tokens
+        self.num_slots, self.snapshot_tokens, self.model_drafts = num_slots, snapshot_tokens, model_drafts
         self._free = list(range(num_slots - 1, 0, -1))
-        self._borrowed: list[int] = []  # in the step being planned
+        self._borrowed: list[int] = []  # of the step
         self._held: dict[int, _Held] = {}  # by seq_id
-        self._paused: dict[int, Paused] = {}  # likewise
-        self._flushes: list[StateFlush] = []  # for the next step
+        self._paused: dict[int, Paused] = {}  # by seq_id
+        self._flushes: list[tuple[StateFlush, int]] = []  # for the next step, with the version of the snapshot
         self.num_loads = self.num_saves = 0
 
     def begin_step(self) -> None:
         self._free += self._borrowed
         self._borrowed.clear()
 
-    def admit(
-        self, seq: Sequence, prefix_id: int | None, num_matched_tokens: int, grain: int, *, is_resumed: bool
-    ) -> None:
-        """Give a sequence a slot. Its computed tokens are the prefix `prefix_id`, or those of its pause if it is
-        resumed, or else there are none. `num_matched_tokens`: those whose K and V are known.
+    # -- sequences come and go -------------------------------------------------------------------------------------
+
+    def resumption(self, seq: Sequence, match: PrefixMatch) -> Resumption | None:
+        """None also if the state or a block is gone, and if the prefix cache has more of the sequence's tokens than the
+        sequence had computed itself.
         """
-        start = seq.num_computed_tokens
+        block_size = self.pool.index.block_size
+        paused = self._paused.get(seq.seq_id) if _pause_key(seq) in self.snapshots else None
+        if paused is None or paused.num_tokens <= len(match.full_blocks) * block_size + match.num_partial_tokens:
+            return None
+        num_full, num_tail_tokens = divmod(paused.num_tokens, block_size)
+        tail = [paused.tail_block] if num_tail_tokens else []
+        if len(match.known_blocks) < num_full or any(self.pool.blocks[i].tail_of != seq.seq_id for i in tail):
+            return None
+        return Resumption([*match.known_blocks[:num_full], *tail], paused.num_tokens)
+
+    def admit(self, seq: Sequence, match: PrefixMatch, *, is_resumed: bool) -> None:
+        """Give the sequence a slot, and decide where to save its states."""
+        start, grain = seq.num_computed_tokens, self.pool.index.grain
         held = self._held[seq.seq_id] = _Held(self._free.pop(), start)
+        prefix_id = match.prefix_id
         if is_resumed:
             prefix_id, held.num_tokens = _pause_key(seq), self._paused[seq.seq_id].num_state_tokens
         if prefix_id is not None:
@@ -163,49 +151,56 @@ class RecurrentStates:
             self.num_loads += 1
         if self.snapshots.count:
             interval, last = ceil_div(self.snapshot_tokens, grain) * grain, (len(seq.token_ids) - 1) // grain * grain
-            points = {last, num_matched_tokens, *range(interval, last, interval)}
+            parting = max(match.num_known_tokens, seq.num_disk_tokens)
+            points = {last, parting, *range(interval, last, interval)}
             held.save_points = sorted(point for point in points if point > start)
+        self._forget_pause(seq)
 
-    def pause(self, seq: Sequence, tail_block: int) -> None:
-        """The sequence is about to be preempted: keep its state. `free` follows."""
+    def preempt(self, seq: Sequence) -> None:
+        """Keep the state of the sequence, and what its last block holds."""
+        if not self.snapshots.count or not seq.num_computed_tokens:
+            return
+        block_idx, num_tail_tokens = divmod(seq.num_computed_tokens, self.pool.index.block_size)
+        tail = seq.block_table[block_idx] if num_tail_tokens else -1
+        if tail >= 0:
+            self.pool.blocks[tail].tail_of = seq.seq_id
         held = self._held[seq.seq_id]
-        self._paused[seq.seq_id] = Paused(seq.num_computed_tokens, held.num_tokens, tail_block)
-        self._flushes.append(StateFlush(held.slot, self.snapshots.add(_pause_key(seq))))
+        self._paused[seq.seq_id] = Paused(seq.num_computed_tokens, held.num_tokens, tail)
+        snapshot = self.snapshots.add(_pause_key(seq))
+        self._flushes.append((StateFlush(held.slot, snapshot), int(self.snapshots.versions[snapshot])))
 
-    def find_paused(self, seq: Sequence) -> Paused | None:
-        """Find the rest of a waiting sequence that was preempted; None if its state is gone."""
-        return self._paused.get(seq.seq_id) if _pause_key(seq) in self.snapshots else None
+    def forget(self, seq: Sequence) -> None:
+        held = self._held.pop(seq.seq_id, None)
+        if held is not None:
+            self._free.append(held.slot)
+        else:
+            self._forget_pause(seq)
 
-    def forget_paused(self, seq: Sequence) -> Paused | None:
+    def _forget_pause(self, seq: Sequence) -> None:
         """The sequence does not wait any more."""
         self.snapshots.forget(_pause_key(seq))
-        return self._paused.pop(seq.seq_id, None)
+        paused = self._paused.pop(seq.seq_id, None)
+        if paused is not None and paused.tail_block >= 0:
+            block = self.pool.blocks[paused.tail_block]
+            block.tail_of = -1 if block.tail_of == seq.seq_id else block.tail_of
 
-    def take_flushes(self) -> tuple[StateFlush, ...]:
-        flushes, self._flushes = tuple(self._flushes), []
-        return flushes
+    # -- one step --------------------------------------------------------------------------------------------------
 
-    def hold_snapshot(self) -> int:
-        """Choose a snapshot for a state that is loaded from disk. No step that is planned from here on writes to it."""
-        snapshot = self.snapshots.hold()
-        self._flushes = [flush for flush in self._flushes if flush.snapshot != snapshot]
-        return snapshot
+    def plan_step(self, placed: Seq[tuple[Sequence, int]], gpu_block: GpuBlockOf) -> StateFlushes | None:
+        # A snapshot that was taken again since may be filled from elsewhere
+        versions = self.snapshots.versions
+        flushes = tuple([flush for flush, version in self._flushes if versions[flush.snapshot] == version])
+        self._flushes = []
+        return StateFlushes(flushes) if flushes else None
 
-    def free(self, seq: Sequence) -> None:
-        """The sequence no longer runs."""
-        self._free.append(self._held.pop(seq.seq_id).slot)
-
-    def num_with_saves(self, seq: Sequence, num_tokens: int) -> int:
-        """Count how many of the next `num_tokens` tokens a chunk may have so that each state to be kept has a slot. The
-        state at the end of the chunk needs none. Prompts that share the step may still take the slots.
+    def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
+        """Count how many of the next `num_tokens` tokens a chunk may have so that each state to be saved has a slot.
+        The state at the end of the chunk needs none. Prompts that share the step may still take the slots.
         """
         points, num_free = self._held[seq.seq_id].save_points, len(self._free)
         return min(num_tokens, points[num_free] - seq.num_computed_tokens) if num_free < len(points) else num_tokens
 
-    def keep_at(self, seq: Sequence, num_tokens: int, chunk_end: int) -> bool:
-        """Also keep the state after the sequence's first `num_tokens` tokens, which end in the chunk that has just been
-        placed. Returns False if there is no slot for the state.
-        """
+    def keep_prefix(self, seq: Sequence, num_tokens: int, chunk_end: int) -> bool:
         points = self._held[seq.seq_id].save_points
         if not self.snapshots.count:
             return False
@@ -215,30 +210,27 @@ class RecurrentStates:
             insort(points, num_tokens)
         return True
 
-    @property
-    def can_draft(self) -> bool:
-        """True if there is a slot for one more sequence's drafts. The last ones are left to states that are saved."""
-        return len(self._free) > SAVE_SLOTS * (self.snapshots.count > 0)
+    def can_draft(self, seq: Sequence) -> bool:
+        """Return True if there is a slot for one more sequence's drafts. The last slots are left to saved states."""
+        return not self.model_drafts or len(self._free) > SAVE_SLOTS * (self.snapshots.count > 0)
 
-    def step(
-        self, seq: Sequence, num_tokens: int, prefix_id: Callable[[int], int | None], *, has_drafts: bool
+    def plan_sequence(
+        self, seq: Sequence, num_tokens: int, num_guesses: int, gpu_block: GpuBlockOf, *, has_drafts: bool
     ) -> StateStep:
-        """Plan what a step does with the state of a sequence that is placed in it with `num_tokens` certain tokens.
-
-        `prefix_id`: returns the id of the sequence's prefix of so many tokens, if the index knows it.
-        """
         held, start = self._held[seq.seq_id], seq.num_computed_tokens
-        end = start + num_tokens
+        end = start + num_tokens - num_guesses
         num_points = bisect_right(held.save_points, end)
         points, held.save_points = held.save_points[:num_points], held.save_points[num_points:]
-        wanted = {point: prefix for point in points if (prefix := prefix_id(point)) is not None}
+        wanted = {point: prefix for point in points if (prefix := self.pool.prefix_id(seq, point)) is not None}
         for prefix in wanted.values():
             self.snapshots.touch(prefix)
         # If other chunks take the slots, the last states count most: of the whole prompt, or where it parts from others
         new = [point for point, prefix in wanted.items() if prefix not in self.snapshots]
         num_free = len(self._free) + (end in new)
         saves = [
-            StateSave(point - start, held.slot if point == end else self._borrow(), self.snapshots.add(wanted[point]))
+            SnapshotSave(
+                point - start, held.slot if point == end else self._borrow(), self.snapshots.add(wanted[point])
+            )
             for point in new[len(new) - min(len(new), num_free) :]
         ]
         self.num_saves += len(saves)
@@ -246,7 +238,7 @@ class RecurrentStates:
             held.slot if start else -1,
             held.slot,
             num_replayed=start - held.num_tokens,
-            draft_slot=self._borrow() if has_drafts else -1,
+            draft_slot=self._borrow() if has_drafts and self.model_drafts else -1,
             load=held.load,
             saves=tuple(saves),
         )
@@ -267,12 +259,11 @@ class RecurrentStates:
             "num_state_saves": self.num_saves,
         }
 
-    def check_integrity(self, running: Iterable[Sequence], known_prefixes: Iterable[int]) -> None:
-        running = list(running)
+    def check_integrity(self, running: Seq[Sequence]) -> None:
         assert self._held.keys() == {seq.seq_id for seq in running}, "slots belong to others than those who run"
         slots = [*self._free, *self._borrowed, *(held.slot for held in self._held.values())]
         assert sorted(slots) == list(range(1, self.num_slots)), "a state slot is lost or used twice"
         for seq in running:
             held = self._held[seq.seq_id]
             assert held.num_tokens <= seq.num_computed_tokens, f"sequence {seq.seq_id} has a state ahead of its tokens"
-        self.snapshots.check_integrity(known_prefixes)
+        self.snapshots.check_integrity(self.pool.index.prefix_ids())

@@ -6,7 +6,7 @@ what runs on a CPU.
 Legend: L layers, N blocks or pages, P tokens of each, K kv heads, D head dim, W int32 words of a page in one head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
+from nanovllm.capabilities.shadow.pages import PageFill
 from nanovllm.capabilities.shadow.shadow_spec import KEY_GROUP, SLICE_TOKENS, ShadowSpec
 from nanovllm.device import kernel_target
-from nanovllm.plan.step_plan import PageFill, StreamedGroup
+from nanovllm.plan.step_plan import StreamedGroup
 from nanovllm.runner.inputs import pad_tables, to_device
 
 _MAX_HALF = 65504.0
@@ -112,9 +113,9 @@ class Shadow:
         moves = torch.as_tensor(to_device(np.array(fills, np.int32), self.device))
         self._fill(moves, k_LNPKD, v_LNPKD, self.pages_LNKW)
 
-    def moves(self, group: StreamedGroup) -> torch.Tensor | None:
-        """The pages that a group fills, for `fill_layer`; None if it fills none."""
-        pairs = [(number, page) for number, page in enumerate(group.pages) if page >= 0]
+    def moves(self, group: StreamedGroup, pages: Mapping[int, int]) -> torch.Tensor | None:
+        """Return the fills from a group, for `fill_layer`, or None if there are none. `pages`: by cpu_block_id."""
+        pairs = [(number, pages[id_]) for number, id_ in enumerate(group.cpu_block_ids) if id_ in pages]
         return torch.as_tensor(to_device(np.array(pairs, np.int32), self.device)) if pairs else None
 
     def fill_layer(self, layer: int, moves: torch.Tensor, k_NPKD: torch.Tensor, v_NPKD: torch.Tensor) -> None:

@@ -1,21 +1,56 @@
 """ShadowPages: which pages of the shadow hold which blocks. See capabilities/shadow/shadow_spec.py."""
 
 from collections import OrderedDict
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nanovllm.kvcache.block_pool import Block
+from nanovllm.kvcache.companion import Companion, GpuBlockOf
 from nanovllm.plan.sequence import Sequence
-from nanovllm.plan.step_plan import PageFill
+from nanovllm.plan.step_plan import SequenceStep
+from nanovllm.utils.arithmetic import ceil_div
+
+# Drafts attend to at least this many of the newest keys in full precision, if these are on the GPU: most attention goes
+# there.
+EXACT_TOKENS = 128
 
 
-class Fills(NamedTuple):
-    """Pages that a step fills: from blocks on the GPU, and from streamed ones, by block_id."""
+class PageFill(NamedTuple):
+    """A full block on the GPU whose K and V, in every layer, are quantized into a page of the shadow."""
 
-    resident: list[PageFill]
-    streamed: dict[int, int]
+    gpu_block_id: int
+    page: int
+
+
+class ShadowFills(NamedTuple):
+    """Step payload: the pages that the step fills.
+
+    The fills from blocks on the GPU take effect before any draft, those from streamed blocks in each layer, after
+    attention over the group that holds the block.
+    """
+
+    resident: tuple[PageFill, ...]
+    streamed: tuple[tuple[int, int], ...]  # cpu_block_id and page
+
+    @property
+    def acts_by_layer(self) -> bool:
+        return bool(self.streamed)
+
+
+class DraftKeys(NamedTuple):
+    """Sequence payload: the keys that a sequence's drafts attend to.
+
+    Full blocks are in pages of the shadow, and the newest keys in `block_table`, in full precision. The last of the
+    `num_paged_keys` keys are those of the step's new tokens, as in SequenceStep.
+    """
+
+    pages: tuple[int, ...]
+    block_table: tuple[int, ...]  # gpu_block_ids
+    num_paged_keys: int
+
+    def in_draft(self, draft: SequenceStep, step: SequenceStep, i: int) -> SequenceStep:
+        return draft._replace(block_table=self.block_table, num_paged_keys=self.num_paged_keys - step.num_guesses + i)
 
 
 @dataclass(slots=True)
@@ -27,45 +62,67 @@ class _Pages:
     being_filled: list[int] = field(default_factory=list)  # by the step that was planned last
 
 
-class ShadowPages:
-    """Gives pages to the full blocks of running sequences, as far as there are pages.
+class ShadowPages(Companion):
+    """Gives pages to the full blocks of running sequences, until none are left.
 
-    A page keeps its block when the sequence ends, so that a prefix hit finds it. It goes to another block only once no
-    sequence owns its own: the one used least recently goes first.
+    A page keeps its block when the sequence ends, so that a prefix hit finds it. A page goes to another block only
+    once no sequence owns its own block: the least recently used page goes first.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, num_spared_blocks: int = 0) -> None:
+        """While the placed sequences have at most `num_spared_blocks` blocks, which the slots hold, only sequences that
+        have pages get more: drafts would hardly gain.
+        """
+        self.num_spared_blocks = num_spared_blocks
         # Least recently used first. A block that has been allocated anew has forgotten its page
         self._blocks: OrderedDict[int, Block | None] = OrderedDict.fromkeys(range(num_pages))
         self._may_find = True  # False: all pages are those of owned blocks
         self._pages: dict[int, _Pages] = {}  # by seq_id
+        self._resident: list[PageFill] = []  # fills of the step
+        self._streamed: dict[int, int] = {}  # likewise, pages by block_id
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def fill(
-        self, seq: Sequence, num_blocks: int, blocks: Seq[Block], gpu_block: Callable[[Block], int | None], fills: Fills
-    ) -> None:
-        """Give pages to those of a sequence's `num_blocks` full blocks that lack one, and add them to `fills`.
+    def plan_step(self, placed: Seq[tuple[Sequence, int]], gpu_block: GpuBlockOf) -> ShadowFills | None:
+        """Give pages to the full blocks of the step's sequences."""
+        self._resident, self._streamed = [], {}
+        size, written = self.pool.index.block_size, set[int]()  # the latter also as hits of other sequences
+        num_blocks = 0
+        for seq, num_tokens in placed:
+            start = seq.num_computed_tokens
+            written.update(seq.block_table[start // size : ceil_div(start + num_tokens, size)])
+            num_blocks += ceil_div(seq.num_tokens, size)
 
-        `blocks`: all there are. `gpu_block`: where a block is before the step; -1: it is streamed; None: neither.
-        """
+        def gpu_block_before(block: Block) -> int | None:
+            return None if block.block_id in written else gpu_block(block)
+
+        for seq, _ in placed:
+            fills = num_blocks > self.num_spared_blocks or self.has_pages(seq)
+            self._fill(seq, seq.num_computed_tokens // size if fills else 0, gpu_block_before)
+        self.streams_all = bool(self._streamed)
+        if not self._resident and not self._streamed:
+            return None
+        return ShadowFills(tuple(self._resident), tuple(self._streamed.items()))
+
+    def _fill(self, seq: Sequence, num_blocks: int, gpu_block: GpuBlockOf) -> None:
+        """Give pages to those of a sequence's first `num_blocks` blocks that lack one."""
         pages = self._pages.setdefault(seq.seq_id, _Pages())
         pages.filled += pages.being_filled
         pages.being_filled.clear()
         for number in range(pages.num_blocks, num_blocks):
-            block = blocks[seq.block_table[number]]
+            block = self.pool.blocks[seq.block_table[number]]
             if block.page >= 0:
-                (pages.being_filled if block.block_id in fills.streamed else pages.filled).append(block.page)
+                (pages.being_filled if block.block_id in self._streamed else pages.filled).append(block.page)
             elif (source := gpu_block(block)) is None or (page := self._take()) is None:
                 break
             else:
                 block.page, self._blocks[page] = page, block
                 if source >= 0:
-                    fills.resident.append(PageFill(source, page))
+                    self._resident.append(PageFill(source, page))
                     pages.filled.append(page)
                 else:
-                    fills.streamed[block.block_id] = page
+                    self._streamed[block.block_id] = page
                     pages.being_filled.append(page)
             pages.num_blocks = number + 1
 
@@ -81,24 +138,39 @@ class ShadowPages:
         self._may_find = False
         return None
 
-    def filled(self, seq: Sequence) -> list[int]:
-        """Return the pages of a running sequence that drafts can read in the step being planned, in order."""
-        return self._pages[seq.seq_id].filled
-
-    def is_filling(self, seq: Sequence) -> bool:
-        return bool(self._pages[seq.seq_id].being_filled)
+    def can_draft(self, seq: Sequence) -> bool:
+        """Return False if the step fills a page that drafts would miss."""
+        return not self._pages[seq.seq_id].being_filled
 
     def has_pages(self, seq: Sequence) -> bool:
         return seq.seq_id in self._pages and self._pages[seq.seq_id].num_blocks > 0
 
+    def plan_sequence(
+        self, seq: Sequence, num_tokens: int, num_guesses: int, gpu_block: GpuBlockOf, *, has_drafts: bool
+    ) -> DraftKeys | None:
+        if not has_drafts:
+            return None
+        size, start = self.pool.index.block_size, seq.num_computed_tokens
+        first, end = start // size, start + num_tokens
+        pages = self._pages[seq.seq_id].filled
+        if first and start % size < EXACT_TOKENS:
+            before = self.pool.blocks[seq.block_table[first - 1]]
+            if gpu_block(before) not in (-1, None):
+                first -= 1
+                pages = [page for page in pages if page != before.page]
+        block_ids = seq.block_table[first : ceil_div(end, size)]
+        exact = [gpu_block(self.pool.blocks[block_id]) for block_id in block_ids]
+        assert None not in exact, f"sequence {seq.seq_id} drafts in a step that loads its newest block"
+        return DraftKeys(tuple(pages), tuple(block_id or 0 for block_id in exact), end - first * size)
+
     def forget(self, seq: Sequence) -> None:
-        """The sequence no longer runs."""
-        pages = self._pages.pop(seq.seq_id, _Pages())
+        pages = self._pages.pop(seq.seq_id, None)
+        if pages is None:
+            return
         for page in (*pages.filled, *pages.being_filled):
             self._blocks.move_to_end(page)
         self._may_find = True
 
-    @property
-    def num_used(self) -> int:
-        """Count the pages that hold a block."""
-        return sum(block is not None and block.page == page for page, block in list(self._blocks.items()))
+    def stats(self) -> dict[str, float | None]:
+        num_used = sum(block is not None and block.page == page for page, block in list(self._blocks.items()))
+        return {"num_shadow_pages": len(self), "num_used_shadow_pages": num_used}

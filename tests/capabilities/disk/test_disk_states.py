@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from checked_engine import ALL_GPU, WORKS_AHEAD, CheckedLLM, Reference, cache_options, greedy
+from content_model import companion_of
 from dense_model import random_prompt
 from disk_engines import (
     BLOCK,
@@ -28,6 +29,7 @@ from tiny_models import write_tiny_model
 from nanovllm import LLM
 from nanovllm.capabilities.disk.disk_moves import DISK_HEADER_BYTES, is_state_key, state_key
 from nanovllm.capabilities.disk.store import check_extent, list_extents
+from nanovllm.capabilities.recurrent.places import RecurrentStates
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import format_bytes
 
@@ -52,7 +54,7 @@ def restart(hybrid: Reference, path: Path) -> Callable[..., CheckedLLM]:
     def start(state_every: int = 8192, **changes: Any) -> CheckedLLM:
         cache = {} if changes.keys() & {"num_kvcache_blocks", "num_cpu_blocks"} else ALL_GPU
         llm = CheckedLLM(hybrid, kv_disk_path=str(path), **cache, **changes)
-        llm.scheduler.kv.states.snapshot_tokens = state_every
+        companion_of(llm.scheduler.kv, RecurrentStates).snapshot_tokens = state_every
         return llm
 
     return start
@@ -134,7 +136,7 @@ def test_state_alone_is_read_where_the_keys_are_in_memory(restart: Callable[...,
     with restart() as llm:
         hits(llm, QUESTIONS[0])
         wait_until_stored(llm)
-        snapshots = llm.scheduler.kv.states.snapshots
+        snapshots = llm.scheduler.kv.pool.index.snapshots
         for prefix_id in list(snapshots._by_prefix):
             snapshots.forget(prefix_id)
         assert hits(llm, QUESTIONS[1]) == [HIT]
@@ -205,7 +207,7 @@ def test_policy_evict_stores_states_that_leave_memory(
 def test_state_leaves_memory_before_its_keys(restart: Callable[..., CheckedLLM], path: Path) -> None:
     """With few snapshots and the policy `evict`."""
     with restart(kv_disk_policy="evict") as llm:
-        snapshots = llm.scheduler.kv.states.snapshots
+        snapshots = llm.scheduler.kv.pool.index.snapshots
         snapshots.count, snapshots._unused = 4, list(range(4))
         for seed in range(6):
             hits(llm, random_prompt(BLOCK + 1, seed=seed))
@@ -216,7 +218,7 @@ def test_state_leaves_memory_before_its_keys(restart: Callable[..., CheckedLLM],
 
 def test_state_leaves_memory_while_its_sequence_runs(restart: Callable[..., CheckedLLM]) -> None:
     with restart(kv_disk_policy="evict") as llm:
-        snapshots = llm.scheduler.kv.states.snapshots
+        snapshots = llm.scheduler.kv.pool.index.snapshots
         snapshots.count, snapshots._unused = 4, list(range(4))
         prompts = [random_prompt(BLOCK + 1, seed=seed) for seed in range(6)]
         first = llm.add_request(prompts[0], greedy(60))
@@ -314,7 +316,7 @@ def test_slow_disk_leaves_out_states_that_are_given_away(
     monkeypatch.setattr(os, "fdatasync", slow_sync)
     prompts = [random_prompt(BLOCK + 1, seed=seed) for seed in range(8)]
     with restart() as llm:
-        snapshots = llm.scheduler.kv.states.snapshots
+        snapshots = llm.scheduler.kv.pool.index.snapshots
         snapshots.count, snapshots._unused = 3, list(range(3))
         hits(llm, *prompts)
         may_write.set()
@@ -386,7 +388,7 @@ def test_damaged_files_change_no_token_and_fail_no_request(
     hybrid: Reference, options: dict[str, Any], path: Path, num_files: int
 ) -> None:
     with LLM(hybrid.directory, **options) as llm:
-        llm.scheduler.kv.states.snapshot_tokens = BLOCK
+        companion_of(llm.scheduler.kv, RecurrentStates).snapshot_tokens = BLOCK
         num_hits = ask_amid_damage(llm, path, QUESTIONS, num_files)
         assert llm.stats()["num_disk_hit_states"] > 0
     assert len(num_hits) >= 3, "damage at every extent and state of the document"

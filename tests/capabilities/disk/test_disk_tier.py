@@ -54,11 +54,11 @@ def play_on_disk(
     num_loaded, num_states, block_size = 0, 0, rng.randint(1, 6)
     for _ in range(3):
         schedule = dense_schedule(rng)
-        states = dense_states(rng, schedule["max_num_seqs"], min_snapshots=2) if has_states else None
+        states = [dense_states(rng, schedule["max_num_seqs"], min_snapshots=2)] if has_states else []
         if hybrid:
-            kv: KVCacheManager = dense_manager(rng, hybrid=True, states=states)
+            kv: KVCacheManager = dense_manager(rng, hybrid=True, companions=states)
         else:
-            kv = BlockManager(rng.randint(8, 40), block_size, states=states)
+            kv = BlockManager(rng.randint(8, 40), block_size, companions=states)
         kv.pool.enable_prefix_caching = True
         simulation = Simulation(
             kv,
@@ -118,8 +118,10 @@ def test_store_of_a_snapshot_that_was_given_away_is_noticed(hybrid: bool) -> Non
     take = Snapshots._take
 
     def take_unnoticed(snapshots: Snapshots) -> int:
-        snapshots.versions = None
-        return take(snapshots)
+        versions = snapshots.versions.copy()
+        snapshot = take(snapshots)
+        snapshots.versions[:] = versions
+        return snapshot
 
     with mock.patch.object(Snapshots, "_take", take_unnoticed), pytest.raises(ContentError):
         for seed in range(200):
@@ -168,7 +170,7 @@ class Rates:
     def __init__(self, num_snapshots: int = 0) -> None:
         self.now_s = 0.0
         self.board = DiskBoard(2, 40 + num_snapshots)
-        self.kv = BlockManager(40, 2, states=RecurrentStates(4, num_snapshots) if num_snapshots else None)
+        self.kv = BlockManager(40, 2, companions=[RecurrentStates(4, num_snapshots)] if num_snapshots else [])
         self.tier = DiskTier(
             Everything(),
             self.kv,

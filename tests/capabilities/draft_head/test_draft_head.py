@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checked_engine import ALL_GPU, OFFLOAD, CheckedLLM, Reference, cache_options, greedy, small_staging
+from content_model import page_copies
 from cpu_runner import HostlessTorch, graph_buffers
 from cpu_splits import splitting
 from dense_model import random_prompt
@@ -169,7 +170,7 @@ def test_a_hit_inside_a_block_copies_the_keys_of_the_head(helper: Reference) -> 
     with GuessingLLM(helper, **options) as llm:
         for _ in range(2):
             assert llm.answer_and_check_guesses([prompt], max_tokens=8) > 3
-        assert [copy.num_tokens for plan in llm.plans for copy in plan.moves.page_copies] == [2 * BLOCK]
+        assert [copy.num_tokens for plan in llm.plans for copy in page_copies(plan)] == [2 * BLOCK]
 
 
 @pytest.mark.parametrize("num_gpu_blocks", [None, 3])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from checked_engine import ALL_GPU, OFFLOAD, CheckedLLM, Reference, cache_options, greedy, small_staging, speculating
+from content_model import companion_of
 from cpu_splits import splitting
 from dense_model import random_prompt
 from odd_drafters import OddDrafter, drafter_of
@@ -14,6 +15,7 @@ from simulated_streams import SimulatedStreams
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM
+from nanovllm.capabilities.recurrent.places import RecurrentStates, StateStep
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import ConfigError
 from nanovllm.plan.sequence import Sequence
@@ -94,10 +96,10 @@ def test_a_long_prompt_leaves_states_on_its_way(hybrid: Reference) -> None:
     """Another text that parts from it anywhere has to be computed from the last of these on."""
     first, options = random_prompt(4 * BLOCK + 9), ALL_GPU | {"max_num_batched_tokens": 5 * BLOCK}
     with CheckedLLM(hybrid, **options) as llm:
-        llm.scheduler.kv.states.snapshot_tokens = 2 * BLOCK
+        companion_of(llm.scheduler.kv, RecurrentStates).snapshot_tokens = 2 * BLOCK
         llm.answer_and_check([first])
         (plan,) = (plan for plan in llm.plans if plan.num_tokens > 1)
-        assert len(plan.sequences[0].state.saves) == 2
+        assert len(plan.sequences[0].payload(StateStep).saves) == 2
         (output,) = llm.answer_and_check([first[: 3 * BLOCK] + random_prompt(50, seed=5)])
         assert output["num_cached_tokens"] == 2 * BLOCK
 
@@ -126,7 +128,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(
 def test_few_snapshots(hybrid: Reference, num_snapshots: int, num_hits: int) -> None:
     prompts = prompts_of(BLOCK + 5, BLOCK + 7)
     with CheckedLLM(hybrid, **ALL_GPU) as llm:
-        snapshots = llm.scheduler.kv.states.snapshots
+        snapshots = llm.scheduler.kv.pool.index.snapshots
         snapshots.count, snapshots._unused = num_snapshots, list(range(num_snapshots))
         for _ in range(2):
             hits = [llm.answer_and_check([prompt])[0]["num_cached_tokens"] for prompt in (*prompts, prompts[1])]

@@ -6,18 +6,20 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from content_model import Simulation
+from content_model import Simulation, companion_of, head_of, page_copies, state_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from odd_drafters import KINDS
 from random_workloads import odd_drafter, play_dense
 from tiers import examples
 
-from nanovllm.capabilities.recurrent.places import RecurrentStates, Snapshots
+from nanovllm.capabilities.draft_head.pages import HeadStep, PageCopies, PageCopy
+from nanovllm.capabilities.recurrent.places import RecurrentStates, SnapshotSave, StateStep
 from nanovllm.kvcache.block_manager import BlockManager
 from nanovllm.kvcache.block_pool import Block, PrefixIndex, PrefixMatch
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
-from nanovllm.plan.step_plan import HeadStep, PageCopy, SequenceStep, StateSave, StateStep, StepPlan
+from nanovllm.kvcache.snapshots import Snapshots
+from nanovllm.plan.step_plan import SequenceStep, StepPlan
 
 QUICK = [HealthCheck.too_slow, HealthCheck.large_base_example]
 
@@ -27,7 +29,7 @@ DOCUMENT = [1 + i % 5 for i in range(40)]
 def simulation(num_slots: int = 4, num_snapshots: int = 20, snapshot_tokens: int = 100, **options: Any) -> Simulation:
     """Blocks of 4 tokens, all on the GPU."""
     states = RecurrentStates(num_slots, num_snapshots, snapshot_tokens=snapshot_tokens)
-    return Simulation(BlockManager(60, 4, states=states), **({"max_num_seqs": num_slots - 1} | options))
+    return Simulation(BlockManager(60, 4, companions=[states]), **({"max_num_seqs": num_slots - 1} | options))
 
 
 def hit(sim: Simulation, prompt: list[int]) -> int | None:
@@ -40,7 +42,7 @@ def hit(sim: Simulation, prompt: list[int]) -> int | None:
 def saved_at(sim: Simulation) -> list[int]:
     """After how many tokens of their sequences states were saved, in all steps."""
     steps = (step for plan in sim.plans for step in plan.sequences)
-    return [step.position + save.num_tokens for step in steps for save in step.state.saves]  # type: ignore[union-attr]
+    return [step.position + save.num_tokens for step in steps for save in state_of(step).saves]  # type: ignore[union-attr]
 
 
 def test_a_prompt_leaves_its_state_at_the_last_grain_before_its_last_token() -> None:
@@ -76,7 +78,11 @@ def test_a_chunk_ends_where_there_is_no_slot_for_one_more_state(
 ) -> None:
     """Regression: the first ones were left out, so a prompt that parted there was computed from its beginning."""
     states = RecurrentStates(num_slots, 20, snapshot_tokens=8)
-    kv = HybridKVCacheManager(60, 20, 4, 2, grain=4, states=states) if hybrid else BlockManager(60, 4, states=states)
+    kv = (
+        HybridKVCacheManager(60, 20, 4, 2, grain=4, companions=[states])
+        if hybrid
+        else BlockManager(60, 4, companions=[states])
+    )
     sim = Simulation(kv, max_num_seqs=1, max_num_batched_tokens=64, chunked_prefill=chunked_prefill)
     sim.add(DOCUMENT[:31], 1)
     sim.run()
@@ -102,7 +108,7 @@ def test_the_least_recently_used_snapshot_goes_first() -> None:
 
 def test_a_snapshot_goes_with_the_blocks_of_its_prefix() -> None:
     states = RecurrentStates(4, 20)
-    sim = Simulation(BlockManager(6, 4, states=states, watermark=0), max_num_seqs=3)
+    sim = Simulation(BlockManager(6, 4, companions=[states], watermark=0), max_num_seqs=3)
     assert hit(sim, [1, *DOCUMENT[:8]]) == 0 and len(states.snapshots) == 1
     assert hit(sim, [2, *DOCUMENT[:20]]) == 0  # takes all blocks
     assert len(states.snapshots) == 1
@@ -111,7 +117,7 @@ def test_a_snapshot_goes_with_the_blocks_of_its_prefix() -> None:
 
 def test_without_a_prefix_cache_no_state_is_kept() -> None:
     states = RecurrentStates(4, 0)
-    sim = Simulation(BlockManager(60, 4, enable_prefix_caching=False, states=states), max_num_seqs=3)
+    sim = Simulation(BlockManager(60, 4, enable_prefix_caching=False, companions=[states]), max_num_seqs=3)
     assert [hit(sim, DOCUMENT[:20]) for _ in range(2)] == [0, 0] and saved_at(sim) == []
 
 
@@ -119,7 +125,7 @@ def test_a_sequence_that_needs_every_block_computes_what_it_could_only_copy() ->
     """With offload: a block whose first tokens match must be given up, and with it the state behind these tokens. The
     last state before them still counts.
     """
-    kv = HybridKVCacheManager(3, 3, 8, 1, grain=4, states=RecurrentStates(4, 20, snapshot_tokens=8))
+    kv = HybridKVCacheManager(3, 3, 8, 1, grain=4, companions=[RecurrentStates(4, 20, snapshot_tokens=8)])
     sim = Simulation(kv, max_num_seqs=1)
     assert hit(sim, DOCUMENT[:14]) == 0  # states after 8 and 12 tokens
     seq = sim.add([*DOCUMENT[:13], 0, *DOCUMENT[:9]], 1)  # three blocks: 12 tokens match, four of them in a block
@@ -133,7 +139,11 @@ def test_a_sequence_that_needs_every_block_computes_what_it_could_only_copy() ->
 def test_a_preempted_sequence_goes_on_where_it_was(hybrid: bool, drafter: str, depth: int) -> None:
     """Also if guesses of its last step have proved right, which its state does not cover yet."""
     states = RecurrentStates(6, 20)
-    kv = HybridKVCacheManager(20, 8, 4, 2, grain=2, states=states) if hybrid else BlockManager(20, 4, states=states)
+    kv = (
+        HybridKVCacheManager(20, 8, 4, 2, grain=2, companions=[states])
+        if hybrid
+        else BlockManager(20, 4, companions=[states])
+    )
     sim = Simulation(kv, max_num_seqs=3, depth=depth, make_drafter=odd_drafter(drafter, 0) if drafter else None)
     sequences = [sim.add([last, *DOCUMENT[:8]], 10) for last in (1, 2)]
     for _ in range(3):
@@ -149,7 +159,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(hybrid: bool, drafter: str, d
 
 def test_a_preempted_sequence_whose_last_block_is_gone_goes_back_to_the_last_snapshot() -> None:
     states = RecurrentStates(4, 20)
-    sim = Simulation(BlockManager(9, 4, states=states, watermark=0), max_num_seqs=3)
+    sim = Simulation(BlockManager(9, 4, companions=[states], watermark=0), max_num_seqs=3)
     for last in (1, 2):
         sim.add([last, *DOCUMENT[:8]], 20)
     sim.run()
@@ -164,12 +174,12 @@ def test_a_state_that_is_loaded_from_disk_is_not_overwritten_by_one_that_was_to_
     sim = simulation(num_snapshots=2)
     seq = sim.add(DOCUMENT[:9], 9)
     sim.step()
-    states = sim.kv.states
-    assert states is not None
-    states.pause(seq, -1)
-    states.forget_paused(seq)
-    held = {states.hold_snapshot()}
-    assert not {snapshot for _, snapshot in states.take_flushes()} & held
+    states = companion_of(sim.kv, RecurrentStates)
+    sim.kv.preempt(seq)
+    sim.kv.free(seq)
+    held = states.snapshots.hold()
+    flushes = states.plan_step([], lambda block: None)
+    assert flushes is None or held not in {flush.snapshot for flush in flushes.flushes}
 
 
 # -- random workloads, and faults that must be noticed ---------------------------------------------------------------
@@ -213,28 +223,34 @@ def change_states(**changes: Callable[[StateStep], Any]) -> Callable[[StepPlan],
     """Change fields of each state's step."""
 
     def changed(step: SequenceStep) -> SequenceStep:
-        assert step.state is not None
-        values = {name: change(step.state) for name, change in changes.items()}
-        return step._replace(state=step.state._replace(**values))
+        state = state_of(step)
+        assert state is not None
+        return step.with_payload(state._replace(**{name: change(state) for name, change in changes.items()}))
 
     return lambda plan: replace(plan, sequences=tuple(map(changed, plan.sequences)))
 
 
-def one_token_later(state: StateStep) -> tuple[StateSave, ...]:
+def one_token_later(state: StateStep) -> tuple[SnapshotSave, ...]:
     """Saves within the step, of another state."""
     return tuple(save._replace(num_tokens=save.num_tokens + (save.slot != state.target)) for save in state.saves)
 
 
 def change_head(change: Callable[[HeadStep], HeadStep]) -> Callable[[StepPlan], StepPlan]:
     def changed(step: SequenceStep) -> SequenceStep:
-        assert step.head is not None
-        return step._replace(head=change(step.head))
+        head = head_of(step)
+        assert head is not None
+        return step.with_payload(change(head))
 
     return lambda plan: replace(plan, sequences=tuple(map(changed, plan.sequences)))
 
 
 def change_copies(change: Callable[[tuple[PageCopy, ...]], Iterable[PageCopy]]) -> Callable[[StepPlan], StepPlan]:
-    return lambda plan: replace(plan, moves=replace(plan.moves, page_copies=tuple(change(plan.moves.page_copies))))
+    def changed(plan: StepPlan) -> StepPlan:
+        others = [payload for payload in plan.moves.payloads if not isinstance(payload, PageCopies)]
+        payloads = (*others, PageCopies(tuple(change(page_copies(plan)))))
+        return replace(plan, moves=replace(plan.moves, payloads=payloads))
+
+    return changed
 
 
 HEAD_FAULTS = {
@@ -285,7 +301,7 @@ def match_anywhere(index: PrefixIndex, blocks: list[Block], num_tokens: int) -> 
 
 
 STATE_MANAGER_FAULTS = {
-    "hits end anywhere": mock.patch.object(PrefixIndex, "_last_with_state", match_anywhere),
+    "hits end anywhere": mock.patch.object(PrefixIndex, "_last_with_snapshot", match_anywhere),
     "snapshots outlive their prefixes": mock.patch.object(Snapshots, "forget", lambda snapshots, prefix_id: None),
     "searches outlive snapshots": mock.patch.object(PrefixIndex, "_version", 0),
     "slots never come back": mock.patch.object(RecurrentStates, "begin_step", lambda states: None),

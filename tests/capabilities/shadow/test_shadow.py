@@ -13,6 +13,7 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams, StructuredOutputs
 from nanovllm.capabilities.shadow import memory as shadow
+from nanovllm.capabilities.shadow.pages import DraftKeys, ShadowFills
 from nanovllm.capabilities.shadow.shadow_spec import (
     NO_SHADOW,
     SHADOW_BITS,
@@ -27,6 +28,7 @@ from nanovllm.entrypoints.demo.haystack import build_haystack
 from nanovllm.errors import ConfigError
 from nanovllm.models.retrieval_model import build_retrieval_model
 from nanovllm.plan.kv_spec import KVCacheSpec
+from nanovllm.plan.step_plan import find_payload
 from nanovllm.runner.step_runner import MAX_TIMED_CPU_PAGES, NUM_TIMED_STEPS
 
 PROMPTS = prompts_of(3 * BLOCK - 5, 40, BLOCK - 3, 2 * BLOCK)
@@ -76,10 +78,9 @@ def test_a_prefix_hit_finds_its_pages_or_fills_them(reference: Reference, exact_
             before = len(llm.plans)
             llm.answer_and_check([prompt], max_tokens=12)
             moves = [plan.moves for plan in llm.plans[before:]]
-            streamed = [move for move in moves if move.fills_pages_by_layer]
-            assert not any(any(move.cpu_spans) for move in streamed)
-            num_streamed = sum(page >= 0 for move in streamed for group in move.streamed for page in group.pages)
-            fills.append((sum(len(move.page_fills) for move in moves), num_streamed))
+            assert not any(any(move.cpu_spans) for move in moves if move.acts_by_layer)
+            filled = [find_payload(move.payloads, ShadowFills) or ShadowFills((), ()) for move in moves]
+            fills.append((sum(len(each.resident) for each in filled), sum(len(each.streamed) for each in filled)))
         assert llm.stats()["guess_acceptance"] == 1
         assert any(any(plan.moves.cpu_spans) for plan in llm.plans)
         llm.assert_nothing_left()
@@ -157,7 +158,7 @@ def test_everything_with_simulated_streams(reference: Reference, mode: Mode, see
     options = OFFLOAD | SHADOW | {"num_gpu_blocks": 3, "cpu_attention": "on"}
     with CheckedLLM(reference, streams=streams, internals=splitting(100, always_guesses=True), **options) as llm:
         serve_everything(llm)
-        assert any(plan.reads_shadow for plan in llm.plans)
+        assert any(step.payload(DraftKeys) for plan in llm.plans for step in plan.sequences)
 
 
 def test_a_start_on_a_cpu_times_drafts_of_few_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,91 @@
+"""Companion: something that follows the blocks and the sequences of the KV cache, such as states of recurrent layers.
+
+A companion has two halves. This one decides, in integers: the manager tells it what happens to sequences, and it adds
+what it has decided to the plan of a step, as a payload for the whole step or for a sequence. The other half
+(runner/companion_memory.py) has the memory on each rank, and does what the payloads say.
+
+The manager calls every companion in the order that start-up has given. Each hook does nothing by default.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, TypeAlias
+
+from nanovllm.kvcache.block_pool import Block, BlockPool, PrefixMatch
+from nanovllm.kvcache.snapshots import Snapshots
+from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.step_plan import SequencePayload, StepPayload
+
+# Returns the gpu_block_id that holds a full block before and during the step; -1 if the block is not on the GPU, and
+# None if the step brings it there to stay
+GpuBlockOf: TypeAlias = Callable[[Block], int | None]
+
+
+class Resumption(NamedTuple):
+    """Blocks with which a preempted sequence continues, of which the last may not be full, and their tokens."""
+
+    block_ids: list[int]
+    num_tokens: int
+
+
+class Companion:
+    snapshots: Snapshots | None = None  # where prefix hits end; None if a hit may end after any grain
+    streams_all = False  # True if `plan_step` needs all missing blocks of the step on the GPU for a while
+    pool: BlockPool
+
+    def join(self, pool: BlockPool) -> None:
+        """Follow the blocks of this pool. Called once, by the manager."""
+        self.pool = pool
+
+    def begin_step(self) -> None:
+        """Drop everything that a failed step may have left."""
+
+    def resumption(self, seq: Sequence, match: PrefixMatch) -> Resumption | None:
+        """Find the blocks with which a preempted sequence continues where it was, or None to start from `match`."""
+        return None
+
+    def admit(self, seq: Sequence, match: PrefixMatch, *, is_resumed: bool) -> None:
+        """The sequence has just got the blocks of its resumption or of `match`, which count as computed."""
+
+    def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
+        """Count how many of the sequence's next `num_tokens` tokens the companion has room for, at least one."""
+        return num_tokens
+
+    def copy_prefix(self, source: Block, target: Block, num_tokens: int) -> None:
+        """The step copies the first `num_tokens` tokens of a block to another block."""
+
+    def keep_prefix(self, seq: Sequence, num_tokens: int, chunk_end: int) -> bool:
+        """Make the sequence's first `num_tokens` tokens, which end in the chunk that was just placed, a prefix that
+        other prompts can hit. `chunk_end`: number of the sequence's tokens after that chunk. Returns False if there is
+        no room for what a hit needs.
+        """
+        return False
+
+    def preempt(self, seq: Sequence) -> None:
+        """The running sequence is about to lose its blocks. `forget` follows."""
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence no longer runs or, if it has no blocks, no longer waits."""
+
+    def plan_step(self, placed: Seq[tuple[Sequence, int]], gpu_block: GpuBlockOf) -> StepPayload | None:
+        """Decide what the step does besides running its sequences. `placed`: with their numbers of new tokens."""
+        return None
+
+    def can_draft(self, seq: Sequence) -> bool:
+        """Return True if the ranks can draft for a placed sequence. Called after `plan_step`."""
+        return True
+
+    def plan_sequence(
+        self, seq: Sequence, num_tokens: int, num_guesses: int, gpu_block: GpuBlockOf, *, has_drafts: bool
+    ) -> SequencePayload | None:
+        """Decide what the step does for a sequence with `num_tokens` new tokens, the last of which are guesses. Called
+        once for each placed sequence, after `plan_step`. `has_drafts`: the ranks draft for it.
+        """
+        return None
+
+    def check_integrity(self, running: Seq[Sequence]) -> None:
+        """Assert that the companion's own memory has the right owners."""
+
+    def stats(self) -> dict[str, float | None]:
+        """Counters for LLM.stats()."""
+        return {}

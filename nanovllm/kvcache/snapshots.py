@@ -1,0 +1,84 @@
+"""Snapshots: what prefix hits need besides K and V, such as the states of recurrent layers, kept in CPU memory."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from itertools import islice
+
+import numpy as np
+
+
+class Snapshots:
+    """Which snapshot belongs to which prefix, least recently used first. `version` counts changes."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.version = count, 0
+        self.versions = np.zeros(count, np.int64)  # how often each was taken
+        self._unused = list(reversed(range(count)))
+        self._held: set[int] = set()  # snapshots that are being filled from elsewhere
+        self._by_prefix: OrderedDict[int, int] = OrderedDict()  # prefix id -> snapshot
+
+    def __contains__(self, prefix_id: int) -> bool:
+        return prefix_id in self._by_prefix
+
+    def __len__(self) -> int:
+        """Number of snapshots in use."""
+        return len(self._by_prefix)
+
+    def find(self, prefix_id: int | None) -> int | None:
+        """The snapshot of a prefix, if it has one."""
+        return None if prefix_id is None else self._by_prefix.get(prefix_id)
+
+    def oldest(self, share: int) -> list[int]:
+        """The prefixes that lose their snapshots when 1/`share` of all snapshots is taken."""
+        return list(islice(self._by_prefix, max(0, self.count // share - len(self._unused))))
+
+    def use(self, prefix_id: int) -> int:
+        """Return the snapshot of a prefix, which becomes the most recently used one."""
+        self.touch(prefix_id)
+        return self._by_prefix[prefix_id]
+
+    def touch(self, prefix_id: int) -> None:
+        """Make the snapshot of a prefix, if it has one, the most recently used one."""
+        if prefix_id in self._by_prefix:
+            self._by_prefix.move_to_end(prefix_id)
+
+    def add(self, prefix_id: int) -> int:
+        """Choose the snapshot for a prefix that has none."""
+        snapshot = self._by_prefix[prefix_id] = self._take()
+        return snapshot
+
+    def _take(self) -> int:
+        snapshot = self._unused.pop() if self._unused else self._by_prefix.popitem(last=False)[1]
+        self.versions[snapshot] += 1
+        self.version += 1
+        return snapshot
+
+    def hold(self) -> int:
+        """Choose a snapshot to be filled from elsewhere, until `give_back`."""
+        assert len(self._held) + 1 < self.count, "no snapshot would be left for the steps"
+        snapshot = self._take()
+        self._held.add(snapshot)
+        return snapshot
+
+    def give_back(self, snapshot: int, prefix_id: int | None) -> None:
+        """A held snapshot belongs to a prefix now, or to none if `prefix_id` is None."""
+        self._held.remove(snapshot)
+        if prefix_id is None or prefix_id in self._by_prefix:
+            self._unused.append(snapshot)
+        else:
+            self._by_prefix[prefix_id] = snapshot
+        self.version += 1
+
+    def forget(self, prefix_id: int) -> None:
+        """Nothing holds the K and V of the prefix any more."""
+        snapshot = self._by_prefix.pop(prefix_id, None)
+        if snapshot is not None:
+            self._unused.append(snapshot)
+            self.version += 1
+
+    def check_integrity(self, known: Iterable[int]) -> None:
+        """`known`: ids of all prefixes of the index."""
+        used = [*self._by_prefix.values(), *self._held]
+        assert sorted(used + self._unused) == list(range(self.count)), "a snapshot is lost or used twice"
+        of_prefixes = {prefix_id for prefix_id in self._by_prefix if prefix_id >= 0}
+        assert of_prefixes <= set(known), "a snapshot has outlived its prefix"
