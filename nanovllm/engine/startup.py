@@ -12,8 +12,11 @@ import torch
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
 from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, DiskSetup
 from nanovllm.capabilities.disk.tier import DiskBoard, DiskTier
+from nanovllm.capabilities.draft_head.drafts import HeadSetup
 from nanovllm.capabilities.draft_head.pages import HeadPages
+from nanovllm.capabilities.recurrent.memory import StateSetup
 from nanovllm.capabilities.recurrent.places import RecurrentStates
+from nanovllm.capabilities.shadow.drafts import ShadowSetup
 from nanovllm.capabilities.shadow.pages import ShadowPages
 from nanovllm.capabilities.shadow.shadow_spec import ShadowSize, ShadowSpec, divide_memory
 from nanovllm.capabilities.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
@@ -34,6 +37,7 @@ from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, max_stateful_seqs, max_useful_blocks
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows
 from nanovllm.runner.model_runner import make_runner
+from nanovllm.runner.step_runner import CompanionSetup
 from nanovllm.schedule.scheduler import Scheduler
 from nanovllm.schedule.step_bound import ChunkTimes, StepBound
 from nanovllm.utils.arithmetic import format_bytes
@@ -92,7 +96,7 @@ def rank_devices(backend: str, device_type: str, size: int) -> AbstractContextMa
 def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int]) -> Engine:
     is_gpu = setup.device.type == "cuda"
     sizes = _kv_cache_sizes(setup, executor)
-    executor.call(Runner.allocate_kv_cache, sizes)
+    executor.call(Runner.allocate_kv_cache, sizes, companion_setups(setup.plan.spec, sizes))
     if is_gpu and not setup.config.enforce_eager:
         executor.call(Runner.capture_graphs, sizes.num_gpu_blocks)
     split = setup.internals.cpu_split or executor.call(Runner.measure_cpu_split)
@@ -143,7 +147,9 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
         useful = max_useful_blocks(config, setup.max_model_len)
         if config.enable_cpu_offload:
             useful = max(2, min(useful, num_cpu_blocks))
-        num_bytes, room = executor.call(Runner.measure_kv_room, num_cpu_blocks, given or useful, plan.shadow_bits)
+        smallest = smallest_sizes(spec, num_cpu_blocks, plan.shadow_bits)
+        companions = companion_setups(spec, smallest)
+        num_bytes, room = executor.call(Runner.measure_kv_room, num_cpu_blocks, given or useful, companions)
         shadow = ShadowSize(plan.num_pages, plan.shadow_bits) if config.speculation_method == "auto" else None
         sizes = divide_memory(
             config, spec, num_bytes, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks, shadow=shadow
@@ -251,6 +257,24 @@ def _least_prompt_s(setup: EngineSetup, num_tokens: int, position: int) -> float
         return None
     flop = [prefill_flop(plan.config, plan.model, context) for context in (position + num_tokens, position) if context]
     return (flop[0] - sum(flop[1:])) / plan.machine.flop_per_s
+
+
+def companion_setups(spec: KVCacheSpec, sizes: KVCacheSizes) -> list[CompanionSetup]:
+    """What the ranks allocate for the companions of the KV cache, in the order of `_make_companions`."""
+    setups: list[CompanionSetup] = []
+    if sizes.num_pages:
+        setups.append(ShadowSetup(sizes.num_pages, sizes.shadow_bits))
+    if sizes.num_state_slots:
+        setups.append(StateSetup(sizes.num_state_slots, sizes.num_snapshots))
+    if spec.has_draft_head:
+        setups.append(HeadSetup(sizes.num_cpu_blocks, sizes.num_state_slots))
+    return setups
+
+
+def smallest_sizes(spec: KVCacheSpec, num_cpu_blocks: int, shadow_bits: int) -> KVCacheSizes:
+    """Sizes to profile memory with. All sequences use block 0, page 0 and slot 0. `shadow_bits`: 0 without a shadow."""
+    num_state_slots = int(spec.states is not None)
+    return KVCacheSizes(1, num_cpu_blocks, int(shadow_bits > 0), shadow_bits, num_state_slots)
 
 
 def _make_companions(config: Config, sizes: KVCacheSizes, spec: KVCacheSpec) -> list[Companion]:

@@ -5,7 +5,7 @@ All of them run the same calls in the same order, because they take part in the 
 single rank, in this process; ProcessExecutor (processes.py) has several.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit, LayerTimes
@@ -15,6 +15,7 @@ from nanovllm.errors import EngineError
 from nanovllm.plan.kv_spec import KVCacheSizes, StartReport
 from nanovllm.plan.outputs import NO_LOGPROBS, StepLogprobs
 from nanovllm.plan.step_plan import DraftTimes, StepPlan
+from nanovllm.runner.step_runner import CompanionSetup
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -50,14 +51,16 @@ class LaunchedStep(Protocol):
 class Runner(Protocol):
     """One rank: its part of the model, and its part of the KV cache."""
 
-    def measure_kv_room(self, num_cpu_blocks: int, most_gpu_blocks: int, shadow_bits: int) -> tuple[int, str]:
+    def measure_kv_room(
+        self, num_cpu_blocks: int, most_gpu_blocks: int, companions: Sequence[CompanionSetup]
+    ) -> tuple[int, str]:
         """The bytes that every rank has for KV on its GPU, and a description of rank 0's memory for error messages.
 
         `num_cpu_blocks`: blocks of the CPU pool, 0 without offload. `most_gpu_blocks`: the largest number of blocks on
-        the GPU that the engine could use. Raises ConfigError if memory runs out.
+        the GPU that the engine could use. `companions`: as small as they can be. Raises ConfigError if memory runs out.
         """
 
-    def allocate_kv_cache(self, sizes: KVCacheSizes) -> None:
+    def allocate_kv_cache(self, sizes: KVCacheSizes, companions: Sequence[CompanionSetup] = ()) -> None:
         """Allocate all KV memory. Steps can be launched from here on. Raises ConfigError if memory runs out."""
 
     def capture_graphs(self, num_gpu_blocks: int) -> None:

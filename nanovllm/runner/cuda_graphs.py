@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import cache
 from itertools import takewhile
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
@@ -23,17 +22,15 @@ import torch
 
 from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.capabilities.cpu_attention.queue import CpuRows
-from nanovllm.capabilities.draft_head.memory import DraftHead, HeadAttention
 from nanovllm.device.cuda import new_stream
-from nanovllm.kernels.state_tensors import LayerStates, StateRows
+from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNKS, MixedSize
 from nanovllm.plan.step_plan import StepPlan
+from nanovllm.runner.companion_memory import CompanionColumns
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
-from nanovllm.runner.inputs import StepInputs, to_device
-from nanovllm.runner.kv_memory import KVMemory
-from nanovllm.utils.arithmetic import ceil_div
+from nanovllm.runner.inputs import StepInputs
 from nanovllm.utils.progress import progress_bar
 
 
@@ -91,8 +88,8 @@ def _leave_capture_mode() -> None:
 
 Size = TypeVar("Size", int, MixedSize)
 Attention = TypeVar("Attention", bound=StepAttention)
-# (slot_mapping, batch, how the sequences use their states)
-MakeAttention: TypeAlias = Callable[[torch.Tensor, PagedBatch, StateRows | None], StepAttention]
+# (slot_mapping, batch, columns): see KVMemory.paged_attention
+MakeAttention: TypeAlias = Callable[[torch.Tensor, PagedBatch, CompanionColumns | None], StepAttention]
 
 
 class GraphKind(ABC, Generic[Size]):
@@ -163,12 +160,12 @@ class StepGraphs(GraphKind[int]):
         return self.sizes[bisect_left(self.sizes, num_rows)]
 
     def paged(
-        self, make_attention: Callable[[torch.Tensor, PagedBatch, StateRows | None], Attention], size: int
+        self, make_attention: Callable[[torch.Tensor, PagedBatch, CompanionColumns | None], Attention], size: int
     ) -> Attention:
         """The attention of a graph over the keys that are on the GPU."""
         slot_mapping, query_len = self.buffers.tensors(GraphShape.decode(size)).slot_mapping, self.query_len(size)
-        states = self.buffers.state_rows(size, query_len)
-        return make_attention(slot_mapping, self.buffers.decode_batch(size, query_len), states)
+        columns = self.buffers.companion_columns(size, query_len)
+        return make_attention(slot_mapping, self.buffers.decode_batch(size, query_len), columns)
 
     def query_len(self, size: int) -> int:
         """The most rows of a sequence in the graph of a size. Up to 16 have a faster kernel."""
@@ -192,65 +189,6 @@ class DecodeGraphs(StepGraphs):
         self.buffers.fill_decode(inputs, size)
         self._graphs[size][0].replay()
         return self.buffers.logits(num_rows)
-
-
-class DraftGraphs(DecodeGraphs):
-    """Drafts that read the shadow: one token of each sequence."""
-
-    def __init__(self, buffers: GraphBuffers, sizes: list[int], memory: KVMemory) -> None:
-        super().__init__(buffers, "draft", sizes, max_query_len=1)
-        self.memory = memory
-        num_columns = ceil_div(buffers.max_model_len, memory.spec.block_size)
-        self._lens = torch.zeros(sizes[-1], dtype=torch.int32, device=buffers.device)
-        self._tables = torch.zeros(sizes[-1], num_columns, dtype=torch.int32, device=buffers.device)
-        self._held = b""  # the content of the two
-
-    def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
-        batch = self.buffers.decode_batch(size, 1)
-        shadow = replace(batch, context_lens=self._lens[:size], block_tables=self._tables[:size], causal=False)
-        batch = replace(batch, max_context_len=2 * self.memory.spec.block_size)  # the newest keys need few programs
-        slot_mapping = self.buffers.tensors(GraphShape.decode(size)).slot_mapping
-        states = self.buffers.state_rows(size, 1)
-        self.buffers.forward(model, size, self.memory.draft_attention(slot_mapping, batch, states, shadow))
-
-    def replay(self, inputs: StepInputs, cpu_rows: CpuRows | None = None) -> torch.Tensor:
-        assert inputs.shadow is not None, "only drafts that read the shadow run here"
-        lens, tables = inputs.shadow
-        held = lens.tobytes() + tables.tobytes()
-        if held != self._held:  # the drafts of a step read the same pages
-            self._held = held
-            padded = np.zeros((len(self._lens), 1 + tables.shape[1]), np.int32)
-            padded[: len(lens), 0], padded[: len(lens), 1:] = lens, tables
-            on_device = torch.as_tensor(to_device(padded, self.device))
-            self._lens.copy_(on_device[:, 0])
-            self._tables[:, : tables.shape[1]].copy_(on_device[:, 1:])
-        return super().replay(inputs)
-
-
-class HeadGraphs(DecodeGraphs):
-    """The draft head on tokens whose hidden states are in `buffers.hidden`, where it leaves its own. It runs after a
-    decode step, or drafts.
-    """
-
-    def __init__(self, buffers: GraphBuffers, sizes: list[int], max_query_len: int, head: DraftHead) -> None:
-        super().__init__(buffers, "draft head", sizes, max_query_len)
-        self.head = head
-
-    def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
-        shape, hidden = GraphShape.decode(size), self.buffers.hidden[:size]
-        tensors, batch = self.buffers.tensors(shape), self.buffers.decode_batch(size, self.query_len(size))
-        attention = HeadAttention(self.head, tensors.slot_mapping, batch)
-        rope_lens = tensors.rope_lens if model.needs_rope_lens else None
-        input_ids = self.buffers.input_ids(shape)
-        hidden.copy_(model.draft(input_ids, tensors.positions, hidden, attention, rope_lens))
-
-    def run(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` [T, hidden_size], of the tokens before those of `inputs` -> those of the head. Hot."""
-        rows = self.buffers.hidden[: len(hidden)]
-        if rows.data_ptr() != hidden.data_ptr():
-            rows.copy_(hidden)
-        self.replay(inputs)
-        return rows
 
 
 # -- answers beside short chunks of prompts ----------------------------------------------------------------------

@@ -13,14 +13,13 @@ import torch
 
 from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.kernels.sampling_tensors import SamplingTensors
-from nanovllm.kernels.state_tensors import StateRows
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNKS, MixedSize, mixed_graph_sizes
+from nanovllm.runner.companion_memory import CompanionColumns
 from nanovllm.runner.inputs import (
     SAMPLING_DTYPES,
     Array,
-    StateInputs,
     StepInputs,
     packed_starts,
     to_device,
@@ -66,7 +65,7 @@ class GraphInputs(NamedTuple):
     slot_mapping: Array  # int64 [T]
     context_lens: Array  # int32 [B]
     cu_seqlens_q: Array  # int32 [B - first_chunk + 1]
-    states: StateInputs  # each int32 [B]
+    companion_columns: tuple[Array, ...]  # each int32 [B]
     sampling: SamplingTensors  # each [S]
 
 
@@ -74,7 +73,7 @@ _INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
 
 
 @cache
-def _layout(shape: GraphShape) -> tuple[list[tuple[int, int, np.dtype]], int]:
+def _layout(shape: GraphShape, num_columns: int) -> tuple[list[tuple[int, int, np.dtype]], int]:
     """The start, the end and the dtype of each array, and the size of them all, in bytes."""
     lengths: dict[str, tuple[int, np.dtype]] = {
         "input_ids": (shape.num_tokens, _INT64),
@@ -85,23 +84,22 @@ def _layout(shape: GraphShape) -> tuple[list[tuple[int, int, np.dtype]], int]:
         "context_lens": (shape.num_seqs, _INT32),
         "cu_seqlens_q": (shape.num_seqs - shape.first_chunk + 1, _INT32),
     }
-    assert (*lengths, "states", "sampling") == GraphInputs._fields
-    states = [(shape.num_seqs, _INT32)] * len(StateInputs._fields)
-    arrays = [*lengths.values(), *states, *((shape.num_sampled, dtype) for dtype in SAMPLING_DTYPES)]
+    assert (*lengths, "companion_columns", "sampling") == GraphInputs._fields
+    columns = [(shape.num_seqs, _INT32)] * num_columns
+    arrays = [*lengths.values(), *columns, *((shape.num_sampled, dtype) for dtype in SAMPLING_DTYPES)]
     *starts, num_bytes = packed_starts(length * dtype.itemsize for length, dtype in arrays)
     places = zip(starts, arrays, strict=True)
     return [(start, start + length * dtype.itemsize, dtype) for start, (length, dtype) in places], num_bytes
 
 
-def _inputs(buffer: Any, shape: GraphShape) -> GraphInputs:
+def _inputs(buffer: Any, shape: GraphShape, num_columns: int) -> GraphInputs:
     """The arrays in a buffer of bytes, of numpy or torch."""
     is_array = isinstance(buffer, np.ndarray)
-    places, _ = _layout(shape)
+    places, _ = _layout(shape, num_columns)
     arrays = [buffer[start:end].view(dtype if is_array else torch_dtype(dtype)) for start, end, dtype in places]
     num_own = len(GraphInputs._fields) - 2
-    num_states = num_own + len(StateInputs._fields)
-    states = StateInputs._make(arrays[num_own:num_states])
-    return GraphInputs._make((*arrays[:num_own], states, SamplingTensors._make(arrays[num_states:])))
+    end = num_own + num_columns
+    return GraphInputs._make((*arrays[:num_own], tuple(arrays[num_own:end]), SamplingTensors._make(arrays[end:])))
 
 
 class GraphBuffers:
@@ -125,20 +123,20 @@ class GraphBuffers:
         padded_vocab_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        has_states: bool = False,
+        column_paddings: tuple[int, ...] = (),
         hidden_size: int = 0,
     ) -> None:
         """A row of logits has `padded_vocab_size` entries (see ParallelLMHead), of which the first `vocab_size` are
-        valid. `dtype` is the logits'. `has_states`: some layers are recurrent. `hidden_size`: of the hidden states that
-        decode steps leave in `hidden` for a draft head; 0 without one.
+        valid. `dtype` is the logits'. `column_paddings`: for each companion column, its number in a row of padding.
+        `hidden_size`: of the hidden states that decode steps leave in `hidden`; 0 if no draft needs them.
         """
         self.max_num_rows, self.vocab_size, self.max_model_len = max_num_rows, vocab_size, max_model_len
-        self.device, self.has_states = device, has_states
+        self.device, self.column_paddings = device, column_paddings
         self.mixed_sizes = mixed_graph_sizes(max_num_tokens, max_num_rows)
         shapes = GraphShape.decode(max_num_rows), GraphShape.mixed(self.mixed_sizes[-1])
         table_shape = max(shape.num_seqs for shape in shapes), ceil_div(max_model_len, block_size)
         self._start = packed_starts([max_num_rows * _INT64.itemsize])[-1]  # of the step's inputs, in bytes
-        num_bytes = self._start + max(_layout(shape)[1] for shape in shapes)
+        num_bytes = self._start + max(_layout(shape, len(column_paddings))[1] for shape in shapes)
         with torch.device(device):
             self._static = torch.zeros(num_bytes, dtype=torch.uint8)
             self._block_tables = torch.zeros(table_shape, dtype=torch.int32)
@@ -153,7 +151,7 @@ class GraphBuffers:
     # -- what the graphs capture -----------------------------------------------------------------------------------
 
     def tensors(self, shape: GraphShape) -> GraphInputs:
-        return _inputs(self._static[self._start :], shape)
+        return _inputs(self._static[self._start :], shape, len(self.column_paddings))
 
     def input_ids(self, shape: GraphShape) -> torch.Tensor:
         """The tokens of the step, int64 [T], including those that the last step sampled.
@@ -195,12 +193,10 @@ class GraphBuffers:
         context_lens = self.tensors(GraphShape.decode(size)).context_lens
         return self.batch(self.cu_seqlens_q(size, max_query_len), context_lens, max_query_len)
 
-    def state_rows(self, size: int, max_query_len: int) -> StateRows | None:
-        """The use of states by up to `size` sequences with `size` tokens in all; None if no layer is recurrent."""
-        if not self.has_states:
-            return None
-        states = self.tensors(GraphShape.decode(size)).states
-        return StateRows(self.cu_seqlens_q(size, max_query_len), *states, max_query_len)
+    def companion_columns(self, size: int, max_query_len: int) -> CompanionColumns:
+        """The numbers of companions for up to `size` sequences with `size` tokens in all."""
+        columns = self.tensors(GraphShape.decode(size)).companion_columns
+        return CompanionColumns(columns, self.cu_seqlens_q(size, max_query_len), max_query_len)
 
     def forward(self, model: CausalLM, size: int, attention: StepAttention) -> None:
         """Run the model and the sampler on a decode step. Leaves results in `logits`, `sampled_ids` and `hidden`."""
@@ -241,8 +237,10 @@ class GraphBuffers:
         num_tokens, num_others = len(inputs.input_ids), len(inputs.context_lens) - num_rows
         places = slice(0, num_rows), slice(shape.first_chunk, shape.first_chunk + num_others)
         own_ids = self._start // _INT64.itemsize + np.arange(num_tokens)  # input_ids come first
-        staging = torch.zeros(_layout(shape)[1], dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        given = _inputs(staging.numpy(), shape)
+        staging = torch.zeros(
+            _layout(shape, len(self.column_paddings))[1], dtype=torch.uint8, pin_memory=self.device.type == "cuda"
+        )
+        given = _inputs(staging.numpy(), shape, len(self.column_paddings))
         given.input_ids[:num_tokens] = inputs.input_ids
         given.token_source[:num_tokens] = np.where(inputs.pending_rows < 0, own_ids, inputs.pending_rows)
         given.positions[:num_tokens] = inputs.positions
@@ -250,10 +248,10 @@ class GraphBuffers:
         given.slot_mapping[:num_tokens] = inputs.slot_mapping
         given.slot_mapping[num_tokens:] = NO_CELL
         given.cu_seqlens_q[:] = cu_seqlens_q
-        if inputs.states is not None:
-            given.states.source_slots[:] = -1  # padding starts from zeros, and leaves its states in slot 0
-            columns: Any = zip(given.states, inputs.states, strict=True)
-            for column, values in columns:
+        if inputs.companion_columns:
+            columns: Any = zip(given.companion_columns, inputs.companion_columns, self.column_paddings, strict=True)
+            for column, values, padding in columns:
+                column[:] = padding
                 column[: len(values)] = values
         for place, rows in zip(places, (slice(num_rows), slice(num_rows, None)), strict=True):
             given.context_lens[place] = inputs.context_lens[rows]

@@ -1,28 +1,26 @@
-"""All graphs of a rank: of decode steps whose keys are all on the GPU and, with offload, of streamed ones. With
-speculation there is one more kind of each, for steps that verify guesses, with a shadow one for drafts, and one for the
-draft head. The last kind is for steps with short chunks of prompts, if no layer is recurrent.
+"""All graphs of a rank: of decode steps whose keys are all on the GPU and, with offload, of streamed decode steps.
+
+With speculation there is one more kind of each, for steps that verify guesses, and there may be one for drafts. The
+last kind is for steps with short chunks of prompts, if no layer is recurrent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from nanovllm.capabilities.shadow.pages import DraftKeys
 from nanovllm.device.devices import memory_remedy
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.models.decoder import CausalLM
 from nanovllm.plan.step_limits import (
     MixedSize,
-    draft_graph_sizes,
     graph_sizes,
-    head_graph_sizes,
     streamed_graph_sizes,
     streamed_verifying_graph_sizes,
     verifying_graph_sizes,
 )
 from nanovllm.plan.step_plan import StepPlan
-from nanovllm.runner.cuda_graphs import DecodeGraphs, DraftGraphs, GraphKind, HeadGraphs, MixedGraphs, Size, StepGraphs
+from nanovllm.runner.cuda_graphs import DecodeGraphs, GraphKind, MixedGraphs, Size, StepGraphs
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.kv_memory import KVMemory
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
@@ -30,10 +28,18 @@ from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 
 class GraphSet:
     def __init__(
-        self, *, buffers: GraphBuffers, model: CausalLM, memory: KVMemory, num_heads: int, max_guesses: int, tp: TPGroup
+        self,
+        *,
+        buffers: GraphBuffers,
+        model: CausalLM,
+        memory: KVMemory,
+        num_heads: int,
+        max_guesses: int,
+        tp: TPGroup,
+        make_draft_graphs: Callable[[GraphBuffers, KVMemory, int], StepGraphs | None],
     ) -> None:
         """Does not capture anything yet. `num_heads`: query heads of this rank. `max_guesses`: per sequence, 0 without
-        speculation.
+        speculation. `make_draft_graphs`: ModelDrafts.make_graphs.
         """
         self.buffers, self.model, self.memory, self.tp = buffers, model, memory, tp
         self._num_heads = num_heads
@@ -43,12 +49,7 @@ class GraphSet:
         if max_guesses:
             sizes = verifying_graph_sizes(rows), streamed_verifying_graph_sizes(rows)
             self._add(" verifying", *sizes, max_query_len=1 + max_guesses)
-        self._drafts: DraftGraphs | None = None  # None: drafts attend to the keys on the GPU alone
-        if memory.shadow is not None:
-            self._drafts = DraftGraphs(buffers, draft_graph_sizes(rows), memory)
-        self._head: HeadGraphs | None = None
-        if memory.draft_head is not None:
-            self._head = HeadGraphs(buffers, head_graph_sizes(rows), 1 + max_guesses, memory.draft_head)
+        self.draft_graphs = make_draft_graphs(buffers, memory, 1 + max_guesses)
         self.mixed: MixedGraphs | None = None  # None: chunks are launched kernel by kernel
         if memory.spec.states is None:
             self.mixed = MixedGraphs(buffers, model.config.hidden_size, memory.dtype)
@@ -69,7 +70,7 @@ class GraphSet:
 
     @property
     def kinds(self) -> Sequence[GraphKind[Any]]:
-        others = [kind for kind in (self._drafts, self._head, self.mixed) if kind is not None]
+        others = [kind for kind in (self.draft_graphs, self.mixed) if kind is not None]
         return [*self._by_kind.values(), *others]
 
     def find(self, plan: StepPlan, is_draft: bool = False) -> StepGraphs | None:
@@ -78,16 +79,9 @@ class GraphSet:
         if not plan.is_decode or moves.loads or moves.copies or moves.acts_by_layer:
             return None
         graphs: StepGraphs = self._by_kind[moves.brings_in_keys, plan.has_guesses]
-        if is_draft and any(step.payload(DraftKeys) for step in plan.sequences):
-            assert self._drafts is not None, "the plan reads the shadow, but there is none"
-            graphs = self._drafts
+        if is_draft and self.draft_graphs is not None:
+            graphs = self.draft_graphs
         return graphs if plan.num_tokens <= graphs.sizes[-1] else None
-
-    def find_head(self, plan: StepPlan) -> HeadGraphs | None:
-        """The graphs that can run the draft head on these tokens, if there are any. The largest size has room for every
-        step that only decodes.
-        """
-        return self._head if plan.is_decode and not plan.moves.payloads else None
 
     def find_mixed(self, plan: StepPlan) -> MixedSize | None:
         """The size of `mixed` that can run the layers of a step with chunks of prompts, if there is one."""

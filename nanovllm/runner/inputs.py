@@ -13,8 +13,6 @@ import numpy as np
 import torch
 
 from nanovllm.capabilities.edits.logit_editor import Penalties, RowEdits
-from nanovllm.capabilities.recurrent.places import StateStep
-from nanovllm.capabilities.shadow.pages import DraftKeys
 from nanovllm.kernels.sampling_tensors import EditTensors, SamplingTensors
 from nanovllm.plan.step_plan import SamplingRow, StepPlan
 from nanovllm.utils.arithmetic import ceil_div
@@ -29,19 +27,10 @@ SAMPLING_DTYPES = (*_ROW_DTYPES, np.dtype(np.int64))  # by field of SamplingTens
 
 
 class GroupInputs(NamedTuple):
-    """The keys of one streamed group, or of the shadow, that each sequence attends to."""
+    """The keys of one streamed group that each sequence attends to."""
 
     context_lens: Array  # int32 [B]
-    block_tables: Array  # int32 [B, blocks of a group, or pages]
-
-
-class StateInputs(NamedTuple):
-    """The fields of these names of StateRows (kernels/state_tensors.py), each int32 [B]."""
-
-    source_slots: Array
-    target_slots: Array
-    num_replayed: Array
-    num_guesses: Array
+    block_tables: Array  # int32 [B, blocks of a group]
 
 
 class StepInputs(NamedTuple):
@@ -60,8 +49,7 @@ class StepInputs(NamedTuple):
     logits_rows: Array  # int64 [S], the tokens after which they sample: the last ones of each
     sampling: SamplingTensors  # each [S]
     groups: tuple[GroupInputs, ...]
-    shadow: GroupInputs | None  # pages of the shadow, in a draft that reads it
-    states: StateInputs | None  # None: no layer is recurrent
+    companion_columns: tuple[Array, ...]  # each int32 [B] (runner/companion_memory.py)
 
 
 class EditInputs(NamedTuple):
@@ -85,11 +73,10 @@ def pad_tables(tables: Sequence[Sequence[int]], num_columns: int) -> np.ndarray:
     return padded
 
 
-def build_inputs(plan: StepPlan, block_size: int, group_blocks: int, has_states: bool = False) -> StepInputs:
-    """The inputs of a step, on the host. A streamed group has up to `group_blocks` blocks. Hot: once per step.
-
-    `has_states`: some layers are recurrent.
-    """
+def build_inputs(
+    plan: StepPlan, block_size: int, group_blocks: int, companion_columns: tuple[np.ndarray, ...] = ()
+) -> StepInputs:
+    """The inputs of a step, on the host. A streamed group has up to `group_blocks` blocks. Hot: once per step."""
     steps = plan.sequences
     query_lens = np.array([step.num_tokens for step in steps], dtype=np.int64)
     context_lens = np.array([step.num_paged_keys for step in steps], dtype=np.int64)
@@ -124,35 +111,8 @@ def build_inputs(plan: StepPlan, block_size: int, group_blocks: int, has_states:
             GroupInputs(np.array(group.context_lens(block_size), np.int32), pad_tables(group.tables, group_blocks))
             for group in plan.moves.streamed
         ),
-        shadow=_shadow_inputs(plan, block_size),
-        states=_state_inputs(plan) if has_states else None,
+        companion_columns=companion_columns,
     )
-
-
-_NO_STATE = StateStep(source=-1, target=0)  # for steps that start-up measures
-
-
-def _state_inputs(plan: StepPlan) -> StateInputs:
-    return StateInputs._make(np.ascontiguousarray(np.array(state_numbers(plan), np.int32).T))
-
-
-def state_numbers(plan: StepPlan) -> list[tuple[int, int, int, int]]:
-    """The numbers of StateInputs for each sequence."""
-    states = (step.payload(StateStep) or _NO_STATE for step in plan.sequences)
-    return [(*state[:3], step.num_guesses) for state, step in zip(states, plan.sequences, strict=True)]
-
-
-def shadow_tables(plan: StepPlan) -> list[tuple[int, ...]] | None:
-    """The pages of the shadow that each sequence's drafts read, or None if no draft reads it."""
-    keys = [step.payload(DraftKeys) for step in plan.sequences]
-    return [() if each is None else each.pages for each in keys] if any(keys) else None
-
-
-def _shadow_inputs(plan: StepPlan, block_size: int) -> GroupInputs | None:
-    if (tables := shadow_tables(plan)) is None:
-        return None
-    lens = np.array([len(table) * block_size for table in tables], np.int32)
-    return GroupInputs(lens, pad_tables(tables, max(1, *map(len, tables))))
 
 
 def sampling_arrays(rows: Iterable[SamplingRow], num_tokens: np.ndarray, positions: np.ndarray) -> SamplingTensors:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from nanovllm.attention.base import (
@@ -25,18 +26,14 @@ from nanovllm.attention.base import (
 from nanovllm.capabilities.cpu_attention.job import AttentionJob
 from nanovllm.capabilities.cpu_attention.queue import CpuAttention, CpuRows
 from nanovllm.capabilities.disk.worker import KVPool
-from nanovllm.capabilities.draft_head.memory import DraftHead
-from nanovllm.capabilities.recurrent.memory import StateMemory, StepStates
-from nanovllm.capabilities.shadow.memory import Shadow
-from nanovllm.capabilities.shadow.pages import ShadowFills
-from nanovllm.capabilities.shadow.shadow_spec import ShadowSpec
-from nanovllm.kernels.state_tensors import LayerStates, StateRows
+from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.offload.offload_engine import OffloadEngine
 from nanovllm.offload.streams import make_streams
 from nanovllm.plan.kv_spec import KVCacheSpec
-from nanovllm.plan.step_plan import StepPlan, find_payload
-from nanovllm.runner.inputs import StepInputs, shadow_tables
+from nanovllm.plan.step_plan import StepPlan
+from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory, GroupHook, LayerStatesOf
+from nanovllm.runner.inputs import StepInputs
 from nanovllm.runner.step_result import StepTimes
 
 
@@ -46,7 +43,10 @@ class StepBatches(NamedTuple):
     paged: PagedBatch
     groups: tuple[PagedBatch, ...] = ()
     cpu: CpuRows | None = None  # None: the CPU attends to nothing
-    shadow: PagedBatch | None = None  # None: no draft reads it
+
+
+def _no_states(layer: int) -> LayerStates:
+    raise AssertionError("the model has recurrent layers, and nothing keeps their states")
 
 
 class PagedAttention:
@@ -63,21 +63,15 @@ class PagedAttention:
         batch: PagedBatch,
         last_batch: PagedBatch,
         scale: float,
-        states: StepStates | None = None,
+        layer_states: LayerStatesOf = _no_states,
     ) -> None:
-        """`states`: None if no layer is recurrent."""
-        self.backend, self.slot_mapping_T, self.scale, self.step_states = backend, slot_mapping_T, scale, states
+        self.backend, self.slot_mapping_T, self.scale, self.states = backend, slot_mapping_T, scale, layer_states
         self.k_cache, self.v_cache = cache
         self.batch, self.last_batch = batch, last_batch
         self.last_layer = len(self.k_cache) - 1
 
     def cells(self, layer: int) -> KVCells:
         return KVCells(self.k_cache[layer], self.v_cache[layer], self.slot_mapping_T)
-
-    def states(self, layer: int) -> LayerStates:
-        """Hot: once per layer."""
-        assert self.step_states is not None, "the model has recurrent layers that its config does not name"
-        return self.step_states.of_layer(layer)
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         """Hot: once per layer."""
@@ -86,29 +80,6 @@ class PagedAttention:
     def attend_paged(self, layer: int, q_THD: torch.Tensor) -> PartialAttention:
         batch = self.last_batch if layer == self.last_layer else self.batch
         return self.backend.attend(q_THD, self.k_cache[layer], self.v_cache[layer], batch, self.scale)
-
-
-class DraftAttention(PagedAttention):
-    """The StepAttention of a draft: the newest keys as they are, and all others from the shadow."""
-
-    def __init__(
-        self,
-        backend: AttentionBackend,
-        cache: tuple[torch.Tensor, torch.Tensor],
-        slot_mapping_T: torch.Tensor,
-        batch: PagedBatch,
-        scale: float,
-        states: StepStates | None,
-        shadow: Shadow,
-        shadow_batch: PagedBatch,
-    ) -> None:
-        super().__init__(backend, cache, slot_mapping_T, batch, batch, scale, states)
-        self.shadow, self.shadow_batch = shadow, shadow_batch
-
-    def attend_paged(self, layer: int, q_THD: torch.Tensor) -> PartialAttention:
-        exact = super().attend_paged(layer, q_THD)
-        rest = self.shadow.attend(layer, q_THD, self.shadow_batch, self.scale, self.backend)
-        return self.backend.merge((exact, rest), q_THD.dtype)
 
 
 class MergedAttention(PagedAttention):
@@ -123,17 +94,15 @@ class MergedAttention(PagedAttention):
         batches: StepBatches,
         last_batches: StepBatches,
         scale: float,
-        states: StepStates | None = None,
-        fills: Sequence[torch.Tensor | None] = (),
-        shadow: Shadow | None = None,
+        layer_states: LayerStatesOf = _no_states,
+        group_hooks: Sequence[GroupHook] = (),
     ) -> None:
-        """`fills`: for each group, the pages of the shadow that it fills; empty if none does."""
         cache = offload.k_cache_gpu, offload.v_cache_gpu
-        super().__init__(backend, cache, slot_mapping_T, batches.paged, last_batches.paged, scale, states)
+        super().__init__(backend, cache, slot_mapping_T, batches.paged, last_batches.paged, scale, layer_states)
         self.offload, self.cpu = offload, cpu
         self.groups, self.last_groups = batches.groups, last_batches.groups
         self.job, self.last_job = self._job(batches.cpu), self._job(last_batches.cpu)
-        self.fills, self.shadow = fills or (None,) * len(self.groups), shadow
+        self.group_hooks = group_hooks
 
     def _job(self, rows: CpuRows | None) -> AttentionJob | None:
         if rows is None:
@@ -153,8 +122,8 @@ class MergedAttention(PagedAttention):
         offload.stored(layer)
         if len(q_THD) == 0:  # nothing is sampled: only release what was brought in for this layer
             offload.attended()
-            for fill, (k_group, v_group) in zip(self.fills, offload.groups(), strict=True):
-                self._fill(layer, fill, k_group, v_group)
+            for number, (k_group, v_group) in enumerate(offload.groups()):
+                self._attended(layer, number, k_group, v_group)
             return q_THD
         if job is not None:  # the CPU computes beside the GPU, so it begins first and is waited for last
             assert self.cpu is not None
@@ -162,18 +131,17 @@ class MergedAttention(PagedAttention):
         merged = RunningMerge(self.backend.merge, 1 + len(groups) + (job is not None))
         merged.add(self.attend_paged(layer, q_THD))
         offload.attended()
-        for fill, (k_group, v_group), batch in zip(self.fills, offload.groups(), groups, strict=True):
+        for number, ((k_group, v_group), batch) in enumerate(zip(offload.groups(), groups, strict=True)):
             merged.add(self.backend.attend(q_THD, k_group, v_group, batch, self.scale))
-            self._fill(layer, fill, k_group, v_group)
+            self._attended(layer, number, k_group, v_group)
         if job is not None:
             assert self.cpu is not None
             merged.add(PartialAttention(*self.cpu.results(q_THD)))
         return merged.result().out_THD
 
-    def _fill(self, layer: int, fill: torch.Tensor | None, k_NPKD: torch.Tensor, v_NPKD: torch.Tensor) -> None:
-        if fill is not None:
-            assert self.shadow is not None, "the plan fills pages, but there is no shadow"
-            self.shadow.fill_layer(layer, fill, k_NPKD, v_NPKD)
+    def _attended(self, layer: int, number: int, k_NPKD: torch.Tensor, v_NPKD: torch.Tensor) -> None:
+        for hook in self.group_hooks:
+            hook(layer, number, k_NPKD, v_NPKD)
 
 
 def build_batches(plan: StepPlan, tensors: StepInputs, block_size: int) -> StepBatches:
@@ -209,13 +177,7 @@ def build_batches(plan: StepPlan, tensors: StepInputs, block_size: int) -> StepB
         batch(*on_device, group.context_lens(block_size), group.tables, causal=False)
         for on_device, group in zip(tensors.groups, plan.moves.streamed, strict=True)
     )
-    shadow = None
-    if tensors.shadow is not None:
-        tables = shadow_tables(plan)
-        assert tables is not None
-        lens = [len(table) * block_size for table in tables]
-        shadow = batch(*tensors.shadow, lens, tables, causal=False)
-    return StepBatches(paged, tuple(groups), cpu_rows(plan), shadow)
+    return StepBatches(paged, tuple(groups), cpu_rows(plan))
 
 
 def last_token_batches(plan: StepPlan, batches: StepBatches, tensors: StepInputs) -> StepBatches:
@@ -271,13 +233,11 @@ class KVMemory:
         """
         self.spec, self.backend, self.dtype, self.device = spec, backend, dtype, device
         self.offload, self.cpu = offload, cpu
-        self.shadow: Shadow | None = None  # until `allocate_shadow`
-        self.state_memory: StateMemory | None = None  # until `allocate_states`
-        self.draft_head: DraftHead | None = None  # until `allocate_draft_head`
+        self.companions: list[CompanionMemory] = []
         self.scale = spec.head_dim**-0.5
-        self._pool = self._make_pool(num_blocks=0)
+        self._pool = self.make_pool(num_blocks=0)
 
-    def _make_pool(self, num_blocks: int, num_layers: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def make_pool(self, num_blocks: int, num_layers: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         spec = self.spec
         shape = (num_layers or spec.num_layers, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         # Untouched CPU pages are free, so leave them uninitialised. Zero the GPU cache: garbage may be NaN, and a
@@ -294,50 +254,60 @@ class KVMemory:
     def allocate(self, num_gpu_blocks: int) -> None:
         """Allocate the blocks on the GPU. Called before the first step, and again after `drop`."""
         if self.offload is None:
-            self._pool = self._make_pool(num_gpu_blocks)
+            self._pool = self.make_pool(num_gpu_blocks)
         else:
             self.offload.allocate_slots(num_gpu_blocks)
 
-    def allocate_shadow(self, spec: ShadowSpec, num_pages: int) -> None:
-        self.shadow = Shadow(spec, num_pages, self.device)
-
-    def allocate_states(self, num_slots: int, num_snapshots: int) -> None:
-        assert self.spec.states is not None, "no layer is recurrent"
-        self.state_memory = StateMemory(self.spec.states, self.dtype, self.device, num_slots, num_snapshots)
-
-    def allocate_draft_head(self, num_cpu_blocks: int, num_slots: int) -> None:
-        """Called after `allocate`. `num_slots`: of states."""
-        states = self.spec.states
-        assert states is not None, "what the draft head yields is kept beside states"
-        k_pool, v_pool = self._pool if self.offload is None else self._make_pool(num_cpu_blocks, num_layers=1)
-        self.draft_head = DraftHead(
-            (k_pool[-1], v_pool[-1]), num_slots, states.max_guesses, states.draft_size, self.backend, self.scale
-        )
-
-    def _drop_states(self) -> None:
-        memory, self.state_memory = self.state_memory, None
-        if memory is not None:
-            memory.close()
-
     def drop(self) -> None:
         """Release all that is on the GPU, so that it can be allocated in other sizes."""
-        self.shadow = self.draft_head = None
-        self._drop_states()
+        self._drop_companions()
         if self.offload is None:
-            self._pool = self._make_pool(num_blocks=0)
+            self._pool = self.make_pool(num_blocks=0)
         else:
             self.offload.drop_slots()
 
+    def _drop_companions(self) -> None:
+        companions, self.companions = self.companions, []
+        for companion in companions:
+            companion.close()
+
     def disk_pool(self) -> KVPool:
         """The memory that has room for all blocks, and the snapshots of states."""
-        snapshots = () if self.state_memory is None else self.state_memory.stored_parts
         if self.offload is None:
             caches, streams = self._pool, make_streams(self.device)
         else:
             caches, streams = (self.offload.k_cache_cpu, self.offload.v_cache_cpu), self.offload.streams
-        return KVPool(self.spec, *caches, streams, snapshots=snapshots, device=self.device)
+        return KVPool(self.spec, *caches, streams, snapshots=self.stored_parts, device=self.device)
+
+    @property
+    def stored_parts(self) -> list[torch.Tensor]:
+        """Snapshots of companions that can be kept on disk, each [snapshots, ...]."""
+        return [part for companion in self.companions for part in companion.stored_parts]
 
     # -- one step ------------------------------------------------------------------------------------------------
+
+    def companion_columns(self, plan: StepPlan) -> tuple[np.ndarray, ...]:
+        """Hot: once per step."""
+        return tuple(column for companion in self.companions for column in companion.columns(plan))
+
+    @property
+    def column_paddings(self) -> tuple[int, ...]:
+        """For each of `companion_columns`, its number in a graph's row of padding."""
+        return tuple(padding for companion in self.companions for padding in companion.paddings)
+
+    def layer_states(self, given: CompanionColumns | None) -> LayerStatesOf:
+        """Return the memory of recurrent layers in a step. `given`: the columns of all companions, or None if no layer
+        is recurrent.
+        """
+        if given is None:
+            return _no_states
+        start = 0
+        for companion in self.companions:
+            columns = given.columns[start : start + len(companion.paddings)]
+            start += len(columns)
+            if (found := companion.layer_states(given._replace(columns=columns))) is not None:
+                return found
+        return _no_states
 
     def attention(
         self,
@@ -345,15 +315,15 @@ class KVMemory:
         slot_mapping: torch.Tensor,
         batches: StepBatches,
         last_batches: StepBatches,
-        states: StateRows | None,
+        columns: CompanionColumns,
     ) -> StepAttention:
         """The attention of a step that is launched kernel by kernel.
 
-        `last_batches` are the batches for the rows that the last layer returns. `states`: None if no layer is
-        recurrent.
+        `last_batches` are the batches for the rows that the last layer returns.
         """
+        layer_states = self.layer_states(columns)
         if self.offload is not None:
-            fills = self._fills(plan)
+            hooks = (companion.group_hook(plan) for companion in self.companions)
             return MergedAttention(
                 self.backend,
                 self.offload,
@@ -362,59 +332,25 @@ class KVMemory:
                 batches,
                 last_batches,
                 self.scale,
-                self._step_states(states),
-                fills,
-                self.shadow,
+                layer_states,
+                [hook for hook in hooks if hook is not None],
             )
         paged, last = batches.paged, last_batches.paged
-        return PagedAttention(
-            self.backend, self.cache, slot_mapping, paged, last, self.scale, self._step_states(states)
-        )
-
-    def _fills(self, plan: StepPlan) -> Sequence[torch.Tensor | None]:
-        """For each streamed group, the pages of the shadow that it fills; empty if none does."""
-        fills = find_payload(plan.moves.payloads, ShadowFills)
-        if fills is None or not fills.streamed:
-            return ()
-        assert self.shadow is not None, "the plan fills pages, but there is no shadow"
-        pages = dict(fills.streamed)
-        return [self.shadow.moves(group, pages) for group in plan.moves.streamed]
-
-    def _step_states(self, rows: StateRows | None) -> StepStates | None:
-        if rows is None:
-            return None
-        assert self.state_memory is not None, "allocate_states comes first"
-        return StepStates(self.state_memory, rows)
+        return PagedAttention(self.backend, self.cache, slot_mapping, paged, last, self.scale, layer_states)
 
     def paged_attention(
-        self, slot_mapping: torch.Tensor, batch: PagedBatch, states: StateRows | None = None
+        self, slot_mapping: torch.Tensor, batch: PagedBatch, columns: CompanionColumns | None = None
     ) -> PagedAttention:
-        """The attention of a decode step whose keys are all on the GPU."""
-        step_states = self._step_states(states)
-        return PagedAttention(self.backend, self.cache, slot_mapping, batch, batch, self.scale, step_states)
-
-    def draft_attention(
-        self, slot_mapping: torch.Tensor, batch: PagedBatch, states: StateRows | None, shadow: PagedBatch | None
-    ) -> PagedAttention:
-        """The attention of a draft. `shadow`: None if drafts attend to the keys on the GPU alone."""
-        if shadow is None:
-            return self.paged_attention(slot_mapping, batch, states)
-        assert self.shadow is not None, "the plan reads the shadow, but there is none"
-        step_states = self._step_states(states)
-        return DraftAttention(
-            self.backend, self.cache, slot_mapping, batch, self.scale, step_states, self.shadow, shadow
-        )
+        """The attention of a decode step whose keys are all on the GPU. `columns`: see layer_states."""
+        layer_states = self.layer_states(columns)
+        return PagedAttention(self.backend, self.cache, slot_mapping, batch, batch, self.scale, layer_states)
 
     def begin_step(self, plan: StepPlan) -> None:
         """Called before any of the step's work is enqueued. Hot: once per step."""
         if self.offload is not None:
             self.offload.begin_step(plan.moves, chain.from_iterable(step.block_table for step in plan.sequences))
-        fills = find_payload(plan.moves.payloads, ShadowFills)
-        if fills is not None and fills.resident:
-            assert self.shadow is not None, "the plan fills pages, but there is no shadow"
-            self.shadow.fill(fills.resident, *self.cache)
-        if self.state_memory is not None:
-            self.state_memory.begin_step(plan)
+        for companion in self.companions:
+            companion.begin_step(plan, self.cache)
 
     def begin_all_layers(self) -> None:
         """Called before a single graph that runs all layers."""
@@ -430,8 +366,8 @@ class KVMemory:
         """Called after all of the step's work is enqueued. Returns the times of its layers if they are measured."""
         if self.offload is not None:
             self.offload.end_step()
-        if self.state_memory is not None:
-            self.state_memory.end_step()
+        for companion in self.companions:
+            companion.end_step()
         if self.offload is None or self.cpu is None:
             return None
         return StepTimes(self.offload.streams, self.offload.timer.take(), self.cpu.timer.take())
@@ -448,7 +384,7 @@ class KVMemory:
             if self.cpu is not None:
                 self.cpu.close()
         finally:
-            self._drop_states()
+            self._drop_companions()
             if self.offload is not None:
                 self.offload.close()
 

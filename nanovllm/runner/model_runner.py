@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from nanovllm.capabilities.cpu_attention.rates import make_cpu_attention, measur
 from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, DiskMoves, DiskSetup
 from nanovllm.capabilities.disk.store import DiskStore
 from nanovllm.capabilities.disk.worker import DiskWorker, open_worker, weights_identity
-from nanovllm.capabilities.shadow.shadow_spec import ShadowSpec
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.device import kernel_target
@@ -56,7 +54,7 @@ from nanovllm.runner.startup_steps import (
     warm_up_products,
 )
 from nanovllm.runner.step_result import StepResult
-from nanovllm.runner.step_runner import StepRunner
+from nanovllm.runner.step_runner import CompanionSetup, ModelDrafts, StepRunner
 from nanovllm.utils.arithmetic import format_bytes
 from nanovllm.utils.memory import available_host_bytes
 from nanovllm.utils.version import __version__
@@ -170,14 +168,16 @@ class ModelRunner:
         return None if self._memory is None else self._memory.offload
 
     @on_own_device
-    def measure_kv_room(self, num_cpu_blocks: int, most_gpu_blocks: int, shadow_bits: int) -> tuple[int, str]:
+    def measure_kv_room(
+        self, num_cpu_blocks: int, most_gpu_blocks: int, companions: Sequence[CompanionSetup]
+    ) -> tuple[int, str]:
         """The bytes that every rank has for KV on its GPU, and a description of this rank's memory.
 
         On a GPU, this runs the largest steps and captures the largest graphs that an engine of up to `most_gpu_blocks`
-        blocks can need, with a shadow of `shadow_bits` or, if that is 0, without one.
+        blocks can need.
         """
         if self.device.type == "cuda":
-            profile = profile_memory(self, num_cpu_blocks, most_gpu_blocks, shadow_bits)
+            profile = profile_memory(self, num_cpu_blocks, most_gpu_blocks, companions)
             num_bytes, room = profile.free_bytes, str(profile)
         else:  # the blocks share this memory with the model and with everything else on the machine
             num_bytes = int(available_host_bytes() * self.config.gpu_memory_utilization / 2) // self.tp.size
@@ -190,8 +190,8 @@ class ModelRunner:
         """AttentionBackend.launch_kernels for chunks of up to `num_tokens` tokens."""
         k_cache, _ = self.memory.cache
         self.backend.launch_kernels(self._queries(num_tokens), k_cache[0])
-        if self.memory.shadow is not None:
-            self.memory.shadow.launch_kernels(self._queries(1), *self.memory.cache, self.max_model_len)
+        for companion in self.memory.companions:
+            companion.launch_kernels(self._queries(1), self.memory.cache, self.max_model_len)
 
     def library_plans(self) -> Sequence[LibraryPlan]:
         """AttentionBackend.library_plans for the chunks that steps can hold."""
@@ -221,7 +221,7 @@ class ModelRunner:
         return torch.zeros(num_tokens, self.num_heads, self.spec.head_dim, dtype=self.dtype, device=self.device)
 
     @on_own_device
-    def allocate_kv_cache(self, sizes: KVCacheSizes) -> None:
+    def allocate_kv_cache(self, sizes: KVCacheSizes, companions: Sequence[CompanionSetup] = ()) -> None:
         """Allocate all KV memory. With offload, the cache on the GPU consists of the OffloadEngine's slots."""
         with memory_remedy("allocating the KV cache"), self.phases("KV cache"):
             if self._memory is None:
@@ -230,14 +230,18 @@ class ModelRunner:
                     offload = self._make_offload_engine(self.spec, sizes.num_cpu_blocks, self.dtype, self.device)
                     cpu = make_cpu_attention(self.config, offload, self.num_heads, self.tp)
                 self._memory = KVMemory(self.spec, self.backend, self.dtype, self.device, offload, cpu)
-                self._steps = StepRunner(self.model, self._memory, self.tp)
             self._memory.allocate(sizes.num_gpu_blocks)
-            if sizes.num_state_slots:
-                self._memory.allocate_states(sizes.num_state_slots, sizes.num_snapshots)
-            if self.spec.has_draft_head:
-                self._memory.allocate_draft_head(sizes.num_cpu_blocks, sizes.num_state_slots)
-            if sizes.num_pages:
-                self._memory.allocate_shadow(ShadowSpec.of(self.spec, sizes.shadow_bits), sizes.num_pages)
+            drafts = ModelDrafts()
+            for setup in companions:
+                companion = setup.allocate(self._memory)
+                self._memory.companions.append(companion)
+                drafts = setup.make_drafts(companion) or drafts
+            self._steps = StepRunner(self.model, self._memory, self.tp, drafts)
+
+    def drop_kv_cache(self) -> None:
+        """Release the part on the GPU, so that it can be allocated in other sizes."""
+        self.steps.drafts = ModelDrafts()
+        self.memory.drop()
 
     # -- graphs --------------------------------------------------------------------------------------------------
 
@@ -261,8 +265,8 @@ class ModelRunner:
             padded_vocab_size=self.model.lm_head.padded_vocab_size,
             dtype=self.dtype,
             device=self.device,
-            has_states=self.spec.states is not None,
-            hidden_size=self.model_config.hidden_size if self.spec.has_draft_head else 0,
+            column_paddings=self.memory.column_paddings,
+            hidden_size=self.model_config.hidden_size if self.steps.drafts.needs_hidden else 0,
         )
         graphs = self.steps.graphs = GraphSet(
             buffers=buffers,
@@ -271,6 +275,7 @@ class ModelRunner:
             num_heads=self.num_heads,
             max_guesses=self.config.max_guesses,
             tp=self.tp,
+            make_draft_graphs=self.steps.drafts.make_graphs,
         )
         return graphs
 
@@ -298,7 +303,7 @@ class ModelRunner:
     @torch.inference_mode()
     def open_disk(self, setup: DiskSetup) -> DiskStore:
         """Open the cache on disk. What it holds belongs to this rank's weights and layout, and to no others."""
-        spec, model, states = self.spec, self.model_config, self.memory.state_memory
+        spec, model = self.spec, self.model_config
         with self.phases("KV on disk"):
             identity = {
                 "version": __version__,
@@ -307,7 +312,7 @@ class ModelRunner:
                 "dtype": str(self.dtype),
                 "rank": f"{self.tp.rank} of {self.tp.size}",
                 "layout": [2, spec.num_layers, DISK_GRAIN_TOKENS, spec.num_kv_heads, spec.head_dim],
-                "states": [] if states is None else [list(part.shape[1:]) for part in states.stored_parts],
+                "states": [list(part.shape[1:]) for part in self.memory.stored_parts],
             }
             self._disk = open_worker(setup, self.memory.disk_pool(), identity, self.tp.rank, self.tp.size)
             # The threads refer to the KV cache: without this, both would outlive an engine that is dropped
@@ -373,15 +378,15 @@ class ModelRunner:
 # -- memory besides the KV cache, on a GPU -----------------------------------------------------------------------------
 
 
-def profile_memory(runner: ModelRunner, num_cpu_blocks: int, most_gpu_blocks: int, shadow_bits: int) -> MemoryProfile:
-    """Measure with a cache of one block and one state, which all sequences share and which are dropped at the end.
+def profile_memory(
+    runner: ModelRunner, num_cpu_blocks: int, most_gpu_blocks: int, companions: Sequence[CompanionSetup]
+) -> MemoryProfile:
+    """Measure with a cache of one block, which all sequences share and which is dropped at the end.
 
-    `most_gpu_blocks`: the largest number of blocks that the engine could use. `shadow_bits`: 0 without a shadow.
+    `most_gpu_blocks`: the largest number of blocks that the engine could use. `companions`: as small as they can be.
     """
     config, spec = runner.config, runner.spec
-    sizes = KVCacheSizes(1, num_cpu_blocks, int(shadow_bits > 0), shadow_bits)
-    sizes = replace(sizes, num_state_slots=int(spec.states is not None))  # all sequences use slot 0
-    runner.allocate_kv_cache(sizes)
+    runner.allocate_kv_cache(KVCacheSizes(1, num_cpu_blocks), companions)
     steps = largest_steps(
         num_tokens=config.max_num_batched_tokens,
         max_num_seqs=max_step_rows(config, most_gpu_blocks),
@@ -396,7 +401,7 @@ def profile_memory(runner: ModelRunner, num_cpu_blocks: int, most_gpu_blocks: in
             step_bytes += runner.max_split_bytes()  # a shorter step may need them, and these steps may not
     with runner.phases("graphs"):
         graph_bytes = 0 if config.enforce_eager else _measure_graph_bytes(runner, most_gpu_blocks)
-    runner.memory.drop()
+    runner.drop_kv_cache()
     total_bytes = torch.cuda.mem_get_info()[1]
     return MemoryProfile(
         total_bytes=total_bytes,

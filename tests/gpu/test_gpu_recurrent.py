@@ -91,14 +91,14 @@ def test_the_draft_head_follows_graphs(with_head: Reference, num_gpu_blocks: int
     for enforce_eager in (True, False):
         internals = Internals(always_guesses=True, works_ahead=True)
         with GpuLLM(with_head, internals=internals, enforce_eager=enforce_eager, **options) as llm:
-            draft, ids = llm.runner.steps._draft, []
+            draft, ids = llm.runner.steps.draft, []
 
             def noted(plan: StepPlan, draft: Any = draft, ids: list[int] = ids) -> torch.Tensor:
                 result = draft(plan)
                 ids += result.tolist()
                 return result  # type: ignore[no-any-return]
 
-            llm.runner.steps._draft = noted
+            llm.runner.steps.draft = noted
             llm.answer_and_check(PROMPTS, max_tokens=40)
             assert llm.stats()["num_accepted_guesses"] > 20
             if not enforce_eager:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from nanovllm.capabilities.cpu_attention.queue import CpuRows
+from nanovllm.capabilities.recurrent.memory import StateMemory
 from nanovllm.capabilities.recurrent.places import StateStep
 from nanovllm.kernels.sampling_tensors import SamplingTensors
+from nanovllm.kernels.state_tensors import StateRows
 from nanovllm.plan.step_plan import (
     CpuSpan,
     KVMoves,
@@ -98,15 +100,21 @@ def random_plan(rng: random.Random) -> StepPlan:
     return StepPlan(tuple(steps), KVMoves())
 
 
+STATE_COLUMNS = StateRows._fields[1:5]
+STATES = StateMemory.__new__(StateMemory)  # `columns` needs no memory
+
+
 def inputs_of(*steps: SequenceStep) -> StepInputs:
-    return build_inputs(StepPlan(steps, KVMoves()), BLOCK_SIZE, group_blocks=0, has_states=True)
+    plan = StepPlan(steps, KVMoves())
+    return build_inputs(plan, BLOCK_SIZE, 0, STATES.columns(plan))
 
 
 def by_name(inputs: Any) -> dict[str, Any]:
-    """The arrays of a step's inputs, those of `sampling` as `sampling.temperature` and so on, and those of `states`."""
+    """The arrays of a step's inputs, those of `sampling` as `sampling.temperature` and so on, and the states'."""
     fields: dict[str, Any] = inputs._asdict()
-    sampling, states = fields.pop("sampling")._asdict(), fields.pop("states")._asdict()
-    assert not fields.pop("groups", ()) and fields.pop("shadow", None) is None
+    sampling, columns = fields.pop("sampling")._asdict(), fields.pop("companion_columns")
+    assert not fields.pop("groups", ())
+    states = dict(zip(STATE_COLUMNS, columns, strict=True))
     fields |= {f"sampling.{name}": values for name, values in sampling.items()}
     return fields | {f"states.{name}": values for name, values in states.items()}
 
@@ -171,6 +179,7 @@ def make_buffers(max_num_rows: int, max_num_tokens: int = 1) -> GraphBuffers:
         padded_vocab_size=32,
         dtype=torch.float32,
         device=torch.device("cpu"),
+        column_paddings=StateMemory.paddings,
     )
 
 
@@ -377,7 +386,7 @@ def test_batches_of_the_last_tokens_are_those_of_the_sequences_that_sample(
     tensors = to_device(inputs, torch.device("cpu"))
     batches = build_batches(plan, tensors, BLOCK_SIZE)
     assert batches.cpu == CpuRows((3, 1, 2), spans)
-    paged, (group_batch,), cpu, _ = last_token_batches(plan, batches, tensors)
+    paged, (group_batch,), cpu = last_token_batches(plan, batches, tensors)
     query_lens = [1 + g for g, does in zip(num_guesses, samples, strict=True) if does]
     expected_spans = tuple(row for row, does in zip(spans, samples, strict=True) if does)
     assert cpu == CpuRows(tuple(query_lens), expected_spans)

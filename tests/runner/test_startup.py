@@ -104,7 +104,7 @@ def test_profile_memory_runs_everything_and_leaves_nothing(
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr("nanovllm.kernels.launch.compile_only", lambda server: nullcontext(lambda: False))
-    profile = model_runner.profile_memory(runner, num_cpu_blocks, NUM_SEQS, shadow_bits=0)
+    profile = model_runner.profile_memory(runner, num_cpu_blocks, NUM_SEQS, [])
     assert profile.used_bytes == 2**30 and profile.step_bytes == 2**20 and profile.graph_bytes > 0
     assert list(runner.phases.seconds) == ["weights", "KV cache", "kernels", "largest step", "graphs"]
     assert runner.graphs is None

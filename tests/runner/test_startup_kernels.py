@@ -23,6 +23,7 @@ from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KNOWN_TARGETS
+from nanovllm.engine.startup import companion_setups
 from nanovllm.kernels import launch, quantizing
 from nanovllm.layers import linear
 from nanovllm.layers.packed_weight import PackedWeight
@@ -51,7 +52,7 @@ def launching_runner(model: Path, sizes: KVCacheSizes, **options: Any) -> Iterat
     """Its layers believe that the tensors are on a GPU, and launch kernels."""
     runner = make_runner(model, sizes.num_cpu_blocks, dtype="bfloat16", cpu_attention="off", **options)
     runner.backend = TritonBackend()
-    runner.allocate_kv_cache(sizes)
+    runner.allocate_kv_cache(sizes, companion_setups(runner.spec, sizes))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: _caller().startswith("nanovllm.layers.")))
         patch.setattr(kernel_target, "target_of", lambda device: KNOWN_TARGETS["9.0"])

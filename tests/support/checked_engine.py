@@ -15,6 +15,7 @@ from simulated_streams import SimulatedStreams, TrackedAttention, TrackedBackend
 from tiny_models import reference_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.capabilities.shadow.memory import Shadow
 from nanovllm.capabilities.speculation.drafters import Drafter
 from nanovllm.engine.setup import Internals
 from nanovllm.offload.offload_engine import OffloadEngine
@@ -103,18 +104,20 @@ class CheckedLLM(LLM):
         self.logits: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.is_drafting = False
         self._launch, self._compute_logits = self.runner.launch, self.runner.model.compute_logits
-        self._draft = self.runner.steps._draft
-        self.runner.launch, self.runner.steps._draft = self._recording_launch, self._noted_draft
+        self._draft = self.runner.steps.draft
+        self.runner.launch, self.runner.steps.draft = self._recording_launch, self._noted_draft
         self.runner.model.compute_logits = self._recording_compute_logits
 
     def _track(self, streams: SimulatedStreams) -> None:
         """Let `streams` know what the model reads and writes."""
         runner, memory = self.runner, self.runner.memory
-        attention, draft_attention = memory.attention, memory.draft_attention  # for a step, and for its drafts
+        drafts = self.runner.steps.drafts
+        attention, draft_attention = memory.attention, drafts.attention  # for a step, and for its drafts
         memory.attention = lambda *args: TrackedAttention(attention(*args), streams)
-        memory.draft_attention = lambda *args: TrackedAttention(draft_attention(*args), streams)
-        if memory.shadow is not None:
-            memory.shadow._fill = tracked_fill(memory.shadow._fill, streams)
+        drafts.attention = lambda *args: TrackedAttention(draft_attention(*args), streams)
+        for companion in memory.companions:
+            if isinstance(companion, Shadow):
+                companion._fill = tracked_fill(companion._fill, streams)
         memory.backend = TrackedBackend(memory.backend, streams)
         for name in ("k_cache_cpu", "v_cache_cpu", "k_cache_gpu", "v_cache_gpu", "k_staging", "v_staging"):
             streams.name_region(name, getattr(runner.offload, name))

@@ -8,8 +8,9 @@ import torch
 from checked_engine import CheckedLLM, Reference, greedy
 from transformers import AutoModelForCausalLM
 
+from nanovllm.capabilities.draft_head.drafts import HeadGraphs
 from nanovllm.plan.outputs import RequestOutput
-from nanovllm.runner.cuda_graphs import HeadGraphs, MixedGraphs
+from nanovllm.runner.cuda_graphs import MixedGraphs
 
 
 class GpuLLM(CheckedLLM):

@@ -6,8 +6,10 @@ All copies between the two are enqueued on the compute stream, in order with the
 millisecond, and few steps move one.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from nanovllm.capabilities.recurrent.places import SnapshotSave, StateFlushes, StateStep
@@ -15,7 +17,8 @@ from nanovllm.kernels.state_tensors import HostStateRows, LayerStates, StateRows
 from nanovllm.offload.pinned_memory import HostBuffer
 from nanovllm.plan.kv_spec import StateSpec
 from nanovllm.plan.step_plan import StepPlan, find_payload
-from nanovllm.runner.inputs import StepInputs, state_numbers
+from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory, LayerStatesOf
+from nanovllm.runner.kv_memory import KVMemory
 
 
 class StepStates(NamedTuple):
@@ -30,15 +33,20 @@ class StepStates(NamedTuple):
         return LayerStates(conv_NWC, matrix_NHKV, pending_NGI, self.rows)
 
 
-class StateMemory:
+_NO_STATE = StateStep(source=-1, target=0)  # for steps that start-up measures
+
+
+class StateMemory(CompanionMemory):
     """A slot is contiguous over all layers, so that a state moves in three copies: the convolution's inputs, the
     matrices, and what is pending.
     """
 
+    paddings = (-1, 0, 0, 0)  # padding starts from zeros, and leaves its states in slot 0
+
     def __init__(
         self, spec: StateSpec, dtype: torch.dtype, device: torch.device, num_slots: int, num_snapshots: int
     ) -> None:
-        """`num_slots`: with slot 0, which is nobody's."""
+        """`num_slots`: with slot 0, which no sequence owns."""
         s = self.spec = spec
         conv_shape = (s.num_layers, s.conv_tokens, s.conv_channels)
         matrix_shape = (s.num_layers, s.num_value_heads, s.key_head_dim, s.value_head_dim)
@@ -53,15 +61,11 @@ class StateMemory:
             buffer.tensor[:size].view(kind).view(num_snapshots, *shape)
             for buffer, size, (shape, kind) in zip(self._buffers, sizes, shapes, strict=True)
         ]
+        self.stored_parts = self._snapshots[:2]  # nothing is pending where later prompts continue
         self._saves: list[SnapshotSave] = []  # of the step
 
-    @property
-    def stored_parts(self) -> list[torch.Tensor]:
-        """The parts of all snapshots that are kept on disk. Nothing is pending where later prompts go on."""
-        return self._snapshots[:2]
-
-    def begin_step(self, plan: StepPlan) -> None:
-        """Keep the states of sequences that have given way, and load those that the step starts from."""
+    def begin_step(self, plan: StepPlan, cache: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Save the states of preempted sequences, and load the states that the step starts from."""
         flushes = find_payload(plan.moves.payloads, StateFlushes)
         for slot, snapshot in flushes.flushes if flushes is not None else ():
             self._save(slot, snapshot)
@@ -71,6 +75,16 @@ class StateMemory:
             if state.load >= 0:
                 for slots, snapshots in zip(self._slots, self._snapshots, strict=True):
                     slots[state.source].copy_(snapshots[state.load], non_blocking=True)
+
+    def columns(self, plan: StepPlan) -> tuple[np.ndarray, ...]:
+        """The fields of StateRows (kernels/state_tensors.py) that are numbers of sequences."""
+        return tuple(np.array(column, np.int32) for column in zip(*_numbers(plan), strict=True))
+
+    def layer_states(self, given: CompanionColumns) -> LayerStatesOf:
+        host = None if given.plan is None else _host_rows(given.plan)
+        sources, targets, num_replayed, num_guesses = given.columns
+        rows = StateRows(given.cu_seqlens_q, sources, targets, num_replayed, num_guesses, given.max_query_len, host)
+        return StepStates(self, rows).of_layer
 
     def end_step(self) -> None:
         """Save the states that are kept, after all layers have run."""
@@ -88,10 +102,13 @@ class StateMemory:
             buffer.close()
 
 
-def state_rows(plan: StepPlan, tensors: StepInputs) -> StateRows | None:
-    """The use of states by the sequences of a step; None if no layer is recurrent."""
-    if tensors.states is None:
-        return None
+def _numbers(plan: StepPlan) -> list[tuple[int, int, int, int]]:
+    """For each sequence: source and target slot, number of replayed tokens and of guesses."""
+    states = (step.payload(StateStep) or _NO_STATE for step in plan.sequences)
+    return [(*state[:3], step.num_guesses) for state, step in zip(states, plan.sequences, strict=True)]
+
+
+def _host_rows(plan: StepPlan) -> HostStateRows:
     saves = tuple(
         StateSave(row, save.num_tokens, save.slot)
         for row, step in enumerate(plan.sequences)
@@ -100,6 +117,20 @@ def state_rows(plan: StepPlan, tensors: StepInputs) -> StateRows | None:
         if save.slot != state.target
     )
     num_tokens = tuple(step.num_tokens for step in plan.sequences)
-    sources, targets, num_replayed, num_guesses = zip(*state_numbers(plan), strict=True)
-    host = HostStateRows(num_tokens, sources, targets, num_replayed, num_guesses, saves)
-    return StateRows(tensors.cu_seqlens_q, *tensors.states, max(num_tokens), host)
+    sources, targets, num_replayed, num_guesses = zip(*_numbers(plan), strict=True)
+    return HostStateRows(num_tokens, sources, targets, num_replayed, num_guesses, saves)
+
+
+@dataclass(frozen=True)
+class StateSetup:
+    """A CompanionSetup."""
+
+    num_slots: int
+    num_snapshots: int
+
+    def allocate(self, memory: KVMemory) -> StateMemory:
+        assert memory.spec.states is not None, "no layer is recurrent"
+        return StateMemory(memory.spec.states, memory.dtype, memory.device, self.num_slots, self.num_snapshots)
+
+    def make_drafts(self, companion: CompanionMemory) -> None:
+        return None

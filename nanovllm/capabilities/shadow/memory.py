@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
-from nanovllm.capabilities.shadow.pages import PageFill
+from nanovllm.capabilities.shadow.pages import PageFill, ShadowFills
 from nanovllm.capabilities.shadow.shadow_spec import KEY_GROUP, SLICE_TOKENS, ShadowSpec
 from nanovllm.device import kernel_target
-from nanovllm.plan.step_plan import StreamedGroup
+from nanovllm.plan.step_plan import StepPlan, StreamedGroup, find_payload
+from nanovllm.runner.companion_memory import CompanionMemory, GroupHook
 from nanovllm.runner.inputs import pad_tables, to_device
 
 _MAX_HALF = 65504.0
@@ -99,37 +100,50 @@ def dequantize_page(page_KW: torch.Tensor, spec: ShadowSpec) -> tuple[torch.Tens
     return k.transpose(0, 1), v.transpose(0, 1)
 
 
-class Shadow:
-    """All work is enqueued on the compute stream, in order with the steps."""
-
+class Shadow(CompanionMemory):
     def __init__(self, spec: ShadowSpec, num_pages: int, device: torch.device) -> None:
         self.spec, self.device = spec, device
         shape = (spec.num_layers, num_pages, spec.num_kv_heads, spec.head_words)
         self.pages_LNKW = torch.zeros(shape, dtype=torch.int32, device=device)
         self._num_sms = kernel_target.target_of(device).num_sms
 
+    def begin_step(self, plan: StepPlan, cache: tuple[torch.Tensor, torch.Tensor]) -> None:
+        fills = find_payload(plan.moves.payloads, ShadowFills)
+        if fills is not None and fills.resident:
+            self.fill(fills.resident, *cache)
+
+    def group_hook(self, plan: StepPlan) -> GroupHook | None:
+        """Fill pages from the streamed groups."""
+        fills = find_payload(plan.moves.payloads, ShadowFills)
+        if fills is None or not fills.streamed:
+            return None
+        pages = dict(fills.streamed)
+        moves = [self._moves(group, pages) for group in plan.moves.streamed]
+
+        def fill(layer: int, number: int, k_NPKD: torch.Tensor, v_NPKD: torch.Tensor) -> None:
+            if (of_group := moves[number]) is not None:
+                self._fill(of_group, k_NPKD[None], v_NPKD[None], self.pages_LNKW[layer : layer + 1])
+
+        return fill
+
     def fill(self, fills: Sequence[PageFill], k_LNPKD: torch.Tensor, v_LNPKD: torch.Tensor) -> None:
         """Fill pages in all layers from blocks on the GPU."""
         moves = torch.as_tensor(to_device(np.array(fills, np.int32), self.device))
         self._fill(moves, k_LNPKD, v_LNPKD, self.pages_LNKW)
 
-    def moves(self, group: StreamedGroup, pages: Mapping[int, int]) -> torch.Tensor | None:
-        """Return the fills from a group, for `fill_layer`, or None if there are none. `pages`: by cpu_block_id."""
+    def _moves(self, group: StreamedGroup, pages: Mapping[int, int]) -> torch.Tensor | None:
+        """Return the fills from a group: int32 [pages, 2], the block and the page of each. `pages`: by cpu_block_id."""
         pairs = [(number, pages[id_]) for number, id_ in enumerate(group.cpu_block_ids) if id_ in pages]
         return torch.as_tensor(to_device(np.array(pairs, np.int32), self.device)) if pairs else None
 
-    def fill_layer(self, layer: int, moves: torch.Tensor, k_NPKD: torch.Tensor, v_NPKD: torch.Tensor) -> None:
-        """Fill pages in one layer. `moves`: int32 [pages, 2], the block and the page of each."""
-        self._fill(moves, k_NPKD[None], v_NPKD[None], self.pages_LNKW[layer : layer + 1])
-
     def launch_kernels(
-        self, q_1HD: torch.Tensor, k_LNPKD: torch.Tensor, v_LNPKD: torch.Tensor, max_context_len: int
+        self, q_1HD: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], max_context_len: int
     ) -> None:
         """Launch every kernel on one block and one page, on a GPU."""
         from nanovllm.kernels.shadow import attend
 
         zeros = torch.zeros(1, 2, dtype=torch.int32, device=self.device)
-        self._fill(zeros, k_LNPKD, v_LNPKD, self.pages_LNKW)
+        self._fill(zeros, *cache, self.pages_LNKW)
         for longest in (self.spec.page_size, max_context_len):  # without splits, and with them
             attend(q_1HD, self.pages_LNKW[0], self.spec, zeros[0, :1], zeros, longest, 1.0, self._num_sms)
 

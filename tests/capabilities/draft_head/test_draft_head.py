@@ -21,12 +21,12 @@ from simulated_streams import SimulatedStreams
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.capabilities.draft_head.drafts import HeadDrafts, HeadGraphs
+from nanovllm.capabilities.draft_head.memory import DraftHead
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.plan.step_limits import head_graph_sizes
-from nanovllm.runner.cuda_graphs import HeadGraphs
-from nanovllm.runner.graph_set import GraphSet
 
 SLOW = pytest.mark.slow
 ALWAYS = Internals(always_guesses=True)
@@ -105,30 +105,35 @@ def test_guesses_are_those_of_the_plain_head(
         assert (llm.stats()["num_accepted_guesses"] > 5) == (model == "helper")
 
 
+def head_of_runner(runner: Any) -> DraftHead:
+    assert isinstance(runner.steps.drafts, HeadDrafts)
+    return runner.steps.drafts.head
+
+
 class ReplayingLLM(GuessingLLM):
     """The head's graphs are replayed: what one would hold is launched, on the same static inputs."""
 
     def __init__(self, reference: Reference, **options: Any) -> None:
         super().__init__(reference, **options)
         runner: Any = self.runner
-        head, config = runner.memory.draft_head, runner.model.config
-        buffers = graph_buffers(runner, 40, has_states=True, hidden_size=config.hidden_size)
+        head, config = head_of_runner(runner), runner.model.config
+        paddings = runner.memory.column_paddings
+        buffers = graph_buffers(runner, 40, column_paddings=paddings, hidden_size=config.hidden_size)
         self.head_graphs = HeadGraphs(buffers, head_graph_sizes(40), 1 + MTP["num_speculative_tokens"], head)
         sizes = self.head_graphs.sizes
         self.head_graphs._graphs = {
             size: [SimpleNamespace(replay=lambda size=size: self._run_size(size))] for size in sizes
         }
         self.num_rows: list[int] = []
-        graphs: Any = SimpleNamespace(_head=self.head_graphs, buffers=buffers, kinds=[], reset=lambda: None)
+        graphs: Any = SimpleNamespace(draft_graphs=self.head_graphs, buffers=buffers, kinds=[], reset=lambda: None)
         graphs.find = graphs.find_mixed = lambda *args: None
-        graphs.find_head = lambda plan: GraphSet.find_head(graphs, plan)
         runner.steps.graphs = graphs
 
     @torch.inference_mode()
     def _run_size(self, size: int) -> None:
         runner: Any = self.runner
         self.num_rows.append(size)
-        head = runner.memory.draft_head
+        head = head_of_runner(runner)
         own, head.backend = head.backend, HostlessTorch()
         self.head_graphs.launch_kernels(runner.model, runner.memory.paged_attention, size)
         head.backend = own
@@ -250,7 +255,7 @@ def test_auto_does_without_a_head_whose_keys_take_too_much(helper: Reference, ca
     options = cache_options(2) | {"speculation": "auto", "gpu_memory_utilization": 1e-6}
     with caplog.at_level(logging.INFO, "nanovllm"), CheckedLLM(helper, **options) as llm:
         assert [drafter.name for drafter in llm.scheduler.speculator.drafters] == ["prompt_lookup", "resident"]
-        assert llm.runner.model.mtp is None and llm.runner.memory.draft_head is None
+        assert llm.runner.model.mtp is None and not isinstance(llm.runner.steps.drafts, HeadDrafts)
         assert re.search("draft head +left out +its K and V would take 2.50 MiB", caplog.text)
         llm.answer_and_check(PROMPTS[1:3], max_tokens=4)
 

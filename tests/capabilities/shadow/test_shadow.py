@@ -13,6 +13,7 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams, StructuredOutputs
 from nanovllm.capabilities.shadow import memory as shadow
+from nanovllm.capabilities.shadow.drafts import MAX_TIMED_CPU_PAGES
 from nanovllm.capabilities.shadow.pages import DraftKeys, ShadowFills
 from nanovllm.capabilities.shadow.shadow_spec import (
     NO_SHADOW,
@@ -29,7 +30,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.models.retrieval_model import build_retrieval_model
 from nanovllm.plan.kv_spec import KVCacheSpec
 from nanovllm.plan.step_plan import find_payload
-from nanovllm.runner.step_runner import MAX_TIMED_CPU_PAGES, NUM_TIMED_STEPS
+from nanovllm.runner.step_runner import NUM_TIMED_STEPS
 
 PROMPTS = prompts_of(3 * BLOCK - 5, 40, BLOCK - 3, 2 * BLOCK)
 ALWAYS = Internals(always_guesses=True)
