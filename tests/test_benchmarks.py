@@ -17,11 +17,11 @@ from benchmarks import bench_attention, common, device_memory, run_all, speculat
 from benchmarks.common import Ceilings, greedy, lengths_after_short_warm_up, random_prompt, serve, time_prompts
 from benchmarks.targets import JOBS, TARGETS, Job, Target
 from nanovllm import LLM, SamplingParams
-from nanovllm.capabilities.speculation.drafters import Guesses
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import parse_quantization
 from nanovllm.plan.sequence import Sequence
+from nanovllm.schedule.proposer import Guesses
 
 ROOT = Path(__file__).parent.parent
 CEILINGS = Ceilings("a laptop", 1e12, 1e11, 1e10)

@@ -61,12 +61,7 @@ STILL_KNOWN: dict[str, set[str]] = {
     "runner.startup_steps": {"capabilities.edits.logit_editor"},
     "runner.step_result": {"capabilities.cpu_attention.cpu_split"},
     "runner.streamed_graphs": {"capabilities.cpu_attention.job", "capabilities.cpu_attention.queue"},
-    "schedule.scheduler": {
-        "capabilities.disk.tier",
-        "capabilities.edits.logit_editor",
-        "capabilities.speculation.drafters",
-        "capabilities.speculation.speculator",
-    },
+    "schedule.scheduler": {"capabilities.disk.tier", "capabilities.edits.logit_editor"},
     "entrypoints.cli.cache": {"capabilities.disk.disk_moves", "capabilities.disk.store"},
     "entrypoints.cli.flags": {"device.devices"},
     "entrypoints.cli.main": {"device.devices", "engine.setup"},

@@ -20,13 +20,14 @@ from typing import Any, TypeVar
 
 from nanovllm.capabilities.edits.logit_editor import NO_RULES, AnswerRules, LogitEditor
 from nanovllm.engine.setup import EngineSetup
-from nanovllm.engine.step_loop import LinkMeter, StepLoop, StepMeter
+from nanovllm.engine.step_loop import LinkMeter, StepLoop
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.executor.base import Executor, Runner
 from nanovllm.plan.kv_spec import KVCacheSizes, StartReport
 from nanovllm.plan.outputs import Outbox, Receiver, StepOutput
 from nanovllm.plan.sequence import Sequence, TokenIds
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.schedule.proposer import StepMeter
 from nanovllm.schedule.scheduler import Scheduler
 from nanovllm.utils.interrupt import deferred_interrupt
 
@@ -186,8 +187,7 @@ class Engine:
         speculator, bound = self.scheduler.speculator, self.scheduler.sharing.bound
         if self._link_meter is not None:
             yield self._link_meter
-        if speculator is not None and speculator.times is not None:
-            yield speculator.times
+        yield from speculator.meters()
         if bound is not None:
             yield bound.times
         elif self.scheduler.disk is not None:
@@ -345,9 +345,7 @@ class Engine:
             stats |= self.scheduler.disk.stats()
         if self._link_meter is not None:
             stats |= self._link_meter.stats(self._link_byte_per_s)
-        if self.scheduler.speculator is not None:
-            stats |= self.scheduler.speculator.stats()
-        return stats
+        return stats | self.scheduler.speculator.stats()
 
     def block_states(self) -> bytes:
         """Return the BlockState of every KV block, one byte each. See LLM.block_states."""

@@ -12,13 +12,14 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from nanovllm.errors import EngineError
 from nanovllm.executor.base import Executor, LaunchedStep, Runner
 from nanovllm.plan.outputs import PositionLogprobs, Receiver
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import StepPlan
+from nanovllm.schedule.proposer import StepMeter
 from nanovllm.schedule.scheduler import Scheduler
 
 logger = logging.getLogger("nanovllm")
@@ -66,17 +67,6 @@ class LinkMeter:
 PAUSE_S = 0.05  # a caller has paused if it stays away so long between two steps
 STORE_ALL_S = 60.0  # for what is still to be written to disk when the engine is closed
 MASK_PAUSE_S = 0.5e-3  # between checks for masks that other threads compute, if there is nothing else to do
-
-
-class StepMeter(Protocol):
-    """Learns from how long steps take."""
-
-    def step_ended(self, plan: StepPlan, seconds: float | None) -> None:
-        """Take in a step. Called for every step, in order. Hot.
-
-        `seconds`: see LaunchedStep. None after a pause, when the GPU was idle because there were no requests, or
-        because nobody called for the next step.
-        """
 
 
 class _InFlight(NamedTuple):

@@ -21,14 +21,13 @@ import numpy as np
 
 from nanovllm.capabilities.disk.tier import DiskTier
 from nanovllm.capabilities.edits.logit_editor import LogitEdits
-from nanovllm.capabilities.speculation.drafters import NO_GUESSES, Guesses
-from nanovllm.capabilities.speculation.speculator import Load, Speculator, load_of
 from nanovllm.kvcache.block_manager import KVCacheManager, PagedKeys
 from nanovllm.plan.sequence import ErrorCause, Sequence, SequenceStatus
 from nanovllm.plan.step_limits import MAX_DECODE_QUERIES, MAX_VERIFYING_ROWS
 from nanovllm.plan.step_plan import PromptScores, SequenceStep, StepPlan
 from nanovllm.sampling_params import INVALID_TOKEN
 from nanovllm.schedule.prompts_underway import PromptsUnderway
+from nanovllm.schedule.proposer import NO_GUESSES, Guesses, Load, Proposer, load_of
 from nanovllm.schedule.step_bound import StepBound
 
 _PENDING = np.array([-1], dtype=np.int64)  # the new tokens of a sequence that decodes ahead of its newest token
@@ -245,16 +244,16 @@ class Scheduler:
         max_num_batched_tokens: int,
         chunked_prefill: bool = True,
         eos_token_ids: tuple[int, ...] = (),
-        speculator: Speculator | None = None,
+        speculator: Proposer | None = None,
         max_step_rows: int | None = None,
         step_bound: StepBound | None = None,
         disk: DiskTier | None = None,
     ) -> None:
-        """`speculator`: None for no guesses. `max_step_rows`: the most tokens that a step can sample; by default
-        `max_num_seqs`. `step_bound`: None for chunks as long as the budget; not used with `chunked_prefill` off.
-        `disk`: None if no KV is kept on disk.
+        """`speculator`: where guesses come from; by default there are none. `max_step_rows`: the most tokens that a
+        step can sample; by default `max_num_seqs`. `step_bound`: None for chunks as long as the budget; not used with
+        `chunked_prefill` off. `disk`: None if no KV is kept on disk.
         """
-        self.kv, self.speculator, self.disk = kv, speculator, disk
+        self.kv, self.speculator, self.disk = kv, speculator or Proposer(), disk
         self.sharing = PromptSharing(max_num_batched_tokens, step_bound)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
@@ -281,8 +280,7 @@ class Scheduler:
         self.sequences[seq.seq_id] = seq
         if self.disk is None or not self.disk.wait_for_load(seq):
             self._queue(seq)
-        if self.speculator is not None:
-            self.speculator.add(seq)
+        self.speculator.add(seq)
 
     def _queue(self, seq: Sequence) -> None:
         """Let a sequence wait for its admission."""
@@ -318,8 +316,7 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.error, seq.error_cause = reason, error, cause
         del self.sequences[seq.seq_id]
-        if self.speculator is not None:
-            self.speculator.forget(seq)
+        self.speculator.forget(seq)
 
     # -- planning ------------------------------------------------------------------------------------------------
 
@@ -330,7 +327,7 @@ class Scheduler:
         self.kv.begin_step(self.running)
         self._underway.begin_step()
         self._step = PlannedStep(self.max_num_batched_tokens, self.max_step_rows)
-        if self.speculator is not None:
+        if self.speculator.can_propose:
             self._load = self._next_load()
             self._num_admissible = self._count_admissible()
         if self.chunked_prefill:
@@ -475,7 +472,7 @@ class Scheduler:
         """Guesses for a sequence that decodes, as many as are useful. Leaves room for `num_others` running sequences,
         and for those that wait.
         """
-        if self.speculator is None or not self._can_guess(seq) or seq.num_pending_tokens:
+        if not self.speculator.can_propose or not self._can_guess(seq) or seq.num_pending_tokens:
             return NO_GUESSES
         num_left = seq.max_tokens - seq.num_output_tokens - 1  # after the token that this step samples anyway
         num_rows = self._step.num_rows - max(0, self.max_step_rows - MAX_VERIFYING_ROWS)
@@ -537,7 +534,7 @@ class Scheduler:
         """Return True if the step in flight must be committed before the next one is planned: a sequence of it verifies
         guesses, or one wants to guess.
         """
-        if self.speculator is None:
+        if not self.speculator.can_propose:
             return False
         if any(seq.num_pending_guesses for seq in self.running):
             return True
@@ -571,7 +568,7 @@ class Scheduler:
             seq.num_pending_guesses = 0
             if self.disk is not None and len(seq.token_ids) == seq.num_prompt_tokens:
                 self.disk.prompt_computed(seq)
-            if self.speculator is not None and step.num_guesses:
+            if step.num_guesses:
                 self.speculator.verified(seq, step.num_guesses, tokens)
             for i, token_id in enumerate(tokens):
                 if i > 0:  # the token before was guessed, so its K and V are there already

@@ -15,10 +15,10 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.capabilities.shadow.shadow_spec import SHADOW_BITS
-from nanovllm.capabilities.speculation.speculator import load_of
 from nanovllm.engine.setup import Internals
 from nanovllm.entrypoints.demo.haystack import build_haystack
 from nanovllm.models.retrieval_model import build_retrieval_model
+from nanovllm.schedule.proposer import load_of
 
 pytestmark = pytest.mark.gpu
 

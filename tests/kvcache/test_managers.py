@@ -15,6 +15,7 @@ from nanovllm.plan.kv_spec import num_blocks_for, num_sequences_in
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.plan.step_plan import SlotOffload
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.schedule.proposer import Proposer
 
 # -- both managers ---------------------------------------------------------------------------------------------------
 
@@ -453,7 +454,7 @@ def test_a_slot_that_got_only_wrong_guesses_is_free_again() -> None:
     simulation.step()
     assert len(seq.block_table) == 2 and kv.blocks[seq.block_table[1]].num_tokens == 0
     assert len(kv.ring.free_slots) == 2
-    simulation.scheduler.speculator = None
+    simulation.scheduler.speculator = Proposer()
     simulation.step()
     assert len(kv.ring.free_slots) == 3
     simulation.run()

@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable
 from typing import ClassVar
 
-from nanovllm.capabilities.speculation.drafters import DRAFTED, Guesses
 from nanovllm.plan.sequence import Sequence
+from nanovllm.schedule.proposer import DRAFTED, Guesses
 
 KINDS = ("right", "random", "wrong", "wrong at the last", "end tokens", "too many", "outside", "drafts", "mixed")
 

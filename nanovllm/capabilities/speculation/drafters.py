@@ -6,6 +6,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from nanovllm.plan.sequence import Sequence, TokenIds
+from nanovllm.schedule.proposer import DRAFTED, NO_GUESSES, Guesses
 from nanovllm.utils.arithmetic import ceil_div
 
 MIN_MATCH_TOKENS = 2  # a single token says too little about the next one
@@ -13,27 +14,6 @@ MAX_MATCH_TOKENS = 64  # a longer match would hardly predict better
 QUOTE_TOKENS = 16  # from this length on a match of the text with itself counts as a quote
 MAX_PLACES = 2**18  # where a match is looked for, halved for every token that is known to match
 NUM_FEW_PLACES = 16  # are compared one by one, which is faster than all together
-DRAFTED = -1  # in place of a guess: the ranks draft it
-
-
-class Guesses(NamedTuple):
-    """Tokens that a sequence may continue with."""
-
-    token_ids: tuple[int, ...] = ()
-    num_drafts: int = 0  # tokens that the ranks draft; those in the places of DRAFTED become guesses
-
-    def first(self, num_guesses: int) -> "Guesses":
-        if not self.token_ids:
-            return self
-        return Guesses(self.token_ids[:num_guesses], min(self.num_drafts, num_guesses))
-
-    def without_drafts(self) -> "Guesses":
-        """Return the guesses before the first one that would have to be drafted."""
-        known = self.token_ids
-        return Guesses(known[: known.index(DRAFTED)] if DRAFTED in known else known)
-
-
-NO_GUESSES = Guesses()
 
 
 class Drafter(Protocol):

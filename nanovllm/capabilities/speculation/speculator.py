@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-from nanovllm.capabilities.speculation.drafters import DRAFTED, NO_GUESSES, Drafter, Guesses
+from nanovllm.capabilities.speculation.drafters import Drafter
 from nanovllm.config import MAX_GUESSES
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import DraftTimes, StepPlan
+from nanovllm.schedule.proposer import DRAFTED, NO_GUESSES, Guesses, Load, Proposer, StepMeter, load_of
 
 logger = logging.getLogger("nanovllm")
 
@@ -28,19 +29,6 @@ MAX_TRIAL_GUESSES = 4  # in each of these passes
 PASS_EXPIRY_STEPS = 2048  # times measured longer ago are forgotten
 NUM_TIMES = 5  # a step's time is the median of so many, so that a single slow step does not count
 REMEASURE_PASSES = 256  # after so many passes with guesses, the time of a step without them is measured again
-
-
-@dataclass(frozen=True)
-class Load:
-    """Steps that take about as long are equal."""
-
-    num_seqs: int
-    magnitude: int  # the number of binary digits of the number of keys
-    num_keys: int = field(compare=False)
-
-
-def load_of(num_seqs: int, num_keys: int) -> Load:
-    return Load(num_seqs, num_keys.bit_length(), num_keys)
 
 
 class StepTimes:
@@ -247,7 +235,7 @@ class _Pass(NamedTuple):
     proposed: dict[str, tuple[int, ...]]  # by kind: guesses that could have been made without drafts
 
 
-class Speculator:
+class Speculator(Proposer):
     """Gives the scheduler guesses. Each drafter has its own pace.
 
     Of the numbers of guesses by all drafters, the one is chosen that brings the most tokens beyond those that its time
@@ -258,6 +246,8 @@ class Speculator:
     Guesses that cost no drafts are also compared with the answer where others were verified in their place. So a
     drafter that erred once is asked again as soon as it would have been right.
     """
+
+    can_propose = True
 
     def __init__(self, drafters: Seq[Drafter], *, vocab_size: int, max_guesses: int, times: StepTimes | None) -> None:
         """`times`: None for as many guesses as allowed, always."""
@@ -380,6 +370,9 @@ class Speculator:
     def _learn(self, answer: _Answer, kind: str, num_guesses: int, num_right: int) -> None:
         answer.paces[kind].verified(num_guesses, num_right)
         self._common_acceptance(kind).verified(num_guesses, num_right)
+
+    def meters(self) -> Seq[StepMeter]:
+        return () if self.times is None else (self.times,)
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of LLM.stats. tokens_per_pass is over the passes that had guesses."""

@@ -9,11 +9,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from nanovllm.capabilities.speculation.drafters import DRAFTED, NO_GUESSES, Guesses, ModelDrafter, PromptLookupDrafter
-from nanovllm.capabilities.speculation.speculator import Speculator, StepTimes, load_of
+from nanovllm.capabilities.speculation.drafters import ModelDrafter, PromptLookupDrafter
+from nanovllm.capabilities.speculation.speculator import Speculator, StepTimes
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import DraftTimes, KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.schedule.proposer import DRAFTED, NO_GUESSES, Guesses, load_of
 
 Texts = list[tuple[list[int], list[int]]]  # prompt and answer
 VOCAB_SIZE, NUM_ANSWERS, PROMPT_TOKENS, ANSWER_TOKENS = 300, 6, 4000, 600

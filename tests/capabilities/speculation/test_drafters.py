@@ -8,20 +8,18 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from nanovllm.capabilities.speculation.drafters import (
-    DRAFTED,
     MAX_MATCH_TOKENS,
     MAX_PLACES,
     MIN_MATCH_TOKENS,
-    NO_GUESSES,
     NUM_FEW_PLACES,
     QUOTE_TOKENS,
-    Guesses,
     ModelDrafter,
     PromptLookupDrafter,
     longest_match,
 )
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.schedule.proposer import DRAFTED, NO_GUESSES, Guesses
 
 
 def sequence(prompt: list[int], seq_id: int = 0) -> Sequence:

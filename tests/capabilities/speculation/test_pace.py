@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from nanovllm.capabilities.speculation import speculator
-from nanovllm.capabilities.speculation.speculator import Acceptance, Load, Pace, StepTimes, load_of
+from nanovllm.capabilities.speculation.speculator import Acceptance, Pace, StepTimes
 from nanovllm.plan.step_limits import expected_tokens
 from nanovllm.plan.step_plan import DraftTimes, KVMoves, SamplingRow, SequenceStep, StepPlan
+from nanovllm.schedule.proposer import Load, load_of
 
 ROW = SamplingRow()
 

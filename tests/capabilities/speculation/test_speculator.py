@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from test_pace import load, step_plan
 
-from nanovllm.capabilities.speculation.drafters import DRAFTED, NO_GUESSES, Guesses, PromptLookupDrafter
+from nanovllm.capabilities.speculation.drafters import PromptLookupDrafter
 from nanovllm.capabilities.speculation.speculator import Speculator, StepTimes
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.schedule.proposer import DRAFTED, NO_GUESSES, Guesses
 
 
 class ListedDrafter:
