@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from nanovllm.layers.delta_net import HasStates
+from nanovllm.layers.delta_net import HasLayerMemory
 from nanovllm.layers.rotary_embedding import KVCells
 
 
@@ -147,11 +147,11 @@ class AttentionBackend(ABC):
         return 0
 
 
-class StepAttention(HasStates, Protocol):
+class StepAttention(HasLayerMemory, Protocol):
     """The attention of one step, an argument of `model(...)`. Layers call it in order.
 
-    An attention layer calls `cells`, then `attend`, with its number among the attention layers. A recurrent layer calls
-    `states` with its number among the recurrent ones.
+    An attention layer calls `cells`, then `attend`, with its number among the attention layers. Another layer calls
+    `layer_memory` with its number among the layers of its kind.
     """
 
     def cells(self, layer: int) -> KVCells:

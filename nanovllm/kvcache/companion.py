@@ -1,4 +1,4 @@
-"""Companion: something that follows the blocks and the sequences of the KV cache, such as states of recurrent layers.
+"""Companion: something that follows the blocks and the sequences of the KV cache, such as pages of packed keys.
 
 A companion has two halves. This one decides, in integers: the manager tells it what happens to sequences, and it adds
 what it has decided to the plan of a step, as a payload for the whole step or for a sequence. The other half

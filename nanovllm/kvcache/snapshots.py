@@ -1,4 +1,4 @@
-"""Snapshots: what prefix hits need besides K and V, such as the states of recurrent layers, kept in CPU memory."""
+"""Snapshots: what prefix hits need besides K and V, kept in CPU memory."""
 
 from collections import OrderedDict
 from collections.abc import Iterable

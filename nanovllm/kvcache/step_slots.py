@@ -52,7 +52,7 @@ class HybridBlock(Block):
 class SlotRing:
     """The slots by state, so that finding one to use takes constant time.
 
-    A slot is in one of five states:
+    A slot is one of five:
     - free: it holds no block;
     - idle: it holds a block that no running sequence owns;
     - read: it holds a block that a running sequence owns;

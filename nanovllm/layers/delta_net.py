@@ -30,10 +30,10 @@ CHUNK_TOKENS = 64  # computed at once
 L2_EPS = 1e-6  # added to the squared length of q and k before the root
 
 
-class HasStates(Protocol):
+class HasLayerMemory(Protocol):
     """The part of StepAttention (attention/base.py) that recurrent layers use."""
 
-    def states(self, layer: int) -> LayerStates:
+    def layer_memory(self, layer: int) -> LayerStates:
         """Return the states of a recurrent layer, which it updates in place. Hot: once per layer."""
         ...
 
@@ -94,7 +94,7 @@ class GatedDeltaNet(nn.Module):
         )
 
     def forward(
-        self, hidden: torch.Tensor, cos_sin: torch.Tensor, attn: HasStates, rows: torch.Tensor | None
+        self, hidden: torch.Tensor, cos_sin: torch.Tensor, attn: HasLayerMemory, rows: torch.Tensor | None
     ) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size], or [S, hidden_size] if `rows` [S] selects tokens. Hot: once per layer.
 
@@ -102,7 +102,7 @@ class GatedDeltaNet(nn.Module):
         """
         qkv, z = self.in_proj_qkvz(hidden).split(self.local_sizes, dim=-1)
         ba = self.in_proj_ba(hidden)
-        states = attn.states(self.layer)
+        states = attn.layer_memory(self.layer)
         if hidden.is_cuda:
             from nanovllm.kernels import delta_net as kernels
 

@@ -16,8 +16,8 @@ from nanovllm.plan.step_plan import StepPlan
 # Called with a layer, the number of a streamed group, and its K and V, each [blocks, block_size, kv_heads, head_dim],
 # after attention over the group
 GroupHook: TypeAlias = Callable[[int, int, torch.Tensor, torch.Tensor], None]
-# Returns the memory of a recurrent layer, by its number among the recurrent layers
-LayerStatesOf: TypeAlias = Callable[[int], LayerStates]
+# Returns the memory of a layer that is not attention, by its number among the layers of its kind
+LayerMemoryOf: TypeAlias = Callable[[int], LayerStates]
 
 
 class CompanionColumns(NamedTuple):
@@ -43,8 +43,11 @@ class CompanionMemory:
         """Return the numbers for the sequences of a step, each int32 [B]. Hot: once per step."""
         return ()
 
-    def layer_states(self, given: CompanionColumns) -> LayerStatesOf | None:
-        """Return the memory of recurrent layers in a step, or None if the companion has none. `given`: its columns."""
+    def layer_memory(self, given: CompanionColumns) -> LayerMemoryOf | None:
+        """Return the memory of the layers that are not attention in a step, or None if the companion has none.
+
+        `given`: its own columns.
+        """
         return None
 
     def group_hook(self, plan: StepPlan) -> GroupHook | None:

@@ -204,8 +204,8 @@ class _MixedAttention:
     def cells(self, layer: int) -> KVCells:
         return self._chunks.cells(layer)
 
-    def states(self, layer: int) -> LayerStates:
-        return self._chunks.states(layer)
+    def layer_memory(self, layer: int) -> LayerStates:
+        return self._chunks.layer_memory(layer)
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         if len(q_THD) == 0:

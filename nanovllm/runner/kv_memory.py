@@ -32,7 +32,7 @@ from nanovllm.offload.offload_engine import OffloadEngine
 from nanovllm.offload.streams import make_streams
 from nanovllm.plan.kv_spec import KVCacheSpec
 from nanovllm.plan.step_plan import StepPlan
-from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory, GroupHook, LayerStatesOf
+from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory, GroupHook, LayerMemoryOf
 from nanovllm.runner.inputs import StepInputs
 from nanovllm.runner.step_result import StepTimes
 
@@ -45,8 +45,8 @@ class StepBatches(NamedTuple):
     cpu: CpuRows | None = None  # None: the CPU attends to nothing
 
 
-def _no_states(layer: int) -> LayerStates:
-    raise AssertionError("the model has recurrent layers, and nothing keeps their states")
+def _no_layer_memory(layer: int) -> LayerStates:
+    raise AssertionError("a layer of the model is not attention, and no companion has its memory")
 
 
 class PagedAttention:
@@ -63,9 +63,9 @@ class PagedAttention:
         batch: PagedBatch,
         last_batch: PagedBatch,
         scale: float,
-        layer_states: LayerStatesOf = _no_states,
+        layer_memory: LayerMemoryOf = _no_layer_memory,
     ) -> None:
-        self.backend, self.slot_mapping_T, self.scale, self.states = backend, slot_mapping_T, scale, layer_states
+        self.backend, self.slot_mapping_T, self.scale, self.layer_memory = backend, slot_mapping_T, scale, layer_memory
         self.k_cache, self.v_cache = cache
         self.batch, self.last_batch = batch, last_batch
         self.last_layer = len(self.k_cache) - 1
@@ -94,11 +94,11 @@ class MergedAttention(PagedAttention):
         batches: StepBatches,
         last_batches: StepBatches,
         scale: float,
-        layer_states: LayerStatesOf = _no_states,
+        layer_memory: LayerMemoryOf = _no_layer_memory,
         group_hooks: Sequence[GroupHook] = (),
     ) -> None:
         cache = offload.k_cache_gpu, offload.v_cache_gpu
-        super().__init__(backend, cache, slot_mapping_T, batches.paged, last_batches.paged, scale, layer_states)
+        super().__init__(backend, cache, slot_mapping_T, batches.paged, last_batches.paged, scale, layer_memory)
         self.offload, self.cpu = offload, cpu
         self.groups, self.last_groups = batches.groups, last_batches.groups
         self.job, self.last_job = self._job(batches.cpu), self._job(last_batches.cpu)
@@ -295,19 +295,19 @@ class KVMemory:
         """For each of `companion_columns`, its number in a graph's row of padding."""
         return tuple(padding for companion in self.companions for padding in companion.paddings)
 
-    def layer_states(self, given: CompanionColumns | None) -> LayerStatesOf:
-        """Return the memory of recurrent layers in a step. `given`: the columns of all companions, or None if no layer
-        is recurrent.
+    def layer_memory(self, given: CompanionColumns | None) -> LayerMemoryOf:
+        """Return the memory of layers that are not attention in a step. `given`: the columns of all companions, or None
+        if all layers are attention.
         """
         if given is None:
-            return _no_states
+            return _no_layer_memory
         start = 0
         for companion in self.companions:
             columns = given.columns[start : start + len(companion.paddings)]
             start += len(columns)
-            if (found := companion.layer_states(given._replace(columns=columns))) is not None:
+            if (found := companion.layer_memory(given._replace(columns=columns))) is not None:
                 return found
-        return _no_states
+        return _no_layer_memory
 
     def attention(
         self,
@@ -321,7 +321,7 @@ class KVMemory:
 
         `last_batches` are the batches for the rows that the last layer returns.
         """
-        layer_states = self.layer_states(columns)
+        layer_memory = self.layer_memory(columns)
         if self.offload is not None:
             hooks = (companion.group_hook(plan) for companion in self.companions)
             return MergedAttention(
@@ -332,18 +332,18 @@ class KVMemory:
                 batches,
                 last_batches,
                 self.scale,
-                layer_states,
+                layer_memory,
                 [hook for hook in hooks if hook is not None],
             )
         paged, last = batches.paged, last_batches.paged
-        return PagedAttention(self.backend, self.cache, slot_mapping, paged, last, self.scale, layer_states)
+        return PagedAttention(self.backend, self.cache, slot_mapping, paged, last, self.scale, layer_memory)
 
     def paged_attention(
         self, slot_mapping: torch.Tensor, batch: PagedBatch, columns: CompanionColumns | None = None
     ) -> PagedAttention:
-        """The attention of a decode step whose keys are all on the GPU. `columns`: see layer_states."""
-        layer_states = self.layer_states(columns)
-        return PagedAttention(self.backend, self.cache, slot_mapping, batch, batch, self.scale, layer_states)
+        """The attention of a decode step whose keys are all on the GPU. `columns`: see layer_memory."""
+        layer_memory = self.layer_memory(columns)
+        return PagedAttention(self.backend, self.cache, slot_mapping, batch, batch, self.scale, layer_memory)
 
     def begin_step(self, plan: StepPlan) -> None:
         """Called before any of the step's work is enqueued. Hot: once per step."""

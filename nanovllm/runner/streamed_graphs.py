@@ -205,8 +205,8 @@ class _Cutter:
     def cells(self, layer: int) -> KVCells:
         return self.paged.cells(layer)
 
-    def states(self, layer: int) -> LayerStates:
-        return self.paged.states(layer)
+    def layer_memory(self, layer: int) -> LayerStates:
+        return self.paged.layer_memory(layer)
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         if self.cpu is not None:

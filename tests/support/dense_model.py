@@ -57,7 +57,7 @@ class DenseAttention:
             self.matrix = torch.randn(*slots, heads, r.key_head_dim, r.value_head_dim)
             self.pending = torch.randn(*slots, self.MAX_GUESSES, channels + 2 * heads).to(dtype)
 
-    def states(self, layer: int) -> LayerStates:
+    def layer_memory(self, layer: int) -> LayerStates:
         rows = self.rows
         if rows is None:
             rows = state_rows([len(self.positions)], [1 if self.positions[0] else -1], [1], [0], [0])

@@ -332,8 +332,8 @@ class TrackedAttention(StepAttention):
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         return self._attention.attend(layer, q_THD)
 
-    def states(self, layer: int) -> LayerStates:
-        return self._attention.states(layer)
+    def layer_memory(self, layer: int) -> LayerStates:
+        return self._attention.layer_memory(layer)
 
 
 def write_cells(streams: SimulatedStreams, cells: KVCells) -> None:

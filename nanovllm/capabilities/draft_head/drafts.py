@@ -40,7 +40,7 @@ class HeadAttention:
     def cells(self, layer: int) -> KVCells:
         return KVCells(*self.head.cache, self.slot_mapping_T)
 
-    def states(self, layer: int) -> LayerStates:
+    def layer_memory(self, layer: int) -> LayerStates:
         raise AssertionError("no layer of the draft head is recurrent")
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from nanovllm.kernels.state_tensors import HostStateRows, LayerStates, StateRows
 from nanovllm.offload.pinned_memory import HostBuffer
 from nanovllm.plan.kv_spec import StateSpec
 from nanovllm.plan.step_plan import StepPlan, find_payload
-from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory, LayerStatesOf
+from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory, LayerMemoryOf
 from nanovllm.runner.kv_memory import KVMemory
 
 
@@ -80,7 +80,7 @@ class StateMemory(CompanionMemory):
         """The fields of StateRows (kernels/state_tensors.py) that are numbers of sequences."""
         return tuple(np.array(column, np.int32) for column in zip(*_numbers(plan), strict=True))
 
-    def layer_states(self, given: CompanionColumns) -> LayerStatesOf:
+    def layer_memory(self, given: CompanionColumns) -> LayerMemoryOf:
         host = None if given.plan is None else _host_rows(given.plan)
         sources, targets, num_replayed, num_guesses = given.columns
         rows = StateRows(given.cu_seqlens_q, sources, targets, num_replayed, num_guesses, given.max_query_len, host)

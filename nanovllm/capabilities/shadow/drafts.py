@@ -16,7 +16,7 @@ from nanovllm.capabilities.shadow.shadow_spec import ShadowSpec
 from nanovllm.models.decoder import CausalLM
 from nanovllm.plan.step_limits import draft_graph_sizes
 from nanovllm.plan.step_plan import DraftTimes, StepPlan
-from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory, LayerStatesOf
+from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory, LayerMemoryOf
 from nanovllm.runner.cuda_graphs import DecodeGraphs, MakeAttention
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import GroupInputs, StepInputs, pad_tables, to_device
@@ -37,11 +37,11 @@ class DraftAttention(PagedAttention):
         slot_mapping_T: torch.Tensor,
         batch: PagedBatch,
         scale: float,
-        layer_states: LayerStatesOf,
+        layer_memory: LayerMemoryOf,
         shadow: Shadow,
         shadow_batch: PagedBatch,
     ) -> None:
-        super().__init__(backend, cache, slot_mapping_T, batch, batch, scale, layer_states)
+        super().__init__(backend, cache, slot_mapping_T, batch, batch, scale, layer_memory)
         self.shadow, self.shadow_batch = shadow, shadow_batch
 
     def attend_paged(self, layer: int, q_THD: torch.Tensor) -> PartialAttention:
@@ -80,14 +80,14 @@ class ShadowDrafts(ModelDrafts):
     def attention(
         self, memory: KVMemory, slot_mapping: torch.Tensor, batches: StepBatches, columns: CompanionColumns
     ) -> StepAttention:
-        layer_states = memory.layer_states(columns)
+        layer_memory = memory.layer_memory(columns)
         return DraftAttention(
             memory.backend,
             memory.cache,
             slot_mapping,
             batches.paged,
             memory.scale,
-            layer_states,
+            layer_memory,
             self.shadow,
             batches.groups[0],
         )

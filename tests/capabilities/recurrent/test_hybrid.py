@@ -251,9 +251,9 @@ def test_only_the_first_layer_of_each_kind_runs_when_inner_layers_are_skipped(tm
             self.heard.append(("attend", layer, len(q_THD)))
             return super().attend(layer, q_THD) if len(q_THD) else q_THD
 
-        def states(self, layer: int):  # type: ignore[no-untyped-def]
+        def layer_memory(self, layer: int):  # type: ignore[no-untyped-def]
             self.heard.append(("states", layer, 0))
-            return super().states(layer)
+            return super().layer_memory(layer)
 
     attn = Noting()
     with model.skipping_inner_layers():
