@@ -350,7 +350,7 @@ class Engine:
     def block_states(self) -> bytes:
         """Return the BlockState of every KV block, one byte each. See LLM.block_states."""
         self._check_open()
-        return self.scheduler.kv.block_states()
+        return self.scheduler.kv.block_map()
 
     def close(self) -> None:
         """Stop the workers and release all memory. See LLM.close."""

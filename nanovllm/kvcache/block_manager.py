@@ -236,7 +236,7 @@ class KVCacheManager(ABC):
         """Assert that every block has the right owners. `sequences` are all unfinished ones, and holders."""
 
     @abstractmethod
-    def block_states(self) -> bytes:
+    def block_map(self) -> bytes:
         """Return the BlockState of every block, one byte each.
 
         Any thread may call it at any time, without a lock. The result may show some blocks before and others after a
@@ -341,7 +341,7 @@ class BlockManager(KVCacheManager):
         self.pool.check_integrity(list(sequences))
         self._check_companions(sequences)
 
-    def block_states(self) -> bytes:
+    def block_map(self) -> bytes:
         # With prefix caching, a block without a hash is not full yet
         has_index = self.pool.enable_prefix_caching
         owned = bytes([BlockState.WRITTEN if has_index else BlockState.RESIDENT, BlockState.RESIDENT])

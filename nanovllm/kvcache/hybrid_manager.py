@@ -246,7 +246,7 @@ class HybridKVCacheManager(KVCacheManager):
         return self.ring.num_available - len(self._slotless_ids) + (seq.seq_id in self._slotless_ids)
 
     def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
-        """Count the next tokens whose blocks, and states to be kept, have a slot or can get one."""
+        """Count the next tokens whose blocks have a slot or can get one, and that every companion has room for."""
         num_blocks = self._num_available_slots(seq)
         block_idx, num_owned = seq.num_computed_tokens // self.block_size, len(seq.block_table)
         if block_idx < num_owned:
@@ -407,12 +407,12 @@ class HybridKVCacheManager(KVCacheManager):
             assert slot >= 0 or not block.is_dirty, f"block {block.block_id} lost tokens with its slot"
             assert not block.being_written or slot >= 0, f"block {block.block_id} is being written without a slot"
 
-    def block_states(self) -> bytes:
-        states = bytearray([_state_between_steps(block) for block in self.blocks])
+    def block_map(self) -> bytes:
+        found = bytearray([_state_between_steps(block) for block in self.blocks])
 
         def mark(block_id: int, state: BlockState) -> None:
             if self.blocks[block_id].ref_count:  # not if its request has ended since
-                states[block_id] = state
+                found[block_id] = state
 
         moves = self._last_moves  # frozen; another thread may replace it meanwhile
         for spans in moves.cpu_spans:
@@ -423,7 +423,7 @@ class HybridKVCacheManager(KVCacheManager):
                 mark(block_id, BlockState.STREAMED)
         for offload in moves.offloads:  # the blocks that the step filled
             mark(offload.cpu_block_id, BlockState.WRITTEN)
-        return bytes(states)
+        return bytes(found)
 
     def stats(self) -> dict[str, float | None]:
         return {

@@ -221,8 +221,8 @@ class MixedGraphs(GraphKind[MixedSize]):
     """Steps in which answers run beside short chunks of prompts, from token ids to hidden states.
 
     Launched kernel by kernel, such a step costs the host 0.7 ms a layer, which for a short chunk is many times what the
-    GPU needs. All of its keys must be on the GPU, and no layer may be recurrent. Logits and sampling follow outside of
-    the graph, because only some of the tokens are sampled from.
+    GPU needs. All of its keys must be on the GPU, and all layers must be attention. Logits and sampling follow outside
+    of the graph, because only some of the tokens are sampled from.
 
     The tokens of a step are packed as usual, and padding follows them. Sequences with a single token come first: these
     are the step's *rows*, and the decode kernel attends to them. The sequences after them are its *chunks*, for the

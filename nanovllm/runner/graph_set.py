@@ -1,7 +1,7 @@
 """All graphs of a rank: of decode steps whose keys are all on the GPU and, with offload, of streamed decode steps.
 
 With speculation there is one more kind of each, for steps that verify guesses, and there may be one for drafts. The
-last kind is for steps with short chunks of prompts, if no layer is recurrent.
+last kind is for steps with short chunks of prompts, if all layers are attention.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ class GraphSet:
             self._add(" verifying", *sizes, max_query_len=1 + max_guesses)
         self.draft_graphs = make_draft_graphs(buffers, memory, 1 + max_guesses)
         self.mixed: MixedGraphs | None = None  # None: chunks are launched kernel by kernel
-        if memory.spec.states is None:
+        if not buffers.column_paddings:
             self.mixed = MixedGraphs(buffers, model.config.hidden_size, memory.dtype)
 
     def _add(self, suffix: str, sizes: list[int], streamed_sizes: list[int], max_query_len: int = 1) -> None:

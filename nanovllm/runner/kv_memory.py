@@ -272,7 +272,7 @@ class KVMemory:
             companion.close()
 
     def disk_pool(self) -> KVPool:
-        """The memory that has room for all blocks, and the snapshots of states."""
+        """The memory that has room for all blocks, and the snapshots."""
         if self.offload is None:
             caches, streams = self._pool, make_streams(self.device)
         else:

@@ -1,4 +1,4 @@
-"""The states that `block_states` shows, in every situation that a block can be in."""
+"""The states that `block_map` shows, in every situation that a block can be in."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ def hybrid(num_gpu_blocks: int = 3, num_cpu_tokens: int = 0) -> HybridKVCacheMan
 
 
 def counts(kv: BlockManager | HybridKVCacheManager) -> dict[BlockState, int]:
-    return {BlockState(state): count for state, count in Counter(kv.block_states()).items()}
+    return {BlockState(state): count for state, count in Counter(kv.block_map()).items()}
 
 
 # -- without offload -------------------------------------------------------------------------------------------------
@@ -83,11 +83,11 @@ def test_blocks_of_a_sequence_that_is_not_in_the_step_wait() -> None:
     simulation.scheduler.max_num_batched_tokens = 1  # the step has room for the first one only
     simulation.step()
     without_slot = [block_id for block_id in second.block_table if kv.blocks[block_id].ring_slot < 0]
-    assert without_slot and {kv.block_states()[i] for i in without_slot} == {WAITING}
+    assert without_slot and {kv.block_map()[i] for i in without_slot} == {WAITING}
     simulation.scheduler.max_num_batched_tokens = 2
     simulation.preempt_next()
     simulation.step()
-    assert second.block_table == [] and {kv.block_states()[i] for i in without_slot} == {CACHED}
+    assert second.block_table == [] and {kv.block_map()[i] for i in without_slot} == {CACHED}
 
 
 def test_states_agree_with_the_counters_after_every_step() -> None:
@@ -97,7 +97,7 @@ def test_states_agree_with_the_counters_after_every_step() -> None:
         simulation.add([length % 251] * length, max_tokens=20)
     while simulation.scheduler.has_unfinished:
         simulation.step()
-        states = kv.block_states()
+        states = kv.block_map()
         free_ids = {*kv.pool.spare_ids, *kv.pool.cached_ids}
         assert len(states) == 12
         unwritten_ids = {block.block_id for block in kv.blocks if not block.num_tokens}
