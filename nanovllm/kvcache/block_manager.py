@@ -11,11 +11,10 @@ from typing import NamedTuple
 from nanovllm.capabilities.cpu_attention.cpu_split import FollowingSplit
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.block_pool import Block, BlockPool, PrefixMatch
-from nanovllm.kvcache.companion import Companion, Resumption
-from nanovllm.kvcache.snapshots import Snapshots
+from nanovllm.kvcache.companion import Companion, Companions
 from nanovllm.plan.kv_spec import WATERMARK, BlockState, num_watermark_blocks
 from nanovllm.plan.sequence import Sequence, SequenceStatus
-from nanovllm.plan.step_plan import KVMoves, SequencePayload, StepPayload
+from nanovllm.plan.step_plan import KVMoves
 from nanovllm.utils.arithmetic import ceil_div
 
 
@@ -38,16 +37,10 @@ class KVCacheManager(ABC):
 
     cpu_split: FollowingSplit | None = None  # divides missing keys; None if the CPU attends to none
     model_drafts = True  # False if drafts are not made by the model itself and do not read the cache
-    companions: Seq[Companion]
+    companions: Companions
     pool: BlockPool
     block_size: int
     num_watermark_blocks: int
-
-    def _join(self, companions: Seq[Companion]) -> None:
-        """Let the companions follow the pool, which exists."""
-        self.companions = companions
-        for companion in companions:
-            companion.join(self.pool)
 
     @abstractmethod
     def check_fits(self, seq: Sequence) -> None:
@@ -55,13 +48,12 @@ class KVCacheManager(ABC):
 
     def begin_step(self, running: Seq[Sequence]) -> None:
         """Start planning a step for the `running` sequences, and drop everything that a failed step may have left."""
-        for companion in self.companions:
-            companion.begin_step()
+        self.companions.begin_step()
 
     def num_known_tokens(self, seq: Sequence) -> int:
         """Count the tokens of a waiting sequence that would count as computed if it were admitted now."""
         match = self.pool.match(seq)
-        if (resumption := self._resumption(seq, match)) is not None:
+        if (resumption := self.companions.resumption(seq, match)) is not None:
             return resumption.num_tokens
         return len(match.full_blocks) * self.block_size + match.num_partial_tokens
 
@@ -104,8 +96,7 @@ class KVCacheManager(ABC):
 
     def preempt(self, seq: Sequence) -> None:
         """Take away a running sequence's blocks. It is computed again later, but for what can still be found then."""
-        for companion in self.companions:
-            companion.preempt(seq)
+        self.companions.preempt(seq)
         self.free(seq)
         seq.num_computed_tokens = seq.num_registered_tokens = 0
 
@@ -128,7 +119,7 @@ class KVCacheManager(ABC):
         """Give a waiting sequence the whole blocks that match, or those with which it goes on where it was preempted.
         Their tokens count as computed. Returns True in the second case.
         """
-        resumption = self._resumption(seq, match)
+        resumption = self.companions.resumption(seq, match)
         seq.block_table.extend(match.full_blocks if resumption is None else resumption.block_ids)
         for block_id in seq.block_table:
             self.pool.retain(self.pool.blocks[block_id])
@@ -136,34 +127,11 @@ class KVCacheManager(ABC):
         seq.num_computed_tokens, seq.num_registered_tokens = num_tokens, num_tokens // self.block_size * self.block_size
         return resumption is not None
 
-    def _resumption(self, seq: Sequence, match: PrefixMatch) -> Resumption | None:
-        found = (companion.resumption(seq, match) for companion in self.companions)
-        return next((resumption for resumption in found if resumption is not None), None)
-
     def _admitted(self, seq: Sequence, match: PrefixMatch, *, is_resumed: bool) -> None:
         """Count the hits of a sequence that has just got its blocks."""
         if seq.num_hit_tokens is None:
             seq.num_hit_tokens = seq.num_computed_tokens
-        for companion in self.companions:
-            companion.admit(seq, match, is_resumed=is_resumed)
-
-    def _forget(self, seq: Sequence) -> None:
-        for companion in self.companions:
-            companion.forget(seq)
-
-    # -- what the companions add to a step -------------------------------------------------------------------------
-
-    def keep_prefix(self, seq: Sequence, num_tokens: int, chunk_end: int) -> bool:
-        """See Companion. Returns False if no companion needs anything at the end of a hit."""
-        asked = [companion for companion in self.companions if companion.snapshots is not None]
-        return bool(asked) and all(companion.keep_prefix(seq, num_tokens, chunk_end) for companion in asked)
-
-    def _num_with_companions(self, seq: Sequence, num_tokens: int) -> int:
-        return min([companion.num_placeable(seq, num_tokens) for companion in self.companions], default=num_tokens)
-
-    def _step_payloads(self, placed: Seq[tuple[Sequence, int]]) -> tuple[StepPayload, ...]:
-        payloads = (companion.plan_step(placed, self._gpu_block) for companion in self.companions)
-        return tuple([payload for payload in payloads if payload is not None])
+        self.companions.admit(seq, match, is_resumed=is_resumed)
 
     def can_draft(self, seq: Sequence, moves: KVMoves) -> bool:
         """Return True if the ranks can draft for a placed sequence: its keys are where drafts look for them, before the
@@ -171,31 +139,11 @@ class KVCacheManager(ABC):
         """
         if self.model_drafts and (moves.loads or moves.copies):
             return False
-        return all(companion.can_draft(seq) for companion in self.companions)
-
-    def sequence_payloads(
-        self, seq: Sequence, num_tokens: int, num_guesses: int, *, has_drafts: bool
-    ) -> tuple[SequencePayload, ...]:
-        """See Companion.plan_sequence. Called once for each placed sequence, after finish_step."""
-        if not self.companions:
-            return ()
-        payloads = (
-            companion.plan_sequence(seq, num_tokens, num_guesses, self._gpu_block, has_drafts=has_drafts)
-            for companion in self.companions
-        )
-        return tuple([payload for payload in payloads if payload is not None])
+        return self.companions.can_draft(seq)
 
     @abstractmethod
-    def _gpu_block(self, block: Block) -> int | None:
+    def gpu_block(self, block: Block) -> int | None:
         """See GpuBlockOf."""
-
-    def _check_companions(self, sequences: Seq[Sequence]) -> None:
-        running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
-        for companion in self.companions:
-            companion.check_integrity(running)
-
-    def _companion_stats(self) -> dict[str, float | None]:
-        return {name: value for companion in self.companions for name, value in companion.stats().items()}
 
     # -- blocks that are filled from elsewhere ------------------------------------------------------------------------
 
@@ -248,11 +196,6 @@ class KVCacheManager(ABC):
         """Counters for LLM.stats()."""
 
 
-def snapshots_of(companions: Seq[Companion]) -> Snapshots | None:
-    """Return the snapshots where prefix hits end, or None if a hit may end after any grain."""
-    return next((companion.snapshots for companion in companions if companion.snapshots is not None), None)
-
-
 _NO_MOVES = KVMoves()
 
 
@@ -274,9 +217,10 @@ class BlockManager(KVCacheManager):
         """`model_drafts`: see KVCacheManager."""
         self.block_size, self.model_drafts = block_size, model_drafts
         blocks = [Block(i) for i in range(num_blocks)]
-        snapshots = snapshots_of(companions)
+        self.companions = Companions(companions)
+        snapshots = self.companions.snapshots
         self.pool = BlockPool(blocks, block_size, block_size, enable_prefix_caching, snapshots=snapshots)
-        self._join(companions)
+        self.companions.join(self.pool)
         self.num_watermark_blocks = num_watermark_blocks(num_blocks, watermark)
 
     def check_fits(self, seq: Sequence) -> None:
@@ -304,7 +248,7 @@ class BlockManager(KVCacheManager):
 
     def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
         room = (len(seq.block_table) + self.pool.num_free) * self.block_size - seq.num_computed_tokens
-        return min(self._num_with_companions(seq, num_tokens), room)
+        return min(self.companions.num_placeable(seq, num_tokens), room)
 
     def place(self, seq: Sequence, num_tokens: int, num_guesses: int = 0) -> None:
         self._grow(seq, seq.num_computed_tokens + num_tokens)
@@ -315,7 +259,7 @@ class BlockManager(KVCacheManager):
 
     def free(self, seq: Sequence) -> None:
         self.pool.index.forget_search(seq)
-        self._forget(seq)
+        self.companions.forget(seq)
         if not seq.block_table:
             return
         self.pool.register(seq, seq.num_computed_tokens)
@@ -328,10 +272,10 @@ class BlockManager(KVCacheManager):
         for seq, num_tokens in placed:
             num_keys = seq.num_computed_tokens + num_tokens
             keys.append(PagedKeys(tuple(seq.block_table[: self._num_blocks(num_keys)]), num_keys))
-        payloads = self._step_payloads(placed)
+        payloads = self.companions.plan_step(placed, self.gpu_block)
         return keys, KVMoves(payloads=payloads) if payloads else _NO_MOVES
 
-    def _gpu_block(self, block: Block) -> int | None:
+    def gpu_block(self, block: Block) -> int | None:
         return block.block_id
 
     def num_stored_tokens(self, block_id: int) -> int:
@@ -339,7 +283,7 @@ class BlockManager(KVCacheManager):
 
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
         self.pool.check_integrity(list(sequences))
-        self._check_companions(sequences)
+        self.companions.check_integrity([seq for seq in sequences if seq.status is SequenceStatus.RUNNING])
 
     def block_map(self) -> bytes:
         # With prefix caching, a block without a hash is not full yet
@@ -350,4 +294,4 @@ class BlockManager(KVCacheManager):
 
     def stats(self) -> dict[str, float | None]:
         stats = {"num_gpu_blocks": len(self.pool.blocks), "num_free_gpu_blocks": self.pool.num_free}
-        return stats | self._companion_stats()
+        return stats | self.companions.stats()

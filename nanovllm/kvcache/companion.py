@@ -4,10 +4,11 @@ A companion has two halves. This one decides, in integers: the manager tells it 
 what it has decided to the plan of a step, as a payload for the whole step or for a sequence. The other half
 (runner/companion_memory.py) has the memory on each rank, and does what the payloads say.
 
-The manager calls every companion in the order that start-up has given. Each hook does nothing by default.
+Each hook does nothing by default. A manager has all of its companions in `Companions`, which calls them in the order
+that start-up has given.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, TypeAlias
 
@@ -89,3 +90,81 @@ class Companion:
     def stats(self) -> dict[str, float | None]:
         """Counters for LLM.stats()."""
         return {}
+
+
+class Companions:
+    """The companions of a manager, called like one."""
+
+    def __init__(self, companions: Seq[Companion] = ()) -> None:
+        self._all = tuple(companions)
+        found = (companion.snapshots for companion in self._all if companion.snapshots is not None)
+        self.snapshots = next(found, None)
+
+    def __iter__(self) -> Iterator[Companion]:
+        return iter(self._all)
+
+    def join(self, pool: BlockPool) -> None:
+        for companion in self._all:
+            companion.join(pool)
+
+    def begin_step(self) -> None:
+        for companion in self._all:
+            companion.begin_step()
+
+    def resumption(self, seq: Sequence, match: PrefixMatch) -> Resumption | None:
+        found = (companion.resumption(seq, match) for companion in self._all)
+        return next((resumption for resumption in found if resumption is not None), None)
+
+    def admit(self, seq: Sequence, match: PrefixMatch, *, is_resumed: bool) -> None:
+        for companion in self._all:
+            companion.admit(seq, match, is_resumed=is_resumed)
+
+    def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
+        return min([companion.num_placeable(seq, num_tokens) for companion in self._all], default=num_tokens)
+
+    def copy_prefix(self, source: Block, target: Block, num_tokens: int) -> None:
+        for companion in self._all:
+            companion.copy_prefix(source, target, num_tokens)
+
+    def keep_prefix(self, seq: Sequence, num_tokens: int, chunk_end: int) -> bool:
+        """Returns False if no companion needs anything at the end of a hit."""
+        asked = [companion for companion in self._all if companion.snapshots is not None]
+        return bool(asked) and all(companion.keep_prefix(seq, num_tokens, chunk_end) for companion in asked)
+
+    def preempt(self, seq: Sequence) -> None:
+        for companion in self._all:
+            companion.preempt(seq)
+
+    def forget(self, seq: Sequence) -> None:
+        for companion in self._all:
+            companion.forget(seq)
+
+    def plan_step(self, placed: Seq[tuple[Sequence, int]], gpu_block: GpuBlockOf) -> tuple[StepPayload, ...]:
+        payloads = [companion.plan_step(placed, gpu_block) for companion in self._all]
+        return tuple([payload for payload in payloads if payload is not None])
+
+    @property
+    def streams_all(self) -> bool:
+        return any(companion.streams_all for companion in self._all)
+
+    def can_draft(self, seq: Sequence) -> bool:
+        return all(companion.can_draft(seq) for companion in self._all)
+
+    def plan_sequence(
+        self, seq: Sequence, num_tokens: int, num_guesses: int, gpu_block: GpuBlockOf, *, has_drafts: bool
+    ) -> tuple[SequencePayload, ...]:
+        """Hot: once per sequence and step."""
+        if not self._all:
+            return ()
+        payloads = [
+            companion.plan_sequence(seq, num_tokens, num_guesses, gpu_block, has_drafts=has_drafts)
+            for companion in self._all
+        ]
+        return tuple([payload for payload in payloads if payload is not None])
+
+    def check_integrity(self, running: Seq[Sequence]) -> None:
+        for companion in self._all:
+            companion.check_integrity(running)
+
+    def stats(self) -> dict[str, float | None]:
+        return {name: value for companion in self._all for name, value in companion.stats().items()}

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit, FollowingSplit
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.errors import RequestError
-from nanovllm.kvcache.block_manager import KVCacheManager, PagedKeys, snapshots_of
+from nanovllm.kvcache.block_manager import KVCacheManager, PagedKeys
 from nanovllm.kvcache.block_pool import LONG_CHUNK_BLOCKS, Block, BlockPool, PrefixMatch
-from nanovllm.kvcache.companion import Companion
+from nanovllm.kvcache.companion import Companion, Companions
 from nanovllm.kvcache.missing_keys import MissingKeys, divide_missing
 from nanovllm.kvcache.step_slots import HybridBlock, SlotRing, StepSlots
 from nanovllm.plan.kv_spec import BlockState, num_watermark_blocks
@@ -144,9 +144,10 @@ class HybridKVCacheManager(KVCacheManager):
         self.keeps_first_blocks = keeps_first_blocks
         self.group_blocks = group_blocks  # streamed blocks that are attended to in one call
         blocks = [HybridBlock(i) for i in range(num_cpu_blocks)]
-        snapshots = snapshots_of(companions)
+        self.companions = Companions(companions)
+        snapshots = self.companions.snapshots
         self.pool = BlockPool(list(blocks), block_size, grain, enable_prefix_caching, long_chunk_blocks, snapshots)
-        self._join(companions)
+        self.companions.join(self.pool)
         self.blocks = blocks
         self.ring = SlotRing(num_gpu_blocks)
         self.slots = StepSlots(self.ring, self.pool, block_size)
@@ -255,7 +256,7 @@ class HybridKVCacheManager(KVCacheManager):
             num_blocks += held.ring_slot >= 0 and held.is_pinned
         end_block_idx = min(block_idx + num_blocks, num_owned + self.pool.num_free)
         room = max(0, end_block_idx * self.block_size - seq.num_computed_tokens)
-        return min(self._num_with_companions(seq, num_tokens), room)
+        return min(self.companions.num_placeable(seq, num_tokens), room)
 
     def place(self, seq: Sequence, num_tokens: int, num_guesses: int = 0) -> None:
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
@@ -272,8 +273,7 @@ class HybridKVCacheManager(KVCacheManager):
         if source is not None:  # the prefix match ended inside this block
             keeps_source = self.ring.num_available > len(self._slotless_ids)
             self.slots.copy_prefix(source, chunk[0], num_matched, keeps_source=keeps_source)
-            for companion in self.companions:
-                companion.copy_prefix(source, chunk[0], num_matched)
+            self.companions.copy_prefix(source, chunk[0], num_matched)
         for i, block in enumerate(chunk[: self._num_blocks(known_end) - first]):
             self.slots.write_tokens(block, known_end - (first + i) * self.block_size)
         self.pool.register(seq, known_end)
@@ -300,7 +300,7 @@ class HybridKVCacheManager(KVCacheManager):
 
     def free(self, seq: Sequence) -> None:
         self.pool.index.forget_search(seq)
-        self._forget(seq)
+        self.companions.forget(seq)
         if not seq.block_table:
             return
         self.pool.register(seq, seq.num_computed_tokens)
@@ -347,10 +347,10 @@ class HybridKVCacheManager(KVCacheManager):
                 histories = [self.histories.find(seq) for seq, _ in placed]
         keys = [self._paged_keys(seq, history, n) for (seq, n), history in zip(placed, histories, strict=True)]
         num_queries = [num_tokens for _, num_tokens in placed]
-        payloads = self._step_payloads(placed)
+        payloads = self.companions.plan_step(placed, self.gpu_block)
         missing_keys = MissingKeys()
         if missing:
-            streams_all = any(companion.streams_all for companion in self.companions)
+            streams_all = self.companions.streams_all
             missing_keys = self.histories.missing_keys(histories, num_queries, streams_all=streams_all)
         self.num_cpu_tokens += sum(span.end - span.start for row in missing_keys.cpu_spans for span in row)
         self.slots.copy_out_accepted()
@@ -360,7 +360,7 @@ class HybridKVCacheManager(KVCacheManager):
         self._copy_sources.clear()
         return keys, moves
 
-    def _gpu_block(self, block: Block) -> int | None:
+    def gpu_block(self, block: Block) -> int | None:
         return self.slots.slot_before_step(self.blocks[block.block_id])
 
     def _bring_back_first_blocks(self, placed: Seq[tuple[Sequence, int]]) -> None:
@@ -388,7 +388,7 @@ class HybridKVCacheManager(KVCacheManager):
 
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
         self.pool.check_integrity(list(sequences))
-        self._check_companions(sequences)
+        self.companions.check_integrity([seq for seq in sequences if seq.status is SequenceStatus.RUNNING])
         self.ring.check_integrity()
         running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
         owners = Counter(block_id for seq in running for block_id in seq.block_table)
@@ -435,7 +435,7 @@ class HybridKVCacheManager(KVCacheManager):
             "num_missed_blocks": self.num_missed_blocks,
             "num_cpu_tokens": self.num_cpu_tokens,
             "cpu_attention_byte_per_s": None if self.cpu_split is None else self.cpu_split.now.cpu_byte_per_s,
-        } | self._companion_stats()
+        } | self.companions.stats()
 
 
 def _state_between_steps(block: HybridBlock) -> BlockState:

@@ -73,7 +73,9 @@ class PlannedStep:
         for (seq, num_tokens), paged in zip(self._placed, keys, strict=True):
             step = self._sequence_step(seq, num_tokens, paged, not has_pending and kv.can_draft(seq, moves))
             has_drafts = step.num_drafts > 0
-            payloads = kv.sequence_payloads(seq, step.num_tokens, step.num_guesses, has_drafts=has_drafts)
+            payloads = kv.companions.plan_sequence(
+                seq, step.num_tokens, step.num_guesses, kv.gpu_block, has_drafts=has_drafts
+            )
             if payloads:
                 step = step._replace(payloads=payloads)
             steps.append(step)
@@ -405,7 +407,7 @@ class Scheduler:
         start = num_known if self.kv.pool.index.snapshots is not None else min(num_known, leader.start)
         if leader.end < min(start + max_tokens, num_common):
             return False
-        return leader.end < num_common or self.kv.keep_prefix(leader.seq, num_common, leader.end)
+        return leader.end < num_common or self.kv.companions.keep_prefix(leader.seq, num_common, leader.end)
 
     def _serve_followers(self) -> None:
         """Keep the prefixes at which waiting prompts part from their leaders in this step, and note that what is left
@@ -413,7 +415,7 @@ class Scheduler:
         """
         for leader in map(self._underway.leader, islice(self.waiting, self.max_num_seqs)):
             if leader is not None and leader.num_common_tokens <= leader.end:
-                self.kv.keep_prefix(leader.seq, leader.num_common_tokens, leader.end)
+                self.kv.companions.keep_prefix(leader.seq, leader.num_common_tokens, leader.end)
                 self._has_new_document = True
 
     def _schedule_classic(self) -> None:
