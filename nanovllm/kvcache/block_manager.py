@@ -9,11 +9,11 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import NamedTuple
 
-from nanovllm.capabilities.cpu_attention.cpu_split import FollowingSplit
 from nanovllm.capabilities.recurrent.places import RecurrentStates
 from nanovllm.capabilities.shadow.pages import Fills, ShadowPages
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.block_pool import Block, BlockPool, PrefixMatch
+from nanovllm.kvcache.missing_keys import STREAM_ALL, KeySplitter
 from nanovllm.plan.kv_spec import WATERMARK, BlockState, num_watermark_blocks
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.plan.step_plan import DraftKeys, HeadStep, KVMoves, StateFlush, StateStep
@@ -47,7 +47,7 @@ class KVCacheManager(ABC):
     each sequence that runs in the step. It may call preempt and free at any point between the two.
     """
 
-    cpu_split: FollowingSplit | None = None  # divides missing keys; None if the CPU attends to none
+    cpu_split: KeySplitter = STREAM_ALL  # divides missing keys between the link and the CPU
     shadow: ShadowPages | None = None  # None: there is no shadow
     states: RecurrentStates | None = None  # None: no layer is recurrent
     has_draft_head = False  # True if the checkpoint's draft head drafts

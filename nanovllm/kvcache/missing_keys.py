@@ -8,10 +8,56 @@ follows the order of CPU memory, so that contiguous blocks share a copy.
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
-from nanovllm.plan.step_plan import CpuSpan, StreamedGroup
+from nanovllm.plan.step_plan import CpuSpan, LayerTimes, StepPlan, StreamedGroup
+
+
+class StepSplit(Protocol):
+    """Divides the keys that a step misses between the link and the CPU. Never modified."""
+
+    def takes_part(self, num_queries: Sequence[int]) -> bool:
+        """Return True if the CPU may attend in a step whose sequences have these numbers of queries."""
+        ...
+
+    def cpu_token_s(self, num_queries: int) -> float:
+        """Seconds in which the CPU attends to one token with `num_queries` queries."""
+        ...
+
+    def num_cpu_tokens(self, token_costs_s: Sequence[float], block_size: int) -> int:
+        """Plan how many tokens the CPU takes of blocks in a row, counted from their end.
+
+        `token_costs_s`: for each block, the seconds that one of its tokens takes the CPU, for all sequences that read
+        it.
+        """
+        ...
+
+
+class KeySplitter(Protocol):
+    """Chooses the StepSplit of each step, and may learn from the times of steps."""
+
+    @property
+    def now(self) -> StepSplit | None:
+        """The split of the next step, or None to stream everything."""
+
+    @property
+    def cpu_byte_per_s(self) -> float | None:
+        """The rate at which the CPU attends while the link is busy, or None if unknown. For display."""
+
+    def step_ended(self, plan: StepPlan, times: LayerTimes | None) -> None:
+        """Learn from a step. `times` is None if no layer was timed. Hot."""
+
+
+class StreamAll:
+    """The KeySplitter without CPU attention: every missing key is streamed."""
+
+    now = cpu_byte_per_s = None
+
+    def step_ended(self, plan: StepPlan, times: LayerTimes | None) -> None:
+        pass
+
+
+STREAM_ALL = StreamAll()
 
 
 class MissingKeys(NamedTuple):
@@ -38,7 +84,7 @@ def divide_missing(
     *,
     block_size: int,
     group_blocks: int,
-    split: CpuSplit | None,
+    split: StepSplit | None,
 ) -> MissingKeys:
     """`rows`: the CPU blocks that each sequence misses, all of them full. `num_queries`: its new tokens. `split`: None
     to stream everything.

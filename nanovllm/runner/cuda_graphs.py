@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from nanovllm.attention.base import PagedBatch, StepAttention
-from nanovllm.capabilities.cpu_attention.queue import CpuRows
 from nanovllm.capabilities.draft_head.memory import DraftHead, HeadAttention
 from nanovllm.device.cuda import new_stream
 from nanovllm.kernels.state_tensors import LayerStates, StateRows
@@ -30,6 +29,7 @@ from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNKS, MixedSize
 from nanovllm.plan.step_plan import StepPlan
+from nanovllm.runner.cpu_part import CpuRows
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import StepInputs, to_device
 from nanovllm.runner.kv_memory import KVMemory

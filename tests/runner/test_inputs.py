@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.capabilities.cpu_attention.queue import CpuRows
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.plan.step_plan import (
     CpuSpan,
@@ -19,6 +18,7 @@ from nanovllm.plan.step_plan import (
     StepPlan,
     StreamedGroup,
 )
+from nanovllm.runner.cpu_part import CpuRows
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import (
     GroupInputs,

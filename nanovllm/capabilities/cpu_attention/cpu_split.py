@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from nanovllm.plan.step_plan import StepPlan
+from nanovllm.plan.step_plan import LayerTimes, StepPlan
 
 UNIT_TOKENS = 64  # a tile of the compiled kernels
 MIN_GAIN = 0.02  # share of a layer's time; a smaller gain is within the error of the rates
@@ -98,13 +98,6 @@ class CpuSplit:
         return replace(self, link_byte_per_s=self.link_byte_per_s / link_slowness, cpu_rates=rates)
 
 
-class LayerTimes(NamedTuple):
-    """Seconds that the two sides took in some layers of a step, on rank 0. None: not timed."""
-
-    link: tuple[float, float] | None  # mean tokens of a copy, and its mean seconds
-    cpu_s: float | None  # mean of a layer
-
-
 class FollowingSplit:
     """The split of the start, with rates that follow what steps take.
 
@@ -116,6 +109,11 @@ class FollowingSplit:
     def __init__(self, start: CpuSplit) -> None:
         self.start = self.now = start
         self._slowness = self._used = 1.0, 1.0  # factors for link and CPU: as known, and in `now`
+
+    @property
+    def cpu_byte_per_s(self) -> float | None:
+        """The rate that `now` assumes for the CPU with one query for each sequence, where it was measured."""
+        return self.now.cpu_byte_per_s
 
     def step_ended(self, plan: StepPlan, times: LayerTimes | None) -> None:
         """Learn from a step. `times`: None if it cannot be timed. Hot."""

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nanovllm.offload.streams import CpuServer
+
 TILE_TOKENS = 64  # TILE in source/vectors.h, which scores this many tokens together
 _MAX_CHUNK_TOKENS = 1024  # unless the partial results of so many chunks would not fit MAX_SCRATCH_BYTES
 MAX_SCRATCH_BYTES = 32 * 2**20  # more only if one chunk for each span needs that much or nearly that much
@@ -228,29 +230,8 @@ def _tiles(num_tokens: float) -> int:
     return math.ceil(num_tokens / TILE_TOKENS) * TILE_TOKENS
 
 
-class CpuServer(ABC):
-    """Attends in the order of submission, to each job as soon as its queries have arrived.
-
-    Numbers count up by one from 1 and wrap around in int32. A number is reached when the signed 32-bit difference of
-    the flag and the number is not negative. flags[0] is the newest job whose queries have arrived, written by the GPU.
-    flags[1] is the newest job whose output is complete, read by the GPU.
-    """
-
-    @abstractmethod
-    def submit(self, job: AttentionJob, layer: int, number: int) -> None:
-        """Attend in `layer` when flags[0] has reached `number`, then set flags[1] to it. Hot: once per layer.
-
-        The caller keeps the job and its tensors alive until flags[1] has reached `number` or the server is closed.
-        Raises RuntimeError if 2,048 jobs are waiting already.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Finish the job that has started, drop the others, and let go whoever waits: flags[1] moves far ahead."""
-
-
 class CpuKernel(ABC):
-    """Attention of a few query rows over keys that lie in CPU memory, on `num_threads` threads."""
+    """Attention of a few query rows to keys in CPU memory, on `num_threads` threads. It is a CpuWorker."""
 
     name: str
     num_threads: int
@@ -262,7 +243,7 @@ class CpuKernel(ABC):
 
     @abstractmethod
     def serve(self, flags: torch.Tensor) -> CpuServer:
-        """A server that is driven by `flags`: int32 [2], in CPU memory, pinned if a GPU uses them. Sets both to 0."""
+        """Start a server; see CpuWorker."""
 
     @abstractmethod
     def close(self) -> None:

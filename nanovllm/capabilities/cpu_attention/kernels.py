@@ -19,11 +19,11 @@ from nanovllm.capabilities.cpu_attention.job import (
     AttentionJob,
     CJob,
     CpuKernel,
-    CpuServer,
     check_flags,
 )
 from nanovllm.capabilities.cpu_attention.torch_kernel import TorchKernel
 from nanovllm.errors import ConfigError
+from nanovllm.offload.streams import CpuServer
 
 KERNEL_NAMES = (*(variant.name for variant in build.INSTRUCTION_SETS), TorchKernel.name)  # best first
 

@@ -23,10 +23,10 @@ from nanovllm.capabilities.cpu_attention.job import (
     MAX_QUEUED_JOBS,
     AttentionJob,
     CpuKernel,
-    CpuServer,
     TokenSpan,
     check_flags,
 )
+from nanovllm.offload.streams import CpuServer
 
 _POLL_S = 50e-6
 UNIT_TOKENS = 512  # a unit is one entry of the operator's batch dimension, over which it divides its threads

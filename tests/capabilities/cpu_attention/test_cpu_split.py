@@ -13,10 +13,9 @@ from nanovllm.capabilities.cpu_attention.cpu_split import (
     CpuRate,
     CpuSplit,
     FollowingSplit,
-    LayerTimes,
 )
 from nanovllm.kvcache.missing_keys import divide_missing
-from nanovllm.plan.step_plan import KVMoves, SequenceStep, StepPlan
+from nanovllm.plan.step_plan import KVMoves, LayerTimes, SequenceStep, StepPlan
 
 BLOCK = 4096
 SPLIT = CpuSplit(

@@ -14,9 +14,10 @@ from cpu_attention_cases import Case, mixed_rows, row_spans
 from tiers import RUNS_ALL
 
 from nanovllm.capabilities.cpu_attention import torch_kernel
-from nanovllm.capabilities.cpu_attention.job import FAR_AHEAD, MAX_QUEUED_JOBS, CpuServer
+from nanovllm.capabilities.cpu_attention.job import FAR_AHEAD, MAX_QUEUED_JOBS
 from nanovllm.capabilities.cpu_attention.kernels import choose_kernel
 from nanovllm.capabilities.cpu_attention.torch_kernel import TorchKernel
+from nanovllm.offload.streams import CpuServer
 
 LARGEST = 2**31 - 1
 
