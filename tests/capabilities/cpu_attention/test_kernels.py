@@ -6,7 +6,6 @@ from cpu_attention_cases import POOL_TOKENS, Case, memory_before_guard_page, mix
 from run_threads import in_threads
 from tiers import RUNS_ALL
 
-from nanovllm.capabilities.cpu_attention import torch_kernel
 from nanovllm.capabilities.cpu_attention.kernels import KERNEL_NAMES, choose_kernel, why_unfit
 from nanovllm.errors import ConfigError
 
@@ -135,18 +134,3 @@ def test_choose_kernel_leaves_other_shapes_to_torch() -> None:
 def test_choose_kernel_refuses_unknown_names() -> None:
     with pytest.raises(ConfigError, match=f"no CPU attention kernel 'avx'.*{KERNEL_NAMES[0]}"):
         choose_kernel([0], "avx")
-
-
-def test_torch_kernel_falls_back_to_plain_products(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        raise RuntimeError("not for this dtype")
-
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", refuse)
-    torch_kernel._operator_serves.cache_clear()
-    request.addfinalizer(torch_kernel._operator_serves.cache_clear)
-    for dtype in DTYPES:
-        case = Case(mixed_rows(3), dtype, group=4)
-        choose_kernel([0], "torch").attend(case.job, 1)
-        case.check(1)
