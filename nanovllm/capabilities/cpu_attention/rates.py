@@ -114,15 +114,8 @@ def _measure_idle_s(runner: ModelRunner) -> tuple[float, float]:
     Returns the time of a step over its number of layers, which is how long the CPU idles in each layer, and the time of
     the job in a layer.
     """
-    step = SequenceStep(
-        seq_id=0,
-        token_ids=np.zeros(1, dtype=np.int64),
-        position=0,
-        num_prompt_tokens=1,
-        block_table=(0,),
-        num_paged_keys=1,
-        sampling=SamplingRow(),
-    )
+    token = np.zeros(1, dtype=np.int64)
+    step = SequenceStep(0, token, 0, num_prompt_tokens=1, block_table=(0,), num_paged_keys=1, sampling=SamplingRow())
     plan = StepPlan((step,), KVMoves(cpu_spans=((CpuSpan(0, 0, 1),),)))
     for _ in range(2):
         runner.launch(plan).token_ids()
