@@ -62,7 +62,7 @@ class Histories:
         self._known: dict[int, History] = {}  # by seq_id
         # The last missing_keys call: arguments, split and result
         self._last_rows: tuple[list[History], list[int]] = [], []
-        self._last_split: StepSplit | None = None
+        self._last_split: StepSplit = STREAM_ALL
         self._last_missing = MissingKeys()
 
     def find(self, seq: Sequence) -> History:
@@ -87,9 +87,9 @@ class Histories:
     def missing_keys(self, rows: list[History], num_queries: list[int], *, streams_all: bool) -> MissingKeys:
         """Plan how a step of these sequences, with so many new tokens each, attends to the blocks that they miss.
 
-        `streams_all`: the CPU takes no part.
+        `streams_all`: the CPU does not attend in this step.
         """
-        split = None if streams_all else self._split.now
+        split = STREAM_ALL if streams_all else self._split.now
         if self._last_rows != (rows, num_queries) or self._last_split is not split:
             missing = [[block.block_id for block in history.missing] for history in rows]
             self._last_rows, self._last_split = (rows, num_queries), split

@@ -110,7 +110,7 @@ def compile_variant(variant: InstructionSet) -> str | None:
 def main() -> int:
     """Compile every variant and say what happened. Returns 1 if none can be compiled."""
     if not is_x86():
-        print(f"cpu attention: nothing to build for {platform.machine()}; torch's kernel will be used")
+        print(f"cpu attention: nothing to build for {platform.machine()}; the torch kernel will be used")
         return 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         problems = list(pool.map(compile_variant, INSTRUCTION_SETS))

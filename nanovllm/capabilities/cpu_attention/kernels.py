@@ -163,7 +163,7 @@ def _check(job: AttentionJob, layer: int) -> None:
     num_layers, _, _, _, head_dim = job.k_cache.shape
     assert 0 <= layer < num_layers, f"layer {layer} of {num_layers}"
     assert job.c_job.dtype >= 0 and head_dim % 16 == 0 and head_dim <= _MAX_HEAD_DIM, (
-        "this job is for torch's kernel: see why_unfit"
+        "this job is for TorchKernel: see why_unfit"
     )
 
 
@@ -185,25 +185,24 @@ def choose_kernel(
     Compiles the kernel on first use, and logs a warning if a faster kernel cannot be compiled. Raises ConfigError if
     the kernel `name` cannot run here.
     """
-    reasons = []
-    not_built = []
-    for kernel_name in KERNEL_NAMES:
-        if name in (None, kernel_name):
-            try:
-                kernel = _open(kernel_name, cpus, head_dim, dtype, is_pinned, stays_awake)
-            except UnusableLibraryError as error:
-                reasons.append(str(error))
-                if isinstance(error, NotBuiltError):
-                    not_built.append(str(error))
-                continue
-            if not_built:
-                logger.warning(
-                    "attention on the CPU uses the %s kernel, although this processor can run a faster one: %s",
-                    *(kernel.name, not_built[0]),
-                )
-            return kernel
-    if not reasons:
+    if name not in (None, *KERNEL_NAMES):
         raise ConfigError(f"there is no CPU attention kernel {name!r}; choose one of {', '.join(KERNEL_NAMES)}")
+    reasons: list[str] = []  # not the exceptions, which would keep the caller's frame alive, and the engine with it
+    not_built: list[str] = []
+    for kernel_name in KERNEL_NAMES if name is None else (name,):
+        try:
+            kernel = _open(kernel_name, cpus, head_dim, dtype, is_pinned, stays_awake)
+        except UnusableLibraryError as error:
+            reasons.append(str(error))
+            if isinstance(error, NotBuiltError):
+                not_built.append(str(error))
+            continue
+        if not_built:
+            logger.warning(
+                "attention on the CPU uses the %s kernel, although this processor can run a faster one: %s",
+                *(kernel.name, not_built[0]),
+            )
+        return kernel
     raise ConfigError(f"the CPU attention kernel {name} cannot run here: {reasons[0]}; choose another one or none")
 
 

@@ -1,4 +1,4 @@
-"""Rates of the link and the CPU beside each other, as start-up measures them: right whichever of the two is slow."""
+"""The rates of the link and the CPU that start-up measures while both are busy, whichever of the two is slower."""
 
 import threading
 from pathlib import Path
@@ -23,7 +23,7 @@ LINK_BYTE_PER_S = 5e9
 
 
 class TimedStreams(ImmediateStreams):
-    """A link of a certain rate: `synchronize` takes the time in which it would have carried all that was copied."""
+    """A link with a fixed rate: `synchronize` takes as long as all copies would have taken."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
@@ -40,8 +40,8 @@ class TimedStreams(ImmediateStreams):
 
 
 class TimedKernel:
-    """A CPU of a certain rate beside the link, whose work is another thread's. By itself it is 20 times as fast, so
-    jobs that should be short outlast the copies.
+    """A CPU with a fixed rate while the link is busy, when another thread calls it. Otherwise it is 20 times as fast,
+    so that jobs outlast the copies.
     """
 
     name, num_threads = "timed", 1

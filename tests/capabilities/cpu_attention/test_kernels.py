@@ -51,7 +51,7 @@ def test_attend_without_any_key(open_kernel) -> None:
 
 
 def test_attend_large_scores_neither_overflow_nor_vanish(open_kernel) -> None:
-    """One key outweighs all others by far, and every chunk has another one."""
+    """In every chunk one key outweighs all other keys."""
     kernel = open_kernel()
     for factor, dtype in itertools.product((-300.0, 300.0), DTYPES):
         case = Case(mixed_rows(2), dtype)
@@ -61,7 +61,7 @@ def test_attend_large_scores_neither_overflow_nor_vanish(open_kernel) -> None:
 
 
 def test_attend_scores_of_minus_infinity_have_no_weight(open_kernel) -> None:
-    """Whole tiles of them come first and last."""
+    """The first and the last tiles have no other scores."""
     kernel = open_kernel()
     if kernel.name == "torch":
         pytest.skip("torch's operator gives such keys a weight of about 1e-4")
@@ -90,7 +90,7 @@ def test_attend_nan_stays_nan(open_kernel) -> None:
         assert not lse_is_nan[0].any() and lse_is_nan[1].all() == (cache == "k_cache")
 
 
-def test_attend_reads_nothing_behind_the_pool(open_kernel) -> None:
+def test_attend_reads_nothing_after_the_pool(open_kernel) -> None:
     kernel = open_kernel()
     for dtype, (num_kv_heads, group, head_dim) in itertools.product(DTYPES, ((1, 1, 16), (2, 8, 96), (1, 5, 64))):
         shape = Case([row_spans(1)], dtype, num_kv_heads, group, head_dim).cache_shape

@@ -24,7 +24,7 @@ def new_flags() -> torch.Tensor:
 
 
 def difference(flag: torch.Tensor, number: int) -> int:
-    """Compare as the GPU does, signed and in 32 bits. If not negative, the number is reached."""
+    """Compare as the GPU does, signed and in 32 bits. The number is reached if the difference is not negative."""
     return (int(flag) - number + 2**31) % 2**32 - 2**31
 
 
@@ -70,7 +70,7 @@ def test_server_queries_that_came_before_the_job_do_not_wait(open_kernel, case: 
         server.submit(case.job, number % 2, number)
     wait_for(flags, 3)
     assert flags[1] == 3
-    case.check(1)  # the layer of the last one
+    case.check(1)  # the layer of the last job
     server.close()
 
 
@@ -90,7 +90,7 @@ def test_server_numbers_wrap_around(open_kernel, case: Case) -> None:
     server.close()
 
 
-def test_server_closed_lets_go_whoever_waits(open_kernel, case: Case) -> None:
+def test_server_closed_releases_waiters(open_kernel, case: Case) -> None:
     kernel = open_kernel()
     for newest in (5, LARGEST - 1):
         flags = new_flags()
@@ -140,8 +140,8 @@ def test_server_new_one_starts_from_zero(open_kernel, case: Case) -> None:
     server.close()
 
 
-def test_two_servers_work_side_by_side(open_kernel) -> None:
-    """On one kernel, and on a kernel each, as the ranks of one process have."""
+def test_two_servers_work_concurrently(open_kernel) -> None:
+    """On one kernel, and on one kernel each, as the ranks of one process have."""
     kernels = [open_kernel(), open_kernel()]
     for of_servers in ((kernels[0], kernels[0]), kernels):
         pairs = [new_flags(), new_flags()]
@@ -225,7 +225,7 @@ def test_server_with_a_full_queue_refuses(open_kernel) -> None:
     server.close()
 
 
-def test_torch_server_error_is_raised_later_and_nobody_waits_forever(case: Case) -> None:
+def test_torch_server_error_is_raised_by_the_next_call(case: Case) -> None:
     kernel, flags = TorchKernel([0]), new_flags()
     server = kernel.serve(flags)
     flags[0] = 2
@@ -292,7 +292,7 @@ def test_torch_kernel_close_that_raises_has_closed_every_server(failing: Case) -
 
 @pytest.mark.slow
 def test_forked_process_ends_although_it_has_no_threads() -> None:
-    """Its copy of the kernel and of the server is closed at exit, too, without waiting for threads."""
+    """A forked process closes its copies of the kernel and of the server at exit, without waiting for threads."""
     code = """
 import os, sys, torch
 from nanovllm.capabilities.cpu_attention.kernels import choose_kernel
