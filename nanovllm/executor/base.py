@@ -63,8 +63,10 @@ class Runner(Protocol):
         """Capture the CUDA graphs that decode steps replay from here on. Needs a GPU and an allocated KV cache."""
 
     def measure(self, measurement: Callable[[Any], Result]) -> Result:
-        """Return `measurement(runner)`. A capability measures with it how fast its part is, once the KV cache is
-        allocated and graphs are captured. It may run decode steps as requests will.
+        """Run `measurement` on this rank's runner, and return its result.
+
+        A capability measures its speed with it, by decode steps as requests will run them. Needs an allocated KV cache
+        and, unless steps are launched kernel by kernel, captured graphs.
         """
         ...
 

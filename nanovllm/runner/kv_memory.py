@@ -8,7 +8,7 @@ exactly. Keys carry their rotation, so the order of the blocks before the chunk 
 which holds the chunk itself, is causal.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,7 +33,7 @@ from nanovllm.offload.offload_engine import OffloadEngine
 from nanovllm.offload.streams import make_streams
 from nanovllm.plan.kv_spec import KVCacheSpec
 from nanovllm.plan.step_plan import StepPlan
-from nanovllm.runner.cpu_part import CpuPart, CpuRows, CpuStep
+from nanovllm.runner.cpu_part import CpuPart, CpuRows
 from nanovllm.runner.inputs import StepInputs
 from nanovllm.runner.step_result import TimedPieces
 
@@ -43,7 +43,7 @@ class StepBatches(NamedTuple):
 
     paged: PagedBatch
     groups: tuple[PagedBatch, ...] = ()
-    cpu: CpuRows | None = None  # None: the CPU attends to nothing
+    cpu: CpuRows | None = None  # None if the CPU attends to no key
     shadow: PagedBatch | None = None  # None: no draft reads it
 
 
@@ -130,8 +130,9 @@ class MergedAttention(PagedAttention):
         super().__init__(backend, cache, slot_mapping_T, batches.paged, last_batches.paged, scale, states)
         self.offload = offload
         self.groups, self.last_groups = batches.groups, last_batches.groups
-        steps: Iterator[CpuStep | None] = (b.cpu and cpu.step(b.cpu, scale) for b in (batches, last_batches))
-        self.cpu_step, self.last_cpu_step = steps  # None if the plan leaves no keys to the CPU
+        # None if the plan leaves no keys to the CPU
+        self.cpu_step = None if batches.cpu is None else cpu.step(batches.cpu, scale)
+        self.last_cpu_step = None if last_batches.cpu is None else cpu.step(last_batches.cpu, scale)
         self.fills, self.shadow = fills or (None,) * len(self.groups), shadow
 
     def cells(self, layer: int) -> KVCells:

@@ -284,7 +284,7 @@ class ModelRunner:
 
     @on_own_device
     def measure(self, measurement: Callable[["ModelRunner"], Result]) -> Result:
-        """Run a capability's measurement, which may run decode steps."""
+        """See Runner."""
         return measurement(self)
 
     @on_own_device
