@@ -79,20 +79,11 @@ def _quota_cpus() -> int | None:
 def _nodes_of(available: Sequence[int]) -> dict[int, Sequence[int]]:
     """The available cpus of each memory node. If the system does not list all of them, everything is node 0."""
     nodes: dict[int, Sequence[int]] = {}
-    for path in Path(_NODES).glob("node[0-9]*/cpulist"):
-        on_node = parse_cpulist(_read(str(path)))
-        if cpus := [cpu for cpu in available if cpu in on_node]:
-            nodes[int(path.parent.name.removeprefix("node"))] = cpus
+    for path in Path(_NODES).glob("node[0-9]*"):
+        on_node = {cpu.name for cpu in path.glob("cpu[0-9]*")}
+        if cpus := [cpu for cpu in available if f"cpu{cpu}" in on_node]:
+            nodes[int(path.name.removeprefix("node"))] = cpus
     return nodes if sum(map(len, nodes.values())) == len(available) else {0: available}
-
-
-def parse_cpulist(text: str) -> set[int]:
-    """Parse Linux's notation for sets of cpus, such as 0-3,8."""
-    cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cpus |= set(range(int(first), int(last or first) + 1))
-    return cpus
 
 
 def _read(path: str) -> str:
