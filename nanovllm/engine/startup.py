@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
+from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit, FollowingSplit
+from nanovllm.capabilities.cpu_attention.rates import make_cpu_attention, measure_split
 from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, DiskSetup
 from nanovllm.capabilities.disk.tier import DiskBoard, DiskTier
 from nanovllm.capabilities.draft_head.drafts import HeadSetup
@@ -34,6 +35,7 @@ from nanovllm.executor.processes import ProcessExecutor
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.companion import Companion
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.missing_keys import STREAM_ALL
 from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, max_stateful_seqs, max_useful_blocks
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows
 from nanovllm.runner.model_runner import make_runner
@@ -77,6 +79,7 @@ def _make_executor(setup: EngineSetup) -> Executor:
         setup.plan.spec,
         setup.device,
         setup.internals.make_offload_engine,
+        make_cpu_attention,
     )
     if config.tensor_parallel_size == 1:
         return LocalExecutor(factory)
@@ -99,7 +102,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     executor.call(Runner.allocate_kv_cache, sizes, companion_setups(setup.plan.spec, sizes))
     if is_gpu and not setup.config.enforce_eager:
         executor.call(Runner.capture_graphs, sizes.num_gpu_blocks)
-    split = setup.internals.cpu_split or executor.call(Runner.measure_cpu_split)
+    split = setup.internals.cpu_split or executor.call(Runner.measure, measure_split)
     companions = _make_companions(setup.config, sizes, setup.plan.spec)
     kv = _make_kv_manager(setup.config, sizes, setup.plan.spec, companions, split)
     speculator = _make_speculator(setup, executor, kv)
@@ -311,7 +314,7 @@ def _make_kv_manager(
         config.block_size,
         spec.staging_group_blocks,
         config.enable_prefix_caching,
-        split,
+        STREAM_ALL if split is None else FollowingSplit(split),
         keeps_first_blocks=drafts_over_slots,
         companions=companions,
         model_drafts=model_drafts,

@@ -8,13 +8,12 @@ single rank, in this process; ProcessExecutor (processes.py) has several.
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit, LayerTimes
 from nanovllm.capabilities.disk.disk_moves import DiskMoves, DiskSetup
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import EngineError
 from nanovllm.plan.kv_spec import KVCacheSizes, StartReport
 from nanovllm.plan.outputs import NO_LOGPROBS, StepLogprobs
-from nanovllm.plan.step_plan import DraftTimes, StepPlan
+from nanovllm.plan.step_plan import DraftTimes, LayerTimes, StepPlan
 from nanovllm.runner.step_runner import CompanionSetup
 
 P = ParamSpec("P")
@@ -66,11 +65,13 @@ class Runner(Protocol):
     def capture_graphs(self, num_gpu_blocks: int) -> None:
         """Capture the CUDA graphs that decode steps replay from here on. Needs a GPU and an allocated KV cache."""
 
-    def measure_cpu_split(self) -> CpuSplit | None:
-        """Divide attention between the link and the CPU, by the slowest rank. None: the CPU takes no part.
+    def measure(self, measurement: Callable[[Any], Result]) -> Result:
+        """Run `measurement` on this rank's runner, and return its result.
 
-        This is the last measurement of the start, because it runs decode steps as requests will.
+        A capability measures its speed with it, by decode steps as requests will run them. Needs an allocated KV cache
+        and, unless steps are launched kernel by kernel, captured graphs.
         """
+        ...
 
     def measure_drafts(self) -> DraftTimes:
         """Time the drafting of one token. Needs an allocated KV cache."""

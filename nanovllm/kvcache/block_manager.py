@@ -8,10 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from nanovllm.capabilities.cpu_attention.cpu_split import FollowingSplit
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.block_pool import Block, BlockPool, PrefixMatch
 from nanovllm.kvcache.companion import Companion, Companions
+from nanovllm.kvcache.missing_keys import STREAM_ALL, KeySplitter
 from nanovllm.plan.kv_spec import WATERMARK, BlockState, num_watermark_blocks
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.plan.step_plan import KVMoves
@@ -35,7 +35,7 @@ class KVCacheManager(ABC):
     each sequence that runs in the step. It may call preempt and free at any point between the two.
     """
 
-    cpu_split: FollowingSplit | None = None  # divides missing keys; None if the CPU attends to none
+    cpu_split: KeySplitter = STREAM_ALL  # divides missing keys between the link and the CPU
     model_drafts = True  # False if drafts are not made by the model itself and do not read the cache
     companions: Companions
     pool: BlockPool

@@ -18,13 +18,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit, FollowingSplit
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.block_manager import KVCacheManager, PagedKeys
 from nanovllm.kvcache.block_pool import LONG_CHUNK_BLOCKS, Block, BlockPool, PrefixMatch
 from nanovllm.kvcache.companion import Companion, Companions
-from nanovllm.kvcache.missing_keys import MissingKeys, divide_missing
+from nanovllm.kvcache.missing_keys import STREAM_ALL, KeySplitter, MissingKeys, StepSplit, divide_missing
 from nanovllm.kvcache.step_slots import HybridBlock, SlotRing, StepSlots
 from nanovllm.plan.kv_spec import BlockState, num_watermark_blocks
 from nanovllm.plan.sequence import Sequence, SequenceStatus
@@ -55,14 +54,14 @@ class Histories:
         slots: StepSlots,
         block_size: int,
         group_blocks: int,
-        split: FollowingSplit | None,
+        split: KeySplitter,
     ) -> None:
         self._blocks, self._slots = blocks, slots
         self._block_size, self._group_blocks, self._split = block_size, group_blocks, split
         self._known: dict[int, History] = {}  # by seq_id
         # The last missing_keys call: arguments, split and result
         self._last_rows: tuple[list[History], list[int]] = [], []
-        self._last_split: CpuSplit | None = None
+        self._last_split: StepSplit = STREAM_ALL
         self._last_missing = MissingKeys()
 
     def find(self, seq: Sequence) -> History:
@@ -87,9 +86,9 @@ class Histories:
     def missing_keys(self, rows: list[History], num_queries: list[int], *, streams_all: bool) -> MissingKeys:
         """Plan how a step of these sequences, with so many new tokens each, attends to the blocks that they miss.
 
-        `streams_all`: the CPU takes no part.
+        `streams_all`: the CPU does not attend in this step.
         """
-        split = None if self._split is None or streams_all else self._split.now
+        split = STREAM_ALL if streams_all else self._split.now
         if self._last_rows != (rows, num_queries) or self._last_split is not split:
             missing = [[block.block_id for block in history.missing] for history in rows]
             self._last_rows, self._last_split = (rows, num_queries), split
@@ -123,7 +122,7 @@ class HybridKVCacheManager(KVCacheManager):
         block_size: int,
         group_blocks: int,
         enable_prefix_caching: bool = True,
-        cpu_split: CpuSplit | None = None,
+        cpu_split: KeySplitter = STREAM_ALL,
         *,
         keeps_first_blocks: bool = False,
         companions: Seq[Companion] = (),
@@ -132,14 +131,13 @@ class HybridKVCacheManager(KVCacheManager):
         long_chunk_blocks: int = LONG_CHUNK_BLOCKS,
         progress_tokens: int = PROGRESS_TOKENS,
     ) -> None:
-        """`cpu_split`: as measured at start-up, or None to stream every missing block. `keeps_first_blocks`: evict the
-        first block of a sequence last, and bring it back for decoding, because drafts over the keys on the GPU need it:
-        much attention goes to a text's first tokens. `model_drafts`: see KVCacheManager. `grain`: tokens that prefix
-        hits are counted in; `block_size` is a multiple of it. `progress_tokens`: see PROGRESS_TOKENS.
+        """`cpu_split`: divides missing keys between the link and the CPU. `keeps_first_blocks`: evict the first block
+        of a sequence last, and bring it back for decoding, because drafts over the keys on the GPU need it: much
+        attention goes to a text's first tokens. `model_drafts`: see KVCacheManager. `grain`: tokens that prefix hits
+        are counted in; `block_size` is a multiple of it. `progress_tokens`: see PROGRESS_TOKENS.
         """
         self.block_size, self.progress_tokens = block_size, progress_tokens
-        self.model_drafts = model_drafts
-        self.cpu_split = None if cpu_split is None else FollowingSplit(cpu_split)
+        self.model_drafts, self.cpu_split = model_drafts, cpu_split
         self.num_watermark_blocks = num_watermark_blocks(num_cpu_blocks)
         self.keeps_first_blocks = keeps_first_blocks
         self.group_blocks = group_blocks  # streamed blocks that are attended to in one call
@@ -434,7 +432,7 @@ class HybridKVCacheManager(KVCacheManager):
             "num_hit_blocks": self.num_hit_blocks,
             "num_missed_blocks": self.num_missed_blocks,
             "num_cpu_tokens": self.num_cpu_tokens,
-            "cpu_attention_byte_per_s": None if self.cpu_split is None else self.cpu_split.now.cpu_byte_per_s,
+            "cpu_attention_byte_per_s": self.cpu_split.cpu_byte_per_s,
         } | self.companions.stats()
 
 

@@ -8,10 +8,72 @@ follows the order of CPU memory, so that contiguous blocks share a copy.
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
-from nanovllm.plan.step_plan import CpuSpan, StreamedGroup
+from nanovllm.plan.step_plan import CpuSpan, LayerTimes, StepPlan, StreamedGroup
+
+
+class StepSplit(Protocol):
+    """Divides a step's missing keys between the link and the CPU. Compared by identity, so it is never modified."""
+
+    def takes_part(self, num_queries: Sequence[int]) -> bool:
+        """Return True if the CPU may attend in a step whose sequences have these numbers of queries."""
+        ...
+
+    def cpu_token_s(self, num_queries: int) -> float:
+        """Seconds in which the CPU attends to one token with `num_queries` queries."""
+        ...
+
+    def num_cpu_tokens(self, token_costs_s: Sequence[float], block_size: int) -> int:
+        """Plan how many tokens the CPU takes of blocks in a row, counted from their end.
+
+        `token_costs_s`: for each block, the seconds that one of its tokens takes the CPU, for all sequences that read
+        it.
+        """
+        ...
+
+
+class KeySplitter(Protocol):
+    """Chooses the StepSplit of each step, and may learn from the times of steps."""
+
+    @property
+    def now(self) -> StepSplit:
+        """The split of the next step."""
+        ...
+
+    @property
+    def cpu_byte_per_s(self) -> float | None:
+        """The rate at which the CPU attends while the link is busy, or None if unknown. For display."""
+
+    def step_ended(self, plan: StepPlan, times: LayerTimes | None) -> None:
+        """Learn from a step. `times` is None if no layer was timed. Hot."""
+
+
+class StreamAll:
+    """Streams every missing key: the split of a step in which the CPU does not attend, and the splitter without CPU
+    attention.
+    """
+
+    cpu_byte_per_s = None
+
+    def takes_part(self, num_queries: Sequence[int]) -> bool:
+        return False
+
+    def cpu_token_s(self, num_queries: int) -> float:
+        return 0.0
+
+    def num_cpu_tokens(self, token_costs_s: Sequence[float], block_size: int) -> int:
+        return 0
+
+    @property
+    def now(self) -> StepSplit:
+        return self
+
+    def step_ended(self, plan: StepPlan, times: LayerTimes | None) -> None:
+        pass
+
+
+STREAM_ALL = StreamAll()
 
 
 class MissingKeys(NamedTuple):
@@ -27,26 +89,22 @@ def divide_missing(
     *,
     block_size: int,
     group_blocks: int,
-    split: CpuSplit | None,
+    split: StepSplit,
 ) -> MissingKeys:
-    """`rows`: the CPU blocks that each sequence misses, all of them full. `num_queries`: its new tokens. `split`: None
-    to stream everything.
-    """
+    """`rows`: the CPU blocks that each sequence misses, all of them full. `num_queries`: its new tokens."""
     costs = dict.fromkeys((block_id for row in rows for block_id in row), 0.0)  # seconds of the CPU for a token
     if not costs:
         return MissingKeys()
-    if split is not None and not split.takes_part(num_queries):
-        split = None
-    if split is not None:
-        for row, n in zip(rows, num_queries, strict=True):
-            token_cost_s = split.cpu_token_s(n)
-            for block_id in row:
-                costs[block_id] += token_cost_s
+    if not split.takes_part(num_queries):
+        split = STREAM_ALL
+    for row, n in zip(rows, num_queries, strict=True):
+        token_cost_s = split.cpu_token_s(n)
+        for block_id in row:
+            costs[block_id] += token_cost_s
     block_ids = sorted(costs, key=lambda block_id: (-costs[block_id], block_id))
-    num_streamed = num_tokens = len(block_ids) * block_size
-    if split is not None:
-        num_streamed -= split.num_cpu_tokens([costs[block_id] for block_id in block_ids], block_size)
-        assert 0 <= num_streamed <= num_tokens, f"{num_streamed} of {num_tokens} missing tokens are streamed"
+    num_tokens = len(block_ids) * block_size
+    num_streamed = num_tokens - split.num_cpu_tokens([costs[block_id] for block_id in block_ids], block_size)
+    assert 0 <= num_streamed <= num_tokens, f"{num_streamed} of {num_tokens} missing tokens are streamed"
     place = {block_id: i for i, block_id in enumerate(block_ids)}
     return MissingKeys(
         _groups(rows, place, num_streamed, block_size, group_blocks),

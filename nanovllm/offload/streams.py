@@ -13,13 +13,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from nanovllm.capabilities.cpu_attention.job import AttentionJob
-from nanovllm.capabilities.cpu_attention.kernels import CpuKernel
 from nanovllm.device.cuda import as_int32, copy_rows, new_stream, pinned_view, wait_for_value, write_value
 
 TIMED_EVERY = 13  # a prime, so that it is another layer in each step
 
 Event: TypeAlias = Any  # made by Streams.event; a Stream records it or waits for it
+CpuJob: TypeAlias = Any  # what a CpuWorker does in each layer of a step; the streams only pass it on
 
 
 class Stream(Protocol):
@@ -44,6 +43,38 @@ class Stream(Protocol):
         """Enqueue dst <- src for a few rows, without a copy engine. They have the same shape; `dst` is contiguous."""
 
 
+class CpuServer(Protocol):
+    """Attends in the order of submission, to each job as soon as its queries have arrived.
+
+    Numbers count up by one from 1 and wrap around in int32. A number is reached when the signed 32-bit difference of
+    the flag and the number is not negative. flags[0] is the newest job whose queries have arrived, written by the GPU.
+    flags[1] is the newest job whose output is complete, read by the GPU.
+    """
+
+    def submit(self, job: CpuJob, layer: int, number: int) -> None:
+        """Attend in `layer` when flags[0] has reached `number`, then set flags[1] to it. Hot: once per layer.
+
+        The caller keeps the job and its tensors alive until flags[1] has reached `number` or the server is closed.
+        Raises RuntimeError if 2,048 jobs are waiting already.
+        """
+
+    def close(self) -> None:
+        """Finish the job that has started, drop the others, and release all waiters: flags[1] moves far ahead."""
+
+
+class CpuWorker(Protocol):
+    """Threads that attend to keys in CPU memory."""
+
+    def attend(self, job: CpuJob, layer: int) -> None:
+        """Do the job's attention in one layer. Returns when the job's output is complete."""
+
+    def serve(self, flags: torch.Tensor) -> CpuServer:
+        """Start a server that is driven by `flags`: int32 [2], in CPU memory, pinned if a GPU uses them. Sets both
+        flags to 0.
+        """
+        ...
+
+
 class CpuStream(Protocol):
     """A queue of attention on the CPU. The CPU's threads do its work while the host goes on."""
 
@@ -53,7 +84,7 @@ class CpuStream(Protocol):
     def wait(self, event: Event) -> None:
         """Let everything that is enqueued on this queue from here on start after `event`."""
 
-    def attend(self, job: AttentionJob, layer: int) -> Event:
+    def attend(self, job: CpuJob, layer: int) -> Event:
         """Enqueue the job's attention in one layer. The event stands for its end; the job must live until then."""
 
     def close(self) -> None:
@@ -70,8 +101,8 @@ class Streams(Protocol):
     @property
     def d2h(self) -> Stream: ...
 
-    def cpu(self, kernel: CpuKernel) -> CpuStream:
-        """A new queue of attention, which `kernel` computes."""
+    def cpu(self, worker: CpuWorker) -> CpuStream:
+        """Make a queue of attention that `worker` computes."""
         ...
 
     def on_device(self, host: torch.Tensor) -> torch.Tensor:
@@ -124,8 +155,8 @@ class ImmediateStream:
 class ImmediateCpuStream:
     """Attends when it is told to."""
 
-    def __init__(self, kernel: CpuKernel) -> None:
-        self._kernel = kernel
+    def __init__(self, worker: CpuWorker) -> None:
+        self._worker = worker
 
     def record(self, event: Event) -> None:
         pass
@@ -133,8 +164,8 @@ class ImmediateCpuStream:
     def wait(self, event: Event) -> None:
         pass
 
-    def attend(self, job: AttentionJob, layer: int) -> Event:
-        self._kernel.attend(job, layer)
+    def attend(self, job: CpuJob, layer: int) -> Event:
+        self._worker.attend(job, layer)
         return None
 
     def close(self) -> None:
@@ -145,8 +176,8 @@ class ImmediateStreams:
     def __init__(self) -> None:
         self.compute = self.h2d = self.d2h = ImmediateStream()
 
-    def cpu(self, kernel: CpuKernel) -> ImmediateCpuStream:
-        return ImmediateCpuStream(kernel)
+    def cpu(self, worker: CpuWorker) -> ImmediateCpuStream:
+        return ImmediateCpuStream(worker)
 
     def on_device(self, host: torch.Tensor) -> torch.Tensor:
         return host
@@ -218,16 +249,16 @@ class _Attended(NamedTuple):
 class CudaCpuStream:
     """A CUDA stream that tells the CPU when to start.
 
-    It does so by a value in pinned memory, which the GPU writes once all that the stream waits for is done, and which a
-    thread of the kernel's watches. That thread writes another value when the job has ended, for which other streams can
+    The GPU writes a value to pinned memory once everything that the stream waits for is done, and a thread of the
+    worker watches that value. When the job has ended, the thread writes another value, for which other streams can
     wait. The host only enqueues. A CUDA host function would do as well, but starting one after a kernel takes 0.1 ms.
     """
 
-    def __init__(self, kernel: CpuKernel, stream: torch.cuda.Stream) -> None:
+    def __init__(self, worker: CpuWorker, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         flags = torch.zeros(2, dtype=torch.int32).pin_memory()
         self._may_start, self._has_ended = flags[:1], flags[1:]
-        self._server = kernel.serve(flags)
+        self._server = worker.serve(flags)
         self._num_jobs = 0
         write_value(stream, self._may_start, 0)  # raises where the driver refuses either of the two
         wait_for_value(stream, self._has_ended, 0)
@@ -238,7 +269,7 @@ class CudaCpuStream:
     def wait(self, event: Event) -> None:
         event.wait(self._stream)
 
-    def attend(self, job: AttentionJob, layer: int) -> Event:
+    def attend(self, job: CpuJob, layer: int) -> Event:
         self._num_jobs += 1
         number = as_int32(self._num_jobs)
         self._server.submit(job, layer, number)
@@ -256,8 +287,8 @@ class CudaStreams:
         self.h2d = CudaStream(new_stream(device, owner=self))
         self.d2h = CudaStream(new_stream(device, owner=self))
 
-    def cpu(self, kernel: CpuKernel) -> CudaCpuStream:
-        return CudaCpuStream(kernel, new_stream(self._device, owner=self))
+    def cpu(self, worker: CpuWorker) -> CudaCpuStream:
+        return CudaCpuStream(worker, new_stream(self._device, owner=self))
 
     def on_device(self, host: torch.Tensor) -> torch.Tensor:
         return pinned_view(host, self._device)

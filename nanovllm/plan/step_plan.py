@@ -147,6 +147,13 @@ class PromptScores(NamedTuple):
     num_logprobs: int  # most likely tokens to report for each
 
 
+class LayerTimes(NamedTuple):
+    """Means over the layers of a step that were timed, on rank 0."""
+
+    link: tuple[float, float] | None  # tokens of a streamed group, and seconds; None if none was timed
+    cpu_s: float | None  # seconds of the CPU's attention in a layer, or None if none was timed
+
+
 class DraftTimes(NamedTuple):
     """Seconds of a draft, measured at start-up: with no keys but the newest, and for each further one."""
 

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from nanovllm.attention.base import PagedBatch, StepAttention
-from nanovllm.capabilities.cpu_attention.queue import CpuRows
 from nanovllm.device.cuda import new_stream
 from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
@@ -29,6 +28,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNKS, MixedSize
 from nanovllm.plan.step_plan import StepPlan
 from nanovllm.runner.companion_memory import CompanionColumns
+from nanovllm.runner.cpu_part import CpuRows
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import StepInputs
 from nanovllm.utils.progress import progress_bar

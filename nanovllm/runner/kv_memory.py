@@ -23,8 +23,6 @@ from nanovllm.attention.base import (
     RunningMerge,
     StepAttention,
 )
-from nanovllm.capabilities.cpu_attention.job import AttentionJob
-from nanovllm.capabilities.cpu_attention.queue import CpuAttention, CpuRows
 from nanovllm.capabilities.disk.worker import KVPool
 from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
@@ -33,8 +31,9 @@ from nanovllm.offload.streams import make_streams
 from nanovllm.plan.kv_spec import KVCacheSpec
 from nanovllm.plan.step_plan import StepPlan
 from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory, GroupHook, LayerMemoryOf
+from nanovllm.runner.cpu_part import CpuPart, CpuRows
 from nanovllm.runner.inputs import StepInputs
-from nanovllm.runner.step_result import StepTimes
+from nanovllm.runner.step_result import TimedPieces
 
 
 class StepBatches(NamedTuple):
@@ -42,7 +41,7 @@ class StepBatches(NamedTuple):
 
     paged: PagedBatch
     groups: tuple[PagedBatch, ...] = ()
-    cpu: CpuRows | None = None  # None: the CPU attends to nothing
+    cpu: CpuRows | None = None  # None if the CPU attends to no key
 
 
 def _no_layer_memory(layer: int) -> LayerStates:
@@ -89,7 +88,7 @@ class MergedAttention(PagedAttention):
         self,
         backend: AttentionBackend,
         offload: OffloadEngine,
-        cpu: CpuAttention | None,
+        cpu: CpuPart,
         slot_mapping_T: torch.Tensor,
         batches: StepBatches,
         last_batches: StepBatches,
@@ -99,16 +98,11 @@ class MergedAttention(PagedAttention):
     ) -> None:
         cache = offload.k_cache_gpu, offload.v_cache_gpu
         super().__init__(backend, cache, slot_mapping_T, batches.paged, last_batches.paged, scale, layer_memory)
-        self.offload, self.cpu = offload, cpu
+        self.offload, self.group_hooks = offload, group_hooks
         self.groups, self.last_groups = batches.groups, last_batches.groups
-        self.job, self.last_job = self._job(batches.cpu), self._job(last_batches.cpu)
-        self.group_hooks = group_hooks
-
-    def _job(self, rows: CpuRows | None) -> AttentionJob | None:
-        if rows is None:
-            return None
-        assert self.cpu is not None, "the plan leaves keys to the CPU, which does not attend"
-        return self.cpu.make_job(rows, self.scale)
+        # None if the plan leaves no keys to the CPU
+        self.cpu_step = None if batches.cpu is None else cpu.step(batches.cpu, scale)
+        self.last_cpu_step = None if last_batches.cpu is None else cpu.step(last_batches.cpu, scale)
 
     def cells(self, layer: int) -> KVCells:
         """Hot: once per layer."""
@@ -118,25 +112,23 @@ class MergedAttention(PagedAttention):
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         """Hot: once per layer. A result is merged before the next one is computed, because it may take 64 MiB."""
         offload, is_last = self.offload, layer == self.last_layer
-        groups, job = (self.last_groups, self.last_job) if is_last else (self.groups, self.job)
+        groups, cpu = (self.last_groups, self.last_cpu_step) if is_last else (self.groups, self.cpu_step)
         offload.stored(layer)
         if len(q_THD) == 0:  # nothing is sampled: only release what was brought in for this layer
             offload.attended()
             for number, (k_group, v_group) in enumerate(offload.groups()):
                 self._attended(layer, number, k_group, v_group)
             return q_THD
-        if job is not None:  # the CPU computes beside the GPU, so it begins first and is waited for last
-            assert self.cpu is not None
-            self.cpu.begin_layer(job, layer, q_THD)
-        merged = RunningMerge(self.backend.merge, 1 + len(groups) + (job is not None))
+        if cpu is not None:  # the CPU and the GPU compute concurrently, so the CPU begins first and ends last
+            cpu.begin_layer(layer, q_THD)
+        merged = RunningMerge(self.backend.merge, 1 + len(groups) + (cpu is not None))
         merged.add(self.attend_paged(layer, q_THD))
         offload.attended()
         for number, ((k_group, v_group), batch) in enumerate(zip(offload.groups(), groups, strict=True)):
             merged.add(self.backend.attend(q_THD, k_group, v_group, batch, self.scale))
             self._attended(layer, number, k_group, v_group)
-        if job is not None:
-            assert self.cpu is not None
-            merged.add(PartialAttention(*self.cpu.results(q_THD)))
+        if cpu is not None:
+            merged.add(cpu.results(q_THD))
         return merged.result().out_THD
 
     def _attended(self, layer: int, number: int, k_NPKD: torch.Tensor, v_NPKD: torch.Tensor) -> None:
@@ -226,11 +218,9 @@ class KVMemory:
         dtype: torch.dtype,
         device: torch.device,
         offload: OffloadEngine | None,
-        cpu: CpuAttention | None,
+        cpu: CpuPart,
     ) -> None:
-        """`offload`: what moves the blocks; None for a pool on the GPU. `cpu`: what attends to blocks in CPU memory;
-        None if the CPU takes no part.
-        """
+        """offload: the OffloadEngine, or None if the whole cache is on the GPU."""
         self.spec, self.backend, self.dtype, self.device = spec, backend, dtype, device
         self.offload, self.cpu = offload, cpu
         self.companions: list[CompanionMemory] = []
@@ -362,27 +352,24 @@ class KVMemory:
         if self.offload is not None:
             self.offload.ran_all_layers()
 
-    def end_step(self) -> StepTimes | None:
+    def end_step(self) -> TimedPieces | None:
         """Called after all of the step's work is enqueued. Returns the times of its layers if they are measured."""
         if self.offload is not None:
             self.offload.end_step()
         for companion in self.companions:
             companion.end_step()
-        if self.offload is None or self.cpu is None:
-            return None
-        return StepTimes(self.offload.streams, self.offload.timer.take(), self.cpu.timer.take())
+        return None if self.offload is None else self.cpu.end_step(self.offload.timer.take())
 
     def stats(self) -> dict[str, Any]:
         """Counters of the copies, and the rate of the link."""
         if self.offload is None:
             return {}
-        return self.offload.stats() | {"cpu_attention": None if self.cpu is None else self.cpu.kernel_name}
+        return self.offload.stats() | {"cpu_attention": self.cpu.name}
 
     def close(self) -> None:
         """Release what the garbage collector would not. The memory must not be used afterwards."""
         try:
-            if self.cpu is not None:
-                self.cpu.close()
+            self.cpu.close()
         finally:
             self._drop_companions()
             if self.offload is not None:

@@ -8,17 +8,15 @@ import importlib.util
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from nanovllm.attention.base import LibraryPlan
 from nanovllm.attention.selection import choose_backend
-from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
-from nanovllm.capabilities.cpu_attention.rates import make_cpu_attention, measure_split
 from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, DiskMoves, DiskSetup
 from nanovllm.capabilities.disk.store import DiskStore
 from nanovllm.capabilities.disk.worker import DiskWorker, open_worker, weights_identity
@@ -43,6 +41,7 @@ from nanovllm.offload.offload_engine import OffloadEngine
 from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, StartReport, dtype_name
 from nanovllm.plan.step_limits import max_model_len, max_step_rows
 from nanovllm.plan.step_plan import DraftTimes, StepPlan
+from nanovllm.runner.cpu_part import CpuPart, CpuPartFactory, NoCpuPart
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory
@@ -60,6 +59,8 @@ from nanovllm.utils.memory import available_host_bytes
 from nanovllm.utils.version import __version__
 
 logger = logging.getLogger("nanovllm")
+
+Result = TypeVar("Result")
 
 
 class Phases:
@@ -92,10 +93,11 @@ class ModelRunner:
         tp: TPGroup,
         device: torch.device,
         make_offload_engine: OffloadEngineFactory,
+        make_cpu_part: CpuPartFactory,
     ) -> None:
         """Build this rank's part of the model and load its weights from `directory`."""
         self.config, self.model_config, self.spec, self.tp, self.device = config, model_config, spec, tp, device
-        self._make_offload_engine = make_offload_engine
+        self._make_offload_engine, self._make_cpu_part = make_offload_engine, make_cpu_part
         self._memory: KVMemory | None = None  # None: before `allocate_kv_cache` and after `close`
         self._steps: StepRunner | None = None  # exists as long as the memory does
         self._disk: DiskWorker | None = None  # None: no KV is kept on disk
@@ -225,10 +227,11 @@ class ModelRunner:
         """Allocate all KV memory. With offload, the cache on the GPU consists of the OffloadEngine's slots."""
         with memory_remedy("allocating the KV cache"), self.phases("KV cache"):
             if self._memory is None:
-                offload = cpu = None
+                offload: OffloadEngine | None = None
+                cpu: CpuPart = NoCpuPart()
                 if sizes.num_cpu_blocks:
                     offload = self._make_offload_engine(self.spec, sizes.num_cpu_blocks, self.dtype, self.device)
-                    cpu = make_cpu_attention(self.config, offload, self.num_heads, self.tp)
+                    cpu = self._make_cpu_part(self.config, offload, self.num_heads, self.tp)
                 self._memory = KVMemory(self.spec, self.backend, self.dtype, self.device, offload, cpu)
             self._memory.allocate(sizes.num_gpu_blocks)
             drafts = ModelDrafts()
@@ -285,13 +288,9 @@ class ModelRunner:
             self.steps.graphs = None
 
     @on_own_device
-    def measure_cpu_split(self) -> CpuSplit | None:
-        """Measure how to divide attention between link and CPU; None if the CPU takes no part. Runs decode steps."""
-        offload, cpu = self.memory.offload, self.memory.cpu
-        if offload is None or cpu is None:
-            return None
-        with self.phases("CPU attention"):
-            return measure_split(offload, cpu, self.launch, self.tp, is_forced=self.config.cpu_attention == "on")
+    def measure(self, measurement: Callable[["ModelRunner"], Result]) -> Result:
+        """See Runner."""
+        return measurement(self)
 
     @on_own_device
     def measure_drafts(self) -> DraftTimes:
@@ -480,9 +479,11 @@ def make_runner(
     spec: KVCacheSpec,
     device: torch.device,
     make_offload_engine: OffloadEngineFactory,
+    make_cpu_part: CpuPartFactory,
     tp: TPGroup,
 ) -> ModelRunner:
     """Make one rank's runner. With several ranks, each has the device that its process group was made for."""
     if device.type == "cuda":
         use_expandable_segments()
-    return ModelRunner(config, model_config, directory, spec, tp, tp.device or device, make_offload_engine)
+    device = tp.device or device
+    return ModelRunner(config, model_config, directory, spec, tp, device, make_offload_engine, make_cpu_part)

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.capabilities.cpu_attention.cpu_split import LayerTimes
 from nanovllm.device.cuda import pinned_view
 from nanovllm.offload.streams import Streams, TimedPiece
 from nanovllm.plan.outputs import NO_LOGPROBS, PositionLogprobs, StepLogprobs
+from nanovllm.plan.step_plan import LayerTimes
 from nanovllm.runner.inputs import LogprobInputs
 
 _CHUNK_BYTES = 32 << 20  # fp32 logits that are read at once
@@ -96,7 +96,7 @@ class StepEnd:
         return earlier._event.elapsed_time(self._event) / 1000
 
 
-class StepTimes(NamedTuple):
+class TimedPieces(NamedTuple):
     """The pieces of a step that are timed: groups that are streamed, and the CPU's attention in a layer."""
 
     streams: Streams
@@ -126,7 +126,7 @@ class StepResult:
         sampled: LogprobTensors | None = None,
         prompt: LogprobTensors | None = None,
         end_before: StepEnd | None = None,
-        times: StepTimes | None = None,
+        timed: TimedPieces | None = None,
     ) -> None:
         """Enqueues the copies to the host. `sampled` and `prompt`: as in StepLogprobs. `end_before`: of the step that
         was launched before this one; None if there was none.
@@ -134,7 +134,7 @@ class StepResult:
         self._tokens = _to_host(tokens)
         self._sampled = None if sampled is None else LogprobTensors(*map(_to_host, sampled))
         self._prompt = None if prompt is None else LogprobTensors(*map(_to_host, prompt))
-        self.end, self._end_before, self._times = StepEnd(tokens.device), end_before, times
+        self.end, self._end_before, self._timed = StepEnd(tokens.device), end_before, timed
 
     def is_done(self) -> bool:
         return self.end.is_over()
@@ -150,7 +150,7 @@ class StepResult:
 
     def layer_times(self) -> LayerTimes | None:
         """See LaunchedStep."""
-        return None if self._times is None else self._times.layer_times()
+        return None if self._timed is None else self._timed.layer_times()
 
     def logprobs(self) -> StepLogprobs:
         """Call it after `token_ids`, which waits for the step."""

@@ -22,12 +22,11 @@ import numpy as np
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, running_dtype
-from nanovllm.capabilities.cpu_attention.job import AttentionJob
-from nanovllm.capabilities.cpu_attention.queue import CpuAttention, CpuRows
 from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
 from nanovllm.offload.offload_engine import OffloadEngine
+from nanovllm.runner.cpu_part import CpuGraphs, CpuRows
 from nanovllm.runner.cuda_graphs import MakeAttention, StepGraphs, capture
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.inputs import GroupInputs, StepInputs, to_device
@@ -138,56 +137,14 @@ class GroupGraphs:
             yield graphs[buffer]
 
 
-class CpuGraph:
-    """The graph that merges what the CPU has computed.
-
-    The pieces copy the query to CPU memory before their paged calls. An event in the graph tells the CPU when it has
-    arrived, so the CPU starts beside the paged call. Steps in which the CPU has no keys copy it needlessly.
-    """
-
-    def __init__(self, cpu: CpuAttention, backend: AttentionBackend, scale: float) -> None:
-        self.cpu, self.backend, self.scale = cpu, backend, scale
-        self._query_ready = cpu.streams.graph_event()
-        self._job: AttentionJob | None = None  # the step's
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def capture_query(self, q_BHD: torch.Tensor) -> None:
-        """Enqueue that a layer's query goes to CPU memory, and the event that says when it is there."""
-        self.cpu.put_query(q_BHD)
-        self.cpu.streams.compute.record(self._query_ready)
-
-    def launch_kernels(self, size: int, result: StaticResult) -> None:
-        """Launch what the graph of a size holds."""
-        result.merge(self.backend, PartialAttention(*self.cpu.result_rows(size)))
-
-    # -- one step ------------------------------------------------------------------------------------------------
-
-    def begin_step(self, size: int, graph: torch.cuda.CUDAGraph, rows: CpuRows | None) -> None:
-        """Begin a step of `size` rows including padding. `rows`: None if the CPU attends to nothing."""
-        self._graph = graph
-        self._job = rows and self.cpu.make_job(rows, self.scale, num_padding_rows=size - sum(rows.num_queries))
-
-    def start(self, layer: int) -> None:
-        """Let the CPU attend. Hot: once per layer."""
-        if self._job is not None:
-            self.cpu.launch(self._job, layer, self._query_ready)
-
-    def of_layer(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """Yield the graph to replay once the CPU is done, if it attends in this step. Hot: once per layer."""
-        if self._job is not None:
-            assert self._graph is not None, "begin_step comes first"
-            self.cpu.wait_for_results()
-            yield self._graph
-
-
 class _Cutter:
     """A StepAttention that ends the captured piece after each paged call and begins the next.
 
     As a context manager it begins the first piece, and it never leaves a stream in capture mode, whatever happens.
     """
 
-    def __init__(self, paged: PagedAttention, cpu: CpuGraph | None, result: StaticResult, pool: Any) -> None:
-        self.paged, self.cpu, self.result, self.pool = paged, cpu, result, pool
+    def __init__(self, paged: PagedAttention, cpu_graphs: Sequence[CpuGraphs], result: StaticResult, pool: Any) -> None:
+        self.paged, self.cpu_graphs, self.result, self.pool = paged, cpu_graphs, result, pool
         self.pieces: list[torch.cuda.CUDAGraph] = []
         self._capture: AbstractContextManager[torch.cuda.CUDAGraph]
 
@@ -209,8 +166,8 @@ class _Cutter:
         return self.paged.layer_memory(layer)
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        if self.cpu is not None:
-            self.cpu.capture_query(q_THD)
+        for cpu in self.cpu_graphs:
+            cpu.capture_query(q_THD)
         running_out = self.result.begin(q_THD, self.paged.attend_paged(layer, q_THD))
         self._capture.__exit__(None, None, None)
         self._begin_piece()
@@ -242,12 +199,14 @@ class StreamedDecodeGraphs(StepGraphs):
         self.groups = GroupGraphs(
             buffers, self.offload, backend, scale, max_num_seqs=largest, max_query_len=max_query_len
         )
-        self.cpu = None if memory.cpu is None else CpuGraph(memory.cpu, backend, scale)
+        self.cpu_graphs = memory.cpu.graphs(scale)
 
     def _capture_size(self, model: CausalLM, make_attention: MakeAttention, size: int, pools: list[Any]) -> None:
-        """Capture the pieces, one more than there are attention layers, and then a graph for each staging buffer."""
+        """Capture the pieces, one more than there are attention layers, then a graph for each staging buffer, and one
+        that merges the CPU's results unless CPU attention is disabled.
+        """
         pool, group_pool = pools
-        cutter = _Cutter(self.paged(self.memory.paged_attention, size), self.cpu, self.result, pool)
+        cutter = _Cutter(self.paged(self.memory.paged_attention, size), self.cpu_graphs, self.result, pool)
         with cutter:
             self.buffers.forward(model, size, cutter)
         graphs = self._graphs[size] = cutter.pieces
@@ -255,9 +214,9 @@ class StreamedDecodeGraphs(StepGraphs):
             with capture(group_pool) as graph:
                 self.groups.launch_kernels(size, buffer, self.result)
             graphs.append(graph)
-        if self.cpu is not None:
+        for cpu in self.cpu_graphs:
             with capture(group_pool) as graph:
-                self.cpu.launch_kernels(size, self.result)
+                self.merge_cpu(cpu, size)
             graphs.append(graph)
         torch.cuda.synchronize()
 
@@ -265,8 +224,12 @@ class StreamedDecodeGraphs(StepGraphs):
         self.buffers.forward(model, size, self.paged(make_attention, size))
         for buffer in range(self.groups.num_buffers):
             self.groups.launch_kernels(size, buffer, self.result)
-        if self.cpu is not None:
-            self.cpu.launch_kernels(size, self.result)
+        for cpu in self.cpu_graphs:
+            self.merge_cpu(cpu, size)
+
+    def merge_cpu(self, cpu: CpuGraphs, size: int) -> None:
+        """Launch the kernels that merge the CPU's results into those of a step of `size` rows."""
+        self.result.merge(self.memory.backend, cpu.results(size))
 
     def replay(self, inputs: StepInputs, cpu_rows: CpuRows | None = None) -> torch.Tensor:
         """See StepGraphs. Between the pieces this makes the same calls as a step that is launched kernel by kernel."""
@@ -276,20 +239,21 @@ class StreamedDecodeGraphs(StepGraphs):
         num_pieces, num_buffers = self.num_layers + 1, self.groups.num_buffers
         *pieces, last_piece = self._graphs[size][:num_pieces]
         self.groups.begin_step(size, self._graphs[size][num_pieces : num_pieces + num_buffers], inputs.groups)
-        if self.cpu is not None:
-            self.cpu.begin_step(size, self._graphs[size][-1], cpu_rows)
-        offload, cpu, replay = self.offload, self.cpu, torch.cuda.CUDAGraph.replay
+        cpu_graphs = list(zip(self.cpu_graphs, self._graphs[size][num_pieces + num_buffers :], strict=True))
+        for cpu, _ in cpu_graphs:
+            cpu.begin_step(size, cpu_rows)
+        offload, replay = self.offload, torch.cuda.CUDAGraph.replay
         for layer, piece in enumerate(pieces):
             offload.begin_layer(layer)
             replay(piece)
-            if cpu is not None:
-                cpu.start(layer)
+            for cpu, _ in cpu_graphs:
+                cpu.begin_layer(layer)
             offload.stored(layer)
             offload.attended()
             for graph in self.groups.of_layer():
                 replay(graph)
-            if cpu is not None:
-                for graph in cpu.of_layer():
+            for cpu, graph in cpu_graphs:
+                if cpu.end_layer():
                     replay(graph)
         replay(last_piece)
         self.groups.end_step()

@@ -14,11 +14,10 @@ from offload_workload import BLOCK, prompts_of
 from tiny_models import write_tiny_model
 
 from nanovllm.capabilities.cpu_attention.job import AttentionJob
-from nanovllm.capabilities.cpu_attention.kernels import CpuKernel
 from nanovllm.capabilities.cpu_attention.torch_kernel import TorchKernel
 from nanovllm.engine.setup import Internals
 from nanovllm.offload.offload_engine import OffloadEngine
-from nanovllm.offload.streams import CudaCpuStream, CudaStream, CudaStreams, Event
+from nanovllm.offload.streams import CpuWorker, CudaCpuStream, CudaStream, CudaStreams, Event
 
 pytestmark = pytest.mark.gpu
 
@@ -114,7 +113,7 @@ class SlowStreams(CudaStreams):
         self.compute = SlowQuery(None)
         self.compute.drops = dropped == "E12"
 
-    def cpu(self, kernel: CpuKernel) -> CudaCpuStream:
+    def cpu(self, worker: CpuWorker) -> CudaCpuStream:
         stream = super().cpu(SlowKernel([0]))
         if self.dropped == "E11":
             stream.__class__ = ImpatientCpu

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 from content_model import Simulation
-from cpu_splits import ALL, FixedSplit
+from cpu_splits import ALL, FixedSplit, splitter
 
 from nanovllm.kvcache.block_manager import BlockManager
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
@@ -16,7 +16,7 @@ BLOCK = 256
 
 def hybrid(num_gpu_blocks: int = 3, num_cpu_tokens: int = 0) -> HybridKVCacheManager:
     split = FixedSplit(num_tokens=num_cpu_tokens) if num_cpu_tokens else None
-    return HybridKVCacheManager(12, num_gpu_blocks, BLOCK, group_blocks=2, cpu_split=split)
+    return HybridKVCacheManager(12, num_gpu_blocks, BLOCK, group_blocks=2, cpu_split=splitter(split))
 
 
 def counts(kv: BlockManager | HybridKVCacheManager) -> dict[BlockState, int]:

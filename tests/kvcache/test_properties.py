@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import xxhash
 from content_model import ContentError, Simulation
-from cpu_splits import RandomSplit
+from cpu_splits import RandomSplit, splitter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from leftovers import FIRST_ID, leftovers
@@ -70,7 +70,7 @@ HYBRID = st.builds(
     block_size=any_of([GRAIN, 2 * GRAIN, 3 * GRAIN]),
     group_blocks=any_of([1, 2, 3]),
     enable_prefix_caching=any_of([True, True, True, False]),
-    cpu_split=st.none() | st.builds(RandomSplit, generator=st.randoms(use_true_random=False)),
+    cpu_split=(st.none() | st.builds(RandomSplit, generator=st.randoms(use_true_random=False))).map(splitter),
     grain=st.just(GRAIN),
     long_chunk_blocks=st.just(LONG_CHUNK_BLOCKS),
     progress_tokens=any_of([1, 4, 30]),

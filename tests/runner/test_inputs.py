@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.capabilities.cpu_attention.queue import CpuRows
 from nanovllm.capabilities.recurrent.memory import StateMemory
 from nanovllm.capabilities.recurrent.places import StateStep
 from nanovllm.kernels.sampling_tensors import SamplingTensors
@@ -21,6 +20,7 @@ from nanovllm.plan.step_plan import (
     StepPlan,
     StreamedGroup,
 )
+from nanovllm.runner.cpu_part import CpuRows
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import (
     GroupInputs,

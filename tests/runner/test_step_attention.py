@@ -188,15 +188,20 @@ class LoggingCpu:
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
-    def make_job(self, rows: str, scale: float) -> str:
-        return rows
+    def step(self, rows: str, scale: float) -> "LoggingCpuStep":
+        return LoggingCpuStep(self.log, rows)
 
-    def begin_layer(self, job: str, layer: int, q_THD: torch.Tensor) -> None:
-        self.log.append(f"begin {job}")
 
-    def results(self, q_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+class LoggingCpuStep:
+    def __init__(self, log: list[str], rows: str) -> None:
+        self.log, self.rows = log, rows
+
+    def begin_layer(self, layer: int, q_THD: torch.Tensor) -> None:
+        self.log.append(f"begin {self.rows}")
+
+    def results(self, q_THD: torch.Tensor) -> PartialAttention:
         self.log.append("results")
-        return torch.full_like(q_THD, 7.0), torch.zeros(2, len(q_THD))
+        return PartialAttention(torch.full_like(q_THD, 7.0), torch.zeros(2, len(q_THD)))
 
 
 def logging_attention(log: list[str]) -> MergedAttention:

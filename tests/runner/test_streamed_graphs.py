@@ -21,6 +21,7 @@ from nanovllm.offload.offload_engine import OffloadEngine
 from nanovllm.offload.streams import ImmediateStreams
 from nanovllm.plan.kv_spec import KVCacheSpec, StagingSizes
 from nanovllm.plan.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
+from nanovllm.runner.cpu_part import CpuPart, NoCpuPart
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.inputs import build_inputs
 from nanovllm.runner.kv_memory import KVMemory, cpu_rows, make_offload_engine
@@ -176,9 +177,7 @@ class LoggedEngine(OffloadEngine):
 def make_cpu_attention(offload: OffloadEngine, num_heads: int, is_pinned: bool = False) -> CpuAttention:
     return CpuAttention(
         choose_kernel([0], head_dim=offload.spec.head_dim, dtype=offload.dtype),
-        offload.streams,
-        k_cache=offload.k_cache_cpu,
-        v_cache=offload.v_cache_cpu,
+        offload,
         num_heads=num_heads,
         max_rows=8,
         is_pinned=is_pinned,
@@ -190,7 +189,7 @@ def make_graphs(
     sizes: list[int],
     max_query_len: int,
     offload: OffloadEngine,
-    cpu: CpuAttention | None,
+    cpu: CpuPart,
     backend: AttentionBackend,
     num_heads: int,
 ) -> StreamedDecodeGraphs:
@@ -219,7 +218,7 @@ def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(
         num_guesses=num_guesses,
         max_num_rows=8,
     )
-    cpu = None if num_cpu_tokens is None else make_cpu_attention(offload, num_heads=4)
+    cpu = NoCpuPart() if num_cpu_tokens is None else make_cpu_attention(offload, num_heads=4)
     graphs = make_graphs(buffers, [4, 8], max_query_len, offload, cpu, backend, num_heads=4)
     size = graphs.size_for(num_rows)
     assert size > num_rows
@@ -228,8 +227,8 @@ def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(
 
     def first_piece() -> None:
         batch, caches = buffers.decode_batch(size, max_query_len), (offload.k_cache_gpu[0], offload.v_cache_gpu[0])
-        if graphs.cpu is not None:
-            graphs.cpu.capture_query(q_BHD)
+        for cpu_graphs in graphs.cpu_graphs:
+            cpu_graphs.capture_query(q_BHD)
         graphs.result.begin(q_BHD, backend.attend(q_BHD, *caches, batch, SCALE))
 
     def attend_to(buffer: int) -> Replayable:
@@ -239,8 +238,8 @@ def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(
     last_piece = partial(out_BHD.copy_, graphs.result.out_BHD[:size])
     pieces = [Replayable("piece 0", first_piece), Replayable("piece 1", last_piece)]
     graphs._graphs[size] = [*pieces, *map(attend_to, range(3))]  # type: ignore[list-item]
-    if graphs.cpu is not None:
-        merge = partial(graphs.cpu.launch_kernels, size, graphs.result)
+    for cpu_graphs in graphs.cpu_graphs:
+        merge = partial(graphs.merge_cpu, cpu_graphs, size)
         graphs._graphs[size].append(Replayable("merge of the CPU's part", merge))  # type: ignore[arg-type]
     plan = make_plan(num_groups, num_cpu_tokens or 0, num_guesses)
     for _ in range(2):  # the second step finds the running result of the first
@@ -253,8 +252,7 @@ def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(
         assert Replayable.log == ["begin_layer", "piece 0", "stored", "attended", *replays, "piece 1"]
         torch.testing.assert_close(out_BHD[:num_rows].double(), case.naive(SCALE).out_THD, atol=5e-6, rtol=5e-6)
         assert not out_BHD[num_rows:].any()  # padding has no keys
-    if cpu is not None:
-        cpu.close()
+    cpu.close()
     offload.close()
 
 
@@ -273,7 +271,7 @@ def test_gpu_streamed_graphs_many_groups_round_once(name: str, num_parts: int, w
     with torch.inference_mode():
         case, offload, buffers = make_setup(make_offload_engine, num_groups, (16, 2), 128, dtype, "cuda")
         model = OneAttention(case.q_THD)
-        cpu = make_cpu_attention(offload, num_heads=16, is_pinned=True) if with_cpu else None
+        cpu = make_cpu_attention(offload, num_heads=16, is_pinned=True) if with_cpu else NoCpuPart()
         graphs = make_graphs(buffers, [NUM_SEQS], 1, offload, cpu, backend, num_heads=16)
         graphs.capture(model, graphs.memory.paged_attention, graphs.sizes, show_progress=False)  # type: ignore[arg-type]
         plan = make_plan(num_groups, num_cpu_tokens=100 if with_cpu and num_groups else 0)
@@ -283,6 +281,5 @@ def test_gpu_streamed_graphs_many_groups_round_once(name: str, num_parts: int, w
             torch.cuda.synchronize()
             assert num_roundings(model.out_BHD, case.naive(SCALE).out_THD) <= MAX_ROUNDINGS
         graphs.reset()
-        if cpu is not None:
-            cpu.close()
+        cpu.close()
         offload.close()

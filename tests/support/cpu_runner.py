@@ -8,6 +8,7 @@ import torch
 
 from nanovllm.attention.base import HostTables, PagedBatch, PartialAttention
 from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.capabilities.cpu_attention.rates import make_cpu_attention
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.device.tp_group import TPGroup
@@ -61,4 +62,5 @@ def make_runner(model: Path, num_cpu_blocks: int, **options: Any) -> ModelRunner
     model_config, directory = ModelConfig.from_pretrained(str(model))
     model_config = model_config.quantized(config.quantization)
     spec = kv_cache_spec(config, model_config, tp_size=1)
-    return ModelRunner(config, model_config, directory, spec, TPGroup(), torch.device("cpu"), make_offload_engine)
+    device, factories = torch.device("cpu"), (make_offload_engine, make_cpu_attention)
+    return ModelRunner(config, model_config, directory, spec, TPGroup(), device, *factories)

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
+from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit, FollowingSplit
 from nanovllm.engine.setup import Internals
+from nanovllm.kvcache.missing_keys import STREAM_ALL, KeySplitter
 
 ALL = 2**40
 
@@ -35,6 +36,11 @@ class RandomSplit(FixedSplit):
     def num_cpu_tokens(self, token_costs_s: Sequence[float], block_size: int) -> int:
         most = len(token_costs_s) * block_size
         return self.generator.choice([0, 1, most - 1, most, self.generator.randint(0, most)])
+
+
+def splitter(split: CpuSplit | None) -> KeySplitter:
+    """What a cache manager takes for a split, or for none."""
+    return STREAM_ALL if split is None else FollowingSplit(split)
 
 
 def splitting(num_tokens: int, **others: Any) -> Internals:

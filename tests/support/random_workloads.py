@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from content_model import VOCAB_SIZE, ContentRunner, Simulation, next_token
-from cpu_splits import RandomSplit
+from cpu_splits import RandomSplit, splitter
 from odd_drafters import OddDrafter
 
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
@@ -141,7 +141,7 @@ def dense_manager(
         GRAIN * rng.randint(1, 3),
         rng.randint(1, 3),
         rng.random() < 0.8,
-        cpu_split,
+        splitter(cpu_split),
         keeps_first_blocks=keeps_first_blocks,
         companions=companions,
         model_drafts=model_drafts,

@@ -36,10 +36,10 @@ import torch
 from race_detector import Access, RaceDetector, Site
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, StepAttention
-from nanovllm.capabilities.cpu_attention.job import AttentionJob, CpuKernel
+from nanovllm.capabilities.cpu_attention.job import AttentionJob
 from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
-from nanovllm.offload.streams import Event
+from nanovllm.offload.streams import CpuWorker, Event
 
 Mode = Literal["late", "early", "random"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -75,7 +75,7 @@ class _Point(NamedTuple):
 
 
 class _Attention(NamedTuple):
-    kernel: CpuKernel
+    worker: CpuWorker
     job: AttentionJob
     layer: int
 
@@ -190,7 +190,7 @@ class SimulatedStream:
 class SimulatedCpuStream(SimulatedStream):
     """A queue of attention, which knows what each job reads and writes."""
 
-    kernel: CpuKernel
+    worker: CpuWorker
 
     def attend(self, job: AttentionJob, layer: int) -> SimulatedEvent:
         """Enqueue a job. The event stands for its end. Raises StreamRaceError."""
@@ -201,7 +201,7 @@ class SimulatedCpuStream(SimulatedStream):
                     self.read(cache[layer].flatten(0, 1)[span.first_token : span.first_token + span.num_tokens])
         self.write(job.out_THD)
         self.write(job.lse_HT)
-        self._enqueue(_Attention(self.kernel, job, layer))
+        self._enqueue(_Attention(self.worker, job, layer))
         event = self._streams.event()
         self.record(event)
         return event
@@ -243,9 +243,9 @@ class SimulatedStreams:
         if self.detector is not None:
             self.detector.name_region(name, tensor)
 
-    def cpu(self, kernel: CpuKernel) -> SimulatedCpuStream:
+    def cpu(self, worker: CpuWorker) -> SimulatedCpuStream:
         """The queue of attention; every caller gets the same one."""
-        self._cpu.kernel = kernel
+        self._cpu.worker = worker
         return self._cpu
 
     def on_device(self, host: torch.Tensor) -> torch.Tensor:
@@ -299,7 +299,7 @@ class SimulatedStreams:
             if isinstance(work, _Copy):
                 work.dst.copy_(work.src)
             elif isinstance(work, _Attention):
-                work.kernel.attend(work.job, work.layer)
+                work.worker.attend(work.job, work.layer)
             elif work.stream.num_done < work.position:
                 goals.append((work.stream, work.position))
                 continue

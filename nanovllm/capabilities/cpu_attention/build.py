@@ -1,10 +1,10 @@
-"""The variants of the compiled kernels: which this processor can run, and compiling source/attention.cpp for each.
+"""The variants of the compiled kernels: which of them this processor can run, and how source/attention.cpp is compiled.
 
-A library is compiled when it is first needed (kernels.py) and kept in the user's cache, under a name that changes with
+A library is compiled when it is first needed (kernels.py) and stays in the user's cache, under a name that changes with
 the sources and the flags. `python -m nanovllm.capabilities.cpu_attention.build` compiles all variants, for instance
-for an image that other machines run. It may run where nothing else is installed, so this imports the standard library
-only. All variants are for x86-64. On other processors, without AVX2, or without a compiler the engine uses torch's
-kernel.
+for an image that other machines run. It may run where nothing else is installed, so this module imports the standard
+library only. All variants are for x86-64. On other processors, without AVX2, or without a compiler the engine uses
+TorchKernel.
 """
 
 import hashlib
@@ -51,12 +51,12 @@ INSTRUCTION_SETS = (  # best first
 
 
 def missing_flags(variant: InstructionSet, cpu: set[str]) -> list[str]:
-    """The instructions that the variant needs and a processor with the flags `cpu` lacks."""
+    """List the instructions that the variant needs and that a processor with the flags `cpu` lacks."""
     return sorted(variant.cpu_flags - cpu)
 
 
 def library_path(variant: InstructionSet) -> Path:
-    """Path of the variant's library in the user's cache. It names what the library is made from: sources and flags."""
+    """Path of the variant's library in the user's cache. It contains a hash of the sources and flags."""
     key = hashlib.sha256(" ".join((*FLAGS, *variant.compile_flags)).encode())
     for source in sorted(SOURCES.iterdir()):
         key.update(source.read_bytes())
@@ -64,7 +64,7 @@ def library_path(variant: InstructionSet) -> Path:
 
 
 def cpu_flags() -> set[str]:
-    """The instructions of this processor. Empty where Linux does not list them under `flags`."""
+    """The instructions of this processor; empty if Linux does not list them under `flags`."""
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:
@@ -77,14 +77,14 @@ def is_x86() -> bool:
 
 
 def find_compiler() -> list[str] | None:
-    """$CXX, which may hold options, or the first compiler on the path."""
+    """Return $CXX, which may contain options, or the first compiler on the path."""
     if command := shlex.split(os.environ.get("CXX", "")):
         return command if shutil.which(command[0]) else None
     return next(([name] for name in COMPILERS if shutil.which(name)), None)
 
 
 def compile_variant(variant: InstructionSet) -> str | None:
-    """Compile one library into the cache. Returns None, or what went wrong and the remedy."""
+    """Compile one library into the cache. Returns None, or the error and its remedy."""
     compiler = find_compiler()
     if compiler is None:
         wanted = os.environ.get("CXX") or ", ".join(COMPILERS)
@@ -98,7 +98,7 @@ def compile_variant(variant: InstructionSet) -> str | None:
             command = [*compiler, *FLAGS, *variant.compile_flags, str(MAIN_SOURCE), "-o", str(unfinished)]
             done = subprocess.run(command, capture_output=True, text=True, errors="replace")
             if done.returncode == 0:
-                unfinished.replace(library)  # atomic: others see all of it or nothing, or keep the old one
+                unfinished.replace(library)  # atomic: no process sees an unfinished library
                 return None
     except OSError as error:
         return f"{variant.name} cannot be compiled: {error}; set XDG_CACHE_HOME to a folder that can be written"
@@ -110,7 +110,7 @@ def compile_variant(variant: InstructionSet) -> str | None:
 def main() -> int:
     """Compile every variant and say what happened. Returns 1 if none can be compiled."""
     if not is_x86():
-        print(f"cpu attention: nothing to build for {platform.machine()}; torch's kernel will be used")
+        print(f"cpu attention: nothing to build for {platform.machine()}; the torch kernel will be used")
         return 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         problems = list(pool.map(compile_variant, INSTRUCTION_SETS))

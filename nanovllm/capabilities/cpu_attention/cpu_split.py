@@ -1,14 +1,14 @@
-"""CpuSplit: how many of the tokens that a step misses the CPU attends to, and how many are streamed.
+"""CpuSplit: how many of a step's missing tokens the CPU attends to, and how many are streamed.
 
-In each layer the link and the CPU work side by side, and the layer waits for the slower of the two. The link needs
-`missing tokens * token_bytes / link_byte_per_s`, and works ahead: it is never idle. The CPU needs the layer's query
-before it can start and is idle until then, for `idle_s` a layer. So with x tokens on the CPU a layer takes
+In each layer the link and the CPU work concurrently, and the layer waits for the slower of the two. The link needs
+`missing tokens * token_bytes / link_byte_per_s`. It runs ahead, so it is never idle. The CPU cannot start before it has
+the layer's query, and is idle for `idle_s` in each layer. With x tokens on the CPU a layer takes
 
     max((missing - x) * link_s, idle_s + x * cpu_s)
 
 and x is chosen to make both sides equal.
 
-The rates are those of the start. FollowingSplit adjusts them to what steps take, since other programs may use the
+Start-up measures the rates. FollowingSplit adjusts them to the times of steps, because other programs may use the
 machine's memory and cores too.
 """
 
@@ -16,19 +16,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from nanovllm.plan.step_plan import StepPlan
+from nanovllm.plan.step_plan import LayerTimes, StepPlan
 
 UNIT_TOKENS = 64  # a tile of the compiled kernels
 MIN_GAIN = 0.02  # share of a layer's time; a smaller gain is within the error of the rates
 MIN_TIMED_S = 2e-4  # expected time of work; less work says little about rates
-WEIGHT = 1 / 12  # a step's weight against the steps before
-MAX_RATIO = 2.0  # a step that is slower than those before by more counts as this much, so it changes little
+WEIGHT = 1 / 12  # weight of a step in the running mean
+MAX_RATIO = 2.0  # bound on a step's slowness relative to the running mean, so that an outlier changes it little
 MIN_CHANGE = 1.04  # ratio of rates; a smaller change is within the noise of the times
-FORGETTING = 1 / 512  # in each step, of what was learned about a CPU that now has too little to do to be timed
+FORGETTING = 1 / 512  # share of the CPU's learned slowness that each step with too little CPU work to time forgets
 
 
 class CpuRate(NamedTuple):
-    """The bytes of K and V that the CPU attends to in a second, with `num_queries` queries of each sequence."""
+    """Bytes of K and V per second that the CPU attends to, with `num_queries` queries of each sequence."""
 
     num_queries: int
     byte_per_s: float
@@ -36,21 +36,21 @@ class CpuRate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CpuSplit:
-    """Rates that start-up measured, each while the other side was busy."""
+    """Rates that start-up measured, each while the other side was busy. It is a StepSplit."""
 
     token_bytes: int  # K and V of a token in one layer, on one rank
     max_queries: int  # in a whole step; with more of them, everything is streamed
     max_sequence_queries: int  # in any sequence of the step; with more, everything is streamed
-    is_forced: bool  # the CPU takes its share even where that gains nothing
+    is_forced: bool  # the CPU takes its share even if that gains nothing
     link_byte_per_s: float | None = None  # None on a CPU: there is no link, so the CPU attends to everything
     cpu_rates: tuple[CpuRate, ...] = ()  # by rising num_queries, the first for 1
-    idle_s: float = 0.0  # time in which the CPU idles in each layer, measured with one sequence
-    signal_s: float = 0.0  # part of it: the time of a job with a single token, by the GPU's clock
-    rank_0_lead: tuple[float, float] = (1.0, 1.0)  # the rates of rank 0's link and CPU over those of the slowest rank
+    idle_s: float = 0.0  # time for which the CPU is idle in each layer, measured with one sequence
+    signal_s: float = 0.0  # the part of idle_s that a job with a single token takes, by the GPU's clock
+    rank_0_lead: tuple[float, float] = (1.0, 1.0)  # ratio of rank 0's rates to the slowest rank's: link and CPU
     unit_tokens: int = UNIT_TOKENS  # the CPU's share of a block is a multiple of this, or the whole block
 
     def takes_part(self, num_queries: Sequence[int]) -> bool:
-        """Return True if the CPU may attend in a step whose sequences have so many queries each."""
+        """Return True if the CPU may attend in a step whose sequences have these numbers of queries."""
         return sum(num_queries) <= self.max_queries and max(num_queries) <= self.max_sequence_queries
 
     def link_s(self, num_tokens: int) -> float:
@@ -58,16 +58,13 @@ class CpuSplit:
         return num_tokens * self.token_bytes / self.link_byte_per_s if self.link_byte_per_s else float("inf")
 
     def cpu_token_s(self, num_queries: int) -> float:
-        """Seconds that the CPU takes for a token and so many queries, as for the next larger measured number."""
+        """Seconds that the CPU takes for a token and `num_queries` queries, by the next larger measured number."""
         if self.link_byte_per_s is None:
             return 0.0
         return self.token_bytes / next(rate.byte_per_s for rate in self.cpu_rates if num_queries <= rate.num_queries)
 
     def num_cpu_tokens(self, token_costs_s: Sequence[float], block_size: int) -> int:
-        """Plan how many tokens the CPU takes of blocks in a row, counted from their end.
-
-        `token_costs_s`: for each block, how long the CPU takes for one of its tokens, for all sequences that read it.
-        """
+        """See StepSplit."""
         if self.link_byte_per_s is None:
             return len(token_costs_s) * block_size
         all_s = self.link_s(len(token_costs_s) * block_size)
@@ -88,37 +85,35 @@ class CpuSplit:
 
     @property
     def cpu_byte_per_s(self) -> float | None:
-        """The CPU's rate with one query for each sequence, where it was measured."""
+        """The CPU's rate with one query of each sequence, or None if not measured."""
         return self.cpu_rates[0].byte_per_s if self.cpu_rates else None
 
     def slowed(self, link_slowness: float, cpu_slowness: float) -> "CpuSplit":
-        """The split where the link and the CPU take so many times as long."""
+        """The split for a link and a CPU that take `link_slowness` and `cpu_slowness` times as long."""
         assert self.link_byte_per_s is not None, "without a link there is nothing to divide"
         rates = tuple(rate._replace(byte_per_s=rate.byte_per_s / cpu_slowness) for rate in self.cpu_rates)
         return replace(self, link_byte_per_s=self.link_byte_per_s / link_slowness, cpu_rates=rates)
 
 
-class LayerTimes(NamedTuple):
-    """Seconds that the two sides took in some layers of a step, on rank 0. None: not timed."""
-
-    link: tuple[float, float] | None  # mean tokens of a copy, and its mean seconds
-    cpu_s: float | None  # mean of a layer
-
-
 class FollowingSplit:
-    """The split of the start, with rates that follow what steps take.
+    """The KeySplitter that starts with the measured split and adjusts its rates to the times of steps.
 
-    Each side has a slowness: how many times as long as at the start its work takes, as a mean over about a dozen
-    steps. The split changes only when one of the two has clearly changed. Every rank runs the plans of rank 0, whose
-    times stand for those of all.
+    Each side has a slowness: the ratio of its time to its expected time at the start, as a running mean over about a
+    dozen steps. The split changes only when a slowness has clearly changed. Every rank runs the plans of rank 0, whose
+    times stand for all ranks.
     """
 
     def __init__(self, start: CpuSplit) -> None:
         self.start = self.now = start
-        self._slowness = self._used = 1.0, 1.0  # factors for link and CPU: as known, and in `now`
+        self._slowness = self._used = 1.0, 1.0  # of link and CPU: the running mean, and what `now` assumes
+
+    @property
+    def cpu_byte_per_s(self) -> float | None:
+        """The rate that `now` assumes for the CPU with one query of each sequence, or None if not measured."""
+        return self.now.cpu_byte_per_s
 
     def step_ended(self, plan: StepPlan, times: LayerTimes | None) -> None:
-        """Learn from a step. `times`: None if it cannot be timed. Hot."""
+        """See KeySplitter. Hot."""
         if times is None or self.start.link_byte_per_s is None or not plan.moves.brings_in_keys:
             return
         (link_slowness, cpu_slowness), (link_lead, cpu_lead) = self._slowness, self.start.rank_0_lead
@@ -126,7 +121,7 @@ class FollowingSplit:
             num_tokens, seconds = times.link
             link_slowness = _followed(link_slowness, self.start.link_s(1) * num_tokens / link_lead, seconds)
         cpu_s = self._expected_cpu_s(plan) / cpu_lead
-        if cpu_s < MIN_TIMED_S:  # too little to learn from; let the CPU try again after a while
+        if cpu_s < MIN_TIMED_S:  # too little to learn from; drift back, so that the CPU is tried again after a while
             cpu_slowness **= 1 - FORGETTING
         elif times.cpu_s is not None:
             cpu_slowness = _followed(cpu_slowness, cpu_s, times.cpu_s - self.start.signal_s)
@@ -136,8 +131,8 @@ class FollowingSplit:
             self.now = self.start.slowed(*self._used)
 
     def _expected_cpu_s(self, plan: StepPlan) -> float:
-        """Seconds that the CPU would have taken for a layer at the rates of the start."""
-        rows = zip(plan.sequences, plan.moves.cpu_spans, strict=False)  # no spans at all if the CPU takes nothing
+        """Seconds that the CPU would have taken for a layer at the start's rates."""
+        rows = zip(plan.sequences, plan.moves.cpu_spans, strict=False)  # cpu_spans is empty if the CPU takes nothing
         return sum(
             self.start.cpu_token_s(step.num_tokens) * sum(span.end - span.start for span in spans)
             for step, spans in rows
@@ -146,7 +141,7 @@ class FollowingSplit:
 
 
 def _followed(slowness: float, expected_s: float, seconds: float) -> float:
-    """The slowness after a step in which so much work took so long."""
+    """Update a slowness by a step whose work took `seconds` instead of `expected_s`."""
     if expected_s < MIN_TIMED_S:
         return slowness
     return slowness * (1 - WEIGHT + WEIGHT * min(MAX_RATIO, seconds / expected_s / slowness))

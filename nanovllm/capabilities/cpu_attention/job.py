@@ -1,8 +1,8 @@
-"""One step's attention on the CPU: what it reads and writes, how its tokens are divided among the threads, and what
-every kernel offers.
+"""One step's attention on the CPU: what it reads and writes, how its tokens are divided among the threads, and the
+interface of the kernels.
 
-A kernel owns threads. It attends to one job at a time, either at once (`attend`) or in a server, which waits for each
-job's queries by itself. So the thread that launches the GPU's work never waits for the CPU's.
+A kernel owns threads. It attends to one job at a time, either immediately (`attend`) or in a server, which waits for
+each job's queries. So the thread that launches the GPU's work never waits for the CPU.
 
 Legend: L layers, N blocks, P tokens per block, T query rows, H query heads, K kv heads, D head dim.
 """
@@ -17,11 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nanovllm.offload.streams import CpuServer
+
 TILE_TOKENS = 64  # TILE in source/vectors.h, which scores this many tokens together
-_MAX_CHUNK_TOKENS = 1024  # unless the partial results of so many chunks would not fit MAX_SCRATCH_BYTES
-MAX_SCRATCH_BYTES = 32 * 2**20  # more only if one chunk for each span needs that much or nearly that much
+_MAX_CHUNK_TOKENS = 1024  # larger only if the chunks' partial results would exceed MAX_SCRATCH_BYTES otherwise
+MAX_SCRATCH_BYTES = 32 * 2**20  # exceeded only if a single chunk for each span already takes (almost) this much
 MAX_QUEUED_JOBS = 2048  # CAPACITY in source/server.h
-FAR_AHEAD = 2**30  # a closed server counts this many jobs beyond its newest one as done
+FAR_AHEAD = 2**30  # a closed server counts this many jobs after its newest one as done
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype in source/vectors.h
 
 
@@ -33,7 +35,7 @@ class TokenSpan(NamedTuple):
 
 
 class RowSpans(NamedTuple):
-    """Consecutive query rows that attend to the same tokens. Without spans they see no key: out 0, lse -inf."""
+    """Consecutive query rows that attend to the same tokens. Rows without spans see no key: out 0, lse -inf."""
 
     num_rows: int
     spans: tuple[TokenSpan, ...]
@@ -44,8 +46,8 @@ class Chunk(NamedTuple):
 
     first_token: int
     num_tokens: int
-    row_range: int  # which of the job's rows attend to it
-    partial: int  # where its partial results begin, in rows
+    row_range: int  # index of the RowRange that attends to the chunk
+    partial: int  # first row of the chunk's partial results
 
 
 class RowRange(NamedTuple):
@@ -69,13 +71,13 @@ class CJob(ctypes.Structure):
 
 
 class AttentionJob:
-    """A step's attention on the CPU. Every layer reads the same places of its own pool, and uses the same buffers.
+    """A step's attention on the CPU. Every layer reads the same tokens of its own pool and uses the same buffers.
 
     `k_cache` and `v_cache` are [L, N, P, K, D], `q_THD` and `out_THD` have their dtype, `lse_HT` is fp32, and all are
     contiguous and in CPU memory. Any number of threads may run a job, but only one layer at a time.
 
-    `scratch` is fp32 memory for the partial results, which is replaced if it is too small. Jobs may share it if they
-    never run at the same time, as those of one kernel never do.
+    `scratch` is fp32 memory for the partial results. If it is too small, the job allocates new memory. Jobs that never
+    run at the same time may share their scratch, such as the jobs of one kernel.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class AttentionJob:
         lse_HT: torch.Tensor,
         rows: Sequence[RowSpans],
         scale: float,
-        num_threads: int,  # for which the tokens are divided
+        num_threads: int,  # among which the tokens are divided
         scratch: torch.Tensor | None = None,
     ) -> None:
         self.k_cache, self.v_cache = k_cache, v_cache
@@ -109,7 +111,7 @@ class AttentionJob:
 
     @property
     def scratch(self) -> torch.Tensor:
-        """The memory that the job uses for its partial results. Another job may get it as its `scratch`."""
+        """The memory for partial results. Another job may get it as its `scratch`."""
         return self._scratch
 
     def _check(self) -> None:
@@ -169,7 +171,7 @@ def _at_least(num_values: int, scratch: torch.Tensor | None) -> torch.Tensor:
 
 
 def joined(spans: Sequence[TokenSpan]) -> Iterator[TokenSpan]:
-    """Join spans that follow each other in memory."""
+    """Join spans that are adjacent in memory."""
     if not spans:
         return
     first_token, num_tokens = spans[0]
@@ -185,15 +187,16 @@ def joined(spans: Sequence[TokenSpan]) -> Iterator[TokenSpan]:
 def divide(rows: Sequence[RowSpans], num_threads: int, max_partial_rows: int) -> tuple[list[Chunk], list[RowRange]]:
     """Divide all spans into chunks, which the threads take in turn.
 
-    A chunk has at most half of a thread's share of what is left, so chunks get smaller towards the end and all threads
-    finish at about the same time. Yet it has at least one tile and at most 1,024 tokens, or what is left of its span.
+    A chunk has at most half of a thread's share of the remaining tokens, so chunks get smaller towards the end and all
+    threads finish at about the same time. A chunk has at least one tile and at most 1,024 tokens, or the rest of its
+    span.
 
-    A chunk leaves a partial result for each of its rows. Where that would make more than `max_partial_rows`, chunks get
-    longer in proportion to their rows, up to a whole span. If even whole spans make more than three quarters of it, a
-    quarter is left for dividing long spans of few rows.
+    A chunk yields a partial result for each of its rows. If there would be more than `max_partial_rows` of them, chunks
+    get longer in proportion to their rows, up to a whole span. If even whole spans yield more than three quarters of
+    `max_partial_rows`, a quarter is reserved for dividing long spans of few rows.
     """
     left = sum(span.num_tokens for row in rows for span in row.spans)
-    # Chunks of r * t tokens for each range of r rows leave at most left / t partial rows, and r more for each span.
+    # Chunks of r * t tokens for each range of r rows yield at most left / t partial rows, and r more for each span.
     num_least = sum(row.num_rows * len(row.spans) for row in rows)
     tokens_per_row = left / max(max_partial_rows - num_least, max_partial_rows // 4, 1)
     shares = 2 * num_threads * TILE_TOKENS
@@ -228,41 +231,20 @@ def _tiles(num_tokens: float) -> int:
     return math.ceil(num_tokens / TILE_TOKENS) * TILE_TOKENS
 
 
-class CpuServer(ABC):
-    """Attends in the order of submission, to each job as soon as its queries have arrived.
-
-    Numbers count up by one from 1 and wrap around in int32. A number is reached when the signed 32-bit difference of
-    the flag and the number is not negative. flags[0] is the newest job whose queries have arrived, written by the GPU.
-    flags[1] is the newest job whose output is complete, read by the GPU.
-    """
-
-    @abstractmethod
-    def submit(self, job: AttentionJob, layer: int, number: int) -> None:
-        """Attend in `layer` when flags[0] has reached `number`, then set flags[1] to it. Hot: once per layer.
-
-        The caller keeps the job and its tensors alive until flags[1] has reached `number` or the server is closed.
-        Raises RuntimeError if 2,048 jobs are waiting already.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Finish the job that has started, drop the others, and let go whoever waits: flags[1] moves far ahead."""
-
-
 class CpuKernel(ABC):
-    """Attention of a few query rows over keys that lie in CPU memory, on `num_threads` threads."""
+    """Attention of a few query rows to keys in CPU memory, on `num_threads` threads. It is a CpuWorker."""
 
     name: str
     num_threads: int
-    unit_tokens: int = TILE_TOKENS  # the CPU's share of a block should be a multiple of this
+    unit_tokens = TILE_TOKENS  # the CPU's share of a block should be a multiple of this
 
     @abstractmethod
     def attend(self, job: AttentionJob, layer: int) -> None:
-        """Write out_THD and lse_HT of the job. Returns when they are complete; other Python threads run meanwhile."""
+        """Write out_THD and lse_HT of the job. Returns when they are complete. Releases the interpreter lock."""
 
     @abstractmethod
     def serve(self, flags: torch.Tensor) -> CpuServer:
-        """A server that is driven by `flags`: int32 [2], in CPU memory, pinned if a GPU uses them. Sets both to 0."""
+        """Start a server; see CpuWorker."""
 
     @abstractmethod
     def close(self) -> None:

@@ -19,7 +19,6 @@ from nanovllm.capabilities.cpu_attention.job import (
     AttentionJob,
     CJob,
     CpuKernel,
-    CpuServer,
     check_flags,
 )
 from nanovllm.capabilities.cpu_attention.torch_kernel import TorchKernel
@@ -30,7 +29,7 @@ KERNEL_NAMES = (*(variant.name for variant in build.INSTRUCTION_SETS), TorchKern
 logger = logging.getLogger("nanovllm")
 
 _MAX_HEAD_DIM = 256
-_AWAKE_NS = 1_000_000  # threads stay awake so long after a piece of work; the next layer follows sooner
+_AWAKE_NS = 1_000_000  # time for which threads stay awake after a job; the next layer follows sooner
 
 _SIGNATURES = {
     "nanovllm_open": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
@@ -44,7 +43,7 @@ _SIGNATURES = {
 
 
 class UnusableLibraryError(RuntimeError):
-    """A kernel cannot run here, because its library is unusable or something refuses what it needs."""
+    """A kernel cannot run here: its library is unusable, or the system refuses its instructions or threads."""
 
 
 class NotBuiltError(UnusableLibraryError):
@@ -52,7 +51,7 @@ class NotBuiltError(UnusableLibraryError):
 
 
 def load_library(variant: InstructionSet) -> ctypes.CDLL:
-    """The variant's library, which is compiled first if the user's cache does not have it. Raises NotBuiltError."""
+    """Load the variant's library. Compiles it first if it is not in the user's cache. Raises NotBuiltError."""
     path = build.library_path(variant)
     if not path.exists() and (problem := build.compile_variant(variant)):
         raise NotBuiltError(problem)
@@ -67,7 +66,7 @@ def load_library(variant: InstructionSet) -> ctypes.CDLL:
 
 
 def why_unfit(head_dim: int, dtype: torch.dtype) -> str | None:
-    """Return why the compiled kernels do not serve such a KV cache on any machine; None if they do."""
+    """Return why no machine has a compiled kernel for such a KV cache, or None if there is one."""
     if dtype not in DTYPE_CODES:
         return f"the compiled kernels are for float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
     if head_dim % 16 or not 0 < head_dim <= _MAX_HEAD_DIM:
@@ -97,14 +96,14 @@ def _close_engine(library: ctypes.CDLL, handle: int, pid: int) -> None:
 
 
 class CompiledKernel(CpuKernel):
-    """One variant of the compiled kernel. It has one thread for each of `cpus`, where they stay if `is_pinned`. In
-    `attend` the first of them is the caller's.
+    """One variant of the compiled kernel, with one thread for each of `cpus`. Threads stay on their cpu if `is_pinned`.
+    In `attend` the caller's thread takes the place of the first thread.
     """
 
     def __init__(
         self, variant: InstructionSet, cpus: Sequence[int], is_pinned: bool = True, stays_awake: bool = True
     ) -> None:
-        """Raises UnusableLibraryError. The processor must be able to run the variant: that has to be known before."""
+        """Raises UnusableLibraryError. The caller has checked that the processor can run the variant."""
         assert cpus, "a kernel needs at least one cpu"
         self.name, self.num_threads = variant.name, len(cpus)
         self._engine = _Engine(load_library(variant), cpus, is_pinned, stays_awake)
@@ -115,7 +114,7 @@ class CompiledKernel(CpuKernel):
         self._engine.library.nanovllm_attend(self._engine.handle, job.c_job, layer)
 
     def read(self, memory: torch.Tensor) -> None:
-        """Read every byte once: what a kernel that does nothing else would reach. For benchmarks."""
+        """Read every byte once, which bounds the rate of any kernel. For benchmarks."""
         assert self._engine.is_open and memory.is_contiguous(), "the kernel is closed, or the tensor is not contiguous"
         self._engine.library.nanovllm_read(self._engine.handle, memory.data_ptr(), memory.nbytes)
 
@@ -126,8 +125,10 @@ class CompiledKernel(CpuKernel):
         self._engine.close()
 
 
-class CompiledServer(CpuServer):
-    """A thread of the library, on the first cpu if threads are pinned. It shares the kernel's others with `attend`."""
+class CompiledServer:
+    """A thread of the library, on the first cpu if threads are pinned. It shares the kernel's other threads with
+    `attend`.
+    """
 
     def __init__(self, engine: _Engine, flags: torch.Tensor) -> None:
         assert engine.is_open, "the kernel is closed"
@@ -153,7 +154,7 @@ class CompiledServer(CpuServer):
 
 
 def _end_server(engine: _Engine, handle: int, flags: torch.Tensor, pid: int) -> None:
-    """`flags` is passed so that it lives as long as the thread that reads it."""
+    """`flags` is an argument so that it lives as long as the thread that reads it."""
     if engine.is_open and os.getpid() == pid:
         engine.library.nanovllm_end_server(engine.handle, handle)
 
@@ -162,7 +163,7 @@ def _check(job: AttentionJob, layer: int) -> None:
     num_layers, _, _, _, head_dim = job.k_cache.shape
     assert 0 <= layer < num_layers, f"layer {layer} of {num_layers}"
     assert job.c_job.dtype >= 0 and head_dim % 16 == 0 and head_dim <= _MAX_HEAD_DIM, (
-        "this job is for torch's kernel: see why_unfit"
+        "this job is for TorchKernel: see why_unfit"
     )
 
 
@@ -175,34 +176,33 @@ def choose_kernel(
     is_pinned: bool = True,
     stays_awake: bool = True,
 ) -> CpuKernel:
-    """The kernel of this name, or else the best one that can run here, with one thread for each of `cpus`.
+    """Open the kernel `name`, or the best kernel that can run here, with one thread for each of `cpus`.
 
-    `is_pinned`: each thread stays on its cpu. Otherwise the threads run on any cpu that the process may use.
-    `stays_awake`: the threads spin for a while after each piece of work, since the next layer follows soon. Set it to
-    False if others need the CPUs between two layers.
+    `head_dim`, `dtype`: of the KV cache. `is_pinned`: each thread stays on its cpu; otherwise the threads run on any
+    cpu that the process may use. `stays_awake`: the threads spin for a while after each job, since the next layer
+    follows soon; False if other threads need the cpus between two layers.
 
-    Raises ConfigError if the kernel of this name cannot run here. `head_dim` and `dtype` belong to the KV cache.
-    Compiles the kernel if this has not happened yet, and logs a warning if a faster one cannot be compiled.
+    Compiles the kernel on first use, and logs a warning if a faster kernel cannot be compiled. Raises ConfigError if
+    the kernel `name` cannot run here.
     """
-    reasons = []
-    not_built = []
-    for kernel_name in KERNEL_NAMES:
-        if name in (None, kernel_name):
-            try:
-                kernel = _open(kernel_name, cpus, head_dim, dtype, is_pinned, stays_awake)
-            except UnusableLibraryError as error:
-                reasons.append(str(error))
-                if isinstance(error, NotBuiltError):
-                    not_built.append(str(error))
-                continue
-            if not_built:
-                logger.warning(
-                    "attention on the CPU uses the %s kernel, although this processor can run a faster one: %s",
-                    *(kernel.name, not_built[0]),
-                )
-            return kernel
-    if not reasons:
+    if name not in (None, *KERNEL_NAMES):
         raise ConfigError(f"there is no CPU attention kernel {name!r}; choose one of {', '.join(KERNEL_NAMES)}")
+    reasons: list[str] = []  # not the exceptions, which would keep the caller's frame alive, and the engine with it
+    not_built: list[str] = []
+    for kernel_name in KERNEL_NAMES if name is None else (name,):
+        try:
+            kernel = _open(kernel_name, cpus, head_dim, dtype, is_pinned, stays_awake)
+        except UnusableLibraryError as error:
+            reasons.append(str(error))
+            if isinstance(error, NotBuiltError):
+                not_built.append(str(error))
+            continue
+        if not_built:
+            logger.warning(
+                "attention on the CPU uses the %s kernel, although this processor can run a faster one: %s",
+                *(kernel.name, not_built[0]),
+            )
+        return kernel
     raise ConfigError(f"the CPU attention kernel {name} cannot run here: {reasons[0]}; choose another one or none")
 
 

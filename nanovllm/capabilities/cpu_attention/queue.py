@@ -1,7 +1,7 @@
-"""CpuAttention: attention on the CPU to keys that are not on the GPU, and the few rows that cross the link for it.
+"""CpuAttention: attention on the CPU to keys that are not on the GPU.
 
-In each layer the queries go down and the results come up: some KiB, where the keys would be MiB. All of it is enqueued,
-so the host waits for nothing.
+In each layer the queries are copied to CPU memory and the results are read from there: a few KiB, where the keys would
+be MiB. All of it is enqueued, so the host waits for nothing.
 
 Stream edges:
   E11  query in CPU memory -> attended  compute -> cpu  query_ready
@@ -9,88 +9,83 @@ Stream edges:
 No other edge is needed:
 - Compute waits for the results of every layer (E12), so the next layer may use the same buffers.
 - The CPU attends only to blocks without a slot. Before compute uses the slot that such a block had, it waits until the
-  block has been copied out (E4, or E5 and E1), and the query comes after that.
-- A block is written (E3) only from what compute stored in a later step, after this step's results.
+  block has been copied out (E4, or E5 and E1), and the query comes after that wait.
+- A block is written (E3) only from what compute stored in a later step, after the results of this step.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from nanovllm.capabilities.cpu_attention.job import AttentionJob, RowSpans, TokenSpan
-from nanovllm.capabilities.cpu_attention.kernels import CpuKernel
-from nanovllm.offload.streams import Event, Streams, WorkTimer
-from nanovllm.plan.step_plan import CpuSpan
+from nanovllm.attention.base import PartialAttention
+from nanovllm.capabilities.cpu_attention.job import AttentionJob, CpuKernel, RowSpans, TokenSpan
+from nanovllm.offload.offload_engine import OffloadEngine
+from nanovllm.offload.streams import Event, TimedPiece, WorkTimer
+from nanovllm.runner.cpu_part import CpuRows
+from nanovllm.runner.step_result import TimedPieces
 
 
-class CpuRows(NamedTuple):
-    """The keys that each sequence's queries attend to on the CPU. The queries of the sequences follow each other."""
-
-    num_queries: tuple[int, ...]
-    spans: tuple[tuple[CpuSpan, ...], ...]
-
-
-class _Rows(NamedTuple):
+class RowBuffers(NamedTuple):
     """Queries and results of up to N rows, [N, H, D], and their LSE, H x N fp32 values."""
 
     q: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
 
-    def results(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def results(self, num_rows: int) -> PartialAttention:
         num_heads = self.out.shape[1]
-        return self.out[:num_rows], self.lse[: num_heads * num_rows].view(num_heads, num_rows)
+        return PartialAttention(self.out[:num_rows], self.lse[: num_heads * num_rows].view(num_heads, num_rows))
 
 
 class CpuAttention:
-    """The calls of a step: make_job; for each layer begin_layer and `results`. Where CUDA graphs put the query and read
-    the results, `launch` and `wait_for_results` replace these two.
+    """The CpuPart of an engine with CPU attention. StepJobs and GraphJobs make the calls of a step.
 
-    Queries and results are in CPU memory, pinned for a GPU, whose kernels write and read them there: a copy of theirs
-    would wait behind the copies of whole blocks.
+    Queries and results are in CPU memory, pinned for a GPU, whose kernels read and write them there. Copy engines would
+    first finish the copies of whole blocks.
     """
 
     def __init__(
-        self,
-        kernel: CpuKernel,
-        streams: Streams,
-        *,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        num_heads: int,
-        max_rows: int,
-        is_pinned: bool,
+        self, kernel: CpuKernel, offload: OffloadEngine, *, num_heads: int, max_rows: int, is_pinned: bool
     ) -> None:
-        """`k_cache` and `v_cache`: the pool, `[L, N, P, K, D]`. `num_heads`: query heads of this rank."""
-        self.kernel, self.max_rows, self.num_heads = kernel, max_rows, num_heads
-        self.streams = streams
-        self._stream = streams.cpu(kernel)
-        self.timer = WorkTimer(streams, self._stream)
-        self._k_cache, self._v_cache = k_cache, v_cache
+        """`num_heads`: query heads of this rank. `max_rows`: query rows of the largest step."""
+        self.kernel, self.max_rows, self.streams = kernel, max_rows, offload.streams
+        self._stream = self.streams.cpu(kernel)
+        self._timer = WorkTimer(self.streams, self._stream)
+        self._k_cache, self._v_cache = k_cache, _ = offload.k_cache_cpu, offload.v_cache_cpu
         q, out = (torch.zeros(max_rows, num_heads, k_cache.shape[-1], dtype=k_cache.dtype) for _ in ("q", "out"))
         host = (q, out, torch.zeros(num_heads * max_rows))
-        self._host_rows = _Rows(*(rows.pin_memory() if is_pinned else rows for rows in host))
-        self._device_rows = _Rows(*(streams.on_device(rows) for rows in self._host_rows))
+        self._host_rows = RowBuffers(*(rows.pin_memory() if is_pinned else rows for rows in host))
+        self._device_rows = RowBuffers(*(self.streams.on_device(rows) for rows in self._host_rows))
         self._jobs: deque[tuple[AttentionJob, Event]] = deque()  # jobs that may still be running
         self._last_job: tuple[tuple[CpuRows, float, int], AttentionJob] | None = None  # with make_job's arguments
 
     @property
-    def kernel_name(self) -> str:
+    def name(self) -> str:
         """The kernel and its number of threads."""
         return f"{self.kernel.name} kernel, {self.kernel.num_threads} threads"
 
-    def put_query(self, q_THD: torch.Tensor) -> None:
-        """Enqueue on compute that the query goes to CPU memory. Hot: once per layer."""
-        self.streams.compute.copy_by_kernel(self._device_rows.q[: len(q_THD)], q_THD)
+    def step(self, rows: CpuRows, scale: float) -> "StepJobs":
+        return StepJobs(self, self.make_job(rows, scale))
 
-    def result_rows(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The results of so many rows on the device: [T, H, D], and the LSE [H, T]. They change with every layer."""
-        return self._device_rows.results(num_rows)
+    def graphs(self, scale: float) -> Sequence["GraphJobs"]:
+        return (GraphJobs(self, scale),)
+
+    def end_step(self, link_pieces: Sequence[TimedPiece]) -> TimedPieces:
+        return TimedPieces(self.streams, link_pieces, self._timer.take())
+
+    def close(self) -> None:
+        try:
+            self._stream.close()
+        finally:
+            self.kernel.close()
+
+    # -- the calls of a step -------------------------------------------------------------------------------------
 
     def make_job(self, rows: CpuRows, scale: float, num_padding_rows: int = 0) -> AttentionJob:
-        """A step's attention, for queries in this order and then some that see no key. Most steps repeat the last one,
-        and so does their job.
+        """A step's attention, for queries in this order and then padding rows that see no key. Most steps have the
+        arguments of the step before, and get its job.
         """
         while self._jobs and self.streams.is_done(self._jobs[0][1]):
             self._jobs.popleft()
@@ -121,21 +116,18 @@ class CpuAttention:
             scratch=None if self._last_job is None else self._last_job[1].scratch,
         )
 
-    def begin_layer(self, job: AttentionJob, layer: int, q_THD: torch.Tensor) -> None:
-        """Bring the layer's query down and attend. Hot: once per layer."""
-        self.put_query(q_THD)
-        query_ready = self.streams.event()
-        self.streams.compute.record(query_ready)
-        self.launch(job, layer, query_ready)
+    def put_query(self, q_THD: torch.Tensor) -> None:
+        """Enqueue on compute the copy of the query to CPU memory. Hot: once per layer."""
+        self.streams.compute.copy_by_kernel(self._device_rows.q[: len(q_THD)], q_THD)
 
     def launch(self, job: AttentionJob, layer: int, query_ready: Event) -> None:
         """Attend once `query_ready` is done. Hot: once per layer."""
         self._stream.wait(query_ready)  # E11: query is there -> attended
-        start = self.timer.begin()
+        start = self._timer.begin()
         attended = self._stream.attend(job, layer)
         if start is not None:
-            self._stream.wait(attended)  # its own work: only so that the end can be timed
-            self.timer.end(start, 0)
+            self._stream.wait(attended)  # not an edge: a stream waits for its own work, so that its end can be timed
+            self._timer.end(start, 0)
         if self._jobs and self._jobs[-1][0] is job:
             self._jobs.pop()
         self._jobs.append((job, attended))
@@ -145,13 +137,56 @@ class CpuAttention:
         _, attended = self._jobs[-1]
         self.streams.compute.wait(attended)  # E12: attended -> merged
 
-    def results(self, q_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's results for these queries: [T, H, D], and the LSE [H, T]. Hot: once per layer."""
-        self.wait_for_results()
-        return self.result_rows(len(q_THD))
+    def result_rows(self, num_rows: int) -> PartialAttention:
+        """The results of `num_rows` rows on the device. They change with every layer."""
+        return self._device_rows.results(num_rows)
 
-    def close(self) -> None:
-        try:
-            self._stream.close()
-        finally:
-            self.kernel.close()
+
+class StepJobs:
+    """The CpuStep of CpuAttention."""
+
+    def __init__(self, cpu: CpuAttention, job: AttentionJob) -> None:
+        self.cpu, self.job = cpu, job
+
+    def begin_layer(self, layer: int, q_THD: torch.Tensor) -> None:
+        self.cpu.put_query(q_THD)
+        query_ready = self.cpu.streams.event()
+        self.cpu.streams.compute.record(query_ready)
+        self.cpu.launch(self.job, layer, query_ready)
+
+    def results(self, q_THD: torch.Tensor) -> PartialAttention:
+        self.cpu.wait_for_results()
+        return self.cpu.result_rows(len(q_THD))
+
+
+class GraphJobs:
+    """The CpuGraphs of CpuAttention.
+
+    An event in the pieces marks the arrival of the query, so the CPU attends concurrently with the paged call. Steps
+    in which the CPU has no keys copy the query needlessly.
+    """
+
+    def __init__(self, cpu: CpuAttention, scale: float) -> None:
+        self.cpu, self.scale = cpu, scale
+        self._query_ready = cpu.streams.graph_event()
+        self._job: AttentionJob | None = None  # the step's; None if the CPU attends to no key in it
+
+    def capture_query(self, q_BHD: torch.Tensor) -> None:
+        self.cpu.put_query(q_BHD)
+        self.cpu.streams.compute.record(self._query_ready)
+
+    def results(self, size: int) -> PartialAttention:
+        return self.cpu.result_rows(size)
+
+    def begin_step(self, size: int, rows: CpuRows | None) -> None:
+        self._job = rows and self.cpu.make_job(rows, self.scale, num_padding_rows=size - sum(rows.num_queries))
+
+    def begin_layer(self, layer: int) -> None:
+        if self._job is not None:
+            self.cpu.launch(self._job, layer, self._query_ready)
+
+    def end_layer(self) -> bool:
+        if self._job is None:
+            return False
+        self.cpu.wait_for_results()
+        return True

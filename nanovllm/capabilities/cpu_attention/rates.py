@@ -1,12 +1,13 @@
-"""One rank's attention on the CPU: which kernel and threads it has, and how fast they are beside the link."""
+"""One rank's attention on the CPU: its kernel, its threads, and the rates of link and CPU while both are busy."""
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import cycle, islice
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ import torch
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuRate, CpuSplit
 from nanovllm.capabilities.cpu_attention.job import AttentionJob
 from nanovllm.capabilities.cpu_attention.kernels import choose_kernel
-from nanovllm.capabilities.cpu_attention.queue import CpuAttention, CpuRows
+from nanovllm.capabilities.cpu_attention.queue import CpuAttention
 from nanovllm.capabilities.cpu_attention.threads import attention_cpus, available_cpus
 from nanovllm.config import Config
 from nanovllm.device.cuda import UnsupportedDriverError
@@ -22,202 +23,175 @@ from nanovllm.device.devices import memory_node
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import ConfigError
 from nanovllm.offload.offload_engine import COPY_BYTES, OffloadEngine
-from nanovllm.plan.kv_spec import KVCacheSpec
 from nanovllm.plan.step_limits import MAX_VERIFYING_ROWS, streamed_graph_sizes
 from nanovllm.plan.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan
-from nanovllm.runner.step_result import StepResult
+from nanovllm.runner.cpu_part import CpuPart, CpuRows, NoCpuPart
+from nanovllm.runner.model_runner import ModelRunner
 
 MAX_QUERIES = 512  # in a step in which the CPU attends, unless max_num_seqs is larger
 NUM_TIMED_STEPS = 8
-# Queries of one sequence that are measured: a decode step's, and with guesses
-NUM_QUERIES = (1, 4, 8, 16, 32, MAX_VERIFYING_ROWS)
+NUM_QUERIES = (1, 4, 8, 16, 32, MAX_VERIFYING_ROWS)  # measured queries of one sequence; more than 1 verify draft tokens
 LINK_S = 0.04  # time that the link is kept busy
 JOB_S = 0.004  # duration of a timed call of the CPU's kernel, long against its start and end
-FIRST_JOB_BYTES = 2**24  # read by the first call, which tells how large such a job is
+FIRST_JOB_BYTES = 2**24  # read by the first call, whose time says how large a job of JOB_S is
 
 logger = logging.getLogger("nanovllm")
 
 
-def make_cpu_attention(config: Config, offload: OffloadEngine, num_heads: int, tp: TPGroup) -> CpuAttention | None:
-    """None if the CPU takes no part. `num_heads`: query heads of this rank.
+def make_cpu_attention(config: Config, offload: OffloadEngine, num_heads: int, tp: TPGroup) -> CpuPart:
+    """Start attention on the CPU as the options say. `num_heads`: query heads of this rank.
 
-    Raises ConfigError for too many threads, and where the CPU must take part and the driver does not allow it.
+    Raises ConfigError for too many threads, and if CPU attention is required and the driver does not allow it.
     """
     is_gpu = offload.device.type == "cuda"
     if config.cpu_attention == "off":
-        return None
+        return NoCpuPart()
     if config.cpu_attention == "auto" and is_gpu and len(available_cpus()) < 2 * tp.size:
         logger.info("attention on the CPU: off, because the only CPU drives the GPU")
-        return None
+        return NoCpuPart()
     cpus = attention_cpus(config.cpu_attention_threads, tp.rank, tp.size, memory_node(offload.device))
     kernel = choose_kernel(
         cpus.cpus, head_dim=offload.spec.head_dim, dtype=offload.dtype, is_pinned=cpus.is_pinned, stays_awake=is_gpu
     )
+    max_rows = max(MAX_QUERIES, streamed_graph_sizes(config.max_num_seqs)[-1])
     try:
-        cpu = CpuAttention(
-            kernel,
-            offload.streams,
-            k_cache=offload.k_cache_cpu,
-            v_cache=offload.v_cache_cpu,
-            num_heads=num_heads,
-            max_rows=max(MAX_QUERIES, streamed_graph_sizes(config.max_num_seqs)[-1]),
-            is_pinned=is_gpu,
-        )
+        cpu = CpuAttention(kernel, offload, num_heads=num_heads, max_rows=max_rows, is_pinned=is_gpu)
     except UnsupportedDriverError as error:
         kernel.close()
         if config.cpu_attention == "on":
             raise ConfigError(f"cpu_attention='on' cannot work here: {error}; use 'auto' or 'off'") from error
         logger.warning("attention on the CPU: none, %s", error)
-        return None
+        return NoCpuPart()
     if tp.rank == 0:
-        logger.info("attention on the CPU: %s", cpu.kernel_name)
+        logger.info("attention on the CPU: %s", cpu.name)
     return cpu
 
 
-def measure_split(
-    offload: OffloadEngine, cpu: CpuAttention, launch: Callable[[StepPlan], StepResult], tp: TPGroup, *, is_forced: bool
-) -> CpuSplit:
-    """The split for the slowest rank. On a CPU nothing is measured, because there the CPU attends to everything."""
-    if offload.device.type == "cuda":
-        return split_of_slowest_rank(offload, cpu, launch, tp, is_forced=is_forced)
-    token_bytes = offload.spec.layer_block_bytes // offload.spec.block_size
-    return CpuSplit(
-        token_bytes=token_bytes, max_queries=cpu.max_rows, max_sequence_queries=cpu.max_rows, is_forced=is_forced
-    )
+def measure_split(runner: ModelRunner) -> CpuSplit | None:
+    """Measure the split for the slowest rank; None if CPU attention is disabled. All ranks call this together.
+
+    Without a GPU there is no link, so nothing is measured and the CPU attends to everything.
+    """
+    offload, cpu = runner.memory.offload, runner.memory.cpu
+    if offload is None or not isinstance(cpu, CpuAttention):
+        return None
+    with runner.phases("CPU attention"):
+        split = CpuSplit(
+            token_bytes=offload.spec.layer_block_bytes // offload.spec.block_size,
+            max_queries=cpu.max_rows,
+            max_sequence_queries=cpu.max_rows,
+            is_forced=runner.config.cpu_attention == "on",
+        )
+        return with_rates(split, runner, offload, cpu) if offload.device.type == "cuda" else split
 
 
-def split_of_slowest_rank(
-    offload: OffloadEngine, cpu: CpuAttention, launch: Callable[[StepPlan], StepResult], tp: TPGroup, *, is_forced: bool
-) -> CpuSplit:
-    """Measure on every rank at the same time. `launch` runs a step as requests will."""
+def with_rates(split: CpuSplit, runner: ModelRunner, offload: OffloadEngine, cpu: CpuAttention) -> CpuSplit:
+    """Return the split with the rates of the slowest rank. Runs decode steps."""
+    tp = runner.tp
 
     def gather(own: list[float]) -> torch.Tensor:
         return tp.all_gather(torch.tensor(own, dtype=torch.float64, device=offload.device)).view(tp.size, -1).cpu()
 
     link_byte_per_s, rates = measure_together(offload, cpu, meet=lambda: gather([0.0]))
-    idle_s, signal_s = _measure_idle_s(offload.spec, launch)
+    idle_s, signal_s = _measure_idle_s(runner)
     all_ranks = gather([link_byte_per_s, *(rate.byte_per_s for rate in rates), -idle_s])
     slowest_link, *cpu_rates, idle_s = all_ranks.amin(0).tolist()
-    return CpuSplit(
-        token_bytes=offload.spec.layer_block_bytes // offload.spec.block_size,
+    return replace(
+        split,
         link_byte_per_s=slowest_link,
         cpu_rates=tuple(rate._replace(byte_per_s=least) for rate, least in zip(rates, cpu_rates, strict=True)),
         idle_s=-idle_s,
         signal_s=signal_s,
         rank_0_lead=(link_byte_per_s / slowest_link, rates[0].byte_per_s / cpu_rates[0]),  # read on rank 0 only
-        max_queries=cpu.max_rows,
         max_sequence_queries=rates[-1].num_queries,
-        is_forced=is_forced,
         unit_tokens=cpu.kernel.unit_tokens,
     )
 
 
-def _measure_idle_s(spec: KVCacheSpec, launch: Callable[[StepPlan], StepResult]) -> tuple[float, float]:
-    """The CPU's idle time in each layer: a decode step in which it attends to a single token, over its layers. Also the
-    time of such a job in a layer.
+def _measure_idle_s(runner: ModelRunner) -> tuple[float, float]:
+    """Time decode steps in which the CPU attends to a single token.
+
+    Returns the time of a step over its number of layers, which is how long the CPU idles in each layer, and the time of
+    the job in a layer.
     """
-    sampling = SamplingRow()
-    step = SequenceStep(
-        seq_id=0,
-        token_ids=np.zeros(1, dtype=np.int64),
-        position=0,
-        num_prompt_tokens=1,
-        block_table=(0,),
-        num_paged_keys=1,
-        sampling=sampling,
-    )
+    token = np.zeros(1, dtype=np.int64)
+    step = SequenceStep(0, token, 0, num_prompt_tokens=1, block_table=(0,), num_paged_keys=1, sampling=SamplingRow())
     plan = StepPlan((step,), KVMoves(cpu_spans=((CpuSpan(0, 0, 1),),)))
     for _ in range(2):
-        launch(plan).token_ids()
+        runner.launch(plan).token_ids()
     start_s = time.perf_counter()
-    results = [launch(plan) for _ in range(NUM_TIMED_STEPS)]
+    results = [runner.launch(plan) for _ in range(NUM_TIMED_STEPS)]
     results[-1].token_ids()
-    idle_s = (time.perf_counter() - start_s) / NUM_TIMED_STEPS / spec.num_layers
+    idle_s = (time.perf_counter() - start_s) / NUM_TIMED_STEPS / runner.spec.num_layers
     jobs_s = [times.cpu_s for result in results if (times := result.layer_times()) and times.cpu_s is not None]
     return idle_s, median(jobs_s) if jobs_s else 0.0
 
 
-class MeasuredRates(NamedTuple):
-    """In bytes per second."""
+def measure_together(
+    offload: OffloadEngine, cpu: CpuAttention, meet: Callable[[], object]
+) -> tuple[float, tuple[CpuRate, ...]]:
+    """Copy from the pool to staging buffers and attend to the pool at the same time. Call it before the first step.
 
-    link_byte_per_s: float
-    cpu: tuple[CpuRate, ...]
-
-
-def measure_together(offload: OffloadEngine, cpu: CpuAttention, meet: Callable[[], object]) -> MeasuredRates:
-    """Copy from the pool to staging buffers, and attend to the pool meanwhile. Needs a GPU; before the first step.
-
-    The link's rate is that beside a single query per sequence. `meet` returns when every rank has called it, so that
-    ranks on one machine measure together. Overwrites staging buffers.
+    Returns the link's rate in bytes per second while the CPU attends with one query, and the CPU's rates. `meet`
+    returns when every rank has called it, so that ranks on one machine measure at the same time. Overwrites staging
+    buffers.
     """
     rates = [_measure(offload, cpu, num_queries, meet) for num_queries in NUM_QUERIES]
-    # Fewer queries are never slower: if other work disturbed one measurement, those after it say so
+    # Fewer queries are never slower. If other work disturbed a measurement, those with more queries show it.
     at_least = [max(cpu_rate for _, cpu_rate in rates[i:]) for i in range(len(rates))]
-    return MeasuredRates(rates[0][0], tuple(map(CpuRate, NUM_QUERIES, at_least)))
+    return rates[0][0], tuple(map(CpuRate, NUM_QUERIES, at_least))
 
 
 def _measure(
     offload: OffloadEngine, cpu: CpuAttention, num_queries: int, meet: Callable[[], object]
 ) -> tuple[float, float]:
     """The rates of the link and of the CPU, each while the other is busy."""
-    busy = _BusyCpu(offload, cpu, num_queries)
+    layers = cycle(range(offload.spec.num_layers))  # another layer in each call, so that no cache helps
+    stopping = threading.Event()
+
+    def seconds_of(job: AttentionJob) -> float:
+        start_s = time.perf_counter()
+        cpu.kernel.attend(job, next(layers))
+        return time.perf_counter() - start_s
+
+    def attend_until_stopped(job: AttentionJob) -> float:
+        """Attend at least once, and finish what has begun. Returns the mean seconds of a call."""
+        times = [seconds_of(job)]
+        while not stopping.is_set():
+            times.append(seconds_of(job))
+        return sum(times) / len(times)
+
+    job, num_bytes = _make_job(offload, cpu, num_queries, FIRST_JOB_BYTES)
+    first_s = min(seconds_of(job) for _ in range(2))  # the first call wakes the threads
+    job, num_bytes = _make_job(offload, cpu, num_queries, num_bytes * JOB_S / first_s)
     num_copies = max(1, int(LINK_S * (offload.link_byte_per_s or 0.0)) // COPY_BYTES)
     offload.streams.synchronize()
     meet()
-    with busy:
-        start_s = time.perf_counter()
-        num_bytes = 0
-        for target, source in islice(_copies(offload), num_copies):
-            offload.streams.h2d.copy(target, source)
-            num_bytes += source.nbytes
-        offload.streams.synchronize()
-        link_s = time.perf_counter() - start_s
-    return num_bytes / link_s, busy.byte_per_s
+    with ThreadPoolExecutor(1) as pool:
+        job_s = pool.submit(attend_until_stopped, job)
+        try:
+            start_s = time.perf_counter()
+            num_copied_bytes = 0
+            for target, source in islice(_copies(offload), num_copies):
+                offload.streams.h2d.copy(target, source)
+                num_copied_bytes += source.nbytes
+            offload.streams.synchronize()
+            link_s = time.perf_counter() - start_s
+        finally:
+            stopping.set()
+    return num_copied_bytes / link_s, num_bytes / job_s.result()
 
 
-class _BusyCpu:
-    """The CPU's kernel at work while the link is, in a thread. A job that has begun is finished."""
-
-    def __init__(self, offload: OffloadEngine, cpu: CpuAttention, num_queries: int) -> None:
-        spec = offload.spec
-        self._token_bytes = spec.layer_block_bytes // spec.block_size
-        self._cpu, self._layers = cpu, cycle(range(spec.num_layers))  # another one each time, so that no cache helps
-        self._num_pool_tokens = len(offload.cpu_block_offload_done) * spec.block_size
-        self._block_size, self._num_queries = spec.block_size, num_queries
-        self._job = self._make_job(FIRST_JOB_BYTES)
-        seconds = min(self._attend() for _ in range(2))  # the first one wakes the threads
-        self._job = self._make_job(self._job_bytes * JOB_S / seconds)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._work)
-        self._num_jobs, self._seconds = 0, 0.0
-
-    def _make_job(self, num_bytes: float) -> AttentionJob:
-        num_tokens = min(self._num_pool_tokens, max(64, int(num_bytes / self._token_bytes)))
-        self._job_bytes = num_tokens * self._token_bytes
-        starts = range(0, num_tokens, self._block_size)
-        spans = [CpuSpan(i, 0, min(self._block_size, num_tokens - start)) for i, start in enumerate(starts)]
-        return self._cpu.make_job(CpuRows((self._num_queries,), (tuple(spans),)), scale=1.0)
-
-    def _attend(self) -> float:
-        start_s = time.perf_counter()
-        self._cpu.kernel.attend(self._job, next(self._layers))
-        return time.perf_counter() - start_s
-
-    def _work(self) -> None:
-        while not (self._stopping.is_set() and self._num_jobs):
-            self._seconds += self._attend()
-            self._num_jobs += 1
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stopping.set()
-        self._thread.join()
-
-    @property
-    def byte_per_s(self) -> float:
-        return self._num_jobs * self._job_bytes / self._seconds
+def _make_job(
+    offload: OffloadEngine, cpu: CpuAttention, num_queries: int, num_bytes: float
+) -> tuple[AttentionJob, int]:
+    """A job of one sequence that reads about `num_bytes` of the pool's first blocks, and how many it reads."""
+    spec, num_blocks = offload.spec, offload.k_cache_cpu.shape[1]
+    token_bytes = spec.layer_block_bytes // spec.block_size
+    num_tokens = min(num_blocks * spec.block_size, max(64, int(num_bytes / token_bytes)))
+    starts = range(0, num_tokens, spec.block_size)
+    spans = tuple(CpuSpan(i, 0, min(spec.block_size, num_tokens - start)) for i, start in enumerate(starts))
+    return cpu.make_job(CpuRows((num_queries,), (spans,)), scale=1.0), num_tokens * token_bytes
 
 
 def _copies(offload: OffloadEngine) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -78,7 +78,7 @@ def test_build_command_elsewhere_makes_nothing_and_says_so(
 
 @pytest.mark.usefixtures("fake_compiler")
 def test_compile_variant_at_once_in_many_processes_leaves_one_whole_library(cache: Path) -> None:
-    """Each compiles in a folder of its own; nobody sees a library before its last byte is written."""
+    """Each process compiles in its own folder; no process sees an unfinished library."""
     program = (
         "from nanovllm.capabilities.cpu_attention.build import *\n"
         "assert compile_variant(INSTRUCTION_SETS[-1]) is None\n"
@@ -140,7 +140,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_choose_kernel_tries_only_what_the_cpu_can_run_best_first(
     opened: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading another would end the process. Behind a variant that is refused, as AMX may be, comes the next."""
+    """Loading any other variant would end the process. After a refused variant, as AMX may be, comes the next one."""
     path = tmp_path / "cpuinfo"
     monkeypatch.setattr(build, "CPUINFO", path)
     for flags, first in {

@@ -16,7 +16,9 @@ from simulated_streams import MODES, Edge, Mode, SimulatedEvent, SimulatedStream
 
 from nanovllm.capabilities.cpu_attention import queue as cpu_attention
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuRate, CpuSplit
+from nanovllm.capabilities.cpu_attention.queue import CpuAttention
 from nanovllm.engine.setup import Internals
+from nanovllm.offload.streams import TIMED_EVERY
 from nanovllm.plan.kv_spec import StagingSizes
 from nanovllm.plan.step_plan import StepPlan
 
@@ -42,7 +44,7 @@ def test_every_split_is_exact(reference: Reference, device: str, num_tokens: int
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("num_tokens", "block_size"), [(100, 2 * BLOCK), (3 * BLOCK, BLOCK), (ALL, 2 * BLOCK)])
-def test_several_sequences_and_small_chunks_beside_them(
+def test_several_sequences_with_small_chunks_are_exact(
     reference: Reference, device: str, num_tokens: int, block_size: int
 ) -> None:
     """Chunks of up to 60 tokens, so that the CPU attends for rows of many queries, and for none in the last layer."""
@@ -179,9 +181,18 @@ def test_split_follows_the_times_of_the_streams(reference: Reference) -> None:
         assert llm.stats()["cpu_attention_byte_per_s"] < 5e4
 
 
-def test_memory_of_jobs_that_are_done_is_let_go(reference: Reference) -> None:
+def test_timed_copies_are_released_without_cpu_attention(reference: Reference) -> None:
+    """Their events were kept for as long as the engine existed."""
+    options = WITH_CPU | {"cpu_attention": "off"}
+    with CheckedLLM(reference, streams=SlowCpuStreams("late"), **options) as llm:
+        llm.answer_and_check(prompts_of(5 * BLOCK + 7), max_tokens=20)
+        assert llm.runner.offload.timer._num_pieces > TIMED_EVERY
+        assert not llm.runner.offload.timer.take()
+
+
+def test_memory_of_jobs_that_are_done_is_released(reference: Reference) -> None:
     with CheckedLLM(reference, internals=splitting(ALL), **WITH_CPU) as llm:
         llm.answer_and_check(prompts_of(5 * BLOCK + 7), max_tokens=40)
         cpu = llm.runner.memory.cpu
-        assert cpu is not None and len(cpu._jobs) <= 2
-        assert torch.isfinite(cpu.result_rows(1)[0]).all()
+        assert isinstance(cpu, CpuAttention) and len(cpu._jobs) <= 2
+        assert torch.isfinite(cpu.result_rows(1).out_THD).all()

@@ -1,4 +1,4 @@
-"""Rates of the link and the CPU beside each other, as start-up measures them: right whichever of the two is slow."""
+"""The rates of the link and the CPU that start-up measures while both are busy, whichever of the two is slower."""
 
 import threading
 from pathlib import Path
@@ -14,7 +14,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.capabilities.cpu_attention import rates as cpu_rates
 from nanovllm.capabilities.cpu_attention.job import AttentionJob
 from nanovllm.capabilities.cpu_attention.queue import CpuAttention
-from nanovllm.capabilities.cpu_attention.rates import measure_together, split_of_slowest_rank
+from nanovllm.capabilities.cpu_attention.rates import measure_split, measure_together, with_rates
 from nanovllm.offload.offload_engine import OffloadEngine
 from nanovllm.offload.streams import ImmediateStreams
 from nanovllm.plan.kv_spec import KVCacheSpec
@@ -23,7 +23,7 @@ LINK_BYTE_PER_S = 5e9
 
 
 class TimedStreams(ImmediateStreams):
-    """A link of a certain rate: `synchronize` takes the time in which it would have carried all that was copied."""
+    """A link with a fixed rate: `synchronize` takes as long as all copies would have taken."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
@@ -40,8 +40,8 @@ class TimedStreams(ImmediateStreams):
 
 
 class TimedKernel:
-    """A CPU of a certain rate beside the link, whose work is another thread's. By itself it is 20 times as fast, so
-    jobs that should be short outlast the copies.
+    """A CPU with a fixed rate while the link is busy, when another thread calls it. Otherwise it is 20 times as fast,
+    so that jobs outlast the copies.
     """
 
     name, num_threads = "timed", 1
@@ -64,19 +64,18 @@ def test_rates_are_right_whichever_side_is_slow(cpu_byte_per_s: float, monkeypat
     offload = OffloadEngine(spec, 16, torch.float32, torch.device("cpu"), TimedStreams(clock))
     offload.allocate_slots(2)
     offload.link_byte_per_s = LINK_BYTE_PER_S
-    caches = {"k_cache": offload.k_cache_cpu, "v_cache": offload.v_cache_cpu}
     kernel = TimedKernel(cpu_byte_per_s, clock)
-    cpu = CpuAttention(kernel, offload.streams, **caches, num_heads=4, max_rows=64, is_pinned=False)  # type: ignore[arg-type]
+    cpu = CpuAttention(kernel, offload, num_heads=4, max_rows=64, is_pinned=False)  # type: ignore[arg-type]
     num_meetings = 0
 
     def meet() -> None:
         nonlocal num_meetings
         num_meetings += 1
 
-    rates = measure_together(offload, cpu, meet)
-    assert rates.link_byte_per_s == pytest.approx(LINK_BYTE_PER_S)
-    assert [rate.num_queries for rate in rates.cpu] == list(cpu_rates.NUM_QUERIES) and num_meetings == len(rates.cpu)
-    assert all(rate.byte_per_s == pytest.approx(cpu_byte_per_s) for rate in rates.cpu)
+    link_byte_per_s, rates = measure_together(offload, cpu, meet)
+    assert link_byte_per_s == pytest.approx(LINK_BYTE_PER_S)
+    assert [rate.num_queries for rate in rates] == list(cpu_rates.NUM_QUERIES) and num_meetings == len(rates)
+    assert all(rate.byte_per_s == pytest.approx(cpu_byte_per_s) for rate in rates)
     offload.close()
 
 
@@ -84,10 +83,11 @@ def test_measured_split_is_one_that_an_engine_can_use(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, max_position_embeddings=2048)
     options = OFFLOAD | {"cpu_attention": "on", "num_gpu_blocks": 2, "device": "cpu"}
     with LLM(str(tmp_path), internals=splitting(300), **options) as llm:
-        runner = llm.runner
-        assert runner.offload is not None and runner.memory.cpu is not None
-        runner.offload.link_byte_per_s = LINK_BYTE_PER_S
-        split = split_of_slowest_rank(runner.offload, runner.memory.cpu, runner.launch, runner.tp, is_forced=True)
+        runner, offload = llm.runner, llm.runner.offload
+        offload.link_byte_per_s = LINK_BYTE_PER_S
+        without_link = runner.measure(measure_split)
+        assert without_link.link_byte_per_s is None
+        split = with_rates(without_link, runner, offload, runner.memory.cpu)
         assert split.link_byte_per_s and split.link_byte_per_s > 0 and split.idle_s > 0
         assert [rate.num_queries for rate in split.cpu_rates] == list(cpu_rates.NUM_QUERIES)
         assert all(rate.byte_per_s > 0 for rate in split.cpu_rates)

@@ -1,4 +1,4 @@
-"""The number of missing tokens that the CPU takes: both sides end together, and where that gains nothing, none."""
+"""The number of missing tokens that the CPU takes: both sides end together, or the CPU takes none if that is faster."""
 
 import random
 from dataclasses import replace
@@ -13,10 +13,9 @@ from nanovllm.capabilities.cpu_attention.cpu_split import (
     CpuRate,
     CpuSplit,
     FollowingSplit,
-    LayerTimes,
 )
 from nanovllm.kvcache.missing_keys import divide_missing
-from nanovllm.plan.step_plan import KVMoves, SequenceStep, StepPlan
+from nanovllm.plan.step_plan import KVMoves, LayerTimes, SequenceStep, StepPlan
 
 BLOCK = 4096
 SPLIT = CpuSplit(
@@ -52,7 +51,7 @@ def test_cpu_that_gains_nothing_takes_nothing_unless_it_is_forced() -> None:
 
 
 def test_step_that_misses_nothing_leaves_nothing_to_the_cpu() -> None:
-    """Regression: a forced split began a job without keys in every layer, after a neighbour's end had made room."""
+    """Regression: a forced split began a job without keys in every layer, once another sequence's end had made room."""
     split = replace(SPLIT, is_forced=True)
     missing = divide_missing([[], []], [1, 1], block_size=BLOCK, group_blocks=2, split=split)
     assert missing == ((), ())
@@ -74,7 +73,7 @@ def test_steps_of_many_queries_are_left_to_the_link() -> None:
 
 
 def test_blocks_that_several_sequences_read_are_streamed_first() -> None:
-    """The link carries them once, and the CPU would attend to them once for each sequence."""
+    """The link carries such a block once, but the CPU would attend to it once for each sequence."""
     missing = divide_missing([[5, 9], [5, 7]], [1, 1], block_size=BLOCK, group_blocks=2, split=SPLIT)
     assert missing.streamed[0].cpu_block_ids[0] == 5
     assert {span.cpu_block_id for spans in missing.cpu_spans for span in spans} <= {7, 9}
@@ -95,7 +94,7 @@ class Machine:
         self._random = random.Random(0)
 
     def run(self, num_steps: int, *, link: float = 1.0, cpu: float = 1.0, noise: float = 0.0) -> list[float]:
-        """The CPU's share in each step, where the two sides take so many times as long as at the start."""
+        """The CPU's share in each step, if the two sides take `link` and `cpu` times as long as at the start."""
         return [
             self._step(link * self._random.gauss(1, noise), cpu * self._random.gauss(1, noise))
             for _ in range(num_steps)
@@ -139,11 +138,11 @@ def test_noise_hardly_moves_the_split() -> None:
 def test_cpu_that_was_given_up_is_tried_again() -> None:
     machine = Machine()
     machine.run(200, cpu=1000.0)
-    assert machine.run(1, cpu=1000.0)[0] < 0.05  # too little to be timed
+    assert machine.run(1, cpu=1000.0)[0] < 0.05  # too little work to be timed
     assert machine.run(2000)[-1] > 0.5
 
 
 def test_slowest_rank_counts_although_rank_0_is_timed() -> None:
-    """Rank 0 is a quarter faster than the slowest rank, whose rates are those of the split."""
+    """Rank 0 is a quarter faster than the slowest rank, and the split has the slowest rank's rates."""
     machine = Machine(replace(SPLIT, rank_0_lead=(1.25, 1.25)))
     assert len(set(machine.run(100, link=1 / 1.25, cpu=1 / 1.25))) == 1

@@ -6,7 +6,6 @@ from cpu_attention_cases import POOL_TOKENS, Case, memory_before_guard_page, mix
 from run_threads import in_threads
 from tiers import RUNS_ALL
 
-from nanovllm.capabilities.cpu_attention import torch_kernel
 from nanovllm.capabilities.cpu_attention.kernels import KERNEL_NAMES, choose_kernel, why_unfit
 from nanovllm.errors import ConfigError
 
@@ -52,7 +51,7 @@ def test_attend_without_any_key(open_kernel) -> None:
 
 
 def test_attend_large_scores_neither_overflow_nor_vanish(open_kernel) -> None:
-    """One key outweighs all others by far, and every chunk has another one."""
+    """In every chunk one key outweighs all other keys."""
     kernel = open_kernel()
     for factor, dtype in itertools.product((-300.0, 300.0), DTYPES):
         case = Case(mixed_rows(2), dtype)
@@ -62,7 +61,7 @@ def test_attend_large_scores_neither_overflow_nor_vanish(open_kernel) -> None:
 
 
 def test_attend_scores_of_minus_infinity_have_no_weight(open_kernel) -> None:
-    """Whole tiles of them come first and last."""
+    """The first and the last tiles have no other scores."""
     kernel = open_kernel()
     if kernel.name == "torch":
         pytest.skip("torch's operator gives such keys a weight of about 1e-4")
@@ -91,7 +90,7 @@ def test_attend_nan_stays_nan(open_kernel) -> None:
         assert not lse_is_nan[0].any() and lse_is_nan[1].all() == (cache == "k_cache")
 
 
-def test_attend_reads_nothing_behind_the_pool(open_kernel) -> None:
+def test_attend_reads_nothing_after_the_pool(open_kernel) -> None:
     kernel = open_kernel()
     for dtype, (num_kv_heads, group, head_dim) in itertools.product(DTYPES, ((1, 1, 16), (2, 8, 96), (1, 5, 64))):
         shape = Case([row_spans(1)], dtype, num_kv_heads, group, head_dim).cache_shape
@@ -135,18 +134,3 @@ def test_choose_kernel_leaves_other_shapes_to_torch() -> None:
 def test_choose_kernel_refuses_unknown_names() -> None:
     with pytest.raises(ConfigError, match=f"no CPU attention kernel 'avx'.*{KERNEL_NAMES[0]}"):
         choose_kernel([0], "avx")
-
-
-def test_torch_kernel_falls_back_to_plain_products(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        raise RuntimeError("not for this dtype")
-
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", refuse)
-    torch_kernel._operator_serves.cache_clear()
-    request.addfinalizer(torch_kernel._operator_serves.cache_clear)
-    for dtype in DTYPES:
-        case = Case(mixed_rows(3), dtype, group=4)
-        choose_kernel([0], "torch").attend(case.job, 1)
-        case.check(1)

@@ -1,12 +1,13 @@
 import itertools
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanovllm.capabilities.cpu_attention import threads
-from nanovllm.capabilities.cpu_attention.threads import attention_cpus, available_cpus, parse_cpulist
+from nanovllm.capabilities.cpu_attention.threads import attention_cpus, available_cpus
 from nanovllm.errors import ConfigError
 
 
@@ -20,11 +21,10 @@ class Machine:
     def has_cpus(self, *cpus: int) -> None:
         self.monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cpus))
 
-    def has_nodes(self, *cpulists: str) -> None:
-        for i, cpulist in enumerate(cpulists):
-            path = self.root / "node" / f"node{i}" / "cpulist"
-            path.parent.mkdir(parents=True)
-            path.write_text(cpulist + "\n")
+    def has_nodes(self, *nodes: Iterable[int]) -> None:
+        for i, cpus in enumerate(nodes):
+            for name in ("cpulist", *(f"cpu{cpu}" for cpu in cpus)):
+                (self.root / "node" / f"node{i}" / name).mkdir(parents=True)
 
     def writes(self, **files: str) -> None:
         for name, text in files.items():
@@ -77,7 +77,7 @@ def test_attention_cpus_quota_is_divided_among_the_ranks(machine: Machine) -> No
 
 def test_attention_cpus_choose_the_node_before_the_quota_cuts(machine: Machine) -> None:
     """The quota left the first 8 cpus, which are all on node 0."""
-    machine.has_nodes("0-7", "8-15")
+    machine.has_nodes(range(8), range(8, 16))
     machine.writes(cpu_max="800000 100000")
     assert taken(6, 0, 1, numa_node=1) == list(range(10, 16))
 
@@ -88,13 +88,13 @@ def test_attention_cpus_leave_some_to_other_threads(machine: Machine) -> None:
         assert taken(None, 0, 1) == list(range(num_cpus))[-num_threads:]
 
 
-@pytest.mark.parametrize("cpulists", [["0-15"], ["0-3,8-11", "4-7,12-15"]])
-def test_attention_cpus_of_ranks_are_disjoint(machine: Machine, cpulists: list[str]) -> None:
-    machine.has_nodes(*cpulists)
+@pytest.mark.parametrize("nodes", [[range(16)], [(*range(4), *range(8, 12)), (*range(4, 8), *range(12, 16))]])
+def test_attention_cpus_of_ranks_are_disjoint(machine: Machine, nodes: list[Iterable[int]]) -> None:
+    machine.has_nodes(*nodes)
     for num_ranks, share in itertools.product((1, 2, 3, 4, 8, 16), (None, 1, 16)):
         num_threads = share and max(1, share // num_ranks)
         if num_threads is None or (num_threads * num_ranks <= 16 and 8 % num_ranks == 0):
-            of_ranks = [taken(num_threads, rank, num_ranks, rank % len(cpulists)) for rank in range(num_ranks)]
+            of_ranks = [taken(num_threads, rank, num_ranks, rank % len(nodes)) for rank in range(num_ranks)]
             cpus = [cpu for rank_cpus in of_ranks for cpu in rank_cpus]
             assert all(of_ranks) and len(set(cpus)) == len(cpus) and set(cpus) <= set(range(16))
 
@@ -106,7 +106,7 @@ def test_attention_cpus_more_ranks_than_cpus_share_them(machine: Machine) -> Non
 
 
 def test_attention_cpus_are_those_of_the_node_if_it_has_enough(machine: Machine) -> None:
-    machine.has_nodes("0-7", "8-15")
+    machine.has_nodes(range(8), range(8, 16))
     assert taken(6, 0, 1, numa_node=0) == list(range(2, 8))
     assert taken(6, 0, 1, numa_node=1) == list(range(10, 16))
     assert taken(6, 0, 1, numa_node=7) == taken(6, 0, 1)  # a node of memory only
@@ -114,7 +114,7 @@ def test_attention_cpus_are_those_of_the_node_if_it_has_enough(machine: Machine)
 
 def test_attention_cpus_leave_cpus_of_the_gpus_node(machine: Machine) -> None:
     """All cpus of the GPU's node were taken, so the threads that drive the GPU were on the other one."""
-    machine.has_nodes("0-7", "8-15")
+    machine.has_nodes(range(8), range(8, 16))
     assert taken(None, 0, 1, numa_node=1) == [*range(8), *range(10, 16)]
     assert taken(None, 0, 1, numa_node=0) == list(range(2, 16))
     assert taken(8, 0, 1, numa_node=1) == [6, 7, *range(10, 16)]
@@ -134,8 +134,3 @@ def test_attention_cpus_more_than_there_are_is_refused(machine: Machine) -> None
 
 def test_attention_cpus_of_this_machine() -> None:
     assert set(taken(None, 0, 1)) <= os.sched_getaffinity(0)
-
-
-def test_parse_cpulist_understands_ranges() -> None:
-    assert parse_cpulist("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert parse_cpulist("\n") == set()
