@@ -20,10 +20,10 @@ from itertools import islice
 import numpy as np
 
 from nanovllm.capabilities.disk.tier import DiskTier
-from nanovllm.capabilities.edits.logit_editor import LogitEdits
 from nanovllm.capabilities.speculation.drafters import NO_GUESSES, Guesses
 from nanovllm.capabilities.speculation.speculator import Load, Speculator, load_of
 from nanovllm.kvcache.block_manager import KVCacheManager, PagedKeys
+from nanovllm.plan.logit_edits import LogitEdits
 from nanovllm.plan.sequence import ErrorCause, Sequence, SequenceStatus
 from nanovllm.plan.step_limits import MAX_DECODE_QUERIES, MAX_VERIFYING_ROWS
 from nanovllm.plan.step_plan import PromptScores, SequenceStep, StepPlan

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from nanovllm.capabilities.edits.token_mask import TokenMask, token_mask
+from nanovllm.plan.logit_edits import TokenMask, token_mask
 from nanovllm.sampling_params import ReasoningTags
 from nanovllm.text.detokenizer import AnswerStart
 

@@ -33,8 +33,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nanovllm.capabilities.edits.token_mask import TokenMask, token_mask
 from nanovllm.errors import RequestError, install_command
+from nanovllm.plan.logit_edits import TokenMask, token_mask
 from nanovllm.sampling_params import ReasoningTags, StructuredOutputs, TaggedJson, TaggedValue
 from nanovllm.text.json_schema import (
     Fault,

@@ -18,11 +18,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
-from nanovllm.capabilities.edits.logit_editor import TokenConstraint
-from nanovllm.capabilities.edits.token_mask import TokenMask
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.errors import RequestError
 from nanovllm.models.retrieval_model import END_TOKEN_ID, save_tokenizer
+from nanovllm.plan.logit_edits import TokenConstraint, TokenMask
 from nanovllm.sampling_params import StructuredOutputs, TaggedJson, TaggedValue
 from nanovllm.text.frontend import TextFrontend
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher

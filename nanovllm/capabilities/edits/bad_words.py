@@ -18,7 +18,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from nanovllm.capabilities.edits.token_mask import TokenMask, packed_mask
+from nanovllm.plan.logit_edits import TokenMask, packed_mask
 
 MAX_KEPT_MASKS = 256  # for each list of bad words
 
