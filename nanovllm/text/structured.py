@@ -11,8 +11,8 @@ grammar that exceeds a limit at the start of an answer is refused with a Request
 that request with an error.
 
 llguidance builds the automaton of a grammar as masks need it, and all matchers of one Grammar share it behind a lock of
-llguidance. Once a mask exceeds a limit, the automaton is useless for all of them, and `Grammar.renew` replaces it by a
-spare one. Threads of their own compile the spares, because the engine's thread must not wait for one.
+llguidance. Once a mask exceeds a limit, the automaton is useless, and all answers that use it end with an error. The
+next request with this grammar compiles it anew.
 
 Compilation and masks release the GIL; `accept` does not, and takes microseconds. Any thread may compile, but the
 engine's never does. If a grammar's masks are slow, other threads compute them while the answer pauses. A matcher
@@ -24,7 +24,6 @@ import logging
 import re
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -48,7 +47,6 @@ from nanovllm.text.token_bytes import read_token_bytes
 from nanovllm.utils.arithmetic import ceil_div
 
 MAX_GRAMMARS = 16  # compiled grammars in the cache
-MAX_RENEWALS = 4  # limit for one answer's automaton: each renewal reads the answer again
 # llguidance's defaults would allow compilations and masks of seconds (tests/text/test_hostile_grammars.py).
 LIMITS: Mapping[str, Any] = {
     "max_grammar_size": 20_000,  # symbols; compilation is quadratic in the optional properties of an object
@@ -71,7 +69,6 @@ MAX_WHITESPACE = 64  # between two parts of JSON; without a limit, some models e
 _HEADER = '%llguidance {"no_forcing": true}\nstart: '
 _WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as models write tool calls
-NUM_SPARES = 2  # an answer that exceeds a limit uses up the automaton in use and the one that it tries again with
 SLOW_MASK_S = 0.5e-3  # CPU time. Most masks take 0.03 ms, but the limits above admit some of 30 ms
 NUM_SLOW_MASKS = 1000  # after a slow mask, so many of the same grammar are taken to be slow
 NUM_MASK_THREADS = 2
@@ -171,9 +168,8 @@ class Grammar:
         self.vocabulary = vocabulary
         self._text = text
         self._lock = threading.Lock()
-        self._generation = 0  # automata used up so far
-        self._spares: list[Future[Any]] = []  # matchers of automata that nobody uses yet, the oldest first
-        self._initial = self._compile().result()
+        self._is_useless = False  # a mask has exceeded a limit
+        self._initial = _matcher(vocabulary, text)
         self._num_slow_masks = 0  # so many masks from now on are taken to be slow
         first = self._initial.deep_copy()
         self.first_mask = self.continuations(first)  # finds what compilation does not
@@ -181,28 +177,19 @@ class Grammar:
         if reason is not None:
             raise RequestError(f"structured_outputs.{kind} cannot be used: {reason}; correct or simplify it")
 
-    def _compile(self) -> Future[Any]:
-        return _matcher(self.vocabulary, self._text)
+    def start(self) -> Any:
+        """Return a matcher of llguidance at the start of an answer."""
+        return self._initial.deep_copy()
 
-    def start(self) -> tuple[Any, int]:
-        """Return a matcher of llguidance at the start of an answer, and the generation of its automaton."""
+    def note_limit(self) -> None:
+        """Note that a mask has exceeded a limit of llguidance, so that this automaton is useless."""
+        self._is_useless = True
+
+    def renew(self) -> None:
+        """Compile the grammar anew if the automaton is useless."""
         with self._lock:
-            self._add_spares()
-            return self._initial.deep_copy(), self._generation
-
-    def renew(self, generation: int) -> bool:
-        """Replace the automaton of this generation, in which a mask has exceeded a limit.
-
-        Returns False if no spare is ready. Does not wait.
-        """
-        with self._lock:
-            if generation == self._generation:
-                if not (self._spares and self._spares[0].done()):
-                    return False
-                self._initial = self._spares.pop(0).result()
-                self._generation += 1
-                self._add_spares()
-        return True
+            if self._is_useless:
+                self._initial, self._is_useless = _matcher(self.vocabulary, self._text), False
 
     @property
     def is_slow(self) -> bool:
@@ -219,13 +206,9 @@ class Grammar:
             self._num_slow_masks -= 1
         return mask
 
-    def _add_spares(self) -> None:
-        while len(self._spares) < NUM_SPARES:
-            self._spares.append(self._compile())
 
-
-def _matcher(vocabulary: Vocabulary, text: str) -> Future[Any]:
-    """Compile a grammar to a matcher of llguidance, which has an error if that fails. Does not wait."""
+def _matcher(vocabulary: Vocabulary, text: str) -> Any:
+    """Compile a grammar to a matcher of llguidance. The matcher has an error if the grammar cannot be compiled."""
     from llguidance import LLMatcher
 
     return with_deep_stack(partial(LLMatcher, vocabulary.tokens, text, log_level=0, limits=vocabulary.limits))
@@ -255,22 +238,21 @@ def _shortened(line: str) -> str:
 _stack_size_lock = threading.Lock()
 
 
-def with_deep_stack(call: Callable[[], _Result]) -> Future[_Result]:
-    """Call it in a new thread with a stack of STACK_BYTES. Does not wait.
+def with_deep_stack(call: Callable[[], _Result]) -> _Result:
+    """Call it in a thread with a stack of STACK_BYTES, and return the result.
 
     llguidance follows references by recursion, and a stack overflow would kill the process. The size of stacks is a
     setting of the process, so other threads that start at this moment get a deep one, too, which costs only address
     space.
     """
-    pool = ThreadPoolExecutor(1, "grammar")
-    with _stack_size_lock:
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            future = pool.submit(call)
-        finally:
-            threading.stack_size(before)
-    pool.shutdown(wait=False)
-    return future
+    with ThreadPoolExecutor(1, "grammar") as pool:
+        with _stack_size_lock:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                future = pool.submit(call)
+            finally:
+                threading.stack_size(before)
+        return future.result()
 
 
 class GrammarCompiler:
@@ -306,7 +288,9 @@ class GrammarCompiler:
         writer = _GrammarWriter(self._added_tokens, self._relaxed)
         grammar = writer.write(outputs, reasoning)
         try:
-            return self._compile(*grammar)
+            compiled = self._compile(*grammar)
+            compiled.renew()
+            return compiled
         except RequestError:
             for schema in writer.schemas:
                 _refuse(find_faults(schema, self._pattern_check()))
@@ -368,7 +352,7 @@ def _pattern_check(vocabulary: Vocabulary) -> Callable[[str], str | None]:
 
 def _try(vocabulary: Vocabulary, rule: str) -> Any:
     """Return a matcher of llguidance for a rule. It has an error if the rule cannot be compiled."""
-    return _matcher(vocabulary, f"{_HEADER}{rule}").result()
+    return _matcher(vocabulary, f"{_HEADER}{rule}")
 
 
 class TokenMatcher:
@@ -383,9 +367,7 @@ class TokenMatcher:
         self.error: str | None = None
         self._grammar, self._vocabulary = grammar, grammar.vocabulary
         self._may_use_end_tokens = bool(self._vocabulary.end_token_ids) and not ignore_eos
-        self._matcher, self._generation = grammar.start()
-        self._num_renewals = 0
-        self._token_ids = array("q")  # all that were accepted, except an end token
+        self._matcher = grammar.start()
         self._numbers = None if grammar.places is None else NumberScan(grammar.places)
         self._has_ended = False
         self._following: TokenMask | None = grammar.first_mask  # tokens that may come next; None until asked for
@@ -424,7 +406,6 @@ class TokenMatcher:
             return self._has_ended
         if not self._vocabulary.is_text(token_id) or self._is_too_long(token_id) or not self._advance(token_id):
             return False
-        self._token_ids.append(token_id)
         if self._numbers is not None:
             self._numbers.follow(self._vocabulary.text_of(token_id))
         self._following = None
@@ -445,17 +426,10 @@ class TokenMatcher:
         return rows + [self._vocabulary.anything] * (1 + len(guesses) - len(rows))
 
     def _masks_after(self, guesses: list[int], mask: TokenMask) -> list[TokenMask]:
-        """Return a mask for each guess that is allowed and does not end the answer. `mask`: the first guess's."""
-        rows = self._try_guesses(guesses, mask)
-        if self._matcher.is_error():
-            self._renew()
-            rows = self._try_guesses(guesses, mask) if self.error is None else []
-            if self._matcher.is_error():
-                self._renew()  # a matcher never leaves an error, but this one is about a guess
-        return rows
+        """Return a mask for each draft token that is allowed and does not end the answer. May set `error`.
 
-    def _try_guesses(self, guesses: list[int], mask: TokenMask) -> list[TokenMask]:
-        """Do what `_masks_after` does, but stop at an error, which the matcher then keeps."""
+        mask: the tokens that may come next.
+        """
         rows: list[TokenMask] = []
         numbers = None if self._numbers is None else self._numbers.copy()
         for token_id in guesses:
@@ -463,13 +437,14 @@ class TokenMatcher:
             if not is_text or not self._matcher.try_consume_tokens([token_id]):
                 break
             following = self._grammar.continuations(self._matcher)
-            if self._matcher.is_error():
-                return rows
+            self._check()
+            if self.error is not None:
+                return []
             if numbers is not None:
                 numbers.follow(self._vocabulary.text_of(token_id))
             mask = self._with_end_tokens(self._limited(following, numbers))
             rows.append(mask)
-        if rows and not self._matcher.is_error():
+        if rows:
             is_back = self._matcher.rollback(len(rows))
             assert is_back, "llguidance cannot take tokens back"
         return rows
@@ -487,9 +462,6 @@ class TokenMatcher:
     def _find_following(self) -> None:
         """Set `_following`, and `error` if it cannot be found, or if the answer can neither end nor go on."""
         following = self._grammar.continuations(self._matcher)
-        if self._matcher.is_error() and _error_of(self._matcher) != NO_ANSWER:
-            self._renew()
-            following = self._grammar.continuations(self._matcher)
         self._check()
         if self.error is None and not following.any() and not self._matcher.is_accepting():
             self.error = NO_CONTINUATION
@@ -512,9 +484,8 @@ class TokenMatcher:
     def _advance(self, token_id: int) -> bool:
         """Let the matcher take the token. Returns False if the token is not allowed."""
         is_taken = bool(self._matcher.try_consume_tokens([token_id]))
-        if self._matcher.is_error():
-            self._renew()
-            is_taken = bool(self._matcher.try_consume_tokens([token_id]))
+        if not is_taken:
+            self._grammar.continuations(self._matcher)  # only a mask tells that the automaton is useless
             self._check()
         return is_taken
 
@@ -529,25 +500,15 @@ class TokenMatcher:
             return following | self._vocabulary.end_tokens
         return following if following.any() else self._vocabulary.anything
 
-    def _renew(self) -> None:
-        """Leave an error by reaching the same state with a new automaton.
-
-        The error may be about the old one, which other answers have enlarged, or about a guess.
-        """
-        self._num_renewals += 1
-        if self._num_renewals <= MAX_RENEWALS and self._grammar.renew(self._generation):
-            self._matcher, self._generation = self._grammar.start()
-            self._matcher.try_consume_tokens(self._token_ids.tolist())
-        self._check()
-
     def _check(self) -> None:
         """Set `error` if the matcher has one."""
         if self.error is None and (reason := _error_of(self._matcher)) is not None:
-            if reason == NO_ANSWER:
-                self.error = NO_CONTINUATION
-            else:
-                self._grammar.renew(self._generation)  # for the answers after this one
-                self.error = f"structured_outputs became too complex: {reason}" if _IS_LIMIT.search(reason) else reason
+            self.error = NO_CONTINUATION if reason == NO_ANSWER else reason
+            if reason != NO_ANSWER:
+                self._grammar.note_limit()
+            if _IS_LIMIT.search(reason):
+                remedy = "simplify the grammar, or send the request again"
+                self.error = f"structured_outputs became too complex: {reason}; {remedy}"
 
 
 # -- what llguidance compiles ----------------------------------------------------------------------------------------
