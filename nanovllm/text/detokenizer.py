@@ -132,9 +132,9 @@ class StopStrings:
     """
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
-        self._automaton = Automaton[str]()
-        self._whole = {self._automaton.add(string) for string in strings}  # states
-        self._links = self._automaton.link(self._whole)
+        self._automaton = Automaton(strings)
+        self._whole = {path[-1] for path in self._automaton.paths}  # states
+        self._links = self._automaton.links(self._whole)
 
     def __bool__(self) -> bool:
         return bool(self._whole)
@@ -149,8 +149,7 @@ class StopStrings:
 
     def num_found(self, state: int) -> int:
         """Return the length of the longest stop string at the end of the text, 0 without one."""
-        found = state if state in self._whole else self._links[state]
-        return self._automaton.depths[found] if found >= 0 else 0
+        return self._automaton.depths[state if state in self._whole else self._links[state]]
 
 
 class AnswerStart:
