@@ -16,7 +16,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule.scheduler import Scheduler
 from nanovllm.text.frontend import Message, TextFrontend
 from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
-from nanovllm.utils.progress import progress_bar
+from nanovllm.utils import progress_bar
 
 
 class LLM:

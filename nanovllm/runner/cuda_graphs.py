@@ -33,8 +33,8 @@ from nanovllm.plan.step_plan import StepPlan
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import StepInputs, to_device
 from nanovllm.runner.kv_memory import KVMemory
+from nanovllm.utils import progress_bar
 from nanovllm.utils.arithmetic import ceil_div
-from nanovllm.utils.progress import progress_bar
 
 
 @cache

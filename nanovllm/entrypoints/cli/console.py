@@ -19,7 +19,7 @@ from nanovllm.config import Config
 from nanovllm.entrypoints.cli.flags import flag_name, name_flags
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.progress import progress_bar
+from nanovllm.utils import progress_bar
 
 if TYPE_CHECKING:  # --help must not load torch
     from nanovllm.llm import LLM
