@@ -77,9 +77,6 @@ STILL_KNOWN: dict[str, set[str]] = {
         "capabilities.speculation.speculator",
     },
     "entrypoints.cli.cache": {"capabilities.disk.disk_moves", "capabilities.disk.store"},
-    "entrypoints.cli.flags": {"device.devices"},
-    "entrypoints.cli.main": {"device.devices", "engine.setup"},
-    "entrypoints.cli.verify": {"engine.setup"},
 }
 
 

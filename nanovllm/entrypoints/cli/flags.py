@@ -1,27 +1,18 @@
-"""The fields of the classes of options, as flags of the command line and as the tables of docs/options.md.
-
-`python -m nanovllm.entrypoints.cli.flags FILE...` (or `make docs`) writes the tables between their marker lines.
-README.md and docs/planning.md have what `plan` computes for common GPUs.
-"""
+"""The fields of the classes of options, as flags of the command line."""
 
 import argparse
 import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field, fields
 from difflib import get_close_matches
-from functools import partial
 from importlib import import_module
 from itertools import groupby
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, get_args
 
 from nanovllm.config import Config
-from nanovllm.entrypoints.cluster.options import BatchOptions, ServiceOptions
-from nanovllm.entrypoints.planner.fit import DOC_MODELS, doc_table
-from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.errors import ConfigError, install_command
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.options import help_of
@@ -207,7 +198,7 @@ def add_engine_flags(
 def engine_options(args: argparse.Namespace) -> Mapping[str, Any]:
     """The fields of Config that the flags give, and the command line's own default for a CPU. Loads torch."""
     options = given_fields(args, Config)
-    from nanovllm.device.devices import resolve_device
+    from nanovllm.llm import resolve_device
 
     if resolve_device(Config(model=args.model, **options)).type == "cpu":
         options = {"max_num_batched_tokens": CPU_STEP_TOKENS} | options
@@ -221,61 +212,3 @@ def check_packages(user: str, names: Sequence[str], extra: str) -> None:
             import_module(name)
         except ModuleNotFoundError as error:
             raise ConfigError(f"{user} needs {error.name}; run: {install_command(extra)}") from error
-
-
-# -- the tables of the documents -------------------------------------------------------------------------------------
-
-
-def options_tables() -> str:
-    """The tables of options in Markdown."""
-    tables = (
-        f"The fields of `Config`, which are keyword arguments of `LLM`:\n\n{_table(Config)}",
-        f"The fields of `SamplingParams`:\n\n{_table(SamplingParams)}",
-        f"The fields of `ServerOptions`, which are flags of `nanovllm serve`:\n\n{_table(ServerOptions)}",
-        f"The fields of `BatchOptions`, which are flags of `nanovllm batch`:\n\n{_table(BatchOptions)}",
-        f"The fields of `ServiceOptions`, which are flags of `nanovllm serve`, too:\n\n{_table(ServiceOptions)}",
-    )
-    return "\n\n".join(tables)
-
-
-def _table(options: type) -> str:
-    """One row for every field that has a default. If there are several groups, each begins with a heading."""
-    lines = ["| option | default | meaning |", "|---|---|---|"]
-    optional = [field for field in fields(options) if field.default is not MISSING]
-    has_groups = len({field.metadata["group"] for field in optional}) > 1
-    for title, members in groupby(optional, key=lambda field: field.metadata["group"]):
-        lines += [f"| **{title}** | | |"] if has_groups else []
-        lines += [_row(field) for field in members]
-    return "\n".join(lines)
-
-
-def _row(field: Field[Any]) -> str:
-    default = repr(field.default).replace("'", '"')
-    types = (Config, SamplingParams, ServerOptions, BatchOptions, ServiceOptions)
-    names = (rf"{each.name}(?:=\w+)?" for options in types for each in fields(options) if "_" in each.name)
-    words = "|".join((r"\w+\.json", *names, "SamplingParams", "None", *field.metadata.get("choices", ())))
-    meaning = re.sub(rf"\b({words})\b", r"`\1`", field.metadata["help"])
-    return f"| `{field.name}` | `{default}` | {meaning} |"
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    "options": options_tables,
-    "fits": partial(doc_table, DOC_MODELS[-2:]),
-    "all fits": partial(doc_table, DOC_MODELS),
-}
-
-
-def write_tables(text: str) -> str:
-    """`text` with its tables, each between two marker lines that have its name in TABLES."""
-    begins = {name: f"<!-- {name}: begin -->" for name in TABLES if f"<!-- {name}: begin -->" in text}
-    assert begins, f"the text has no lines that mark one of these tables: {', '.join(TABLES)}"
-    for name, begin in begins.items():
-        before, rest = text.split(begin)
-        _, after = rest.split(end := f"<!-- {name}: end -->")
-        text = f"{before}{begin}\n\n{TABLES[name]()}\n\n{end}{after}"
-    return text
-
-
-if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
-        path.write_text(write_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -191,13 +191,10 @@ def _plan(args: argparse.Namespace) -> int:
     if args.model is None and not options.fit:
         raise ConfigError("plan needs a model; add --model, or --fit for a list of what runs")
     config = Config(model=DEMO_MODEL if args.model is None else args.model, **given)
-    from nanovllm.device.devices import installed_gpu
-    from nanovllm.engine.setup import find_machine, measure_cpu_memory
+    from nanovllm.llm import find_machine
 
-    machine = options.apply(find_machine(config))
-    is_here = options.gpu is None and config.device != "cpu" and installed_gpu(config) is not None
-    if is_here and options.cpu_gb_per_s is None:
-        machine = machine.with_cpu(measure_cpu_memory(), "measured")
+    machine = find_machine(config, measures_cpu=options.gpu is None and options.cpu_gb_per_s is None)
+    machine = options.apply(machine)
     if options.fit:
         if chosen := [flag_name(Config, name) for name in given if name not in ("device", "quantization")]:
             raise ConfigError(f"fit chooses the engine's options; leave out {', '.join(chosen)}")
@@ -303,8 +300,8 @@ def _batch(args: argparse.Namespace) -> int:
     given = given_fields(args, Config)
     _require_tokenizer(Config(model=args.model, **given))
     check_packages("nanovllm batch", ("ray", "pyarrow"), "ray")
-    from nanovllm.engine.setup import find_machine
     from nanovllm.entrypoints.cluster.batch_job import BatchJob, run_job
+    from nanovllm.llm import find_machine
 
     job = BatchJob(
         inputs=args.input,

@@ -32,8 +32,7 @@ from nanovllm.utils.arithmetic import ceil_div
 from nanovllm.utils.options import check_options, option
 
 if TYPE_CHECKING:
-    from nanovllm.engine.setup import Internals
-    from nanovllm.llm import LLM
+    from nanovllm.llm import LLM, Internals
     from nanovllm.plan.outputs import RequestOutput
 
 NUM_ANSWERS = 4  # quotations, the first of which is from the beginning of the text
@@ -95,8 +94,7 @@ def run_verify(
 
     `engine`: fields of Config. `internals`: for tests, of the paths with offload.
     """
-    from nanovllm.engine.setup import Internals
-    from nanovllm.llm import LLM
+    from nanovllm.llm import LLM, Internals
     from nanovllm.plan.kv_spec import dtype_name
 
     start_s = time.perf_counter()
@@ -227,7 +225,7 @@ def compare(
 
 def _path(name: str, llm: "LLM", answer: "RequestOutput", work: str | None) -> dict[str, Any]:
     """Print and return the rates of a path beside their bounds. work: the counter of what only this path does."""
-    from nanovllm.engine.setup import find_machine
+    from nanovllm.llm import find_machine
 
     stats, plan, known = (
         llm.stats(),
