@@ -12,14 +12,8 @@ from transformers import AutoTokenizer
 from nanovllm.errors import RequestError
 from nanovllm.models.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.sampling_params import StructuredOutputs
-from nanovllm.text.structured import (
-    LIMITS,
-    MAX_REASON_CHARS,
-    MAX_REFERENCE_DEPTH,
-    GrammarCompiler,
-    TokenMatcher,
-    _measure,
-)
+from nanovllm.text.grammar_writer import MAX_REASON_CHARS, MAX_REFERENCE_DEPTH, _measure
+from nanovllm.text.structured import LIMITS, GrammarCompiler, TokenMatcher
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import TaggedJson, TaggedValue
+from nanovllm.text.grammar_writer import text_without
 from nanovllm.text.reasoning import num_begun
-from nanovllm.text.structured import text_without
 
 
 class CallFormat(NamedTuple):
