@@ -34,7 +34,9 @@ class GrammarWriter:
     """Writes the grammar of one request in the Lark language.
 
     added_tokens: tokens that are part of a text. A tag that is one of them is matched as that token, because an added
-    token never matches a text, and the model would write it as a token. relaxed: see GrammarCompiler.
+    token never matches a text, and the model would write it as a token.
+    relaxed: returns the rule of a schema, given its place in the request and its JSON text, without what a grammar
+    cannot express.
     """
 
     def __init__(self, added_tokens: Mapping[str, int], relaxed: Callable[[str, str], str]) -> None:

@@ -50,18 +50,18 @@ def flag_name(options: type, name: str) -> str:
 
 
 def flag_help(options: type, name: str) -> str:
-    """The help of a field, with the flags in place of the options that it mentions."""
+    """Return the help of a field, with the flags in place of the options that it mentions."""
     return name_flags(help_of(options, name), (options, Config)).replace("%", "%%")  # argparse formats it
 
 
 def given_fields(args: argparse.Namespace, options: type) -> dict[str, Any]:
-    """The fields of `options` whose flags were given."""
+    """Return the fields of `options` whose flags were given."""
     by_dest = {RENAMED.get((options, field.name), field.name): field.name for field in fields(options)}
     return {name: getattr(args, dest) for dest, name in by_dest.items() if name != "model" and hasattr(args, dest)}
 
 
 def name_flags(message: str, option_types: Sequence[type]) -> str:
-    """`message` with flags in place of the fields of `option_types`.
+    """Return `message` with flags in place of the fields of `option_types`.
 
     "add enable_cpu_offload=True" becomes "add --enable-cpu-offload", and "lower max_model_len" becomes "lower
     --max-model-len". A name of one word, such as "model" or "seed", is also an ordinary word, so it is replaced only
@@ -82,7 +82,7 @@ def name_flags(message: str, option_types: Sequence[type]) -> str:
 
 
 def _flag_settings(field: Field[Any], options: type, default: Any) -> dict[str, Any]:
-    """Arguments of `add_argument` for a field, from its type and help. default: the default that the help shows."""
+    """Return the arguments of `add_argument` for a field. default: the default that the help shows."""
     settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": flag_help(options, field.name)}
     if field.type is bool and field.default:
         return settings | {"action": argparse.BooleanOptionalAction, "help": f"{settings['help']} (default: on)"}
@@ -99,7 +99,7 @@ def _flag_settings(field: Field[Any], options: type, default: Any) -> dict[str, 
 
 
 def _scalar_type(annotation: Any) -> Any:
-    """int, float, str or a JSON parser. For `int | None` or `tuple[int, ...] | list[int]` it is int."""
+    """Return int, float, str or a JSON parser. For `int | None` or `tuple[int, ...] | list[int]` it is int."""
     if annotation in (int, float, str):
         return annotation
     if annotation is dict:
@@ -108,7 +108,7 @@ def _scalar_type(annotation: Any) -> Any:
 
 
 def _integer(text: str) -> int:
-    """An integer, where k and m at the end mean thousands and millions."""
+    """Return an integer. A k or m at the end of the text means thousands or millions."""
     factor = {"k": 1000, "m": 1_000_000}.get(text[-1:].lower(), 1)
     try:
         return int(text if factor == 1 else text[:-1]) * factor
@@ -187,16 +187,14 @@ def add_engine_flags(
     defaults: Mapping[str, str] = MappingProxyType({}),
     without: Sequence[str] = (),
 ) -> None:
-    """defaults: field -> what the help says about its default, where the command has its own. without: fields that
-    get no flag.
-    """
+    """Add the flags of Config. The arguments are those of `add_flags`."""
     step_tokens = f"{Config.max_num_batched_tokens}; on a CPU, {CPU_STEP_TOKENS}"
     defaults = {"max_num_batched_tokens": step_tokens, **defaults}
     add_flags(parser, Config, without=("model", *without), defaults=defaults)
 
 
 def engine_options(args: argparse.Namespace) -> Mapping[str, Any]:
-    """The fields of Config that the flags give, and the command line's own default for a CPU. Loads torch."""
+    """Return the fields of Config that the flags give, with the command line's own default for a CPU. Loads torch."""
     options = given_fields(args, Config)
     from nanovllm.llm import resolve_device
 
