@@ -40,15 +40,7 @@ from nanovllm.utils.options import help_of
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PASSKEY = "q7m2x9kd"
-OFFLOAD_FLAGS = [
-    "--enable-cpu-offload",
-    "--kvcache-block-size",
-    "256",
-    "--num-gpu-blocks",
-    "2",
-    "--num-cpu-blocks",
-    "8",
-]
+OFFLOAD_FLAGS = "--enable-cpu-offload --kvcache-block-size 256 --num-gpu-blocks 2 --num-cpu-blocks 8".split()
 
 
 @pytest.fixture(scope="module")
