@@ -85,7 +85,7 @@ NO_BIASES = Biases.of([], 0.0)
 
 
 class RowEdits(NamedTuple):
-    """The edits of one row that differ from those of the sequence's other rows."""
+    """The edits of one row that can differ from the edits of the sequence's other rows."""
 
     biases: Biases = NO_BIASES  # they change seldom, and many rows share them
     allowed: TokenMask | None = None  # or None if every token is allowed

@@ -46,7 +46,7 @@ class TokenDecoder:
 
     @property
     def anchor(self) -> tuple[list[int], str]:
-        """A token to put before others, which then are not at the start of a text, and its text. Cached.
+        """Return a token to put before others, so that they are not at the start of a text, and its text. Cached.
 
         Decoders may strip the space of a text's first word. The list is empty for a tokenizer without such a token.
         """
@@ -84,7 +84,7 @@ class TokenDecoder:
         return len(text), REPLACEMENT in text
 
     def _text_len(self, token_id: int) -> int | None:
-        """Return the number of characters in a token's text; None if it never has any. Cached."""
+        """Return the number of characters in a token's text, or None if the token never has text. Cached."""
         if token_id not in self._text_lens:
             text = self.decode([token_id])
             text_len = len(text)
@@ -333,7 +333,7 @@ class TextReceiver(Receiver, TextSource):
         self.detokenizer = detokenizer
         self._decodes_each = detokenizer.has_stop_strings
         self._new_token_ids: deque[int] = deque()  # not decoded yet; the engine's thread may append without the lock
-        self._lock = threading.Lock()  # guards the detokenizer and what follows: the reader has a thread of its own
+        self._lock = threading.Lock()  # guards the detokenizer and what follows, which the reader's thread uses, too
         self._piece = ""  # decoded, but not read yet
         self._failure: Ending | None = None
         self._is_whole = False  # nothing is held back for later tokens

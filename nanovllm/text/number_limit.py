@@ -1,4 +1,4 @@
-"""Limits of the numbers in JSON that a model writes. Without limits, some models write digits and never stop.
+"""Limits the numbers in JSON that a model writes. Without limits, some models write digits and never stop.
 
 llguidance has no such limits. So a NumberScan follows the bytes of an answer, and tells which tokens would make a
 number too long. It reads only JSON: `JsonPlaces` says where in the answer that is.
@@ -104,7 +104,7 @@ class NumberScan:
             self._is_json = False
 
     def forbidden(self, masks: NumberMasks) -> TokenMask | None:
-        """Return the tokens that would make a number too long; None without a limit here."""
+        """Return the tokens that would make a number too long, or None if any token may follow."""
         if not self._is_json or self._in_string or not self._reasoning.is_in_answer:
             return None
         if self._in_exponent:

@@ -10,8 +10,8 @@ Grammars may be made to harm, so LIMITS bound the time and memory of each compil
 grammar that exceeds a limit at the start of an answer is refused with a RequestError. One that exceeds it later ends
 that request with an error.
 
-llguidance builds the automaton of a grammar as masks need it, and all matchers of one Grammar share it behind a lock of
-llguidance. Once a mask exceeds a limit, the automaton is useless, and all answers that use it end with an error. The
+llguidance builds the automaton of a grammar as masks need it, and all matchers of one Grammar share it under a lock
+of llguidance. Once a mask exceeds a limit, the automaton is useless, and all answers that use it end with an error. The
 next request with this grammar compiles it anew.
 
 Compilation and masks release the GIL; `accept` does not, and takes microseconds. Any thread may compile, but the
@@ -118,14 +118,14 @@ class Vocabulary:
 
 
 class _KnownTokens:
-    """A vocabulary in the form in which llguidance takes one."""
+    """A tokenizer's vocabulary in the form that llguidance reads."""
 
     bos_token_id = None
 
     def __init__(self, tokenizer: Any, num_ids: int, end_token_ids: tuple[int, ...]) -> None:
         token_bytes = read_token_bytes(tokenizer, num_ids)
         added = {*tokenizer.get_added_vocab().values()}
-        # Tokens that no text matches. llguidance wants a name for each, and byte 255 marks the names
+        # Tokens that no text matches. llguidance wants a name for each, and reads byte 255 as the mark of a name
         self.special_token_ids = [i for i, each in enumerate(token_bytes) if i in added or each[:1] in (b"", b"\xff")]
         self.tokens = [
             f"<[{i}]>".encode() if each[:1] in (b"", b"\xff") else each for i, each in enumerate(token_bytes)
@@ -178,7 +178,7 @@ class Grammar:
 
     @property
     def is_slow(self) -> bool:
-        """True if masks can take so long that the engine's thread should not compute them."""
+        """Return True if masks can take so long that the engine's thread should not compute them."""
         return self._num_slow_masks > 0
 
     def continuations(self, matcher: Any) -> TokenMask:
@@ -214,7 +214,7 @@ def _matcher(vocabulary: Vocabulary, text: str) -> Any:
 
 
 def _error_of(matcher: Any) -> str | None:
-    """Return what llguidance complains about; None if the matcher is in order."""
+    """Return what llguidance complains about, or None if the matcher has no error."""
     return _reason_of(matcher.get_error()) if matcher.is_error() else None
 
 
@@ -344,14 +344,14 @@ class TokenMatcher:
         self._matcher = grammar.start()
         self._numbers = None if grammar.places is None else NumberScan(grammar.places)
         self._has_ended = False
-        self._following: TokenMask | None = grammar.first_mask  # tokens that may come next; None until asked for
-        self._computing: Future[None] | None = None  # sets _following; meanwhile nobody else uses the matcher
+        self._following: TokenMask | None = grammar.first_mask  # tokens that may come next, or None if unknown
+        self._computing: Future[None] | None = None  # sets _following; it alone uses the matcher until it is done
 
     @property
     def is_finished(self) -> bool:
         """See TokenConstraint. Where the answer may end, this computes the next mask and keeps it.
 
-        If masks are slow, it asks only if the grammar could go on, with whatever tokens.
+        If masks are slow, this only asks whether the grammar could go on, regardless of the vocabulary.
         """
         if self._has_ended or self.error is not None:
             return self._has_ended

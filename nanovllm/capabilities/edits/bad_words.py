@@ -155,5 +155,5 @@ class BadWords:
 
     @property
     def forbids_all(self) -> bool:
-        """True if no answer can have a first token."""
+        """Return True if no answer can have a first token."""
         return not self._first.any()

@@ -24,7 +24,7 @@ _FORBID = float("-inf")
 
 
 class AnswerRules(NamedTuple):
-    """The parameters of a request that are given as text, in tokens."""
+    """The parameters of a request that are given as text, as rules on tokens."""
 
     bad_words: BadWords | None = None
     constraint: TokenConstraint | None = None
@@ -54,7 +54,8 @@ class LogitEditor:
         self._biases = Biases.of(list(bias), list(bias.values()))
         self._first_biases = Biases.joined([self._biases, Biases.of(ends, _FORBID)])
         self._bad_words = rules.bad_words
-        self._bad_words_state = self._num_followed = 0  # after so many tokens of the answer
+        self._bad_words_state = 0
+        self._num_followed = 0  # tokens of the answer that led to this state
         self._penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self._prompt_mask = token_mask(prompt, vocab_size) if params.repetition_penalty != 1 else None
         self._counts = _TokenCounts() if self._penalties != NO_PENALTIES[:3] else None
@@ -145,5 +146,5 @@ class _TokenCounts:
         self.num_tokens += len(token_ids)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens and their counts. The counts are a copy, because a plan never changes."""
+        """Return the tokens and their counts. The counts are a copy, because a plan never changes."""
         return self._token_ids[: len(self._places)], self._counts[: len(self._places)].copy()

@@ -1,4 +1,4 @@
-"""The fields of the classes of options, as flags of the command line."""
+"""Makes the flags of the command line from the fields of the classes of options."""
 
 import argparse
 import json
@@ -187,7 +187,7 @@ def add_engine_flags(
     defaults: Mapping[str, str] = MappingProxyType({}),
     without: Sequence[str] = (),
 ) -> None:
-    """Add the flags of Config. The arguments are those of `add_flags`."""
+    """Add the flags of Config. `defaults` and `without` mean the same as for `add_flags`."""
     step_tokens = f"{Config.max_num_batched_tokens}; on a CPU, {CPU_STEP_TOKENS}"
     defaults = {"max_num_batched_tokens": step_tokens, **defaults}
     add_flags(parser, Config, without=("model", *without), defaults=defaults)

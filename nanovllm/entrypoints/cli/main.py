@@ -155,7 +155,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    """The text goes to stdout, everything else to stderr."""
+    """Answer one prompt. The text goes to stdout, everything else to stderr."""
     if args.system is not None and not args.chat:
         raise RequestError("--system needs the model's chat template; add --chat")
     prompt = args.prompt if args.prompt_file is None else _read_text("--prompt-file", args.prompt_file)
@@ -186,7 +186,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """The plan goes to stdout. If it cannot work, the reason comes first, on stderr."""
+    """Print a plan to stdout. If it cannot work, the reason comes first, on stderr."""
     options, given = PlanOptions(**given_fields(args, PlanOptions)), given_fields(args, Config)
     if args.model is None and not options.fit:
         raise ConfigError("plan needs a model; add --model, or --fit for a list of what runs")
