@@ -1,5 +1,6 @@
 """The detokenizer against decoding all at once."""
 
+import json
 import random
 import re
 import threading
@@ -11,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiers import examples
-from tokenizer_kinds import byte_level, sentencepiece
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizer_kinds import byte_level
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm.plan.outputs import Outbox
@@ -186,8 +187,23 @@ def test_stop_string_that_is_included_ends_the_text_and_nothing_behind_it_shows(
 SAMPLE = "def f(x): return x + 1  # caf\u00e9, na\u00efve \u4f60\u597d \U0001f600 it's don't, really?\n" * 3
 
 
-def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Works like Llama 2: spaces are letters, and characters without a token are bytes. U+FFFD has a token."""
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    trained.train_from_iterator(
+        ["it is a test, really a test \ufffd"], trainers.BpeTrainer(vocab_size=40, show_progress=False)
+    )
+    model = json.loads(trained.to_str())["model"]
+    names = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *model["vocab"]]
+    merges = [tuple(merge) for merge in model["merges"]]
+    vocab = {name: token_id for token_id, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = trained.normalizer
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True, normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
@@ -202,7 +218,8 @@ def is_rust(decoder: TokenDecoder) -> bool:
     return isinstance(decoder.decode.func.__self__, Tokenizer)  # type: ignore[attr-defined]
 
 
-BYTE_LEVEL, BYTE_FALLBACK, WORDS = fast_tokenizer(byte_level()), fast_tokenizer(sentencepiece()), word_tokenizer()
+BYTE_LEVEL = PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="</s>")
+BYTE_FALLBACK, WORDS = byte_fallback_tokenizer(), word_tokenizer()
 TEXTS = st.one_of(st.text(max_size=40), st.text("a \u00e9\u20ac\U0001f600\ufffd ", max_size=40), st.just(SAMPLE))
 
 
