@@ -408,16 +408,16 @@ class TokenMatcher:
         numbers = None if self._numbers is None else self._numbers.copy()
         for token_id in guesses:
             is_text = self._vocabulary.is_text(token_id) and is_allowed(mask, token_id)
-            if not is_text or not self._matcher.try_consume_tokens([token_id]):
+            if not is_text or self._matcher.is_error() or not self._matcher.try_consume_tokens([token_id]):
                 break
             following = self._grammar.continuations(self._matcher)
-            self._check()
-            if self.error is not None:
-                return []
             if numbers is not None:
                 numbers.follow(self._vocabulary.text_of(token_id))
             mask = self._with_end_tokens(self._limited(following, numbers))
             rows.append(mask)
+        self._check()
+        if self.error is not None:  # a matcher keeps an error, and cannot take tokens back
+            return []
         if rows:
             is_back = self._matcher.rollback(len(rows))
             assert is_back, "llguidance cannot take tokens back"
