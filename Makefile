@@ -76,7 +76,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 docs: $(INSTALLED)
-	$(BIN)/python -m nanovllm.entrypoints.cli.flags docs/options.md docs/planning.md README.md
+	$(BIN)/python tests/package/doc_tables.py docs/options.md docs/planning.md README.md
 	$(BIN)/python tests/package/recipes.py
 
 bench-micro: $(INSTALLED)

@@ -7,7 +7,8 @@ from typing import Any
 
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.settings import read_sampling_defaults
-from nanovllm.engine.setup import Internals, prepare
+from nanovllm.device.devices import resolve_device
+from nanovllm.engine.setup import Internals, find_machine, prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.plan.outputs import Outbox, RequestOutput, StepOutput, with_answers, with_logprob_lists
@@ -16,7 +17,10 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule.scheduler import Scheduler
 from nanovllm.text.frontend import Message, TextFrontend
 from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
-from nanovllm.utils.progress import progress_bar
+from nanovllm.utils import progress_bar
+
+# Entry points take these from here: what an engine finds on this machine, and the type of LLM's `internals`
+__all__ = ["LLM", "Internals", "find_machine", "resolve_device"]
 
 
 class LLM:

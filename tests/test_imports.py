@@ -38,17 +38,10 @@ STILL_KNOWN: dict[str, set[str]] = {
     "capacity.plan": {"capabilities.disk.disk_moves", "capabilities.shadow.shadow_spec"},
     "executor.base": {"capabilities.disk.disk_moves"},
     "kernels.shadow": {"capabilities.shadow.shadow_spec"},
-    "plan.sequence": {"capabilities.edits.logit_editor"},
-    "plan.step_plan": {"capabilities.edits.logit_editor"},
-    "runner.inputs": {"capabilities.edits.logit_editor"},
     "runner.kv_memory": {"capabilities.disk.worker"},
     "runner.model_runner": {"capabilities.disk.disk_moves", "capabilities.disk.store", "capabilities.disk.worker"},
-    "runner.startup_steps": {"capabilities.edits.logit_editor"},
-    "schedule.scheduler": {"capabilities.disk.tier", "capabilities.edits.logit_editor"},
+    "schedule.scheduler": {"capabilities.disk.tier"},
     "entrypoints.cli.cache": {"capabilities.disk.disk_moves", "capabilities.disk.store"},
-    "entrypoints.cli.flags": {"device.devices"},
-    "entrypoints.cli.main": {"device.devices", "engine.setup"},
-    "entrypoints.cli.verify": {"engine.setup"},
 }
 
 

@@ -245,7 +245,7 @@ class Engine:
         seq = self.admission.make_sequence(next(self._request_ids), token_ids, params, cache_salt)
         self.scheduler.check_fits(seq)
         if first is not None:
-            seq.editor = first.editor and first.editor.for_another_answer(rules)
+            seq.editor = first.editor and first.editor.for_another_answer(rules.constraint)
         else:
             end_token_ids = self.scheduler.eos_token_ids | seq.stop_token_ids
             vocab_size = self.setup.model_config.vocab_size

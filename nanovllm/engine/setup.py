@@ -114,18 +114,19 @@ def _check_parts(config: Config, model_config: ModelConfig, device: torch.device
             attention_cpus(config.cpu_attention_threads, rank, config.tensor_parallel_size)
 
 
-def find_machine(config: Config) -> Machine:
+def find_machine(config: Config, *, measures_cpu: bool = False) -> Machine:
     """Describe this machine for a plan. A GPU's rates are looked up by its name (capacity/machine.py).
 
     If there is no GPU and `config` does not ask for the CPU, assume an H200, so that users can plan for a machine that
-    they do not have yet.
+    they do not have yet. measures_cpu: where there is a GPU, measure the rate of CPU memory, too.
     """
     if config.device == "cpu":
         return Machine.cpu(available_host_bytes())
     gpu = installed_gpu(config)
     if gpu is None:
         return Machine.gpu(available_host_bytes(), name="an H200, assumed")
-    return Machine.found_gpu(available_host_bytes(), gpu.name, gpu.total_memory, (gpu.major, gpu.minor))
+    machine = Machine.found_gpu(available_host_bytes(), gpu.name, gpu.total_memory, (gpu.major, gpu.minor))
+    return machine.with_cpu(measure_cpu_memory(), "measured") if measures_cpu else machine
 
 
 def measure_cpu_memory(num_bytes: int = 2**29) -> float:

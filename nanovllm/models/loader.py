@@ -20,7 +20,7 @@ from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight
 from nanovllm.models.decoder import CausalLM, MTPHead
 from nanovllm.models.quantized_weights import QuantizedReader, quantize, stored_parts
 from nanovllm.models.stored_tensors import FLOAT_DTYPES, StoredTensor, open_tensors
-from nanovllm.utils.progress import progress_bar
+from nanovllm.utils import progress_bar
 
 _KV_SCALES = (
     *("_proj.k_scale", "_proj.v_scale", "_attn.k_scale", "_attn.v_scale", "_attn.q_scale", "_attn.kv_scale"),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Literal, TypeAlias
 
-from nanovllm.capabilities.edits.logit_editor import LogitEditor, TokenConstraint
+from nanovllm.plan.logit_edits import Editor, TokenConstraint
 from nanovllm.plan.step_plan import SamplingRow
 from nanovllm.sampling_params import SamplingParams
 
@@ -40,7 +40,7 @@ class Sequence:
         self.max_tokens = params.max_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.sampling = SamplingRow.make(params, seed)
-        self.editor: LogitEditor | None = None  # None: the logits stay as they are
+        self.editor: Editor | None = None  # or None if the logits stay as they are
         self.num_scored_tokens = 1  # with prompt_logprobs: those that planned steps compute; the first token has none
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"

@@ -54,9 +54,9 @@ from nanovllm.runner.startup_steps import (
 )
 from nanovllm.runner.step_result import StepResult
 from nanovllm.runner.step_runner import CompanionSetup, ModelDrafts, StepRunner
+from nanovllm.utils import __version__
 from nanovllm.utils.arithmetic import format_bytes
 from nanovllm.utils.memory import available_host_bytes
-from nanovllm.utils.version import __version__
 
 logger = logging.getLogger("nanovllm")
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanovllm.capabilities.edits.logit_editor import Biases, LogitEdits, Penalties, RowEdits
 from nanovllm.device.devices import (
     current_device,
 )
@@ -20,6 +19,7 @@ from nanovllm.layers.moe import Router
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
+from nanovllm.plan.logit_edits import Biases, LogitEdits, Penalties, RowEdits
 from nanovllm.plan.step_limits import MAX_DECODE_QUERIES
 from nanovllm.plan.step_plan import KVMoves, PromptScores, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.runner.inputs import sampling_arrays, to_device

@@ -20,8 +20,8 @@ from itertools import islice
 import numpy as np
 
 from nanovllm.capabilities.disk.tier import DiskTier
-from nanovllm.capabilities.edits.logit_editor import LogitEdits
 from nanovllm.kvcache.block_manager import KVCacheManager, PagedKeys
+from nanovllm.plan.logit_edits import LogitEdits
 from nanovllm.plan.sequence import ErrorCause, Sequence, SequenceStatus
 from nanovllm.plan.step_limits import MAX_DECODE_QUERIES, MAX_VERIFYING_ROWS
 from nanovllm.plan.step_plan import PromptScores, SequenceStep, StepPlan

@@ -37,8 +37,8 @@ from nanovllm.entrypoints.cluster.resources import (
     plan_placement,
 )
 from nanovllm.errors import CheckpointError, ConfigError, EngineError
+from nanovllm.utils import progress_bar
 from nanovllm.utils.interrupt import ended_by_sigterm
-from nanovllm.utils.progress import progress_bar
 
 logger = logging.getLogger("nanovllm")
 

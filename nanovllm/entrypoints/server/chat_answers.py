@@ -18,7 +18,6 @@ from nanovllm.entrypoints.server.tool_calls import (
     CallFormat,
     Delta,
     ReasoningDelta,
-    ReasoningSplitter,
     TaggedCallParser,
     ToolCallDelta,
     ToolCallParser,
@@ -27,6 +26,7 @@ from nanovllm.entrypoints.server.tool_calls import (
 from nanovllm.plan.outputs import RequestOutput
 from nanovllm.request_stream import RequestUpdate
 from nanovllm.sampling_params import ReasoningTags
+from nanovllm.text.reasoning import ReasoningSplitter
 
 MAX_LEADING_TOKENS = 4  # white space before the tag of reasoning
 
@@ -124,8 +124,8 @@ class ChatAnswer(Answer[ChatRequest]):
         deltas: list[Delta] = []
         if form.has_reasoning:
             if index not in self._splitters:
-                self._splitters[index] = ReasoningSplitter(form.begins_in_reasoning)
-            reasoning, text = self._splitters[index].feed(text, is_last)
+                self._splitters[index] = ReasoningSplitter(form.tags)
+            _, reasoning, _, text = self._splitters[index].split(text, is_last)
             deltas += [ReasoningDelta(reasoning)] if reasoning else []
         if form.call_format is None:
             return [*deltas, text] if text else deltas

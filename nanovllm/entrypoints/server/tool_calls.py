@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import TaggedJson, TaggedValue
-from nanovllm.text.detokenizer import num_begun
-from nanovllm.text.structured import text_without
+from nanovllm.text.grammar_writer import text_without
+from nanovllm.text.reasoning import num_begun
 
 
 class CallFormat(NamedTuple):
@@ -711,53 +711,6 @@ class TaggedCallParser:
             with suppress(ValueError, RecursionError):
                 return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
         return json.dumps(text, ensure_ascii=False)
-
-
-class ReasoningSplitter:
-    """Splits one answer into the reasoning between <think> and </think>, which comes first, and the rest.
-
-    White space on either side of the tags is dropped. Reasoning without an end is all reasoning.
-    """
-
-    def __init__(self, has_begun: bool) -> None:
-        """has_begun: the prompt has opened the reasoning."""
-        self._tag: str | None = "</think>" if has_begun else "<think>"  # looked for; None in the answer
-        self._text = ""
-        self._is_start = True  # nothing but white space so far
-
-    def feed(self, text: str, is_last: bool = False) -> tuple[str, str]:
-        """Return more of the reasoning, and more of the answer."""
-        if self._tag is None and not self._is_start:
-            return "", text
-        self._text += text
-        reasoning = ""
-        if self._tag == "<think>":
-            rest = self._text.lstrip(_SPACE)
-            if rest.startswith(self._tag):
-                self._tag, self._text = "</think>", rest.removeprefix(self._tag)
-            elif self._tag.startswith(rest) and not is_last:
-                return "", ""
-            else:
-                self._tag, self._is_start = None, False
-        if self._tag == "</think>":
-            reasoning = self._take_reasoning(is_last)
-            if self._tag:
-                return reasoning, ""
-        answer = self._text.lstrip(_SPACE) if self._is_start else self._text
-        self._is_start = self._is_start and not answer
-        self._text = ""
-        return reasoning, answer
-
-    def _take_reasoning(self, is_last: bool) -> str:
-        text = self._text.lstrip(_SPACE) if self._is_start else self._text
-        found, tag, after = text.partition("</think>")
-        if tag:
-            self._tag, self._text, self._is_start = None, after, True
-            return found.rstrip(_SPACE)
-        end = len(text) if is_last else len(text[: len(text) - num_begun(text, "</think>")].rstrip(_SPACE))
-        self._is_start = self._is_start and not end
-        self._text = text[end:]
-        return text[:end]
 
 
 def _joined(deltas: list[CallPart]) -> list[CallPart]:

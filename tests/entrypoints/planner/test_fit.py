@@ -11,7 +11,6 @@ from nanovllm.capacity.plan_check import any_problem
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.entrypoints.cli.flags import write_tables
 from nanovllm.entrypoints.cli.main import main
 from nanovllm.entrypoints.planner.fit import CONTEXTS, SETTINGS, fit_table, fits
 from nanovllm.errors import ConfigError
@@ -70,11 +69,3 @@ def test_model_of_a_short_context_is_listed_with_its_longest(
     assert main([*argv, "--gpu-memory-gb", "1"]) == 1 and "nothing" in capsys.readouterr().out
     assert main([*argv, "--context", "9000"]) == 2
     assert "--context=9000 is more than the 8192 tokens" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_tables_in_the_documents_are_what_plan_computes() -> None:
-    """`make docs` writes them."""
-    for name in ("README.md", "docs/planning.md"):
-        text = (ROOT / name).read_text()
-        assert "RTX 4060" in text and write_tables(text) == text, name

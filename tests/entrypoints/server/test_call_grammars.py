@@ -22,12 +22,12 @@ from nanovllm.entrypoints.server.tool_calls import (
     LLAMA,
     QWEN_TAGS,
     CallFormat,
-    ReasoningSplitter,
     ToolCallDelta,
     make_parser,
 )
 from nanovllm.models.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.sampling_params import ReasoningTags, StructuredOutputs, TaggedJson
+from nanovllm.text.reasoning import ReasoningSplitter
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 
 FORMATS = {"hermes": HERMES, "llama": LLAMA, "qwen": QWEN_TAGS}
@@ -212,12 +212,11 @@ def parse(
 ) -> tuple[str, list[Part]]:
     """Return the reasoning and the parts that the server's parsers find."""
     parser = make_parser(call_format, SCHEMAS, in_pieces=in_pieces, is_alternative=has_form)
-    splitter = ReasoningSplitter(tags.has_begun) if tags else None
+    splitter = ReasoningSplitter(tags)
     reasoning, parts, calls = "", list[Part](), list[list[str]]()
     for i, piece in enumerate(pieces):
-        if splitter is not None:
-            more, piece = splitter.feed(piece, is_last=i == len(pieces) - 1)
-            reasoning += more
+        _, more, _, piece = splitter.split(piece, is_last=i == len(pieces) - 1)
+        reasoning += more
         deltas = parser.feed(piece)
         for delta in [*deltas, *(parser.finish() if i == len(pieces) - 1 else ())]:
             if isinstance(delta, ToolCallDelta):

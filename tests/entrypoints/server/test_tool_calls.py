@@ -15,7 +15,6 @@ from nanovllm.entrypoints.server.tool_calls import (
     LLAMA,
     QWEN_TAGS,
     CallFormat,
-    ReasoningSplitter,
     ToolCallDelta,
     ToolCallParser,
     call_format_of,
@@ -402,28 +401,6 @@ def test_tagged_calls_any_split_gives_the_same_result(fragments: list[str], cuts
     whole = parse_pieces(QWEN_TAGS, [text], WEATHER)
     assert parse_pieces(QWEN_TAGS, split(text, cuts), WEATHER) == whole
     assert parse_pieces(QWEN_TAGS, list(text), WEATHER) == whole
-
-
-# -- reasoning -------------------------------------------------------------------------------------------------------
-
-
-def split_reasoning(pieces: list[str], has_begun: bool = False) -> tuple[str, str]:
-    splitter = ReasoningSplitter(has_begun)
-    parts = [splitter.feed(piece) for piece in pieces] + [splitter.feed("", is_last=True)]
-    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
-
-
-def test_reasoning_is_split_from_the_answer() -> None:
-    for text, has_begun, expected in (
-        ("<think>\nHm. \n</think>\n\nYes.\n", False, ("Hm.", "Yes.\n")),
-        ("Hm.\n</think>Yes.", True, ("Hm.", "Yes.")),
-        ("<think></think>Yes.", False, ("", "Yes.")),
-        ("<think>Hm </thin", False, ("Hm </thin", "")),
-        ("\nYes <think>no</think>", False, ("", "\nYes <think>no</think>")),
-        ("<thin", False, ("", "<thin")),
-        ("", True, ("", "")),
-    ):
-        assert split_reasoning([text], has_begun) == split_reasoning(list(text), has_begun) == expected, text
 
 
 @pytest.mark.parametrize(
