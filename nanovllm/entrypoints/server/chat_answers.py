@@ -16,13 +16,11 @@ from nanovllm.entrypoints.server.answers import Answer, PromptEntries, chat_logp
 from nanovllm.entrypoints.server.protocol import ChatRequest
 from nanovllm.entrypoints.server.tool_calls import (
     CallFormat,
+    CallParser,
     Delta,
     ReasoningDelta,
     ReasoningSplitter,
-    TaggedCallParser,
     ToolCallDelta,
-    ToolCallParser,
-    make_parser,
 )
 from nanovllm.plan.outputs import RequestOutput
 from nanovllm.request_stream import RequestUpdate
@@ -59,7 +57,7 @@ class ChatAnswer(Answer[ChatRequest]):
     def __init__(self, service: Service, body: ChatRequest, form: ChatForm) -> None:
         super().__init__(service, body)
         self._form, self._num_top = form, body.top_logprobs or 0
-        self._parsers: dict[int, ToolCallParser | TaggedCallParser] = {}  # by index of the answer
+        self._parsers: dict[int, CallParser] = {}  # by index of the answer
         self._splitters: dict[int, ReasoningSplitter] = {}
         self._spaces: dict[int, list[str]] = {}  # white space that parsers would hold back, and search again each time
         self._with_calls: set[int] = set()  # indices of the answers that called a tool
@@ -122,18 +120,16 @@ class ChatAnswer(Answer[ChatRequest]):
         if self._spaces and index in self._spaces:
             text = "".join((*self._spaces.pop(index), text))
         deltas: list[Delta] = []
-        if form.has_reasoning:
+        if form.tags is not None:
             if index not in self._splitters:
-                self._splitters[index] = ReasoningSplitter(form.begins_in_reasoning)
+                self._splitters[index] = ReasoningSplitter(form.tags)
             reasoning, text = self._splitters[index].feed(text, is_last)
             deltas += [ReasoningDelta(reasoning)] if reasoning else []
         if form.call_format is None:
             return [*deltas, text] if text else deltas
         if index not in self._parsers:
             schemas = {tool.function.name: tool.function.parameters or {} for tool in self._body.offered_tools}
-            self._parsers[index] = make_parser(
-                form.call_format, schemas, in_pieces=bool(self._body.stream), is_alternative=form.is_alternative
-            )
+            self._parsers[index] = CallParser(form.call_format, schemas, is_alternative=form.is_alternative)
         parser = self._parsers[index]
         deltas += parser.feed(text)
         if output is not None:
