@@ -8,12 +8,13 @@ import json
 import secrets
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from nanovllm.entrypoints.server.admission import Service
 from nanovllm.entrypoints.server.answers import Answer, PromptEntries, chat_logprobs
-from nanovllm.entrypoints.server.protocol import ChatRequest
+from nanovllm.entrypoints.server.errors import ApiError
+from nanovllm.entrypoints.server.protocol import ChatRequest, NamedTool
 from nanovllm.entrypoints.server.tool_calls import (
     CallFormat,
     CallParser,
@@ -21,10 +22,13 @@ from nanovllm.entrypoints.server.tool_calls import (
     ReasoningDelta,
     ReasoningSplitter,
     ToolCallDelta,
+    call_format_of,
 )
+from nanovllm.errors import RequestError
 from nanovllm.plan.outputs import RequestOutput
+from nanovllm.plan.sequence import TokenIds
 from nanovllm.request_stream import RequestUpdate
-from nanovllm.sampling_params import ReasoningTags
+from nanovllm.sampling_params import ReasoningTags, SamplingParams, StructuredOutputs, TaggedJson
 
 MAX_LEADING_TOKENS = 4  # white space before the tag of reasoning
 
@@ -47,6 +51,50 @@ class ChatForm(NamedTuple):
     def tags(self) -> ReasoningTags | None:
         """The tags of the reasoning, or None if the answer has no reasoning."""
         return ReasoningTags("<think>", "</think>", self.begins_in_reasoning) if self.has_reasoning else None
+
+
+def template_of(service: Service) -> str:
+    """Return the source of the model's chat template; of all, if it has several."""
+    template = getattr(service.llm.tokenizer, "chat_template", None) or ""
+    return "\n".join(template.values()) if isinstance(template, dict) else template
+
+
+def find_call_format(service: Service) -> CallFormat:
+    """Return how the model writes tool calls.
+
+    Raises ApiError if its template does not take tools, or if the format of its calls is not known.
+    """
+    template = template_of(service)
+    if "tools" not in template:
+        raise ApiError("the model's chat template does not take tools; leave them out", param="tools")
+    call_format = call_format_of(f"{template}\n{service.llm.model_config.architecture}")
+    if call_format is None:
+        raise ApiError("the format of this model's tool calls is not known; leave tools out", param="tools")
+    return call_format
+
+
+def chat_form(service: Service, call_format: CallFormat | None, token_ids: TokenIds) -> ChatForm:
+    """Return the form of the answer to this prompt."""
+    if "</think>" not in template_of(service):
+        return ChatForm(call_format)
+    begins_in_reasoning = service.llm.text.decode(token_ids[-8:].tolist()).rstrip().endswith("<think>")
+    tags = [service.llm.tokenizer.encode(tag, add_special_tokens=False) for tag in ("<think>", "</think>")]
+    is_known = all(len(tag) == 1 for tag in tags)
+    return ChatForm(call_format, True, begins_in_reasoning, (tags[0][0], tags[1][0]) if is_known else None)
+
+
+def blame_tool(service: Service, params: SamplingParams, constraint: TaggedJson, body: ChatRequest) -> None:
+    """Raise ApiError about the first tool whose calls cannot be constrained by themselves."""
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+    names = [tool.function.name for tool in body.offered_tools if named in (None, tool.function.name)]
+    for name, tag in zip(names, constraint.tags, strict=True):
+        alone = replace(constraint, tags=(tag,), names=(name,))
+        try:
+            service.llm.text.rules(replace(params, structured_outputs=StructuredOutputs(tagged_json=alone)))
+        except RequestError as error:
+            message = str(error).replace("structured_outputs.tagged_json", "its parameters")
+            message = message.replace("structured_outputs.json", "its schema")
+            raise ApiError(f"tool {name!r}: {message}", param="tools") from error
 
 
 class ChatAnswer(Answer[ChatRequest]):
