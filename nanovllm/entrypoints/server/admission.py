@@ -1,4 +1,4 @@
-"""Service: the state that the endpoints share. It takes requests for the engine, and limits how many wait how long.
+"""Service: the state that all endpoints share. It passes requests to the engine, and limits how many wait and how long.
 
 An answer waits until its first token arrives. What runs is bounded by the engine itself (max_num_seqs). What one
 request can ask for is limited, too, so that no client keeps the server busy with a single body.
@@ -35,7 +35,7 @@ from nanovllm.request_stream import RequestStream
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanovllm.text.request_check import Prompt
 
-CHARS_PER_TOKEN = 16  # few texts have as many; without a limit, a text that cannot fit is tokenized for seconds
+CHARS_PER_TOKEN = 16  # few texts have more; without a limit, tokenizing a text that cannot fit takes seconds
 MAX_N = 128  # answers to one prompt
 MAX_STOP = 64  # strings, each of which is looked for in every step
 MAX_LIST_ITEMS = 4096  # the limit of all other lists
@@ -178,11 +178,11 @@ class Service:
 
     @property
     def retry_after_s(self) -> float:
-        """A moving average of waits, cut at a minute."""
+        """Return a moving average of the waits, at most a minute."""
         return min(self._mean_wait_s, MAX_RETRY_AFTER_S)
 
     def add_wait(self, wait_s: float) -> None:
-        """Take into account that an answer has got its first token after this time."""
+        """Add the time that an answer has waited for its first token to the average."""
         self._mean_wait_s += _NEWEST_WAIT_SHARE * (wait_s - self._mean_wait_s)
 
 
@@ -195,7 +195,7 @@ def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
 
 
 class _Place:
-    """The place of one request among those that wait. It observes the request's stream (StreamObserver)."""
+    """One request's place in the queue. It observes the request's stream (StreamObserver)."""
 
     def __init__(self, service: Service, num_answers: int) -> None:
         self._service = service
@@ -242,7 +242,7 @@ class _Place:
         self.leave()
 
     def leave(self) -> None:
-        """Give the place up: the answers that are still open will not end."""
+        """Leave the queue. The answers that are still open will not finish."""
         self._service.num_waiting -= len(self._waiting)
         self._service.num_open -= self._num_open
         self._waiting.clear()
@@ -307,7 +307,7 @@ class RequestLimits:
             total += (1 + params.logprobs) * len(prompts) * min(longest, params.max_tokens or longest)
         if params.prompt_logprobs is not None:
             total += (1 + params.prompt_logprobs) * sum(min(longest, len(prompt)) for prompt in prompts)
-        total *= params.n  # each answer repeats those of its prompt
+        total *= params.n  # each answer repeats the log-probabilities of its prompt
         if total > self._max_logprobs:
             message = (
                 f"the request asks for up to {total} log-probabilities, at most {self._max_logprobs}; lower "

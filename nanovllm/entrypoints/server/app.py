@@ -196,7 +196,7 @@ async def _answer_chat(
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
-    """The prompts of a body: text or token ids, one or several."""
+    """Return the prompts of a body: text or token ids, one or several."""
     prompts = prompt_list(prompt) if isinstance(prompt, str | list) else []
     if not prompts or not all(isinstance(each, str | list) for each in prompts):
         raise ApiError("prompt must be a string, a list of strings, token ids, or a list of token ids", param="prompt")
@@ -204,7 +204,7 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def _texts(service: Service, prompts: list[str | list[int]]) -> list[str]:
-    """The texts of prompts that are echoed."""
+    """Return the texts of prompts that are echoed."""
     return [prompt if isinstance(prompt, str) else service.llm.text.decode(prompt) for prompt in prompts]
 
 

@@ -49,7 +49,7 @@ class ChatForm(NamedTuple):
 
     @property
     def tags(self) -> ReasoningTags | None:
-        """The tags of the reasoning, or None if the answer has no reasoning."""
+        """Return the tags of the reasoning, or None if the answer has no reasoning."""
         return ReasoningTags("<think>", "</think>", self.begins_in_reasoning) if self.has_reasoning else None
 
 
@@ -155,7 +155,7 @@ class ChatAnswer(Answer[ChatRequest]):
         return choices
 
     def _deltas(self, index: int, text: str, output: RequestOutput | None) -> list[Delta]:
-        """The reasoning, the contents and the tool calls that `text` adds to the message. Hot.
+        """Return the reasoning, the contents and the tool calls that `text` adds to the message. Hot.
 
         output: the answer's output if `text` is the end of the answer, else None.
         """
@@ -227,7 +227,7 @@ def _delta_json(delta: Delta) -> str:
 
 
 def _reasoning(text: str) -> dict[str, Any]:
-    """Clients look for it under one of two names."""
+    """Return the reasoning under both names that clients look for."""
     return {"reasoning": text, "reasoning_content": text}
 
 
@@ -242,7 +242,7 @@ BlockKind: TypeAlias = Literal["reasoning", "text", "call"]
 
 
 @dataclass
-class Block:
+class AnswerBlock:
     """A part of an answer: its reasoning, its text, or a tool call."""
 
     kind: BlockKind
@@ -254,7 +254,7 @@ class Block:
 
     @property
     def text(self) -> str:
-        """For a call its arguments."""
+        """Return the text of the block. The text of a call is its arguments."""
         return "".join(self.pieces)
 
 
@@ -268,21 +268,21 @@ class BlockAnswer(ChatAnswer):
 
     def __init__(self, service: Service, body: ChatRequest, form: ChatForm) -> None:
         super().__init__(service, body, form)
-        self._blocks: list[Block] = []
+        self._blocks: list[AnswerBlock] = []
         self._output: RequestOutput | None = None
 
     @abstractmethod
     def _body_of(self, output: RequestOutput | None) -> dict[str, Any]:
-        """The response with all blocks so far; `output` is None before its end."""
+        """Return the response with all blocks so far. `output` is None before its end."""
 
     @abstractmethod
-    def _begun_events(self, block: Block) -> list[dict[str, Any]]: ...
+    def _begun_events(self, block: AnswerBlock) -> list[dict[str, Any]]: ...
 
     @abstractmethod
-    def _piece_event(self, block: Block, piece: str) -> dict[str, Any]: ...
+    def _piece_event(self, block: AnswerBlock, piece: str) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _ended_events(self, block: Block) -> list[dict[str, Any]]: ...
+    def _ended_events(self, block: AnswerBlock) -> list[dict[str, Any]]: ...
 
     def _sse(self, events: Iterable[dict[str, Any]]) -> str:
         return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
@@ -310,7 +310,7 @@ class BlockAnswer(ChatAnswer):
                 kind, piece = ("text", delta) if isinstance(delta, str) else ("reasoning", delta.text)
                 call_id = name = ""
             if not self._blocks or kind != self._blocks[-1].kind or call_id:
-                self._blocks.append(Block(kind, len(self._blocks), secrets.token_hex(12), call_id, name))
+                self._blocks.append(AnswerBlock(kind, len(self._blocks), secrets.token_hex(12), call_id, name))
                 events += self._ended_events(self._blocks[-2]) if len(self._blocks) > 1 else []
                 events += self._begun_events(self._blocks[-1])
             if piece:

@@ -136,7 +136,7 @@ def takes_text(schema: Any) -> bool:
 
 
 def _choices(schema: Any) -> tuple[str, ...]:
-    """The texts that an `enum` or a `const` allows; none if it allows anything else, too."""
+    """Return the texts that an `enum` or a `const` allows, or nothing if it allows other values, too."""
     if not isinstance(schema, dict):
         return ()
     choices = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
@@ -146,7 +146,7 @@ def _choices(schema: Any) -> tuple[str, ...]:
 
 
 def _parameters(tool: str, schema: Mapping[str, Any]) -> tuple[TaggedValue, ...]:
-    """The tags of the arguments. Of texts only an `enum` and a `const` are enforced."""
+    """Return the tags of the arguments. For texts, only `enum` and `const` are enforced."""
     properties, required = schema.get("properties"), _list(schema.get("required"))
     properties = properties if isinstance(properties, Mapping) else {}
     kept = {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
@@ -248,7 +248,7 @@ class _ValueScan:
         self._no_string_before = 0  # quotes up to here do not begin a string
 
     def find(self, text: str, is_last: bool) -> int | None:
-        """Return where the value ends; None if it goes on, or if that takes more text. is_last: there is none."""
+        """Return where the value ends, or None if it goes on or more text is needed. is_last: no text follows."""
         part = _JSON_PART if self._is_json else _TEXT_PART
         while found := part.search(text, self._position):
             self._position = found.start()
@@ -269,7 +269,7 @@ class _ValueScan:
         return None
 
     def _skip_string(self, text: str, is_last: bool) -> bool:
-        """Go on after the string. Returns False if that takes more text."""
+        """Go on after the string. Return False if more text is needed."""
         rest = _IN_STRING.match(text, self._string_end or self._position + 1)
         assert rest is not None, "the pattern matches an empty text"
         self._string_end = rest.end()
@@ -285,7 +285,7 @@ class _ValueScan:
         return True
 
     def _is_end(self, text: str, tag: re.Match[str], is_last: bool) -> bool | None:
-        """Return True if the value ends at this tag; None if that takes more text."""
+        """Return True if the value ends at this tag, or None if more text is needed."""
         if tag[0] == "<parameter=":
             head = _PARAMETER.match(text, tag.start(), tag.start() + WINDOW_CHARS)
             if head is None:
@@ -385,7 +385,7 @@ class CallParser:
         self._unread += [text[start : start + WINDOW_CHARS] for start in reversed(starts)]
 
     def _return_content(self, end: int, advance: Callable[[], bool]) -> None:
-        """Return the text up to `end` as content. An answer that has a form has no calls after it."""
+        """Return the text up to `end` as content. If the answer is either calls or text, it is text from here on."""
         content = self._text[:end]
         if content:
             self._deltas.append(content)

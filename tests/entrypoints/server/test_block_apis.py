@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from nanovllm import AsyncLLM
-from nanovllm.entrypoints.server.chat_answers import Block, BlockAnswer, ChatAnswer, ChatForm
+from nanovllm.entrypoints.server.chat_answers import AnswerBlock, BlockAnswer, ChatAnswer, ChatForm
 from nanovllm.entrypoints.server.errors import ApiError, Refusal
 from nanovllm.entrypoints.server.messages import MessagesAnswer, MessagesRequest, _content
 from nanovllm.entrypoints.server.protocol import ChatRequest
@@ -234,7 +234,7 @@ def test_events_of_a_long_answer_cost_no_more_than_those_of_a_short_one(kind: ty
 
 def test_messages_arguments_that_nest_too_deeply_are_no_bug() -> None:
     """Regression: the last event of such a stream was an internal error."""
-    block = Block("call", 0, "b", "call_1", "f", ['{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"])
+    block = AnswerBlock("call", 0, "b", "call_1", "f", ['{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"])
     assert _content(block)["input"] == {}
 
 
