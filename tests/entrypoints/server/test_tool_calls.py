@@ -96,15 +96,6 @@ def calls_by_json(call_format: CallFormat, text: str) -> list[tuple[str, str]]:
 
 @FORMATS
 @settings(max_examples=examples(300), deadline=None)
-@given(text=TEXTS, cuts=st.lists(st.integers(0, 1000), max_size=12))
-def test_parser_any_split_gives_the_same_result(call_format: CallFormat, text: str, cuts: list[int]) -> None:
-    whole = parse(call_format, [text])
-    assert parse(call_format, split(text, cuts)) == whole
-    assert parse(call_format, list(text)) == whole
-
-
-@FORMATS
-@settings(max_examples=examples(300), deadline=None)
 @given(text=TEXTS)
 def test_parser_finds_the_calls_that_json_finds_and_keeps_the_rest(call_format: CallFormat, text: str) -> None:
     parsed = parse(call_format, [text])
@@ -206,6 +197,21 @@ def test_parser_content_streams_at_once() -> None:
     assert [parser.feed(text) for text in ("Hel", "lo <tool", " x")] == [["Hel"], ["lo"], [" <tool x"]]
 
 
+def test_call_in_json_is_returned_when_it_has_ended_and_content_when_it_is_broken() -> None:
+    parser = CallParser(HERMES, {})
+    for text in ('<tool_call>\n{"name": "f", "arguments": ', '{"city": "Bern', '"}', "}", "\n"):
+        assert parser.feed(text) == []
+    (call,) = parser.feed("</tool_call>")
+    assert isinstance(call, ToolCallDelta) and call.call_id.startswith("call_")
+    assert (call.name, call.arguments) == ("f", '{"city": "Bern"}')
+    assert parser.feed('<tool_call>{"name": hm') == ['<tool_call>{"name": hm']
+
+
+def test_call_in_json_that_is_cut_off_is_content() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"x": "a'
+    assert parse(HERMES, [text]) == parse(HERMES, list(text)) == [text]
+
+
 def test_call_format_comes_from_the_template_or_the_architecture() -> None:
     formats = {
         "{%- for t in tools %}<tools>{{ t }}</tools>{% endfor %}<tool_call>": HERMES,
@@ -232,9 +238,9 @@ Bern
 </function>
 </tool_call>"""
 WEATHER = {"weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
-TAGGED_FRAGMENTS = st.sampled_from(
-    (*TAGGED.splitlines(keepends=True), TAGGED, "<tool_", "<function=f>", "<par", "</function>", " ", "\n", "text", "<")
-)
+TAGGED_FRAGMENTS = [TAGGED, "<tool_", "<function=f>", "<par", "</function>", " ", "\n", "text", "<"]
+TAGGED_FRAGMENTS += TAGGED.splitlines(keepends=True)
+TAGGED_TEXTS = st.lists(st.sampled_from(TAGGED_FRAGMENTS), max_size=12).map("".join)
 
 
 def test_tagged_calls_have_values_of_their_schema() -> None:
@@ -334,13 +340,14 @@ def test_tagged_call_that_is_cut_off_stays_as_it_is() -> None:
         assert "".join(delta.arguments for delta in deltas if isinstance(delta, ToolCallDelta)) == arguments, text
 
 
+@pytest.mark.parametrize("call_format", [HERMES, LLAMA, QWEN_TAGS], ids=["hermes", "llama", "qwen"])
 @settings(max_examples=examples(300), deadline=None)
-@given(fragments=st.lists(TAGGED_FRAGMENTS, max_size=12), cuts=st.lists(st.integers(0, 1000), max_size=12))
-def test_tagged_calls_any_split_gives_the_same_result(fragments: list[str], cuts: list[int]) -> None:
-    text = "".join(fragments)
-    whole = parse(QWEN_TAGS, [text], WEATHER)
-    assert parse(QWEN_TAGS, split(text, cuts), WEATHER) == whole
-    assert parse(QWEN_TAGS, list(text), WEATHER) == whole
+@given(data=st.data(), cuts=st.lists(st.integers(0, 1000), max_size=12))
+def test_parser_any_split_gives_the_same_result(call_format: CallFormat, data: st.DataObject, cuts: list[int]) -> None:
+    text = data.draw(TEXTS if call_format.is_json else TAGGED_TEXTS)
+    whole = parse(call_format, [text], WEATHER)
+    assert parse(call_format, split(text, cuts), WEATHER) == whole
+    assert parse(call_format, list(text), WEATHER) == whole
 
 
 # -- reasoning -------------------------------------------------------------------------------------------------------
