@@ -310,6 +310,11 @@ def _starts_line(text: str, position: int) -> bool:
     return (bool(line_end) or not start) and not indent.strip(_SPACE)
 
 
+def _is_open_tag(text: str, begin: str) -> bool:
+    """Return True if the text is a tag that begins so, and more text may complete its name."""
+    return text.startswith(begin) and len(text) < WINDOW_CHARS and not _HEAD_END.search(text)
+
+
 class CallParser:
     """Parses one answer: `feed` it the text, then call `finish`. Both return what has become certain.
 
@@ -514,8 +519,8 @@ class CallParser:
             self._go_on(len(self._text) - len(rest) + found.end(), self._find_parameter)
             return True
         begun = rest.lstrip(_SPACE)
-        is_begun = begun.startswith("<function=") and not _HEAD_END.search(begun)
-        if (is_begun or "<function=".startswith(begun)) and len(rest) < WINDOW_CHARS:
+        is_begun = _is_open_tag(begun, "<function=") or "<function=".startswith(begun)
+        if is_begun and len(rest) < WINDOW_CHARS:
             return False
         self._return_content(len(self._text) - len(rest), self._find_opening)
         return True
@@ -532,8 +537,7 @@ class CallParser:
         if text.startswith("</parameter>"):  # once too often
             self._text = text.removeprefix("</parameter>")
             return True
-        is_begun = text.startswith("<parameter=") and len(text) < WINDOW_CHARS and not _HEAD_END.search(text)
-        if is_begun or any(tag.startswith(text) for tag in _IN_FUNCTION):
+        if _is_open_tag(text, "<parameter=") or any(tag.startswith(text) for tag in _IN_FUNCTION):
             if not self._is_last or self._is_cut:
                 return False
             text = ""
@@ -566,7 +570,7 @@ class CallParser:
         if rest.startswith("<function=") and _FUNCTION.match(rest, 0, WINDOW_CHARS):
             self._text, self._advance = rest, self._find_function
             return True
-        is_begun = rest.startswith("<function=") and len(rest) < WINDOW_CHARS and not _HEAD_END.search(rest)
+        is_begun = _is_open_tag(rest, "<function=")
         is_open = is_begun or any(tag.startswith(rest) and rest != tag for tag in (QWEN_TAGS.closing, "<function="))
         if is_open and not self._is_last:
             return False
