@@ -112,8 +112,8 @@ def _hybrid(model_type: str, *, has_experts: bool = False) -> Architecture:
 
 
 _QWEN3_YARN = {40960: (32768, 131072)}  # these positions include the answer
-# By architectures[0]. A dense decoder that differs only in the fields of Architecture needs only an entry here; any
-# other difference goes into models/decoder.py
+# By architectures[0]. A dense decoder that differs only in the fields of Architecture needs only an entry here.
+# Other weights go into model_layout.py, other computations into models/decoder.py
 ARCHITECTURES = {
     "Qwen3ForCausalLM": Architecture(
         model_type="qwen3", defaults=_QWEN | {"head_dim": 128}, has_qk_norm=True, recommended_yarn=_QWEN3_YARN

@@ -106,7 +106,7 @@ def test_weights_that_config_json_leaves_unquantized_count_as_they_are() -> None
         assert num_bytes(model, *patterns) - num_bytes(model) == num_weights * more, patterns
     model = ModelConfig.without_weights("qwen3.5-35b-a3b")
     shared, values = 3 * 2048 * 512, 32 * 128
-    attention = 10 * 2048 * (3 * 16 * 256 + 2 * 2 * 256) + 30 * 2048 * (2 * 16 * 128 + 3 * values)
+    attention = 10 * 2048 * (3 * 16 * 256 + 2 * 2 * 256) + 30 * 2048 * (2 * 16 * 128 + 3 * values + 2 * 32)
     for patterns, num_weights in (
         ([r".*attn.*"], attention),
         ([r".*attn.*", r".*shared_expert.*"], attention + 40 * shared),

@@ -1,14 +1,31 @@
-"""The first and the last layer on their own, as start-up runs them."""
+"""The decoder has the weights of the model's layout; the first and the last layer run on their own at start-up."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from dense_model import load_model
-from tiny_models import write_tiny_model
+from tiny_models import ARCHITECTURES, HYBRIDS, write_tiny_model
 
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.model_layout import model_layout
+from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import build_model
+
+
+def test_decoder_asks_for_the_tensors_of_the_layout(tmp_path: Path) -> None:
+    """Same names and shapes, for every architecture, tied or not, with and without biases and the draft head."""
+    variants = [{}, {"tied": True, "bias": True}]
+    cases = [(name, variant) for name in (*ARCHITECTURES, *HYBRIDS) for variant in variants]
+    cases += [(name, {"with_mtp": True}) for name in HYBRIDS]
+    for i, (name, variant) in enumerate(cases):
+        config, _ = ModelConfig.from_pretrained(str(write_tiny_model(tmp_path / str(i), name, **variant)))
+        sizes = {"max_model_len": 128, "dtype": torch.float32, "device": "meta", "with_mtp": config.has_mtp}
+        shards = build_model(config, TPGroup(), **sizes).weight_shards()
+        built = {name: shard.full_shape for name, shard in shards}
+        assert built == model_layout(config).shapes(with_mtp=config.has_mtp), (name, variant)
 
 
 class NotingAttention:
