@@ -9,7 +9,7 @@ benchmarks.device_memory`; docs/log/2026-11-21.md has the figures). A constant m
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import prod
@@ -42,7 +42,7 @@ NUM_WORKSPACES = 2  # torch keeps one per stream that calls cuBLAS: the capturin
 WORKSPACE_BYTES = 32 * MIB  # with compute capability 9.0 and above
 OLD_WORKSPACE_BYTES = 8320 * 2**10  # below 9.0
 GRAPH_NODE_BYTES = 2**10  # one kernel of an instantiated graph; 10 to 20 MiB for all graphs of an engine
-GRAPH_POOL_BYTES = 4 * MIB  # two pages of torch's allocator, beside the activations of a pool's graphs
+GRAPH_POOL_BYTES = 4 * MIB  # two pages of torch's allocator; the activations of a pool's graphs come on top
 NODES_PER_LAYER = 10  # kernels: 2 norms, 4 products, rotation, attention and its merge, SiLU
 NODES_BESIDE_LAYERS = 12  # embedding, cos and sin, last norm, head, sampler
 COPIES_PER_CUT = 3  # query, result and log-sum-exp, at each cut of a streamed graph
@@ -170,9 +170,9 @@ def layer_bytes(config: Config, model: ModelConfig, num_tokens: int) -> int:
     """Activations that a step of `num_tokens` tokens holds at the peak of a layer.
 
     - In attention: q, two parts and a piece of a third, and in fp32 the merged result and three log-sum-exps.
-    - In a recurrent layer: what the convolution reads and yields, in fp32 too, the gate and the result.
-    - In the MLP of MAX_MLP_TOKENS tokens at a time: gate, up and their product. With experts also what each of them
-      yields; on a CPU, where one expert may have all tokens, its input and output, and the sum in fp32.
+    - In a recurrent layer: input and output of the convolution, the output in fp32, too, the gate and the result.
+    - In the MLP of MAX_MLP_TOKENS tokens at a time: gate, up and their product. With experts also the output of each
+      expert; on a CPU, where one expert may have all tokens, its input and output, and the sum in fp32.
     - In both: two hidden states and two residuals, of this layer and of the previous one, and the cosines and sines of
       the rotation in fp32.
     """
@@ -209,8 +209,9 @@ def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
 
     That is 2 per weight and token, 2 products of T^2 / 2 in causal attention, in each recurrent layer 3 products of a
     token with the matrix of each head, which is read, updated and read again, and one row of the head. The last layer
-    computes K and V for all tokens, but everything else only for the last token; this remainder is not counted. With a
-    draft head the last layer computes all, and this holds for the head, which also joins its two inputs.
+    computes K and V for all tokens, but everything else only for the last token, which is not counted. With a draft
+    head, the last layer computes all tokens, and the draft head is the one that computes only K and V. The draft head
+    also joins its two inputs.
     """
     has_head = uses_draft_head(config, model)
     num_layers = model.num_layers - 1 + has_head
@@ -240,8 +241,9 @@ def decode_bytes(
     config: Config, model: ModelConfig, num_sequences: int, num_keys: int, kv_bytes_per_token: int
 ) -> float:
     """Bytes read from GPU memory in one step: every weight that the step uses, except the embedding, and all keys and
-    values, once each. Quantized weights are read as they are stored. States are read and written. `num_keys`: of all
-    sequences. A draft head follows each step.
+    values, once each. Quantized weights are read packed. States are read and written. A draft head runs once.
+
+    `num_keys`: the keys of all sequences together.
     """
     weights = _layers_bytes(config, model, num_sequences, is_packed=True)
     weights += model.hidden_size * model.vocab_size * itemsize(config, model)
@@ -347,37 +349,17 @@ def device_memory(
         logits_bytes=num_rows * model.vocab_size * spec.itemsize if has_graphs else 0,
         input_bytes=_input_bytes(config, model, max_model_len, num_rows) if has_graphs else 0,
         activation_bytes=int(activations * (1 + ALLOCATOR_SHARE)) if is_gpu else activations,
-        graph_bytes=_graph_bytes(config, model, spec, num_rows) + _pool_bytes(config, model, spec, num_rows)
-        if has_graphs
-        else 0,
+        graph_bytes=_graph_bytes(config, model, spec, num_rows) if has_graphs else 0,
         workspace_bytes=NUM_WORKSPACES * workspace if is_gpu else 0,
         context_bytes=CONTEXT_BYTES + NCCL_BYTES * (config.tensor_parallel_size > 1) if is_gpu else 0,
     )
 
 
-def _pool_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows: int) -> int:
-    """Activations of the largest graph of each kind, which its pool keeps. See _graph_bytes for the kinds. In a
-    recurrent layer each row has places for its new tokens and for all that may be replayed.
-    """
-    guesses = config.max_guesses
-    num_kinds = (1 + config.enable_cpu_offload) * (1 + (guesses > 0)) + wants_shadow(config, spec)
-    num_kinds += uses_draft_head(config, model)
-    num_bytes = num_kinds * layer_bytes(config, model, num_rows)
-    if spec.states is not None:
-        num_verifying = verifying_graph_sizes(num_rows)[-1] if guesses else 0
-        num_places = num_rows * (1 + guesses) + num_verifying * (1 + 2 * guesses)
-        input_bytes = spec.states.input_size * spec.states.itemsize
-        return num_bytes + (1 + config.enable_cpu_offload) * num_places * input_bytes
-    mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)[-1].num_tokens
-    return num_bytes + layer_bytes(config, model, mixed)
-
-
 def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_rows: int) -> int:
-    """Size of the graphs' static inputs, and of the hidden states that graphs leave: those with chunks, and all for a
-    draft head.
+    """Size of the graphs' static inputs, and of the hidden states that graphs return: graphs of steps with chunks, and
+    with a draft head all graphs.
 
-    With offload they include what is passed between the pieces of a streamed step: the query, the fp32 result and the
-    log-sum-exp.
+    With offload, the pieces of a streamed step pass on the query, the fp32 result and the log-sum-exp.
     """
     size = itemsize(config, model)
     table_bytes = 4 * ceil_div(max_model_len, config.block_size)
@@ -394,28 +376,40 @@ def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_row
     return num_rows * per_row + (num_rows + MAX_GRAPH_CHUNKS) * table_bytes + mixed[-1].num_tokens * per_token
 
 
-def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows: int) -> int:
-    """Size of all graphs.
+class _GraphKind(NamedTuple):
+    sizes: Sequence[object]  # one graph for each
+    num_nodes: int  # kernels in a graph
+    num_pools: int = 1  # of torch's allocator
 
-    With offload these include the graphs in pieces and those of the staging groups, which are captured for fewer batch
-    sizes. With speculation there is another kind of each, which verifies guesses, with a shadow one for drafts, and one
-    for the draft head, which is a layer. The last kind runs steps with chunks of prompts, if no layer is recurrent.
+
+def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows: int) -> int:
+    """Size of all graphs, and of the activations of the largest graph of each kind, which its pool keeps.
+
+    With speculation there are graphs that verify draft tokens, and with a shadow or a draft head graphs that draft.
+    With offload, graphs in pieces and graphs of the staging groups run streamed steps. If no layer is recurrent, a last
+    kind runs steps with chunks of prompts.
     """
-    whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
-    sizes = [graph_sizes(num_rows), *([verifying_graph_sizes(num_rows)] if config.max_guesses else [])]
-    sizes += [draft_graph_sizes(num_rows)] if wants_shadow(config, spec) else []
-    num_nodes, num_pools = sum(map(len, sizes)) * whole, len(sizes)
+    whole, verifies = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS, config.max_guesses > 0
+    kinds = [_GraphKind(graph_sizes(num_rows), whole)]
+    kinds += [_GraphKind(verifying_graph_sizes(num_rows), whole)] if verifies else []
+    kinds += [_GraphKind(draft_graph_sizes(num_rows), whole)] if wants_shadow(config, spec) else []
     if config.enable_cpu_offload:
-        per_size = whole + COPIES_PER_CUT * spec.num_layers + spec.staging.num_groups * NODES_PER_GROUP
-        verifying = [streamed_verifying_graph_sizes(num_rows)] if config.max_guesses else []
-        streamed = [streamed_graph_sizes(num_rows), *verifying]
-        num_nodes += sum(map(len, streamed)) * per_size
-        num_pools += 2 * len(streamed)  # pieces, groups
+        cut = whole + COPIES_PER_CUT * spec.num_layers + spec.staging.num_groups * NODES_PER_GROUP
+        kinds += [_GraphKind(streamed_graph_sizes(num_rows), cut, num_pools=2)]  # pieces, groups
+        kinds += [_GraphKind(streamed_verifying_graph_sizes(num_rows), cut, num_pools=2)] if verifies else []
     if uses_draft_head(config, model):
-        num_nodes += len(head_graph_sizes(num_rows)) * (NODES_PER_LAYER + NODES_BESIDE_LAYERS)
-        num_pools += 1
+        kinds += [_GraphKind(head_graph_sizes(num_rows), NODES_PER_LAYER + NODES_BESIDE_LAYERS)]
+    num_bytes = len(kinds) * layer_bytes(config, model, num_rows)
     if model.recurrent is None:
-        num_mixed = len(mixed_graph_sizes(config.max_num_batched_tokens, num_rows))
-        num_nodes += num_mixed * (whole + MIXED_NODES_PER_LAYER * model.num_layers)
-        num_pools += 1
-    return num_nodes * GRAPH_NODE_BYTES + num_pools * GRAPH_POOL_BYTES
+        mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)
+        kinds += [_GraphKind(mixed, whole + MIXED_NODES_PER_LAYER * model.num_layers)]
+        num_bytes += layer_bytes(config, model, mixed[-1].num_tokens)
+    if spec.states is not None:
+        # In a recurrent layer each row has room for its new tokens and for all tokens that may be replayed
+        num_verifying = verifying_graph_sizes(num_rows)[-1] if verifies else 0
+        num_tokens = num_rows * (1 + config.max_guesses) + num_verifying * (1 + 2 * config.max_guesses)
+        input_bytes = spec.states.input_size * spec.states.itemsize
+        num_bytes += (1 + config.enable_cpu_offload) * num_tokens * input_bytes
+    for kind in kinds:
+        num_bytes += len(kind.sizes) * kind.num_nodes * GRAPH_NODE_BYTES + kind.num_pools * GRAPH_POOL_BYTES
+    return num_bytes

@@ -34,7 +34,7 @@ from nanovllm.plan.step_limits import expected_tokens, max_model_len
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
 
 MAX_HOST_SHARE = 0.7  # fraction of the available memory; limits a CPU pool whose size the user left open
-MAX_SNAPSHOT_SHARE = 0.85  # likewise; limits the CPU pool and the snapshots of states together
+MAX_SNAPSHOT_SHARE = 0.85  # fraction of the available memory; limits the CPU pool and snapshots of states together
 MAX_SNAPSHOT_BYTES = 4 * 2**30  # per rank; pinning them takes a second
 NUM_KEPT_PROMPTS = 64
 SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, for sizing a CPU pool
@@ -71,8 +71,8 @@ class CapacityPlan:
     num_cpu_blocks: int  # 0 without offload
     num_pages: int = 0  # pages of the shadow; 0 without one
     shadow_bits: int = 0
-    num_state_slots: int = 0  # with slot 0, which belongs to nobody; 0 if no layer is recurrent
-    num_snapshots: int = 0  # states kept in CPU memory
+    num_state_slots: int = 0  # including the scratch slot 0; 0 if no layer is recurrent
+    num_snapshots: int = 0  # states in CPU memory
     unused_draft_bytes: int = 0  # K and V of a draft head that "auto" leaves out because they would take too much
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -170,12 +170,12 @@ class CapacityPlan:
 
     @property
     def link_decode_tok_per_s(self) -> float | None:
-        """The bound where all that is missing crosses the link, which reads CPU memory."""
+        """The bound if all missing blocks cross the link, which reads CPU memory."""
         return self._missing_tok_per_s(least(self.machine.link_byte_per_s, self.cpu_byte_per_s))
 
     @property
     def link_and_cpu_decode_tok_per_s(self) -> float | None:
-        """The bound where the CPU attends to a part: both read CPU memory, which bounds them together."""
+        """The bound if the CPU attends to some blocks: link and CPU share the rate of CPU memory."""
         return None if self.config.cpu_attention == "off" else self._missing_tok_per_s(self.cpu_byte_per_s)
 
     @property
@@ -196,16 +196,16 @@ class CapacityPlan:
 
     @property
     def expected_decode_tok_per_s(self) -> float | None:
-        """The bound of decode, with the shadow's drafts if there is one, of which SHADOW_ACCEPTANCE are right."""
+        """The bound of decode. With a shadow, SHADOW_ACCEPTANCE of its draft tokens are taken to be right."""
         if not self.num_pages:
             return self.decode_tok_per_s
         return self.guessing_decode_tok_per_s(SHADOW_ACCEPTANCE[self.shadow_bits])
 
     def guessing_decode_tok_per_s(self, acceptance: float) -> float | None:
-        """The bound of decode with the best number of guesses in each step, of which this share is right.
+        """The bound of decode with the best number of draft tokens in each step, if this share of them is right.
 
-        Drafts take the time in which the GPU reads the weights and the shadow, or the draft head; without either they
-        are taken to cost nothing. None without speculation, or if no bound of decode is known.
+        A draft token takes the time in which the GPU reads the weights and the shadow, or the draft head; with other
+        drafters it takes no time. None without speculation, or if no bound of decode is known.
         """
         if not (self.config.max_guesses and self.decode_tok_per_s):
             return None
@@ -260,11 +260,11 @@ def make_plan(
     sizes: KVCacheSizes | None = None,
     staging: StagingSizes = StagingSizes(),
 ) -> CapacityPlan:
-    """The plan of an engine with these options that runs `num_sequences` sequences of `context` tokens together.
+    """Plan an engine with these options that runs `num_sequences` sequences of `context` tokens together.
 
-    `context` defaults to max_model_len. `sizes` are those that start-up has chosen, once it has. speculation="auto" may
-    leave out the draft head: then the plan's `model` has none. Raises ConfigError if max_model_len exceeds what the
-    model's rope covers, and if the kv heads cannot be split evenly. plan_check.py checks everything else.
+    `context` defaults to max_model_len. `sizes`: the sizes that start-up has chosen, or None before it has chosen.
+    With speculation="auto" the plan's `model` may lack the draft head. Raises ConfigError if max_model_len exceeds what
+    the model's rope covers, and if the heads cannot be split evenly. plan_check.py checks everything else.
     """
     limit = max_model_len(config, model)
     if problem := heads_problem(config, model):
@@ -328,9 +328,10 @@ def heads_problem(config: Config, model: ModelConfig) -> str | None:
 
 
 def _num_snapshots(config: Config, machine: Machine, spec: KVCacheSpec, num_blocks: int) -> int:
-    """Number of states that are kept in CPU memory: for every SNAPSHOT_TOKENS tokens of a cache of `num_blocks`, and
-    for the ends of NUM_KEPT_PROMPTS prompts, as far as there is room beside the CPU pool. They take at most
-    MAX_SNAPSHOT_BYTES, or an eighth of that pool if that is more. While one is read from disk, another one is left.
+    """Number of states that are kept in CPU memory: one for every SNAPSHOT_TOKENS tokens of a cache of `num_blocks`,
+    and one for the end of each of NUM_KEPT_PROMPTS prompts. The CPU pool comes first. Together the states take at most
+    MAX_SNAPSHOT_BYTES, or an eighth of the CPU pool if that is more. With a disk there is room for two states, because
+    one may be in use while another is read.
     """
     if spec.states is None or not config.enable_prefix_caching:
         return 0

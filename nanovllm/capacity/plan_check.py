@@ -254,7 +254,7 @@ def _given_gpu_blocks(plan: CapacityPlan) -> int:
 
 
 def _num_fitting_gpu_blocks(plan: CapacityPlan) -> int:
-    """The number of blocks that fit the GPU beside everything else in the plan."""
+    """The number of blocks that fit the GPU together with everything else in the plan."""
     limit, memory = plan.gpu_limit_bytes, plan.memory
     if limit is None:
         return plan.num_gpu_blocks

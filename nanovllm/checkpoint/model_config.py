@@ -175,7 +175,7 @@ class ExpertsConfig:
     intermediate_size: int  # one expert's
     norm_topk_prob: bool  # divide the weights of the chosen experts by their sum
     layers: tuple[int, ...]  # the layers with a sparse MLP; the others have a dense one
-    shared_size: int = 0  # features of an expert that every token uses, by a gate of its own; 0: there is none
+    shared_size: int = 0  # features of the expert that every token uses, scaled by a gate; 0 if there is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,9 +217,9 @@ class ModelConfig:
     torch_dtype: str  # "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None  # the checkpoint's
-    experts: ExpertsConfig | None = None  # None: every MLP is dense
+    experts: ExpertsConfig | None = None  # None if every MLP is dense
     layer_kinds: tuple[str, ...]  # one for each layer: "attention" or "recurrent"
-    recurrent: RecurrentConfig | None = None  # None: every layer is attention
+    recurrent: RecurrentConfig | None = None  # None if every layer is attention
     attention_gate: bool = False  # sigmoid gates multiply what attention yields
     norms_add_one: bool = False  # norms multiply by 1 + weight
     has_mtp: bool = False  # the checkpoint has a head that drafts (MTPHead)

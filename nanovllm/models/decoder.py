@@ -227,13 +227,13 @@ def _kind(module: nn.Module) -> tuple[type, type]:
 
 
 class MTPHead(nn.Module):
-    """The head with which some checkpoints draft, from multi-token prediction in training: one layer of attention.
+    """The draft head of some checkpoints, from multi-token prediction in training: one layer of attention.
 
-    It guesses the token after the next one, from the model's hidden state of a token and the token that came after it.
-    Its keys and values belong to such pairs; the first is the hidden state of token 0 with token 1. For a further guess
-    its own output takes the place of the hidden state, and its guess that of the token.
+    It drafts the token after the next one, from the model's hidden state of a token and the token that came after it.
+    Its keys and values belong to such pairs; the first pair is the hidden state of token 0 with token 1. For further
+    draft tokens, the head reads its own output instead of the hidden state, and its draft token instead of the token.
 
-    Its modules have the names that they have in the checkpoint. Embedding and output head are the model's.
+    Its modules have the checkpoint's names. It uses the model's embedding and output head.
     """
 
     def __init__(self, build: Builder) -> None:
@@ -254,7 +254,7 @@ class MTPHead(nn.Module):
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """Embedded tokens [T, hidden_size], and for each the hidden state of the token before it, after the last norm
-        -> hidden states [T, hidden_size], or [S, hidden_size] if `rows` [S] selects tokens. Hot: once per guess.
+        -> hidden states [T, hidden_size], or [S, hidden_size] if `rows` [S] selects tokens. Hot: once per draft token.
 
         It calls `attn` with the number of the model's attention layers.
         """
@@ -297,10 +297,10 @@ class CausalLM(nn.Module):
         rope_lens: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states of the draft head (MTPHead), from which `compute_logits` makes guesses.
+        """Hidden states of the draft head (MTPHead), from which `compute_logits` drafts.
 
         `hidden` [T, hidden_size]: of the token before each of `input_ids` [T], from `forward` or from this function.
-        `positions`: those of the hidden states. The others are as in `forward`.
+        `positions`: the positions of the hidden states. The other arguments are as in `forward`.
         """
         assert self.mtp is not None, "the model was built without its draft head"
         cos_sin = self.model.rotary_emb.cos_sin(positions, rope_lens)

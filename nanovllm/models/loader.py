@@ -206,7 +206,7 @@ def _store(weight: QuantizedWeight, target: torch.Tensor | PackedRows, where: st
 def _may_be_ignored(name: str, stored: Mapping[str, StoredTensor], config: ModelConfig, with_mtp: bool) -> bool:
     """Return True for a tensor that some checkpoints contain although it changes nothing: the model computes or shares
     it, or it belongs to a quantized KV cache, where ours has the model's dtype, or it is a bias of zeros, which some
-    tools write beside every quantized weight, or part of the model that reads images or drafts.
+    tools write for every quantized weight, or it belongs to the part that reads images or to an unused draft head.
     """
     unused = ("model.visual.",) if with_mtp else ("model.visual.", "mtp.")
     if config.recurrent and name.startswith(unused):

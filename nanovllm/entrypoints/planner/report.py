@@ -24,7 +24,7 @@ Row: TypeAlias = tuple[str, str, str]  # (name, figure, remark)
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options of a plan beside the engine's. An invalid value raises ConfigError."""
+    """Options of a plan, in addition to the engine's options. An invalid value raises ConfigError."""
 
     context: int | None = option(
         None,
