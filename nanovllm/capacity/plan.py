@@ -235,12 +235,18 @@ def least(*bounds: float | None) -> float | None:
 
 def plan_summary(plan: CapacityPlan) -> str:
     """The main figures of a plan with offload in one line, for the engine's log."""
-    link, decode = plan.machine.link_byte_per_s, plan.decode_tok_per_s
+    limit, link, decode = plan.gpu_limit_bytes, plan.machine.link_byte_per_s, plan.decode_tok_per_s
     parts = [
         f"slots: {plan.num_gpu_blocks} of {plan.spec.block_size} tokens, {format_bytes(plan.memory.kv_bytes)}",
         f"CPU pool: {plan.num_cpu_blocks} blocks, {format_bytes(plan.cpu_pool_bytes)}",
         f"blocks missing per step: {plan.num_missing_blocks}",
     ]
+    if limit is not None:
+        parts.append(f"GPU memory: about {format_bytes(plan.memory.total_bytes)} of {format_bytes(limit)}")
+    if plan.num_pages:
+        parts.append(f"shadow: {plan.num_pages} blocks in {plan.shadow_bits} bits, {format_bytes(plan.shadow_bytes)}")
+    if plan.unused_draft_bytes:
+        parts.append(f"draft head: left out, its K and V would take {format_bytes(plan.unused_draft_bytes)}")
     parts += [f"link: {link / 1e9:.1f} GB/s, {plan.machine.link_source}"] if link else []
     parts += [f"decode: at most {decode:,.1f} tok/s"] if decode else []
     title = f"plan for {plan.num_sequences} x {plan.context:,} tokens of {plan.config.model} on {plan.machine.name}"

@@ -1,7 +1,7 @@
 """Checks of a plan: the reasons why it cannot work, and the options to change. Arithmetic only.
 
-A reason names two or three options that the part depends on which does not fit, the fastest first. They have not been
-planned: one of them alone may not be enough.
+A reason names up to three options that the failed part depends on, the fastest first. They have not been planned, so
+one of them alone may not be enough.
 """
 
 from dataclasses import replace
@@ -142,7 +142,7 @@ def _order_problem(plan: CapacityPlan) -> str | None:
 
 
 def _packing_problem(plan: CapacityPlan) -> str | None:
-    """By config.json. An engine asks the files, too, which may leave more layers unquantized."""
+    """Check the layers that config.json quantizes. The checkpoint's files may leave more layers unquantized."""
     return None if plan.machine.gpu_bytes is None else packing_problem(plan.config, plan.model)
 
 

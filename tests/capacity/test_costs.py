@@ -125,7 +125,7 @@ def test_of_quantized_experts_only_those_that_are_hit_are_read_packed() -> None:
 
 
 def test_max_sampled_rows_are_no_more_than_blocks_to_write_to() -> None:
-    """Finding 2: 67 graphs and 4.7 GiB of logits for 8 sequences that could run."""
+    """Regression: 67 graphs and 4.7 GiB of logits for 8 sequences that could run."""
     for offload in (True, False):
         for num_gpu_blocks, rows in ((8, 8), (1000, 512)):
             options: dict[str, Any] = {"enable_cpu_offload": offload, "speculation": "off"}

@@ -118,7 +118,7 @@ def test_check_start_slots_at_the_edge_go_by_what_is_exact() -> None:
 
 
 def test_check_plan_llama_on_16_gib_is_refused_by_the_estimates() -> None:
-    """B2: the table said "~17.93 GiB of 16.00 GiB (!)", and the exit status 0."""
+    """Regression: the table said "~17.93 GiB of 16.00 GiB (!)", and the exit status 0."""
     options = {"max_model_len": 8192, "gpu_memory_utilization": 1.0, "kvcache_block_size": 256}
     machine = PlanOptions(gpu_memory_gb=16, host_memory_gb=64).apply(H200)
     plan = plan_for(machine, model="llama-3.1-8b", enable_cpu_offload=True, **options)
@@ -171,7 +171,7 @@ RANKS, OTHERS = "raise tensor_parallel_size to 2", "use a smaller model, a short
 def test_check_plan_names_options_that_the_part_depends_on_and_none_that_is_given() -> None:
     """Weights beyond the limit do not fit at any utilization, and a longer KV cache does not need more ranks."""
     cases: tuple[tuple[str, float, str | None, int, dict[str, Any], str], ...] = (
-        ("llama-3.1-8b", 16, None, 8192, {}, f"{BITS}, or {RANKS}"),  # B2: it named a higher utilization
+        ("llama-3.1-8b", 16, None, 8192, {}, f"{BITS}, or {RANKS}"),  # regression: it named a higher utilization
         ("qwen3-8b", 7.6, None, 32768, {}, f"{BITS}, or {RANKS}"),
         ("qwen3-8b", 7.6, "fp8", 32768, {}, f"{BITS}, or {RANKS}"),  # int4 was not named if fp8 was asked for
         ("qwen3-8b", 7.6, "int4", 32768, {}, f"{ROOM}, or {RANKS}"),
