@@ -23,7 +23,7 @@ from nanovllm.capabilities.shadow.shadow_spec import ShadowSize, ShadowSpec, div
 from nanovllm.capabilities.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from nanovllm.capabilities.speculation.speculator import Speculator, StepTimes
 from nanovllm.capacity.costs import prefill_flop, token_keys
-from nanovllm.capacity.plan import make_plan, plan_table
+from nanovllm.capacity.plan import make_plan, plan_summary
 from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import GPU_RESERVE_BYTES, Config
 from nanovllm.device.devices import release_failed_start
@@ -130,7 +130,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
         machine = plan.machine.with_link(report.link_byte_per_s, "measured")
         machine = replace(machine, cpu_byte_per_s=together, cpu_source="measured, the link and the CPU together")
         plan = make_plan(plan.config, setup.model_config, machine, sizes=sizes, staging=plan.spec.staging)
-        logger.info("%s", plan_table(plan))
+        logger.info("%s", plan_summary(plan))
         setup = replace(setup, plan=plan)
     return Engine(setup, executor, scheduler, sizes, report)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import __version__
-from nanovllm.capacity.plan import PlanOptions, make_plan, plan_table
+from nanovllm.capacity.plan import make_plan
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.files import check_tokenizer
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -54,6 +54,7 @@ from nanovllm.entrypoints.cli.flags import (
 from nanovllm.entrypoints.cli.verify import ENGINE_FLAGS, VerifyOptions, run_verify
 from nanovllm.entrypoints.cluster.options import BatchOptions, ServiceOptions
 from nanovllm.entrypoints.planner.fit import fit_table, fits
+from nanovllm.entrypoints.planner.report import PlanOptions, plan_table
 from nanovllm.entrypoints.server.options import ServerOptions, bind
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.models.demo_model import DEMO_MODEL, model_path

@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.capacity.plan import seconds_text
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.entrypoints.cli.console import decode_tok_per_s, prefill_tok_per_s
+from nanovllm.entrypoints.planner import report
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.models.demo_model import model_path
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -112,7 +112,10 @@ def run_verify(
         reference = ask(llm, prompts)
         first_s, load_s = time.perf_counter() - ready_s, ready_s - start_s
         rest_s = first_s + len(PATHS) * (load_s + first_s)
-        print(f"  the first run took {seconds_text(first_s)}; the others take about {seconds_text(rest_s)}", flush=True)
+        print(
+            f"  the first run took {report.seconds_text(first_s)}; the others take about {report.seconds_text(rest_s)}",
+            flush=True,
+        )
         paths = [_path("all resident", llm, reference[0], None)]
         again = compare(llm, prompts, reference, ask(llm, prompts, salt="again", filler=prompts[0][:FILLER_TOKENS]))
     needs_equal, bound = dtype == "float32", TIE
@@ -232,7 +235,7 @@ def _path(name: str, llm: "LLM", answer: "RequestOutput", work: str | None) -> d
     figures = {
         "path": name,
         "prefill_tok_per_s": prefill_tok_per_s(answer),
-        "prefill_bound_tok_per_s": plan.first_token_s and plan.context / plan.first_token_s,
+        "prefill_bound_tok_per_s": report.prefill_tok_per_s(plan),
         "decode_tok_per_s": decode_tok_per_s(answer),
         "decode_bound_tok_per_s": plan.decode_tok_per_s,
         "num_work": None if work is None else stats[work],

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanovllm.capacity.plan import PlanOptions
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli import main as cli
@@ -31,6 +30,7 @@ from nanovllm.entrypoints.cli.flags import (
 )
 from nanovllm.entrypoints.cluster.options import BatchOptions, ServiceOptions
 from nanovllm.entrypoints.demo.haystack import build_haystack
+from nanovllm.entrypoints.planner.report import PlanOptions
 from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.errors import CheckpointError, ConfigError, RequestError
 from nanovllm.models.retrieval_model import build_retrieval_model
