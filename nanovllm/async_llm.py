@@ -1,21 +1,27 @@
 """AsyncLLM: an LLM for asyncio. One thread owns the engine; any number of tasks wait for their own answers.
 
     engine thread                                   event loop
+    starts the engine
     steps while there are requests          --->    Dispatcher: gives each stream its part
     sleeps on a condition otherwise         <---    submit, abort
 
 All requests share one outbox. After a step the thread hands its content to the event loop (request_stream.py) and goes
-on with the next step without waiting.
+on with the next step without waiting. The thread that runs the steps also starts the engine, because cuDNN keeps the
+plans that the start builds for the thread that has built them.
 """
 
 import asyncio
+import ctypes
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.llm import LLM, params_list
@@ -44,11 +50,10 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | Path, *, internals: Internals = Internals(), **options: Any) -> None:
-        self.llm = LLM(model, internals=internals, **options)
-        self._thread = _EngineThread(self.llm)
+        self._thread = _EngineThread(partial(LLM, model, internals=internals, **options))
+        self.llm = self._thread.start_engine()
         self._dispatcher = self._thread.dispatcher
         weakref.finalize(self, self._thread.stop).atexit = False
-        self._thread.start()
 
     @property
     def failure(self) -> EngineError | None:
@@ -176,22 +181,46 @@ class AsyncLLM:
 
 
 class _EngineThread(threading.Thread):
-    """The thread that runs the engine's steps, and what it shares with the event loop.
+    """The thread that starts the engine and runs its steps, and what it shares with the event loop.
 
     The thread does not refer to the AsyncLLM. So an AsyncLLM that is dropped without `close` is collected, which stops
     the thread, and then the engine is collected, too.
     """
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, make_llm: Callable[[], LLM]) -> None:
         super().__init__(name="nanovllm-engine", daemon=True)
-        self.llm, self.outbox = llm, Outbox()
+        self.outbox = Outbox()
         self.failure: EngineError | None = None
         self.failed = asyncio.Event()  # of the loop that was bound last
         self.changed = threading.Condition()  # guards `is_closing`; notified if there may be work
         self.is_closing = False
-        engine = llm.engine
-        self.dispatcher = Dispatcher(rests=lambda: engine.has_requests)
-        self._has_plans_to_build = True  # until build_next_plan finds none
+        self._make_llm = make_llm
+        self._starting: Future[LLM] = Future()
+
+    def start_engine(self) -> LLM:
+        """Start the thread, wait until it has started the engine, and return its LLM. Raises the errors of the start.
+
+        Ctrl-C, or any other exception while this waits, interrupts the start, and is raised when the start has released
+        everything. A second Ctrl-C ends this wait.
+        """
+        try:
+            self.start()
+            return self._starting.result()
+        except BaseException:
+            if self.ident is not None:
+                self._end_start(self.ident)
+            raise
+
+    def _end_start(self, thread_id: int) -> None:
+        """Wait until a start that has failed, or is interrupted now, has released everything."""
+        if not self._starting.done():
+            # Only the main thread receives signals. This raises here what Ctrl-C would raise in the main thread
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(KeyboardInterrupt))
+        self.stop()
+        self.join()
+        if self._starting.done() and self._starting.exception() is None:  # it had just ended
+            self._starting.result().close()
+        del self._starting  # its exception refers to this thread
 
     def stop(self) -> None:
         """Let the thread abort open requests and end. Does not wait for it."""
@@ -200,9 +229,16 @@ class _EngineThread(threading.Thread):
             self.changed.notify()
 
     def run(self) -> None:
-        engine = self.llm.engine
         try:
-            while self._wait_for_work():
+            llm = self._make_llm()
+        except BaseException as error:
+            self._starting.set_exception(error)
+            return
+        engine = llm.engine
+        self.dispatcher = Dispatcher(rests=lambda: engine.has_requests)
+        self._starting.set_result(llm)
+        try:
+            while self._wait_for_work(engine):
                 self.dispatcher.hand_over(engine.next_output(self.outbox))
                 if engine.is_beside_long_step:
                     self.dispatcher.wait_until_passed_on()
@@ -218,24 +254,17 @@ class _EngineThread(threading.Thread):
         self.dispatcher.fail(str(self.failure))
         self.failed.set()
 
-    def _wait_for_work(self) -> bool:
-        """Sleep until there are steps to run or undelivered results. Returns False if the engine is to be closed.
+    def _wait_for_work(self, engine: Engine) -> bool:
+        """Sleep until there are steps to run or undelivered results. Returns False if the engine is to be closed."""
 
-        An idle engine first builds the plans that this thread lacks: libraries keep plans for each thread, and another
-        thread has started the engine.
-        """
+        def has_work() -> bool:
+            return self.is_closing or engine.has_work or bool(self.outbox)
+
         while True:
             with self.changed:
-                timeout_s = 0.0 if self._has_plans_to_build else CHECK_INTERVAL_S
-                if self.changed.wait_for(self._has_work, timeout_s):
+                if self.changed.wait_for(has_work, CHECK_INTERVAL_S):
                     return not self.is_closing
-            if self._has_plans_to_build:
-                self._has_plans_to_build = self.llm.engine.build_next_plan()
-            else:
-                self.llm.engine.check_ranks()
-
-    def _has_work(self) -> bool:
-        return self.is_closing or self.llm.engine.has_work or bool(self.outbox)
+            engine.check_ranks()
 
 
 def _engine_error(error: BaseException) -> EngineError:

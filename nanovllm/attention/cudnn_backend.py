@@ -103,7 +103,9 @@ class CudnnBackend(AttentionBackend):
     def library_plans(
         self, q_1HD: torch.Tensor, num_kv_heads: int, max_query_len: int, max_context_len: int
     ) -> Sequence[LibraryPlan]:
-        """cuDNN keeps plans for each thread: the thread that builds them must also run the steps."""
+        """cuDNN keeps plans for each thread. A thread that runs steps, but did not start the engine, builds each plan
+        again when a chunk first needs it.
+        """
         sizes = self.limits.sizes_of_pieces(max_query_len)
         key_sizes = self.limits.key_sizes(max_context_len)
         return [

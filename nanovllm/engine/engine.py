@@ -22,7 +22,7 @@ from nanovllm.capabilities.edits.logit_editor import NO_RULES, AnswerRules, Logi
 from nanovllm.engine.setup import EngineSetup
 from nanovllm.engine.step_loop import LinkMeter, StepLoop, StepMeter
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.executor.base import Executor, Runner
+from nanovllm.executor.base import Executor
 from nanovllm.plan.kv_spec import KVCacheSizes, StartReport
 from nanovllm.plan.outputs import Outbox, Receiver, StepOutput
 from nanovllm.plan.sequence import Sequence, TokenIds
@@ -307,11 +307,6 @@ class Engine:
     def check_ranks(self) -> None:
         """Raise EngineError if a rank has died. For the time between requests, when no step would notice."""
         self._in_turn(partial(self._run, self.executor.check))
-
-    def build_next_plan(self) -> bool:
-        """Call Runner.build_next_plan. For the time between requests. Raises what `check_ranks` raises."""
-        build = partial(self.executor.call, Runner.build_next_plan)
-        return bool(self._in_turn(partial(self._run, build)))
 
     def _in_turn(self, call: Callable[[], Result], unless: Callable[[], bool] | None = None) -> Result | None:
         """Wait for a turn and make a call in it. Returns None, without the call, if `unless()` becomes true first."""

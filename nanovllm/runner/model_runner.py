@@ -139,7 +139,6 @@ class ModelRunner:
         self.model.eval()
         self._weights_identity = weights_identity(self.model) if config.kv_disk_path is not None else ""
         self.num_heads = model_config.num_heads // tp.size  # query heads of this rank
-        self._unbuilt: Iterator[LibraryPlan] | None = None  # None before the first is built
 
     def close_compile_server(self, is_complete: bool = False) -> None:
         """Nothing is compiled from here on. `is_complete`: all kernels that this engine needs have been."""
@@ -197,21 +196,6 @@ class ModelRunner:
         """AttentionBackend.library_plans for the chunks that steps can hold."""
         max_query_len = min(self.config.max_num_batched_tokens, self.max_model_len)
         return self.backend.library_plans(self._queries(1), self.spec.num_kv_heads, max_query_len, self.max_model_len)
-
-    @on_own_device
-    @torch.inference_mode()
-    def build_next_plan(self) -> bool:
-        """Build the next of `library_plans`, for the thread that calls. Returns False if there is none left."""
-        if self._unbuilt is None:
-            self._unbuilt = iter(self.library_plans())
-        plan = next(self._unbuilt, None)
-        if plan is None:
-            return False
-        try:
-            plan.build()
-        except RuntimeError as error:  # such as too little memory; no prompt may ever need this plan
-            logger.debug("a plan is left until a prompt needs it: %s", error)
-        return True
 
     def max_split_bytes(self) -> int:
         """AttentionBackend.max_split_bytes of this model."""
@@ -363,7 +347,7 @@ class ModelRunner:
             self.reset_graphs()
             if self._memory is not None:
                 self._memory.close()
-            self._memory = self._steps = self._unbuilt = None
+            self._memory = self._steps = None
             vars(self).pop("model", None)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
