@@ -24,12 +24,12 @@ from typing import Any
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.llm import LLM, params_list
+from nanovllm.llm import LLM
 from nanovllm.plan.outputs import Outbox, Receiver
 from nanovllm.plan.sequence import Sequence
 from nanovllm.request_stream import Dispatcher, RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.request_check import Prompt, prompt_list
+from nanovllm.text.request_check import Prompt
 
 CHECK_INTERVAL_S = 1.0  # interval at which an idle engine makes sure that all its ranks are alive
 
@@ -128,14 +128,11 @@ class AsyncLLM:
         """
         self._check_open()
         self._bind_loop()
-        listed = prompt_list(prompts)
-        of_prompt = params_list(sampling_params, len(listed))
         # A long text takes a second to tokenize, and a large grammar to compile
-        of_prompts = await asyncio.to_thread(self.llm.make_sequences, listed, of_prompt)
-        stream = RequestStream([answers[0].token_ids[:] for answers in of_prompts], self._abort)
-        stream.sequences = [answers[0] for answers in of_prompts]
+        sequences = await asyncio.to_thread(self.llm.make_sequences, prompts, sampling_params)
+        stream = RequestStream([answers[0] for answers in sequences], self._abort)
         try:
-            for index, seq in enumerate(chain.from_iterable(of_prompts)):
+            for index, seq in enumerate(chain.from_iterable(sequences)):
                 receiver = self.llm.text.receiver(self._thread.outbox, seq.params, seq.token_ids, with_tokens)
                 request_id = self._add(seq, receiver)
                 stream.expect(request_id, index)

@@ -11,11 +11,11 @@ from nanovllm.engine.setup import Internals, prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.plan.outputs import Outbox, RequestOutput, StepOutput, with_answers, with_logprob_lists
-from nanovllm.plan.sequence import Sequence, TokenIds
+from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule.scheduler import Scheduler
 from nanovllm.text.frontend import Message, TextFrontend
-from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
+from nanovllm.text.request_check import Prompt
 from nanovllm.utils.progress import progress_bar
 
 
@@ -83,17 +83,10 @@ class LLM:
         Raises RequestError if any of the prompts could never run; no prompt has been queued then. Ctrl-C aborts these
         requests and leaves the engine usable, unless a second Ctrl-C interrupts it in the middle of a step.
         """
-        listed = prompt_list(prompts)
-        sequences = self.make_sequences(listed, params_list(sampling_params, len(listed)))
+        sequences = self.make_sequences(prompts, sampling_params)
         outbox = Outbox()
         try:
-            request_ids = [
-                [
-                    self.engine.add_sequence(seq, self.text.receiver(outbox, seq.params, seq.token_ids))
-                    for seq in of_prompt
-                ]
-                for of_prompt in sequences
-            ]
+            request_ids = [[self._queue(seq, outbox) for seq in of_prompt] for of_prompt in sequences]
             outputs = self._collect(outbox, sum(map(len, request_ids)), use_tqdm)
         except BaseException:
             self.engine.abort_all(outbox)
@@ -114,7 +107,7 @@ class LLM:
         """
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        return self.generate(self.chat_token_ids(messages), sampling_params, use_tqdm)
+        return self.generate(self.text.encode_chat(messages), sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the values that the model's generation_config.json recommends, and defaults for all others.
@@ -132,21 +125,27 @@ class LLM:
         """Raise RequestError for a model that cannot chat."""
         self.text.check_chat_template()
 
-    def make_sequences(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[list[Sequence]]:
-        """Make the sequences of all answers to each prompt, without queueing them.
+    def make_sequences(
+        self, prompts: Prompt | Iterable[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None
+    ) -> list[list[Sequence]]:
+        """Make the sequences of all answers to each prompt, without queueing them. Arguments: as in `generate`.
 
         Raises RequestError if any of them could never run.
         """
-        answers = [each.per_answer() for each in params]
-        prompts_ids = [self.check_request(prompt, each[0]) for prompt, each in zip(prompts, answers, strict=True)]
-        sequences: list[list[Sequence]] = []
-        for prompt, token_ids, each in zip(prompts, prompts_ids, answers, strict=True):
-            salt, of_prompt = cache_salt(prompt), list[Sequence]()
-            for p in each:
-                first = of_prompt[0] if of_prompt else None
-                of_prompt.append(self.engine.make_sequence(token_ids, p, self.text.rules(p), salt, first))
-            sequences.append(of_prompt)
-        return sequences
+        requests = self.text.make_requests(prompts, sampling_params)
+        return [self.engine.make_sequences(request) for request in requests]
+
+    def _make_sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
+        """Make the sequence of a request for one answer, without queueing it. Raises RequestError."""
+        request = self.text.make_request(prompt, params)
+        if params.n != 1:
+            raise RequestError(f"n={params.n} applies to generate and chat; here, add a request for each answer")
+        (seq,) = self.engine.make_sequences(request)
+        return seq
+
+    def _queue(self, seq: Sequence, outbox: Outbox) -> int:
+        """Queue a sequence, whose text and output go to `outbox`, and return its request id."""
+        return self.engine.add_sequence(seq, self.text.receiver(outbox, seq.params, seq.token_ids))
 
     def _collect(self, outbox: Outbox, num_requests: int, use_tqdm: bool) -> dict[int, RequestOutput]:
         """Run until all requests have ended, and return their outputs by request id.
@@ -204,12 +203,12 @@ class LLM:
         """
         params = sampling_params or SamplingParams()
         self.text.check_stream(params)
-        return self._stream(self.check_request(prompt, params), params, cache_salt(prompt))
+        return self._stream(self._make_sequence(prompt, params))
 
-    def _stream(self, token_ids: TokenIds, params: SamplingParams, salt: str | None) -> Iterator[str]:
+    def _stream(self, seq: Sequence) -> Iterator[str]:
         outbox = Outbox()
         try:
-            request_id = self._queue(token_ids, params, outbox, salt)
+            request_id = self._queue(seq, outbox)
             finished = False
             while not finished:
                 output = self.engine.next_output(outbox)
@@ -223,22 +222,9 @@ class LLM:
 
     # -- single requests and steps -------------------------------------------------------------------------------
 
-    def check_request(self, prompt: Prompt, params: SamplingParams) -> TokenIds:
-        """Return the prompt's token ids (int64). Raises RequestError for a request that can never run."""
-        token_ids = self.text.encode_prompt(prompt)
-        self.engine.admission.check(token_ids, params)
-        self.text.check_params(params)
-        return token_ids
-
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
         """Queue a request and return its id. Raises RequestError, and changes nothing, if it can never run."""
-        token_ids = self.check_request(prompt, sampling_params)
-        return self._queue(token_ids, sampling_params, self._outbox, cache_salt(prompt))
-
-    def _queue(self, token_ids: TokenIds, params: SamplingParams, outbox: Outbox, salt: str | None) -> int:
-        """Queue a request that `check_request` has accepted. Its text and its output go to `outbox`."""
-        receiver, rules = self.text.receiver(outbox, params, token_ids), self.text.rules(params)
-        return self.engine.add_request(token_ids, params, receiver, rules, salt)
+        return self._queue(self._make_sequence(prompt, sampling_params), self._outbox)
 
     def abort(self, request_id: int) -> bool:
         """End a request, now or as soon as the step in progress ends. Returns False if it has ended or is unknown.
@@ -336,7 +322,7 @@ class LLM:
     @property
     def max_request_tokens(self) -> int:
         """The most tokens, prompt and answer together, that a request can have when it runs alone."""
-        return self.engine.admission.max_request_tokens
+        return self.engine.max_request_tokens
 
     @property
     def scheduler(self) -> Scheduler:
@@ -347,16 +333,3 @@ class LLM:
     def runner(self) -> Any:
         """Rank 0's ModelRunner, for tests and measurements. Exists only if rank 0 runs in this process."""
         return self.engine.executor.runner
-
-
-def params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if not isinstance(params, list | tuple):
-        params = [params] * num_prompts
-    if len(params) != num_prompts:
-        raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one per prompt")
-    for each in params:
-        if not isinstance(each, SamplingParams):
-            raise RequestError(f"sampling_params has type {type(each).__name__}, expected SamplingParams")
-    return list(params)

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from nanovllm.errors import EngineError
 from nanovllm.plan.outputs import LogprobList, RequestOutput, StepOutput, TextSource, TokenLogprobs
-from nanovllm.plan.sequence import Sequence, TokenIds
+from nanovllm.plan.sequence import Sequence
 
 MAX_PASSING_S = 0.02  # longest wait of the engine's thread for consumers to take what has arrived
 MAX_WOKEN = 16  # consumers per dispatch
@@ -76,10 +76,11 @@ class RequestStream:
     Raises EngineError if the engine fails. `observer` may be set as soon as the stream is made.
     """
 
-    def __init__(self, prompts: list[TokenIds], abort: Callable[[list[int]], None]) -> None:
-        """`prompts`: the token ids of each prompt. `abort`: ends the requests with these ids."""
-        self.prompts = prompts
-        self.sequences: list[Sequence] = []  # one for each prompt, to see how far it has been computed
+    def __init__(self, sequences: list[Sequence], abort: Callable[[list[int]], None]) -> None:
+        """`sequences`: one for each prompt, which tells how far the prompt has been computed. `abort`: ends the
+        requests with these ids.
+        """
+        self.sequences = sequences
         self.observer: StreamObserver | None = None
         self.wakes_at_ends = False  # instead of for every update
         self.has_begun = False  # the consumer has been woken

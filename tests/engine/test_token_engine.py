@@ -18,7 +18,7 @@ from nanovllm.executor.base import Executor, LaunchedStep
 from nanovllm.kvcache.block_manager import BlockManager
 from nanovllm.plan.kv_spec import KVCacheSizes, StartReport
 from nanovllm.plan.outputs import Ending, Outbox, PositionLogprobs, Receiver, RequestOutput
-from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.sequence import Request, Sequence
 from nanovllm.plan.step_plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule.scheduler import Scheduler
@@ -86,7 +86,7 @@ class EndingReceiver(Receiver):
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory) -> EngineSetup:
-    model = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    model = write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=512)
     return prepare(model, {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 20})
 
 
@@ -122,8 +122,8 @@ def engine(setup: EngineSetup, request: pytest.FixtureRequest) -> Iterator[Engin
     assert not engine.has_requests and not engine.scheduler.has_unfinished
 
 
-def prompt(num_tokens: int) -> "array[int]":
-    return array("q", range(num_tokens))
+def request(num_tokens: int, params: SamplingParams = PARAMS) -> Request:
+    return Request(array("q", range(num_tokens)), params)
 
 
 def finish(engine: Engine, outbox: Outbox) -> dict[int, RequestOutput]:
@@ -135,7 +135,7 @@ def finish(engine: Engine, outbox: Outbox) -> dict[int, RequestOutput]:
 
 def test_requests_get_their_token_ids_and_no_text(engine: Engine) -> None:
     outbox = Outbox()
-    ids = [engine.add_request(prompt(n), PARAMS, Receiver(outbox)) for n in (10, 250, END_TOKEN_ID - 2)]
+    ids = [engine.add_request(request(n), Receiver(outbox)) for n in (10, 250, END_TOKEN_ID - 2)]
     finished = finish(engine, outbox)
     assert [finished[i]["token_ids"] for i in ids] == [[10, 11, 12, 13, 14], [250, 251, 252, 253, 254], [38, 39, 40]]
     assert [finished[i]["finish_reason"] for i in ids] == ["length", "length", "stop"]
@@ -144,7 +144,7 @@ def test_requests_get_their_token_ids_and_no_text(engine: Engine) -> None:
 
 
 def test_next_step_is_launched_before_the_last_ones_tokens_are_waited_for_when_working_ahead(engine: Engine) -> None:
-    engine.add_request(prompt(10), SamplingParams(max_tokens=2), Receiver(outbox := Outbox()))
+    engine.add_request(request(10, SamplingParams(max_tokens=2)), Receiver(outbox := Outbox()))
     finish(engine, outbox)
     expected = ["launch", "launch", "wait", "wait"] if engine.setup.works_ahead else ["launch", "wait"] * 2
     assert engine.executor.calls == expected  # type: ignore[attr-defined]
@@ -153,7 +153,7 @@ def test_next_step_is_launched_before_the_last_ones_tokens_are_waited_for_when_w
 def test_receiver_ends_its_request_alone_at_the_token_it_read(engine: Engine) -> None:
     outbox = Outbox()
     receivers = [EndingReceiver(outbox), EndingReceiver(outbox, last=12), EndingReceiver(outbox, last=14, error="no")]
-    ids = [engine.add_request(prompt(10), PARAMS, receiver) for receiver in receivers]
+    ids = [engine.add_request(request(10), receiver) for receiver in receivers]
     finished = finish(engine, outbox)
     assert [receiver.token_ids for receiver in receivers] == [[10, 11, 12, 13, 14], [10, 11, 12], [10, 11, 12, 13, 14]]
     assert [finished[i]["token_ids"] for i in ids] == [receiver.token_ids for receiver in receivers]
@@ -166,10 +166,10 @@ def test_answers_are_passed_on_before_a_long_step_is_launched(setup: EngineSetup
     """Its launch takes as long as several steps. What is aborted in between does no harm."""
     engine, outbox = make_engine(setup, ahead=True, times=NotedTimes()), Outbox()
     calls = engine.executor.calls  # type: ignore[attr-defined]
-    answering = engine.add_request(prompt(3), PARAMS, Receiver(outbox))
+    answering = engine.add_request(request(3), Receiver(outbox))
     for _ in range(2):
         engine.step(outbox)
-    long_ones = [engine.add_request(prompt(60), PARAMS, Receiver(outbox)) for _ in range(2)]
+    long_ones = [engine.add_request(request(60), Receiver(outbox)) for _ in range(2)]
     calls.clear()
     turns = []
     for _ in range(3):
@@ -189,7 +189,7 @@ def test_answers_are_passed_on_before_a_long_step_is_launched(setup: EngineSetup
 def test_long_prompts_alone_keep_the_engine_one_step_ahead(setup: EngineSetup) -> None:
     """No answer waits for what the step before has sampled."""
     engine, outbox = make_engine(setup, ahead=True, times=NotedTimes()), Outbox()
-    engine.add_request(prompt(250), PARAMS, Receiver(outbox))
+    engine.add_request(request(250), Receiver(outbox))
     for _ in range(2):
         engine.step(outbox)
     assert engine.executor.calls == ["launch", "launch", "wait"]  # type: ignore[attr-defined]
@@ -211,9 +211,9 @@ def test_long_steps_are_measured_however_long_the_step_before_takes(
 
     monkeypatch.setattr(executor, "wait_for", slow_wait)
     if has_answer:
-        engine.add_request(prompt(3), PARAMS, Receiver(outbox))
+        engine.add_request(request(3), Receiver(outbox))
         engine.step(outbox)
-    engine.add_request(prompt(250), PARAMS, Receiver(outbox))
+    engine.add_request(request(250), Receiver(outbox))
     finish(engine, outbox)
     assert times.seconds[0] is None and None not in times.seconds[1:]
     engine.close()
@@ -221,7 +221,7 @@ def test_long_steps_are_measured_however_long_the_step_before_takes(
 
 def test_rank_that_dies_ends_the_engine_and_names_the_cause(setup: EngineSetup) -> None:
     engine, outbox = make_engine(setup, ahead=True, dies_at=2), Outbox()
-    request_id = engine.add_request(prompt(10), PARAMS, Receiver(outbox))
+    request_id = engine.add_request(request(10), Receiver(outbox))
     with pytest.raises(WorkerDiedError):
         finish(engine, outbox)
     for call in (lambda: engine.step(outbox), engine.stats, lambda: engine.next_output(outbox)):
@@ -242,10 +242,10 @@ def test_meters_get_the_times_of_the_launched_steps_but_not_after_pauses(
     times, clock = NotedTimes(), VirtualClock(monkeypatch)
     engine, outbox = make_engine(setup, ahead, times=times), Outbox()
     for _ in range(2):
-        engine.add_request(prompt(3), PARAMS, Receiver(outbox))
+        engine.add_request(request(3), Receiver(outbox))
         finish(engine, outbox)
     assert times.seconds == [None, 2, 3, 4, 5, None, 7, 8, 9, 10]
-    engine.add_request(prompt(3), PARAMS, Receiver(outbox))
+    engine.add_request(request(3), Receiver(outbox))
     for share_of_pause in (0.9, 0.9, 1.1):
         engine.step(outbox)
         clock.pass_time(share_of_pause * PAUSE_S)

@@ -1,5 +1,6 @@
 """TextFrontend: the text around an engine of token ids, as the LLM and a server put the two together."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,11 +30,11 @@ def test_composed_by_hand_answers_as_the_llm_does(model: Path, text: TextFronten
     stop = expected["text"][3:5]
     engine, outbox = start_engine(prepare(model, OPTIONS), text.end_token_ids), Outbox()
     try:
-        prompt = text.encode_prompt("Hello")
-        stopping = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop=stop)
-        plain = engine.add_request(prompt, PARAMS, text.receiver(outbox, PARAMS, prompt))
-        stopped = engine.add_request(prompt, stopping, text.receiver(outbox, stopping, prompt))
-        ids_only = engine.add_request(prompt, PARAMS, Receiver(outbox))
+        request = text.make_request("Hello", PARAMS)
+        prompt, stopping = request.token_ids, replace(PARAMS, stop=stop)
+        plain = engine.add_request(request, text.receiver(outbox, PARAMS, prompt))
+        stopped = engine.add_request(text.make_request("Hello", stopping), text.receiver(outbox, stopping, prompt))
+        ids_only = engine.add_request(request, Receiver(outbox))
         finished = {}
         while engine.has_requests or outbox:
             finished |= engine.next_output(outbox).finished
@@ -59,8 +60,9 @@ def test_encode_long_text_is_kept_for_its_salt_alone(model: Path) -> None:
             (token_ids,) = text.encode_chat(conversation, cache_salt=salt)
             assert token_ids.tolist() == expected
             sizes.append(text._encoder.num_bytes)
-            prompt = {"prompt": f"user: {LONG_TEXT} And?", "cache_salt": salt}
-            assert text.encode_prompt(prompt).tolist() == text.tokenizer.encode(prompt["prompt"])
+            prompt = f"user: {LONG_TEXT} And?"
+            request = text.make_request({"prompt": prompt, "cache_salt": salt}, PARAMS)
+            assert (request.token_ids.tolist(), request.cache_salt) == (text.tokenizer.encode(prompt), salt)
             assert text._encoder.num_bytes == sizes[-1]
     assert 0 == sizes[0] < sizes[1] == sizes[2] < sizes[3] == sizes[4]
 

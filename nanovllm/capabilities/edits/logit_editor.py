@@ -13,7 +13,7 @@ the step's own inputs, so the ranks count them.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
@@ -137,7 +137,7 @@ class AnswerRules(NamedTuple):
     """The parameters of a request that are given as text, in tokens."""
 
     bad_words: BadWords | None = None
-    constraint: TokenConstraint | None = None
+    make_constraint: Callable[[], TokenConstraint] | None = None  # a new one for each answer
 
 
 NO_RULES = AnswerRules()
@@ -153,7 +153,8 @@ class LogitEditor:
         rules: AnswerRules = NO_RULES,
     ) -> None:
         """`end_token_ids`: tokens that end the answer, which min_tokens forbids at first."""
-        self.constraint = rules.constraint
+        self._make_constraint = rules.make_constraint
+        self.constraint = rules.make_constraint and rules.make_constraint()
         self._num_prompt_tokens = len(prompt)
         self._vocab_size = vocab_size
         self._min_tokens = params.min_tokens
@@ -176,11 +177,11 @@ class LogitEditor:
         penalizes = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         return cls(params, prompt, end_token_ids, vocab_size, rules) if edits or penalizes else None
 
-    def for_another_answer(self, rules: AnswerRules) -> "LogitEditor":
+    def for_another_answer(self) -> "LogitEditor":
         """The editor of another answer to the same prompt. While neither has begun, they share all that is large."""
         assert self._num_followed == 0, "an answer has begun"
         other = copy.copy(self)
-        other.constraint = rules.constraint
+        other.constraint = self._make_constraint and self._make_constraint()
         other._counts = self._counts and _TokenCounts()
         return other
 
