@@ -23,7 +23,7 @@ from typing import Any
 
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import Internals
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import EngineError
 from nanovllm.llm import LLM
 from nanovllm.plan.outputs import Outbox, Receiver
 from nanovllm.plan.sequence import Sequence
@@ -148,7 +148,7 @@ class AsyncLLM:
             self._check_open()  # after `close` the thread aborts all open requests, and no other one may follow
             try:
                 request_id = self.llm.engine.add_sequence(seq, receiver)
-            except (RequestError, EngineError):
+            except EngineError:
                 raise
             except Exception as error:  # a call that changes the scheduler failed, which has closed the engine
                 raise _engine_error(error) from error

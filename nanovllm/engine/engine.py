@@ -107,7 +107,7 @@ Result = TypeVar("Result")
 
 
 class Engine:
-    """Runs requests of token ids. Once it has failed or is closed, add_request, step, next_output and stats raise
+    """Runs requests of token ids. Once it has failed or is closed, add_sequence, step, next_output and stats raise
     EngineError.
     """
 
@@ -168,13 +168,6 @@ class Engine:
     def max_request_tokens(self) -> int:
         """See LLM."""
         return min(self.setup.max_model_len, self._num_kv_tokens + 1)  # nothing reads the last token's K and V
-
-    def add_request(self, request: Request, receiver: Receiver) -> int:
-        """Queue a request for one answer, and return its id. Raises RequestError, as `make_sequences` does."""
-        assert request.params.n == 1, "each answer has a receiver of its own"
-        self._check_open()
-        (seq,) = self.make_sequences(request)
-        return self.add_sequence(seq, receiver)
 
     def make_sequences(self, request: Request) -> list[Sequence]:
         """Make the sequences of all answers to a request. They are not queued, and share what they can.

@@ -3,7 +3,8 @@
     text = TextFrontend(model_config, directory)
     engine = start_engine(setup, text.end_token_ids)
     request = text.make_request("Hello", params)
-    engine.add_request(request, text.receiver(outbox, params, request.token_ids))
+    for seq in engine.make_sequences(request):
+        engine.add_sequence(seq, text.receiver(outbox, seq.params, seq.token_ids))
 
 `make_request` is the only gate between users and the engine: the code after it trusts a Request. A model without a
 tokenizer has a frontend too, which accepts only token ids and makes no text. Any thread may call any method.
@@ -37,7 +38,6 @@ from nanovllm.text.request_check import (
     check_conversations,
     check_token_ids,
     content_and_salt,
-    params_list,
     prompt_list,
     render_chat,
 )
@@ -477,10 +477,19 @@ class TextFrontend:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def make_requests(self, prompts: Prompt | Iterable[Prompt], params: Any) -> list[Request]:
-        """Make the requests of one prompt or several. `params`: for all prompts, or a list with one for each."""
+    def make_requests(
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | list[SamplingParams] | None
+    ) -> list[Request]:
+        """Make the requests of one prompt or several.
+
+        params: for all prompts, or a list with one for each; None means SamplingParams().
+        """
         listed = prompt_list(prompts)
-        return [self.make_request(*pair) for pair in zip(listed, params_list(params, len(listed)), strict=True)]
+        if not isinstance(params, list | tuple):
+            params = [SamplingParams() if params is None else params] * len(listed)
+        if len(params) != len(listed):
+            raise RequestError(f"{len(params)} sampling_params for {len(listed)} prompts; give one, or one per prompt")
+        return list(map(self.make_request, listed, params))
 
     def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Check a prompt and its parameters. Raises RequestError for all that no engine of this model can run.

@@ -10,7 +10,6 @@ import numpy as np
 
 from nanovllm.errors import RequestError
 from nanovllm.plan.sequence import TokenIds
-from nanovllm.sampling_params import SamplingParams
 
 # A string, token ids, or as in vLLM a dict that holds one of them: {"prompt": str} or {"prompt_token_ids": token ids}.
 # A dict may also have a "cache_salt"
@@ -30,17 +29,6 @@ def prompt_list(prompts: Any) -> list[Any]:
     listed = prompts if isinstance(prompts, list | tuple | range | array | np.ndarray) else list(prompts)
     is_one = len(listed) > 0 and isinstance(listed[0], int | np.integer)
     return [listed] if is_one else list(listed)
-
-
-def params_list(params: Any, num_prompts: int) -> list[Any]:
-    """Return the parameters of each prompt: the same for all, or a list with one for each. None means the defaults."""
-    if params is None:
-        params = SamplingParams()
-    if not isinstance(params, list | tuple):
-        return [params] * num_prompts
-    if len(params) != num_prompts:
-        raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one per prompt")
-    return list(params)
 
 
 def content_and_salt(prompt: Any) -> tuple[Any, str | None]:

@@ -167,7 +167,8 @@ def test_engine_makes_no_dicts_of_logprobs(reference: Reference) -> None:
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1, prompt_logprobs=2)
     outbox, steps = Outbox(), []
     with LLM(str(reference.directory), device="cpu", **cache_options(None)) as llm:
-        request_id = llm.engine.add_request(Request(array("q", PROMPTS[2]), params), Receiver(outbox, True, text_of))
+        (seq,) = llm.engine.make_sequences(Request(array("q", PROMPTS[2]), params))
+        request_id = llm.engine.add_sequence(seq, Receiver(outbox, True, text_of))
         while llm.engine.has_requests:
             steps.append(llm.engine.step(outbox))
     assert not asked

@@ -114,10 +114,10 @@ def step_s(setup: EngineSetup, text: TextFrontend, prompt: list[int], **load: An
     report = StartReport(needs_rope_lens=False, link_byte_per_s=None, phases="")
     engine, outbox = Engine(setup, executor, scheduler, sizes, report), Outbox()
     plain = SamplingParams(max_tokens=2000, ignore_eos=True)
-    engine.add_request(text.make_request(SHORT, plain), text.receiver(outbox, plain, SHORT))
     params = SamplingParams(**({"max_tokens": 1000, "ignore_eos": True, "seed": 1} | load))
-    for seq in engine.make_sequences(text.make_request(prompt, params)):
-        engine.add_sequence(seq, text.receiver(outbox, seq.params, prompt, with_tokens=True))
+    for request, with_tokens in ((text.make_request(SHORT, plain), False), (text.make_request(prompt, params), True)):
+        for seq in engine.make_sequences(request):
+            engine.add_sequence(seq, text.receiver(outbox, seq.params, seq.token_ids, with_tokens))
     seconds = []
     for _ in range(NUM_STEPS):
         start_s = time.thread_time() - executor.own_s

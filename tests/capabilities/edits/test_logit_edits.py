@@ -163,8 +163,9 @@ def answers(reference: Reference) -> list[list[int]]:
 def run(llm: LLM, requests: list[tuple[list[int], SamplingParams, AnswerRules]]) -> list[RequestOutput]:
     outbox = Outbox()
     ids = [
-        llm.engine.add_request(Request(array("q", prompt), params, rules), Receiver(outbox))
+        llm.engine.add_sequence(seq, Receiver(outbox))
         for prompt, params, rules in requests
+        for seq in llm.engine.make_sequences(Request(array("q", prompt), params, rules))
     ]
     outputs: dict[int, RequestOutput] = {}
     while len(outputs) < len(ids):
@@ -226,8 +227,9 @@ def test_constraint_that_is_complete_keeps_the_last_token_in_the_text() -> None:
     with LLM(model, device="cpu", num_kvcache_blocks=8) as llm:
         outbox = Outbox()
         request = llm.text.make_request("one\ntwo\none\n", SamplingParams(temperature=0, max_tokens=40))
-        receiver = llm.text.receiver(outbox, request.params, request.token_ids)
-        llm.engine.add_request(replace(request, rules=AnswerRules(None, partial(Anything, 5))), receiver)
+        request = replace(request, rules=AnswerRules(None, partial(Anything, 5)))
+        (seq,) = llm.engine.make_sequences(request)
+        llm.engine.add_sequence(seq, llm.text.receiver(outbox, seq.params, seq.token_ids))
         finished: dict[int, RequestOutput] = {}
         while not finished:
             finished = llm.engine.next_output(outbox).finished
