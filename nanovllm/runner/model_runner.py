@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from nanovllm.attention.base import LibraryPlan
 from nanovllm.attention.selection import choose_backend
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
 from nanovllm.capabilities.cpu_attention.rates import make_cpu_attention, measure_split
@@ -192,10 +191,10 @@ class ModelRunner:
         if self.memory.shadow is not None:
             self.memory.shadow.launch_kernels(self._queries(1), *self.memory.cache, self.max_model_len)
 
-    def library_plans(self) -> Sequence[LibraryPlan]:
-        """AttentionBackend.library_plans for the chunks that steps can hold."""
-        max_query_len = min(self.config.max_num_batched_tokens, self.max_model_len)
-        return self.backend.library_plans(self._queries(1), self.spec.num_kv_heads, max_query_len, self.max_model_len)
+    def build_plans(self, has_time: Callable[[], bool]) -> None:
+        """AttentionBackend.build_plans for the chunks that steps can hold."""
+        lens = min(self.config.max_num_batched_tokens, self.max_model_len), self.max_model_len
+        self.backend.build_plans(self._queries(1), self.spec.num_kv_heads, *lens, has_time=has_time)
 
     def max_split_bytes(self) -> int:
         """AttentionBackend.max_split_bytes of this model."""
@@ -431,9 +430,7 @@ def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_bl
                 runner.launch(plan)
             if not runner.config.enforce_eager:
                 runner.make_graphs(most_gpu_blocks).launch_kernels()
-        for library_plan in runner.library_plans():
-            if library_plan.is_needed or is_compiling():
-                library_plan.build()
+        runner.build_plans(is_compiling)
     runner.close_compile_server(is_complete=True)
     runner.reset_graphs()
 
