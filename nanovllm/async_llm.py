@@ -42,7 +42,7 @@ class AsyncLLM:
                 print(update.text, end="")
 
     The constructor takes the arguments of LLM and raises the same errors. It blocks until the engine can answer.
-    `llm` is the LLM; its methods may be called, too, but those that run requests block their thread.
+    `llm` is the LLM. Its methods may be called, too, but `generate`, `chat` and `stream` block their thread.
 
     All requests are made on one event loop. Another loop can follow when that one is closed or no request is open.
 
@@ -102,8 +102,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestUpdate, None]:
         """Answer one prompt or several, and yield the updates as they arrive.
 
-        Arguments and errors are those of `submit`. Leaving the loop early aborts what has not ended. If the task may
-        keep the generator alive after that, close it (`contextlib.aclosing`).
+        The arguments and errors are the same as in `submit`. Leaving the loop early aborts the answers that have not
+        ended. If the task may keep the generator alive after that, close it (`contextlib.aclosing`).
         """
         stream = await self.submit(prompts, sampling_params, with_tokens=with_tokens)
         try:
@@ -237,7 +237,7 @@ class _EngineThread(threading.Thread):
         try:
             while self._wait_for_work(engine):
                 self.dispatcher.hand_over(engine.next_output(self.outbox))
-                if engine.is_beside_long_step:
+                if engine.is_next_to_long_step:
                     self.dispatcher.wait_until_passed_on()
             engine.abort_all(self.outbox)
             if self.outbox:

@@ -77,8 +77,8 @@ class LLM:
         "cache_salt", a string: prompts share KV only if their salts are equal.
 
         sampling_params: one for all prompts, or a list with one per prompt. None means SamplingParams(), even if the
-        model recommends other values in its generation_config.json (see get_default_sampling_params). With n > 1, an
-        output is that of the prompt's first answer, and its "outputs" are those of all n.
+        model recommends other values in its generation_config.json (see get_default_sampling_params). With n > 1, each
+        output is the output of the prompt's first answer, and its "outputs" has the outputs of all n answers.
 
         Raises RequestError if any of the prompts could never run; no prompt has been queued then. Ctrl-C aborts these
         requests and leaves the engine usable, unless a second Ctrl-C interrupts it in the middle of a step.
@@ -198,8 +198,9 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the answer's text piece by piece, as it is generated.
 
-        The request is checked at once, and queued when the iterator is first advanced. Leaving the loop early aborts
-        it. Raises RequestError for a request that can never run or has no text, and EngineError if the request fails.
+        This checks the request, and the first step of the iterator queues it. Leaving the loop early aborts the
+        request. Raises RequestError for a request that can never run or has no text, and EngineError if the request
+        fails.
         """
         params = sampling_params or SamplingParams()
         self.text.check_stream(params)
@@ -236,7 +237,7 @@ class LLM:
     def step(self) -> StepOutput:
         """Run the next step, and return what is new since the last call for the requests from `add_request`.
 
-        On a GPU, the tokens returned are those of the step before, because the engine works one step ahead. Raises
+        On a GPU, this returns the tokens of the step before, because the engine works one step ahead. Raises
         EngineError if a worker has died, an earlier step has failed, or the engine is closed.
         """
         output = self.engine.step(self._outbox)
@@ -250,60 +251,61 @@ class LLM:
     # -- a look inside -------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return counters since the start, such as numbers of steps and blocks. Keys name their units.
+        """Return counters since the start, and present rates. Names end in their units. Raises EngineError if the
+        engine has failed or is closed. A rate or a share is None while there is nothing to compute it from.
 
-        num_prefill_tokens and num_decode_tokens count as StepOutput does: tokens of prompts that were computed, and
-        tokens that answers got after their first.
+        num_prefill_tokens           tokens of prompts that were computed
+        num_decode_tokens            tokens of answers, without the first token of each
 
-        With offload there are more figures, for rank 0:
-        - link_byte_per_s: the link's rate, measured at start-up; None on a CPU.
-        - load_byte_per_s: bytes that cross the link in decode steps that miss blocks, divided by their duration (see
-          LinkMeter). None until two such steps have run in a row.
-        - link_share: load_byte_per_s / link_byte_per_s; None if either is.
-        - cpu_attention: the CPU's kernel and its number of threads; None if the CPU takes no part.
-        - cpu_attention_byte_per_s: the rate at which the CPU attends while the link is busy. Measured at start-up, it
-          follows what decode steps take. None on a CPU.
-        - cpu_load_byte_per_s: like load_byte_per_s, for the bytes that the CPU attends to.
+        With offload, for rank 0:
+        link_byte_per_s              the rate of the link, measured at start-up
+        load_byte_per_s              bytes over the link per second of decode steps that missed blocks (LinkMeter)
+        link_share                   load_byte_per_s / link_byte_per_s
+        cpu_attention                the CPU's kernel and its number of threads, or None if CPU attention is disabled
+        cpu_attention_byte_per_s     the rate of the CPU while the link is busy, from start-up and decode steps
+        cpu_load_byte_per_s          as load_byte_per_s, for the bytes that the CPU attended to
 
         With speculation:
-        - num_guesses, num_accepted_guesses: tokens that were guessed, and those of them that were right. Guesses after
-          the first wrong one count as wrong.
-        - guess_acceptance: num_accepted_guesses / num_guesses; None without guesses.
-        - tokens_per_pass: mean number of tokens that a step with guesses has yielded; None without guesses.
-        - drafters: by the name of each drafter that has guessed, its num_guesses and num_accepted_guesses, and in
-          accepted_by_position the share of passes that kept the first guess, the second and so on.
-        - num_shadow_pages, num_used_shadow_pages: KV blocks that the shadow has room for, and those that it holds;
-          without a shadow they are left out.
+        num_guesses                  tokens that were guessed
+        num_accepted_guesses         guesses that were right; all after the first wrong guess count as wrong
+        guess_acceptance             num_accepted_guesses / num_guesses
+        tokens_per_pass              mean number of tokens from a step with guesses
+        drafters                     by drafter: num_guesses, num_accepted_guesses, and accepted_by_position: the share
+                                     of steps that accepted the first guess, the second guess and so on
+        num_shadow_pages             KV blocks that the shadow has room for; left out without a shadow
+        num_used_shadow_pages        KV blocks in the shadow; left out without a shadow
 
         With recurrent layers:
-        - num_state_slots: states that the GPU has room for, one for each running sequence and a few more.
-        - num_snapshots, num_used_snapshots: states that CPU memory has room for, and those that it keeps for prompts
-          that begin in the same way and for preempted sequences.
-        - num_state_loads, num_state_saves: sequences that began with such a state, and states that were kept.
+        num_state_slots              states that the GPU has room for
+        num_snapshots                states that CPU memory has room for
+        num_used_snapshots           states in CPU memory, for prompts that begin alike and for preempted sequences
+        num_state_loads              sequences that began with a state from CPU memory
+        num_state_saves              states that were saved there
 
-        With KV on disk, for rank 0 where it says so; an extent is K and V of 256 tokens, or a state:
-        - num_disk_hit_tokens: tokens of prompts whose K and V were read from disk. num_disk_hit_states: states that
-          were.
-        - num_waiting_for_disk: requests that wait for that. num_cancelled_disk_loads: loads that were given up,
-          because computing had become faster.
-        - num_disk_extents, num_disk_bytes: extents of this model, and bytes of all models, as far as rank 0 knows.
-        - num_disk_stored_bytes, num_disk_loaded_bytes, disk_write_byte_per_s, disk_read_byte_per_s: of rank 0. The
-          first rate is the mean, the second that of the last load; None without any.
-        - num_disk_misses: files that were damaged or had vanished. num_disk_evictions: files that rank 0 has removed.
-        - num_disk_failures: extents that were not stored or loaded because of a bug. The first is logged with its
-          traceback.
-        - num_extents_to_store, num_dropped_extents: extents that wait to be written, and those that were left out.
-        - disk_buffer_bytes: CPU memory of the buffers through which extents are read, and, with the KV cache on a GPU,
-          written.
-
-        Raises EngineError if the engine has failed or is closed.
+        With KV on disk, in extents: K and V of 256 tokens, or a state:
+        num_disk_hit_tokens          tokens of prompts whose K and V were read from disk
+        num_disk_hit_states          states that were read from disk
+        num_waiting_for_disk         requests that wait for extents
+        num_cancelled_disk_loads     loads that were cancelled because computing had become faster
+        num_disk_extents             extents of this model that rank 0 knows
+        num_disk_bytes               bytes of the extents of all models that rank 0 knows
+        num_disk_stored_bytes        bytes that rank 0 has written
+        num_disk_loaded_bytes        bytes that rank 0 has read
+        disk_write_byte_per_s        mean rate of rank 0's writing
+        disk_read_byte_per_s         rate of rank 0's last load
+        num_disk_misses              files that were damaged or had vanished
+        num_disk_evictions           files that rank 0 has removed
+        num_disk_failures            extents that a bug kept from being stored or loaded; the log has the first bug
+        num_extents_to_store         extents that wait to be written
+        num_dropped_extents          extents that were left out instead of written
+        disk_buffer_bytes            CPU memory of the buffers for reading and, with the KV cache on a GPU, for writing
         """
         return self.engine.stats()
 
     def block_states(self) -> bytes:
         """Return where every KV block is and what the last step did with it: one byte (BlockState) per block.
 
-        With offload these are the blocks of CPU memory in their order there; without, those of the GPU. Any thread may
+        With offload the blocks are in the order of CPU memory; without, in the order of GPU memory. Any thread may
         call this at any time. It does not wait, so while a step is being planned, some blocks are shown before it and
         some after. It takes about 0.1 ms for 1,000 blocks. Raises EngineError if the engine has failed or is closed.
         """

@@ -36,8 +36,8 @@ class Turns:
 
     A step takes from a millisecond to a second, so no thread holds a lock while one runs. `lock` guards only short
     sections: beginning and ending a turn, queueing calls, and delivering outputs. A thread that waits for outputs is
-    woken after every step, and takes the next turn itself if its own have not arrived. A thread that needs a turn of
-    its own, for example to close the engine, goes before those that wait for outputs.
+    woken after every step, and takes the next turn itself if its outputs have not arrived. A thread that needs a turn,
+    for example to close the engine, goes before the threads that wait for outputs.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Turns:
     def begin(self, unless: Callable[[], bool] | None = None) -> bool:
         """Wait for a turn and take it. Returns False, without a turn, if `unless()` becomes true first.
 
-        Without `unless`, the thread queues for a turn of its own. Call `end` afterwards, whatever this returns or
+        Without `unless`, the thread queues for a turn. Always call `end` afterwards, even if this returns False or
         raises. Raises EngineError if this thread already has the turn.
         """
         ticket = object()
@@ -116,7 +116,8 @@ class Engine:
     ) -> None:
         """Called by startup.start_engine. The engine owns the executor and closes it."""
         self.setup, self.executor, self.scheduler = setup, executor, scheduler
-        self._num_kv_tokens = (sizes.num_cpu_blocks or sizes.num_gpu_blocks) * setup.config.block_size
+        num_kv_tokens = (sizes.num_cpu_blocks or sizes.num_gpu_blocks) * setup.config.block_size
+        self.max_request_tokens = min(setup.max_model_len, num_kv_tokens + 1)  # nothing reads the last token's K and V
         # Beyond this length, dynamic rope makes a key's rotation depend on the prompt's length, so only prompts of
         # the same length may share blocks
         self._max_shared_prompt_tokens = setup.max_model_len
@@ -126,7 +127,7 @@ class Engine:
         self._turns = Turns()
         self._request_ids = itertools.count()
         self._link_byte_per_s = report.link_byte_per_s
-        self._link_meter: LinkMeter | None = None  # None: no blocks cross the link
+        self._link_meter: LinkMeter | None = None  # stays None if no blocks cross the link
         if setup.config.enable_cpu_offload:
             self._link_meter = LinkMeter(setup.plan.spec.block_bytes, setup.plan.spec.block_size)
         self._steps = StepLoop(
@@ -157,17 +158,12 @@ class Engine:
         return self._steps.has_work
 
     @property
-    def is_beside_long_step(self) -> bool:
+    def is_next_to_long_step(self) -> bool:
         """True if a long step has just ended, or is planned. Pass on what has arrived before the next turn.
 
         Answers have already waited for a step that has ended. Launching a planned one holds up everything else.
         """
-        return self._steps.is_beside_long_step
-
-    @property
-    def max_request_tokens(self) -> int:
-        """See LLM."""
-        return min(self.setup.max_model_len, self._num_kv_tokens + 1)  # nothing reads the last token's K and V
+        return self._steps.is_next_to_long_step
 
     def make_sequences(self, request: Request) -> list[Sequence]:
         """Make the sequences of all answers to a request. They are not queued, and share what they can.
@@ -230,7 +226,7 @@ class Engine:
         return True
 
     def abort_all(self, outbox: Outbox) -> None:
-        """End all requests of an abandoned call, including those whose ids it never received."""
+        """End all requests of an abandoned call, including requests whose ids it never received."""
         with deferred_interrupt():
             for request_id, receiver in self._steps.receivers.copy().items():
                 if receiver.outbox is outbox:
@@ -313,7 +309,7 @@ class Engine:
         is_first, self.closed_because = self.closed_because is None, self.closed_because or "it is closed"
         self._steps.wait_for_last()
         try:
-            if is_first:  # after a failure nobody knows which K and V were written
+            if is_first:  # after a failure it is unknown which K and V were written
                 self._steps.store_all()
         finally:
             self.executor.close()

@@ -27,11 +27,11 @@ logger = logging.getLogger("nanovllm")
 class LinkMeter:
     """Measures the rates at which decode steps that miss blocks bring in their keys.
 
-    These are the bytes that cross the link, and those that the CPU attends to, divided by the time of the steps. A
-    step's time runs from the end of the step before to its own. It counts only if both are decode steps that miss
-    blocks: then it contains no prefill, and work that overlaps two steps is counted once. The time includes moments in
-    which the link is idle, because the figure shows how much of the link decoding uses in practice. Only pauses are
-    left out (StepMeter).
+    The rates are the bytes that cross the link, and the bytes that the CPU attends to, divided by the time of the
+    steps. A step's time runs from the end of the step before to the end of the step. It counts only if both are decode
+    steps that miss blocks: then the time contains no prefill, and work that overlaps two steps is counted once. The
+    time includes moments in which the link is idle, because the rates show how much of the link decoding uses in
+    practice. Only pauses are left out (StepMeter).
     """
 
     def __init__(self, block_bytes: int, block_size: int) -> None:
@@ -75,7 +75,7 @@ class StepMeter(Protocol):
         """Take in a step. Called for every step, in order. Hot.
 
         `seconds`: see LaunchedStep. None after a pause, when the GPU was idle because there were no requests, or
-        because nobody called for the next step.
+        because no thread called for the next step.
         """
 
 
@@ -87,7 +87,7 @@ class _InFlight(NamedTuple):
 
 
 class StepLoop:
-    """Runs steps, for one thread at a time. `receivers`: those of unfinished requests, by request id."""
+    """Runs steps, for one thread at a time. `receivers`: the receivers of unfinished requests, by request id."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class StepLoop:
         return bool(self.receivers) or self._planned is not None
 
     @property
-    def is_beside_long_step(self) -> bool:
+    def is_next_to_long_step(self) -> bool:
         """See Engine."""
         return self._planned is not None or self._ended_long
 

@@ -58,7 +58,7 @@ class Sequence:
         self.max_tokens = params.max_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.sampling = SamplingRow.make(params, seed)
-        self.editor: LogitEditor | None = None  # None: the logits stay as they are
+        self.editor: LogitEditor | None = None  # stays None if nothing edits the logits
         self.num_scored_tokens = 1  # with prompt_logprobs: those that planned steps compute; the first token has none
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"

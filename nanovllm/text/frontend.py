@@ -45,18 +45,18 @@ from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 from nanovllm.text.token_bytes import BYTES_OF_LETTERS, read_token_bytes
 
 # Where a text may be cut. Tokenizers in the style of GPT-2 split a text into words with a regular expression, and each
-# word has its own tokens. A cut is allowed where, whatever the text around it, one word ends and another begins, and
-# where no word before it would end differently if the text ended there:
+# word has its own tokens. A cut is allowed where one word ends and another begins in any surrounding text, and where no
+# word before the cut would end differently if the text ended there:
 # - before a space, unless white space precedes it. In all patterns below, a space either starts a word or belongs to a
 #   word that consists of white space.
-# - before a full stop or comma of Chinese or Japanese that follows a letter of theirs.
-# - in GPT-2's pattern, before a line feed that follows no white space; in the others, where a line feed may belong to
-#   the punctuation before it, after the last line feed. o200k lets slashes follow there, too.
-# The patterns are known ones because each needs this proof: one with `\b` or a look behind would depend on what is
-# before the cut. NFC changes nothing across these cuts: space and line feed combine with nothing, and the punctuation
-# with nothing before it.
+# - before a full stop or comma of Chinese or Japanese that follows a Chinese or Japanese letter.
+# - in GPT-2's pattern, before a line feed that follows no white space; in the other patterns, where a line feed may
+#   belong to the punctuation before it, after the last line feed. In o200k, slashes may follow the line feed.
+# Only known patterns are cut because each pattern needs this proof: a pattern with `\b` or a look-behind would depend
+# on the text before the cut. NFC changes nothing across these cuts: space and line feed combine with nothing, and the
+# punctuation combines with nothing before it.
 _ANY_CUT = r"(?<=\S)(?= )|(?<=[\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5])(?=[\u3001\u3002\uff0c])"
-# Python's white space includes that of the tokenizers' regular expressions, so \S is safe in both
+# Python's white space includes the white space of the tokenizers' regular expressions, so \S is safe in both patterns
 _GPT2_CUT = re.compile(_ANY_CUT + r"|(?<=\S)(?=\n)")
 _CUT = re.compile(_ANY_CUT + r"|(?<=\n)(?=[^\s/])")
 
@@ -230,7 +230,7 @@ def _num_bytes(piece: str, token_ids: TokenIds) -> int:
 
 
 def _special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]] | None:
-    """Return the tokens that the tokenizer adds around a text; None if it also changes those between them."""
+    """Return the tokens that the tokenizer adds around a text, or None if it also changes the tokens of the text."""
     sample = "a"
     plain = tokenizer.encode(sample, add_special_tokens=False)
     whole = tokenizer.encode(sample, add_special_tokens=True)
@@ -303,7 +303,7 @@ def _check_token_ids(tokenizer: Any, directory: Path) -> None:
 
 
 def _named_tokens(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the ids of tokens that the files beside tokenizer.json give, with each file's name."""
+    """Yield the ids of tokens that the files other than tokenizer.json give, with each file's name."""
     for name in ("vocab.json", "added_tokens.json"):
         if (directory / name).is_file() and not (name == "vocab.json" and (directory / "tokenizer.json").is_file()):
             yield name, read_json(directory / name)
@@ -513,9 +513,9 @@ class TextFrontend:
     ) -> TokenIds:
         """Return the token ids (int64) of a text, or a copy of token ids.
 
-        add_special_tokens: a text gets those that the tokenizer adds. cache_salt: the salt of the request. Raises
-        RequestError for prompts of other types, for ids outside the vocabulary, and for text if the model has no
-        tokenizer.
+        add_special_tokens: let the tokenizer add its special tokens to a text. cache_salt: the salt of the request.
+        Raises RequestError for prompts of other types, for ids outside the vocabulary, and for text if the model has
+        no tokenizer.
         """
         if not isinstance(prompt, str):
             return check_token_ids(prompt, self._vocab_size)

@@ -34,7 +34,7 @@ def prompt_list(prompts: Any) -> list[Any]:
 def content_and_salt(prompt: Any) -> tuple[Any, str | None]:
     """Return the text or the token ids of a prompt, and its cache salt. If a dict has both, the ids count, as in vLLM.
 
-    Only prompts with equal salts share KV. None, the default, is a salt, too.
+    Only prompts with equal salts share KV, and prompts without a salt share KV with each other.
     """
     if not isinstance(prompt, Mapping):
         return prompt, None
