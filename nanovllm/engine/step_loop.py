@@ -28,11 +28,11 @@ logger = logging.getLogger("nanovllm")
 class LinkMeter:
     """Measures the rates at which decode steps that miss blocks bring in their keys.
 
-    These are the bytes that cross the link, and those that the CPU attends to, divided by the time of the steps. A
-    step's time runs from the end of the step before to its own. It counts only if both are decode steps that miss
-    blocks: then it contains no prefill, and work that overlaps two steps is counted once. The time includes moments in
-    which the link is idle, because the figure shows how much of the link decoding uses in practice. Only pauses are
-    left out (StepMeter).
+    The rates are the bytes that cross the link, and the bytes that the CPU attends to, divided by the time of the
+    steps. A step's time runs from the end of the step before to the end of the step. It counts only if both are decode
+    steps that miss blocks: then the time contains no prefill, and work that overlaps two steps is counted once. The
+    time includes moments in which the link is idle, because the rates show how much of the link decoding uses in
+    practice. Only pauses are left out (StepMeter).
     """
 
     def __init__(self, block_bytes: int, block_size: int) -> None:
@@ -77,7 +77,7 @@ class _InFlight(NamedTuple):
 
 
 class StepLoop:
-    """Runs steps, for one thread at a time. `receivers`: those of unfinished requests, by request id."""
+    """Runs steps, for one thread at a time. `receivers`: the receivers of unfinished requests, by request id."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class StepLoop:
         return bool(self.receivers) or self._planned is not None
 
     @property
-    def is_beside_long_step(self) -> bool:
+    def is_next_to_long_step(self) -> bool:
         """See Engine."""
         return self._planned is not None or self._ended_long
 

@@ -88,14 +88,6 @@ class Runner(Protocol):
     def freeze_objects(self) -> None:
         """Exempt all objects that exist now from garbage collection, until `close`."""
 
-    def build_next_plan(self) -> bool:
-        """Build one more of the plans that long prompts would otherwise wait for. A plan that cannot be built is left
-        out. Until it is built, a request that arrives has to wait: 30 ms on average on an H200.
-
-        Returns False if there is none left. Called between steps, by the thread that runs them: libraries may keep
-        plans for one thread.
-        """
-
     def start_report(self) -> StartReport:
         """Tell the engine what it needs to know about the ranks. Called once, at the end of start-up."""
 

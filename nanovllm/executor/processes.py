@@ -198,7 +198,7 @@ class ProcessExecutor(Executor):
     def _wait_for_stage(self, stage: str) -> None:
         self.check()
         while any(worker.stage != stage for worker in self._workers):
-            wait([worker.reports for worker in self._workers])
+            wait([worker.reports for worker in self._workers], CHECK_INTERVAL_S)  # an exception may be due meanwhile
             self.check()
 
 

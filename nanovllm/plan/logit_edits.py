@@ -15,7 +15,7 @@ Editor and TokenConstraint are interfaces. LogitEditor (capabilities/edits/) and
 implement them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -149,12 +149,22 @@ class TokenConstraint(Protocol):
         """
 
 
+class AnswerRules(NamedTuple):
+    """The parameters of a request that are given as text, as rules on tokens."""
+
+    bad_words: object | None = None  # a BadWords (capabilities/edits/bad_words.py)
+    make_constraint: Callable[[], TokenConstraint] | None = None  # a new one for each answer
+
+
+NO_RULES = AnswerRules()
+
+
 class Editor(Protocol):
     """Makes the edits of one request's logits, step by step."""
 
     constraint: TokenConstraint | None
 
-    def for_another_answer(self, constraint: TokenConstraint | None) -> "Editor":
+    def for_another_answer(self) -> "Editor":
         """Return the editor of another answer to the same prompt. Neither answer may have begun."""
 
     @property

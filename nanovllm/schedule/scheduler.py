@@ -277,8 +277,7 @@ class Scheduler:
         self.kv.check_fits(seq)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a request. Raises RequestError if it could never run."""
-        self.check_fits(seq)
+        """Queue a request that `check_fits` has accepted."""
         self.sequences[seq.seq_id] = seq
         if self.disk is None or not self.disk.wait_for_load(seq):
             self._queue(seq)

@@ -353,16 +353,16 @@ def test_frontend_refuses_a_bad_schema_and_makes_constraints(tmp_path: Path) -> 
     config = ModelConfig.from_pretrained(str(tmp_path))[0]
     text = TextFrontend(config, tmp_path)
     with pytest.raises(RequestError, match=r"structured_outputs.json cannot be used: 'type' at # is 'frob'"):
-        text.check_params(SamplingParams(structured_outputs=StructuredOutputs(json={"type": "frob"})))
+        text.rules(SamplingParams(structured_outputs=StructuredOutputs(json={"type": "frob"})))
     params = SamplingParams(structured_outputs=StructuredOutputs(choice=["yes", "no"]))
-    text.check_params(params)
-    constraint, other = text.rules(params).constraint, text.rules(params).constraint
-    assert constraint is not None and other is not None and constraint is not other
+    make_constraint = text.rules(params).make_constraint
+    assert make_constraint is not None
+    constraint, other = make_constraint(), make_constraint()
     assert constraint.accept(text.encode_prompt("y")[0])
     assert not np.array_equal(constraint.masks_for([])[0], other.masks_for([])[0])
-    assert text.rules(SamplingParams()).constraint is None
+    assert text.rules(SamplingParams()).make_constraint is None
     with pytest.raises(RequestError, match="structured_outputs needs a tokenizer"):
-        TextFrontend(config, None).check_params(params)
+        TextFrontend(config, None).rules(params)
 
 
 def test_compile_without_llguidance_names_the_extra(demo_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

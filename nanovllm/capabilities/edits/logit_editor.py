@@ -3,34 +3,24 @@
 import copy
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 import numpy as np
 
 from nanovllm.capabilities.edits.bad_words import BadWords
 from nanovllm.plan.logit_edits import (
     NO_PENALTIES,
+    NO_RULES,
+    AnswerRules,
     Biases,
     LogitEdits,
     Penalties,
     RowEdits,
-    TokenConstraint,
     TokenMask,
     token_mask,
 )
 from nanovllm.sampling_params import SamplingParams
 
 _FORBID = float("-inf")
-
-
-class AnswerRules(NamedTuple):
-    """The parameters of a request that are given as text, as rules on tokens."""
-
-    bad_words: BadWords | None = None
-    constraint: TokenConstraint | None = None
-
-
-NO_RULES = AnswerRules()
 
 
 class LogitEditor:
@@ -45,7 +35,8 @@ class LogitEditor:
         rules: AnswerRules = NO_RULES,
     ) -> None:
         """`end_token_ids`: tokens that end the answer, which min_tokens forbids at first."""
-        self.constraint = rules.constraint
+        self._make_constraint = rules.make_constraint
+        self.constraint = rules.make_constraint and rules.make_constraint()
         self._num_prompt_tokens = len(prompt)
         self._vocab_size = vocab_size
         self._min_tokens = params.min_tokens
@@ -53,6 +44,7 @@ class LogitEditor:
         ends = sorted(token_id for token_id in end_token_ids if token_id < vocab_size)
         self._biases = Biases.of(list(bias), list(bias.values()))
         self._first_biases = Biases.joined([self._biases, Biases.of(ends, _FORBID)])
+        assert isinstance(rules.bad_words, BadWords | None), f"{rules.bad_words} are not bad words"
         self._bad_words = rules.bad_words
         self._bad_words_state = 0
         self._num_followed = 0  # tokens of the answer that led to this state
@@ -69,11 +61,11 @@ class LogitEditor:
         penalizes = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         return cls(params, prompt, end_token_ids, vocab_size, rules) if edits or penalizes else None
 
-    def for_another_answer(self, constraint: TokenConstraint | None) -> "LogitEditor":
+    def for_another_answer(self) -> "LogitEditor":
         """See Editor. The two editors share all that is large."""
         assert self._num_followed == 0, "an answer has begun"
         other = copy.copy(self)
-        other.constraint = constraint
+        other.constraint = self._make_constraint and self._make_constraint()
         other._counts = self._counts and _TokenCounts()
         return other
 

@@ -9,7 +9,7 @@ go to stdout and everything else to stderr.
 import os
 import select
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from io import TextIOWrapper
@@ -53,7 +53,7 @@ def choose_sampling(llm: "LLM", given: Mapping[str, Any], *, in_chat: bool) -> S
 
 
 def stream_answer(
-    llm: "LLM", prompt: "Prompt", params: SamplingParams, *, leave_bar: bool = True, stoppable: bool = False
+    llm: "LLM", prompt: str | Sequence[int], params: SamplingParams, *, leave_bar: bool = True, stoppable: bool = False
 ) -> "RequestOutput":
     """Run one request. Its progress goes to stderr until the first token; then its text goes to stdout.
 
@@ -61,8 +61,8 @@ def stream_answer(
     finish_reason "abort"; a second Ctrl-C may interrupt a step and break the engine, and then raises KeyboardInterrupt.
     Raises RequestError for a request that can never run.
     """
-    token_ids = llm.check_request(prompt, params)
-    request_id = llm.add_request(token_ids.tolist(), params)
+    token_ids = llm.text.encode_prompt(prompt)
+    request_id = llm.add_request(token_ids, params)
     num_shown = 0
     output: RequestOutput | None = None
     try:

@@ -136,8 +136,8 @@ class Service:
         fitting = [self._cut_to_fit(params, len(prompt), param) for prompt in prompts]
         place = self._enter(len(prompts) * params.n)
         try:
-            salted_prompts = [salted(prompt, cache_salt) for prompt in prompts]
-            stream = await self.engine.submit(salted_prompts, fitting, with_tokens=with_tokens)
+            salted = [{"prompt_token_ids": prompt, "cache_salt": cache_salt} for prompt in prompts]
+            stream = await self.engine.submit(salted, fitting, with_tokens=with_tokens)
         except BaseException:
             place.leave()
             raise
@@ -184,14 +184,6 @@ class Service:
     def add_wait(self, wait_s: float) -> None:
         """Add the time that an answer has waited for its first token to the average."""
         self._mean_wait_s += _NEWEST_WAIT_SHARE * (wait_s - self._mean_wait_s)
-
-
-def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
-    """Return a text or token ids as a prompt with this salt."""
-    if cache_salt is None:
-        return prompt
-    key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-    return {key: prompt, "cache_salt": cache_salt}
 
 
 class _Place:

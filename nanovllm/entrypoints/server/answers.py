@@ -80,7 +80,7 @@ class Answer(ABC, Generic[BodyT]):
         stream = await self._service.submit(
             prompts, params, with_tokens=with_tokens, cache_salt=cache_salt, param=self.prompt_param
         )
-        self._num_prompt_tokens = sum(map(len, stream.prompts))
+        self._num_prompt_tokens = sum(seq.num_prompt_tokens for seq in stream.sequences)
         if body.stream:
             return EventStream(stream, self)
         try:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.entrypoints.server.admission import Service, salted
+from nanovllm.entrypoints.server.admission import Service
 from nanovllm.entrypoints.server.answers import CompletionAnswer
 from nanovllm.entrypoints.server.chat_answers import (
     ChatAnswer,
@@ -209,10 +209,10 @@ def _texts(service: Service, prompts: list[str | list[int]]) -> list[str]:
 
 
 def _encode(
-    service: Service, prompts: Sequence[Prompt], add_special_tokens: bool, cache_salt: str | None
+    service: Service, prompts: Sequence[str | list[int]], add_special_tokens: bool, cache_salt: str | None
 ) -> list[TokenIds]:
     encode = service.llm.text.encode_prompt
-    return [encode(salted(prompt, cache_salt), add_special_tokens=add_special_tokens) for prompt in prompts]
+    return [encode(prompt, add_special_tokens=add_special_tokens, cache_salt=cache_salt) for prompt in prompts]
 
 
 def encode_messages(
@@ -246,7 +246,7 @@ def encode_messages(
 
     text = render_messages(body.messages or (), template_of(service), render)
     service.check_chars(len(text), "messages")  # tools and tool calls are part of it
-    return llm.text.encode_prompt(salted(text, cache_salt), add_special_tokens=bool(body.add_special_tokens))
+    return llm.text.encode_prompt(text, add_special_tokens=bool(body.add_special_tokens), cache_salt=cache_salt)
 
 
 # -- the small endpoints -----------------------------------------------------------------------------------------------
@@ -313,8 +313,8 @@ def _tokenize(service: Service, body: TokenizeRequest, cache_salt: str | None) -
             find_call_format(service)
         token_ids = encode_messages(service, body, tools, cache_salt)
     else:
-        prompt = salted(body.prompt or "", cache_salt)
-        token_ids = llm.text.encode_prompt(prompt, add_special_tokens=body.add_special_tokens is not False)
+        adds_special = body.add_special_tokens is not False
+        token_ids = llm.text.encode_prompt(body.prompt or "", add_special_tokens=adds_special, cache_salt=cache_salt)
     tokens = token_ids.tolist()
     strings = llm.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
     return {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens, "token_strs": strings}

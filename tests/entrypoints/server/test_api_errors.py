@@ -203,12 +203,12 @@ def test_bug_is_answered_with_500_in_the_form(served: tuple[AsyncLLM, str]) -> N
     def fall(*args: Any, **options: Any) -> None:
         raise KeyError("secret text")
 
-    original = engine.llm.check_request
-    engine.llm.check_request = fall  # type: ignore[method-assign, assignment]
+    original = engine.llm.make_sequences
+    engine.llm.make_sequences = fall  # type: ignore[method-assign, assignment]
     try:
         status, error = post(url, "/v1/completions", json=COMPLETION)
     finally:
-        engine.llm.check_request = original  # type: ignore[method-assign]
+        engine.llm.make_sequences = original  # type: ignore[method-assign]
     assert (status, error["code"]) == (500, "internal_error")
     assert "secret" not in error["message"]
     assert post(url, "/v1/completions", json=COMPLETION)[0] == 200
