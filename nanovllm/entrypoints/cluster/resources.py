@@ -4,8 +4,8 @@ Arithmetic only; nothing here asks Ray. Engines that share a machine share its C
 engine would take most of the memory that is available when it starts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from nanovllm.capacity.machine import Machine
@@ -19,7 +19,6 @@ from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import format_bytes
 
-RANK_BYTES = 2**30  # for a rank's process besides pools and weights; one on the CPU took 0.4 GiB
 ROUTER = "nanovllm.entrypoints.cluster.service.PrefixRouter"
 HEALTH_PERIOD_S = 2.0  # Serve replaces a replica after three bad answers
 HEALTH_TIMEOUT_S = 30.0
@@ -38,13 +37,12 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineNeeds:
-    """The resources of one engine, and the options that make it keep to them."""
+    """The resources of one engine."""
 
     gpus: int
     cpus: int
     memory_bytes: int = 0
     engines_per_node: int = 1  # on the machine that has most of them
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     def num_fitting(self, node: Node) -> int:
         """Return how many such engines a machine has room for."""
@@ -74,10 +72,11 @@ def choose_device(given: str, nodes: Sequence[Node]) -> str:
 
 
 def plan_placement(nodes: Sequence[Node], num_engines: int, tensor_parallel_size: int, device: str) -> EngineNeeds:
-    """Plan the GPUs and CPUs of each engine. Raises ConfigError if the cluster can never run all of them at once.
+    """Plan the resources of each engine. Raises ConfigError if the cluster can never run all engines at once.
 
     On GPUs, an engine has a CPU for itself and one for each rank. Without GPUs, the engines share all CPUs evenly,
-    because Ray lets an engine compute with as many threads as it has CPUs.
+    because Ray lets an engine compute with as many threads as it has CPUs. The memory is the largest even share of the
+    machines with which all engines have room.
     """
     if device == "cuda":
         needs = EngineNeeds(gpus=tensor_parallel_size, cpus=1 + tensor_parallel_size)
@@ -89,6 +88,9 @@ def plan_placement(nodes: Sequence[Node], num_engines: int, tensor_parallel_size
                 needs = replace(needs, cpus=cpus)
                 break
     check_room(needs, nodes, num_engines)
+    shares = {int(node.memory_bytes / k) for node in nodes for k in range(1, needs.num_fitting(node) + 1)}
+    options = (replace(needs, memory_bytes=share) for share in sorted(shares, reverse=True))
+    needs = next(option for option in options if _num_fitting(option, nodes) >= num_engines)
     return replace(needs, engines_per_node=min(num_engines, max(map(needs.num_fitting, nodes))))
 
 
@@ -108,28 +110,21 @@ def _num_fitting(needs: EngineNeeds, nodes: Sequence[Node]) -> int:
     return sum(map(needs.num_fitting, nodes))
 
 
-def plan_memory(
-    needs: EngineNeeds, config: Config, memory_bytes: float, find_machine: Callable[[Config], Machine]
-) -> EngineNeeds:
-    """Add memory to `needs`, and the sizes that keep each engine to its share of a machine's memory.
+def sizes_within(memory_bytes: int, config: Config, machine: Machine) -> dict[str, Any]:
+    """Return the options that keep an engine on `machine` within its share of the machine's memory.
 
-    Called on a machine of the kind that engines will run on. memory_bytes: memory that Ray may give away there. Raises
-    ConfigError if an engine cannot start with its share, and CheckpointError if the model cannot be read.
+    Raises ConfigError if the engine cannot start with its share, and CheckpointError if the model cannot be read.
     """
     model = ModelConfig.without_weights(config.model, config.hf_overrides).quantized(config.quantization)
-    machine = find_machine(config)
-    share = int(min(machine.host_bytes, memory_bytes) / needs.engines_per_node)
-    plan = make_plan(config, model, replace(machine, host_bytes=share))
+    plan = make_plan(config, model, replace(machine, host_bytes=min(machine.host_bytes, memory_bytes)))
     check_start(plan)
-    options: dict[str, Any] = {}
-    num_bytes = plan.cpu_pool_bytes + RANK_BYTES * config.tensor_parallel_size
+    sizes: dict[str, Any] = {}
     if config.enable_cpu_offload:
-        options = {"num_cpu_blocks": plan.num_cpu_blocks, "cpu_memory_gb": None}
+        sizes = {"num_cpu_blocks": plan.num_cpu_blocks, "cpu_memory_gb": None}
     if machine.gpu_bytes is None:  # the weights and all blocks are in the same memory, which fills up with use
         name = "num_gpu_blocks" if config.enable_cpu_offload else "num_kvcache_blocks"
-        options |= {name: plan.num_gpu_blocks, "kvcache_block_size": config.block_size}
-        num_bytes += (plan.memory.weight_bytes + plan.memory.kv_bytes) * config.tensor_parallel_size
-    return replace(needs, memory_bytes=min(num_bytes, share), options=options)
+        sizes |= {name: plan.num_gpu_blocks, "kvcache_block_size": config.block_size}
+    return sizes
 
 
 # -- replicas ------------------------------------------------------------------------------------------------------
