@@ -276,7 +276,7 @@ def test_torch_free_modules_imported_leave_torch_out() -> None:
 def test_package_is_usable_without_loading_ray() -> None:
     """An extra: only the commands for several engines load it."""
     names = ("llm", "engine.startup", "entrypoints.cli.main", "entrypoints.server.lifecycle")
-    names += tuple(f"entrypoints.cluster.{name}" for name in ("front", "options", "resources", "routing"))
+    names += tuple(f"entrypoints.cluster.{name}" for name in ("front", "resources"))
     modules = ", ".join(f"nanovllm.{name}" for name in names)
     code = f"import sys, {modules}; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

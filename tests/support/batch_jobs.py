@@ -20,7 +20,7 @@ from nanovllm.entrypoints.cluster.batch_engine import BatchEngine, RowAnswerer
 from nanovllm.entrypoints.cluster.batch_files import UnitRows
 from nanovllm.entrypoints.cluster.batch_job import BatchJob, JobSummary, run_job
 from nanovllm.entrypoints.cluster.batch_rows import RowPlace, UnitLimits
-from nanovllm.entrypoints.cluster.options import BatchOptions
+from nanovllm.entrypoints.cluster.resources import BatchOptions
 from nanovllm.models.retrieval_model import build_retrieval_model
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, get_args
 
 from nanovllm.config import Config
-from nanovllm.entrypoints.cluster.options import BatchOptions, ServiceOptions
+from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
 from nanovllm.entrypoints.planner.fit import DOC_MODELS, doc_table
 from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.errors import ConfigError, install_command

@@ -25,9 +25,15 @@ from nanovllm.entrypoints.cluster.batch_engine import NUM_UNITS, BatchEngine, En
 from nanovllm.entrypoints.cluster.batch_files import ANSWER_OPTIONS, JsonLinesRows, UnitRows, held_alone, open_output
 from nanovllm.entrypoints.cluster.batch_parquet import ParquetRows
 from nanovllm.entrypoints.cluster.batch_rows import ScannedRow, Unit, UnitLimits, plan_units
-from nanovllm.entrypoints.cluster.options import BatchOptions
-from nanovllm.entrypoints.cluster.ray_connection import connected, nodes_of_cluster
-from nanovllm.entrypoints.cluster.resources import EngineNeeds, choose_device, default_num_engines, plan_placement
+from nanovllm.entrypoints.cluster.resources import (
+    BatchOptions,
+    EngineNeeds,
+    choose_device,
+    connected,
+    default_num_engines,
+    nodes_of_cluster,
+    plan_placement,
+)
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.utils.interrupt import ended_by_sigterm
 from nanovllm.utils.progress import progress_bar

@@ -32,11 +32,26 @@ from starlette.types import Message as ASGIMessage
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.config import Config
 from nanovllm.entrypoints.cluster import front as front_module
-from nanovllm.entrypoints.cluster.front import AppCall, Front, Pace, ReplicaLostError, WholeRequest, no_replica
-from nanovllm.entrypoints.cluster.options import ServiceOptions, check_engine
-from nanovllm.entrypoints.cluster.ray_connection import connected, nodes_of_cluster
-from nanovllm.entrypoints.cluster.resources import check_room, deployment_options, replica_needs
-from nanovllm.entrypoints.cluster.routing import PrefixRouting, RequestKey, request_key
+from nanovllm.entrypoints.cluster.front import (
+    AppCall,
+    Front,
+    PartInterval,
+    PrefixRouting,
+    ReplicaLostError,
+    RequestKey,
+    WholeRequest,
+    no_replica,
+    request_key,
+)
+from nanovllm.entrypoints.cluster.resources import (
+    ServiceOptions,
+    check_engine,
+    check_room,
+    connected,
+    deployment_options,
+    nodes_of_cluster,
+    replica_needs,
+)
 from nanovllm.entrypoints.server.app import make_app, warm_up
 from nanovllm.entrypoints.server.errors import Refusal, keep_messages_out
 from nanovllm.entrypoints.server.gate import Gate, load_keys
@@ -182,7 +197,7 @@ class EngineReplica:
     async def __init__(self, load: Callable[[], AsyncLLM], options: ServerOptions) -> None:  # type: ignore[misc]  # Serve awaits it
         keep_messages_out("ray.serve", front_module.__name__)
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._pace = Pace()
+        self._interval = PartInterval()
         self._engine = load()
         self._app = make_app(self._engine, options, self._name)
         await warm_up(self._engine)
@@ -196,7 +211,7 @@ class EngineReplica:
         """
         yield self._name
         self.check_health()
-        parts = AppCall(self._app, request, self._pace).parts()
+        parts = AppCall(self._app, request, self._interval).parts()
         has_begun = False
         try:
             async for part in parts:

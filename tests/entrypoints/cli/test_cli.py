@@ -31,7 +31,7 @@ from nanovllm.entrypoints.cli.flags import (
     options_tables,
     write_tables,
 )
-from nanovllm.entrypoints.cluster.options import BatchOptions, ServiceOptions
+from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
 from nanovllm.entrypoints.demo.haystack import build_haystack
 from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.errors import CheckpointError, ConfigError, RequestError

@@ -9,10 +9,12 @@ import pytest
 from nanovllm.capacity.machine import Machine
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli.main import main
-from nanovllm.entrypoints.cluster.options import BatchOptions, ServiceOptions, check_engine
 from nanovllm.entrypoints.cluster.resources import (
+    BatchOptions,
     EngineNeeds,
     Node,
+    ServiceOptions,
+    check_engine,
     check_room,
     choose_device,
     default_num_engines,
