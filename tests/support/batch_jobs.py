@@ -1,5 +1,6 @@
 """Jobs of `nanovllm batch` with the built-in model on the CPU, a cluster for them, and what disturbs them."""
 
+import asyncio
 import json
 import os
 import random
@@ -36,6 +37,15 @@ class DeadlyRows(BatchEngine):
     async def _answer(self, answerer: RowAnswerer, rows: UnitRows, places: Sequence[RowPlace]) -> Any:
         if places[0].line == 500:
             os.kill(os.getpid(), signal.SIGKILL)
+        return await super()._answer(answerer, rows, places)
+
+
+class SlowUnits(BatchEngine):
+    """Its units from row 1,000 on take 20 s longer."""
+
+    async def _answer(self, answerer: RowAnswerer, rows: UnitRows, places: Sequence[RowPlace]) -> Any:
+        if places[0].line >= 1000:
+            await asyncio.sleep(20)
         return await super()._answer(answerer, rows, places)
 
 

@@ -43,7 +43,7 @@ logger = logging.getLogger("nanovllm")
 FORMATS: Mapping[str, type[UnitRows]] = {".jsonl": JsonLinesRows, ".ndjson": JsonLinesRows, ".parquet": ParquetRows}
 OBJECT_STORE_BYTES = 200 << 20  # only units and counts pass through it
 MAX_UNSEEN_S = 60.0  # until a file that another machine has written is visible here; NFS may take half of that
-NEVER = -1  # a unit of long answers may take longer than any limit
+NEVER = -1  # no limit for a unit, because long answers may take hours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +66,14 @@ class JobSummary(NamedTuple):
     num_rows: int  # in the whole job
     num_rows_before: int  # answered by earlier runs
     num_errors: int  # in this run
-    num_tokens: int  # likewise
+    num_tokens: int  # generated in this run
 
 
 def run_job(job: BatchJob) -> JobSummary:
-    """Run what is left of a job. Raises ConfigError for a job that cannot run, and EngineError if no engine starts."""
+    """Run the units that have no part yet.
+
+    Raises ConfigError for a job that cannot run, and EngineError if engines do not start, or Ray gives up.
+    """
     paths = [path.resolve() for path in job.inputs]
     format = format_of(paths)
     units, manifest = _plan(job, paths, format)
@@ -142,7 +145,7 @@ def format_of(paths: Sequence[Path]) -> type[UnitRows]:
 
 
 def _clean(output: Path) -> None:
-    """Remove what engines that died have left behind."""
+    """Remove the scratch files of engines that have died."""
     for path in output.glob(".part-*"):
         path.unlink(missing_ok=True)
 
@@ -188,8 +191,8 @@ def _place(job: BatchJob, engine: EngineJob, num_units: int) -> tuple[EngineJob,
     if device == "cpu":
         options = {**job.cpu_defaults, **options}
     logger.info("units: %d, engines: %d; each engine takes %s", num_units, num_engines, needs.describe())
-    share = {"engines_per_node": needs.engines_per_node, "memory_bytes": needs.memory_bytes}
-    return replace(engine, options=options, **share), needs, num_engines
+    engine = replace(engine, options=options, engines_per_node=needs.engines_per_node, memory_bytes=needs.memory_bytes)
+    return engine, needs, num_engines
 
 
 def _check_part(engine: EngineJob, unit_idx: int) -> None:

@@ -250,7 +250,7 @@ def plan_placement(nodes: Sequence[Node], num_engines: int, tensor_parallel_size
 
 
 def check_room(needs: EngineNeeds, nodes: Sequence[Node], wanted: int, option: str = "num_engines") -> None:
-    """Raise ConfigError if the cluster can never run as many engines at once as the option wants."""
+    """Raise ConfigError if the cluster can never run `wanted` engines at once. option: the flag that wants them."""
     fitting = _num_fitting(needs, nodes)
     if fitting < wanted:
         have = "; ".join(f"{n.cpus:g} CPUs, {n.gpus:g} GPUs, {format_bytes(n.memory_bytes)}" for n in nodes)
@@ -286,7 +286,7 @@ def sizes_within(memory_bytes: int, config: Config, machine: Machine) -> dict[st
 
 
 def replica_needs(config: Config, service: ServiceOptions, nodes: Sequence[Node]) -> EngineNeeds:
-    """The resources of one replica."""
+    """Return the resources of one replica."""
     on_gpu = choose_device(config.device, nodes) == "cuda"
     memory_gb = config.cpu_memory_gb if config.enable_cpu_offload else None
     return EngineNeeds(
@@ -299,7 +299,7 @@ def replica_needs(config: Config, service: ServiceOptions, nodes: Sequence[Node]
 def deployment_options(
     config: Config, options: ServerOptions, service: ServiceOptions, needs: EngineNeeds
 ) -> dict[str, Any]:
-    """The options of the Serve deployment.
+    """Return the options of the Serve deployment.
 
     Ray shows a replica only its own GPUs. The queue of each replica (AdmissionQueue), and not Serve, limits how many
     requests wait.

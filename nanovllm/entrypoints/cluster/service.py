@@ -97,7 +97,7 @@ def run_service(
 
 @contextmanager
 def _deployed(app: serve.Application, name: str, outlives_process: bool) -> Iterator[Any]:
-    """The application's handle, once its replicas are ready. It is deleted in the end, or ends with its cluster."""
+    """Yield the application's handle once its replicas are ready. At the end, delete the application if Ray goes on."""
     serve.start(proxy_location="Disabled")
     try:
         yield _run(app, name)
@@ -114,7 +114,7 @@ def _run(app: serve.Application, name: str) -> Any:
 
 
 def _reason(app_name: str) -> str:
-    """Return why a replica has not started, as far as Serve knows: the last line of its traceback."""
+    """Return the last line of the traceback of a replica that has not started, or "" if Serve has none."""
     app = serve.status().applications.get(app_name)
     lines = app.deployments[DEPLOYMENT].message.strip().splitlines() if app is not None else []
     return lines[-1] if lines else ""
@@ -138,7 +138,7 @@ def _application(
 
 
 class ServiceSite:
-    """The front and its replicas, as the server's life sees them (lifecycle.Served).
+    """The front and its replicas, which implement lifecycle.Served.
 
     replace_replicas: begins a rolling update, for which SIGUSR1 asks.
     """
@@ -205,7 +205,7 @@ class EngineReplica:
     async def answer(
         self, key: RequestKey, without: frozenset[str], request: WholeRequest
     ) -> AsyncGenerator[str | list[ASGIMessage], None]:
-        """This replica's name, then the messages of the answer. `key` and `without` are for the router.
+        """Yield this replica's name, then the messages of the answer. `key` and `without` are for the router.
 
         Raises EngineError if the engine has failed, so that the front asks another replica.
         """
