@@ -1,6 +1,5 @@
 """EngineSetup: all decisions about an engine, made and checked before anything is allocated."""
 
-import importlib.util
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -19,7 +18,7 @@ from nanovllm.capacity.plan_check import check_start
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.device.devices import installed_gpu, resolve_device
-from nanovllm.errors import ConfigError, install_command
+from nanovllm.errors import ConfigError
 from nanovllm.models.demo_model import model_path
 from nanovllm.plan.kv_spec import StagingSizes, dtype_name
 from nanovllm.plan.step_limits import max_model_len
@@ -98,15 +97,10 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
 
 
 def _check_parts(config: Config, model_config: ModelConfig, device: torch.device) -> None:
-    """Raise ConfigError if Ray, the attention backend or the CPU threads that are asked for are not available.
+    """Raise ConfigError if the attention backend or the CPU threads that are asked for are not available.
 
     Checked here so that the error comes before any process is started or any weight loaded.
     """
-    if config.distributed_executor_backend == "ray" and importlib.util.find_spec("ray") is None:
-        raise ConfigError(
-            "distributed_executor_backend='ray' needs Ray, which is not installed; use 'mp', or run: "
-            f"{install_command('ray')}"
-        )
     dtype = getattr(torch, dtype_name(config, model_config))
     find_backend(config.attn_backend, device, dtype, model_config.head_dim, enforce_eager=config.enforce_eager)
     if config.cpu_attention_threads is not None:

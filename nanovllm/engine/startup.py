@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -83,17 +82,12 @@ def _make_executor(setup: EngineSetup) -> Executor:
     )
     if config.tensor_parallel_size == 1:
         return LocalExecutor(factory)
-    devices = rank_devices(config.distributed_executor_backend, setup.device.type, config.tensor_parallel_size)
-    return ProcessExecutor(factory, devices)
+    return ProcessExecutor(factory, rank_devices(setup.device.type, config.tensor_parallel_size))
 
 
-def rank_devices(backend: str, device_type: str, size: int) -> AbstractContextManager[Sequence[torch.device]]:
-    """Return the device of each rank. `backend`: distributed_executor_backend. Ray is loaded only if chosen."""
-    if backend == "mp":
-        return nullcontext([torch.device(f"cuda:{rank}" if device_type == "cuda" else "cpu") for rank in range(size)])
-    from nanovllm.executor.ray_reservation import devices_from_ray
-
-    return devices_from_ray(device_type, size)
+def rank_devices(device_type: str, size: int) -> list[torch.device]:
+    """Return the device of each rank. device_type: "cuda" or "cpu"."""
+    return [torch.device(f"cuda:{rank}" if device_type == "cuda" else "cpu") for rank in range(size)]
 
 
 def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int]) -> Engine:

@@ -677,13 +677,6 @@ def test_bad_option_is_refused_with_value_limit_and_remedy(model: Path, options:
 
 
 @pytest.mark.usefixtures("nothing_allocated")
-def test_ray_asked_for_and_not_installed_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"needs Ray, .*use 'mp', or run: pip install .*'\.\[ray\]'"):
-        LLM(str(model), device="cpu", tensor_parallel_size=2, distributed_executor_backend="ray")
-
-
-@pytest.mark.usefixtures("nothing_allocated")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

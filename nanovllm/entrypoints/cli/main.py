@@ -52,7 +52,7 @@ from nanovllm.entrypoints.cli.flags import (
     name_flags,
 )
 from nanovllm.entrypoints.cli.verify import ENGINE_FLAGS, VerifyOptions, run_verify
-from nanovllm.entrypoints.cluster.options import BatchOptions, ServiceOptions
+from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
 from nanovllm.entrypoints.planner.fit import fit_table, fits
 from nanovllm.entrypoints.planner.report import PlanOptions, plan_table
 from nanovllm.entrypoints.server.options import ServerOptions, bind

@@ -48,7 +48,7 @@ MIN_TOKENS = (NUM_ANSWERS + 4) * BLOCK_SIZE_STEP  # a slot for each answer, and 
 ENGINE_FLAGS = (  # fields of Config that the check does not choose itself
     *("device", "dtype", "quantization", "load_format", "hf_overrides", "attn_backend", "enforce_eager"),
     "tensor_parallel_size",
-    *("distributed_executor_backend", "seed", "gpu_memory_utilization", "cpu_attention_threads"),
+    *("seed", "gpu_memory_utilization", "cpu_attention_threads"),
 )
 PATHS: Mapping[str, tuple[dict[str, Any], str]] = {  # options, and the counter of what only this path does
     "link alone": ({"cpu_attention": "off"}, "num_missed_blocks"),
