@@ -296,11 +296,11 @@ class LLM:
         With KV on disk, for rank 0 where it says so; an extent is K and V of 256 tokens, or a state:
         - num_disk_hit_tokens: tokens of prompts whose K and V were read from disk. num_disk_hit_states: states that
           were.
-        - num_waiting_for_disk: requests that wait for that. num_cancelled_disk_loads: loads that were given up,
-          because computing had become faster.
+        - num_waiting_for_disk: requests that wait for a load. num_cancelled_disk_loads: loads that were cancelled
+          because the disk hung.
         - num_disk_extents, num_disk_bytes: extents of this model, and bytes of all models, as far as rank 0 knows.
-        - num_disk_stored_bytes, num_disk_loaded_bytes, disk_write_byte_per_s, disk_read_byte_per_s: of rank 0. The
-          first rate is the mean, the second that of the last load; None without any.
+        - num_disk_stored_bytes, num_disk_loaded_bytes, disk_write_byte_per_s, disk_read_byte_per_s: bytes and mean
+          rates of rank 0. A rate is None before the first store or load.
         - num_disk_misses: files that were damaged or had vanished. num_disk_evictions: files that rank 0 has removed.
         - num_disk_failures: extents that were not stored or loaded because of a bug. The first is logged with its
           traceback.

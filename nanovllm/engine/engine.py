@@ -190,8 +190,6 @@ class Engine:
             yield speculator.times
         if bound is not None:
             yield bound.times
-        elif self.scheduler.disk is not None:
-            yield self.scheduler.disk.times
 
     # -- requests ------------------------------------------------------------------------------------------------
 

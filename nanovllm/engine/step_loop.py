@@ -256,11 +256,11 @@ class StepLoop:
                 self._executor.wait_for(in_flight.launched)
 
     def store_all(self) -> None:
-        """Write all that is not on disk yet, before the engine is closed, and wait for it."""
+        """Wait until the prompts that have been computed are on disk, before the engine is closed."""
         disk = self._scheduler.disk
         if disk is None or self._planned is not None:  # what was planned has not been computed
             return
-        self._executor.call(Runner.move_disk, disk.last_moves())
+        self._move_disk()
         start_s = time.monotonic()
         is_told = False
         while disk.num_pending and (waited_s := time.monotonic() - start_s) < STORE_ALL_S:
