@@ -59,7 +59,7 @@ EVICTED_SHARE = 0.05  # share of the limit that is freed at once, because findin
 _MAGIC = b"NANOVKV\n"
 _FIELDS = struct.Struct(f"<8sIQ{FINGERPRINT_BYTES}s{KEY_BYTES}s{KEY_BYTES}s16sI")
 _CHECKSUM_BYTES = 8
-_TOTAL = struct.Struct("<Q")
+_TOTAL_BYTES = 8
 _FOLDER = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 _EXTENT = re.compile(r"((?:[0-9a-f]{2})+)\.kv")  # any format, so that old ones are evicted
 _TEMPORARY = re.compile(r"[0-9]+-[0-9]+\.tmp")
@@ -394,18 +394,18 @@ class Lock:
     @property
     def total(self) -> int:
         """Bytes in use. Only for the holder of the lock."""
-        self.last_total = _unpack_total(os.pread(self._fd, _TOTAL.size, 0))
+        self.last_total = int.from_bytes(os.pread(self._fd, _TOTAL_BYTES, 0), "little")
         return self.last_total
 
     @total.setter
     def total(self, num_bytes: int) -> None:
         self.last_total = max(0, num_bytes)
-        os.pwrite(self._fd, _TOTAL.pack(self.last_total), 0)
+        os.pwrite(self._fd, self.last_total.to_bytes(_TOTAL_BYTES, "little"), 0)
 
     def read_total(self) -> int:
         """Return the bytes in use. Needs no lock."""
         try:
-            self.last_total = _unpack_total(self._file.read_bytes())
+            self.last_total = int.from_bytes(self._file.read_bytes()[:_TOTAL_BYTES], "little")
         except OSError:
             self.last_total = 0
         return self.last_total
@@ -415,10 +415,6 @@ class Lock:
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
-
-
-def _unpack_total(data: bytes) -> int:
-    return int.from_bytes(data[: _TOTAL.size], "little")
 
 
 # -- all that is below a path ----------------------------------------------------------------------------------------

@@ -214,13 +214,16 @@ def test_prompt_is_on_disk_once_it_is_computed_and_its_answer_when_it_ends(refer
         assert llm.answer_and_check([turn])[0]["num_cached_tokens"] == (len(turn) - 4) // BLOCK * BLOCK
 
 
-def test_prefix_is_loaded_only_from_the_measured_length_on(reference: Reference, path: Path) -> None:
+@pytest.mark.parametrize("num_gpu_blocks", [None, 3])
+def test_prefix_is_loaded_only_from_the_measured_length_on(
+    model: Reference, path: Path, num_gpu_blocks: int | None
+) -> None:
     """Shorter ones are computed. Start-up measures the length on a GPU only, but measuring works on a CPU, too."""
-    options = {"kv_disk_path": str(path), **cache_options(None)}
+    options = {"kv_disk_path": str(path), **cache_options(num_gpu_blocks)}
     for least_tokens, cached in ((0, 0), (HIT, HIT), (HIT + BLOCK, 0)):
-        with CheckedLLM(reference, internals=Internals(least_load_tokens=least_tokens), **options) as llm:
+        with CheckedLLM(model, internals=Internals(least_load_tokens=least_tokens), **options) as llm:
             assert llm.answer_and_check([QUESTIONS[0]])[0]["num_cached_tokens"] == cached
-    with CheckedLLM(reference, **options) as llm:
+    with CheckedLLM(model, **options) as llm:
         rates = llm.runner.measure_disk()
         assert rates.num_tokens == 300 and rates.prompt_s > 0 and rates.read_byte_per_s > 0
         llm.answer_and_check([QUESTIONS[0]])
