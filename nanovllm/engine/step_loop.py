@@ -64,7 +64,7 @@ class LinkMeter:
 
 
 PAUSE_S = 0.05  # a caller has paused if it stays away so long between two steps
-STORE_ALL_S = 60.0  # for what is still to be written to disk when the engine is closed
+STORE_ALL_S = 60.0  # time limit for the extents that are still to be written when the engine is closed
 MASK_PAUSE_S = 0.5e-3  # between checks for masks that other threads compute, if there is nothing else to do
 
 
