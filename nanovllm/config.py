@@ -132,13 +132,6 @@ class Config:
         above=0,
         most=_MAX_DISK_GB,
     )
-    kv_disk_policy: str = option(
-        "prompt",
-        help="when KV is written to kv_disk_path, always in the background; prompt: as soon as it has been computed, "
-        "and before it leaves memory; evict: only before it leaves memory, which writes less",
-        group=_DISK,
-        choices=("prompt", "evict"),
-    )
 
     enable_cpu_offload: bool = option(
         False, help="keep all KV in pinned CPU memory, and some of its blocks in slots on the GPU", group=_OFFLOAD

@@ -290,13 +290,13 @@ class LLM:
         num_disk_hit_tokens          tokens of prompts whose K and V were read from disk
         num_disk_hit_states          states that were read from disk
         num_waiting_for_disk         requests that wait for extents
-        num_cancelled_disk_loads     loads that were cancelled because computing had become faster
+        num_cancelled_disk_loads     loads that were cancelled because the disk hung
         num_disk_extents             extents of this model that rank 0 knows
         num_disk_bytes               bytes of the extents of all models that rank 0 knows
         num_disk_stored_bytes        bytes that rank 0 has written
         num_disk_loaded_bytes        bytes that rank 0 has read
         disk_write_byte_per_s        mean rate of rank 0's writing
-        disk_read_byte_per_s         rate of rank 0's last load
+        disk_read_byte_per_s         mean rate of rank 0's reading
         num_disk_misses              files that were damaged or had vanished
         num_disk_evictions           files that rank 0 has removed
         num_disk_failures            extents that a bug kept from being stored or loaded; the log has the first bug

@@ -29,7 +29,6 @@ def test_defaults_are_those_of_the_specification() -> None:
         "num_kvcache_blocks": -1,
         "kv_disk_path": None,
         "kv_disk_gb": None,
-        "kv_disk_policy": "prompt",
         "enable_cpu_offload": False,
         "num_gpu_blocks": None,
         "num_cpu_blocks": None,

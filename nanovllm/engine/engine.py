@@ -142,8 +142,6 @@ class Engine:
         yield from speculator.meters()
         if bound is not None:
             yield bound.times
-        elif self.scheduler.disk is not None:
-            yield self.scheduler.disk.times
 
     # -- requests ------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ class Internals:
     staging: StagingSizes = StagingSizes()
     make_offload_engine: OffloadEngineFactory = make_offload_engine
     cpu_split: CpuSplit | None = None  # instead of the one that start-up measures
+    least_load_tokens: int | None = None  # instead of the length from which on, by measurement, loading from disk pays
     drafters: tuple[Drafter, ...] | None = None  # instead of those that `speculation` names, unless it is off
     always_guesses: bool = False  # as many guesses as allowed, regardless of their cost
 

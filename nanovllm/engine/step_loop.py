@@ -65,7 +65,7 @@ class LinkMeter:
 
 
 PAUSE_S = 0.05  # a caller has paused if it stays away so long between two steps
-STORE_ALL_S = 60.0  # for what is still to be written to disk when the engine is closed
+STORE_ALL_S = 60.0  # time limit for the extents that are still to be written when the engine is closed
 MASK_PAUSE_S = 0.5e-3  # between checks for masks that other threads compute, if there is nothing else to do
 
 
@@ -245,11 +245,11 @@ class StepLoop:
                 self._executor.wait_for(in_flight.launched)
 
     def store_all(self) -> None:
-        """Write all that is not on disk yet, before the engine is closed, and wait for it."""
+        """Wait until the prompts that have been computed are on disk, before the engine is closed."""
         disk = self._scheduler.disk
         if disk is None or self._planned is not None:  # what was planned has not been computed
             return
-        self._executor.call(Runner.move_disk, disk.last_moves())
+        self._move_disk()
         start_s = time.monotonic()
         is_told = False
         while disk.num_pending and (waited_s := time.monotonic() - start_s) < STORE_ALL_S:

@@ -8,7 +8,7 @@ single rank, in this process; ProcessExecutor (processes.py) has several.
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from nanovllm.capabilities.disk.disk_moves import DiskMoves, DiskSetup
+from nanovllm.capabilities.disk.disk_moves import DiskMoves, DiskRates, DiskSetup
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import EngineError
 from nanovllm.plan.kv_spec import KVCacheSizes, StartReport
@@ -81,6 +81,9 @@ class Runner(Protocol):
 
         Raises ConfigError if it cannot be opened.
         """
+
+    def measure_disk(self) -> DiskRates:
+        """Time the computing of a prompt and the reading of extents, by the slowest rank. Needs an opened cache."""
 
     def move_disk(self, moves: DiskMoves) -> None:
         """Begin to move extents, in other threads. Called between steps, when all that are planned are launched."""

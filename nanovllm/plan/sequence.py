@@ -79,11 +79,9 @@ class Sequence:
         self.hash_salt = hash_salt  # sequences with different salts never share blocks
         self.grain_hashes: list[int] = []
         self.num_registered_tokens = 0
-        self.disk_keys: list[
-            bytes
-        ] = []  # keys of its first extents (capabilities/disk/disk_moves.py), as far as they were needed
+        self.disk_keys: list[bytes] = []  # of prefixes of 0, 1, 2, ... extents (capabilities/disk/disk_moves.py)
+        self.num_submitted_tokens = 0  # tokens that were submitted to be written to disk
         self.num_disk_tokens = 0  # K and V that were in memory or on disk, without gaps, when it waited for the disk
-        self.num_loadable_tokens = self.num_prompt_tokens  # fewer once a load of its state has failed
 
         self.arrival_s = time.perf_counter()
         self.first_token_s: float | None = None

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from nanovllm.attention.selection import choose_backend
-from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, DiskMoves, DiskSetup
+from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, DiskMoves, DiskRates, DiskSetup
 from nanovllm.capabilities.disk.store import DiskStore
 from nanovllm.capabilities.disk.worker import DiskWorker, open_worker, weights_identity
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -48,6 +48,7 @@ from nanovllm.runner.startup_steps import (
     chunk_steps,
     largest_steps,
     launch_sampler,
+    prompt_step,
     short_steps,
     warm_up_products,
 )
@@ -56,6 +57,8 @@ from nanovllm.runner.step_runner import CompanionSetup, ModelDrafts, StepRunner
 from nanovllm.utils import __version__
 from nanovllm.utils.arithmetic import format_bytes
 from nanovllm.utils.memory import available_host_bytes
+
+TIMED_PROMPT_TOKENS = 4096  # of the prompt that is computed to compare with reading from disk
 
 logger = logging.getLogger("nanovllm")
 
@@ -300,6 +303,20 @@ class ModelRunner:
             # The threads refer to the KV cache: without this, both would outlive an engine that is dropped
             weakref.finalize(self, self._disk.abandon).atexit = False
         return self._disk.store
+
+    @on_own_device
+    def measure_disk(self) -> DiskRates:
+        """Time the computing of a prompt and the reading of extents, by the slowest rank."""
+        assert self._disk is not None, "open_disk comes first"
+        num_tokens = min(TIMED_PROMPT_TOKENS, self.config.max_num_batched_tokens, self.max_model_len)
+        with self.phases("KV on disk"):
+            for _ in range(2):  # the first step may be slow
+                start_s = time.perf_counter()
+                self.launch(prompt_step(num_tokens, self.spec.block_size)).token_ids()
+            prompt_s = time.perf_counter() - start_s
+            own = torch.tensor([-prompt_s, self._disk.measure()], dtype=torch.float64, device=self.device)
+            prompt_s, byte_per_s = self.tp.all_gather(own).view(self.tp.size, 2).amin(0).tolist()
+        return DiskRates(num_tokens, -prompt_s, byte_per_s)
 
     @on_own_device
     def move_disk(self, moves: DiskMoves) -> None:

@@ -90,6 +90,11 @@ def chunk_steps(max_num_tokens: int, max_model_len: int, block_size: int) -> lis
     return steps
 
 
+def prompt_step(num_tokens: int, block_size: int) -> StepPlan:
+    """Return a step that computes a whole prompt."""
+    return StepPlan(_sequences((num_tokens,), num_tokens + 1, block_size), KVMoves())
+
+
 def _sequences(lengths: Sequence[int], max_model_len: int, block_size: int) -> tuple[SequenceStep, ...]:
     return tuple(_sequence(i, length, max_model_len, block_size) for i, length in enumerate(lengths))
 

@@ -310,7 +310,7 @@ class Scheduler:
             self.running.remove(seq)
             self._underway.remove(seq)
             if self.disk is not None:
-                self.disk.note_contents(seq)
+                self.disk.store(seq)
         elif self.disk is None or not self.disk.forget(seq):
             self._leave_queue(seq)
         self.kv.free(seq)
@@ -513,8 +513,6 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self._underway.remove(seq)
-        if self.disk is not None:
-            self.disk.note_contents(seq)
         self.kv.preempt(seq)
         seq.status = SequenceStatus.WAITING
         self._queue(seq)
@@ -568,7 +566,7 @@ class Scheduler:
             updated.append(seq)
             seq.num_pending_guesses = 0
             if self.disk is not None and len(seq.token_ids) == seq.num_prompt_tokens:
-                self.disk.prompt_computed(seq)
+                self.disk.store(seq)
             if step.num_guesses:
                 self.speculator.verified(seq, step.num_guesses, tokens)
             for i, token_id in enumerate(tokens):

@@ -128,7 +128,7 @@ def test_name_flags_replaces_fields_and_nothing_else() -> None:
 def test_help_field_with_choices_names_them_all() -> None:
     choices = {field.name: field.metadata["choices"] for field in fields(Config) if "choices" in field.metadata}
     expected = {"attn_backend", "dtype", "load_format", "generation_config", "cpu_attention", "speculation"}
-    expected |= {"kv_disk_policy", "quantization"}
+    expected |= {"quantization"}
     assert set(choices) == expected
     assert all(choice in help_of(Config, name) for name in choices for choice in choices[name])
 
