@@ -36,11 +36,7 @@ MAY_USE_THE_DEVICE = ("device", "kernels", "attention", "offload", "runner", "ca
 STILL_KNOWN: dict[str, set[str]] = {
     "capacity.costs": {"capabilities.shadow.shadow_spec"},
     "capacity.plan": {"capabilities.shadow.shadow_spec"},
-    "executor.base": {"capabilities.disk.disk_moves"},
     "kernels.shadow": {"capabilities.shadow.shadow_spec"},
-    "runner.kv_memory": {"capabilities.disk.worker"},
-    "runner.model_runner": {"capabilities.disk.disk_moves", "capabilities.disk.store", "capabilities.disk.worker"},
-    "schedule.scheduler": {"capabilities.disk.tier"},
     "entrypoints.cli.cache": {"capabilities.disk.disk_moves", "capabilities.disk.store"},
     "entrypoints.planner.report": {"capabilities.disk.disk_moves"},
 }

@@ -11,6 +11,7 @@ import torch
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit, FollowingSplit
 from nanovllm.capabilities.cpu_attention.rates import make_cpu_attention, measure_split
 from nanovllm.capabilities.disk.disk_moves import DiskSetup, least_load_tokens
+from nanovllm.capabilities.disk.start import identify_weights, measure_disk, open_disk
 from nanovllm.capabilities.disk.tier import DiskBoard, DiskTier
 from nanovllm.capabilities.draft_head.drafts import HeadSetup
 from nanovllm.capabilities.draft_head.pages import HeadPages
@@ -92,11 +93,13 @@ def rank_devices(device_type: str, size: int) -> list[torch.device]:
 
 def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int]) -> Engine:
     is_gpu = setup.device.type == "cuda"
+    if setup.config.kv_disk_path is not None:
+        executor.call(Runner.apply, identify_weights)
     sizes = _kv_cache_sizes(setup, executor)
     executor.call(Runner.allocate_kv_cache, sizes, companion_setups(setup.plan.spec, sizes))
     if is_gpu and not setup.config.enforce_eager:
         executor.call(Runner.capture_graphs, sizes.num_gpu_blocks)
-    split = setup.internals.cpu_split or executor.call(Runner.measure, measure_split)
+    split = setup.internals.cpu_split or executor.call(Runner.apply, measure_split)
     companions = _make_companions(setup.config, sizes, setup.plan.spec)
     kv = _make_kv_manager(setup.config, sizes, setup.plan.spec, companions, split)
     speculator = _make_speculator(setup, executor, kv)
@@ -114,7 +117,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
         speculator=speculator,
         max_step_rows=max_step_rows(setup.config, sizes.num_gpu_blocks),
         step_bound=_make_step_bound(setup, times, report.link_byte_per_s),
-        disk=disk,
+        store=disk,
     )
     logger.info("started in %s", report.phases)
     if setup.config.enable_cpu_offload:
@@ -231,7 +234,7 @@ def _open_disk(setup: EngineSetup, executor: Executor, kv: KVCacheManager) -> Di
     path = str(Path(config.kv_disk_path).expanduser().resolve())
     opened = DiskSetup(path, str(config.model), config.disk_bytes, board.address, num_places)
     try:
-        keys = executor.call(Runner.open_disk, opened)
+        keys = executor.call(Runner.apply, partial(open_disk, opened))
         least_tokens = _least_load_tokens(setup, executor)
     except BaseException:
         board.close()
@@ -246,7 +249,7 @@ def _least_load_tokens(setup: EngineSetup, executor: Executor) -> int:
         return setup.internals.least_load_tokens
     if setup.device.type == "cpu":
         return 0
-    rates = executor.call(Runner.measure_disk)
+    rates = executor.call(Runner.apply, measure_disk)
     token_bytes = spec.block_bytes // spec.block_size
     state_bytes = 0 if spec.states is None else spec.states.state_bytes
     flop = partial(prefill_flop, plan.config, plan.model)

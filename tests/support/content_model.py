@@ -484,7 +484,7 @@ class Simulation:
             speculator=speculator,
             max_step_rows=max(max_num_seqs, 1 + max_guesses),
             step_bound=step_bound,
-            disk=None if self.disk is None else self.disk.tier,
+            store=None if self.disk is None else self.disk.tier,
         )
         self.sequences: list[Sequence] = []
         self.in_flight: tuple[StepPlan, list[int]] | None = None

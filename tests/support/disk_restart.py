@@ -68,7 +68,7 @@ def run(model: str, path: str, prompt_tokens: int, engines: list[dict[str, Any]]
             answers = []
             for prompt in prompts:
                 answers.append(answer(llm, prompt))
-                while llm.scheduler.disk.num_pending:  # type: ignore[union-attr]
+                while llm.scheduler.store.num_pending:  # type: ignore[union-attr]
                     time.sleep(0.01)
             stats = llm.stats()
             llm.scheduler.check_integrity()
