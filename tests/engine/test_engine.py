@@ -17,12 +17,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from run_threads import in_threads
 from tiny_engines import KINDS, finish_all
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import startup
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
+from nanovllm.executor.base import LaunchedStep
 from nanovllm.plan.kv_spec import BlockState
 from nanovllm.utils.interrupt import deferred_interrupt
 
@@ -441,24 +443,21 @@ def test_stats_count(llm: LLM) -> None:
     assert after["num_decode_tokens"] - before["num_decode_tokens"] == 11
 
 
-def test_block_states_can_be_read_while_a_step_runs(llm: LLM) -> None:
-    stop, seen, errors = threading.Event(), set(), []
+def test_block_states_can_be_read_while_a_step_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[int] = set()
+    wait_for = llm.engine.executor.wait_for
 
     def watch() -> None:
-        try:
-            while not stop.wait(0.001):
-                states = llm.block_states()
-                assert len(states) == 20
-                seen.update(states)
-        except BaseException as error:
-            errors.append(error)
+        states = llm.block_states()
+        assert len(states) == 20
+        seen.update(states)
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    def watch_and_wait(step: LaunchedStep) -> None:
+        in_threads(watch)  # this one is in a turn of the engine
+        wait_for(step)
+
+    monkeypatch.setattr(llm.engine.executor, "wait_for", watch_and_wait)
     llm.generate([[7] * 1100, [8] * 700], GREEDY, use_tqdm=False)
-    stop.set()
-    watcher.join()
-    assert not errors
     assert {BlockState.FREE, BlockState.RESIDENT, BlockState.WRITTEN} <= seen
     missing = {BlockState.STREAMED, BlockState.CPU_ATTENDED} & seen
     assert bool(missing) == llm.config.enable_cpu_offload
