@@ -15,7 +15,7 @@ from nanovllm.capabilities.shadow.pages import Fills, ShadowPages
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.block_pool import Block, BlockPool, PrefixMatch
 from nanovllm.plan.kv_spec import WATERMARK, BlockState, num_watermark_blocks
-from nanovllm.plan.sequence import Sequence, SequenceStatus
+from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import DraftKeys, HeadStep, KVMoves, StateFlush, StateStep
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -210,11 +210,6 @@ class KVCacheManager(ABC):
     def _state_flushes(self) -> tuple[StateFlush, ...]:
         return () if self.states is None else self.states.take_flushes()
 
-    def _check_states(self, sequences: Seq[Sequence]) -> None:
-        if self.states is not None:
-            running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
-            self.states.check_integrity(running, self.pool.index.prefix_ids())
-
     def can_draft(self, seq: Sequence) -> bool:
         """Return True if the ranks can draft for a placed sequence: its keys are where drafts look for them, and there
         is a slot for the states of drafts.
@@ -326,10 +321,6 @@ class KVCacheManager(ABC):
         """Count the tokens of a block that are, after all planned steps, in the memory that holds whole blocks."""
 
     @abstractmethod
-    def check_integrity(self, sequences: Seq[Sequence]) -> None:
-        """Assert that every block has the right owners. `sequences` are all unfinished ones, and holders."""
-
-    @abstractmethod
     def block_states(self) -> bytes:
         """Return the BlockState of every block, one byte each.
 
@@ -427,10 +418,6 @@ class BlockManager(KVCacheManager):
 
     def num_stored_tokens(self, block_id: int) -> int:
         return self.block_size
-
-    def check_integrity(self, sequences: Seq[Sequence]) -> None:
-        self.pool.check_integrity(list(sequences))
-        self._check_states(sequences)
 
     def block_states(self) -> bytes:
         # With prefix caching, a block without a hash is not full yet

@@ -17,6 +17,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from integrity import check_scheduler
 from run_threads import in_threads
 from tiny_engines import KINDS, finish_all
 from tiny_models import write_tiny_model
@@ -64,7 +65,7 @@ def idle(request: pytest.FixtureRequest) -> Iterator[None]:
     while not engine.is_finished():
         engine.step()
     assert was_idle
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     stats = engine.stats()
     assert stats["num_running"] == stats["num_waiting"] == 0
     kind = "cpu" if engine.config.enable_cpu_offload else "gpu"
@@ -485,7 +486,7 @@ def test_open_ended_answers_that_outgrow_the_pool_have_the_tokens_of_a_large_one
                 finished |= engine.step().finished
                 num_running.append(engine.stats()["num_running"])
             assert engine.stats()["num_preemptions"] >= 3 * (num_cpu_blocks == 6)
-            engine.scheduler.check_integrity()
+            check_scheduler(engine.scheduler)
             texts.append([finished[request_id]["token_ids"] for request_id in ids])
             assert all(output["finish_reason"] == "length" for output in finished.values())
     assert texts[0] == texts[1]

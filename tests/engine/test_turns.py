@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from integrity import check_scheduler
 from run_threads import in_threads
 
 from nanovllm import LLM, SamplingParams
@@ -189,7 +190,7 @@ def llm(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield engine
         if engine.engine.closed_because is None:
             assert engine.is_finished()
-            engine.scheduler.check_integrity()
+            check_scheduler(engine.scheduler)
 
 
 def test_generate_chat_and_stream_in_several_threads_get_their_own_answers(llm: LLM) -> None:

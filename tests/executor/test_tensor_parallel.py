@@ -11,6 +11,7 @@ import pytest
 from checked_engine import WORKS_AHEAD, CheckedLLM, Reference, cache_options, greedy
 from cpu_splits import splitting
 from dense_model import random_prompt
+from integrity import check_scheduler
 from rank_processes import is_gone, wait_until, worker_pids_of
 
 from nanovllm import LLM, SamplingParams
@@ -79,7 +80,7 @@ def test_interrupted_ranks_are_usable_and_a_killed_one_is_an_error(reference: Re
         presser.start()
         llm.generate(PROMPTS[:4], greedy(6000), use_tqdm=False)
     presser.join()
-    llm.scheduler.check_integrity()
+    check_scheduler(llm.scheduler)
     assert llm.is_finished()
     assert llm.generate([PROMPTS[4]], greedy(), use_tqdm=False)[0]["token_ids"] == expected
 

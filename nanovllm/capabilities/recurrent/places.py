@@ -15,7 +15,7 @@ A snapshot belongs to a prefix of the index and goes with it. Without room for a
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -100,13 +100,6 @@ class Snapshots:
         if snapshot is not None:
             self._unused.append(snapshot)
             self.version += 1
-
-    def check_integrity(self, known: Iterable[int]) -> None:
-        """`known`: ids of all prefixes of the index."""
-        used = [*self._by_prefix.values(), *self._held]
-        assert sorted(used + self._unused) == list(range(self.count)), "a snapshot is lost or used twice"
-        of_prefixes = {prefix_id for prefix_id in self._by_prefix if prefix_id >= 0}
-        assert of_prefixes <= set(known), "a snapshot has outlived its prefix"
 
 
 class Paused(NamedTuple):
@@ -266,13 +259,3 @@ class RecurrentStates:
             "num_state_loads": self.num_loads,
             "num_state_saves": self.num_saves,
         }
-
-    def check_integrity(self, running: Iterable[Sequence], known_prefixes: Iterable[int]) -> None:
-        running = list(running)
-        assert self._held.keys() == {seq.seq_id for seq in running}, "slots belong to others than those who run"
-        slots = [*self._free, *self._borrowed, *(held.slot for held in self._held.values())]
-        assert sorted(slots) == list(range(1, self.num_slots)), "a state slot is lost or used twice"
-        for seq in running:
-            held = self._held[seq.seq_id]
-            assert held.num_tokens <= seq.num_computed_tokens, f"sequence {seq.seq_id} has a state ahead of its tokens"
-        self.snapshots.check_integrity(known_prefixes)
