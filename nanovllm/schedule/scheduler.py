@@ -598,14 +598,6 @@ class Scheduler:
                 self.finish(seq, "length")
         read(seq)
 
-    def check_integrity(self) -> None:
-        assert len(self.sequences) == self.num_waiting + len(self.running), "a sequence is neither waiting nor running"
-        for seq in self.running:
-            assert seq.status is SequenceStatus.RUNNING, f"sequence {seq.seq_id} runs with status {seq.status}"
-        for seq in self.waiting:
-            assert seq.status is SequenceStatus.WAITING, f"sequence {seq.seq_id} waits with status {seq.status}"
-        self.kv.check_integrity([*self.sequences.values(), *self.store.holders])
-
 
 def _arrival(seq: Sequence) -> int:
     return seq.seq_id

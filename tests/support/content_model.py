@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
+from integrity import check_scheduler
 from simulated_disk import SimulatedDisk
 
 from nanovllm.capabilities.draft_head.pages import HeadStep, PageCopies, PageCopy
@@ -598,7 +599,7 @@ class Simulation:
 
     def check_integrity(self) -> None:
         scheduler = self.scheduler
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         for queue in (scheduler.running, scheduler.waiting):
             order = [seq.seq_id for seq in queue]
             assert order == sorted(set(order)), f"not in order of arrival: {order}"

@@ -11,6 +11,7 @@ from typing import Any
 
 from checked_engine import CheckedLLM, Reference, cache_options, greedy
 from dense_model import random_prompt
+from integrity import check_scheduler
 from server_process import PRELOADED
 
 from nanovllm import LLM
@@ -113,7 +114,7 @@ def ask_amid_damage(llm: LLM, path: Path, questions: Sequence[Any], num_files: i
         assert output["token_ids"] == expected[i] and output["finish_reason"] == "length"
         num_hits.add(output["num_cached_tokens"])
         llm.runner.store.store.refresh()
-    llm.scheduler.check_integrity()
+    check_scheduler(llm.scheduler)
     return num_hits
 
 

@@ -28,6 +28,7 @@ from disk_engines import (
     states_below,
     wait_until_stored,
 )
+from integrity import check_scheduler
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
@@ -189,7 +190,7 @@ def test_aborted_load_gives_its_blocks_back(reference: Reference, path: Path) ->
                 llm.step()
             assert llm.stats()["num_waiting_for_disk"] == 3
             assert all(llm.abort(request_id) for request_id in (ids[0], ids[2]))
-            llm.scheduler.check_integrity()
+            check_scheduler(llm.scheduler)
             may_read.set()
             finished = llm.finish_all()
             assert [finished[request_id]["finish_reason"] for request_id in ids] == ["abort", "length", "abort"]
