@@ -19,10 +19,10 @@ from nanovllm.capabilities.recurrent.memory import StateSetup
 from nanovllm.capabilities.recurrent.places import RecurrentStates
 from nanovllm.capabilities.shadow.drafts import ShadowSetup
 from nanovllm.capabilities.shadow.pages import ShadowPages
-from nanovllm.capabilities.shadow.shadow_spec import ShadowSize, ShadowSpec, divide_memory
 from nanovllm.capabilities.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from nanovllm.capabilities.speculation.speculator import Speculator, StepTimes
 from nanovllm.capacity.costs import prefill_flop, token_keys
+from nanovllm.capacity.division import ShadowSize, divide_memory
 from nanovllm.capacity.plan import make_plan, plan_summary
 from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import GPU_RESERVE_BYTES, Config
@@ -37,6 +37,7 @@ from nanovllm.kvcache.companion import Companion
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.missing_keys import STREAM_ALL
 from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, max_stateful_seqs, max_useful_blocks
+from nanovllm.plan.shadow_spec import ShadowSpec
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows
 from nanovllm.runner.model_runner import make_runner
 from nanovllm.runner.step_runner import CompanionSetup
