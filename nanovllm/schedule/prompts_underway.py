@@ -6,10 +6,11 @@ that the other prompt is computing. So the scheduler lets it wait for the other 
 """
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from nanovllm.kvcache.block_pool import BlockPool
-from nanovllm.plan.sequence import Sequence
+from nanovllm.kvcache.block_manager import KVCacheManager
+from nanovllm.plan.sequence import Sequence, SequenceStatus
 
 
 class Leader(NamedTuple):
@@ -30,8 +31,8 @@ class PromptsUnderway:
     If hashes collide, a prompt may wait for a prompt that does not help it, but only while that prompt runs.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv, self._pool = kv, kv.pool
         self._prompts: dict[int, tuple[Sequence, set[int]]] = {}  # by seq_id, with the hashes of the prompt's grains
         self._by_hash: dict[int, dict[int, Sequence]] = {}  # by hash, then by seq_id
         self._chunks: dict[int, tuple[int, int]] = {}  # by seq_id: tokens that the step being planned computes
@@ -85,3 +86,39 @@ class PromptsUnderway:
         leader = max(computing, key=lambda other: other.num_computed_tokens)
         start = leader.num_computed_tokens
         return Leader(leader, num_common_tokens, *self._chunks.get(leader.seq_id, (start, start)))
+
+    def leaders(self, prompts: list[Sequence]) -> dict[int, Sequence]:
+        """Find the running prompts that waiting prompts could follow, by the seq_id of the waiting prompt."""
+        running = {seq.seq_id for seq in prompts if seq.status is SequenceStatus.RUNNING}
+        waiting = [seq for seq in prompts if seq.status is SequenceStatus.WAITING] if running else []
+        found = ((seq.seq_id, self.leader(seq)) for seq in waiting)
+        return {seq_id: leader.seq for seq_id, leader in found if leader is not None and leader.seq.seq_id in running}
+
+    def waits_for_leader(self, seq: Sequence, max_tokens: int) -> bool:
+        """Return True if a waiting prompt, which could run `max_tokens` tokens, should not start in this step: its
+        leader computes at least as much of their common tokens. So the prompt loses no time, and the leader cannot
+        leave the prompt waiting in a step in which the leader does not run.
+        """
+        leader = self.leader(seq)
+        if leader is None or leader.start == leader.end:
+            return False
+        num_common, num_known = leader.num_common_tokens, self._kv.num_known_tokens(seq)
+        if num_known >= num_common:
+            return False
+        # Unless hits need snapshots, the leader's chunk of this step is known, too
+        start = num_known if self._pool.index.snapshots is not None else min(num_known, leader.start)
+        if leader.end < min(start + max_tokens, num_common):
+            return False
+        return leader.end < num_common or self._kv.companions.keep_prefix(leader.seq, num_common, leader.end)
+
+    def serve_followers(self, waiting: Iterable[Sequence]) -> bool:
+        """Keep the prefixes at which waiting prompts part from their leaders in this step.
+
+        Returns True if there is such a prefix: less is left of its prompt now.
+        """
+        has_followers = False
+        for leader in map(self.leader, waiting):
+            if leader is not None and leader.num_common_tokens <= leader.end:
+                self._kv.companions.keep_prefix(leader.seq, leader.num_common_tokens, leader.end)
+                has_followers = True
+        return has_followers

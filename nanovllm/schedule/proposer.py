@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.step_limits import MAX_VERIFYING_ROWS
 from nanovllm.plan.step_plan import StepPlan
 
 DRAFTED = -1  # in place of a guess: the ranks draft it
@@ -81,3 +82,59 @@ class Proposer:
     def stats(self) -> dict[str, Any]:
         """Counters for LLM.stats()."""
         return {}
+
+
+class StepDrafts:
+    """Decides which sequences of a step get draft tokens, and for how many there is room.
+
+    A sequence gets draft tokens only if its newest token has arrived.
+    """
+
+    def __init__(self, proposer: Proposer, max_tokens: int, max_rows: int) -> None:
+        """`max_tokens`: most new tokens of a step. `max_rows`: most tokens that a step samples."""
+        self._proposer, self._max_tokens, self._max_rows = proposer, max_tokens, max_rows
+        self._load = load_of(0, 0)  # the step's load if all running sequences decode in it
+        self._num_admissible = 0
+
+    def begin_step(self, running: Seq[Sequence], num_admissible: int) -> None:
+        """`num_admissible`: waiting sequences that the step could admit. Draft tokens leave rows for them."""
+        self._load, self._num_admissible = _load_of_all(running), num_admissible
+
+    def guess(self, seq: Sequence, num_tokens: int, num_rows: int, num_others: int) -> Guesses:
+        """Return as many draft tokens as are useful, if any. `num_tokens`, `num_rows`: what the step has left, of which
+        `num_others` other running sequences get their share.
+        """
+        if not self._proposer.can_propose or not _can_guess(seq) or seq.num_pending_tokens:
+            return NO_GUESSES
+        num_left = seq.max_tokens - seq.num_output_tokens - 1  # after the token that this step samples anyway
+        num_rows -= max(0, self._max_rows - MAX_VERIFYING_ROWS)
+        room = min(num_tokens, num_rows) - 1 - num_others - self._num_admissible
+        return self._proposer.guess(seq, min(num_left, room), self._load)
+
+    def need_tokens(self, running: Seq[Sequence], num_waiting: int) -> bool:
+        """Return True if the step in flight must be committed before the next step is planned: a running sequence
+        verifies draft tokens in it, or would get some in the next step.
+        """
+        if not self._proposer.can_propose:
+            return False
+        if any(seq.num_pending_guesses for seq in running):
+            return True
+        num_rows = min(self._max_tokens, self._max_rows, MAX_VERIFYING_ROWS)
+        num_admissible = min(self._num_admissible, num_waiting)  # the step before may have admitted some
+        if num_rows <= len(running) + num_admissible:
+            return False  # there is no room for draft tokens
+        load = _load_of_all(running)
+        return any(_can_guess(seq) and self._proposer.wants_to_guess(seq, load) for seq in running)
+
+
+def _load_of_all(running: Seq[Sequence]) -> Load:
+    """Return the load of a step in which all running sequences decode."""
+    return load_of(len(running), sum(seq.num_computed_tokens for seq in running))
+
+
+def _can_guess(seq: Sequence) -> bool:
+    """Return True if the sequence decodes, will get more than one token, and has no grammar with slow masks. Its newest
+    token may be pending.
+    """
+    is_slow = seq.constraint is not None and seq.constraint.is_slow
+    return seq.num_uncomputed_tokens == 1 and seq.max_tokens - seq.num_output_tokens > 1 and not is_slow

@@ -27,7 +27,7 @@ from nanovllm.plan.step_plan import PromptScores, SequenceStep, StepPlan
 from nanovllm.sampling_params import INVALID_TOKEN
 from nanovllm.schedule.prompt_store import PromptStore
 from nanovllm.schedule.prompts_underway import PromptsUnderway
-from nanovllm.schedule.proposer import NO_GUESSES, Guesses, Load, Proposer, load_of
+from nanovllm.schedule.proposer import NO_GUESSES, Guesses, Proposer, StepDrafts
 from nanovllm.schedule.step_bound import StepBound
 
 _PENDING = np.array([-1], dtype=np.int64)  # the new tokens of a sequence that decodes ahead of its newest token
@@ -264,13 +264,12 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # in order of arrival, preempted ones too
         self.running: list[Sequence] = []  # in order of arrival
         self.sequences: dict[int, Sequence] = {}  # all unfinished ones
-        self._underway = PromptsUnderway(kv.pool)
+        self._underway = PromptsUnderway(kv)
         self.num_preemptions = 0
         self._has_new_document = False  # what waiting prompts begin with was computed since hits were last looked up
         self.waits_for_masks = False  # the last plan left out a sequence for that reason
         self._step = PlannedStep(0, 0)  # the one being planned
-        self._load = load_of(0, 0)  # the step's load if all running sequences decode in it
-        self._num_admissible = 0  # waiting sequences that this step could admit; guesses leave rows for them
+        self._drafts = StepDrafts(self.speculator, self.max_num_batched_tokens, self.max_step_rows)
 
     def check_fits(self, seq: Sequence) -> None:
         """Raise RequestError if a request could never run. Changes nothing."""
@@ -328,13 +327,13 @@ class Scheduler:
         self._underway.begin_step()
         self._step = PlannedStep(self.max_num_batched_tokens, self.max_step_rows)
         if self.speculator.can_propose:
-            self._load = self._next_load()
-            self._num_admissible = self._count_admissible()
+            self._drafts.begin_step(self.running, self._count_admissible())
         if self.chunked_prefill:
             self._schedule_mixed()
         else:
             self._schedule_classic()
-        self._serve_followers()
+        # The followers' hits are longer now, even of prompts that had no turn
+        self._has_new_document |= self._underway.serve_followers(islice(self.waiting, self.max_num_seqs))
         step, self._step = self._step, PlannedStep(0, 0)
         return step.finish(self.kv) if len(step) else None
 
@@ -365,13 +364,13 @@ class Scheduler:
     def _place_prompts(self, prompts: list[Sequence]) -> None:
         """Place chunks of running and waiting prompts. Nobody overtakes a prompt that lacks room."""
         has_room = True
-        for seq, max_tokens in self.sharing.turns(prompts, self._step, self.kv, self._leaders(prompts)):
+        for seq, max_tokens in self.sharing.turns(prompts, self._step, self.kv, self._underway.leaders(prompts)):
             if max_tokens <= 0 or not self._step.has_room:
                 continue
             if seq.status is SequenceStatus.WAITING:
                 head = self.waiting[0]
                 has_room = has_room and self._can_admit(head) and (seq is head or self._can_admit(seq))
-                if not has_room or self._waits_for_leader(seq, max_tokens):
+                if not has_room or self._underway.waits_for_leader(seq, max_tokens):
                     continue
                 self._admit(seq)
             num_tokens = self.kv.num_placeable(seq, min(seq.num_uncomputed_tokens, max_tokens))
@@ -383,39 +382,6 @@ class Scheduler:
         self._step.place(self.kv, seq, num_tokens)
         self._underway.placed(seq, num_tokens)
 
-    def _leaders(self, prompts: list[Sequence]) -> dict[int, Sequence]:
-        """Find the running prompts that waiting prompts could follow, by the seq_id of the waiting prompt."""
-        running = {seq.seq_id for seq in prompts if seq.status is SequenceStatus.RUNNING}
-        waiting = [seq for seq in prompts if seq.status is SequenceStatus.WAITING] if running else []
-        found = ((seq.seq_id, self._underway.leader(seq)) for seq in waiting)
-        return {seq_id: leader.seq for seq_id, leader in found if leader is not None and leader.seq.seq_id in running}
-
-    def _waits_for_leader(self, seq: Sequence, max_tokens: int) -> bool:
-        """Return True if a waiting prompt, which could run `max_tokens` tokens, should not start in this step: its
-        leader computes at least as much of what both begin with. So the prompt loses no time, and the leader cannot
-        leave it waiting in a step in which it does not run itself.
-        """
-        leader = self._underway.leader(seq)
-        if leader is None or leader.start == leader.end:
-            return False
-        num_common, num_known = leader.num_common_tokens, self.kv.num_known_tokens(seq)
-        if num_known >= num_common:
-            return False
-        # Unless hits need snapshots, the leader's chunk of this step is known, too
-        start = num_known if self.kv.pool.index.snapshots is not None else min(num_known, leader.start)
-        if leader.end < min(start + max_tokens, num_common):
-            return False
-        return leader.end < num_common or self.kv.companions.keep_prefix(leader.seq, num_common, leader.end)
-
-    def _serve_followers(self) -> None:
-        """Keep the prefixes at which waiting prompts part from their leaders in this step, and note that what is left
-        of the waiting prompts is shorter now. They may have had no turn.
-        """
-        for leader in map(self._underway.leader, islice(self.waiting, self.max_num_seqs)):
-            if leader is not None and leader.num_common_tokens <= leader.end:
-                self.kv.companions.keep_prefix(leader.seq, leader.num_common_tokens, leader.end)
-                self._has_new_document = True
-
     def _schedule_classic(self) -> None:
         """Place prompts, whole if the budget and the slots allow. Decode only in steps where no prompt can run."""
         self._place_running([seq for seq in self._can_run(self.running) if seq.num_uncomputed_tokens > 1])
@@ -424,7 +390,7 @@ class Scheduler:
             seq = self.waiting[num_followers]
             if not self._can_admit(seq):
                 break
-            if self._waits_for_leader(seq, self._step.budget):
+            if self._underway.waits_for_leader(seq, self._step.budget):
                 num_followers += 1
                 continue
             if len(self._step) and seq.num_uncomputed_tokens > self._step.budget:
@@ -451,7 +417,7 @@ class Scheduler:
     def _place_next(self, seq: Sequence, num_others: int) -> None:
         """Place the next tokens of a running sequence, and guesses that leave room for `num_others` others."""
         num_known = min(seq.num_uncomputed_tokens, self._step.budget)
-        guesses = self._guess(seq, num_others)
+        guesses = self._drafts.guess(seq, self._step.budget, self._step.num_rows, num_others)
         if num_tokens := self._make_room(seq, num_known + len(guesses.token_ids)):
             self._step.place(self.kv, seq, num_tokens, guesses.first(num_tokens - num_known))
             if seq.num_uncomputed_tokens > 1:
@@ -468,27 +434,10 @@ class Scheduler:
                 break
         return num_placeable
 
-    def _guess(self, seq: Sequence, num_others: int) -> Guesses:
-        """Guesses for a sequence that decodes, as many as are useful. Leaves room for `num_others` running sequences,
-        and for those that wait.
-        """
-        if not self.speculator.can_propose or not self._can_guess(seq) or seq.num_pending_tokens:
-            return NO_GUESSES
-        num_left = seq.max_tokens - seq.num_output_tokens - 1  # after the token that this step samples anyway
-        num_rows = self._step.num_rows - max(0, self.max_step_rows - MAX_VERIFYING_ROWS)
-        room = min(self._step.budget, num_rows) - 1 - num_others - self._num_admissible
-        return self.speculator.guess(seq, min(num_left, room), self._load)
-
-    @staticmethod
-    def _can_guess(seq: Sequence) -> bool:
-        """Return True if it decodes, will get more than one token, and need not pause for them. Its newest token
-        may be pending.
-        """
-        is_slow = seq.constraint is not None and seq.constraint.is_slow
-        return seq.num_uncomputed_tokens == 1 and seq.max_tokens - seq.num_output_tokens > 1 and not is_slow
-
     def _count_admissible(self) -> int:
-        """The most waiting sequences that this step could admit. None if the first has to wait: nobody overtakes it."""
+        """Count the waiting sequences that this step could admit: none if the first has to wait, because no sequence
+        overtakes it.
+        """
         if not self.waiting or not self._can_admit(self.waiting[0]):
             return 0
         most = min(self.max_num_seqs - len(self.running), MAX_VERIFYING_ROWS)  # more leave no room for guesses
@@ -529,23 +478,8 @@ class Scheduler:
         seq.num_queued_tokens = seq.num_tokens - self.kv.num_known_tokens(seq)
 
     def needs_tokens(self) -> bool:
-        """Return True if the step in flight must be committed before the next one is planned: a sequence of it verifies
-        guesses, or one wants to guess.
-        """
-        if not self.speculator.can_propose:
-            return False
-        if any(seq.num_pending_guesses for seq in self.running):
-            return True
-        num_rows = min(self.max_num_batched_tokens, self.max_step_rows, MAX_VERIFYING_ROWS)
-        num_admissible = min(self._num_admissible, len(self.waiting))  # the step before may have admitted some
-        if num_rows <= len(self.running) + num_admissible:
-            return False  # there is no room for guesses
-        load = self._next_load()
-        return any(self._can_guess(seq) and self.speculator.wants_to_guess(seq, load) for seq in self.running)
-
-    def _next_load(self) -> Load:
-        """Return the load of a step in which all running sequences decode."""
-        return load_of(len(self.running), sum(seq.num_computed_tokens for seq in self.running))
+        """Return True if the step in flight must be committed before the next step is planned."""
+        return self._drafts.need_tokens(self.running, len(self.waiting))
 
     # -- results -------------------------------------------------------------------------------------------------
 

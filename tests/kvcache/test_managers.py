@@ -16,7 +16,7 @@ from nanovllm.plan.kv_spec import num_blocks_for, num_sequences_in
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.plan.step_plan import SlotOffload
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.schedule.proposer import Proposer
+from nanovllm.schedule.proposer import Proposer, StepDrafts
 
 # -- both managers ---------------------------------------------------------------------------------------------------
 
@@ -455,7 +455,7 @@ def test_a_slot_that_got_only_wrong_guesses_is_free_again() -> None:
     simulation.step()
     assert len(seq.block_table) == 2 and kv.blocks[seq.block_table[1]].num_tokens == 0
     assert len(kv.ring.free_slots) == 2
-    simulation.scheduler.speculator = Proposer()
+    simulation.scheduler._drafts = StepDrafts(Proposer(), max_tokens=2000, max_rows=10)
     simulation.step()
     assert len(kv.ring.free_slots) == 3
     simulation.run()
