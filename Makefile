@@ -78,7 +78,7 @@ format: $(INSTALLED)
 
 # The tables of docs/options.md, of GPUs in README and docs/planning.md, and the plans in docs/install.md
 docs: $(INSTALLED)
-	$(BIN)/python -m nanovllm.entrypoints.cli.flags docs/options.md docs/planning.md README.md
+	$(BIN)/python tests/package/doc_tables.py docs/options.md docs/planning.md README.md
 	$(BIN)/python tests/package/recipes.py
 
 # Time per call of the scheduler, the prefix lookup, the block pool, the detokenizer and the input arrays

@@ -7,7 +7,7 @@
 
 Plain reading reads the files one after the other in pieces of 8 MiB. Both it and loading start without the files in the
 page cache. For a restart, an engine reads a document, is closed, and a new one answers another question about it. With
---beside, an engine that writes its prompts reads documents and decodes, and one without a disk does the same. The
+--beside, an engine that writes its prompts prefills and decodes documents, and an engine without a disk does too. The
 folder must not exist; it is removed at the end. The last line is JSON.
 """
 
@@ -64,17 +64,17 @@ class Files:
         self._num_loads = 0
 
     def write(self) -> None:
-        self._worker.submit(DiskMoves(1, self._extents))
-        while self._board.num_pending(1):
+        self._worker.submit(DiskMoves(self._extents))
+        while self._board.num_stored[0] < len(self._extents):
             time.sleep(0.001)
         assert len(self._store) == len(self._extents), "not everything was written"
 
     def load(self) -> None:
         self._num_loads += 1
-        self._worker.submit(DiskMoves(1 + self._num_loads, (), self._extents, self._num_loads))
-        while not (progress := self._board.progress(self._num_loads)).has_ended:
+        self._worker.submit(DiskMoves((), self._extents, self._num_loads))
+        while self._board.ended_load[0] != self._num_loads:
             time.sleep(0.0005)
-        assert progress.num_loaded == len(self._extents), "not everything was loaded"
+        assert self._board.num_loaded[0] == len(self._extents), "not everything was loaded"
 
     def read_plainly(self) -> None:
         piece = bytearray(PIECE_BYTES)
@@ -132,7 +132,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def time_restart(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Time to the first token of the first reading, and after a restart, which loads only if that is the faster way."""
+    """Time to the first token of the first reading, and after a restart, which loads only if that is faster."""
     options = engine_options(args) | {"kv_disk_path": str(path)}
     rng = random.Random(0)
     document = [rng.randrange(200) for _ in range(args.context)]

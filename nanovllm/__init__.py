@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from nanovllm.utils.version import __version__
+from nanovllm.utils import __version__
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM

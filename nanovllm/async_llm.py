@@ -1,29 +1,35 @@
 """AsyncLLM: an LLM for asyncio. One thread owns the engine; any number of tasks wait for their own answers.
 
     engine thread                                   event loop
+    starts the engine
     steps while there are requests          --->    Dispatcher: gives each stream its part
     sleeps on a condition otherwise         <---    submit, abort
 
 All requests share one outbox. After a step the thread hands its content to the event loop (request_stream.py) and goes
-on with the next step without waiting.
+on with the next step without waiting. The thread that runs the steps also starts the engine, because cuDNN keeps the
+plans that the start builds for the thread that has built them.
 """
 
 import asyncio
+import ctypes
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import Internals
-from nanovllm.errors import EngineError, RequestError
-from nanovllm.llm import LLM, params_list
+from nanovllm.errors import EngineError
+from nanovllm.llm import LLM
 from nanovllm.plan.outputs import Outbox, Receiver
 from nanovllm.plan.sequence import Sequence
 from nanovllm.request_stream import Dispatcher, RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.request_check import Prompt, prompt_list
+from nanovllm.text.request_check import Prompt
 
 CHECK_INTERVAL_S = 1.0  # interval at which an idle engine makes sure that all its ranks are alive
 
@@ -36,7 +42,7 @@ class AsyncLLM:
                 print(update.text, end="")
 
     The constructor takes the arguments of LLM and raises the same errors. It blocks until the engine can answer.
-    `llm` is the LLM; its methods may be called, too, but those that run requests block their thread.
+    `llm` is the LLM. Its methods may be called, too, but `generate`, `chat` and `stream` block their thread.
 
     All requests are made on one event loop. Another loop can follow when that one is closed or no request is open.
 
@@ -44,11 +50,10 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | Path, *, internals: Internals = Internals(), **options: Any) -> None:
-        self.llm = LLM(model, internals=internals, **options)
-        self._thread = _EngineThread(self.llm)
+        self._thread = _EngineThread(partial(LLM, model, internals=internals, **options))
+        self.llm = self._thread.start_engine()
         self._dispatcher = self._thread.dispatcher
         weakref.finalize(self, self._thread.stop).atexit = False
-        self._thread.start()
 
     @property
     def failure(self) -> EngineError | None:
@@ -97,8 +102,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestUpdate, None]:
         """Answer one prompt or several, and yield the updates as they arrive.
 
-        Arguments and errors are those of `submit`. Leaving the loop early aborts what has not ended. If the task may
-        keep the generator alive after that, close it (`contextlib.aclosing`).
+        The arguments and errors are the same as in `submit`. Leaving the loop early aborts the answers that have not
+        ended. If the task may keep the generator alive after that, close it (`contextlib.aclosing`).
         """
         stream = await self.submit(prompts, sampling_params, with_tokens=with_tokens)
         try:
@@ -123,14 +128,11 @@ class AsyncLLM:
         """
         self._check_open()
         self._bind_loop()
-        listed = prompt_list(prompts)
-        of_prompt = params_list(sampling_params, len(listed))
         # A long text takes a second to tokenize, and a large grammar to compile
-        of_prompts = await asyncio.to_thread(self.llm.make_sequences, listed, of_prompt)
-        stream = RequestStream([answers[0].token_ids[:] for answers in of_prompts], self._abort)
-        stream.sequences = [answers[0] for answers in of_prompts]
+        sequences = await asyncio.to_thread(self.llm.make_sequences, prompts, sampling_params)
+        stream = RequestStream([answers[0] for answers in sequences], self._abort)
         try:
-            for index, seq in enumerate(chain.from_iterable(of_prompts)):
+            for index, seq in enumerate(chain.from_iterable(sequences)):
                 receiver = self.llm.text.receiver(self._thread.outbox, seq.params, seq.token_ids, with_tokens)
                 request_id = self._add(seq, receiver)
                 stream.expect(request_id, index)
@@ -146,7 +148,7 @@ class AsyncLLM:
             self._check_open()  # after `close` the thread aborts all open requests, and no other one may follow
             try:
                 request_id = self.llm.engine.add_sequence(seq, receiver)
-            except (RequestError, EngineError):
+            except EngineError:
                 raise
             except Exception as error:  # a call that changes the scheduler failed, which has closed the engine
                 raise _engine_error(error) from error
@@ -176,22 +178,46 @@ class AsyncLLM:
 
 
 class _EngineThread(threading.Thread):
-    """The thread that runs the engine's steps, and what it shares with the event loop.
+    """The thread that starts the engine and runs its steps, and what it shares with the event loop.
 
     The thread does not refer to the AsyncLLM. So an AsyncLLM that is dropped without `close` is collected, which stops
     the thread, and then the engine is collected, too.
     """
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, make_llm: Callable[[], LLM]) -> None:
         super().__init__(name="nanovllm-engine", daemon=True)
-        self.llm, self.outbox = llm, Outbox()
+        self.outbox = Outbox()
         self.failure: EngineError | None = None
         self.failed = asyncio.Event()  # of the loop that was bound last
         self.changed = threading.Condition()  # guards `is_closing`; notified if there may be work
         self.is_closing = False
-        engine = llm.engine
-        self.dispatcher = Dispatcher(rests=lambda: engine.has_requests)
-        self._has_plans_to_build = True  # until build_next_plan finds none
+        self._make_llm = make_llm
+        self._starting: Future[LLM] = Future()
+
+    def start_engine(self) -> LLM:
+        """Start the thread, wait until it has started the engine, and return its LLM. Raises the errors of the start.
+
+        Ctrl-C, or any other exception while this waits, interrupts the start, and is raised when the start has released
+        everything. A second Ctrl-C ends this wait.
+        """
+        try:
+            self.start()
+            return self._starting.result()
+        except BaseException:
+            if self.ident is not None:
+                self._end_start(self.ident)
+            raise
+
+    def _end_start(self, thread_id: int) -> None:
+        """Wait until a start that has failed, or is interrupted now, has released everything."""
+        if not self._starting.done():
+            # Only the main thread receives signals. This raises here what Ctrl-C would raise in the main thread
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(KeyboardInterrupt))
+        self.stop()
+        self.join()
+        if self._starting.done() and self._starting.exception() is None:  # it had just ended
+            self._starting.result().close()
+        del self._starting  # its exception refers to this thread
 
     def stop(self) -> None:
         """Let the thread abort open requests and end. Does not wait for it."""
@@ -200,11 +226,18 @@ class _EngineThread(threading.Thread):
             self.changed.notify()
 
     def run(self) -> None:
-        engine = self.llm.engine
         try:
-            while self._wait_for_work():
+            llm = self._make_llm()
+        except BaseException as error:
+            self._starting.set_exception(error)
+            return
+        engine = llm.engine
+        self.dispatcher = Dispatcher(rests=lambda: engine.has_requests)
+        self._starting.set_result(llm)
+        try:
+            while self._wait_for_work(engine):
                 self.dispatcher.hand_over(engine.next_output(self.outbox))
-                if engine.is_beside_long_step:
+                if engine.is_next_to_long_step:
                     self.dispatcher.wait_until_passed_on()
             engine.abort_all(self.outbox)
             if self.outbox:
@@ -218,24 +251,17 @@ class _EngineThread(threading.Thread):
         self.dispatcher.fail(str(self.failure))
         self.failed.set()
 
-    def _wait_for_work(self) -> bool:
-        """Sleep until there are steps to run or undelivered results. Returns False if the engine is to be closed.
+    def _wait_for_work(self, engine: Engine) -> bool:
+        """Sleep until there are steps to run or undelivered results. Returns False if the engine is to be closed."""
 
-        An idle engine first builds the plans that this thread lacks: libraries keep plans for each thread, and another
-        thread has started the engine.
-        """
+        def has_work() -> bool:
+            return self.is_closing or engine.has_work or bool(self.outbox)
+
         while True:
             with self.changed:
-                timeout_s = 0.0 if self._has_plans_to_build else CHECK_INTERVAL_S
-                if self.changed.wait_for(self._has_work, timeout_s):
+                if self.changed.wait_for(has_work, CHECK_INTERVAL_S):
                     return not self.is_closing
-            if self._has_plans_to_build:
-                self._has_plans_to_build = self.llm.engine.build_next_plan()
-            else:
-                self.llm.engine.check_ranks()
-
-    def _has_work(self) -> bool:
-        return self.is_closing or self.llm.engine.has_work or bool(self.outbox)
+            engine.check_ranks()
 
 
 def _engine_error(error: BaseException) -> EngineError:

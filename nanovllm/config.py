@@ -80,13 +80,6 @@ class Config:
     tensor_parallel_size: int = option(
         1, help="number of ranks that the model is split over, 1 to 8; one GPU per rank", group=_MODEL, least=1, most=8
     )
-    distributed_executor_backend: str = option(
-        "mp",
-        help="how the ranks of tensor_parallel_size get GPUs of this machine; mp: rank r has cuda:r; ray: Ray reserves "
-        "them, so that nothing else on this Ray gets the same ones",
-        group=_MODEL,
-        choices=("mp", "ray"),
-    )
     generation_config: str = option(
         "auto",
         help="where chat and the command line take sampling defaults from; auto: the model's generation_config.json, "
@@ -138,13 +131,6 @@ class Config:
         group=_DISK,
         above=0,
         most=_MAX_DISK_GB,
-    )
-    kv_disk_policy: str = option(
-        "prompt",
-        help="when KV is written to kv_disk_path, always in the background; prompt: as soon as it has been computed, "
-        "and before it leaves memory; evict: only before it leaves memory, which writes less",
-        group=_DISK,
-        choices=("prompt", "evict"),
     )
 
     enable_cpu_offload: bool = option(
@@ -247,11 +233,6 @@ class Config:
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(
                 f"device={self.device!r} is unknown; choose auto, cpu, cuda or cuda:N, where N is 0 to 99"
-            )
-        if self.distributed_executor_backend == "ray" and self.tensor_parallel_size == 1:
-            raise ConfigError(
-                "distributed_executor_backend='ray' reserves GPUs for the ranks of tensor_parallel_size > 1; raise "
-                "tensor_parallel_size from 1, or leave distributed_executor_backend out"
             )
         if self.kvcache_block_size is not None and self.kvcache_block_size % BLOCK_SIZE_STEP:
             raise ConfigError(

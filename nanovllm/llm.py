@@ -7,16 +7,20 @@ from typing import Any
 
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.settings import read_sampling_defaults
-from nanovllm.engine.setup import Internals, prepare
+from nanovllm.device.devices import resolve_device
+from nanovllm.engine.setup import Internals, find_machine, prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.plan.outputs import Outbox, RequestOutput, StepOutput, with_answers, with_logprob_lists
-from nanovllm.plan.sequence import Sequence, TokenIds
+from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule.scheduler import Scheduler
 from nanovllm.text.frontend import Message, TextFrontend
-from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
-from nanovllm.utils.progress import progress_bar
+from nanovllm.text.request_check import Prompt
+from nanovllm.utils import progress_bar
+
+# Entry points take these from here: what an engine finds on this machine, and the type of LLM's `internals`
+__all__ = ["LLM", "Internals", "find_machine", "resolve_device"]
 
 
 class LLM:
@@ -28,8 +32,10 @@ class LLM:
     The options are the fields of nanovllm.config.Config. Invalid options raise ConfigError before anything is
     allocated.
 
-    Several threads may use one LLM. Their requests share steps, and each call returns only its own outputs. After an
-    error inside a step the engine runs nothing more, and later calls raise an EngineError that names the cause.
+    Several threads may use one LLM. Their requests share steps, and each call returns only its own outputs. On a GPU,
+    steps are fastest in the thread that made the LLM: in any other thread, cuDNN builds a plan (30 ms) for each size of
+    long chunks when it is first needed. After an error inside a step the engine runs nothing more, and later calls
+    raise an EngineError that names the cause.
     """
 
     def __init__(self, model: str | Path, *, internals: Internals = Internals(), **options: Any) -> None:
@@ -75,23 +81,16 @@ class LLM:
         "cache_salt", a string: prompts share KV only if their salts are equal.
 
         sampling_params: one for all prompts, or a list with one per prompt. None means SamplingParams(), even if the
-        model recommends other values in its generation_config.json (see get_default_sampling_params). With n > 1, an
-        output is that of the prompt's first answer, and its "outputs" are those of all n.
+        model recommends other values in its generation_config.json (see get_default_sampling_params). With n > 1, each
+        output is the output of the prompt's first answer, and its "outputs" has the outputs of all n answers.
 
         Raises RequestError if any of the prompts could never run; no prompt has been queued then. Ctrl-C aborts these
         requests and leaves the engine usable, unless a second Ctrl-C interrupts it in the middle of a step.
         """
-        listed = prompt_list(prompts)
-        sequences = self.make_sequences(listed, params_list(sampling_params, len(listed)))
+        sequences = self.make_sequences(prompts, sampling_params)
         outbox = Outbox()
         try:
-            request_ids = [
-                [
-                    self.engine.add_sequence(seq, self.text.receiver(outbox, seq.params, seq.token_ids))
-                    for seq in of_prompt
-                ]
-                for of_prompt in sequences
-            ]
+            request_ids = [[self._queue(seq, outbox) for seq in of_prompt] for of_prompt in sequences]
             outputs = self._collect(outbox, sum(map(len, request_ids)), use_tqdm)
         except BaseException:
             self.engine.abort_all(outbox)
@@ -112,7 +111,7 @@ class LLM:
         """
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        return self.generate(self.chat_token_ids(messages), sampling_params, use_tqdm)
+        return self.generate(self.text.encode_chat(messages), sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the values that the model's generation_config.json recommends, and defaults for all others.
@@ -130,21 +129,27 @@ class LLM:
         """Raise RequestError for a model that cannot chat."""
         self.text.check_chat_template()
 
-    def make_sequences(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[list[Sequence]]:
-        """Make the sequences of all answers to each prompt, without queueing them.
+    def make_sequences(
+        self, prompts: Prompt | Iterable[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None
+    ) -> list[list[Sequence]]:
+        """Make the sequences of all answers to each prompt, without queueing them. Arguments: as in `generate`.
 
         Raises RequestError if any of them could never run.
         """
-        answers = [each.per_answer() for each in params]
-        prompts_ids = [self.check_request(prompt, each[0]) for prompt, each in zip(prompts, answers, strict=True)]
-        sequences: list[list[Sequence]] = []
-        for prompt, token_ids, each in zip(prompts, prompts_ids, answers, strict=True):
-            salt, of_prompt = cache_salt(prompt), list[Sequence]()
-            for p in each:
-                first = of_prompt[0] if of_prompt else None
-                of_prompt.append(self.engine.make_sequence(token_ids, p, self.text.rules(p), salt, first))
-            sequences.append(of_prompt)
-        return sequences
+        requests = self.text.make_requests(prompts, sampling_params)
+        return [self.engine.make_sequences(request) for request in requests]
+
+    def _make_sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
+        """Make the sequence of a request for one answer, without queueing it. Raises RequestError."""
+        request = self.text.make_request(prompt, params)
+        if params.n != 1:
+            raise RequestError(f"n={params.n} applies to generate and chat; here, add a request for each answer")
+        (seq,) = self.engine.make_sequences(request)
+        return seq
+
+    def _queue(self, seq: Sequence, outbox: Outbox) -> int:
+        """Queue a sequence, whose text and output go to `outbox`, and return its request id."""
+        return self.engine.add_sequence(seq, self.text.receiver(outbox, seq.params, seq.token_ids))
 
     def _collect(self, outbox: Outbox, num_requests: int, use_tqdm: bool) -> dict[int, RequestOutput]:
         """Run until all requests have ended, and return their outputs by request id.
@@ -197,17 +202,18 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the answer's text piece by piece, as it is generated.
 
-        The request is checked at once, and queued when the iterator is first advanced. Leaving the loop early aborts
-        it. Raises RequestError for a request that can never run or has no text, and EngineError if the request fails.
+        This checks the request, and the first step of the iterator queues it. Leaving the loop early aborts the
+        request. Raises RequestError for a request that can never run or has no text, and EngineError if the request
+        fails.
         """
         params = sampling_params or SamplingParams()
         self.text.check_stream(params)
-        return self._stream(self.check_request(prompt, params), params, cache_salt(prompt))
+        return self._stream(self._make_sequence(prompt, params))
 
-    def _stream(self, token_ids: TokenIds, params: SamplingParams, salt: str | None) -> Iterator[str]:
+    def _stream(self, seq: Sequence) -> Iterator[str]:
         outbox = Outbox()
         try:
-            request_id = self._queue(token_ids, params, outbox, salt)
+            request_id = self._queue(seq, outbox)
             finished = False
             while not finished:
                 output = self.engine.next_output(outbox)
@@ -221,22 +227,9 @@ class LLM:
 
     # -- single requests and steps -------------------------------------------------------------------------------
 
-    def check_request(self, prompt: Prompt, params: SamplingParams) -> TokenIds:
-        """Return the prompt's token ids (int64). Raises RequestError for a request that can never run."""
-        token_ids = self.text.encode_prompt(prompt)
-        self.engine.admission.check(token_ids, params)
-        self.text.check_params(params)
-        return token_ids
-
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
         """Queue a request and return its id. Raises RequestError, and changes nothing, if it can never run."""
-        token_ids = self.check_request(prompt, sampling_params)
-        return self._queue(token_ids, sampling_params, self._outbox, cache_salt(prompt))
-
-    def _queue(self, token_ids: TokenIds, params: SamplingParams, outbox: Outbox, salt: str | None) -> int:
-        """Queue a request that `check_request` has accepted. Its text and its output go to `outbox`."""
-        receiver, rules = self.text.receiver(outbox, params, token_ids), self.text.rules(params)
-        return self.engine.add_request(token_ids, params, receiver, rules, salt)
+        return self._queue(self._make_sequence(prompt, sampling_params), self._outbox)
 
     def abort(self, request_id: int) -> bool:
         """End a request, now or as soon as the step in progress ends. Returns False if it has ended or is unknown.
@@ -248,7 +241,7 @@ class LLM:
     def step(self) -> StepOutput:
         """Run the next step, and return what is new since the last call for the requests from `add_request`.
 
-        On a GPU, the tokens returned are those of the step before, because the engine works one step ahead. Raises
+        On a GPU, this returns the tokens of the step before, because the engine works one step ahead. Raises
         EngineError if a worker has died, an earlier step has failed, or the engine is closed.
         """
         output = self.engine.step(self._outbox)
@@ -262,60 +255,61 @@ class LLM:
     # -- a look inside -------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return counters since the start, such as numbers of steps and blocks. Keys name their units.
+        """Return counters since the start, and present rates. Names end in their units. Raises EngineError if the
+        engine has failed or is closed. A rate or a share is None while there is nothing to compute it from.
 
-        num_prefill_tokens and num_decode_tokens count as StepOutput does: tokens of prompts that were computed, and
-        tokens that answers got after their first.
+        num_prefill_tokens           tokens of prompts that were computed
+        num_decode_tokens            tokens of answers, without the first token of each
 
-        With offload there are more figures, for rank 0:
-        - link_byte_per_s: the link's rate, measured at start-up; None on a CPU.
-        - load_byte_per_s: bytes that cross the link in decode steps that miss blocks, divided by their duration (see
-          LinkMeter). None until two such steps have run in a row.
-        - link_share: load_byte_per_s / link_byte_per_s; None if either is.
-        - cpu_attention: the CPU's kernel and its number of threads; None if the CPU takes no part.
-        - cpu_attention_byte_per_s: the rate at which the CPU attends while the link is busy. Measured at start-up, it
-          follows what decode steps take. None on a CPU.
-        - cpu_load_byte_per_s: like load_byte_per_s, for the bytes that the CPU attends to.
+        With offload, for rank 0:
+        link_byte_per_s              the rate of the link, measured at start-up
+        load_byte_per_s              bytes over the link per second of decode steps that missed blocks (LinkMeter)
+        link_share                   load_byte_per_s / link_byte_per_s
+        cpu_attention                the CPU's kernel and its number of threads, or None if CPU attention is disabled
+        cpu_attention_byte_per_s     the rate of the CPU while the link is busy, from start-up and decode steps
+        cpu_load_byte_per_s          as load_byte_per_s, for the bytes that the CPU attended to
 
         With speculation:
-        - num_guesses, num_accepted_guesses: tokens that were guessed, and those of them that were right. Guesses after
-          the first wrong one count as wrong.
-        - guess_acceptance: num_accepted_guesses / num_guesses; None without guesses.
-        - tokens_per_pass: mean number of tokens that a step with guesses has yielded; None without guesses.
-        - drafters: by the name of each drafter that has guessed, its num_guesses and num_accepted_guesses, and in
-          accepted_by_position the share of passes that kept the first guess, the second and so on.
-        - num_shadow_pages, num_used_shadow_pages: KV blocks that the shadow has room for, and those that it holds;
-          without a shadow they are left out.
+        num_guesses                  tokens that were guessed
+        num_accepted_guesses         guesses that were right; all after the first wrong guess count as wrong
+        guess_acceptance             num_accepted_guesses / num_guesses
+        tokens_per_pass              mean number of tokens from a step with guesses
+        drafters                     by drafter: num_guesses, num_accepted_guesses, and accepted_by_position: the share
+                                     of steps that accepted the first guess, the second guess and so on
+        num_shadow_pages             KV blocks that the shadow has room for; left out without a shadow
+        num_used_shadow_pages        KV blocks in the shadow; left out without a shadow
 
         With recurrent layers:
-        - num_state_slots: states that the GPU has room for, one for each running sequence and a few more.
-        - num_snapshots, num_used_snapshots: states that CPU memory has room for, and those that it keeps for prompts
-          that begin in the same way and for preempted sequences.
-        - num_state_loads, num_state_saves: sequences that began with such a state, and states that were kept.
+        num_state_slots              states that the GPU has room for
+        num_snapshots                states that CPU memory has room for
+        num_used_snapshots           states in CPU memory, for prompts that begin alike and for preempted sequences
+        num_state_loads              sequences that began with a state from CPU memory
+        num_state_saves              states that were saved there
 
-        With KV on disk, for rank 0 where it says so; an extent is K and V of 256 tokens, or a state:
-        - num_disk_hit_tokens: tokens of prompts whose K and V were read from disk. num_disk_hit_states: states that
-          were.
-        - num_waiting_for_disk: requests that wait for that. num_cancelled_disk_loads: loads that were given up,
-          because computing had become faster.
-        - num_disk_extents, num_disk_bytes: extents of this model, and bytes of all models, as far as rank 0 knows.
-        - num_disk_stored_bytes, num_disk_loaded_bytes, disk_write_byte_per_s, disk_read_byte_per_s: of rank 0. The
-          first rate is the mean, the second that of the last load; None without any.
-        - num_disk_misses: files that were damaged or had vanished. num_disk_evictions: files that rank 0 has removed.
-        - num_disk_failures: extents that were not stored or loaded because of a bug. The first is logged with its
-          traceback.
-        - num_extents_to_store, num_dropped_extents: extents that wait to be written, and those that were left out.
-        - disk_buffer_bytes: CPU memory of the buffers through which extents are read, and, with the KV cache on a GPU,
-          written.
-
-        Raises EngineError if the engine has failed or is closed.
+        With KV on disk, in extents: K and V of 256 tokens, or a state:
+        num_disk_hit_tokens          tokens of prompts whose K and V were read from disk
+        num_disk_hit_states          states that were read from disk
+        num_waiting_for_disk         requests that wait for extents
+        num_cancelled_disk_loads     loads that were cancelled because the disk hung
+        num_disk_extents             extents of this model that rank 0 knows
+        num_disk_bytes               bytes of the extents of all models that rank 0 knows
+        num_disk_stored_bytes        bytes that rank 0 has written
+        num_disk_loaded_bytes        bytes that rank 0 has read
+        disk_write_byte_per_s        mean rate of rank 0's writing
+        disk_read_byte_per_s         mean rate of rank 0's reading
+        num_disk_misses              files that were damaged or had vanished
+        num_disk_evictions           files that rank 0 has removed
+        num_disk_failures            extents that a bug kept from being stored or loaded; the log has the first bug
+        num_extents_to_store         extents that wait to be written
+        num_dropped_extents          extents that were left out instead of written
+        disk_buffer_bytes            CPU memory of the buffers for reading and, with the KV cache on a GPU, for writing
         """
         return self.engine.stats()
 
     def block_states(self) -> bytes:
         """Return where every KV block is and what the last step did with it: one byte (BlockState) per block.
 
-        With offload these are the blocks of CPU memory in their order there; without, those of the GPU. Any thread may
+        With offload the blocks are in the order of CPU memory; without, in the order of GPU memory. Any thread may
         call this at any time. It does not wait, so while a step is being planned, some blocks are shown before it and
         some after. It takes about 0.1 ms for 1,000 blocks. Raises EngineError if the engine has failed or is closed.
         """
@@ -334,7 +328,7 @@ class LLM:
     @property
     def max_request_tokens(self) -> int:
         """The most tokens, prompt and answer together, that a request can have when it runs alone."""
-        return self.engine.admission.max_request_tokens
+        return self.engine.max_request_tokens
 
     @property
     def scheduler(self) -> Scheduler:
@@ -345,16 +339,3 @@ class LLM:
     def runner(self) -> Any:
         """Rank 0's ModelRunner, for tests and measurements. Exists only if rank 0 runs in this process."""
         return self.engine.executor.runner
-
-
-def params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if not isinstance(params, list | tuple):
-        params = [params] * num_prompts
-    if len(params) != num_prompts:
-        raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one per prompt")
-    for each in params:
-        if not isinstance(each, SamplingParams):
-            raise RequestError(f"sampling_params has type {type(each).__name__}, expected SamplingParams")
-    return list(params)

@@ -4,8 +4,8 @@
     Dispatcher.hand_over  --------------------->    _dispatch: merges what has arrived, wakes some consumers
     Dispatcher.wait_until_passed_on  ---------->    _hurry: no rests until all is passed on
 
-The thread does not wait for consumers, except beside long steps. What a consumer has not taken yet is merged into one
-update per answer, so a slow consumer holds up nobody and takes no more memory than its answers.
+The thread does not wait for consumers, except before and after long steps. What a consumer has not taken yet is merged
+into one update per answer, so a slow consumer delays no other one and takes no more memory than its answers.
 
 The loop and the engine's thread share Python's global lock. With hundreds of streams, passing on each token by itself
 would slow the engine down. A dispatch therefore wakes only a few consumers at a time, in turn, and then the loop rests
@@ -23,18 +23,18 @@ from typing import Protocol
 
 from nanovllm.errors import EngineError
 from nanovllm.plan.outputs import LogprobList, RequestOutput, StepOutput, TextSource, TokenLogprobs
-from nanovllm.plan.sequence import Sequence, TokenIds
+from nanovllm.plan.sequence import Sequence
 
 MAX_PASSING_S = 0.02  # longest wait of the engine's thread for consumers to take what has arrived
 MAX_WOKEN = 16  # consumers per dispatch
-MAX_FIRST_WOKEN = 12  # most of them that wait for their first update, if others wait, too
+MAX_FIRST_WOKEN = 12  # consumers per dispatch that wait for their first update, if there are others
 REST_RATIO = 3.0  # length of the rest after a dispatch, relative to the dispatch: it gets a quarter of the time at most
 MAX_REST_S = 0.1
 
 
 @dataclass
 class RequestUpdate:
-    """News of one answer, the one with this index among the answers of the request.
+    """News of one answer. `index`: its index among the answers of the request.
 
     - text: the new text, or "". It can lag behind the tokens, because the end of the text is held back while it may
       still change.
@@ -57,7 +57,7 @@ class RequestUpdate:
 
 
 class StreamObserver(Protocol):
-    """Learns at once of what happens to the answers of a stream, even before the consumer takes it."""
+    """Is told what happens to the answers of a stream, even before the consumer takes the update."""
 
     def updated(self, index: int) -> None:
         """Note that an answer has something new. Hot."""
@@ -76,10 +76,11 @@ class RequestStream:
     Raises EngineError if the engine fails. `observer` may be set as soon as the stream is made.
     """
 
-    def __init__(self, prompts: list[TokenIds], abort: Callable[[list[int]], None]) -> None:
-        """`prompts`: the token ids of each prompt. `abort`: ends the requests with these ids."""
-        self.prompts = prompts
-        self.sequences: list[Sequence] = []  # one for each prompt, to see how far it has been computed
+    def __init__(self, sequences: list[Sequence], abort: Callable[[list[int]], None]) -> None:
+        """`sequences`: one for each prompt, which tells how far the prompt has been computed. `abort`: ends the
+        requests with these ids.
+        """
+        self.sequences = sequences
         self.observer: StreamObserver | None = None
         self.wakes_at_ends = False  # instead of for every update
         self.has_begun = False  # the consumer has been woken

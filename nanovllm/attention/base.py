@@ -85,13 +85,6 @@ class PagedBatch:
         )
 
 
-class LibraryPlan(NamedTuple):
-    """A plan that a library builds before it first computes attention of one shape (AttentionBackend.library_plans)."""
-
-    is_needed: bool  # by every long prompt
-    build: Callable[[], object]
-
-
 class AttentionBackend(ABC):
     """One way to run the kernels. Stateless but for tuning caches; backends/selection.py chooses one at start."""
 
@@ -130,15 +123,20 @@ class AttentionBackend(ABC):
         """
         return
 
-    def library_plans(
-        self, q_1HD: torch.Tensor, num_kv_heads: int, max_query_len: int, max_context_len: int
-    ) -> Sequence[LibraryPlan]:
-        """List the plans that the library would otherwise build while prompts wait, longest chunks first. A library
-        may keep plans for the thread that has built them. Building one again there takes a millisecond or less.
+    def build_plans(
+        self,
+        q_1HD: torch.Tensor,
+        num_kv_heads: int,
+        max_query_len: int,
+        max_context_len: int,
+        has_time: Callable[[], bool],
+    ) -> None:
+        """Build the plans that the library would otherwise build while prompts wait, those of the longest chunks first.
 
-        `q_1HD`: a query, whose values are arbitrary. The lengths are in tokens. Empty if the library builds nothing.
+        Plans that every long prompt needs are built in any case, and each of the others only if `has_time()`. `q_1HD`:
+        a query, whose values are arbitrary. The lengths are in tokens. Backends whose library has no plans do nothing.
         """
-        return ()
+        return
 
     def max_split_bytes(self, q_THD: torch.Tensor) -> int:
         """The most memory that a short chunk over a long history may take on top of what an equal chunk without history

@@ -17,7 +17,6 @@ The history is attended on the backend's side stream, concurrent with the square
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -25,7 +24,6 @@ import torch
 from nanovllm.attention.base import (
     AttentionBackend,
     HostTables,
-    LibraryPlan,
     PagedBatch,
     PartialAttention,
     RunningMerge,
@@ -100,26 +98,25 @@ class CudnnBackend(AttentionBackend):
     def launch_kernels(self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor) -> None:
         self.paged.launch_kernels(q_THD, k_cache_NPKD)
 
-    def library_plans(
-        self, q_1HD: torch.Tensor, num_kv_heads: int, max_query_len: int, max_context_len: int
-    ) -> Sequence[LibraryPlan]:
-        """cuDNN keeps plans for each thread: the thread that builds them must also run the steps."""
+    def build_plans(
+        self,
+        q_1HD: torch.Tensor,
+        num_kv_heads: int,
+        max_query_len: int,
+        max_context_len: int,
+        has_time: Callable[[], bool],
+    ) -> None:
+        """cuDNN keeps plans for each thread. A thread that runs steps, but did not start the engine, builds each plan
+        again when a chunk first needs it.
+        """
         sizes = self.limits.sizes_of_pieces(max_query_len)
-        key_sizes = self.limits.key_sizes(max_context_len)
-        return [
-            LibraryPlan(
-                is_needed=num_queries in (sizes[-1], self.limits.max_padded_queries),
-                build=partial(self._build_plan, q_1HD, num_kv_heads, num_queries, num_keys),
-            )
-            for num_queries in reversed(sizes)
-            for num_keys in (None, *key_sizes)
-        ]
-
-    def _build_plan(self, q_1HD: torch.Tensor, num_kv_heads: int, num_queries: int, num_keys: int | None) -> None:
-        """`num_keys`: None for the causal square."""
-        q_THD = q_1HD.new_zeros(num_queries, *q_1HD.shape[1:])
-        k_SKD = q_1HD.new_zeros(num_keys or num_queries, num_kv_heads, q_1HD.shape[2])
-        self.attend_dense(q_THD, k_SKD, k_SKD, scale=1.0, causal=num_keys is None)
+        for num_queries in reversed(sizes):
+            is_needed = num_queries in (sizes[-1], self.limits.max_padded_queries)
+            for num_keys in (None, *self.limits.key_sizes(max_context_len)):  # None: the causal square
+                if is_needed or has_time():
+                    q_THD = q_1HD.new_zeros(num_queries, *q_1HD.shape[1:])
+                    k_SKD = q_1HD.new_zeros(num_keys or num_queries, num_kv_heads, q_1HD.shape[2])
+                    self.attend_dense(q_THD, k_SKD, k_SKD, scale=1.0, causal=num_keys is None)
 
     def attend(
         self,

@@ -9,14 +9,16 @@ benchmarks.device_memory`; docs/log/2026-11-21.md has the figures). A constant m
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from nanovllm.capabilities.shadow.shadow_spec import wants_shadow
 from nanovllm.capacity.machine import Machine
 from nanovllm.checkpoint.model_config import MAX_MLP_TOKENS, ModelConfig
+from nanovllm.checkpoint.model_layout import Linear, model_layout
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
 from nanovllm.plan.kv_spec import KVCacheSpec, kv_cache_spec, uses_draft_head
@@ -40,7 +42,7 @@ NUM_WORKSPACES = 2  # torch keeps one per stream that calls cuBLAS: the capturin
 WORKSPACE_BYTES = 32 * MIB  # with compute capability 9.0 and above
 OLD_WORKSPACE_BYTES = 8320 * 2**10  # below 9.0
 GRAPH_NODE_BYTES = 2**10  # one kernel of an instantiated graph; 10 to 20 MiB for all graphs of an engine
-GRAPH_POOL_BYTES = 4 * MIB  # two pages of torch's allocator, beside the activations of a pool's graphs
+GRAPH_POOL_BYTES = 4 * MIB  # two pages of torch's allocator; the activations of a pool's graphs come on top
 NODES_PER_LAYER = 10  # kernels: 2 norms, 4 products, rotation, attention and its merge, SiLU
 NODES_BESIDE_LAYERS = 12  # embedding, cos and sin, last norm, head, sampler
 COPIES_PER_CUT = 3  # query, result and log-sum-exp, at each cut of a streamed graph
@@ -59,163 +61,118 @@ def itemsize(config: Config, model: ModelConfig) -> int:
     return kv_cache_spec(config, model, tp_size=1).itemsize
 
 
-class _Module(NamedTuple):
-    """Linear layers that are one weight on the GPU, such as those of q, k and v."""
+class _Size(NamedTuple):
+    """The size and the format of a linear weight."""
 
-    rows: tuple[int, ...]  # of each linear layer
+    rows: tuple[int, ...]  # output features of each layer that is stacked in it
     columns: int
-    is_quantized: bool  # config.json leaves none of them unquantized
-    num_experts: int  # that have such a weight; 0: every token uses it
+    split: str | None  # what ranks share, as in Linear
+    num_experts: int  # that have such a weight, or 0 if every token uses it
+    quantization: Quantization | None
+
+    @property
+    def num_params(self) -> int:
+        return sum(self.rows) * self.columns
+
+    def num_bytes(self, itemsize: int) -> float:
+        """Size of the weight as the GPU keeps it.
+
+        A quantized weight has packed codes, and 4 bytes for each block that shares a scale: an fp32 scale (e4m3), or a
+        scale and a zero of 16 bits each (integers).
+        """
+        if self.quantization is None:
+            return self.num_params * itemsize
+        block_rows, block_columns = self.quantization.block
+        num_scales = sum(ceil_div(rows, block_rows or rows) for rows in self.rows)
+        num_scales *= ceil_div(self.columns, block_columns or self.columns)
+        return self.num_params * self.quantization.bits / 8 + 4 * num_scales
 
 
-class _Layer(NamedTuple):
-    modules: tuple[_Module, ...]
-    num_others: int  # numbers in norms, biases and the router
+class _Weights(NamedTuple):
+    """Some of a model's weights."""
 
-
-def _module(model: ModelConfig, parent: str, rows: Mapping[str, int], columns: int, num_experts: int = 0) -> _Module:
-    """`parent` and the keys of `rows` are the linear layers' names in the checkpoint."""
-    quantization = model.quantization
-    is_quantized = quantization is not None and all(quantization.covers(f"{parent}.{name}") for name in rows)
-    return _Module(tuple(rows.values()), columns, is_quantized, num_experts)
-
-
-def _layer(model: ModelConfig, name: str, kind: str, is_sparse: bool) -> _Layer:
-    """The layer of this name. The first expert stands for all."""
-    c, hidden = model, model.hidden_size
-    if kind == "attention":
-        q, kv, parent = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, f"{name}.self_attn"
-        q_rows = q * (1 + c.attention_gate)
-        modules = [_module(c, parent, {"q_proj": q_rows, "k_proj": kv, "v_proj": kv}, hidden)]
-        modules += [_module(c, parent, {"o_proj": hidden}, q)]
-        num_others = 2 * c.head_dim * c.qk_norm + (q_rows + 2 * kv) * c.qkv_bias + hidden * c.o_bias
-    else:
-        assert c.recurrent is not None, "a recurrent layer"
-        r, parent = c.recurrent, f"{name}.linear_attn"
-        values = r.num_value_heads * r.value_head_dim
-        modules = [_module(c, parent, {"in_proj_qkv": r.conv_channels, "in_proj_z": values}, hidden)]
-        modules += [_module(c, parent, {"out_proj": hidden}, values)]
-        num_others = 2 * r.num_value_heads * (hidden + 1) + r.conv_channels * r.conv_kernel + r.value_head_dim
-    num_others += 2 * hidden
-
-    def mlp(parent: str, num_features: int, num_experts: int = 0) -> list[_Module]:
-        gate_up = {"gate_proj": num_features, "up_proj": num_features}
-        return [
-            _module(c, f"{name}.{parent}", gate_up, hidden, num_experts),
-            _module(c, f"{name}.{parent}", {"down_proj": hidden}, num_features, num_experts),
-        ]
-
-    if c.experts is None or not is_sparse:
-        num_others += (2 * c.intermediate_size + hidden) * c.mlp_bias
-        return _Layer((*modules, *mlp("mlp", c.intermediate_size)), num_others)
-    e = c.experts
-    modules += mlp("mlp.experts.0", e.intermediate_size, e.num_experts)
-    if e.shared_size:
-        modules += mlp("mlp.shared_expert", e.shared_size)
-    num_others += (e.num_experts + bool(e.shared_size)) * hidden
-    return _Layer(tuple(modules), num_others)
+    sizes: Mapping[_Size, int]  # how many linear weights have each size
+    num_others: int  # numbers in norms, biases and other small tensors, which are never quantized
 
 
 @lru_cache(maxsize=64)  # a plan asks thousands of times
-def _layers(model: ModelConfig) -> Counter[_Layer]:
-    """The number of layers that have the same weights."""
-    sparse = model.experts.layers if model.experts else ()
-    return Counter(_layer(model, f"model.layers.{i}", kind, i in sparse) for i, kind in enumerate(model.layer_kinds))
-
-
-@lru_cache(maxsize=64)
-def _head(model: ModelConfig) -> _Layer:
-    """The draft head: a layer of attention, a linear weight that joins two inputs, and three norms."""
-    layer = _layer(model, "mtp.layers.0", "attention", model.experts is not None)
-    joining = _module(model, "mtp", {"fc": model.hidden_size}, 2 * model.hidden_size)
-    return layer._replace(modules=(*layer.modules, joining), num_others=layer.num_others + 3 * model.hidden_size)
+def _weights(model: ModelConfig, part: str) -> _Weights:
+    """Return the weights of a part of ModelLayout. The first expert stands for all experts."""
+    sizes: Counter[_Size] = Counter()
+    num_others = 0
+    for weight in getattr(model_layout(model), part):
+        if isinstance(weight, Linear):
+            quantization = weight.first_expert_quantization(model)
+            sizes[_Size(weight.rows, weight.columns, weight.split, weight.num_experts, quantization)] += 1
+            num_others += sum(weight.rows) * weight.bias
+        else:
+            num_others += prod(weight.shape)
+    return _Weights(sizes, num_others)
 
 
 def packing_problem(config: Config, model: ModelConfig) -> str | None:
-    """The reason why a GPU cannot keep one of the quantized weights packed, if there is one."""
-    quantization, tp = model.quantization, config.tensor_parallel_size
-    if quantization is None:
-        return None
-    modules = [module for layer in _layers(model) for module in layer.modules if module.is_quantized]
-    # Ranks share the rows of modules that stack layers, and the columns of others
-    sizes = (module.columns // (tp if len(module.rows) == 1 else 1) for module in modules)
-    return next(filter(None, map(quantization.packing_problem, sizes)), None)
+    """Return the reason why a GPU cannot keep one of the quantized weights packed, or None if it can keep them all."""
+    for size in _weights(model, "layers").sizes:
+        num_columns = size.columns // (config.tensor_parallel_size if size.split == "columns" else 1)
+        if size.quantization is not None and (problem := size.quantization.packing_problem(num_columns)):
+            return problem
+    return None
 
 
-def _num_used(model: ModelConfig, module: _Module, num_tokens: int | None) -> float:
-    """The number of weights like this that a step of `num_tokens` tokens uses, or with None the number in the layer.
+def _num_used(model: ModelConfig, size: _Size, num_tokens: int | None) -> float:
+    """Return how many weights of this size in a layer a step of `num_tokens` tokens uses; by default, all.
 
-    Of a mixture of experts these are E (1 - (1 - C / E)^T) on average, if all of the E experts are as likely and each
-    token has C.
+    If each token has C of E experts, and all experts are as likely, a step uses E (1 - (1 - C / E)^T) on average.
     """
-    if model.experts is None or not module.num_experts:
+    if model.experts is None or not size.num_experts:
         return 1
     if num_tokens is None:
-        return module.num_experts
-    return module.num_experts * (1 - (1 - model.experts.num_experts_per_token / module.num_experts) ** num_tokens)
+        return size.num_experts
+    return size.num_experts * (1 - (1 - model.experts.num_experts_per_token / size.num_experts) ** num_tokens)
 
 
-def layers_params(model: ModelConfig, num_tokens: int | None = None) -> float:
-    """Number of weights in all layers, over all GPUs. `num_tokens`: only those that so many tokens use together."""
-    return sum(
-        count * layer.num_others
-        + count * sum(_num_used(model, each, num_tokens) * sum(each.rows) * each.columns for each in layer.modules)
-        for layer, count in _layers(model).items()
-    )
+def _token_params(model: ModelConfig) -> float:
+    """Return how many numbers in the weights of all layers one token uses, over all GPUs."""
+    sizes, num_others = _weights(model, "layers")
+    return num_others + sum(count * _num_used(model, size, 1) * size.num_params for size, count in sizes.items())
 
 
-def _module_bytes(module: _Module, itemsize: int, quantization: Quantization | None) -> float:
-    """Size of a weight as the GPU keeps it.
-
-    Quantized, it has its packed codes, and 4 bytes for each block that shares a scale: an fp32 scale (e4m3), or a scale
-    and a zero of 16 bits each (integers).
-    """
-    if quantization is None or not module.is_quantized:
-        return sum(module.rows) * module.columns * itemsize
-    block_rows, block_columns = quantization.block
-    num_scales = sum(ceil_div(rows, block_rows or rows) for rows in module.rows)
-    num_scales *= ceil_div(module.columns, block_columns or module.columns)
-    return sum(module.rows) * module.columns * quantization.bits / 8 + 4 * num_scales
-
-
-def _layer_weight_bytes(
-    model: ModelConfig, layer: _Layer, itemsize: int, num_tokens: int | None, *, is_packed: bool
+def _weight_bytes(
+    model: ModelConfig, part: str, itemsize: int, num_tokens: int | None = None, *, is_packed: bool = True
 ) -> float:
-    """Size of a layer's weights over all GPUs. Norms, biases and routers are never quantized."""
-    quantization = model.quantization if is_packed else None
-    return (
-        sum(_num_used(model, each, num_tokens) * _module_bytes(each, itemsize, quantization) for each in layer.modules)
-        + layer.num_others * itemsize
-    )
+    """Size of the weights of a part of ModelLayout that a step of `num_tokens` tokens uses, over all GPUs; by default,
+    of all its weights.
+    """
+    sizes, num_others = _weights(model, part)
+    total: float = num_others * itemsize
+    for size, count in sizes.items():
+        stored = size if is_packed else size._replace(quantization=None)
+        total += count * _num_used(model, size, num_tokens) * stored.num_bytes(itemsize)
+    return total
 
 
 def _layers_bytes(config: Config, model: ModelConfig, num_tokens: int | None = None, *, is_packed: bool) -> float:
     """Size of the weights in all layers, and in the draft head if it is used, over all GPUs."""
-    layers = _layers(model) + Counter([_head(model)] if uses_draft_head(config, model) else [])
-    size = itemsize(config, model)
-    return sum(
-        count * _layer_weight_bytes(model, layer, size, num_tokens, is_packed=is_packed)
-        for layer, count in layers.items()
-    )
+    parts = ("layers", "mtp") if uses_draft_head(config, model) else ("layers",)
+    return sum(_weight_bytes(model, part, itemsize(config, model), num_tokens, is_packed=is_packed) for part in parts)
 
 
 def weight_bytes(config: Config, model: ModelConfig, *, is_packed: bool) -> int:
-    """Size of all weights, split evenly over the GPUs. A tied head needs no weights of its own.
+    """Size of all weights, split evenly over the GPUs.
 
     `is_packed`: linear weights stay quantized, as on a GPU. On a CPU they are loaded as values in the model's dtype.
     """
-    num_embeddings = 1 if model.tie_word_embeddings else 2
-    unquantized = (1 + num_embeddings * model.vocab_size) * model.hidden_size * itemsize(config, model)
-    return int(_layers_bytes(config, model, is_packed=is_packed) + unquantized) // config.tensor_parallel_size
+    ends = _weight_bytes(model, "ends", itemsize(config, model))
+    return int(_layers_bytes(config, model, is_packed=is_packed) + ends) // config.tensor_parallel_size
 
 
 def layer_bytes(config: Config, model: ModelConfig, num_tokens: int) -> int:
     """Activations that a step of `num_tokens` tokens holds at the peak of a layer.
 
     - In attention: q, two parts and a piece of a third, and in fp32 the merged result and three log-sum-exps.
-    - In a recurrent layer: what the convolution reads and yields, in fp32 too, the gate and the result.
-    - In the MLP of MAX_MLP_TOKENS tokens at a time: gate, up and their product. With experts also what each of them
-      yields; on a CPU, where one expert may have all tokens, its input and output, and the sum in fp32.
+    - In a recurrent layer: input and output of the convolution, the output in fp32, too, the gate and the result.
+    - In the MLP of MAX_MLP_TOKENS tokens at a time: gate, up and their product. With experts also the output of each
+      expert; on a CPU, where one expert may have all tokens, its input and output, and the sum in fp32.
     - In both: two hidden states and two residuals, of this layer and of the previous one, and the cosines and sines of
       the rotation in fp32.
     """
@@ -252,12 +209,13 @@ def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
 
     That is 2 per weight and token, 2 products of T^2 / 2 in causal attention, in each recurrent layer 3 products of a
     token with the matrix of each head, which is read, updated and read again, and one row of the head. The last layer
-    computes K and V for all tokens, but everything else only for the last token; this remainder is not counted. With a
-    draft head the last layer computes all, and this holds for the head, which also joins its two inputs.
+    computes K and V for all tokens, but everything else only for the last token, which is not counted. With a draft
+    head, the last layer computes all tokens, and the draft head is the one that computes only K and V. The draft head
+    also joins its two inputs.
     """
     has_head = uses_draft_head(config, model)
     num_layers = model.num_layers - 1 + has_head
-    token_params = layers_params(model, num_tokens=1) / model.num_layers
+    token_params = _token_params(model) / model.num_layers
     num_attention_layers = model.num_attention_layers - 1 + has_head
     attention = 2.0 * num_tokens**2 * num_attention_layers * model.num_heads * model.head_dim
     if model.recurrent is not None:
@@ -275,7 +233,7 @@ def token_keys(model: ModelConfig) -> int:
     A layer does 2 operations per weight and token, and an attention layer 4 per head, element of the head dim, token
     and key.
     """
-    token_params = layers_params(model, num_tokens=1) / model.num_attention_layers
+    token_params = _token_params(model) / model.num_attention_layers
     return int(token_params // (2 * model.num_heads * model.head_dim))
 
 
@@ -283,8 +241,9 @@ def decode_bytes(
     config: Config, model: ModelConfig, num_sequences: int, num_keys: int, kv_bytes_per_token: int
 ) -> float:
     """Bytes read from GPU memory in one step: every weight that the step uses, except the embedding, and all keys and
-    values, once each. Quantized weights are read as they are stored. States are read and written. `num_keys`: of all
-    sequences. A draft head follows each step.
+    values, once each. Quantized weights are read packed. States are read and written. A draft head runs once.
+
+    `num_keys`: the keys of all sequences together.
     """
     weights = _layers_bytes(config, model, num_sequences, is_packed=True)
     weights += model.hidden_size * model.vocab_size * itemsize(config, model)
@@ -296,7 +255,7 @@ def decode_bytes(
 def head_draft_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_sequences: int, num_keys: int) -> float:
     """Bytes that a draft by the draft head reads: the head's weights, the output head, and the keys of one layer."""
     size = itemsize(config, model)
-    weights = _layer_weight_bytes(model, _head(model), size, num_sequences, is_packed=True)
+    weights = _weight_bytes(model, "mtp", size, num_sequences)
     weights += model.hidden_size * model.vocab_size * size
     return weights / config.tensor_parallel_size + num_keys * spec.layer_block_bytes / spec.block_size
 
@@ -390,37 +349,17 @@ def device_memory(
         logits_bytes=num_rows * model.vocab_size * spec.itemsize if has_graphs else 0,
         input_bytes=_input_bytes(config, model, max_model_len, num_rows) if has_graphs else 0,
         activation_bytes=int(activations * (1 + ALLOCATOR_SHARE)) if is_gpu else activations,
-        graph_bytes=_graph_bytes(config, model, spec, num_rows) + _pool_bytes(config, model, spec, num_rows)
-        if has_graphs
-        else 0,
+        graph_bytes=_graph_bytes(config, model, spec, num_rows) if has_graphs else 0,
         workspace_bytes=NUM_WORKSPACES * workspace if is_gpu else 0,
         context_bytes=CONTEXT_BYTES + NCCL_BYTES * (config.tensor_parallel_size > 1) if is_gpu else 0,
     )
 
 
-def _pool_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows: int) -> int:
-    """Activations of the largest graph of each kind, which its pool keeps. See _graph_bytes for the kinds. In a
-    recurrent layer each row has places for its new tokens and for all that may be replayed.
-    """
-    guesses = config.max_guesses
-    num_kinds = (1 + config.enable_cpu_offload) * (1 + (guesses > 0)) + wants_shadow(config, spec)
-    num_kinds += uses_draft_head(config, model)
-    num_bytes = num_kinds * layer_bytes(config, model, num_rows)
-    if spec.states is not None:
-        num_verifying = verifying_graph_sizes(num_rows)[-1] if guesses else 0
-        num_places = num_rows * (1 + guesses) + num_verifying * (1 + 2 * guesses)
-        input_bytes = spec.states.input_size * spec.states.itemsize
-        return num_bytes + (1 + config.enable_cpu_offload) * num_places * input_bytes
-    mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)[-1].num_tokens
-    return num_bytes + layer_bytes(config, model, mixed)
-
-
 def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_rows: int) -> int:
-    """Size of the graphs' static inputs, and of the hidden states that graphs leave: those with chunks, and all for a
-    draft head.
+    """Size of the graphs' static inputs, and of the hidden states that graphs return: graphs of steps with chunks, and
+    with a draft head all graphs.
 
-    With offload they include what is passed between the pieces of a streamed step: the query, the fp32 result and the
-    log-sum-exp.
+    With offload, the pieces of a streamed step pass on the query, the fp32 result and the log-sum-exp.
     """
     size = itemsize(config, model)
     table_bytes = 4 * ceil_div(max_model_len, config.block_size)
@@ -437,28 +376,40 @@ def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_row
     return num_rows * per_row + (num_rows + MAX_GRAPH_CHUNKS) * table_bytes + mixed[-1].num_tokens * per_token
 
 
-def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows: int) -> int:
-    """Size of all graphs.
+class _GraphKind(NamedTuple):
+    sizes: Sequence[object]  # one graph for each
+    num_nodes: int  # kernels in a graph
+    num_pools: int = 1  # of torch's allocator
 
-    With offload these include the graphs in pieces and those of the staging groups, which are captured for fewer batch
-    sizes. With speculation there is another kind of each, which verifies guesses, with a shadow one for drafts, and one
-    for the draft head, which is a layer. The last kind runs steps with chunks of prompts, if no layer is recurrent.
+
+def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows: int) -> int:
+    """Size of all graphs, and of the activations of the largest graph of each kind, which its pool keeps.
+
+    With speculation there are graphs that verify draft tokens, and with a shadow or a draft head graphs that draft.
+    With offload, graphs in pieces and graphs of the staging groups run streamed steps. If no layer is recurrent, a last
+    kind runs steps with chunks of prompts.
     """
-    whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
-    sizes = [graph_sizes(num_rows), *([verifying_graph_sizes(num_rows)] if config.max_guesses else [])]
-    sizes += [draft_graph_sizes(num_rows)] if wants_shadow(config, spec) else []
-    num_nodes, num_pools = sum(map(len, sizes)) * whole, len(sizes)
+    whole, verifies = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS, config.max_guesses > 0
+    kinds = [_GraphKind(graph_sizes(num_rows), whole)]
+    kinds += [_GraphKind(verifying_graph_sizes(num_rows), whole)] if verifies else []
+    kinds += [_GraphKind(draft_graph_sizes(num_rows), whole)] if wants_shadow(config, spec) else []
     if config.enable_cpu_offload:
-        per_size = whole + COPIES_PER_CUT * spec.num_layers + spec.staging.num_groups * NODES_PER_GROUP
-        verifying = [streamed_verifying_graph_sizes(num_rows)] if config.max_guesses else []
-        streamed = [streamed_graph_sizes(num_rows), *verifying]
-        num_nodes += sum(map(len, streamed)) * per_size
-        num_pools += 2 * len(streamed)  # pieces, groups
+        cut = whole + COPIES_PER_CUT * spec.num_layers + spec.staging.num_groups * NODES_PER_GROUP
+        kinds += [_GraphKind(streamed_graph_sizes(num_rows), cut, num_pools=2)]  # pieces, groups
+        kinds += [_GraphKind(streamed_verifying_graph_sizes(num_rows), cut, num_pools=2)] if verifies else []
     if uses_draft_head(config, model):
-        num_nodes += len(head_graph_sizes(num_rows)) * (NODES_PER_LAYER + NODES_BESIDE_LAYERS)
-        num_pools += 1
+        kinds += [_GraphKind(head_graph_sizes(num_rows), NODES_PER_LAYER + NODES_BESIDE_LAYERS)]
+    num_bytes = len(kinds) * layer_bytes(config, model, num_rows)
     if model.recurrent is None:
-        num_mixed = len(mixed_graph_sizes(config.max_num_batched_tokens, num_rows))
-        num_nodes += num_mixed * (whole + MIXED_NODES_PER_LAYER * model.num_layers)
-        num_pools += 1
-    return num_nodes * GRAPH_NODE_BYTES + num_pools * GRAPH_POOL_BYTES
+        mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)
+        kinds += [_GraphKind(mixed, whole + MIXED_NODES_PER_LAYER * model.num_layers)]
+        num_bytes += layer_bytes(config, model, mixed[-1].num_tokens)
+    if spec.states is not None:
+        # In a recurrent layer each row has room for its new tokens and for all tokens that may be replayed
+        num_verifying = verifying_graph_sizes(num_rows)[-1] if verifies else 0
+        num_tokens = num_rows * (1 + config.max_guesses) + num_verifying * (1 + 2 * config.max_guesses)
+        input_bytes = spec.states.input_size * spec.states.itemsize
+        num_bytes += (1 + config.enable_cpu_offload) * num_tokens * input_bytes
+    for kind in kinds:
+        num_bytes += len(kind.sizes) * kind.num_nodes * GRAPH_NODE_BYTES + kind.num_pools * GRAPH_POOL_BYTES
+    return num_bytes

@@ -9,9 +9,9 @@ less than the name says, and varies a little with the driver and with ECC.
 Only the H200's link was measured, at 54.6 of the 63.0 GB/s of PCIe 5 x16. Other links are projected to reach the same
 fraction of their peak.
 
-The rate of CPU memory is what the link and the CPU can read together. That of a server was measured beside an H200: the
-CPU attended at 70 to 78 GB/s while the link carried 50 to 52. A desktop has two channels of DDR5-5600, of which two
-thirds of the peak are projected, and Grace 512 GB/s, of which the same share is.
+The rate of CPU memory is the rate at which the link and the CPU read together. A server's rate was measured on the host
+of an H200: the CPU attended at 70 to 78 GB/s while the link carried 50 to 52. A desktop with two channels of DDR5-5600
+and Grace with 512 GB/s are projected to reach two thirds of their peak.
 """
 
 import re

@@ -112,8 +112,8 @@ def _hybrid(model_type: str, *, has_experts: bool = False) -> Architecture:
 
 
 _QWEN3_YARN = {40960: (32768, 131072)}  # these positions include the answer
-# By architectures[0]. A dense decoder that differs only in the fields of Architecture needs only an entry here; any
-# other difference goes into models/decoder.py
+# By architectures[0]. A dense decoder that differs only in the fields of Architecture needs only an entry here.
+# Other weights go into model_layout.py, other computations into models/decoder.py
 ARCHITECTURES = {
     "Qwen3ForCausalLM": Architecture(
         model_type="qwen3", defaults=_QWEN | {"head_dim": 128}, has_qk_norm=True, recommended_yarn=_QWEN3_YARN
@@ -175,7 +175,7 @@ class ExpertsConfig:
     intermediate_size: int  # one expert's
     norm_topk_prob: bool  # divide the weights of the chosen experts by their sum
     layers: tuple[int, ...]  # the layers with a sparse MLP; the others have a dense one
-    shared_size: int = 0  # features of an expert that every token uses, by a gate of its own; 0: there is none
+    shared_size: int = 0  # features of the expert that every token uses, scaled by a gate; 0 if there is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,9 +217,9 @@ class ModelConfig:
     torch_dtype: str  # "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None  # the checkpoint's
-    experts: ExpertsConfig | None = None  # None: every MLP is dense
+    experts: ExpertsConfig | None = None  # None if every MLP is dense
     layer_kinds: tuple[str, ...]  # one for each layer: "attention" or "recurrent"
-    recurrent: RecurrentConfig | None = None  # None: every layer is attention
+    recurrent: RecurrentConfig | None = None  # None if every layer is attention
     attention_gate: bool = False  # sigmoid gates multiply what attention yields
     norms_add_one: bool = False  # norms multiply by 1 + weight
     has_mtp: bool = False  # the checkpoint has a head that drafts (MTPHead)

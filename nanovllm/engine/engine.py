@@ -18,72 +18,18 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from nanovllm.capabilities.edits.logit_editor import NO_RULES, AnswerRules, LogitEditor
+from nanovllm.capabilities.edits.logit_editor import LogitEditor
 from nanovllm.engine.setup import EngineSetup
 from nanovllm.engine.step_loop import LinkMeter, StepLoop
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.executor.base import Executor, Runner
+from nanovllm.executor.base import Executor
 from nanovllm.plan.kv_spec import KVCacheSizes, StartReport
 from nanovllm.plan.outputs import Outbox, Receiver, StepOutput
-from nanovllm.plan.sequence import Sequence, TokenIds
+from nanovllm.plan.sequence import Request, Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule.proposer import StepMeter
 from nanovllm.schedule.scheduler import Scheduler
 from nanovllm.utils.interrupt import deferred_interrupt
-
-
-class Admission:
-    """Checks whether the engine can ever run a request, and makes the Sequence of an accepted one."""
-
-    def __init__(self, setup: EngineSetup, sizes: KVCacheSizes, report: StartReport) -> None:
-        num_kv_tokens = (sizes.num_cpu_blocks or sizes.num_gpu_blocks) * setup.config.block_size
-        self.max_model_len = setup.max_model_len
-        self.max_request_tokens = min(setup.max_model_len, num_kv_tokens + 1)  # nothing reads the last token's K/V
-        self._vocab_size = setup.model_config.vocab_size
-        self._seed = setup.config.seed
-        # Beyond this length, dynamic rope makes a key's rotation depend on the prompt's length, so only prompts of
-        # the same length may share blocks
-        self._max_shared_prompt_tokens: int | None = None
-        if report.needs_rope_lens:
-            self._max_shared_prompt_tokens = setup.model_config.rope.original_max_position_embeddings
-
-    def check(self, token_ids: TokenIds, params: SamplingParams) -> None:
-        """Raise RequestError for a request that can never run. `token_ids` must be in the vocabulary."""
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params has type {type(params).__name__}, expected SamplingParams")
-        if params.n != 1:
-            raise RequestError(f"n={params.n} applies to generate and chat; here, add a request for each answer")
-        if not token_ids:
-            raise RequestError("the prompt is empty; it needs at least one token")
-        if not params.required_tokens and len(token_ids) >= self.max_model_len:
-            raise RequestError(
-                f"prompt of {len(token_ids)} tokens leaves no room for an answer in max_model_len="
-                f"{self.max_model_len}; shorten the prompt or raise max_model_len"
-            )
-        num_required = params.required_tokens or 1
-        if len(token_ids) + num_required > self.max_model_len:
-            raise RequestError(
-                f"prompt of {len(token_ids)} tokens + max_tokens={num_required} exceeds "
-                f"max_model_len={self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
-            )
-        for name in ("stop_token_ids", "logit_bias"):
-            if unknown := [token_id for token_id in getattr(params, name) or () if token_id >= self._vocab_size]:
-                last = self._vocab_size - 1
-                raise RequestError(f"{name} {unknown} are outside the vocabulary 0..{last}; leave them out")
-
-    def make_sequence(
-        self, request_id: int, token_ids: TokenIds, params: SamplingParams, cache_salt: str | None
-    ) -> Sequence:
-        """Make the sequence of a request that has passed `check`. Fills in the seed and max_tokens if not given."""
-        drawn = (self._seed * 1_000_003 + request_id) & (2**63 - 1)
-        seed = drawn if params.seed is None else params.seed
-        params = params.within(self.max_request_tokens - len(token_ids))
-        limit = self._max_shared_prompt_tokens
-        salt = len(token_ids) if limit is not None and len(token_ids) > limit else 0
-        if cache_salt is not None:
-            text = f"{salt} {cache_salt}".encode(errors="surrogatepass")
-            salt = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
-        return Sequence(request_id, token_ids, params, seed, salt)
 
 
 class Turns:
@@ -91,8 +37,8 @@ class Turns:
 
     A step takes from a millisecond to a second, so no thread holds a lock while one runs. `lock` guards only short
     sections: beginning and ending a turn, queueing calls, and delivering outputs. A thread that waits for outputs is
-    woken after every step, and takes the next turn itself if its own have not arrived. A thread that needs a turn of
-    its own, for example to close the engine, goes before those that wait for outputs.
+    woken after every step, and takes the next turn itself if its outputs have not arrived. A thread that needs a turn,
+    for example to close the engine, goes before the threads that wait for outputs.
     """
 
     def __init__(self) -> None:
@@ -107,7 +53,7 @@ class Turns:
     def begin(self, unless: Callable[[], bool] | None = None) -> bool:
         """Wait for a turn and take it. Returns False, without a turn, if `unless()` becomes true first.
 
-        Without `unless`, the thread queues for a turn of its own. Call `end` afterwards, whatever this returns or
+        Without `unless`, the thread queues for a turn. Always call `end` afterwards, even if this returns False or
         raises. Raises EngineError if this thread already has the turn.
         """
         ticket = object()
@@ -162,7 +108,7 @@ Result = TypeVar("Result")
 
 
 class Engine:
-    """Runs requests of token ids. Once it has failed or is closed, add_request, step, next_output and stats raise
+    """Runs requests of token ids. Once it has failed or is closed, add_sequence, step, next_output and stats raise
     EngineError.
     """
 
@@ -171,12 +117,18 @@ class Engine:
     ) -> None:
         """Called by startup.start_engine. The engine owns the executor and closes it."""
         self.setup, self.executor, self.scheduler = setup, executor, scheduler
-        self.admission = Admission(setup, sizes, report)
+        num_kv_tokens = (sizes.num_cpu_blocks or sizes.num_gpu_blocks) * setup.config.block_size
+        self.max_request_tokens = min(setup.max_model_len, num_kv_tokens + 1)  # nothing reads the last token's K and V
+        # Beyond this length, dynamic rope makes a key's rotation depend on the prompt's length, so only prompts of
+        # the same length may share blocks
+        self._max_shared_prompt_tokens = setup.max_model_len
+        if report.needs_rope_lens:
+            self._max_shared_prompt_tokens = setup.model_config.rope.original_max_position_embeddings
         self.closed_because: str | None = None  # why the engine can no longer be used
         self._turns = Turns()
         self._request_ids = itertools.count()
         self._link_byte_per_s = report.link_byte_per_s
-        self._link_meter: LinkMeter | None = None  # None: no blocks cross the link
+        self._link_meter: LinkMeter | None = None  # stays None if no blocks cross the link
         if setup.config.enable_cpu_offload:
             self._link_meter = LinkMeter(setup.plan.spec.block_bytes, setup.plan.spec.block_size)
         self._steps = StepLoop(
@@ -190,8 +142,6 @@ class Engine:
         yield from speculator.meters()
         if bound is not None:
             yield bound.times
-        elif self.scheduler.disk is not None:
-            yield self.scheduler.disk.times
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -206,54 +156,54 @@ class Engine:
         return self._steps.has_work
 
     @property
-    def is_beside_long_step(self) -> bool:
+    def is_next_to_long_step(self) -> bool:
         """True if a long step has just ended, or is planned. Pass on what has arrived before the next turn.
 
         Answers have already waited for a step that has ended. Launching a planned one holds up everything else.
         """
-        return self._steps.is_beside_long_step
+        return self._steps.is_next_to_long_step
 
-    def add_request(
-        self,
-        token_ids: TokenIds,
-        params: SamplingParams,
-        receiver: Receiver,
-        rules: AnswerRules = NO_RULES,
-        cache_salt: str | None = None,
-    ) -> int:
-        """Queue a request that `admission.check` has accepted, and return its id.
+    def make_sequences(self, request: Request) -> list[Sequence]:
+        """Make the sequences of all answers to a request. They are not queued, and share what they can.
 
-        It shares KV only with requests of the same `cache_salt`. Raises RequestError, and changes nothing, if the KV
-        cache is too small for it.
+        Raises RequestError if the request is too long for the engine.
         """
-        self._check_open()
-        return self.add_sequence(self.make_sequence(token_ids, params, rules, cache_salt), receiver)
+        self._check_length(len(request.token_ids), request.params.required_tokens)
+        first, *others = (self._make_sequence(request, params) for params in request.params.per_answer())
+        self.scheduler.check_fits(first)
+        end_token_ids = self.scheduler.eos_token_ids | first.stop_token_ids
+        vocab_size = self.setup.model_config.vocab_size
+        first.editor = LogitEditor.make(request.params, request.token_ids, end_token_ids, vocab_size, request.rules)
+        for seq in others:
+            seq.editor = first.editor and first.editor.for_another_answer()
+        return [first, *others]
 
-    def make_sequence(
-        self,
-        token_ids: TokenIds,
-        params: SamplingParams,
-        rules: AnswerRules,
-        cache_salt: str | None,
-        first: Sequence | None = None,
-    ) -> Sequence:
-        """Make the sequence of a request that `admission.check` has accepted.
+    def _check_length(self, num_tokens: int, required_tokens: int | None) -> None:
+        limit = self.setup.max_model_len
+        if required_tokens is None and num_tokens >= limit:
+            raise RequestError(
+                f"prompt of {num_tokens} tokens leaves no room for an answer in max_model_len={limit}; shorten the "
+                "prompt or raise max_model_len"
+            )
+        if num_tokens + (required_tokens or 1) > limit:
+            raise RequestError(
+                f"prompt of {num_tokens} tokens + max_tokens={required_tokens} exceeds max_model_len={limit}; shorten "
+                "the prompt, lower max_tokens or raise max_model_len"
+            )
 
-        `first`: the sequence of another answer to the same prompt, not queued yet. They share what they can. Raises
-        RequestError if the KV cache is too small.
-        """
-        seq = self.admission.make_sequence(next(self._request_ids), token_ids, params, cache_salt)
-        self.scheduler.check_fits(seq)
-        if first is not None:
-            seq.editor = first.editor and first.editor.for_another_answer(rules)
-        else:
-            end_token_ids = self.scheduler.eos_token_ids | seq.stop_token_ids
-            vocab_size = self.setup.model_config.vocab_size
-            seq.editor = LogitEditor.make(params, token_ids, end_token_ids, vocab_size, rules)
-        return seq
+    def _make_sequence(self, request: Request, params: SamplingParams) -> Sequence:
+        """Fill in the seed and max_tokens if they are not given, and make the sequence of one answer."""
+        request_id, num_tokens = next(self._request_ids), len(request.token_ids)
+        drawn = (self.setup.config.seed * 1_000_003 + request_id) & (2**63 - 1)
+        seed = drawn if params.seed is None else params.seed
+        salt = num_tokens if num_tokens > self._max_shared_prompt_tokens else 0
+        if request.cache_salt is not None:
+            text = f"{salt} {request.cache_salt}".encode(errors="surrogatepass")
+            salt = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
+        return Sequence(request_id, request.token_ids, params.within(self.max_request_tokens - num_tokens), seed, salt)
 
     def add_sequence(self, seq: Sequence, receiver: Receiver) -> int:
-        """Queue a sequence from `make_sequence`, and return its id."""
+        """Queue a sequence from `make_sequences`, and return its id."""
         self._check_open()
         with deferred_interrupt():
             self._steps.receivers[seq.seq_id] = receiver
@@ -274,7 +224,7 @@ class Engine:
         return True
 
     def abort_all(self, outbox: Outbox) -> None:
-        """End all requests of an abandoned call, including those whose ids it never received."""
+        """End all requests of an abandoned call, including requests whose ids it never received."""
         with deferred_interrupt():
             for request_id, receiver in self._steps.receivers.copy().items():
                 if receiver.outbox is outbox:
@@ -307,11 +257,6 @@ class Engine:
     def check_ranks(self) -> None:
         """Raise EngineError if a rank has died. For the time between requests, when no step would notice."""
         self._in_turn(partial(self._run, self.executor.check))
-
-    def build_next_plan(self) -> bool:
-        """Call Runner.build_next_plan. For the time between requests. Raises what `check_ranks` raises."""
-        build = partial(self.executor.call, Runner.build_next_plan)
-        return bool(self._in_turn(partial(self._run, build)))
 
     def _in_turn(self, call: Callable[[], Result], unless: Callable[[], bool] | None = None) -> Result | None:
         """Wait for a turn and make a call in it. Returns None, without the call, if `unless()` becomes true first."""
@@ -360,7 +305,7 @@ class Engine:
         is_first, self.closed_because = self.closed_because is None, self.closed_because or "it is closed"
         self._steps.wait_for_last()
         try:
-            if is_first:  # after a failure nobody knows which K and V were written
+            if is_first:  # after a failure it is unknown which K and V were written
                 self._steps.store_all()
         finally:
             self.executor.close()

@@ -1,6 +1,5 @@
 """EngineSetup: all decisions about an engine, made and checked before anything is allocated."""
 
-import importlib.util
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -19,7 +18,7 @@ from nanovllm.capacity.plan_check import check_start
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.device.devices import installed_gpu, resolve_device
-from nanovllm.errors import ConfigError, install_command
+from nanovllm.errors import ConfigError
 from nanovllm.models.demo_model import model_path
 from nanovllm.plan.kv_spec import StagingSizes, dtype_name
 from nanovllm.plan.step_limits import max_model_len
@@ -43,6 +42,7 @@ class Internals:
     staging: StagingSizes = StagingSizes()
     make_offload_engine: OffloadEngineFactory = make_offload_engine
     cpu_split: CpuSplit | None = None  # instead of the one that start-up measures
+    least_load_tokens: int | None = None  # instead of the length from which on, by measurement, loading from disk pays
     drafters: tuple[Drafter, ...] | None = None  # instead of those that `speculation` names, unless it is off
     always_guesses: bool = False  # as many guesses as allowed, regardless of their cost
 
@@ -98,15 +98,10 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
 
 
 def _check_parts(config: Config, model_config: ModelConfig, device: torch.device) -> None:
-    """Raise ConfigError if Ray, the attention backend or the CPU threads that are asked for are not available.
+    """Raise ConfigError if the attention backend or the CPU threads that are asked for are not available.
 
     Checked here so that the error comes before any process is started or any weight loaded.
     """
-    if config.distributed_executor_backend == "ray" and importlib.util.find_spec("ray") is None:
-        raise ConfigError(
-            "distributed_executor_backend='ray' needs Ray, which is not installed; use 'mp', or run: "
-            f"{install_command('ray')}"
-        )
     dtype = getattr(torch, dtype_name(config, model_config))
     find_backend(config.attn_backend, device, dtype, model_config.head_dim, enforce_eager=config.enforce_eager)
     if config.cpu_attention_threads is not None:
@@ -114,18 +109,19 @@ def _check_parts(config: Config, model_config: ModelConfig, device: torch.device
             attention_cpus(config.cpu_attention_threads, rank, config.tensor_parallel_size)
 
 
-def find_machine(config: Config) -> Machine:
+def find_machine(config: Config, *, measures_cpu: bool = False) -> Machine:
     """Describe this machine for a plan. A GPU's rates are looked up by its name (capacity/machine.py).
 
     If there is no GPU and `config` does not ask for the CPU, assume an H200, so that users can plan for a machine that
-    they do not have yet.
+    they do not have yet. measures_cpu: where there is a GPU, measure the rate of CPU memory, too.
     """
     if config.device == "cpu":
         return Machine.cpu(available_host_bytes())
     gpu = installed_gpu(config)
     if gpu is None:
         return Machine.gpu(available_host_bytes(), name="an H200, assumed")
-    return Machine.found_gpu(available_host_bytes(), gpu.name, gpu.total_memory, (gpu.major, gpu.minor))
+    machine = Machine.found_gpu(available_host_bytes(), gpu.name, gpu.total_memory, (gpu.major, gpu.minor))
+    return machine.with_cpu(measure_cpu_memory(), "measured") if measures_cpu else machine
 
 
 def measure_cpu_memory(num_bytes: int = 2**29) -> float:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit, FollowingSplit
 from nanovllm.capabilities.cpu_attention.rates import make_cpu_attention, measure_split
-from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, DiskSetup
+from nanovllm.capabilities.disk.disk_moves import DiskSetup, least_load_tokens
 from nanovllm.capabilities.disk.tier import DiskBoard, DiskTier
 from nanovllm.capabilities.draft_head.drafts import HeadSetup
 from nanovllm.capabilities.draft_head.pages import HeadPages
@@ -23,7 +22,7 @@ from nanovllm.capabilities.shadow.shadow_spec import ShadowSize, ShadowSpec, div
 from nanovllm.capabilities.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from nanovllm.capabilities.speculation.speculator import Speculator, StepTimes
 from nanovllm.capacity.costs import prefill_flop, token_keys
-from nanovllm.capacity.plan import make_plan, plan_table
+from nanovllm.capacity.plan import make_plan, plan_summary
 from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import GPU_RESERVE_BYTES, Config
 from nanovllm.device.devices import release_failed_start
@@ -83,17 +82,12 @@ def _make_executor(setup: EngineSetup) -> Executor:
     )
     if config.tensor_parallel_size == 1:
         return LocalExecutor(factory)
-    devices = rank_devices(config.distributed_executor_backend, setup.device.type, config.tensor_parallel_size)
-    return ProcessExecutor(factory, devices)
+    return ProcessExecutor(factory, rank_devices(setup.device.type, config.tensor_parallel_size))
 
 
-def rank_devices(backend: str, device_type: str, size: int) -> AbstractContextManager[Sequence[torch.device]]:
-    """Return the device of each rank. `backend`: distributed_executor_backend. Ray is loaded only if chosen."""
-    if backend == "mp":
-        return nullcontext([torch.device(f"cuda:{rank}" if device_type == "cuda" else "cpu") for rank in range(size)])
-    from nanovllm.executor.ray_reservation import devices_from_ray
-
-    return devices_from_ray(device_type, size)
+def rank_devices(device_type: str, size: int) -> list[torch.device]:
+    """Return the device of each rank. device_type: "cuda" or "cpu"."""
+    return [torch.device(f"cuda:{rank}" if device_type == "cuda" else "cpu") for rank in range(size)]
 
 
 def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int]) -> Engine:
@@ -107,7 +101,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     kv = _make_kv_manager(setup.config, sizes, setup.plan.spec, companions, split)
     speculator = _make_speculator(setup, executor, kv)
     times = _chunk_times(setup)
-    disk = _open_disk(setup, executor, kv, times)
+    disk = _open_disk(setup, executor, kv)
     if is_gpu:
         executor.call(Runner.freeze_objects)
     report = executor.runner.start_report()
@@ -130,7 +124,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
         machine = plan.machine.with_link(report.link_byte_per_s, "measured")
         machine = replace(machine, cpu_byte_per_s=together, cpu_source="measured, the link and the CPU together")
         plan = make_plan(plan.config, setup.model_config, machine, sizes=sizes, staging=plan.spec.staging)
-        logger.info("%s", plan_table(plan))
+        logger.info("%s", plan_summary(plan))
         setup = replace(setup, plan=plan)
     return Engine(setup, executor, scheduler, sizes, report)
 
@@ -226,9 +220,9 @@ def _chunk_times(setup: EngineSetup) -> ChunkTimes:
     return ChunkTimes(token_keys(setup.model_config), MAX_GRAPH_CHUNK_TOKENS if has_graphs else 0)
 
 
-def _open_disk(setup: EngineSetup, executor: Executor, kv: KVCacheManager, times: ChunkTimes) -> DiskTier | None:
-    """Open the cache on disk on all ranks; None if there is none."""
-    config, spec = setup.config, setup.plan.spec
+def _open_disk(setup: EngineSetup, executor: Executor, kv: KVCacheManager) -> DiskTier | None:
+    """Open the cache on disk on all ranks, and find out from which length on loading pays. None without a cache."""
+    config = setup.config
     if config.kv_disk_path is None:
         return None
     snapshots = kv.pool.index.snapshots
@@ -238,28 +232,30 @@ def _open_disk(setup: EngineSetup, executor: Executor, kv: KVCacheManager, times
     opened = DiskSetup(path, str(config.model), config.disk_bytes, board.address, num_places)
     try:
         keys = executor.call(Runner.open_disk, opened)
+        least_tokens = _least_load_tokens(setup, executor)
     except BaseException:
         board.close()
         raise
-    return DiskTier(
-        keys,
-        kv,
-        board,
-        extent_bytes=DISK_GRAIN_TOKENS * spec.block_bytes // spec.block_size,
-        state_bytes=0 if spec.states is None else spec.states.state_bytes,
-        times=times,
-        stores_prompts=config.kv_disk_policy == "prompt",
-        least_prompt_s=partial(_least_prompt_s, setup),
+    return DiskTier(keys, kv, board, least_load_tokens=least_tokens)
+
+
+def _least_load_tokens(setup: EngineSetup, executor: Executor) -> int:
+    """Return the length from which on a prefix is loaded. On a CPU that is always faster than computing."""
+    plan, spec = setup.plan, setup.plan.spec
+    if setup.internals.least_load_tokens is not None:
+        return setup.internals.least_load_tokens
+    if setup.device.type == "cpu":
+        return 0
+    rates = executor.call(Runner.measure_disk)
+    token_bytes = spec.block_bytes // spec.block_size
+    state_bytes = 0 if spec.states is None else spec.states.state_bytes
+    flop = partial(prefill_flop, plan.config, plan.model)
+    least_tokens = least_load_tokens(rates, flop, token_bytes, state_bytes, setup.max_model_len)
+    logger.info(
+        "KV on disk: computing %.0f tokens/s, reading %.2f GB/s: prefixes are loaded from %d tokens on",
+        *(rates.num_tokens / rates.prompt_s, rates.read_byte_per_s / 1e9, least_tokens),
     )
-
-
-def _least_prompt_s(setup: EngineSetup, num_tokens: int, position: int) -> float | None:
-    """The time that the GPU's peak rate leaves for a part of a prompt. None if the rate is unknown, as on a CPU."""
-    plan = setup.plan
-    if not plan.machine.flop_per_s:
-        return None
-    flop = [prefill_flop(plan.config, plan.model, context) for context in (position + num_tokens, position) if context]
-    return (flop[0] - sum(flop[1:])) / plan.machine.flop_per_s
+    return least_tokens
 
 
 def companion_setups(spec: KVCacheSpec, sizes: KVCacheSizes) -> list[CompanionSetup]:

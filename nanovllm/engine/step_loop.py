@@ -28,11 +28,11 @@ logger = logging.getLogger("nanovllm")
 class LinkMeter:
     """Measures the rates at which decode steps that miss blocks bring in their keys.
 
-    These are the bytes that cross the link, and those that the CPU attends to, divided by the time of the steps. A
-    step's time runs from the end of the step before to its own. It counts only if both are decode steps that miss
-    blocks: then it contains no prefill, and work that overlaps two steps is counted once. The time includes moments in
-    which the link is idle, because the figure shows how much of the link decoding uses in practice. Only pauses are
-    left out (StepMeter).
+    The rates are the bytes that cross the link, and the bytes that the CPU attends to, divided by the time of the
+    steps. A step's time runs from the end of the step before to the end of the step. It counts only if both are decode
+    steps that miss blocks: then the time contains no prefill, and work that overlaps two steps is counted once. The
+    time includes moments in which the link is idle, because the rates show how much of the link decoding uses in
+    practice. Only pauses are left out (StepMeter).
     """
 
     def __init__(self, block_bytes: int, block_size: int) -> None:
@@ -65,7 +65,7 @@ class LinkMeter:
 
 
 PAUSE_S = 0.05  # a caller has paused if it stays away so long between two steps
-STORE_ALL_S = 60.0  # for what is still to be written to disk when the engine is closed
+STORE_ALL_S = 60.0  # time limit for the extents that are still to be written when the engine is closed
 MASK_PAUSE_S = 0.5e-3  # between checks for masks that other threads compute, if there is nothing else to do
 
 
@@ -77,7 +77,7 @@ class _InFlight(NamedTuple):
 
 
 class StepLoop:
-    """Runs steps, for one thread at a time. `receivers`: those of unfinished requests, by request id."""
+    """Runs steps, for one thread at a time. `receivers`: the receivers of unfinished requests, by request id."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class StepLoop:
         return bool(self.receivers) or self._planned is not None
 
     @property
-    def is_beside_long_step(self) -> bool:
+    def is_next_to_long_step(self) -> bool:
         """See Engine."""
         return self._planned is not None or self._ended_long
 
@@ -245,11 +245,11 @@ class StepLoop:
                 self._executor.wait_for(in_flight.launched)
 
     def store_all(self) -> None:
-        """Write all that is not on disk yet, before the engine is closed, and wait for it."""
+        """Wait until the prompts that have been computed are on disk, before the engine is closed."""
         disk = self._scheduler.disk
         if disk is None or self._planned is not None:  # what was planned has not been computed
             return
-        self._executor.call(Runner.move_disk, disk.last_moves())
+        self._move_disk()
         start_s = time.monotonic()
         is_told = False
         while disk.num_pending and (waited_s := time.monotonic() - start_s) < STORE_ALL_S:

@@ -8,7 +8,7 @@ single rank, in this process; ProcessExecutor (processes.py) has several.
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from nanovllm.capabilities.disk.disk_moves import DiskMoves, DiskSetup
+from nanovllm.capabilities.disk.disk_moves import DiskMoves, DiskRates, DiskSetup
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import EngineError
 from nanovllm.plan.kv_spec import KVCacheSizes, StartReport
@@ -82,19 +82,14 @@ class Runner(Protocol):
         Raises ConfigError if it cannot be opened.
         """
 
+    def measure_disk(self) -> DiskRates:
+        """Time the computing of a prompt and the reading of extents, by the slowest rank. Needs an opened cache."""
+
     def move_disk(self, moves: DiskMoves) -> None:
         """Begin to move extents, in other threads. Called between steps, when all that are planned are launched."""
 
     def freeze_objects(self) -> None:
         """Exempt all objects that exist now from garbage collection, until `close`."""
-
-    def build_next_plan(self) -> bool:
-        """Build one more of the plans that long prompts would otherwise wait for. A plan that cannot be built is left
-        out. Until it is built, a request that arrives has to wait: 30 ms on average on an H200.
-
-        Returns False if there is none left. Called between steps, by the thread that runs them: libraries may keep
-        plans for one thread.
-        """
 
     def start_report(self) -> StartReport:
         """Tell the engine what it needs to know about the ranks. Called once, at the end of start-up."""

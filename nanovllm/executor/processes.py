@@ -25,7 +25,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -75,29 +75,27 @@ class ProcessExecutor(Executor):
     def __init__(
         self,
         make_runner: Callable[[TPGroup], Any],
-        devices: AbstractContextManager[Sequence[torch.device]],
+        devices: Sequence[torch.device],
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         """Start the ranks, and build the runner of each with `make_runner(tp)`. Returns when all are ready.
 
-        `make_runner` is pickled. `devices` gives each rank its device, `tp.device`, for as long as the ranks exist. It
-        has two or more devices of one type. An exception on rank 0 is raised here as it is; on another rank, it becomes
-        a WorkerDiedError with its traceback. Either way all workers have then been stopped.
+        `make_runner` is pickled. `devices` has the device of each rank, `tp.device`: two or more devices of one type.
+        An exception on rank 0 is raised here as it is; on another rank, it becomes a WorkerDiedError with its
+        traceback. Either way all workers have then been stopped.
         """
         self._workers: list[_Worker] = []
         self._failure: str | None = None
         self._is_closed = False
-        self._reservation = ExitStack()
-        self._finalizer = weakref.finalize(self, _end_workers, self._workers, self._reservation, STOP_TIMEOUT_S)
+        self._finalizer = weakref.finalize(self, _end_workers, self._workers, STOP_TIMEOUT_S)
         self.tp = TPGroup()
-        chosen = self._reservation.enter_context(devices)
-        self._num_threads = threads_per_rank(len(chosen))
+        self._num_threads = threads_per_rank(len(devices))
         with self._watch():
             store = open_store()
-            job = Job(pickle.dumps(make_runner), chosen, store.port, self._num_threads)
+            job = Job(pickle.dumps(make_runner), devices, store.port, self._num_threads)
             self._sender = self._start_workers(job, segment_bytes)
             self._wait_for_stage(STARTED)  # rank 0 cannot be interrupted while it connects, so only now
-            self.tp = connect(store, 0, len(chosen), chosen[0])
+            self.tp = connect(store, 0, len(devices), devices[0])
             self.runner: Runner = make_runner(self.tp)
             self._wait_for_stage(READY)
 
@@ -160,7 +158,7 @@ class ProcessExecutor(Executor):
 
     def _end(self, timeout_s: float) -> None:
         if self._finalizer.detach() is not None:
-            _end_workers(self._workers, self._reservation, timeout_s)
+            _end_workers(self._workers, timeout_s)
             self.tp.close()
 
     @contextmanager
@@ -198,7 +196,7 @@ class ProcessExecutor(Executor):
     def _wait_for_stage(self, stage: str) -> None:
         self.check()
         while any(worker.stage != stage for worker in self._workers):
-            wait([worker.reports for worker in self._workers])
+            wait([worker.reports for worker in self._workers], CHECK_INTERVAL_S)  # an exception may be due meanwhile
             self.check()
 
 
@@ -239,21 +237,20 @@ class _Worker:
         return f"worker rank {self.rank} died {how}"
 
 
-def _end_workers(workers: Sequence[_Worker], reservation: ExitStack, timeout_s: float) -> None:
-    """Give the workers `timeout_s` to end by themselves, then kill them, and give their devices back.
+def _end_workers(workers: Sequence[_Worker], timeout_s: float) -> None:
+    """Give the workers `timeout_s` to end by themselves, then kill them.
 
     It must not refer to the executor, so that an executor that is forgotten can be collected.
     """
-    with reservation:
-        for worker in workers:
-            worker.control.close()
-        deadline = time.monotonic() + timeout_s
-        for worker in workers:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
-        for worker in workers:
-            worker.process.kill()
-            worker.process.join()
-            worker.reports.close()
+    for worker in workers:
+        worker.control.close()
+    deadline = time.monotonic() + timeout_s
+    for worker in workers:
+        worker.process.join(max(0.0, deadline - time.monotonic()))
+    for worker in workers:
+        worker.process.kill()
+        worker.process.join()
+        worker.reports.close()
 
 
 # -- in a worker -------------------------------------------------------------------------------------------------

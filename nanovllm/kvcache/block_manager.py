@@ -167,7 +167,7 @@ class KVCacheManager(ABC):
         return holder
 
     def fill(self, holder: Sequence, num_tokens: int) -> None:
-        """The holder's blocks have its first `num_tokens` tokens now. Prompts can match them; the holder is gone."""
+        """Register the holder's first `num_tokens` tokens, so that prompts can match them, and free the holder."""
         self.pool.register(holder, num_tokens)
         for block_id in reversed(holder.block_table):
             self.pool.release(self.pool.blocks[block_id])

@@ -222,10 +222,6 @@ class PrefixIndex:
                 return block
         return None
 
-    def holder(self, prefix_id: int) -> Block | None:
-        """A block that holds the last grain of a prefix."""
-        return self._newest.get(prefix_id)
-
     def prefix_ids(self) -> Collection[int]:
         """The ids of all known prefixes."""
         return self._newest.keys()

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from itertools import islice
 
 import numpy as np
 
@@ -27,10 +26,6 @@ class Snapshots:
     def find(self, prefix_id: int | None) -> int | None:
         """The snapshot of a prefix, if it has one."""
         return None if prefix_id is None else self._by_prefix.get(prefix_id)
-
-    def oldest(self, share: int) -> list[int]:
-        """The prefixes that lose their snapshots when 1/`share` of all snapshots is taken."""
-        return list(islice(self._by_prefix, max(0, self.count // share - len(self._unused))))
 
     def use(self, prefix_id: int) -> int:
         """Return the snapshot of a prefix, which becomes the most recently used one."""

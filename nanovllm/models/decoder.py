@@ -5,15 +5,16 @@ Every rank runs it on its own heads and features. The argument `attn` is what th
 Shapes: T packed tokens, H query heads, K kv heads of this rank, D head dim, S sampled rows.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from nanovllm.attention.base import StepAttention
 from nanovllm.checkpoint.model_config import MAX_MLP_TOKENS, ModelConfig
+from nanovllm.checkpoint.model_layout import model_layout
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.delta_net import GatedDeltaNet
@@ -32,19 +33,43 @@ from nanovllm.layers.moe import SparseMLP
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotary_order, rotate_and_store
 
 
-def quantization_of(config: ModelConfig, parent: str, *names: str) -> Quantization | None:
-    """The format of a module that consists of these layers of the checkpoint, if all of them are quantized."""
-    quantization = config.quantization
-    if quantization is None or not all(quantization.covers(f"{parent}.{name}") for name in names):
-        return None
-    return quantization
+class Builder:
+    """Builds the parts of a model on one rank, as the model's layout lists them (checkpoint/model_layout.py)."""
+
+    def __init__(self, config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> None:
+        self.config, self.tp, self.dtype = config, tp, dtype
+        self._linears = model_layout(config).linears()
+
+    def quantization(self, *names: str) -> Quantization | None:
+        """Return the format of these weights if all of them are quantized, else None."""
+        formats = [self._linears[name].quantization(self.config) for name in names]
+        return formats[0] if all(formats) else None
+
+    def settings(self, name: str) -> dict[str, Any]:
+        """Return the arguments of a linear layer that do not depend on its class."""
+        bias, quantization = self._linears[name].bias, self.quantization(name)
+        return {"bias": bias, "quantization": quantization, "tp": self.tp, "dtype": self.dtype}
+
+    def row_parallel(self, name: str) -> RowParallelLinear:
+        linear = self._linears[name]
+        return RowParallelLinear(linear.columns, linear.rows[0], **self.settings(name))
+
+    def gate_up(self, name: str) -> GateUpParallelLinear:
+        linear = self._linears[name]
+        return GateUpParallelLinear(linear.columns, linear.rows, **self.settings(name))
+
+    def norm(self, size: int | None = None, order: Sequence[slice] | None = None) -> RMSNorm:
+        """A norm of `size` features, by default the hidden state's."""
+        c = self.config
+        return RMSNorm(size or c.hidden_size, c.rms_norm_eps, dtype=self.dtype, adds_one=c.norms_add_one, order=order)
 
 
 class Attention(nn.Module):
     """`name`: its name in the checkpoint. `layer`: its number among the layers of attention."""
 
-    def __init__(self, config: ModelConfig, name: str, layer: int, tp: TPGroup, dtype: torch.dtype) -> None:
+    def __init__(self, build: Builder, name: str, layer: int) -> None:
         super().__init__()
+        config = build.config
         self.layer = layer
         order = rotary_order(config.head_dim, config.rotary_dim)
         self.qkv_proj = QKVParallelLinear(
@@ -52,26 +77,16 @@ class Attention(nn.Module):
             config.head_dim,
             config.num_heads,
             config.num_kv_heads,
-            bias=config.qkv_bias,
-            tp=tp,
-            dtype=dtype,
-            quantization=quantization_of(config, name, "q_proj", "k_proj", "v_proj"),
             gated=config.attention_gate,
             head_rows=order,
+            **build.settings(f"{name}.qkv_proj"),
         )
-        self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim,
-            config.hidden_size,
-            bias=config.o_bias,
-            tp=tp,
-            dtype=dtype,
-            quantization=quantization_of(config, name, "o_proj"),
-        )
+        self.o_proj = build.row_parallel(f"{name}.o_proj")
         self.eps = config.rms_norm_eps
         self.qk_norm, self.is_gated = config.qk_norm, config.attention_gate
         if config.qk_norm:
-            self.q_norm = new_norm(config, dtype, config.head_dim, order)
-            self.k_norm = new_norm(config, dtype, config.head_dim, order)
+            self.q_norm = build.norm(config.head_dim, order)
+            self.k_norm = build.norm(config.head_dim, order)
 
     def forward(
         self, hidden: torch.Tensor, cos_sin: torch.Tensor, attn: StepAttention, rows: torch.Tensor | None
@@ -95,24 +110,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """`name`: its name in the checkpoint."""
 
-    def __init__(self, config: ModelConfig, name: str, tp: TPGroup, dtype: torch.dtype) -> None:
+    def __init__(self, build: Builder, name: str) -> None:
         super().__init__()
-        self.gate_up_proj = GateUpParallelLinear(
-            config.hidden_size,
-            [config.intermediate_size] * 2,
-            bias=config.mlp_bias,
-            tp=tp,
-            dtype=dtype,
-            quantization=quantization_of(config, name, "gate_proj", "up_proj"),
-        )
-        self.down_proj = RowParallelLinear(
-            config.intermediate_size,
-            config.hidden_size,
-            bias=config.mlp_bias,
-            tp=tp,
-            dtype=dtype,
-            quantization=quantization_of(config, name, "down_proj"),
-        )
+        self.gate_up_proj = build.gate_up(f"{name}.gate_up_proj")
+        self.down_proj = build.row_parallel(f"{name}.down_proj")
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.gate_up_proj(hidden))
@@ -121,27 +122,17 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """`name`: its name in the checkpoint. `kind`: attention or recurrent. `number`: among the layers of that kind."""
 
-    def __init__(
-        self, config: ModelConfig, name: str, kind: str, number: int, is_sparse: bool, tp: TPGroup, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, build: Builder, name: str, kind: str, number: int, *, is_sparse: bool) -> None:
         super().__init__()
-        self.input_layernorm = new_norm(config, dtype)
+        self.input_layernorm = build.norm()
         self.self_attn: Attention | None = None
         self.linear_attn: GatedDeltaNet | None = None
         if kind == "attention":
-            self.self_attn = Attention(config, f"{name}.self_attn", number, tp, dtype)
+            self.self_attn = Attention(build, f"{name}.self_attn", number)
         else:
-            self.linear_attn = _delta_net(config, f"{name}.linear_attn", number, tp, dtype)
-        self.post_attention_layernorm = new_norm(config, dtype)
-        name = f"{name}.mlp"
-        if config.experts is not None and is_sparse:
-            kinds = ("gate_proj", "up_proj", "down_proj")
-            names = [f"experts.{expert}.{kind}" for expert in range(config.experts.num_experts) for kind in kinds]
-            quantization = quantization_of(config, name, *names)
-            shared = MLP(config, f"{name}.shared_expert", tp, dtype) if config.experts.shared_size else None
-            self.mlp: nn.Module = SparseMLP(config.hidden_size, config.experts, tp, dtype, quantization, shared)
-        else:
-            self.mlp = MLP(config, name, tp, dtype)
+            self.linear_attn = _delta_net(build, f"{name}.linear_attn", number)
+        self.post_attention_layernorm = build.norm()
+        self.mlp = _sparse_mlp(build, f"{name}.mlp") if is_sparse else MLP(build, f"{name}.mlp")
 
     def forward(
         self,
@@ -169,35 +160,41 @@ class DecoderLayer(nn.Module):
             attn.attend(self.self_attn.layer, hidden.new_empty(0, 1, 1))
 
 
-def new_norm(
-    config: ModelConfig, dtype: torch.dtype, size: int | None = None, order: Sequence[slice] | None = None
-) -> RMSNorm:
-    size = size or config.hidden_size
-    return RMSNorm(size, config.rms_norm_eps, dtype=dtype, adds_one=config.norms_add_one, order=order)
+def _delta_net(build: Builder, name: str, number: int) -> GatedDeltaNet:
+    config = build.config
+    assert config.recurrent is not None, "the layer is recurrent"
+    qkvz, ba, out = (build.quantization(f"{name}.{each}") for each in ("in_proj_qkvz", "in_proj_ba", "out_proj"))
+    return GatedDeltaNet(
+        config.hidden_size, config.recurrent, number, config.rms_norm_eps, build.tp, build.dtype, (qkvz, ba, out)
+    )
 
 
-def _delta_net(config: ModelConfig, name: str, number: int, tp: TPGroup, dtype: torch.dtype) -> GatedDeltaNet:
-    assert config.recurrent is not None
-    stacked = ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"), ("out_proj",)
-    qkvz, ba, out = (quantization_of(config, name, *names) for names in stacked)
-    return GatedDeltaNet(config.hidden_size, config.recurrent, number, config.rms_norm_eps, tp, dtype, (qkvz, ba, out))
+def _sparse_mlp(build: Builder, name: str) -> SparseMLP:
+    experts = build.config.experts
+    assert experts is not None, "the layer has experts"
+    quantization = build.quantization(f"{name}.experts.gate_up", f"{name}.experts.down")
+    shared = MLP(build, f"{name}.shared_expert") if experts.shared_size else None
+    return SparseMLP(build.config.hidden_size, experts, build.tp, build.dtype, quantization, shared)
 
 
 class Decoder(nn.Module):
     """Everything but the head. Its modules have the names that they have in the checkpoint."""
 
-    def __init__(self, config: ModelConfig, tp: TPGroup, *, max_model_len: int, dtype: torch.dtype) -> None:
+    def __init__(self, build: Builder, *, max_model_len: int) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp, dtype=dtype)
+        config = build.config
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, tp=build.tp, dtype=build.dtype
+        )
         self.rotary_emb = RotaryEmbedding(
             config.rope, config.head_dim, max_model_len=max_model_len, rotary_dim=config.rotary_dim
         )
         kinds, sparse = config.layer_kinds, config.experts.layers if config.experts else ()
         self.layers = nn.ModuleList(
-            DecoderLayer(config, f"model.layers.{i}", kind, kinds[:i].count(kind), i in sparse, tp, dtype)
+            DecoderLayer(build, f"model.layers.{i}", kind, kinds[:i].count(kind), is_sparse=i in sparse)
             for i, kind in enumerate(kinds)
         )
-        self.norm = new_norm(config, dtype)
+        self.norm = build.norm()
         self.skips_inner_layers = False
         modules = [tuple(map(_kind, layer.modules())) for layer in self.layers]
         self._first_of_kind = {modules.index(each) for each in modules}
@@ -230,30 +227,23 @@ def _kind(module: nn.Module) -> tuple[type, type]:
 
 
 class MTPHead(nn.Module):
-    """The head with which some checkpoints draft, from multi-token prediction in training: one layer of attention.
+    """The draft head of some checkpoints, from multi-token prediction in training: one layer of attention.
 
-    It guesses the token after the next one, from the model's hidden state of a token and the token that came after it.
-    Its keys and values belong to such pairs; the first is the hidden state of token 0 with token 1. For a further guess
-    its own output takes the place of the hidden state, and its guess that of the token.
+    It drafts the token after the next one, from the model's hidden state of a token and the token that came after it.
+    Its keys and values belong to such pairs; the first pair is the hidden state of token 0 with token 1. For further
+    draft tokens, the head reads its own output instead of the hidden state, and its draft token instead of the token.
 
-    Its modules have the names that they have in the checkpoint. Embedding and output head are the model's.
+    Its modules have the checkpoint's names. It uses the model's embedding and output head.
     """
 
-    def __init__(self, config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> None:
+    def __init__(self, build: Builder) -> None:
         super().__init__()
-        self.pre_fc_norm_embedding = new_norm(config, dtype)
-        self.pre_fc_norm_hidden = new_norm(config, dtype)
-        self.fc = RowParallelLinear(
-            2 * config.hidden_size,
-            config.hidden_size,
-            bias=False,
-            tp=tp,
-            dtype=dtype,
-            quantization=quantization_of(config, "mtp", "fc"),
-        )
-        is_sparse, number = config.experts is not None, config.num_attention_layers
-        self.layers = nn.ModuleList([DecoderLayer(config, "mtp.layers.0", "attention", number, is_sparse, tp, dtype)])
-        self.norm = new_norm(config, dtype)
+        self.pre_fc_norm_embedding = build.norm()
+        self.pre_fc_norm_hidden = build.norm()
+        self.fc = build.row_parallel("mtp.fc")
+        is_sparse, number = build.config.experts is not None, build.config.num_attention_layers
+        self.layers = nn.ModuleList([DecoderLayer(build, "mtp.layers.0", "attention", number, is_sparse=is_sparse)])
+        self.norm = build.norm()
 
     def forward(
         self,
@@ -264,7 +254,7 @@ class MTPHead(nn.Module):
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """Embedded tokens [T, hidden_size], and for each the hidden state of the token before it, after the last norm
-        -> hidden states [T, hidden_size], or [S, hidden_size] if `rows` [S] selects tokens. Hot: once per guess.
+        -> hidden states [T, hidden_size], or [S, hidden_size] if `rows` [S] selects tokens. Hot: once per draft token.
 
         It calls `attn` with the number of the model's attention layers.
         """
@@ -276,23 +266,17 @@ class MTPHead(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A decoder and its head on one rank. Parameters are uninitialised until the loader has filled them.
-
-    `stacked_names` lists the layers of the checkpoint that are stacked in one module here, in order.
+    """A decoder and its head on one rank, and the draft head if `with_mtp`. Parameters are uninitialised until the
+    loader has filled them.
     """
 
-    stacked_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-        "gate_up_proj": ("gate_proj", "up_proj"),
-        "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
-        "in_proj_ba": ("in_proj_b", "in_proj_a"),
-        "gate": ("gate", "shared_expert_gate"),
-    }
-
-    def __init__(self, config: ModelConfig, tp: TPGroup, *, max_model_len: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, tp: TPGroup, *, max_model_len: int, dtype: torch.dtype, with_mtp: bool = False
+    ) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, tp, max_model_len=max_model_len, dtype=dtype)
+        build = Builder(config, tp, dtype)
+        self.model = Decoder(build, max_model_len=max_model_len)
         self.lm_head = ParallelLMHead(
             config.vocab_size,
             config.hidden_size,
@@ -300,7 +284,9 @@ class CausalLM(nn.Module):
             dtype=dtype,
             tied_to=self.model.embed_tokens.weight if config.tie_word_embeddings else None,
         )
-        self.mtp: MTPHead | None = None
+        assert config.has_mtp or not with_mtp, "the checkpoint has no draft head"
+        self.mtp = MTPHead(build) if with_mtp else None
+        self._stacked = {linear.name: tuple(linear.layers) for linear in model_layout(config).linears().values()}
 
     def draft(
         self,
@@ -311,10 +297,10 @@ class CausalLM(nn.Module):
         rope_lens: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states of the draft head (MTPHead), from which `compute_logits` makes guesses.
+        """Hidden states of the draft head (MTPHead), from which `compute_logits` drafts.
 
         `hidden` [T, hidden_size]: of the token before each of `input_ids` [T], from `forward` or from this function.
-        `positions`: those of the hidden states. The others are as in `forward`.
+        `positions`: the positions of the hidden states. The other arguments are as in `forward`.
         """
         assert self.mtp is not None, "the model was built without its draft head"
         cos_sin = self.model.rotary_emb.cos_sin(positions, rope_lens)
@@ -368,6 +354,6 @@ class CausalLM(nn.Module):
             if module is self or not isinstance(module, HasWeightShards):
                 continue
             parent, _, name = path.rpartition(".")
-            checkpoint_names = self.stacked_names.get(name, (name,))
+            layers = self._stacked.get(path, (name,))
             for layer, parameter, shard in module.weight_shards():
-                yield ".".join(filter(None, (parent, checkpoint_names[layer], parameter))), shard
+                yield ".".join(filter(None, (parent, layers[layer], parameter))), shard

@@ -12,15 +12,16 @@ from pathlib import Path
 import torch
 
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.model_layout import model_layout
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.linear import WeightShard
 from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight
-from nanovllm.models.decoder import CausalLM, MTPHead
+from nanovllm.models.decoder import CausalLM
 from nanovllm.models.quantized_weights import QuantizedReader, quantize, stored_parts
 from nanovllm.models.stored_tensors import FLOAT_DTYPES, StoredTensor, open_tensors
-from nanovllm.utils.progress import progress_bar
+from nanovllm.utils import progress_bar
 
 _KV_SCALES = (
     *("_proj.k_scale", "_proj.v_scale", "_attn.k_scale", "_attn.v_scale", "_attn.q_scale", "_attn.kv_scale"),
@@ -52,14 +53,6 @@ def build_model(
     ranks.
     """
 
-    def build(device: torch.device | str) -> CausalLM:
-        with torch.device(device):
-            model = CausalLM(config, tp, max_model_len=max_model_len, dtype=dtype)
-            if with_mtp:
-                assert config.has_mtp, "the checkpoint has no draft head"
-                model.mtp = MTPHead(config, tp, dtype)
-        return model
-
     if directory is not None:
         with ExitStack() as files:
             stored = _open(directory, files, config)
@@ -67,8 +60,9 @@ def build_model(
             if quantization is not None and not quantization.is_online:
                 ignored = (*quantization.ignored, *_unquantized_layers(stored))
                 config = replace(config, quantization=replace(quantization, ignored=ignored))
-            _check(build("meta"), directory, stored)
-    return build(device)
+            _check(config, directory, stored, with_mtp=with_mtp)
+    with torch.device(device):
+        return CausalLM(config, tp, max_model_len=max_model_len, dtype=dtype, with_mtp=with_mtp)
 
 
 def _open(directory: Path | None, files: ExitStack, config: ModelConfig) -> dict[str, StoredTensor]:
@@ -113,15 +107,19 @@ def load_weights(
         stored = _open(directory, files, model.config)
         for name, of_name in shards.items():
             for shard in of_name:
-                source = _find(name, shard, stored, model.config.quantization)
+                source = _find(name, shard.full_shape, stored, model.config.quantization, shard.target.device)
                 assert source is not None, "a missing tensor has been refused"
                 _fill(shard, source)
             progress.update()
 
 
-def _check(model: CausalLM, directory: Path, stored: Mapping[str, StoredTensor]) -> None:
-    """Raise CheckpointError if tensors are missing or unknown, or have a wrong shape or type."""
-    sources = {name: _find(name, shard, stored, model.config.quantization) for name, shard in model.weight_shards()}
+def _check(config: ModelConfig, directory: Path, stored: Mapping[str, StoredTensor], *, with_mtp: bool) -> None:
+    """Compare the checkpoint's tensors with the model's layout.
+
+    Raise CheckpointError if tensors are missing or unknown, or have a wrong shape or type.
+    """
+    cpu, shapes = torch.device("cpu"), model_layout(config).shapes(with_mtp=with_mtp)
+    sources = {name: _find(name, shape, stored, config.quantization, cpu) for name, shape in shapes.items()}
     missing = [name for name, source in sources.items() if source is None]
     used: set[str] = set()
     for name, source in sources.items():
@@ -137,7 +135,7 @@ def _check(model: CausalLM, directory: Path, stored: Mapping[str, StoredTensor])
         if all(name.startswith("mtp.") for name in missing):
             remedy = "the draft head in these files is not complete, so use another speculation than mtp or auto"
         raise CheckpointError(f"{directory} misses weights: {_first(missing)}; {remedy}")
-    if unknown := [name for name in unused if not _may_be_ignored(name, stored, model)]:
+    if unknown := [name for name in unused if not _may_be_ignored(name, stored, config, with_mtp)]:
         remedy = "check that config.json belongs to these files"
         if unknown == [_HEAD]:
             remedy = "it is not the embedding, so remove it, or use hf_overrides={'tie_word_embeddings': False}"
@@ -149,20 +147,25 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _find(
-    name: str, shard: WeightShard, stored: Mapping[str, StoredTensor], quantization: Quantization | None
+    name: str,
+    shape: tuple[int, ...],
+    stored: Mapping[str, StoredTensor],
+    quantization: Quantization | None,
+    device: torch.device,
 ) -> QuantizedReader | StoredTensor | None:
-    """The checkpoint's tensors for a parameter, or for part of it; None if there are none. Reads nothing."""
-    is_matrix = len(shard.full_shape) == 2
+    """Return the tensors that have the weight of this name and shape, or None if there are none. Reads nothing.
+
+    device: where quantized weights are unpacked.
+    """
+    is_matrix = len(shape) == 2
     parts = stored_parts(quantization, name, stored) if quantization and is_matrix else {}
     if quantization and parts:
-        return QuantizedReader(quantization, parts, shard.full_shape, shard.target.device)
+        return QuantizedReader(quantization, parts, shape, device)
     if name not in stored:
         return None
     source = stored[name]
-    if source.shape != shard.full_shape:
-        raise CheckpointError(
-            f"{source.where} has shape {list(source.shape)}, but config.json asks for {list(shard.full_shape)}"
-        )
+    if source.shape != shape:
+        raise CheckpointError(f"{source.where} has shape {list(source.shape)}, but config.json asks for {list(shape)}")
     if source.dtype not in FLOAT_DTYPES:
         given = f"quant_method={quantization.method!r}" if quantization else "no quantization_config"
         raise CheckpointError(
@@ -200,19 +203,19 @@ def _store(weight: QuantizedWeight, target: torch.Tensor | PackedRows, where: st
         weight.copy_values(target)
 
 
-def _may_be_ignored(name: str, stored: Mapping[str, StoredTensor], model: CausalLM) -> bool:
+def _may_be_ignored(name: str, stored: Mapping[str, StoredTensor], config: ModelConfig, with_mtp: bool) -> bool:
     """Return True for a tensor that some checkpoints contain although it changes nothing: the model computes or shares
     it, or it belongs to a quantized KV cache, where ours has the model's dtype, or it is a bias of zeros, which some
-    tools write beside every quantized weight, or part of the model that reads images or drafts.
+    tools write for every quantized weight, or it belongs to the part that reads images or to an unused draft head.
     """
-    unused = ("model.visual.",) if model.mtp is not None else ("model.visual.", "mtp.")
-    if model.config.recurrent and name.startswith(unused):
+    unused = ("model.visual.",) if with_mtp else ("model.visual.", "mtp.")
+    if config.recurrent and name.startswith(unused):
         return True
-    if model.config.quantization and name.endswith(_KV_SCALES):
+    if config.quantization and name.endswith(_KV_SCALES):
         return True
-    if model.config.quantization and name.endswith("_proj.bias"):
+    if config.quantization and name.endswith("_proj.bias"):
         return not stored[name].read().any()
-    if name == _HEAD and model.config.tie_word_embeddings:
+    if name == _HEAD and config.tie_word_embeddings:
         embedding = stored.get(_EMBEDDING)
         return embedding is not None and stored[name].equals(embedding)
     return name.endswith("rotary_emb.inv_freq")

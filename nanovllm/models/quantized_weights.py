@@ -1,4 +1,4 @@
-"""Quantized weights: reading those of a checkpoint's format (checkpoint/quantization.py), and quantizing others.
+"""Read quantized weights in a checkpoint's format (checkpoint/quantization.py), and quantize other weights.
 
 N output features, K input features, G groups of columns that share a scale. The layouts, from the sources of
 transformers, compressed-tensors, AutoAWQ and AutoGPTQ:
@@ -10,7 +10,7 @@ transformers, compressed-tensors, AutoAWQ and AutoGPTQ:
 | awq | qweight [K, N words] | scales [G, N] | qzeros [G, N words] |
 | gptq | qweight [K words, N] | scales [G, N] | qzeros [G, N words] |
 
-A word is an int32 with the codes of neighbours, the first in its lowest bits; awq has an order of its own.
+A word is an int32 with the codes of neighbours, the first in its lowest bits; awq has another order.
 """
 
 import functools

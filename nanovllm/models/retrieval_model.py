@@ -55,7 +55,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.utils.user_cache import user_cache
+from nanovllm.utils import user_cache
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ class StoredTensor:
     """A tensor of a checkpoint, of which nothing is read until it is asked for."""
 
     def __init__(self, name: str, file: Path, tensors: Any) -> None:
-        self.name, self.where = name, f"{name} in {file}"  # the latter for error messages
+        self.name, self.where = name, f"{name} in {file}"  # `where` is for error messages
         self._tensors, self._slice = tensors, tensors.get_slice(name)
         self.shape = tuple(self._slice.get_shape())
         self.dtype = str(self._slice.get_dtype())  # as safetensors names it

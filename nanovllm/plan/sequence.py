@@ -1,17 +1,32 @@
-"""Sequence: one request from arrival to end. It holds all state of the request, as integers."""
+"""Request: a prompt and the parameters of its answers. Sequence: one of these answers from arrival to end."""
 
 import time
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal, TypeAlias
 
-from nanovllm.capabilities.edits.logit_editor import LogitEditor, TokenConstraint
+from nanovllm.plan.logit_edits import NO_RULES, AnswerRules, Editor, TokenConstraint
 from nanovllm.plan.step_plan import SamplingRow
 from nanovllm.sampling_params import SamplingParams
 
 ErrorCause: TypeAlias = Literal["request", "engine"]  # "request": the request's own parameters made it fail
 TokenIds: TypeAlias = "array[int]"  # int64, so that hashes and model inputs can use the bytes of a slice directly
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that has been checked. TextFrontend.make_request makes it from what users give.
+
+    From here on, the token ids are neither checked again nor changed, and only a Sequence that appends to them copies
+    them.
+    """
+
+    token_ids: TokenIds  # of the prompt; at least one
+    params: SamplingParams  # for `n` answers
+    rules: AnswerRules = NO_RULES
+    cache_salt: str | None = None  # only requests with equal salts share KV
 
 
 class SequenceStatus(Enum):
@@ -21,7 +36,10 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """A prompt and its answer so far.
+    """A prompt and its answer so far. It holds all state of the answer, as integers.
+
+    Until the first token of the answer arrives, `token_ids` is the array of the Request. So the answers to one prompt
+    take its memory once while they wait, and a prompt is copied at a moment when its prefill has taken far longer.
 
     num_computed_tokens never exceeds num_tokens. `num_pending_tokens` counts tokens that planned steps are still
     sampling: they have a position but no id yet, so num_tokens includes them and token_ids does not.
@@ -33,14 +51,14 @@ class Sequence:
         self, seq_id: int, token_ids: Iterable[int], params: SamplingParams, seed: int, hash_salt: int = 0
     ) -> None:
         self.seq_id = seq_id
-        self.token_ids: TokenIds = array("q", token_ids)
+        self.token_ids: TokenIds = token_ids if isinstance(token_ids, array) else array("q", token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.params = params
         assert params.max_tokens is not None, f"sequence {seq_id} has no limit; the engine resolves max_tokens=None"
         self.max_tokens = params.max_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.sampling = SamplingRow.make(params, seed)
-        self.editor: LogitEditor | None = None  # None: the logits stay as they are
+        self.editor: Editor | None = None  # or None if the logits stay as they are
         self.num_scored_tokens = 1  # with prompt_logprobs: those that planned steps compute; the first token has none
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
@@ -61,11 +79,9 @@ class Sequence:
         self.hash_salt = hash_salt  # sequences with different salts never share blocks
         self.grain_hashes: list[int] = []
         self.num_registered_tokens = 0
-        self.disk_keys: list[
-            bytes
-        ] = []  # keys of its first extents (capabilities/disk/disk_moves.py), as far as they were needed
+        self.disk_keys: list[bytes] = []  # of prefixes of 0, 1, 2, ... extents (capabilities/disk/disk_moves.py)
+        self.num_submitted_tokens = 0  # tokens that were submitted to be written to disk
         self.num_disk_tokens = 0  # K and V that were in memory or on disk, without gaps, when it waited for the disk
-        self.num_loadable_tokens = self.num_prompt_tokens  # fewer once a load of its state has failed
 
         self.arrival_s = time.perf_counter()
         self.first_token_s: float | None = None
@@ -127,6 +143,8 @@ class Sequence:
         """Append the id of the oldest pending token, which has arrived from the GPU."""
         assert self.num_pending_tokens > 0, f"sequence {self.seq_id} has no pending token"
         assert position == len(self.token_ids), f"sequence {self.seq_id} got token {position} out of order"
+        if position == self.num_prompt_tokens:
+            self.token_ids = self.token_ids[:]  # the request's array stays as it is
         self.token_ids.append(token_id)
         self.num_pending_tokens -= 1
         self.last_token_s = time.perf_counter()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from nanovllm.capabilities.edits.logit_editor import LogitEdits
+from nanovllm.plan.logit_edits import LogitEdits
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -31,7 +31,7 @@ from nanovllm.runner.companion_memory import CompanionColumns
 from nanovllm.runner.cpu_part import CpuRows
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import StepInputs
-from nanovllm.utils.progress import progress_bar
+from nanovllm.utils import progress_bar
 
 
 @cache

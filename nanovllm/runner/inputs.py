@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from nanovllm.capabilities.edits.logit_editor import Penalties, RowEdits
 from nanovllm.kernels.sampling_tensors import EditTensors, SamplingTensors
+from nanovllm.plan.logit_edits import Penalties, RowEdits
 from nanovllm.plan.step_plan import SamplingRow, StepPlan
 from nanovllm.utils.arithmetic import ceil_div
 

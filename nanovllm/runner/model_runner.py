@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from nanovllm.attention.base import LibraryPlan
 from nanovllm.attention.selection import choose_backend
-from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, DiskMoves, DiskSetup
+from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, DiskMoves, DiskRates, DiskSetup
 from nanovllm.capabilities.disk.store import DiskStore
 from nanovllm.capabilities.disk.worker import DiskWorker, open_worker, weights_identity
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -49,14 +48,17 @@ from nanovllm.runner.startup_steps import (
     chunk_steps,
     largest_steps,
     launch_sampler,
+    prompt_step,
     short_steps,
     warm_up_products,
 )
 from nanovllm.runner.step_result import StepResult
 from nanovllm.runner.step_runner import CompanionSetup, ModelDrafts, StepRunner
+from nanovllm.utils import __version__
 from nanovllm.utils.arithmetic import format_bytes
 from nanovllm.utils.memory import available_host_bytes
-from nanovllm.utils.version import __version__
+
+TIMED_PROMPT_TOKENS = 4096  # of the prompt that is computed to compare with reading from disk
 
 logger = logging.getLogger("nanovllm")
 
@@ -139,7 +141,6 @@ class ModelRunner:
         self.model.eval()
         self._weights_identity = weights_identity(self.model) if config.kv_disk_path is not None else ""
         self.num_heads = model_config.num_heads // tp.size  # query heads of this rank
-        self._unbuilt: Iterator[LibraryPlan] | None = None  # None before the first is built
 
     def close_compile_server(self, is_complete: bool = False) -> None:
         """Nothing is compiled from here on. `is_complete`: all kernels that this engine needs have been."""
@@ -195,25 +196,10 @@ class ModelRunner:
         for companion in self.memory.companions:
             companion.launch_kernels(self._queries(1), self.memory.cache, self.max_model_len)
 
-    def library_plans(self) -> Sequence[LibraryPlan]:
-        """AttentionBackend.library_plans for the chunks that steps can hold."""
-        max_query_len = min(self.config.max_num_batched_tokens, self.max_model_len)
-        return self.backend.library_plans(self._queries(1), self.spec.num_kv_heads, max_query_len, self.max_model_len)
-
-    @on_own_device
-    @torch.inference_mode()
-    def build_next_plan(self) -> bool:
-        """Build the next of `library_plans`, for the thread that calls. Returns False if there is none left."""
-        if self._unbuilt is None:
-            self._unbuilt = iter(self.library_plans())
-        plan = next(self._unbuilt, None)
-        if plan is None:
-            return False
-        try:
-            plan.build()
-        except RuntimeError as error:  # such as too little memory; no prompt may ever need this plan
-            logger.debug("a plan is left until a prompt needs it: %s", error)
-        return True
+    def build_plans(self, has_time: Callable[[], bool]) -> None:
+        """AttentionBackend.build_plans for the chunks that steps can hold."""
+        lens = min(self.config.max_num_batched_tokens, self.max_model_len), self.max_model_len
+        self.backend.build_plans(self._queries(1), self.spec.num_kv_heads, *lens, has_time=has_time)
 
     def max_split_bytes(self) -> int:
         """AttentionBackend.max_split_bytes of this model."""
@@ -319,6 +305,20 @@ class ModelRunner:
         return self._disk.store
 
     @on_own_device
+    def measure_disk(self) -> DiskRates:
+        """Time the computing of a prompt and the reading of extents, by the slowest rank."""
+        assert self._disk is not None, "open_disk comes first"
+        num_tokens = min(TIMED_PROMPT_TOKENS, self.config.max_num_batched_tokens, self.max_model_len)
+        with self.phases("KV on disk"):
+            for _ in range(2):  # the first step may be slow
+                start_s = time.perf_counter()
+                self.launch(prompt_step(num_tokens, self.spec.block_size)).token_ids()
+            prompt_s = time.perf_counter() - start_s
+            own = torch.tensor([-prompt_s, self._disk.measure()], dtype=torch.float64, device=self.device)
+            prompt_s, byte_per_s = self.tp.all_gather(own).view(self.tp.size, 2).amin(0).tolist()
+        return DiskRates(num_tokens, -prompt_s, byte_per_s)
+
+    @on_own_device
     def move_disk(self, moves: DiskMoves) -> None:
         assert self._disk is not None, "open_disk comes first"
         self._disk.submit(moves)
@@ -367,7 +367,7 @@ class ModelRunner:
             self.reset_graphs()
             if self._memory is not None:
                 self._memory.close()
-            self._memory = self._steps = self._unbuilt = None
+            self._memory = self._steps = None
             vars(self).pop("model", None)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -451,9 +451,7 @@ def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_bl
                 runner.launch(plan)
             if not runner.config.enforce_eager:
                 runner.make_graphs(most_gpu_blocks).launch_kernels()
-        for library_plan in runner.library_plans():
-            if library_plan.is_needed or is_compiling():
-                library_plan.build()
+        runner.build_plans(is_compiling)
     runner.close_compile_server(is_complete=True)
     runner.reset_graphs()
 

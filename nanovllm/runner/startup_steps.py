@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanovllm.capabilities.edits.logit_editor import Biases, LogitEdits, Penalties, RowEdits
 from nanovllm.device.devices import (
     current_device,
 )
@@ -20,6 +19,7 @@ from nanovllm.layers.moe import Router
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
+from nanovllm.plan.logit_edits import Biases, LogitEdits, Penalties, RowEdits
 from nanovllm.plan.step_limits import MAX_DECODE_QUERIES
 from nanovllm.plan.step_plan import KVMoves, PromptScores, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.runner.inputs import sampling_arrays, to_device
@@ -88,6 +88,11 @@ def chunk_steps(max_num_tokens: int, max_model_len: int, block_size: int) -> lis
         lengths = _lengths(num_tokens, ceil_div(num_tokens, max_model_len), max_model_len)
         steps.append(StepPlan(_sequences(lengths, max_model_len, block_size), KVMoves()))
     return steps
+
+
+def prompt_step(num_tokens: int, block_size: int) -> StepPlan:
+    """Return a step that computes a whole prompt."""
+    return StepPlan(_sequences((num_tokens,), num_tokens + 1, block_size), KVMoves())
 
 
 def _sequences(lengths: Sequence[int], max_model_len: int, block_size: int) -> tuple[SequenceStep, ...]:

@@ -20,8 +20,8 @@ from itertools import islice
 import numpy as np
 
 from nanovllm.capabilities.disk.tier import DiskTier
-from nanovllm.capabilities.edits.logit_editor import LogitEdits
 from nanovllm.kvcache.block_manager import KVCacheManager, PagedKeys
+from nanovllm.plan.logit_edits import LogitEdits
 from nanovllm.plan.sequence import ErrorCause, Sequence, SequenceStatus
 from nanovllm.plan.step_limits import MAX_DECODE_QUERIES, MAX_VERIFYING_ROWS
 from nanovllm.plan.step_plan import PromptScores, SequenceStep, StepPlan
@@ -277,8 +277,7 @@ class Scheduler:
         self.kv.check_fits(seq)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a request. Raises RequestError if it could never run."""
-        self.check_fits(seq)
+        """Queue a request that `check_fits` has accepted."""
         self.sequences[seq.seq_id] = seq
         if self.disk is None or not self.disk.wait_for_load(seq):
             self._queue(seq)
@@ -311,7 +310,7 @@ class Scheduler:
             self.running.remove(seq)
             self._underway.remove(seq)
             if self.disk is not None:
-                self.disk.note_contents(seq)
+                self.disk.store(seq)
         elif self.disk is None or not self.disk.forget(seq):
             self._leave_queue(seq)
         self.kv.free(seq)
@@ -514,8 +513,6 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self._underway.remove(seq)
-        if self.disk is not None:
-            self.disk.note_contents(seq)
         self.kv.preempt(seq)
         seq.status = SequenceStatus.WAITING
         self._queue(seq)
@@ -569,7 +566,7 @@ class Scheduler:
             updated.append(seq)
             seq.num_pending_guesses = 0
             if self.disk is not None and len(seq.token_ids) == seq.num_prompt_tokens:
-                self.disk.prompt_computed(seq)
+                self.disk.store(seq)
             if step.num_guesses:
                 self.speculator.verified(seq, step.num_guesses, tokens)
             for i, token_id in enumerate(tokens):

@@ -114,11 +114,6 @@ class ChunkTimes:
         in_graphs = self._in_graphs.line()
         return in_graphs if in_graph else self._launched.line() or in_graphs
 
-    def prompt_s(self, num_tokens: int, position: int) -> float | None:
-        """Estimate the time to compute so many tokens of a prompt from `position` on. None if nothing was measured."""
-        line = self.line()
-        return line and line.fixed_s + line.work_s * chunk_work(num_tokens, position, self.token_keys)
-
 
 class _MeasuredLine:
     """A line through the newest times of chunks."""

@@ -13,13 +13,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from copy import copy
 from functools import partial
 from typing import Any, TypeAlias
 
 from nanovllm.plan.outputs import Ending, Outbox, PositionLogprobs, Receiver, TextOf, TextSource
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import ReasoningTags
+from nanovllm.text.reasoning import ReasoningSplitter
 from nanovllm.utils.automaton import Automaton
 
 READER_TIMEOUT_S = 1.0
@@ -46,7 +46,7 @@ class TokenDecoder:
 
     @property
     def anchor(self) -> tuple[list[int], str]:
-        """A token to put before others, which then are not at the start of a text, and its text. Cached.
+        """Return a token to put before others, so that they are not at the start of a text, and its text. Cached.
 
         Decoders may strip the space of a text's first word. The list is empty for a tokenizer without such a token.
         """
@@ -84,7 +84,7 @@ class TokenDecoder:
         return len(text), REPLACEMENT in text
 
     def _text_len(self, token_id: int) -> int | None:
-        """Return the number of characters in a token's text; None if it never has any. Cached."""
+        """Return the number of characters in a token's text, or None if the token never has text. Cached."""
         if token_id not in self._text_lens:
             text = self.decode([token_id])
             text_len = len(text)
@@ -132,9 +132,9 @@ class StopStrings:
     """
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
-        self._automaton = Automaton[str]()
-        self._whole = {self._automaton.add(string) for string in strings}  # states
-        self._links = self._automaton.link(self._whole)
+        self._automaton = Automaton(strings)
+        self._whole = {path[-1] for path in self._automaton.paths}  # states
+        self._links = self._automaton.links(self._whole)
 
     def __bool__(self) -> bool:
         return bool(self._whole)
@@ -149,64 +149,7 @@ class StopStrings:
 
     def num_found(self, state: int) -> int:
         """Return the length of the longest stop string at the end of the text, 0 without one."""
-        found = state if state in self._whole else self._links[state]
-        return self._automaton.depths[found] if found >= 0 else 0
-
-
-class AnswerStart:
-    """Finds the start of the answer proper in a text that grows: after its reasoning and the white space around it."""
-
-    def __init__(self, tags: ReasoningTags | None) -> None:
-        self._tags = tags
-        self._is_inside = tags is not None and tags.has_begun  # the reasoning has begun
-        self._has_ended = False  # the reasoning
-        self._held: list[str] = []  # may belong to a tag
-        self.is_found = tags is None
-
-    def copy(self) -> "AnswerStart":
-        other = copy(self)
-        other._held = self._held.copy()
-        return other
-
-    def split(self, piece: str, finished: bool) -> tuple[str, str]:
-        """Return the next text of the reasoning, and the next text of the answer proper. Hot.
-
-        finished: this is the last piece.
-        """
-        if self.is_found:
-            return "", piece
-        self._held.append(piece)
-        if not (self._is_inside or finished) and piece.isspace():  # joining it each time would be quadratic
-            return "", ""
-        assert self._tags is not None, "without tags, the answer begins at once"
-        text, self._held, before = "".join(self._held), [], ""
-        if not self._is_inside and not self._has_ended:
-            begun = text.lstrip()
-            if begun != self._tags.begin and self._tags.begin.startswith(begun) and not finished:
-                self._held = [text]
-                return "", ""
-            if not begun.startswith(self._tags.begin):
-                self.is_found = True
-                return "", text
-            self._is_inside = True
-            before = text[: len(text) - len(begun) + len(self._tags.begin)]
-            text = text[len(before) :]
-        if self._is_inside:
-            reasoning, tag, text = text.partition(self._tags.end)
-            if not tag:
-                end = len(reasoning) if finished else len(reasoning) - num_begun(reasoning, self._tags.end)
-                self._held = [reasoning[end:]]
-                return before + reasoning[:end], ""
-            self._is_inside, self._has_ended, before = False, True, before + reasoning + tag
-        answer = text.lstrip()
-        self.is_found = bool(answer)
-        return before + text[: len(text) - len(answer)], answer
-
-
-def num_begun(text: str, tag: str) -> int:
-    """Return how many characters at the end of `text` could be the beginning of `tag`."""
-    longest = min(len(text), len(tag) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(tag[:length])), 0)
+        return self._automaton.depths[state if state in self._whole else self._links[state]]
 
 
 class Detokenizer:
@@ -237,7 +180,7 @@ class Detokenizer:
         self._decoder = decoder
         self._stop = stop
         self._include_stop = include_stop
-        self._answer_start = AnswerStart(reasoning)
+        self._reasoning = ReasoningSplitter(reasoning)
         self._num_unstoppable_tokens = min_tokens  # from here on
         self._window, self._num_context_tokens = self._end_of_prompt(prompt)
         # The newest visible tokens are decoded together. The first have been read, and are kept for those after them
@@ -271,10 +214,10 @@ class Detokenizer:
             new_token_ids = new_token_ids[:-1]
         piece = self._read(self._decoder.visible(new_token_ids), finished)
         if self._stop:
-            reasoning, piece = self._answer_start.split(piece, finished)
+            *before, answer = self._reasoning.split(piece, finished)
             if self._num_unstoppable_tokens <= 0:
-                piece = self._cut_at_stop(piece, finished)
-            piece = reasoning + piece
+                answer = self._cut_at_stop(answer, finished)
+            piece = "".join((*before, answer))
         self._num_unstoppable_tokens -= len(new_token_ids)
         self._shown.write(piece)
         return piece
@@ -390,7 +333,7 @@ class TextReceiver(Receiver, TextSource):
         self.detokenizer = detokenizer
         self._decodes_each = detokenizer.has_stop_strings
         self._new_token_ids: deque[int] = deque()  # not decoded yet; the engine's thread may append without the lock
-        self._lock = threading.Lock()  # guards the detokenizer and what follows: the reader has a thread of its own
+        self._lock = threading.Lock()  # guards the detokenizer and what follows, which the reader's thread uses, too
         self._piece = ""  # decoded, but not read yet
         self._failure: Ending | None = None
         self._is_whole = False  # nothing is held back for later tokens

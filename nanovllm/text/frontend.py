@@ -2,11 +2,12 @@
 
     text = TextFrontend(model_config, directory)
     engine = start_engine(setup, text.end_token_ids)
-    prompt = text.encode_prompt("Hello")
-    engine.add_request(prompt, params, text.receiver(outbox, params, prompt))
+    request = text.make_request("Hello", params)
+    for seq in engine.make_sequences(request):
+        engine.add_sequence(seq, text.receiver(outbox, seq.params, seq.token_ids))
 
-A model without a tokenizer has a frontend too, which accepts only token ids and makes no text. Any thread may call any
-method.
+`make_request` is the only gate between users and the engine: the code after it trusts a Request. A model without a
+tokenizer has a frontend too, which accepts only token ids and makes no text. Any thread may call any method.
 """
 
 import hashlib
@@ -18,44 +19,44 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from nanovllm.capabilities.edits.bad_words import BadWords, TokenTable
-from nanovllm.capabilities.edits.logit_editor import AnswerRules
 from nanovllm.checkpoint.files import TOKENIZER_FILES, VOCABULARY_FILES, has_default_template, has_tokenizer, read_json
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.errors import CheckpointError, RequestError
+from nanovllm.plan.logit_edits import AnswerRules
 from nanovllm.plan.outputs import Outbox, Receiver
-from nanovllm.plan.sequence import TokenIds
+from nanovllm.plan.sequence import Request, TokenIds
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import REPLACEMENT, Detokenizer, StopStrings, TextReceiver, TokenDecoder
 from nanovllm.text.request_check import (
     Prompt,
     are_in_vocabulary,
-    cache_salt,
     check_conversations,
     check_token_ids,
+    content_and_salt,
+    prompt_list,
     render_chat,
-    text_or_token_ids,
 )
-from nanovllm.text.structured import Grammar, GrammarCompiler, TokenMatcher
+from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 from nanovllm.text.token_bytes import BYTES_OF_LETTERS, read_token_bytes
 
 # Where a text may be cut. Tokenizers in the style of GPT-2 split a text into words with a regular expression, and each
-# word has its own tokens. A cut is allowed where, whatever the text around it, one word ends and another begins, and
-# where no word before it would end differently if the text ended there:
+# word has its own tokens. A cut is allowed where one word ends and another begins in any surrounding text, and where no
+# word before the cut would end differently if the text ended there:
 # - before a space, unless white space precedes it. In all patterns below, a space either starts a word or belongs to a
 #   word that consists of white space.
-# - before a full stop or comma of Chinese or Japanese that follows a letter of theirs.
-# - in GPT-2's pattern, before a line feed that follows no white space; in the others, where a line feed may belong to
-#   the punctuation before it, after the last line feed. o200k lets slashes follow there, too.
-# The patterns are known ones because each needs this proof: one with `\b` or a look behind would depend on what is
-# before the cut. NFC changes nothing across these cuts: space and line feed combine with nothing, and the punctuation
-# with nothing before it.
+# - before a full stop or comma of Chinese or Japanese that follows a Chinese or Japanese letter.
+# - in GPT-2's pattern, before a line feed that follows no white space; in the other patterns, where a line feed may
+#   belong to the punctuation before it, after the last line feed. In o200k, slashes may follow the line feed.
+# Only known patterns are cut because each pattern needs this proof: a pattern with `\b` or a look-behind would depend
+# on the text before the cut. NFC changes nothing across these cuts: space and line feed combine with nothing, and the
+# punctuation combines with nothing before it.
 _ANY_CUT = r"(?<=\S)(?= )|(?<=[\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5])(?=[\u3001\u3002\uff0c])"
-# Python's white space includes that of the tokenizers' regular expressions, so \S is safe in both
+# Python's white space includes the white space of the tokenizers' regular expressions, so \S is safe in both patterns
 _GPT2_CUT = re.compile(_ANY_CUT + r"|(?<=\S)(?=\n)")
 _CUT = re.compile(_ANY_CUT + r"|(?<=\n)(?=[^\s/])")
 
@@ -229,7 +230,7 @@ def _num_bytes(piece: str, token_ids: TokenIds) -> int:
 
 
 def _special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]] | None:
-    """Return the tokens that the tokenizer adds around a text; None if it also changes those between them."""
+    """Return the tokens that the tokenizer adds around a text, or None if it also changes the tokens of the text."""
     sample = "a"
     plain = tokenizer.encode(sample, add_special_tokens=False)
     whole = tokenizer.encode(sample, add_special_tokens=True)
@@ -302,7 +303,7 @@ def _check_token_ids(tokenizer: Any, directory: Path) -> None:
 
 
 def _named_tokens(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the ids of tokens that the files beside tokenizer.json give, with each file's name."""
+    """Yield the ids of tokens that the files other than tokenizer.json give, with each file's name."""
     for name in ("vocab.json", "added_tokens.json"):
         if (directory / name).is_file() and not (name == "vocab.json" and (directory / "tokenizer.json").is_file()):
             yield name, read_json(directory / name)
@@ -474,18 +475,53 @@ class TextFrontend:
         self._stop_strings = lru_cache(MAX_STOP_STRINGS)(StopStrings)
         self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.end_token_ids)
 
-    def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenIds:
-        """Return the prompt's token ids (int64). `add_special_tokens`: a text gets those that the tokenizer adds.
+    # -- requests ------------------------------------------------------------------------------------------------
 
+    def make_requests(
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | list[SamplingParams] | None
+    ) -> list[Request]:
+        """Make the requests of one prompt or several.
+
+        params: for all prompts, or a list with one for each; None means SamplingParams().
+        """
+        listed = prompt_list(prompts)
+        if not isinstance(params, list | tuple):
+            params = [SamplingParams() if params is None else params] * len(listed)
+        if len(params) != len(listed):
+            raise RequestError(f"{len(params)} sampling_params for {len(listed)} prompts; give one, or one per prompt")
+        return list(map(self.make_request, listed, params))
+
+    def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Check a prompt and its parameters. Raises RequestError for all that no engine of this model can run.
+
+        A long text can take a second to tokenize, and a grammar to compile.
+        """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params has type {type(params).__name__}, expected SamplingParams")
+        content, cache_salt = content_and_salt(prompt)
+        token_ids = self.encode_prompt(content, cache_salt=cache_salt)
+        if not token_ids:
+            raise RequestError("the prompt is empty; it needs at least one token")
+        for name in ("stop_token_ids", "logit_bias"):
+            if unknown := [token_id for token_id in getattr(params, name) or () if token_id >= self._vocab_size]:
+                last = self._vocab_size - 1
+                raise RequestError(f"{name} {unknown} are outside the vocabulary 0..{last}; leave them out")
+        return Request(token_ids, params, self.rules(params), cache_salt)
+
+    def encode_prompt(
+        self, prompt: str | Sequence[int], *, add_special_tokens: bool = True, cache_salt: str | None = None
+    ) -> TokenIds:
+        """Return the token ids (int64) of a text, or a copy of token ids.
+
+        add_special_tokens: let the tokenizer add its special tokens to a text. cache_salt: the salt of the request.
         Raises RequestError for prompts of other types, for ids outside the vocabulary, and for text if the model has
         no tokenizer.
         """
-        salt, prompt = cache_salt(prompt), text_or_token_ids(prompt)
         if not isinstance(prompt, str):
             return check_token_ids(prompt, self._vocab_size)
         if self.tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer, but this model has none; give a list of token ids")
-        return self._encode(prompt, add_special_tokens, salt)
+        return self._encode(prompt, add_special_tokens, cache_salt)
 
     def _encode(self, text: str, add_special_tokens: bool, cache_salt: str | None) -> TokenIds:
         """Encode a text. Raises RequestError if a token is outside the model's vocabulary.
@@ -514,30 +550,27 @@ class TextFrontend:
 
         `after`: the tokens before these; the last one is enough. Their text is left out.
         """
-        before = check_token_ids(list(after), self._vocab_size).tolist()
-        listed = check_token_ids(list(token_ids), self._vocab_size).tolist()
+        before, listed = (check_token_ids(list(each), self._vocab_size).tolist() for each in (after, token_ids))
         if self.tokenizer is None:
             raise RequestError("the text of tokens needs a tokenizer, but this model has none")
         decode = self._decoders[False].decode
         return decode(before + listed)[len(decode(before)) :]
 
-    def check_params(self, params: SamplingParams) -> None:
-        """Raise RequestError for parameters that need a missing tokenizer, and for unusable bad_words or grammars.
+    def rules(self, params: SamplingParams) -> AnswerRules:
+        """Return bad_words and structured_outputs as rules on tokens.
 
-        Compiling a grammar can take a second.
+        Raises RequestError for parameters that need a missing tokenizer, and for unusable bad_words or grammars.
         """
         if self.tokenizer is None:
             if params.stop:
                 raise RequestError("stop strings need a tokenizer, but this model has none; use stop_token_ids")
             if params.bad_words:
                 raise RequestError("bad_words need a tokenizer, but this model has none; use logit_bias")
-        self._bad_words_of(params)
-        self._grammar_of(params)
-
-    def rules(self, params: SamplingParams) -> AnswerRules:
-        """Return bad_words and structured_outputs as rules on tokens. Raises RequestError as `check_params` does."""
-        bad_words, grammar = self._bad_words_of(params), self._grammar_of(params)
-        return AnswerRules(bad_words, None if grammar is None else TokenMatcher(grammar, params.ignore_eos))
+        make_constraint = None
+        if params.structured_outputs is not None:
+            grammar = self._grammars.compile(params.structured_outputs, params.reasoning_tags)
+            make_constraint = partial(TokenMatcher, grammar, params.ignore_eos)
+        return AnswerRules(self._bad_words_of(params), make_constraint)
 
     def _bad_words_of(self, params: SamplingParams) -> BadWords | None:
         if not params.bad_words:
@@ -546,11 +579,6 @@ class TextFrontend:
         endings = () if params.include_stop_str_in_output else (*endings, *(params.stop_token_ids or ()))
         with self._bad_words_lock:
             return self._bad_words(tuple(params.bad_words), params.skip_special_tokens, endings)
-
-    def _grammar_of(self, params: SamplingParams) -> Grammar | None:
-        if params.structured_outputs is None:
-            return None
-        return self._grammars.compile(params.structured_outputs, params.reasoning_tags)
 
     def check_stream(self, params: SamplingParams) -> None:
         """Raise RequestError for a request whose text cannot be streamed."""

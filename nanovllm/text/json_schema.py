@@ -185,7 +185,7 @@ def _uncountable(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _target(schema: Any, pointer: str) -> Any:
-    """Return what a JSON pointer into the schema stands for; None if there is nothing."""
+    """Return what a JSON pointer into the schema stands for, or None if there is nothing."""
     found = schema
     for part in unquote(pointer.removeprefix("#")).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")

@@ -1,4 +1,4 @@
-"""Limits of the numbers in JSON that a model writes. Without limits, some models write digits and never stop.
+"""Limits the numbers in JSON that a model writes. Without limits, some models write digits and never stop.
 
 llguidance has no such limits. So a NumberScan follows the bytes of an answer, and tells which tokens would make a
 number too long. It reads only JSON: `JsonPlaces` says where in the answer that is.
@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from nanovllm.capabilities.edits.token_mask import TokenMask, token_mask
+from nanovllm.plan.logit_edits import TokenMask, token_mask
 from nanovllm.sampling_params import ReasoningTags
-from nanovllm.text.detokenizer import AnswerStart
+from nanovllm.text.reasoning import ReasoningSplitter
 
 MAX_DIGITS = 128  # in a row
 MAX_EXPONENT_DIGITS = 2  # with the limit above, no number overflows
@@ -61,7 +61,7 @@ class NumberScan:
     """Follows the bytes of an answer. Hot: once per token."""
 
     def __init__(self, places: JsonPlaces) -> None:
-        self._places, self._start = places, AnswerStart(places.reasoning)
+        self._places, self._reasoning = places, ReasoningSplitter(places.reasoning)
         self._is_json, self._in_string, self._is_escaped = places.at_start, False, False
         self._num_digits = 0  # in a row, up to here
         self._in_exponent = False
@@ -73,13 +73,13 @@ class NumberScan:
     def copy(self) -> "NumberScan":
         other = object.__new__(NumberScan)
         other.__dict__.update(self.__dict__)
-        other._start = self._start.copy()
+        other._reasoning = self._reasoning.copy()
         return other
 
     def follow(self, text: bytes) -> None:
         """Go on with the text of a token."""
-        if not self._start.is_found:
-            text = self._start.split(text.decode("latin-1"), False)[1].encode("latin-1")
+        if not self._reasoning.is_in_answer:
+            text = self._reasoning.split(text.decode("latin-1")).answer.encode("latin-1")
         for byte in text:
             if self._num_tail_bytes:
                 self._tail = (self._tail + bytes((byte,)))[-self._num_tail_bytes :]
@@ -104,8 +104,8 @@ class NumberScan:
             self._is_json = False
 
     def forbidden(self, masks: NumberMasks) -> TokenMask | None:
-        """Return the tokens that would make a number too long; None without a limit here."""
-        if not self._is_json or self._in_string or not self._start.is_found:
+        """Return the tokens that would make a number too long, or None if any token may follow."""
+        if not self._is_json or self._in_string or not self._reasoning.is_in_answer:
             return None
         if self._in_exponent:
             return masks.after_exponent[min(self._num_digits, MAX_EXPONENT_DIGITS)]

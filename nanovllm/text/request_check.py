@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from operator import index
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -26,16 +26,21 @@ def prompt_list(prompts: Any) -> list[Any]:
             f"prompts has type {type(prompts).__name__}, expected a prompt (a string, a list of token ids or a dict) "
             "or several"
         )
-    is_one_array = isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype.kind in "iu"
-    listed = list(prompts)
-    return [prompts if is_one_array else listed] if listed and isinstance(listed[0], int | np.integer) else listed
+    listed = prompts if isinstance(prompts, list | tuple | range | array | np.ndarray) else list(prompts)
+    is_one = len(listed) > 0 and isinstance(listed[0], int | np.integer)
+    return [listed] if is_one else list(listed)
 
 
-def text_or_token_ids(prompt: Any) -> Any:
-    """Return the text or token ids of a prompt, which may be a dict. If a dict has both, the ids count, as in vLLM."""
+def content_and_salt(prompt: Any) -> tuple[Any, str | None]:
+    """Return the text or the token ids of a prompt, and its cache salt. If a dict has both, the ids count, as in vLLM.
+
+    Only prompts with equal salts share KV, and prompts without a salt share KV with each other.
+    """
     if not isinstance(prompt, Mapping):
-        return prompt
-    cache_salt(prompt)
+        return prompt, None
+    salt = prompt.get("cache_salt")
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise RequestError(f"cache_salt={salt!r} must be a non-empty string")
     unknown = [key for key in prompt if key not in (*_PROMPT_KEYS, "cache_salt")]
     found = [prompt[key] for key in reversed(_PROMPT_KEYS) if prompt.get(key) is not None]
     if unknown or not found:
@@ -43,50 +48,57 @@ def text_or_token_ids(prompt: Any) -> Any:
             f"a prompt is a dict with the keys {', '.join(map(repr, prompt)) or 'none'}; expected "
             '{"prompt": text} or {"prompt_token_ids": token ids}'
         )
-    return found[0]
-
-
-def cache_salt(prompt: Any) -> str | None:
-    """Return the prompt's cache salt; only prompts with equal salts share KV. None, the default, is a salt, too."""
-    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    if salt is not None and not (isinstance(salt, str) and salt):
-        raise RequestError(f"cache_salt={salt!r} must be a non-empty string")
-    return salt
+    return found[0], salt
 
 
 def check_token_ids(prompt: Any, vocab_size: int) -> TokenIds:
-    """Convert a prompt of token ids to int64. Raises RequestError unless all are integers in the vocabulary.
+    """Copy a prompt of token ids into a new array. Raises RequestError unless all are integers in the vocabulary.
 
-    `prompt` is a list, a tuple, a range, or a one-dimensional array of integers.
+    `prompt` is a list, a tuple, a range, or a one-dimensional array of integers. It can have a million ids, so this
+    runs no Python code for each id.
     """
-    if isinstance(prompt, np.ndarray):
-        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            shape, dtype = prompt.shape, prompt.dtype
+    if isinstance(prompt, array | np.ndarray):
+        numbers = np.asarray(prompt)
+        if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+            shape, dtype = numbers.shape, numbers.dtype
             raise RequestError(f"a prompt is an array of {dtype} of shape {shape}, expected integers in one dimension")
-        prompt = prompt.tolist()
-    elif isinstance(prompt, array | range):
-        prompt = list(prompt)
-    if not isinstance(prompt, list | tuple):
+        token_ids = array("q")
+        token_ids.frombytes(np.ascontiguousarray(numbers, np.int64).view(np.uint8).data)
+    elif isinstance(prompt, list | tuple | range):
+        try:
+            token_ids = array("q", prompt)
+        except (TypeError, OverflowError) as error:
+            raise _bad_token_id(prompt, vocab_size) from error
+        places = np.flatnonzero(np.frombuffer(token_ids, np.uint64) < 2)  # only there an array takes a bool
+        if bool in {type(prompt[place]) for place in places}:
+            raise _bad_token_id(prompt, vocab_size)
+    else:
         raise RequestError(f"a prompt has type {type(prompt).__name__}, expected a string or a list of token ids")
-    if set(map(type, prompt)) - {int}:
-        prompt = [int(token_id) if isinstance(token_id, np.integer) else token_id for token_id in prompt]
-    if set(map(type, prompt)) - {int}:
-        position, token_id = next((i, t) for i, t in enumerate(prompt) if type(t) is not int)
-        raise RequestError(f"token_ids[{position}]={token_id!r} is not an integer; give a string or token ids")
-    with suppress(OverflowError):  # an id does not fit in 64 bits
-        token_ids = array("q", prompt)
-        if are_in_vocabulary(token_ids, vocab_size):
-            return token_ids
-    position, token_id = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < vocab_size)
-    raise RequestError(
-        f"token_ids[{position}]={token_id} is outside the vocabulary 0..{vocab_size - 1}; use the tokenizer that "
-        "belongs to this model"
-    )
+    if not are_in_vocabulary(token_ids, vocab_size):
+        raise _bad_token_id(prompt, vocab_size)
+    return token_ids
 
 
 def are_in_vocabulary(token_ids: TokenIds, vocab_size: int) -> bool:
     """Check both limits in one comparison: read as unsigned numbers, negative ids are huge."""
     return not token_ids or bool(np.frombuffer(token_ids, dtype=np.uint64).max() < vocab_size)
+
+
+def _bad_token_id(prompt: Sequence[Any], vocab_size: int) -> RequestError:
+    """Return the error about the first id that is not an integer or is outside the vocabulary."""
+    for position, token_id in enumerate(prompt):
+        try:
+            number = index(token_id)
+        except TypeError:
+            number = None
+        if number is None or isinstance(token_id, bool):
+            return RequestError(f"token_ids[{position}]={token_id!r} is not an integer; give a string or token ids")
+        if not 0 <= number < vocab_size:
+            return RequestError(
+                f"token_ids[{position}]={number} is outside the vocabulary 0..{vocab_size - 1}; use the tokenizer "
+                "that belongs to this model"
+            )
+    raise AssertionError("an id of the prompt was refused, but all are valid")
 
 
 def check_conversations(messages: Any) -> list[list[Mapping[str, Any]]]:

@@ -1,4 +1,4 @@
-"""A division that rounds up, and sizes as text."""
+"""Divides with rounding up, and writes sizes as text."""
 
 
 def ceil_div(dividend: int, divisor: int) -> int:

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 class HeldInterrupts:
-    """The SIGINTs that arrived inside a `deferred_interrupt` block."""
+    """Holds the SIGINTs that arrived inside a `deferred_interrupt` block."""
 
     def __init__(self) -> None:
         self.pending: list[tuple[int, FrameType | None]] = []

@@ -1,4 +1,4 @@
-"""The host memory that this process can still use."""
+"""Measures the host memory that this process can still use."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ def _read_int(path: str) -> int | None:
 
 
 def available_host_bytes(cgroup_files: Sequence[tuple[str, str]] = CGROUP_FILES) -> int:
-    """Bytes that can still be allocated, on the machine or within the container's limit, whichever is less.
+    """Return the bytes that can still be allocated, on the machine or within the container's limit, whichever is less.
 
     A container's usage includes its page cache. Inactive pages can be reclaimed, so they count as available.
     """

@@ -31,7 +31,7 @@ def option(
     most: float | None = None,
     hash: bool = True,
 ) -> Any:
-    """A field with these entries in its metadata.
+    """Return a field with these entries in its metadata.
 
     help: the option's meaning. It names other options by their fields.
     group: the heading that the option is listed under.

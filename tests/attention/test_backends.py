@@ -246,12 +246,10 @@ def test_cudnn_many_spans_round_once(causal, dtype):
 def plans_built(
     limits: CudnnLimits, num_tokens: int, max_context_len: int, has_time: bool
 ) -> set[tuple[int, int, bool]]:
-    """Shapes that `library_plans` build: all of them, or only those that every long prompt needs."""
+    """Shapes for which `build_plans` builds plans: all of them, or only those that every long prompt needs."""
     backend = CudnnOnCpu(TorchBackend(), limits)
     backend.attend_dense = lambda q, k, v, scale, causal: backend.asked.append((len(q), len(k), causal))
-    for plan in backend.library_plans(torch.zeros(1, 2, 1), 1, num_tokens, max_context_len):
-        if plan.is_needed or has_time:
-            plan.build()
+    backend.build_plans(torch.zeros(1, 2, 1), 1, num_tokens, max_context_len, lambda: has_time)
     assert len(set(backend.asked)) == len(backend.asked)
     return set(backend.asked)
 

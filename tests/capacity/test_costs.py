@@ -106,7 +106,7 @@ def test_weights_that_config_json_leaves_unquantized_count_as_they_are() -> None
         assert num_bytes(model, *patterns) - num_bytes(model) == num_weights * more, patterns
     model = ModelConfig.without_weights("qwen3.5-35b-a3b")
     shared, values = 3 * 2048 * 512, 32 * 128
-    attention = 10 * 2048 * (3 * 16 * 256 + 2 * 2 * 256) + 30 * 2048 * (2 * 16 * 128 + 3 * values)
+    attention = 10 * 2048 * (3 * 16 * 256 + 2 * 2 * 256) + 30 * 2048 * (2 * 16 * 128 + 3 * values + 2 * 32)
     for patterns, num_weights in (
         ([r".*attn.*"], attention),
         ([r".*attn.*", r".*shared_expert.*"], attention + 40 * shared),
@@ -125,7 +125,7 @@ def test_of_quantized_experts_only_those_that_are_hit_are_read_packed() -> None:
 
 
 def test_max_sampled_rows_are_no_more_than_blocks_to_write_to() -> None:
-    """Finding 2: 67 graphs and 4.7 GiB of logits for 8 sequences that could run."""
+    """Regression: 67 graphs and 4.7 GiB of logits for 8 sequences that could run."""
     for offload in (True, False):
         for num_gpu_blocks, rows in ((8, 8), (1000, 512)):
             options: dict[str, Any] = {"enable_cpu_offload": offload, "speculation": "off"}
@@ -135,37 +135,22 @@ def test_max_sampled_rows_are_no_more_than_blocks_to_write_to() -> None:
     assert memory(num_gpu_blocks=4096, max_num_seqs=2048).logits_bytes == 2048 * 151936 * 2
 
 
-def test_memory_without_graphs_has_no_parts_of_them() -> None:
-    eager = offload(enforce_eager=True)
+def test_memory_each_option_changes_its_parts() -> None:
+    plain, on_cpu = offload(), memory(Machine.cpu(GIB), enable_cpu_offload=True)
+    eager, two = offload(enforce_eager=True), offload(tensor_parallel_size=2)
     assert eager.graph_bytes == eager.logits_bytes == eager.input_bytes == 0
-    assert eager.context_bytes == offload().context_bytes > 0
-
-
-def test_memory_of_speculation_is_more_graphs_and_room_for_a_sequence_with_all_its_guesses() -> None:
-    for offload in (True, False):
-        plain, speculating = (memory(speculation=name, enable_cpu_offload=offload) for name in ("off", "prompt_lookup"))
-        assert speculating.graph_bytes > plain.graph_bytes
-        assert speculating.logits_bytes == 2 * plain.logits_bytes  # 16 rows instead of 8
-
-
-def test_memory_on_a_cpu_has_no_parts_of_cuda() -> None:
-    on_cpu = memory(Machine.cpu(GIB), enable_cpu_offload=True)
+    assert eager.context_bytes == plain.context_bytes > 0
     assert on_cpu.graph_bytes == on_cpu.logits_bytes == on_cpu.context_bytes == on_cpu.workspace_bytes == 0
-    assert 0 < on_cpu.activation_bytes < offload().activation_bytes
-
-
-def test_memory_workspaces_depend_on_the_compute_capability() -> None:
-    """The sizes that torch 2.11 chooses: 32 MiB from Hopper on, before that 8 MiB and 128 KiB; two of them."""
-    cases: tuple[tuple[Any, ...], ...] = (("H200", 64 * MIB), ("RTX 5090", 64 * MIB), ("RTX 4090", 16640 * 1024))
-    for name, num_bytes in cases:
+    assert 0 < on_cpu.activation_bytes < plain.activation_bytes
+    assert two.weight_bytes == plain.weight_bytes // 2 and two.kv_bytes == plain.kv_bytes // 2
+    assert two.context_bytes == plain.context_bytes + parts.NCCL_BYTES
+    assert two.logits_bytes == plain.logits_bytes  # every rank gathers them all
+    for is_offload in (True, False):  # with speculation: more graphs, and 16 rows instead of 8
+        off, on = (memory(speculation=name, enable_cpu_offload=is_offload) for name in ("off", "prompt_lookup"))
+        assert on.graph_bytes > off.graph_bytes and on.logits_bytes == 2 * off.logits_bytes
+    # torch 2.11 has two workspaces, of 32 MiB from Hopper on, and before that of 8 MiB and 128 KiB
+    for name, num_bytes in (("H200", 64 * MIB), ("RTX 5090", 64 * MIB), ("RTX 4090", 16640 * 1024)):
         assert memory(Machine.gpu(GIB, find_gpu(name))).workspace_bytes == num_bytes
-
-
-def test_memory_several_ranks_share_weights_and_pay_for_nccl() -> None:
-    one, two = offload(), offload(tensor_parallel_size=2)
-    assert two.weight_bytes == one.weight_bytes // 2 and two.kv_bytes == one.kv_bytes // 2
-    assert two.context_bytes == one.context_bytes + parts.NCCL_BYTES
-    assert two.logits_bytes == one.logits_bytes  # every rank gathers them all
 
 
 def test_activation_bytes_of_a_large_mlp_are_shared_by_ranks() -> None:

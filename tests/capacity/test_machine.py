@@ -46,7 +46,7 @@ def test_gpus_no_two_answer_to_one_name_and_figures_are_plausible() -> None:
 
 
 def test_machine_has_the_rates_of_its_own_gpu() -> None:
-    """R1: a plan for another GPU kept the H200's rates."""
+    """Regression: a plan for another GPU kept the H200's rates."""
     machine = Machine.gpu(100 * GIB)
     assert (machine.gpu_bytes, machine.capability) == (139 * GIB, (9, 0))
     assert machine.link_byte_per_s == pytest.approx(54.6e9)

@@ -67,6 +67,6 @@ def test_async_generate_carries_the_salt(model: Path) -> None:
 
 
 @pytest.mark.parametrize("salt", ["", 3, ["a"]])
-def test_check_request_bad_salt_is_refused(llm: LLM, salt: Any) -> None:
+def test_add_request_bad_salt_is_refused(llm: LLM, salt: Any) -> None:
     with pytest.raises(RequestError, match=r"cache_salt=.* must be a non-empty string"):
-        llm.check_request(salted(salt), PARAMS)
+        llm.add_request(salted(salt), PARAMS)

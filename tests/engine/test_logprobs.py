@@ -12,6 +12,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.setup import Internals
 from nanovllm.models.retrieval_model import build_retrieval_model
 from nanovllm.plan.outputs import Logprob, Outbox, Receiver, RequestOutput, TokenLogprobs
+from nanovllm.plan.sequence import Request
 
 PROMPTS = [[(7 * i * i + 3 * i) % 300 for i in range(n)] for n in (1, 2, 40, 530)]
 TOLERANCE = 2e-4
@@ -166,7 +167,8 @@ def test_engine_makes_no_dicts_of_logprobs(reference: Reference) -> None:
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1, prompt_logprobs=2)
     outbox, steps = Outbox(), []
     with LLM(str(reference.directory), device="cpu", **cache_options(None)) as llm:
-        request_id = llm.engine.add_request(array("q", PROMPTS[2]), params, Receiver(outbox, True, text_of))
+        (seq,) = llm.engine.make_sequences(Request(array("q", PROMPTS[2]), params))
+        request_id = llm.engine.add_sequence(seq, Receiver(outbox, True, text_of))
         while llm.engine.has_requests:
             steps.append(llm.engine.step(outbox))
     assert not asked

@@ -18,7 +18,7 @@ from nanovllm.executor.base import Executor, LaunchedStep
 from nanovllm.kvcache.block_manager import BlockManager
 from nanovllm.plan.kv_spec import KVCacheSizes, StartReport
 from nanovllm.plan.outputs import Ending, Outbox, PositionLogprobs, Receiver, RequestOutput
-from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.sequence import Request, Sequence
 from nanovllm.plan.step_plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule.scheduler import Scheduler
@@ -86,7 +86,7 @@ class EndingReceiver(Receiver):
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory) -> EngineSetup:
-    model = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    model = write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=512)
     return prepare(model, {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 20})
 
 
@@ -122,8 +122,21 @@ def engine(setup: EngineSetup, request: pytest.FixtureRequest) -> Iterator[Engin
     assert not engine.has_requests and not engine.scheduler.has_unfinished
 
 
-def prompt(num_tokens: int) -> "array[int]":
-    return array("q", range(num_tokens))
+def add(engine: Engine, receiver: Receiver, num_tokens: int, params: SamplingParams = PARAMS) -> int:
+    """Queue the prompt 0, 1, 2, ... and return the request id."""
+    (seq,) = engine.make_sequences(Request(array("q", range(num_tokens)), params))
+    return engine.add_sequence(seq, receiver)
+
+
+def test_answers_share_the_array_of_the_request_until_their_first_token(engine: Engine) -> None:
+    outbox, token_ids = Outbox(), array("q", range(10))
+    sequences = engine.make_sequences(Request(token_ids, SamplingParams(max_tokens=3, n=2)))
+    for seq in sequences:
+        engine.add_sequence(seq, Receiver(outbox))
+    assert all(seq.token_ids is token_ids for seq in sequences)
+    finish(engine, outbox)
+    assert [seq.token_ids.tolist() for seq in sequences] == [list(range(13))] * 2
+    assert token_ids == array("q", range(10))
 
 
 def finish(engine: Engine, outbox: Outbox) -> dict[int, RequestOutput]:
@@ -135,7 +148,7 @@ def finish(engine: Engine, outbox: Outbox) -> dict[int, RequestOutput]:
 
 def test_requests_get_their_token_ids_and_no_text(engine: Engine) -> None:
     outbox = Outbox()
-    ids = [engine.add_request(prompt(n), PARAMS, Receiver(outbox)) for n in (10, 250, END_TOKEN_ID - 2)]
+    ids = [add(engine, Receiver(outbox), n) for n in (10, 250, END_TOKEN_ID - 2)]
     finished = finish(engine, outbox)
     assert [finished[i]["token_ids"] for i in ids] == [[10, 11, 12, 13, 14], [250, 251, 252, 253, 254], [38, 39, 40]]
     assert [finished[i]["finish_reason"] for i in ids] == ["length", "length", "stop"]
@@ -144,7 +157,7 @@ def test_requests_get_their_token_ids_and_no_text(engine: Engine) -> None:
 
 
 def test_next_step_is_launched_before_the_last_ones_tokens_are_waited_for_when_working_ahead(engine: Engine) -> None:
-    engine.add_request(prompt(10), SamplingParams(max_tokens=2), Receiver(outbox := Outbox()))
+    add(engine, Receiver(outbox := Outbox()), 10, SamplingParams(max_tokens=2))
     finish(engine, outbox)
     expected = ["launch", "launch", "wait", "wait"] if engine.setup.works_ahead else ["launch", "wait"] * 2
     assert engine.executor.calls == expected  # type: ignore[attr-defined]
@@ -153,7 +166,7 @@ def test_next_step_is_launched_before_the_last_ones_tokens_are_waited_for_when_w
 def test_receiver_ends_its_request_alone_at_the_token_it_read(engine: Engine) -> None:
     outbox = Outbox()
     receivers = [EndingReceiver(outbox), EndingReceiver(outbox, last=12), EndingReceiver(outbox, last=14, error="no")]
-    ids = [engine.add_request(prompt(10), PARAMS, receiver) for receiver in receivers]
+    ids = [add(engine, receiver, 10) for receiver in receivers]
     finished = finish(engine, outbox)
     assert [receiver.token_ids for receiver in receivers] == [[10, 11, 12, 13, 14], [10, 11, 12], [10, 11, 12, 13, 14]]
     assert [finished[i]["token_ids"] for i in ids] == [receiver.token_ids for receiver in receivers]
@@ -166,10 +179,10 @@ def test_answers_are_passed_on_before_a_long_step_is_launched(setup: EngineSetup
     """Its launch takes as long as several steps. What is aborted in between does no harm."""
     engine, outbox = make_engine(setup, ahead=True, times=NotedTimes()), Outbox()
     calls = engine.executor.calls  # type: ignore[attr-defined]
-    answering = engine.add_request(prompt(3), PARAMS, Receiver(outbox))
+    answering = add(engine, Receiver(outbox), 3)
     for _ in range(2):
         engine.step(outbox)
-    long_ones = [engine.add_request(prompt(60), PARAMS, Receiver(outbox)) for _ in range(2)]
+    long_ones = [add(engine, Receiver(outbox), 60) for _ in range(2)]
     calls.clear()
     turns = []
     for _ in range(3):
@@ -189,7 +202,7 @@ def test_answers_are_passed_on_before_a_long_step_is_launched(setup: EngineSetup
 def test_long_prompts_alone_keep_the_engine_one_step_ahead(setup: EngineSetup) -> None:
     """No answer waits for what the step before has sampled."""
     engine, outbox = make_engine(setup, ahead=True, times=NotedTimes()), Outbox()
-    engine.add_request(prompt(250), PARAMS, Receiver(outbox))
+    add(engine, Receiver(outbox), 250)
     for _ in range(2):
         engine.step(outbox)
     assert engine.executor.calls == ["launch", "launch", "wait"]  # type: ignore[attr-defined]
@@ -211,9 +224,9 @@ def test_long_steps_are_measured_however_long_the_step_before_takes(
 
     monkeypatch.setattr(executor, "wait_for", slow_wait)
     if has_answer:
-        engine.add_request(prompt(3), PARAMS, Receiver(outbox))
+        add(engine, Receiver(outbox), 3)
         engine.step(outbox)
-    engine.add_request(prompt(250), PARAMS, Receiver(outbox))
+    add(engine, Receiver(outbox), 250)
     finish(engine, outbox)
     assert times.seconds[0] is None and None not in times.seconds[1:]
     engine.close()
@@ -221,7 +234,7 @@ def test_long_steps_are_measured_however_long_the_step_before_takes(
 
 def test_rank_that_dies_ends_the_engine_and_names_the_cause(setup: EngineSetup) -> None:
     engine, outbox = make_engine(setup, ahead=True, dies_at=2), Outbox()
-    request_id = engine.add_request(prompt(10), PARAMS, Receiver(outbox))
+    request_id = add(engine, Receiver(outbox), 10)
     with pytest.raises(WorkerDiedError):
         finish(engine, outbox)
     for call in (lambda: engine.step(outbox), engine.stats, lambda: engine.next_output(outbox)):
@@ -242,10 +255,10 @@ def test_meters_get_the_times_of_the_launched_steps_but_not_after_pauses(
     times, clock = NotedTimes(), VirtualClock(monkeypatch)
     engine, outbox = make_engine(setup, ahead, times=times), Outbox()
     for _ in range(2):
-        engine.add_request(prompt(3), PARAMS, Receiver(outbox))
+        add(engine, Receiver(outbox), 3)
         finish(engine, outbox)
     assert times.seconds == [None, 2, 3, 4, 5, None, 7, 8, 9, 10]
-    engine.add_request(prompt(3), PARAMS, Receiver(outbox))
+    add(engine, Receiver(outbox), 3)
     for share_of_pause in (0.9, 0.9, 1.1):
         engine.step(outbox)
         clock.pass_time(share_of_pause * PAUSE_S)

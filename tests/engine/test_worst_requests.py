@@ -10,7 +10,6 @@ allows.
 import pickle
 import random
 import time
-from array import array
 from collections.abc import Iterator
 from statistics import median
 from typing import Any
@@ -27,7 +26,6 @@ from nanovllm.executor.base import Executor, LaunchedStep
 from nanovllm.kvcache.block_manager import BlockManager
 from nanovllm.plan.kv_spec import KVCacheSizes, StartReport
 from nanovllm.plan.outputs import Outbox, PositionLogprobs, StepLogprobs
-from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import SequenceStep, StepPlan
 from nanovllm.runner.inputs import build_inputs, edit_inputs
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
@@ -116,14 +114,10 @@ def step_s(setup: EngineSetup, text: TextFrontend, prompt: list[int], **load: An
     report = StartReport(needs_rope_lens=False, link_byte_per_s=None, phases="")
     engine, outbox = Engine(setup, executor, scheduler, sizes, report), Outbox()
     plain = SamplingParams(max_tokens=2000, ignore_eos=True)
-    engine.add_request(array("q", SHORT), plain, text.receiver(outbox, plain, SHORT))
     params = SamplingParams(**({"max_tokens": 1000, "ignore_eos": True, "seed": 1} | load))
-    text.check_params(params)
-    first: Sequence | None = None
-    for each in params.per_answer():
-        seq = engine.make_sequence(array("q", prompt), each, text.rules(each), None, first)
-        engine.add_sequence(seq, text.receiver(outbox, each, prompt, with_tokens=True))
-        first = first or seq
+    for request, with_tokens in ((text.make_request(SHORT, plain), False), (text.make_request(prompt, params), True)):
+        for seq in engine.make_sequences(request):
+            engine.add_sequence(seq, text.receiver(outbox, seq.params, seq.token_ids, with_tokens))
     seconds = []
     for _ in range(NUM_STEPS):
         start_s = time.thread_time() - executor.own_s
@@ -173,6 +167,6 @@ def test_more_than_the_worst_request_is_refused(text: TextFrontend) -> None:
         (["\u00e9" * 50 + str(i) for i in range(1000)], "bad_words has 102890 bytes in all, at most 16384; leave some"),
     ):
         with pytest.raises(RequestError, match=message):
-            text.check_params(SamplingParams(bad_words=words))
+            text.rules(SamplingParams(bad_words=words))
     with pytest.raises(RequestError, match="stop has 20000 characters in all, at most 16384; leave some out"):
         SamplingParams(stop=["a" * 10_000, "b" * 10_000])

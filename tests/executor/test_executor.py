@@ -107,7 +107,7 @@ def failing_factory(tp: TPGroup) -> EchoRunner:
 def two_ranks(
     make_runner: Callable[[TPGroup], Any] = EchoRunner, device_type: str = "cpu", segment_bytes: int = SEGMENT_BYTES
 ) -> ProcessExecutor:
-    return ProcessExecutor(make_runner, rank_devices("mp", device_type, 2), segment_bytes)
+    return ProcessExecutor(make_runner, rank_devices(device_type, 2), segment_bytes)
 
 
 @pytest.fixture

@@ -11,18 +11,14 @@ from dense_model import random_prompt
 from gpu_llm import GpuLLM
 
 from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, NUM_READERS
-from nanovllm.capabilities.disk.tier import DiskTier
 from nanovllm.capabilities.disk.worker import _folded, weights_identity
+from nanovllm.engine.setup import Internals
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def _compute_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU computes the prompts of a tiny model in less time than a disk needs to deliver them."""
-    monkeypatch.setattr(DiskTier, "_prompt_s", lambda tier, num_tokens, position: 60.0)
-
-
+# A GPU computes the prompts of a tiny model in less time than a disk needs to deliver them
+ALWAYS_LOADS = Internals(least_load_tokens=0)
 BLOCK = DISK_GRAIN_TOKENS
 DOCUMENT = random_prompt(5 * BLOCK + 17, seed=5)
 CACHES: dict[str, dict[str, Any]] = {
@@ -37,7 +33,7 @@ CACHES: dict[str, dict[str, Any]] = {
 def test_restarted_engine_gives_the_logits_of_transformers(reference: Reference, tmp_path: Path, cache: str) -> None:
     expected = 5 * BLOCK // (512 if cache == "large blocks" else BLOCK) * (512 if cache == "large blocks" else BLOCK)
     for i in range(3):
-        with GpuLLM(reference, kv_disk_path=str(tmp_path), **CACHES[cache]) as llm:
+        with GpuLLM(reference, kv_disk_path=str(tmp_path), internals=ALWAYS_LOADS, **CACHES[cache]) as llm:
             output = llm.answer_and_check([[*DOCUMENT, i, 1, 2], random_prompt(300, seed=i)])[0]
             assert output["num_cached_tokens"] == (expected if i else 0)
             extent_bytes = llm.runner._disk._pool.extent_bytes
@@ -53,7 +49,7 @@ def test_blocks_that_are_given_away_while_they_are_stored_give_right_logits(
 ) -> None:
     """A pool for two documents, and many more of them: what is written is right, or is dropped."""
     small = {"num_kvcache_blocks": 14} if cache == "all GPU" else {"num_cpu_blocks": 14}
-    options = CACHES[cache] | small | {"kv_disk_path": str(tmp_path)}
+    options = CACHES[cache] | small | {"kv_disk_path": str(tmp_path), "internals": ALWAYS_LOADS}
     rng = random.Random(0)
     with GpuLLM(reference, **options) as llm:
         for _ in range(40):
@@ -67,7 +63,7 @@ def test_blocks_that_are_given_away_while_they_are_stored_give_right_logits(
 def test_restarted_engine_begins_where_a_state_is(hybrid: Reference, tmp_path: Path, cache: str) -> None:
     """Snapshots are written by the compute stream, and read and filled by the threads of the disk."""
     for i in range(3):
-        with GpuLLM(hybrid, kv_disk_path=str(tmp_path), **CACHES[cache]) as llm:
+        with GpuLLM(hybrid, kv_disk_path=str(tmp_path), internals=ALWAYS_LOADS, **CACHES[cache]) as llm:
             output = llm.answer_and_check([[*DOCUMENT, i, 1, 2], random_prompt(300, seed=i)])[0]
             assert output["num_cached_tokens"] == (5 * BLOCK if i else 0)
             assert llm.stats()["num_disk_hit_states"] == (i > 0)
@@ -79,7 +75,7 @@ def test_snapshots_that_are_given_away_while_they_are_stored_give_right_logits(
     hybrid: Reference, tmp_path: Path, cache: str
 ) -> None:
     small = {"num_kvcache_blocks": 14} if cache == "all GPU" else {"num_cpu_blocks": 14}
-    options = CACHES[cache] | small | {"kv_disk_path": str(tmp_path)}
+    options = CACHES[cache] | small | {"kv_disk_path": str(tmp_path), "internals": ALWAYS_LOADS}
     rng = random.Random(0)
     with GpuLLM(hybrid, **options) as llm:
         snapshots = llm.scheduler.kv.pool.index.snapshots

@@ -1,7 +1,6 @@
 """Threads and devices on a GPU: an engine works from whichever thread calls it, on the GPU it was made for."""
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from gpu_llm import GpuLLM
 from offload_workload import BLOCK, prompts_of
 from run_threads import in_threads
 
-from nanovllm import LLM, AsyncLLM
+from nanovllm import LLM
 
 pytestmark = pytest.mark.gpu
 
@@ -115,40 +114,3 @@ def test_two_engines_on_two_gpus_stepped_from_two_threads(reference: Reference, 
         plain_llm(reference, num_gpu_blocks, device="cuda:1") as two,
     ):
         in_threads(lambda: serve(one), lambda: serve(two))
-
-
-def test_idle_async_engine_has_the_plans_of_cudnn_in_the_thread_of_its_steps(reference: Reference) -> None:
-    """There they take milliseconds, and in a thread that has none much longer."""
-    options = {"device": "cuda", "dtype": "bfloat16", "max_num_batched_tokens": 4096, "max_num_seqs": 6}
-    engine = AsyncLLM(reference.directory, **options)
-    seconds: list[float] = []
-
-    @torch.inference_mode()
-    def build_all() -> bool:
-        with torch.cuda.device(0):
-            start_s = time.perf_counter()
-            plans = engine.llm.engine.executor.runner.library_plans()  # type: ignore[attr-defined]
-            for plan in plans:
-                plan.build()
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start_s)
-        assert len(plans) > 4
-        return False
-
-    def wait_until_built() -> None:
-        for _ in range(600):
-            if not engine._thread._has_plans_to_build:
-                return
-            time.sleep(0.1)
-        raise TimeoutError("plans are still being built")
-
-    wait_until_built()
-    engine.llm.engine.build_next_plan = build_all  # type: ignore[method-assign]
-    engine._thread._has_plans_to_build = True
-    wait_until_built()
-    thread = threading.Thread(target=build_all)
-    thread.start()
-    thread.join()
-    engine.close()
-    in_engine_s, elsewhere_s = seconds
-    assert in_engine_s < elsewhere_s / 3

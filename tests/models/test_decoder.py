@@ -1,14 +1,36 @@
-"""The first and the last layer on their own, as start-up runs them."""
+"""The decoder has the weights of the model's layout; the first and the last layer run on their own at start-up."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from dense_model import load_model
-from tiny_models import write_tiny_model
+from tiny_models import ARCHITECTURES, HYBRIDS, write_tiny_model
 
+from nanovllm.capacity.costs import weight_bytes
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.model_layout import model_layout
+from nanovllm.config import Config
+from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import build_model
+
+
+def test_decoder_has_the_tensors_of_the_layout_and_the_size_that_the_planner_sums(tmp_path: Path) -> None:
+    """For every architecture, tied or not, with and without biases and the draft head."""
+    variants = [{}, {"tied": True, "bias": True}]
+    cases = [(name, variant) for name in (*ARCHITECTURES, *HYBRIDS) for variant in variants]
+    cases += [(name, {"with_mtp": True}) for name in HYBRIDS]
+    for i, (name, variant) in enumerate(cases):
+        config, _ = ModelConfig.from_pretrained(str(write_tiny_model(tmp_path / str(i), name, **variant)))
+        sizes = {"max_model_len": 128, "dtype": torch.float32, "device": "meta", "with_mtp": config.has_mtp}
+        model = build_model(config, TPGroup(), **sizes)
+        shapes = {name: shard.full_shape for name, shard in model.weight_shards()}
+        assert shapes == model_layout(config).shapes(with_mtp=config.has_mtp), (name, variant)
+        options = Config(model="m", dtype="float32", speculation="mtp" if config.has_mtp else "off")
+        built = sum(parameter.numel() * 4 for parameter in model.parameters())
+        assert weight_bytes(options, config, is_packed=False) == built, (name, variant)
 
 
 class NotingAttention:

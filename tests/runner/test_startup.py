@@ -1,7 +1,6 @@
 """What start-up does on a GPU, gone through on the CPU. CUDA's part is played by fakes that run everything at once."""
 
 from contextlib import nullcontext
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +13,6 @@ from cpu_runner import NUM_SEQS, HostlessTorch, make_runner
 from rank_processes import wait_until
 from tiny_models import write_tiny_model
 
-from nanovllm.attention.base import LibraryPlan
-from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.checkpoint.model_config import ExpertsConfig
 from nanovllm.layers.moe import Router
 from nanovllm.plan.kv_spec import KVCacheSizes
@@ -179,36 +176,6 @@ def test_captured_graphs_are_replayed_and_reset(runner: ModelRunner, num_cpu_blo
     all_graphs = [graph for kind in graphs.kinds for some in kind._graphs.values() for graph in some]
     runner.close()
     assert all(graph.is_reset for graph in all_graphs) and runner.graphs is None
-
-
-class PlanningBackend(TorchBackend):
-    """Records the plans it builds. The second one runs out of memory, and the third one cannot be built at all."""
-
-    def __init__(self) -> None:
-        self.built: list[tuple[int, int, int]] = []
-
-    def library_plans(
-        self, q_1HD: torch.Tensor, num_kv_heads: int, max_query_len: int, max_context_len: int
-    ) -> list[LibraryPlan]:
-        def build(number: int) -> None:
-            if number == 1:
-                raise torch.OutOfMemoryError
-            if number == 2:
-                raise RuntimeError("no valid execution plans")
-            self.built.append((number, max_query_len, max_context_len))
-
-        return [LibraryPlan(is_needed=False, build=partial(build, number)) for number in range(4)]
-
-
-def test_plans_are_built_one_by_one_and_those_that_fail_are_left_out(runner: ModelRunner, num_cpu_blocks: int) -> None:
-    runner.allocate_kv_cache(KVCacheSizes(NUM_SEQS, num_cpu_blocks))
-    runner.backend = backend = PlanningBackend()
-    num_built = []
-    while runner.build_next_plan():
-        num_built.append(len(backend.built))
-    assert num_built == [1, 1, 1, 2] and not runner.build_next_plan()
-    assert backend.built == [(0, 300, 2048), (3, 300, 2048)]
-    runner.close()
 
 
 def test_warm_up_multiplies_by_the_router_as_a_step_does() -> None:

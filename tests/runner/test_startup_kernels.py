@@ -18,7 +18,6 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from nanovllm.attention.base import LibraryPlan
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device import kernel_target
@@ -221,15 +220,18 @@ def test_short_steps_are_launched_before_long_ones(runner: ModelRunner, monkeypa
 
 
 @pytest.mark.parametrize("is_compiling", [False, True])
-def test_plans_that_every_long_prompt_needs_are_built_in_any_case(
+def test_plans_are_built_for_the_longest_chunks_while_kernels_are_compiled(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, is_compiling: bool
 ) -> None:
-    built: list[bool] = []
-    plans = [LibraryPlan(is_needed, partial(built.append, is_needed)) for is_needed in (True, False, True)]
-    monkeypatch.setattr(runner, "library_plans", lambda: plans)
+    asked: list[tuple[int, int, bool]] = []
+
+    def build_plans(query: torch.Tensor, num_kv_heads: int, *lens: int, has_time: Callable[[], bool]) -> None:
+        asked.append((*lens, has_time()))
+
+    monkeypatch.setattr(runner.backend, "build_plans", build_plans)
     monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: is_compiling))
     launched(lambda: model_runner._compile_kernels(runner, steps_of(runner), NUM_SEQS))
-    assert built == [True, False, True] if is_compiling else [True, True]
+    assert asked == [(NUM_TOKENS, runner.max_model_len, is_compiling)]
 
 
 def test_nothing_is_launched_before_triton_is_prepared(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Jobs of `nanovllm batch` with the built-in model on the CPU, a cluster for them, and what disturbs them."""
 
+import asyncio
 import json
 import os
 import random
@@ -16,10 +17,11 @@ from ray.cluster_utils import Cluster
 
 from nanovllm.config import Config
 from nanovllm.engine.setup import find_machine
-from nanovllm.entrypoints.cluster.batch_engine import BatchEngine
+from nanovllm.entrypoints.cluster.batch_engine import BatchEngine, RowAnswerer
+from nanovllm.entrypoints.cluster.batch_files import UnitRows
 from nanovllm.entrypoints.cluster.batch_job import BatchJob, JobSummary, run_job
-from nanovllm.entrypoints.cluster.batch_rows import Unit, UnitLimits
-from nanovllm.entrypoints.cluster.options import BatchOptions
+from nanovllm.entrypoints.cluster.batch_rows import RowPlace, UnitLimits
+from nanovllm.entrypoints.cluster.resources import BatchOptions
 from nanovllm.models.retrieval_model import build_retrieval_model
 
 ROOT = Path(__file__).parents[2]
@@ -32,10 +34,26 @@ FAST_HEALTH_CHECKS = {"health_check_initial_delay_ms": 0, "health_check_period_m
 class DeadlyRows(BatchEngine):
     """Its process is killed by the unit of rows 500 to 599."""
 
-    async def _run(self, unit_idx: int, unit: Unit) -> dict[str, int]:
-        if unit.places[0].line == 500:
+    async def _answer(self, answerer: RowAnswerer, rows: UnitRows, places: Sequence[RowPlace]) -> Any:
+        if places[0].line == 500:
             os.kill(os.getpid(), signal.SIGKILL)
-        return await super()._run(unit_idx, unit)
+        return await super()._answer(answerer, rows, places)
+
+
+class SlowUnits(BatchEngine):
+    """Its units from row 1,000 on take 20 s longer."""
+
+    async def _answer(self, answerer: RowAnswerer, rows: UnitRows, places: Sequence[RowPlace]) -> Any:
+        if places[0].line >= 1000:
+            await asyncio.sleep(20)
+        return await super()._answer(answerer, rows, places)
+
+
+class NoStart(BatchEngine):
+    """Its engine never starts."""
+
+    def _start_engine(self) -> Any:
+        raise RuntimeError("no engine today")
 
 
 @contextmanager

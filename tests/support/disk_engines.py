@@ -1,4 +1,4 @@
-"""Engines with KV on disk in tests: waiting for the disk, slowing it down, damage to files, and kills."""
+"""Engines with KV on disk in tests: waiting for the disk, slowing it down, damaging files, and kills."""
 
 import multiprocessing
 import random
@@ -52,8 +52,14 @@ def extents_below(path: Path) -> list[Path]:
     return sorted(extent.path for extent in list_extents(path).extents)
 
 
+def states_below(path: Path) -> list[Path]:
+    """Return the files of states, the latest place first."""
+    found = [extent for extent in list_extents(path).extents if extent.is_state]
+    return [extent.path for extent in sorted(found, key=lambda extent: extent.used_s)]
+
+
 def slow_reads(llm: LLM) -> threading.Event:
-    """Reading waits for the event, and then takes as long as it takes."""
+    """Let reads wait for the event that is returned."""
     may_read = threading.Event()
     store = llm.runner._disk.store
     read = store.read
@@ -67,7 +73,7 @@ def slow_reads(llm: LLM) -> threading.Event:
 
 
 def damage(file: Path, rng: random.Random) -> None:
-    """At any place of the header or the payload, or as a whole."""
+    """Damage a file at any place of the header or the payload, replace it, or remove it."""
     data = bytearray(file.read_bytes() or b"\0")  # it may have been damaged before
     start = rng.choice([rng.randrange(min(4096, len(data))), rng.randrange(len(data))])
     match rng.randrange(7):
@@ -89,7 +95,7 @@ def damage(file: Path, rng: random.Random) -> None:
 
 
 def ask_amid_damage(llm: LLM, path: Path, questions: Sequence[Any], num_files: int) -> set[int]:
-    """Ask at random while files are damaged, until so many have been. No answer may change.
+    """Ask at random while `num_files` files are damaged. No answer may change.
 
     Returns the different numbers of tokens that were reused.
     """

@@ -2,7 +2,7 @@
 
 Each round forks two writers, which say which extents are stored, and kills them within milliseconds. Then the path is
 opened as an engine would. Exits with 1 if something that was said to be stored is gone, if a file is wrong, if a
-temporary file is left, or if the bytes in use are not those of the files.
+temporary file is left, or if the bytes in use differ from the size of the files.
 """
 
 import os

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.capabilities.disk.tier import DiskTier
+from nanovllm.engine.setup import Internals
 from nanovllm.plan.sequence import Sequence
 
 
@@ -59,12 +59,12 @@ def answer(llm: LLM, prompt: list[int]) -> Answer:
 
 
 def run(model: str, path: str, prompt_tokens: int, engines: list[dict[str, Any]]) -> list[Result]:
-    DiskTier._prompt_s = lambda tier, num_tokens, position: 60.0  # type: ignore[method-assign]  # always load
     results = []
     for i, options in enumerate(engines):
         numbers = [i - 1, i] if i else [0]
         prompts = [random.Random(number).choices(range(5, 250), k=prompt_tokens) for number in numbers]
-        with LLM(model, load_format="dummy", kv_disk_path=path, **options) as llm:
+        always_loads = Internals(least_load_tokens=0)
+        with LLM(model, load_format="dummy", kv_disk_path=path, internals=always_loads, **options) as llm:
             answers = []
             for prompt in prompts:
                 answers.append(answer(llm, prompt))

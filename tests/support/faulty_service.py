@@ -1,6 +1,7 @@
 """`nanovllm serve` with faults that a test switches on by files in the folder that $FAULTS names.
 
-`fail`: the next step of an engine fails, and the file is gone. `slow`: each step takes 20 ms longer while it exists.
+`fail`: the next step of an engine fails, and the file is gone. `slow`: each step takes 0.2 s longer while the file
+exists, so that an answer of hundreds of tokens outlasts every delay of a busy machine.
 """
 
 import os
@@ -22,7 +23,7 @@ def load_faulty_engine(faults: Path, args: Namespace) -> Any:
 
     def next_output(*arguments: Any) -> Any:
         if (faults / "slow").exists():
-            time.sleep(0.02)
+            time.sleep(0.2)
         try:
             (faults / "fail").unlink()
         except FileNotFoundError:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.utils.user_cache import user_cache
+from nanovllm.utils import user_cache
 
 
 def use_private_cache(patch: pytest.MonkeyPatch, directory: Path) -> None:

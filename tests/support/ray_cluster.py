@@ -1,4 +1,4 @@
-"""A small Ray cluster on this machine, which is gone at the end, whatever happens in between."""
+"""A folder for a Ray that a test starts on this machine. All of its files are gone at the end."""
 
 import shutil
 import tempfile
@@ -7,15 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import ray
-from ray.cluster_utils import Cluster
-
-HEAD = {"num_cpus": 16, "object_store_memory": 100_000_000, "include_dashboard": False}
 
 
 @contextmanager
 def temporary_ray() -> Iterator[Path]:
-    """Ray keeps its files in a short directory of its own. No script finds another Ray of this machine."""
+    """Give Ray a short folder for its files, and hide every other Ray of this machine from it."""
     directory = Path(tempfile.mkdtemp(prefix="nvr", dir="/tmp"))  # the names of sockets have at most 107 bytes
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", str(directory))
@@ -26,17 +22,3 @@ def temporary_ray() -> Iterator[Path]:
             yield directory
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-
-
-@contextmanager
-def small_cluster(num_gpus: int = 0) -> Iterator[Cluster]:
-    """One node, to which this process is connected, as are scripts that it starts. The GPUs need not exist."""
-    with temporary_ray(), pytest.MonkeyPatch.context() as patch:
-        cluster = Cluster(initialize_head=True, head_node_args=HEAD | {"num_gpus": num_gpus})
-        try:
-            patch.setenv("RAY_ADDRESS", cluster.address)
-            ray.init(address=cluster.address)
-            yield cluster
-        finally:
-            ray.shutdown()
-            cluster.shutdown()

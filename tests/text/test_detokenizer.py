@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiers import examples
+from tokenizer_kinds import byte_level
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -186,20 +187,8 @@ def test_stop_string_that_is_included_ends_the_text_and_nothing_behind_it_shows(
 SAMPLE = "def f(x): return x + 1  # caf\u00e9, na\u00efve \u4f60\u597d \U0001f600 it's don't, really?\n" * 3
 
 
-def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([SAMPLE], trainer)
-    tokenizer.add_special_tokens([AddedToken("<eos>", special=True, normalized=False)])
-    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-
-
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """Works like Llama 2: spaces are letters, and characters without a token are bytes."""
+    """Works like Llama 2: spaces are letters, and characters without a token are bytes. U+FFFD has a token."""
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     trained.train_from_iterator(
@@ -229,7 +218,8 @@ def is_rust(decoder: TokenDecoder) -> bool:
     return isinstance(decoder.decode.func.__self__, Tokenizer)  # type: ignore[attr-defined]
 
 
-BYTE_LEVEL, BYTE_FALLBACK, WORDS = byte_level_tokenizer(), byte_fallback_tokenizer(), word_tokenizer()
+BYTE_LEVEL = PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="</s>")
+BYTE_FALLBACK, WORDS = byte_fallback_tokenizer(), word_tokenizer()
 TEXTS = st.one_of(st.text(max_size=40), st.text("a \u00e9\u20ac\U0001f600\ufffd ", max_size=40), st.just(SAMPLE))
 
 
@@ -367,8 +357,8 @@ def test_reasoning_streams_though_there_are_stop_strings() -> None:
     assert [detokenizer.update([*piece], False) for piece in (b"<think>", b"Hm.", b" <", b"b")] == [
         "<think>",
         "Hm.",
-        " ",
-        "<b",
+        "",
+        " <b",
     ]
     for num_spaces in (2000, 20_000):  # each is looked at once
         detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings((".",)), reasoning=TAGS)

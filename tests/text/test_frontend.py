@@ -1,7 +1,13 @@
 """TextFrontend: the text around an engine of token ids, as the LLM and a server put the two together."""
 
+import tracemalloc
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from nanovllm import LLM, SamplingParams
@@ -29,11 +35,10 @@ def test_composed_by_hand_answers_as_the_llm_does(model: Path, text: TextFronten
     stop = expected["text"][3:5]
     engine, outbox = start_engine(prepare(model, OPTIONS), text.end_token_ids), Outbox()
     try:
-        prompt = text.encode_prompt("Hello")
-        stopping = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop=stop)
-        plain = engine.add_request(prompt, PARAMS, text.receiver(outbox, PARAMS, prompt))
-        stopped = engine.add_request(prompt, stopping, text.receiver(outbox, stopping, prompt))
-        ids_only = engine.add_request(prompt, PARAMS, Receiver(outbox))
+        requests = [text.make_request("Hello", params) for params in (PARAMS, replace(PARAMS, stop=stop), PARAMS)]
+        sequences = [seq for request in requests for seq in engine.make_sequences(request)]
+        receivers = [text.receiver(outbox, seq.params, seq.token_ids) for seq in sequences[:2]]
+        plain, stopped, ids_only = map(engine.add_sequence, sequences, (*receivers, Receiver(outbox)))
         finished = {}
         while engine.has_requests or outbox:
             finished |= engine.next_output(outbox).finished
@@ -44,6 +49,37 @@ def test_composed_by_hand_answers_as_the_llm_does(model: Path, text: TextFronten
     assert finished[stopped]["finish_reason"] == "stop"
     assert finished[ids_only]["text"] is None
     assert finished[ids_only]["token_ids"] == finished[plain]["token_ids"] == expected["token_ids"]
+
+
+NUM_LONG_IDS = 100_000
+LONG_PROMPTS: dict[str, tuple[Callable[[list[int]], Any], int]] = {  # and the bytes that checking an id takes
+    "list": (list, 10),
+    "tuple": (tuple, 10),
+    "array": (lambda ids: array("q", ids), 10),
+    "numpy": (np.array, 10),
+    "dict": (lambda ids: {"prompt_token_ids": ids}, 10),
+    "array of int32": (lambda ids: array("i", ids), 18),
+    "numpy uint16": (lambda ids: np.array(ids, np.uint16), 18),
+    "not contiguous": (lambda ids: np.array(ids).repeat(2)[::2], 18),
+}
+
+
+def test_long_prompts_are_copied_once(text: TextFrontend) -> None:
+    """Regression: a prompt of 1,000,000 token ids became a list, and was copied five times on its way to the engine.
+
+    The user may change the prompt afterwards.
+    """
+    ids = [2 + i % 300 for i in range(NUM_LONG_IDS)]
+    for kind, (make, num_bytes) in LONG_PROMPTS.items():
+        prompt = make(ids)
+        tracemalloc.start()
+        (request,) = text.make_requests(prompt, PARAMS)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak_bytes < num_bytes * NUM_LONG_IDS, kind
+        if not isinstance(prompt, dict | tuple):
+            prompt[0] = 7
+        assert request.token_ids == array("q", ids), kind
 
 
 LONG_TEXT = "".join(f"Line {i} of a document.\n" for i in range(2000))
@@ -59,8 +95,9 @@ def test_encode_long_text_is_kept_for_its_salt_alone(model: Path) -> None:
             (token_ids,) = text.encode_chat(conversation, cache_salt=salt)
             assert token_ids.tolist() == expected
             sizes.append(text._encoder.num_bytes)
-            prompt = {"prompt": f"user: {LONG_TEXT} And?", "cache_salt": salt}
-            assert text.encode_prompt(prompt).tolist() == text.tokenizer.encode(prompt["prompt"])
+            prompt = f"user: {LONG_TEXT} And?"
+            request = text.make_request({"prompt": prompt, "cache_salt": salt}, PARAMS)
+            assert (request.token_ids.tolist(), request.cache_salt) == (text.tokenizer.encode(prompt), salt)
             assert text._encoder.num_bytes == sizes[-1]
     assert 0 == sizes[0] < sizes[1] == sizes[2] < sizes[3] == sizes[4]
 

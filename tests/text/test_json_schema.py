@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from nanovllm.errors import RequestError
-from nanovllm.models.retrieval_model import END_TOKEN_ID, save_tokenizer
+from nanovllm.models.retrieval_model import END_TOKEN_ID
 from nanovllm.sampling_params import StructuredOutputs, TaggedJson
 from nanovllm.text.json_schema import find_faults, remove_faults, remove_neutral_keywords
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
@@ -51,10 +50,8 @@ FAULTY: list[tuple[dict[str, Any], str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(directory)
-    return GrammarCompiler(AutoTokenizer.from_pretrained(directory), 258, (END_TOKEN_ID,))
+def compiler(demo_tokenizer: Any) -> GrammarCompiler:
+    return GrammarCompiler(demo_tokenizer, 258, (END_TOKEN_ID,))
 
 
 def admits(compiler: GrammarCompiler, outputs: StructuredOutputs, text: str) -> bool:

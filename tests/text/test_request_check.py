@@ -70,12 +70,6 @@ def test_chat_template_that_writes_a_token_beyond_the_vocabulary_is_refused(
     assert llm.is_finished()
 
 
-def test_text_that_is_not_unicode_is_refused(llm: LLM) -> None:
-    """Regression: TypeError from inside the tokenizer."""
-    with pytest.raises(RequestError, match="not valid Unicode text; remove lone surrogates"):
-        llm.generate(["a\ud800b"], GREEDY, use_tqdm=False)
-
-
 @pytest.mark.parametrize(
     ("messages", "message"),
     [

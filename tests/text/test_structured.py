@@ -18,11 +18,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
-from nanovllm.capabilities.edits.logit_editor import TokenConstraint
-from nanovllm.capabilities.edits.token_mask import TokenMask
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.errors import RequestError
-from nanovllm.models.retrieval_model import END_TOKEN_ID, save_tokenizer
+from nanovllm.models.retrieval_model import END_TOKEN_ID, byte_symbols
+from nanovllm.plan.logit_edits import TokenConstraint, TokenMask
 from nanovllm.sampling_params import StructuredOutputs, TaggedJson, TaggedValue
 from nanovllm.text.frontend import TextFrontend
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
@@ -64,8 +63,7 @@ class Case:
         self.tokenizer, self.end_token_ids = tokenizer, end_token_ids
         self.vocab_size = len(tokenizer) + num_padding
         self.compiler = GrammarCompiler(tokenizer, self.vocab_size, end_token_ids)
-        symbols = pre_tokenizers.ByteLevel.alphabet()
-        byte_of = {symbol: rust_bytes(symbol) for symbol in symbols}
+        byte_of = {symbol: bytes([byte]) for byte, symbol in enumerate(byte_symbols())}
         special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.texts = {  # token -> its text as bytes, if it has one
             token_id: b"".join(byte_of[symbol] for symbol in token)
@@ -83,25 +81,14 @@ class Case:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
-def rust_bytes(symbol: str) -> bytes:
-    return decoders.ByteLevel().decode([symbol]).encode() if ord(symbol) < 128 else bytes([latin_byte(symbol)])
-
-
-def latin_byte(symbol: str) -> int:
-    from nanovllm.models.retrieval_model import byte_symbols
-
-    return byte_symbols().index(symbol)
-
-
 @pytest.fixture(scope="module", params=["demo", "tiny", "byte pairs"])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    directory = tmp_path_factory.mktemp("tokenizer")
+def case(request: pytest.FixtureRequest, demo_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Case:
     if request.param == "byte pairs":
         return Case(byte_pair_tokenizer(), (0, 1))
     if request.param == "tiny":
-        return Case(AutoTokenizer.from_pretrained(write_tiny_tokenizer(directory)), (319,))
-    save_tokenizer(directory)
-    return Case(AutoTokenizer.from_pretrained(directory), (END_TOKEN_ID,))
+        directory = write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+        return Case(AutoTokenizer.from_pretrained(directory), (319,))
+    return Case(demo_tokenizer, (END_TOKEN_ID,))
 
 
 def allowed(mask: TokenMask) -> list[int]:
@@ -257,9 +244,8 @@ def test_is_finished_as_soon_as_only_an_end_token_could_follow(case: Case) -> No
             assert allowed(matcher.mask()) == expected
 
 
-def test_model_without_end_tokens_ends_when_nothing_can_follow(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path)
-    case = Case(AutoTokenizer.from_pretrained(tmp_path), ())
+def test_model_without_end_tokens_ends_when_nothing_can_follow(demo_tokenizer: Any) -> None:
+    case = Case(demo_tokenizer, ())
     matcher = case.matcher(regex="ab?")
     assert matcher.accept(ord("a")) and allowed(matcher.mask()) == [ord("b")] and not matcher.accept(END_TOKEN_ID)
     assert matcher.accept(ord("b")) and matcher.is_finished
@@ -268,20 +254,17 @@ def test_model_without_end_tokens_ends_when_nothing_can_follow(tmp_path: Path) -
 # -- vocabularies ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_padding", [0, 1, 30, 62, 1000])
-def test_padding_ids_are_never_allowed(tmp_path: Path, num_padding: int) -> None:
-    save_tokenizer(tmp_path)
-    case = Case(AutoTokenizer.from_pretrained(tmp_path), (END_TOKEN_ID,), num_padding)
-    matcher = case.matcher(regex=r"(.|\n)*")
-    assert matcher.mask().shape == (-(-(258 + num_padding) // 32),) and matcher.mask().dtype == np.int32
-    assert max(allowed(matcher.mask())) == END_TOKEN_ID
-    assert not matcher.accept(257 + num_padding)
+def test_padding_ids_are_never_allowed(demo_tokenizer: Any) -> None:
+    for num_padding in (0, 1, 30, 62, 1000):
+        matcher = Case(demo_tokenizer, (END_TOKEN_ID,), num_padding).matcher(regex=r"(.|\n)*")
+        assert matcher.mask().shape == (-(-(258 + num_padding) // 32),) and matcher.mask().dtype == np.int32
+        assert max(allowed(matcher.mask())) == END_TOKEN_ID
+        assert not matcher.accept(257 + num_padding)
 
 
-def test_model_with_fewer_ids_than_the_tokenizer(tmp_path: Path) -> None:
+def test_model_with_fewer_ids_than_the_tokenizer(demo_tokenizer: Any) -> None:
     """Without the bytes above 199 there is no first byte of 😀, and without 256 no end token."""
-    save_tokenizer(tmp_path)
-    compiler = GrammarCompiler(AutoTokenizer.from_pretrained(tmp_path), 200, ())
+    compiler = GrammarCompiler(demo_tokenizer, 200, ())
     matcher = TokenMatcher(compiler.compile(StructuredOutputs(regex="x(a|😀)")), False)
     assert matcher.mask().shape == (7,) and allowed(matcher.mask()) == [ord("x")]
     assert matcher.accept(ord("x")) and allowed(matcher.mask()) == [ord("a")] and not matcher.accept(240)
@@ -370,21 +353,20 @@ def test_frontend_refuses_a_bad_schema_and_makes_constraints(tmp_path: Path) -> 
     config = ModelConfig.from_pretrained(str(tmp_path))[0]
     text = TextFrontend(config, tmp_path)
     with pytest.raises(RequestError, match=r"structured_outputs.json cannot be used: 'type' at # is 'frob'"):
-        text.check_params(SamplingParams(structured_outputs=StructuredOutputs(json={"type": "frob"})))
+        text.rules(SamplingParams(structured_outputs=StructuredOutputs(json={"type": "frob"})))
     params = SamplingParams(structured_outputs=StructuredOutputs(choice=["yes", "no"]))
-    text.check_params(params)
-    constraint, other = text.rules(params).constraint, text.rules(params).constraint
-    assert constraint is not None and other is not None and constraint is not other
+    make_constraint = text.rules(params).make_constraint
+    assert make_constraint is not None
+    constraint, other = make_constraint(), make_constraint()
     assert constraint.accept(text.encode_prompt("y")[0])
     assert not np.array_equal(constraint.masks_for([])[0], other.masks_for([])[0])
-    assert text.rules(SamplingParams()).constraint is None
+    assert text.rules(SamplingParams()).make_constraint is None
     with pytest.raises(RequestError, match="structured_outputs needs a tokenizer"):
-        TextFrontend(config, None).check_params(params)
+        TextFrontend(config, None).rules(params)
 
 
-def test_compile_without_llguidance_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_tokenizer(tmp_path)
-    compiler = GrammarCompiler(AutoTokenizer.from_pretrained(tmp_path), 258, (END_TOKEN_ID,))
+def test_compile_without_llguidance_names_the_extra(demo_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(demo_tokenizer, 258, (END_TOKEN_ID,))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "llguidance", None)
         patch.delitem(sys.modules, "llguidance.hf", raising=False)
@@ -462,14 +444,8 @@ def test_tagged_json_that_is_too_large_or_wrong_is_refused(case: Case) -> None:
 def test_tagged_text_is_one_of_its_choices(case: Case) -> None:
     values = (TaggedValue("<a>\n", None, "\n</a>", True, ("red", "", 'a "b"')),)
     tagged = TaggedJson(tags=(("<call>", values, "</call>"),), trigger="<call>")
-    for text, is_right in (
-        ("red", True),
-        ("", True),
-        ('a "b"', True),
-        ("re", False),
-        ("redred", False),
-        ("blue", False),
-    ):
+    for text in ("red", "", 'a "b"', "re", "redred", "blue"):
+        is_right = text in ("red", "", 'a "b"')
         assert matches(case, tagged, f"<call><a>\n{text}\n</a></call>") == is_right, text
 
 

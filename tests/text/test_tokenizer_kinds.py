@@ -357,9 +357,9 @@ def test_bad_words_that_cannot_be_kept_out_are_refused(models: Callable[[str], P
     text = frontend(models("byte level"))
     for word in ("a\ud800", "\ufffd"):
         with pytest.raises(RequestError, match=r"bad_words has .* which is not valid Unicode text; leave it out"):
-            text.check_params(SamplingParams(bad_words=["ok", word]))
+            text.rules(SamplingParams(bad_words=["ok", word]))
     every_byte = [chr(byte) for byte in range(128)] + [chr(0x80 + i) for i in range(0x80)]
-    text.check_params(SamplingParams(bad_words=every_byte))  # parts of characters are left
+    text.rules(SamplingParams(bad_words=every_byte))  # parts of characters are left
 
 
 def frontend(directory: Path) -> TextFrontend:

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from nanovllm.utils.user_cache import user_cache
+from nanovllm.utils import user_cache
 
 SOURCES = Path(__file__).parent / "source"
 MAIN_SOURCE = SOURCES / "attention.cpp"  # includes the others

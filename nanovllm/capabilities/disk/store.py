@@ -2,22 +2,24 @@
 
     PATH/lock                        held while it changes which files there are; holds the bytes in use
     PATH/<fingerprint>/model.json    what the fingerprint stands for
-    PATH/<fingerprint>/<key>.kv      an extent: a header, then the payload; the key tells what it is
+    PATH/<fingerprint>/<key>.kv      an extent: a header, then the payload
     PATH/<fingerprint>/<n>.tmp       an extent that a process is writing, and has locked
 
-The directory is the index. A file gets its name only after its data is on the disk, and a rename either happens or does
-not. So whenever a process is killed, the files that have names are whole, and opening needs no repair: it only removes
-the files of writers that are gone. A process that reads a file which another one removes still has its data.
+The directory is the index. A file gets its name only after its data is on the disk, and a rename is atomic. So
+whenever a process is killed, the files that have names are whole, and opening needs no repair: it only removes the
+temporary files of writers that are gone. A process that reads a file while another one removes it still gets all of its
+data.
 
-Nothing in a file is trusted. The header repeats the fingerprint, the key, the parent's key and the token ids, and both
-parts have a checksum (xxhash). A file that does not have exactly what its reader expects is a miss: it is logged and
-removed, and its tokens are computed.
+Every file is checked before it is used. The header repeats the fingerprint, the key, the parent's key and the token
+ids, and both header and payload have a checksum (xxhash). A file that differs in any way from what its reader expects
+is a miss: it is logged and removed, and its tokens are computed.
 
-The fingerprint stands for everything else that K and V depend on: the weights, the model's config, the dtype, the
-layout, the version of the package, and FORMAT. With several ranks each has its own, since each has its own weights.
+The fingerprint stands for everything besides the tokens that K and V depend on: the weights, the model's config, the
+dtype, the layout, the version of the package, and FORMAT. Each rank has a different fingerprint, because it has
+different weights.
 
-The limit is for all that lies below the path. Whoever needs room removes the files that were used least recently,
-whichever process wrote them. The time of last use is a file's mtime.
+The limit applies to everything below the path. A process that needs room removes the files that were used least
+recently, whichever process wrote them. The time of last use is a file's mtime.
 """
 
 import errno
@@ -39,23 +41,28 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, DISK_HEADER_BYTES, KEY_BYTES, Extent, is_state_key
+from nanovllm.capabilities.disk.disk_moves import (
+    DISK_GRAIN_TOKENS,
+    DISK_HEADER_BYTES,
+    KEY_BYTES,
+    PAUSE_S,
+    Extent,
+    is_state_key,
+)
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import format_bytes
 
 FORMAT = 3  # the files' format, part of the fingerprint
 FINGERPRINT_BYTES = 16
-PAUSE_S = 60.0  # without writing, after the disk was full or failed
 REFRESH_S = 2.0  # interval at which to look for files of other processes
 EVICTED_SHARE = 0.05  # share of the limit that is freed at once, because finding the oldest files means listing all
 _MAGIC = b"NANOVKV\n"
 _FIELDS = struct.Struct(f"<8sIQ{FINGERPRINT_BYTES}s{KEY_BYTES}s{KEY_BYTES}s16sI")
 _CHECKSUM_BYTES = 8
-_TOTAL = struct.Struct("<Q")
+_TOTAL_BYTES = 8
 _FOLDER = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 _EXTENT = re.compile(r"((?:[0-9a-f]{2})+)\.kv")  # any format, so that old ones are evicted
 _TEMPORARY = re.compile(r"[0-9]+-[0-9]+\.tmp")
-_READ_BYTES = 8 * 2**20
 _MAX_PARTS = 512  # in one call of preadv or pwritev; Linux allows 1024
 
 logger = logging.getLogger("nanovllm")
@@ -124,18 +131,18 @@ def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, parts:
 
 
 class DiskStore:
-    """The extents of one fingerprint below a path, and the limit of all of them.
+    """The extents of one fingerprint below a path, and the limit of everything below it.
 
-    One thread at a time may write. Any thread may ask whether a key is known. It is a guess: the file may turn out
-    damaged, or have been removed by another process.
+    One thread at a time may write. Any thread may ask whether a key is known, but a known file may turn out to be
+    damaged, or to have been removed by another process.
     """
 
     def __init__(self, path: Path, limit_bytes: int, least_bytes: int, identity: Mapping[str, Any], model: str) -> None:
-        """`least_bytes`: size of the files of DISK_GRAIN_TOKENS tokens. `identity`: all that K and V depend on besides
-        the tokens, as JSON. `model`: a name for people, which proves nothing.
+        """`least_bytes`: size of the files of DISK_GRAIN_TOKENS tokens. `identity`: everything that K and V depend on
+        besides the tokens, as JSON. `model`: a name for people; not part of the identity.
 
-        Raises ConfigError if the path cannot be used, or for a limit below `least_bytes`. A path that can only be read
-        is used for reading.
+        Raises ConfigError if the path cannot be used, or if the limit is below `least_bytes`. A read-only path is used
+        for reading.
         """
         self.path, self.limit_bytes = path, limit_bytes
         if limit_bytes < least_bytes:
@@ -194,27 +201,27 @@ class DiskStore:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes in use below the path, by the last look at them. Does not wait for the disk, which may hang."""
+        """Bytes in use below the path when they were last read. Does not wait for the disk, which may hang."""
         return self._lock.last_total
 
     def _file(self, key: bytes) -> Path:
         return self.folder / f"{key.hex()}.kv"
 
     def sample(self, num_extents: int) -> list[Path]:
-        """The files of some extents."""
+        """Return the files of some extents."""
         return [self._file(key) for key in islice(self._known, num_extents)]
 
     def touch(self, extent: Extent) -> None:
-        """Note when an extent has been used."""
+        """Record the time at which an extent was used."""
         with suppress(OSError):
             os.utime(self._file(extent.key), (extent.used_s, extent.used_s))
 
     # -- reading -------------------------------------------------------------------------------------------------
 
     def read(self, extent: Extent, payload: Seq[memoryview]) -> bool:
-        """Fill `payload` with an extent. Returns False, after a line in the log, if it cannot be used.
+        """Fill `payload` with an extent. Any number of threads may read.
 
-        `payload` then holds anything. Any number of threads may read.
+        Returns False, and logs why, if the extent cannot be used. The content of `payload` is then undefined.
         """
         path = self._file(extent.key)
         try:
@@ -253,15 +260,15 @@ class DiskStore:
 
     @property
     def is_paused(self) -> bool:
-        """True if nothing is written at present, because the disk cannot be written or was full."""
+        """True if writing pauses, because the disk was full or failed, or cannot be written at all."""
         return time.monotonic() < self._cannot_write_until
 
     def write(self, extent: Extent, payload: Seq[memoryview], is_valid: Callable[[], bool]) -> bool:
-        """Store an extent. When this returns True, not even a power failure loses it.
+        """Store an extent. After this has returned True, not even a power failure loses it.
 
-        `is_valid` is asked once the payload has been read: False if it may have changed meanwhile. Returns False, with
-        nothing stored, if so, if the limit leaves no room beside extents that were used later, and if the disk is full
-        or fails. The last is logged, and writing pauses.
+        `is_valid` is called after the payload has been read. It returns False if the payload may have changed
+        meanwhile. Returns False, with nothing stored, if the payload is not valid, if only extents that were used later
+        could make room, and if the disk is full or fails. A failure is logged, and writing pauses.
         """
         if self.is_paused:
             return False
@@ -304,9 +311,9 @@ class DiskStore:
         return True
 
     def _reserve(self, num_bytes: int, used_s: float) -> tuple[int, Path] | None:
-        """Make room and a file of this size, which other processes leave alone. Returns its descriptor and path.
+        """Make room, and a locked file of this size. Returns its descriptor and path.
 
-        None if there is no room, except that of extents that were used later.
+        Returns None if only extents that were used later could make room.
         """
         path = self.folder / f"{os.getpid()}-{time.time_ns()}.tmp"
         with self._lock:
@@ -327,16 +334,14 @@ class DiskStore:
         return fd, path
 
     def _give_back(self, temporary: Path, num_bytes: int) -> None:
-        """Remove a file that has not got its name, while it is still locked."""
+        """Remove the temporary file, which is still locked, unless it has got its name."""
         with suppress(OSError), self._lock:
             if temporary.exists():
                 temporary.unlink()
                 self._lock.total -= num_bytes
 
     def _evict(self, most_bytes: int, used_s: float) -> int:
-        """Remove extents that were used before, until so many bytes are in use, and some more. Returns the bytes in
-        use.
-        """
+        """Remove extents that were used before `used_s`, to less than `most_bytes`. Returns the bytes in use."""
         listing = list_extents(self.path, removes_left_over=True)
         removed = prune(listing, most_bytes - int(EVICTED_SHARE * self.limit_bytes), used_s)
         self.num_evicted += len(removed)
@@ -357,10 +362,10 @@ def _sync(folder: Path) -> None:
 
 
 class Lock:
-    """Lets one thread of one process at a time change which files there are. Its file holds the bytes in use.
+    """Excludes other threads and processes while files are added or removed. The lock's file holds the bytes in use.
 
-    If a process is killed between a change and the new total, the total is off by that file until files are listed the
-    next time: when a process opens the cache, or makes room in it.
+    If a process is killed between a change and the new total, the total is wrong by that file until the files are
+    listed again, when a process opens the cache or makes room in it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -370,7 +375,7 @@ class Lock:
         self.last_total = 0  # bytes in use when this object read or wrote them last
 
     def __enter__(self) -> None:
-        """Raises OSError where nothing can be written."""
+        """Raises OSError if the path is read-only."""
         self._threads.acquire()
         try:
             if self._fd < 0:
@@ -389,18 +394,18 @@ class Lock:
     @property
     def total(self) -> int:
         """Bytes in use. Only for the holder of the lock."""
-        self.last_total = _unpack_total(os.pread(self._fd, _TOTAL.size, 0))
+        self.last_total = int.from_bytes(os.pread(self._fd, _TOTAL_BYTES, 0), "little")
         return self.last_total
 
     @total.setter
     def total(self, num_bytes: int) -> None:
         self.last_total = max(0, num_bytes)
-        os.pwrite(self._fd, _TOTAL.pack(self.last_total), 0)
+        os.pwrite(self._fd, self.last_total.to_bytes(_TOTAL_BYTES, "little"), 0)
 
     def read_total(self) -> int:
         """Return the bytes in use. Needs no lock."""
         try:
-            self.last_total = _unpack_total(self._file.read_bytes())
+            self.last_total = int.from_bytes(self._file.read_bytes()[:_TOTAL_BYTES], "little")
         except OSError:
             self.last_total = 0
         return self.last_total
@@ -410,10 +415,6 @@ class Lock:
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
-
-
-def _unpack_total(data: bytes) -> int:
-    return int.from_bytes(data[: _TOTAL.size], "little")
 
 
 # -- all that is below a path ----------------------------------------------------------------------------------------
@@ -484,9 +485,9 @@ def _remove_left_over(path: str) -> bool:
 
 
 def prune(listing: Listing, most_bytes: int, used_s: float = math.inf) -> list[StoredExtent]:
-    """Remove the extents that were used least recently, until so many bytes are left. Returns those removed.
+    """Remove the extents that were used least recently, until `most_bytes` are left. Returns the removed extents.
 
-    `used_s`: keep what was used at this time or later.
+    `used_s`: keep extents that were used at this time or later.
     """
     num_bytes, removed = listing.num_bytes, []
     for extent in sorted(listing.extents, key=lambda extent: extent.used_s):
@@ -499,7 +500,7 @@ def prune(listing: Listing, most_bytes: int, used_s: float = math.inf) -> list[S
 
 
 def remove_file(path: Path, lock: Lock) -> None:
-    """Remove an extent that is no good, so that it will be written again. Does nothing where that is not allowed."""
+    """Remove a damaged extent, so that it will be written again. Does nothing if the path is read-only."""
     with suppress(OSError), lock:
         num_bytes = path.stat().st_size
         path.unlink()
@@ -507,10 +508,9 @@ def remove_file(path: Path, lock: Lock) -> None:
 
 
 def remove_extents(path: Path, most_bytes: int = 0, folders: Seq[Path] | None = None) -> tuple[int, int]:
-    """Remove the extents that were used least recently, until those in `folders` have so many bytes.
+    """Remove the extents that were used least recently, until the extents in `folders` have `most_bytes`.
 
-    Returns the number of files and of bytes that are gone. Safe beside engines that use them. Folders that are left
-    without extents are removed.
+    Returns the number of files and of bytes that were removed. Engines may use the files meanwhile.
     """
     chosen = list_folders(path) if folders is None else folders
     lock = Lock(path)
@@ -524,17 +524,13 @@ def remove_extents(path: Path, most_bytes: int = 0, folders: Seq[Path] | None = 
 def check_extent(path: Path) -> Header:
     """Return the header of a file. Raises MissError if any of its bytes is wrong."""
     try:
-        with open(path, "rb") as file:
-            header = Header.unpack(file.read(DISK_HEADER_BYTES))
-            state, num_bytes = xxhash.xxh3_128(), 0
-            while data := file.read(_READ_BYTES):
-                state.update(data)
-                num_bytes += len(data)
+        data = path.read_bytes()
     except OSError as error:
         raise MissError(f"it cannot be read ({error.strerror})") from error
-    if num_bytes != header.payload_bytes:
-        raise MissError(f"it holds {num_bytes} bytes instead of {header.payload_bytes}")
-    if state.digest() != header.checksum:
+    header, payload = Header.unpack(data[:DISK_HEADER_BYTES]), memoryview(data)[DISK_HEADER_BYTES:]
+    if len(payload) != header.payload_bytes:
+        raise MissError(f"it holds {len(payload)} bytes instead of {header.payload_bytes}")
+    if _checksum([payload]) != header.checksum:
         raise MissError("its content is damaged")
     if (header.fingerprint.hex(), header.key.hex()) != (path.parent.name, path.stem):
         raise MissError("it belongs to another model or to other tokens")

@@ -3,27 +3,27 @@
 Legend: L layers, N blocks, P tokens per block, G tokens per extent, K kv heads, D head dim.
 
 A payload is the extent's K in all layers, then its V: [2, L, G, K, D], or a state of the recurrent layers: the inputs
-of the convolution, then the matrices. Each thread that reads has a separate buffer for one payload. It reads a file
-into the buffer, and copies the payload to its place once the whole file has been read and checked. So a disk that hangs
+of the convolution, then the matrices. Each reading thread has a separate buffer for one payload. It reads a file into
+the buffer, and copies the payload to its place after the whole file has been read and checked. So a disk that hangs
 holds buffers, but no block: a load that is given up ends at once, and its blocks can be used for something else.
-Extents are written from the cache directly where it lies in CPU memory, and through a buffer where it lies on the GPU.
-All buffers are pinned if the cache is on a GPU. States are always in CPU memory.
+Extents are written directly from a cache in CPU memory, and through a buffer from a cache on the GPU. Buffers are
+pinned if the cache is on a GPU. States are always in CPU memory.
 
-Copies between a buffer and the GPU are one copy for each layer, of contiguous bytes. One copy of all layers (copy_rows
-in device/cuda.py) is refused by the driver for a cache in torch's expandable segments.
+There is one copy per layer between a buffer and the GPU, of contiguous bytes. The driver refuses a single copy of all
+layers (copy_rows in device/cuda.py) for a cache in torch's expandable segments.
 
-The engine's thread only puts work into queues. A thread that takes some waits, on the host, until the work that was
-enqueued on the device before it is done, so it sees what that work has written, and overwrites nothing that it uses:
-  E13  written -> stored on disk         compute, d2h -> host   the event that comes with each submission
+The engine's thread only puts work into queues. A thread that takes work waits, on the host, until everything is done
+that was enqueued on the device before. So the thread sees what was written there, and overwrites nothing in use:
+  E13  written -> stored on disk         compute, d2h -> host   the events that come with each submission
   E14  last used -> loaded from disk     compute, d2h -> host   the same
 A block may be given to another sequence while it is being written to a file. Then its version has changed by the time
-it has been read, and the extent is dropped. What is loaded counts only when rank 0 has been told. Both edges and the
-versions serve snapshots, too, which the compute stream writes and reads.
+it has been read, and the extent is dropped. Prompts can match what is loaded only after rank 0 has taken it in. Both
+edges and the versions serve snapshots, too, which the compute stream writes and reads.
 
 The threads refer to the DiskWorker and its KVPool, but not to the engine. An engine that is dropped without `close`
 calls `abandon`, which ends the threads and releases the pool.
 
-`weights_identity` makes the part of the fingerprint that says which weights these are.
+`weights_identity` makes the part of the fingerprint that identifies the weights.
 """
 
 import ctypes
@@ -35,10 +35,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -60,8 +60,9 @@ from nanovllm.offload.pinned_memory import HostBuffer
 from nanovllm.offload.streams import Event, Stream, Streams
 from nanovllm.plan.kv_spec import KVCacheSpec
 
-CLOSE_S = 5.0  # time that `close` gives extents that are still to be written
-POLL_S = 0.5e-3
+CLOSE_S = 5.0  # time limit for the extents that `close` still has to write
+MEASURE_S = 1.0  # time limit for measuring the disk
+POLL_S = 0.5e-3  # interval at which a thread looks whether the device is done
 CANCEL_POLL_S = 5e-3  # interval at which a running load looks whether it is cancelled
 WRITER_NICENESS = 15
 MAX_STORES = 8192  # extents that wait to be written; more are dropped
@@ -71,8 +72,8 @@ logger = logging.getLogger("nanovllm")
 
 
 class KVPool:
-    """The places of extents: the caches [L, N, P, K, D] of a rank that hold all blocks, in CPU memory or on the GPU,
-    and the snapshots of states. Also the buffers through which extents get there.
+    """The places of extents: a rank's caches [L, N, P, K, D] of all blocks, in CPU memory or on the GPU, and the
+    snapshots of states. Also the buffers between files and places.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ class KVPool:
         device: torch.device | None = None,
     ) -> None:
         """`needs_buffers`: extents are also written through a buffer; by default, if the caches are on a GPU.
-        `snapshots`: the parts of all snapshots, in CPU memory; none if no layer is recurrent. `device`: the rank's own;
-        by default, where the caches are.
+        `snapshots`: the parts of all snapshots, in CPU memory; none if no layer is recurrent. `device`: the rank's;
+        by default, the device of the caches.
         """
         self._snapshots, self._num_blocks = tuple(snapshots), k_LNPKD.shape[1]
         self.state_bytes = sum(part[0].nbytes for part in snapshots)
@@ -105,7 +106,7 @@ class KVPool:
         self._of_thread = threading.local()
 
     def fence(self) -> list[Event]:
-        """Events that stand for all that the device was given so far. Called by the engine's thread."""
+        """Return events that are over once everything enqueued so far is done. Called by the engine's thread."""
         events = []
         for stream in (self._streams.compute, self._streams.d2h):
             events.append(self._streams.event())
@@ -113,7 +114,10 @@ class KVPool:
         return events
 
     def is_over(self, fence: Iterable[Event]) -> bool:
-        """On the rank's own GPU: in a new thread another one may be current, where a call would take memory."""
+        """Return True if all events are over.
+
+        The rank's GPU must be current: in a new thread another GPU may be, and the call would take memory there.
+        """
         with current_device(self._device):
             return all(self._streams.is_done(event) for event in fence)
 
@@ -123,11 +127,11 @@ class KVPool:
 
     @property
     def least_bytes(self) -> int:
-        """Size of the files without which nothing can be reused."""
+        """Size of the smallest set of files that a prompt can use."""
         return document_disk_bytes(DISK_GRAIN_TOKENS + 1, self.extent_bytes // DISK_GRAIN_TOKENS, self.state_bytes)
 
     def buffer(self, extent: Extent) -> list[memoryview]:
-        """Return this thread's buffer, for a file to be read into."""
+        """Return this thread's buffer, as the target of a read."""
         return [_bytes_of(self._buffer(extent))]
 
     def copy_in(self, extent: Extent) -> None:
@@ -159,12 +163,12 @@ class KVPool:
         if self.is_closed:
             raise RuntimeError("the KV cache is closed")
         if extent.is_state:
-            return [part[extent.block_id - self._num_blocks] for part in self._snapshots]
+            return [part[extent.place - self._num_blocks] for part in self._snapshots]
         end = extent.start + DISK_GRAIN_TOKENS
-        return [layer for cache in self._caches for layer in cache[:, extent.block_id, extent.start : end].unbind(0)]
+        return [layer for cache in self._caches for layer in cache[:, extent.place, extent.start : end].unbind(0)]
 
     def _copy(self, stream: Stream, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy targets <- sources between a buffer and the cache, and wait for it."""
+        """Copy (target, source) pairs between a buffer and the cache, and wait until they are copied."""
         with current_device(self._device), torch.inference_mode():
             stream.copy_all(pairs)
             done = self._streams.event()
@@ -184,7 +188,7 @@ class KVPool:
         return not self._caches
 
     def close(self) -> None:
-        """Release the buffers and let go of the caches, which an engine that is closed must not keep."""
+        """Release the buffers and the caches. A closed engine must not keep its caches alive."""
         self._caches = self._snapshots = ()
         self._unused.clear()
         for buffer in self._buffers:
@@ -195,30 +199,19 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-class _Submitted(NamedTuple):
-    extents: tuple[Extent, ...]
-    fence: list[Event]
-    load_number: int = 0
+@dataclass(slots=True)
+class _ExtentLoad:
+    """The load that the reading threads work on. The worker's condition guards it."""
 
-
-class _Load:
-    """A load that the reading threads work on. The worker's condition guards it."""
-
-    def __init__(self, submitted: _Submitted) -> None:
-        self.extents, self.number = submitted.extents, submitted.load_number
-        self.first_missing = len(self.extents)  # place of the first extent that is known to be missing
-        self.was_read = [False] * len(self.extents)
-        self.num_ended = 0  # extents that were read, or not read
-        self.is_given_up = False  # nothing is copied to its blocks any more
-
-    @property
-    def num_loaded(self) -> int:
-        """Number of extents that were read before the first one that was not."""
-        return next((i for i, was_read in enumerate(self.was_read) if not was_read), len(self.extents))
+    extents: Seq[Extent]
+    number: int
+    num_copied: int = 0
+    missing: int = -1  # an extent that cannot be loaded; the others are then of no use
+    is_given_up: bool = False  # nothing more is copied to its places
 
 
 class DiskWorker:
-    """Any number of submissions may be open. They are worked on in order, stores and loads apart."""
+    """Works on submissions in order, on stores and loads concurrently. Any number of submissions may be open."""
 
     def __init__(
         self,
@@ -232,24 +225,21 @@ class DiskWorker:
         self.store, self._pool, self._board, self._rank = store, pool, board, rank
         self._clock = clock
         self._changed = threading.Condition()  # guards the queues, the running load and the counters
-        self._stores: deque[_Submitted] = deque()
-        self._loads: deque[_Submitted] = deque()
+        self._stores: deque[tuple[Seq[Extent], list[Event]]] = deque()  # with the events to wait for
+        self._loads: deque[tuple[_ExtentLoad, list[Event]]] = deque()
         self._reads: deque[Callable[[], None]] = deque()  # for the reading threads; they do not raise
-        self._num_reading = self._num_copying = 0  # threads that read, and threads that copy to a load's blocks
-        self._is_stuck = False  # reads of a load that was given up have not ended
+        self._num_copying = 0  # threads that copy to the places of a load
         self._num_to_store = 0
-        self._close_at_s: float | None = None  # by time.monotonic; None: not yet
-        self._byte_per_s = 0.0  # rate of reading
-        self._write_s = 0.0
+        self._close_at_s: float | None = None  # by time.monotonic; None while the worker is open
+        self._read_s = self._write_s = 0.0
         self.num_stored_bytes = self.num_loaded_bytes = self.num_misses = self.num_dropped = self.num_failures = 0
-        sample = store.sample(4 * NUM_READERS)
         # Daemons: a thread that waits for a disk that hangs must not keep the process from ending
+        targets = {"write": self._write, "load": self._run_loads} | {
+            f"read-{i}": self._read for i in range(NUM_READERS)
+        }
         self._threads = [
-            threading.Thread(target=self._write, name="nanovllm-disk-write", daemon=True),
-            threading.Thread(target=self._run_loads, args=(sample,), name="nanovllm-disk-load", daemon=True),
-        ]
-        self._threads += [
-            threading.Thread(target=self._read, name="nanovllm-disk-read", daemon=True) for _ in range(NUM_READERS)
+            threading.Thread(target=target, name=f"nanovllm-disk-{name}", daemon=True)
+            for name, target in targets.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -258,16 +248,34 @@ class DiskWorker:
         """Called by the engine's thread, when all planned steps have been launched. Does not wait."""
         fence = self._pool.fence()
         with self._changed:
-            stores = tuple(moves.stores[: MAX_STORES - self._num_to_store])
-            self.num_dropped += len(moves.stores) - len(stores)
+            stores = moves.stores[: MAX_STORES - self._num_to_store]
+            self._count_stored(len(moves.stores) - len(stores), num_dropped=len(moves.stores) - len(stores))
             if stores:
-                self._stores.append(_Submitted(stores, fence))
+                self._stores.append((stores, fence))
                 self._num_to_store += len(stores)
-                self._board.post_pending(self._rank, self._num_to_store)
-            self._board.post_moves(self._rank, moves.number)
             if moves.loads:
-                self._loads.append(_Submitted(tuple(moves.loads), fence, moves.load_number))
+                self._loads.append((_ExtentLoad(moves.loads, moves.load_number), fence))
             self._changed.notify_all()
+
+    def measure(self) -> float:
+        """Return the rate in bytes per second at which the reading threads read some of the extents that there are.
+
+        Returns 0 if there are none, or if the disk delivers none within MEASURE_S.
+        """
+        files, num_bytes, begun_s = self.store.sample(4 * NUM_READERS), list[int](), time.perf_counter()
+
+        def read(path: Path) -> None:
+            size = _read_file(path)
+            with self._changed:
+                num_bytes.append(size)
+                self._changed.notify_all()
+
+        with self._changed:
+            self._reads.extend(partial(read, path) for path in files)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(num_bytes) == len(files), MEASURE_S)
+            self._reads.clear()
+            return sum(num_bytes) / (time.perf_counter() - begun_s)
 
     def stats(self) -> dict[str, float | None]:
         return {
@@ -281,11 +289,12 @@ class DiskWorker:
             "num_extents_to_store": self._num_to_store,
             "num_dropped_extents": self.num_dropped,
             "disk_write_byte_per_s": self.num_stored_bytes / self._write_s if self._write_s else None,
+            "disk_read_byte_per_s": self.num_loaded_bytes / self._read_s if self._read_s else None,
             "disk_buffer_bytes": self._pool.buffer_bytes,
         }
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what is still to be written until `timeout_s` has passed, end the threads and release the pool."""
+        """Write the extents that wait, for at most `timeout_s`, end the threads and release the pool."""
         self._end_at(time.monotonic() + timeout_s)
         deadline_s = time.monotonic() + timeout_s + 1
         for thread in self._threads:
@@ -299,8 +308,9 @@ class DiskWorker:
         self.store.close()
 
     def abandon(self) -> None:
-        """End the threads as soon as they can, without waiting for them, and release the pool. For an engine that was
-        dropped: what has not been written is lost.
+        """End the threads as soon as they can, without waiting for them, and release the pool.
+
+        For an engine that was dropped: extents that have not been written are lost.
         """
         self._end_at(0.0)
         self._pool.close()
@@ -311,12 +321,6 @@ class DiskWorker:
             self._loads.clear()
             self._changed.notify_all()
 
-    def _next(self, queue: deque[_Submitted], timeout_s: float | None = None) -> _Submitted | None:
-        """Wait for the next submission. None after the timeout, or if the worker is closing and there is none."""
-        with self._changed:
-            self._changed.wait_for(lambda: queue or self._close_at_s is not None, timeout_s)
-            return queue.popleft() if queue else None
-
     def _wait_for(self, fence: list[Event]) -> None:
         while not self._pool.is_over(fence):
             time.sleep(POLL_S)
@@ -324,7 +328,7 @@ class DiskWorker:
     def _count_failure(self, action: str, extent: Extent) -> None:
         """Count the exception being handled, which neither the disk nor a file has caused, and log the first one.
 
-        The engine goes on without this extent. If the same happens to every extent, one entry in the log is enough.
+        The engine goes on without this extent. If every extent fails in the same way, one entry in the log is enough.
         """
         if self._pool.is_closed:
             return  # the engine was dropped meanwhile
@@ -343,7 +347,7 @@ class DiskWorker:
 
     def _write(self) -> None:
         """Store what is submitted. Look for files of other processes every REFRESH_S, even with much to store."""
-        with suppress(OSError):  # a thread has a priority of its own on Linux; steps go first
+        with suppress(OSError):  # on Linux a thread has a separate priority; steps go first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
         refresh_at_s = self._clock() + REFRESH_S
 
@@ -354,95 +358,87 @@ class DiskWorker:
                 refresh_at_s = self._clock() + REFRESH_S
 
         while True:
-            submitted = self._next(self._stores, max(0.0, refresh_at_s - self._clock()))
-            if submitted is None and self._close_at_s is not None:
-                return
+            with self._changed:
+                timeout_s = max(0.0, refresh_at_s - self._clock())
+                self._changed.wait_for(lambda: self._stores or self._close_at_s is not None, timeout_s)
+                if not self._stores and self._close_at_s is not None:
+                    return
+                submitted = self._stores.popleft() if self._stores else None
             refresh_if_due()
             if submitted is None:
                 continue
-            self._wait_for(submitted.fence)  # E13: written -> stored on disk
-            for extent in submitted.extents:
+            extents, fence = submitted
+            self._wait_for(fence)  # E13: written -> stored on disk
+            for extent in extents:
                 if self._close_at_s is not None and time.monotonic() > self._close_at_s:
                     return
                 refresh_if_due()
+                is_done = False
                 try:
-                    self._store(extent)
+                    is_done = self._store(extent)
                 except Exception:  # a bug; the engine must not notice
                     self._count_failure("stored", extent)
                 with self._changed:
                     self._num_to_store -= 1
-                    self._board.post_pending(self._rank, self._num_to_store)
+                    self._count_stored(1, num_dropped=not is_done)
 
-    def _store(self, extent: Extent) -> None:
+    def _count_stored(self, num_extents: int, *, num_dropped: int) -> None:
+        """Count extents that need not be written any more, because they are on disk or dropped."""
+        self.num_dropped += num_dropped
+        self._board.num_stored[self._rank] += num_extents
+
+    def _store(self, extent: Extent) -> bool:
+        """Write an extent that is not on disk. Returns False if the extent is dropped."""
+
         def is_valid() -> bool:
-            return bool(self._board.versions[extent.block_id] == extent.version)
+            return bool(self._board.versions[extent.place] == extent.version)
 
         if extent.key in self.store:
             self.store.touch(extent)
-            return
+            return True
         begun_s = time.perf_counter()
-        is_stored = False
-        is_useful = not extent.is_state or prefix_key(extent.key) in self.store  # it may have found no room
-        if is_useful and is_valid() and not self.store.is_paused:
-            is_stored = self.store.write(extent, self._pool.payload(extent), is_valid)
-        if is_stored:
-            self.num_stored_bytes += self._pool.num_bytes(extent)
-            self._write_s += time.perf_counter() - begun_s
-        else:
-            self.num_dropped += 1
+        is_useful = not extent.is_state or prefix_key(extent.key) in self.store  # the extent may have found no room
+        if not is_useful or not is_valid() or self.store.is_paused:
+            return False
+        if not self.store.write(extent, self._pool.payload(extent), is_valid):
+            return False
+        self.num_stored_bytes += self._pool.num_bytes(extent)
+        self._write_s += time.perf_counter() - begun_s
+        return True
 
     # -- the thread that runs loads ------------------------------------------------------------------------------
 
-    def _run_loads(self, sample: list[Path]) -> None:
-        self._measure(sample)
-        while (submitted := self._next(self._loads)) is not None:
-            self._wait_for(submitted.fence)  # E14: last used -> loaded from disk
-            self._load(_Load(submitted))
-            self._board.post_end(self._rank, submitted.load_number)
-
-    def _measure(self, sample: list[Path]) -> None:
-        """Let the reading threads read a few files, if there are any, so that the first load can be compared with
-        computing.
-        """
-        begun_s, sizes = time.perf_counter(), list[int]()
-
-        def read(path: Path) -> None:
-            num_bytes = _read_file(path)
+    def _run_loads(self) -> None:
+        while True:
             with self._changed:
-                sizes.append(num_bytes)
-                if len(sizes) == len(sample) and not self._byte_per_s:
-                    self._byte_per_s = sum(sizes) / (time.perf_counter() - begun_s)
-                    self._board.post_rate(self._rank, self._byte_per_s)
-
-        with self._changed:
-            self._reads.extend(partial(read, path) for path in sample)
-            self._changed.notify_all()
-
-    def _load(self, load: _Load) -> None:
-        """Read the extents, a few at a time, until one is missing. Give up if the load is cancelled.
-
-        When this returns, nothing is copied to the load's blocks any more. Files that are still being read then go
-        nowhere: each ends in the buffer of its thread.
-        """
-        begun_s, num_loaded = time.perf_counter(), 0
-        self._board.post_progress(self._rank, load.number, 0, self._byte_per_s)
-        with self._changed:
-            self._reads.extend(partial(self._read_extent, load, place) for place in range(len(load.extents)))
-            self._changed.notify_all()
-            while load.num_ended < len(load.extents):
-                self._changed.wait(CANCEL_POLL_S)
-                if load.num_loaded > num_loaded:
-                    num_loaded = load.num_loaded
-                    num_bytes = sum(map(self._pool.num_bytes, load.extents[:num_loaded]))
-                    self._byte_per_s = num_bytes / (time.perf_counter() - begun_s)
-                    self._board.post_progress(self._rank, load.number, num_loaded, self._byte_per_s)
-                if self._close_at_s is not None or self._board.is_cancelled(load.number):
-                    load.is_given_up = True
-                    self._reads.clear()
-                    self._changed.wait_for(lambda: not self._num_copying)
-                    self._is_stuck = self._num_reading > 0
-                    self._board.post_stuck(self._rank, self._is_stuck)
+                self._changed.wait_for(lambda: self._loads or self._close_at_s is not None)
+                if not self._loads:
                     return
+                load, fence = self._loads.popleft()
+            self._wait_for(fence)  # E14: last used -> loaded from disk
+            begun_s = time.perf_counter()
+            self._load(load)
+            self._read_s += time.perf_counter() - begun_s
+            self._board.ended_load[self._rank] = load.number
+
+    def _load(self, load: _ExtentLoad) -> None:
+        """Let the reading threads load all extents. Give up if one is missing, or if the load is cancelled.
+
+        When this returns, nothing more is copied to the places of the load. Files that are still being read then stay
+        in the buffers of their threads.
+        """
+        board, rank = self._board, self._rank
+        board.num_loaded[rank], board.missing[rank] = 0, -1
+        with self._changed:
+            self._reads.extend(partial(self._read_extent, load, i) for i in range(len(load.extents)))
+            self._changed.notify_all()
+            while load.num_copied < len(load.extents) and not load.is_given_up:
+                self._changed.wait(CANCEL_POLL_S)
+                is_cancelled = self._close_at_s is not None or board.cancelled_load[0] >= load.number
+                load.is_given_up = is_cancelled or load.missing >= 0
+                board.num_loaded[rank], board.missing[rank] = load.num_copied, load.missing
+            self._reads.clear()
+            self._changed.wait_for(lambda: not self._num_copying)
 
     # -- the threads that read -----------------------------------------------------------------------------------
 
@@ -453,35 +449,26 @@ class DiskWorker:
                 if self._close_at_s is not None:
                     return
                 read = self._reads.popleft()
-                self._num_reading += 1
             read()
             del read  # the load
-            with self._changed:
-                self._num_reading -= 1
-                if self._is_stuck and not self._num_reading:
-                    self._is_stuck = False
-                    self._board.post_stuck(self._rank, False)
 
-    def _read_extent(self, load: _Load, place: int) -> None:
-        extent, was_read, was_copied = load.extents[place], False, False
-        is_wanted = place < load.first_missing
-        if is_wanted:
-            try:
-                was_read = self.store.read(extent, self._pool.buffer(extent))
-                was_copied = was_read and self._copy_in(load, extent)
-            except Exception:  # a bug; the engine must not notice
-                self._count_failure("loaded", extent)
+    def _read_extent(self, load: _ExtentLoad, extent_idx: int) -> None:
+        extent, was_read, was_copied = load.extents[extent_idx], False, False
+        try:
+            was_read = self.store.read(extent, self._pool.buffer(extent))
+            was_copied = was_read and self._copy_in(load, extent)
+        except Exception:  # a bug; the engine must not notice
+            self._count_failure("loaded", extent)
         with self._changed:
-            self.num_misses += is_wanted and not was_read
-            load.num_ended += 1
+            self.num_misses += not was_read
             if was_copied:
-                load.was_read[place] = True
+                load.num_copied += 1
                 self.num_loaded_bytes += self._pool.num_bytes(extent)
-            else:
-                load.first_missing = min(load.first_missing, place)
+            elif not load.is_given_up:
+                load.missing = extent_idx
             self._changed.notify_all()
 
-    def _copy_in(self, load: _Load, extent: Extent) -> bool:
+    def _copy_in(self, load: _ExtentLoad, extent: Extent) -> bool:
         """Copy this thread's buffer to its place, unless the load was given up. Returns True if it has been copied."""
         with self._changed:
             if load.is_given_up:
@@ -497,7 +484,7 @@ class DiskWorker:
 
 
 def _read_file(path: Path) -> int:
-    """Return the size of a file that can be read, after reading it."""
+    """Read a file. Returns the number of bytes that could be read."""
     piece, num_bytes = bytearray(2**20), 0
     with suppress(OSError), open(path, "rb", buffering=0) as file:
         while size := file.readinto(piece):
@@ -529,9 +516,10 @@ def weights_identity(model: torch.nn.Module) -> str:
 
 
 def _folded(data: torch.Tensor) -> torch.Tensor:
-    """Bytes as one number for each part of them: a sum modulo 2^64, in which each word has an odd factor of its own.
+    """Fold bytes into one number per part: a sum modulo 2^64, in which each word has a different odd factor.
 
-    Read by the GPU, this takes no longer than a step. Parts that differ have the same sum with a probability of 2^-64.
+    The device computes the sums in less time than a step. Parts that differ have equal sums with a probability of
+    2^-64.
     """
     words = (F.pad(data, (0, -len(data) % 4)) if len(data) % 4 else data).view(torch.int32)
     generator = torch.Generator(data.device).manual_seed(0)

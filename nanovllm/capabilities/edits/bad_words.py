@@ -1,8 +1,7 @@
 """BadWords: the strings that an answer must not contain, as masks of the tokens that would complete one of them.
 
-An answer can spell a string with many sequences of tokens, so the strings are matched against the bytes of the text. An
-automaton of Aho and Corasick follows these bytes. Its state stands for the longest end of the text with which a string
-begins; state 0 is the empty one. A token is forbidden in a state if its bytes, read from there, complete a string:
+An answer can spell a string with many sequences of tokens, so the strings are matched against the bytes of the text,
+which an Automaton follows. A token is forbidden in a state if its bytes, read from there, complete a string:
 
 - tokens that contain a whole string are forbidden in every state;
 - after the first part of a string, tokens that begin with the rest of the string are forbidden.
@@ -18,7 +17,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from nanovllm.capabilities.edits.token_mask import TokenMask, packed_mask
+from nanovllm.plan.logit_edits import TokenMask, packed_mask
+from nanovllm.utils.automaton import Automaton
 
 MAX_KEPT_MASKS = 256  # for each list of bad words
 
@@ -97,36 +97,19 @@ class BadWords:
         self._first = self._find_mask(np.zeros(0, np.int64))
 
     def _build(self, words: Sequence[bytes], num_symbols: int) -> None:
-        """Make the automaton, level by level."""
-        children: dict[tuple[int, int], int] = {}
-        depths = [0]
-        paths: dict[bytes, list[int]] = {}  # word -> the states of its beginnings, the shortest first
-        for word in words:
-            path = [0]
-            for symbol in word.translate(self._symbols):
-                state = children.setdefault((path[-1], symbol), len(depths))
-                if state == len(depths):
-                    depths.append(len(path))
-                path.append(state)
-            paths[word] = path
-        self._is_end = np.zeros(len(depths), np.bool_)
-        self._is_end[[path[-1] for path in paths.values()]] = True
-        self._following = np.zeros((len(depths), num_symbols), np.int32)
-        shorter = np.zeros(len(depths), np.int32)  # state -> the state of its longest proper end
-        edges = np.array([(*edge, child) for edge, child in children.items()], np.int64)
-        edges = edges[np.argsort(np.array(depths)[edges[:, 0]], kind="stable")]
-        starts = np.searchsorted(np.array(depths)[edges[:, 0]], np.arange(max(depths) + 1))
-        for level in np.split(edges, starts[1:]):
-            parents, symbols, states = level.T
-            shorter[states] = self._following[parents, symbols]  # set so far by shorter strings
-            self._following[parents, symbols] = states
-            self._is_end[states] |= self._is_end[shorter[states]]
-            self._following[states] = self._following[shorter[states]]
-        self._ends = self._find_ends(paths)
-        self._link = [0] * len(depths)  # state -> its longest proper end in `_ends`, or 0
-        for state in edges[:, 2].tolist():
-            other = int(shorter[state])
-            self._link[state] = other if other in self._ends else self._link[other]
+        """Make the automaton, and a table of its steps."""
+        automaton = Automaton(word.translate(self._symbols) for word in words)
+        whole = {path[-1] for path in automaton.paths}
+        self._is_end = np.array(automaton.links(whole)) > 0
+        self._is_end[list(whole)] = True
+        self._following = np.zeros((len(automaton.states), num_symbols), np.int32)
+        for state in automaton.states:
+            row = self._following[state]
+            row[:] = self._following[automaton.shorter[state]]
+            for symbol, following in automaton.children[state].items():
+                row[symbol] = following
+        self._ends = self._find_ends(dict(zip(words, automaton.paths, strict=True)))
+        self._links = automaton.links(self._ends)
 
     def _find_ends(self, paths: dict[bytes, list[int]]) -> dict[int, npt.NDArray[np.int64]]:
         """Return the tokens that begin with the rest of a word, int64 [ranges, 2], by the state of its first part."""
@@ -154,10 +137,10 @@ class BadWords:
         if state not in self._masks:
             if len(self._masks) == MAX_KEPT_MASKS:
                 self._masks.popitem(last=False)
-            end, parts = state if state in self._ends else self._link[state], list[npt.NDArray[np.int64]]()
+            end, parts = state if state in self._ends else self._links[state], list[npt.NDArray[np.int64]]()
             while end:
                 parts.append(self._ends[end])
-                end = self._link[end]
+                end = self._links[end]
             self._masks[state] = self._find_mask(self._table.within(np.concatenate(parts))) if parts else self._first
         self._masks.move_to_end(state)
         return self._masks[state]
@@ -172,5 +155,5 @@ class BadWords:
 
     @property
     def forbids_all(self) -> bool:
-        """True if no answer can have a first token."""
+        """Return True if no answer can have a first token."""
         return not self._first.any()

@@ -1,4 +1,4 @@
-"""`nanovllm cache`: look at the KV on disk, check it, and make room. Safe beside engines that use the same folder."""
+"""`nanovllm cache`: list the KV on disk, check it, and make room. Engines may use the folder meanwhile."""
 
 import argparse
 import json
@@ -103,7 +103,7 @@ def _list(folders: list[Path]) -> None:
 
 
 def _about(folder: Path) -> dict[str, str]:
-    """Read the note for people that an engine leaves beside its files."""
+    """Read the description that an engine leaves in the folder of its files."""
     try:
         about = json.loads((folder / "model.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -9,8 +9,8 @@ go to stdout and everything else to stderr.
 import os
 import select
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from nanovllm.config import Config
 from nanovllm.entrypoints.cli.flags import flag_name, name_flags
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.progress import progress_bar
+from nanovllm.utils import progress_bar
 
 if TYPE_CHECKING:  # --help must not load torch
     from nanovllm.llm import LLM
@@ -39,11 +39,10 @@ Ctrl-C   stops an answer; pressed twice at the prompt, it ends the program"""
 
 
 def choose_sampling(llm: "LLM", given: Mapping[str, Any], *, in_chat: bool) -> SamplingParams:
-    """The sampling parameters of a command. Each comes from the first of these sources that has it: the flags that were
+    """Return the sampling parameters of a command. Each comes from the first source that has it: the flags that were
     given, the model's generation_config.json, the defaults of SamplingParams.
 
-    Values from the file are listed on stderr. In a chat, max_tokens is None by default, because answers end by
-    themselves.
+    Values from the file are listed on stderr. In a chat, max_tokens is None by default, because the model ends answers.
     """
     from_file = {name: value for name, value in llm.sampling_defaults.items() if name not in given}
     if from_file:
@@ -54,7 +53,7 @@ def choose_sampling(llm: "LLM", given: Mapping[str, Any], *, in_chat: bool) -> S
 
 
 def stream_answer(
-    llm: "LLM", prompt: "Prompt", params: SamplingParams, *, leave_bar: bool = True, stoppable: bool = False
+    llm: "LLM", prompt: str | Sequence[int], params: SamplingParams, *, leave_bar: bool = True, stoppable: bool = False
 ) -> "RequestOutput":
     """Run one request. Its progress goes to stderr until the first token; then its text goes to stdout.
 
@@ -62,8 +61,8 @@ def stream_answer(
     finish_reason "abort"; a second Ctrl-C may interrupt a step and break the engine, and then raises KeyboardInterrupt.
     Raises RequestError for a request that can never run.
     """
-    token_ids = llm.check_request(prompt, params)
-    request_id = llm.add_request(token_ids.tolist(), params)
+    token_ids = llm.text.encode_prompt(prompt)
+    request_id = llm.add_request(token_ids, params)
     num_shown = 0
     output: RequestOutput | None = None
     try:
@@ -90,7 +89,7 @@ def print_answers(llm: "LLM", prompt: "Prompt", params: SamplingParams) -> "list
 
 
 def _steps(llm: "LLM", request_id: int, num_prompt_tokens: int, leave_bar: bool) -> Iterator["StepOutput"]:
-    """Run the request's steps, and yield those from its first token on. A progress bar shows the ones before."""
+    """Run the request's steps, and yield the steps from its first token on. A progress bar shows the earlier steps."""
     with progress_bar(total=num_prompt_tokens, desc="Prefill", unit="tok", leave=leave_bar) as bar:
         while request_id not in (step := llm.step()).texts:
             bar.update(step.num_prefill_tokens)
@@ -110,14 +109,14 @@ def _stop(llm: "LLM", request_id: int) -> "RequestOutput | None":
 
 
 def prefill_tok_per_s(output: "RequestOutput") -> float | None:
-    """Computed prompt tokens (all but the cached ones) per second until the first token. None if there was no token."""
+    """Return the computed (not cached) prompt tokens per second until the first token, or None without one."""
     if not output["ttft_s"]:
         return None
     return (output["num_prompt_tokens"] - output["num_cached_tokens"]) / output["ttft_s"]
 
 
 def decode_tok_per_s(output: "RequestOutput") -> float | None:
-    """New tokens per second after the first one. None if there was only one."""
+    """Return the new tokens per second after the first one, or None if there was only one."""
     return 1 / output["tpot_s"] if output["tpot_s"] else None
 
 
@@ -160,7 +159,7 @@ class MessageReader:
                 import readline  # noqa: F401
 
     def read(self) -> str | None:
-        """The next message, or None at the end of the input.
+        """Return the next message, or None at the end of the input.
 
         Raises RequestError for bytes that are not valid text, and for a block that is not closed.
         """
@@ -178,27 +177,17 @@ class MessageReader:
     def _read_line(self, prompt: str) -> str | None:
         self._num_lines += 1
         try:
-            return self._read_typed_line(prompt) if self.is_terminal else self._read_piped_line()
+            if self.is_terminal:
+                with nullcontext() if sys.stdout.isatty() else redirect_stdout(sys.stderr):  # stdout is for the answers
+                    return input(prompt)
+            line = sys.stdin.buffer.readline()
+            return line.decode("utf-8-sig").removesuffix("\n").removesuffix("\r") if line else None
+        except EOFError:
+            print(file=sys.stderr)
+            return None
         except UnicodeDecodeError as error:
             encoding = error.encoding.upper()
             raise RequestError(f"line {self._num_lines} of stdin is not {encoding} text ({error.reason})") from error
-
-    @staticmethod
-    def _read_typed_line(prompt: str) -> str | None:
-        if sys.stdout.isatty():
-            try:
-                return input(prompt)
-            except EOFError:
-                print()
-                return None
-        print(prompt, end="", file=sys.stderr, flush=True)  # stdout is for the answers
-        line = sys.stdin.readline()
-        return line.removesuffix("\n") if line else None
-
-    @staticmethod
-    def _read_piped_line() -> str | None:
-        line = sys.stdin.buffer.readline()
-        return line.decode("utf-8-sig").removesuffix("\n").removesuffix("\r") if line else None
 
 
 class Conversation:

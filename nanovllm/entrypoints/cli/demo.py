@@ -99,7 +99,7 @@ def _draw_passkey(seed: int) -> str:
 def _run(
     model: Path, prompt: str, params: SamplingParams, engine_options: dict[str, Any]
 ) -> tuple["RequestOutput", dict[str, Any]]:
-    """Answer the prompt in a new engine. Returns the output and figures; those of blocks only with offload.
+    """Answer the prompt in a new engine. Return the output and its figures, with the counters of blocks if offloaded.
 
     Slots, staging and CPU pool are allocated once, so their size is their peak.
     """

@@ -1,27 +1,18 @@
-"""The fields of the classes of options, as flags of the command line and as the tables of docs/options.md.
-
-`python -m nanovllm.entrypoints.cli.flags FILE...` (or `make docs`) writes the tables between their marker lines.
-README.md and docs/planning.md have what `plan` computes for common GPUs.
-"""
+"""Makes the flags of the command line from the fields of the classes of options."""
 
 import argparse
 import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field, fields
 from difflib import get_close_matches
-from functools import partial
 from importlib import import_module
 from itertools import groupby
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, get_args
 
 from nanovllm.config import Config
-from nanovllm.entrypoints.cluster.options import BatchOptions, ServiceOptions
-from nanovllm.entrypoints.planner.fit import DOC_MODELS, doc_table
-from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.errors import ConfigError, install_command
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.options import help_of
@@ -59,18 +50,18 @@ def flag_name(options: type, name: str) -> str:
 
 
 def flag_help(options: type, name: str) -> str:
-    """The help of a field, with the flags in place of the options that it mentions."""
+    """Return the help of a field, with the flags in place of the options that it mentions."""
     return name_flags(help_of(options, name), (options, Config)).replace("%", "%%")  # argparse formats it
 
 
 def given_fields(args: argparse.Namespace, options: type) -> dict[str, Any]:
-    """The fields of `options` whose flags were given."""
+    """Return the fields of `options` whose flags were given."""
     by_dest = {RENAMED.get((options, field.name), field.name): field.name for field in fields(options)}
     return {name: getattr(args, dest) for dest, name in by_dest.items() if name != "model" and hasattr(args, dest)}
 
 
 def name_flags(message: str, option_types: Sequence[type]) -> str:
-    """`message` with flags in place of the fields of `option_types`.
+    """Return `message` with flags in place of the fields of `option_types`.
 
     "add enable_cpu_offload=True" becomes "add --enable-cpu-offload", and "lower max_model_len" becomes "lower
     --max-model-len". A name of one word, such as "model" or "seed", is also an ordinary word, so it is replaced only
@@ -91,7 +82,7 @@ def name_flags(message: str, option_types: Sequence[type]) -> str:
 
 
 def _flag_settings(field: Field[Any], options: type, default: Any) -> dict[str, Any]:
-    """Arguments of `add_argument` for a field, from its type and help. default: the default that the help shows."""
+    """Return the arguments of `add_argument` for a field. default: the default that the help shows."""
     settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": flag_help(options, field.name)}
     if field.type is bool and field.default:
         return settings | {"action": argparse.BooleanOptionalAction, "help": f"{settings['help']} (default: on)"}
@@ -108,7 +99,7 @@ def _flag_settings(field: Field[Any], options: type, default: Any) -> dict[str, 
 
 
 def _scalar_type(annotation: Any) -> Any:
-    """int, float, str or a JSON parser. For `int | None` or `tuple[int, ...] | list[int]` it is int."""
+    """Return int, float, str or a JSON parser. For `int | None` or `tuple[int, ...] | list[int]` it is int."""
     if annotation in (int, float, str):
         return annotation
     if annotation is dict:
@@ -117,7 +108,7 @@ def _scalar_type(annotation: Any) -> Any:
 
 
 def _integer(text: str) -> int:
-    """An integer, where k and m at the end mean thousands and millions."""
+    """Return an integer. A k or m at the end of the text means thousands or millions."""
     factor = {"k": 1000, "m": 1_000_000}.get(text[-1:].lower(), 1)
     try:
         return int(text if factor == 1 else text[:-1]) * factor
@@ -196,18 +187,16 @@ def add_engine_flags(
     defaults: Mapping[str, str] = MappingProxyType({}),
     without: Sequence[str] = (),
 ) -> None:
-    """defaults: field -> what the help says about its default, where the command has its own. without: fields that
-    get no flag.
-    """
+    """Add the flags of Config. `defaults` and `without` mean the same as for `add_flags`."""
     step_tokens = f"{Config.max_num_batched_tokens}; on a CPU, {CPU_STEP_TOKENS}"
     defaults = {"max_num_batched_tokens": step_tokens, **defaults}
     add_flags(parser, Config, without=("model", *without), defaults=defaults)
 
 
 def engine_options(args: argparse.Namespace) -> Mapping[str, Any]:
-    """The fields of Config that the flags give, and the command line's own default for a CPU. Loads torch."""
+    """Return the fields of Config that the flags give, with the command line's own default for a CPU. Loads torch."""
     options = given_fields(args, Config)
-    from nanovllm.device.devices import resolve_device
+    from nanovllm.llm import resolve_device
 
     if resolve_device(Config(model=args.model, **options)).type == "cpu":
         options = {"max_num_batched_tokens": CPU_STEP_TOKENS} | options
@@ -221,61 +210,3 @@ def check_packages(user: str, names: Sequence[str], extra: str) -> None:
             import_module(name)
         except ModuleNotFoundError as error:
             raise ConfigError(f"{user} needs {error.name}; run: {install_command(extra)}") from error
-
-
-# -- the tables of the documents -------------------------------------------------------------------------------------
-
-
-def options_tables() -> str:
-    """The tables of options in Markdown."""
-    tables = (
-        f"The fields of `Config`, which are keyword arguments of `LLM`:\n\n{_table(Config)}",
-        f"The fields of `SamplingParams`:\n\n{_table(SamplingParams)}",
-        f"The fields of `ServerOptions`, which are flags of `nanovllm serve`:\n\n{_table(ServerOptions)}",
-        f"The fields of `BatchOptions`, which are flags of `nanovllm batch`:\n\n{_table(BatchOptions)}",
-        f"The fields of `ServiceOptions`, which are flags of `nanovllm serve`, too:\n\n{_table(ServiceOptions)}",
-    )
-    return "\n\n".join(tables)
-
-
-def _table(options: type) -> str:
-    """One row for every field that has a default. If there are several groups, each begins with a heading."""
-    lines = ["| option | default | meaning |", "|---|---|---|"]
-    optional = [field for field in fields(options) if field.default is not MISSING]
-    has_groups = len({field.metadata["group"] for field in optional}) > 1
-    for title, members in groupby(optional, key=lambda field: field.metadata["group"]):
-        lines += [f"| **{title}** | | |"] if has_groups else []
-        lines += [_row(field) for field in members]
-    return "\n".join(lines)
-
-
-def _row(field: Field[Any]) -> str:
-    default = repr(field.default).replace("'", '"')
-    types = (Config, SamplingParams, ServerOptions, BatchOptions, ServiceOptions)
-    names = (rf"{each.name}(?:=\w+)?" for options in types for each in fields(options) if "_" in each.name)
-    words = "|".join((r"\w+\.json", *names, "SamplingParams", "None", *field.metadata.get("choices", ())))
-    meaning = re.sub(rf"\b({words})\b", r"`\1`", field.metadata["help"])
-    return f"| `{field.name}` | `{default}` | {meaning} |"
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    "options": options_tables,
-    "fits": partial(doc_table, DOC_MODELS[-2:]),
-    "all fits": partial(doc_table, DOC_MODELS),
-}
-
-
-def write_tables(text: str) -> str:
-    """`text` with its tables, each between two marker lines that have its name in TABLES."""
-    begins = {name: f"<!-- {name}: begin -->" for name in TABLES if f"<!-- {name}: begin -->" in text}
-    assert begins, f"the text has no lines that mark one of these tables: {', '.join(TABLES)}"
-    for name, begin in begins.items():
-        before, rest = text.split(begin)
-        _, after = rest.split(end := f"<!-- {name}: end -->")
-        text = f"{before}{begin}\n\n{TABLES[name]()}\n\n{end}{after}"
-    return text
-
-
-if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
-        path.write_text(write_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

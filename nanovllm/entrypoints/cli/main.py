@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import __version__
-from nanovllm.capacity.plan import PlanOptions, make_plan, plan_table
+from nanovllm.capacity.plan import make_plan
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.files import check_tokenizer
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -52,8 +52,9 @@ from nanovllm.entrypoints.cli.flags import (
     name_flags,
 )
 from nanovllm.entrypoints.cli.verify import ENGINE_FLAGS, VerifyOptions, run_verify
-from nanovllm.entrypoints.cluster.options import BatchOptions, ServiceOptions
+from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
 from nanovllm.entrypoints.planner.fit import fit_table, fits
+from nanovllm.entrypoints.planner.report import PlanOptions, plan_table
 from nanovllm.entrypoints.server.options import ServerOptions, bind
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.models.demo_model import DEMO_MODEL, model_path
@@ -155,7 +156,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    """The text goes to stdout, everything else to stderr."""
+    """Answer one prompt. The text goes to stdout, everything else to stderr."""
     if args.system is not None and not args.chat:
         raise RequestError("--system needs the model's chat template; add --chat")
     prompt = args.prompt if args.prompt_file is None else _read_text("--prompt-file", args.prompt_file)
@@ -186,18 +187,15 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """The plan goes to stdout. If it cannot work, the reason comes first, on stderr."""
+    """Print a plan to stdout. If it cannot work, the reason comes first, on stderr."""
     options, given = PlanOptions(**given_fields(args, PlanOptions)), given_fields(args, Config)
     if args.model is None and not options.fit:
         raise ConfigError("plan needs a model; add --model, or --fit for a list of what runs")
     config = Config(model=DEMO_MODEL if args.model is None else args.model, **given)
-    from nanovllm.device.devices import installed_gpu
-    from nanovllm.engine.setup import find_machine, measure_cpu_memory
+    from nanovllm.llm import find_machine
 
-    machine = options.apply(find_machine(config))
-    is_here = options.gpu is None and config.device != "cpu" and installed_gpu(config) is not None
-    if is_here and options.cpu_gb_per_s is None:
-        machine = machine.with_cpu(measure_cpu_memory(), "measured")
+    machine = find_machine(config, measures_cpu=options.gpu is None and options.cpu_gb_per_s is None)
+    machine = options.apply(machine)
     if options.fit:
         if chosen := [flag_name(Config, name) for name in given if name not in ("device", "quantization")]:
             raise ConfigError(f"fit chooses the engine's options; leave out {', '.join(chosen)}")
@@ -227,6 +225,10 @@ def _verify(args: argparse.Namespace) -> int:
     return run_verify(args.model, options, given)
 
 
+def _config(args: argparse.Namespace) -> Config:
+    return Config(model=args.model, **given_fields(args, Config))
+
+
 def _require_tokenizer(config: Config) -> None:
     """Raise CheckpointError for a model without a tokenizer, unless the command works on token ids alone."""
     if not config.skip_tokenizer_init:
@@ -236,7 +238,7 @@ def _require_tokenizer(config: Config) -> None:
 def _open_llm(args: argparse.Namespace, *, needs_template: bool) -> "LLM":
     """Start the engine that the flags ask for. Invalid flags are refused before torch is loaded."""
     SamplingParams(**given_fields(args, SamplingParams))
-    Config(model=args.model, **given_fields(args, Config))
+    _config(args)
     remedy = "give LLM.generate lists of token ids in Python"
     check_tokenizer(model_path(args.model), remedy, needs_template=needs_template)
     from nanovllm.llm import LLM
@@ -245,7 +247,7 @@ def _open_llm(args: argparse.Namespace, *, needs_template: bool) -> "LLM":
 
 
 def _read_text(flag: str, path: Path) -> str:
-    """The content of a file, or of stdin if the path is "-", without the byte order mark that some editors write."""
+    """Return the text of a file, or of stdin if the path is "-", without a byte order mark."""
     try:
         content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
         return content.decode("utf-8-sig")
@@ -263,7 +265,7 @@ def _serve(args: argparse.Namespace) -> int:
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
     options = ServerOptions(**{"served_model_name": (name or args.model,), **given_fields(args, ServerOptions)})
     service = ServiceOptions(**given_fields(args, ServiceOptions))
-    config = Config(model=args.model, **given_fields(args, Config))
+    config = _config(args)
     check_packages("nanovllm serve", ("fastapi", "uvicorn", "prometheus_client", "zstandard"), "server")
     if service.num_replicas is not None:
         check_packages("num_replicas", ("ray.serve",), "ray")
@@ -280,14 +282,14 @@ def _serve(args: argparse.Namespace) -> int:
 
 def load_engine(args: argparse.Namespace) -> "AsyncLLM":
     """Start the engine in this process, or in a replica, on whose machine it then looks for GPUs and the model."""
-    _require_tokenizer(Config(model=args.model, **given_fields(args, Config)))
+    _require_tokenizer(_config(args))
     from nanovllm import AsyncLLM
 
     return AsyncLLM(args.model, **serving_options(args))
 
 
 def serving_options(args: argparse.Namespace) -> Mapping[str, Any]:
-    """The engine's options. Steps are bounded unless the flags say otherwise. Loads torch."""
+    """Return the engine's options. Steps are bounded unless the flags say otherwise. Loads torch."""
     options = engine_options(args)
     return {"max_step_ms": MAX_STEP_MS} | dict(options) if options.get("chunked_prefill", True) else options
 
@@ -301,10 +303,10 @@ def _batch(args: argparse.Namespace) -> int:
     sampling = given_fields(args, SamplingParams)
     SamplingParams(**sampling)
     given = given_fields(args, Config)
-    _require_tokenizer(Config(model=args.model, **given))
+    _require_tokenizer(_config(args))
     check_packages("nanovllm batch", ("ray", "pyarrow"), "ray")
-    from nanovllm.engine.setup import find_machine
     from nanovllm.entrypoints.cluster.batch_job import BatchJob, run_job
+    from nanovllm.llm import find_machine
 
     job = BatchJob(
         inputs=args.input,
@@ -327,7 +329,7 @@ def _batch(args: argparse.Namespace) -> int:
 
 
 def _on_every_machine(model: str) -> str:
-    """The model's name, or its whole path: the engines run in other folders."""
+    """Return the model's name, or its whole path because the engines run in other folders."""
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
@@ -436,7 +438,9 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_verify(commands: Any) -> None:
-    about = "check on this machine that offload, the CPU's part and guesses give the answers of the all-resident path"
+    about = (
+        "check that offload, CPU attention and draft tokens give the answers of the all-resident path on this machine"
+    )
     parser = add_command(commands, "verify", about, _verify, (Config, VerifyOptions), VERIFY_EXAMPLE)
     add_model_flag(parser.add_argument_group("what to check"))
     add_flags(parser, VerifyOptions)

@@ -6,7 +6,7 @@ a path takes another token than the reference, that counts, and the path goes on
 log-probability is compared for equal prefixes.
 
 The root mean square of the differences in log-probability, answer by answer, must stay within a bound. In fp32 the
-bound is TIE, and all tokens must be equal besides, except where two are equally likely: if the reference's
+bound is TIE, and all tokens must be equal, too, except where two are equally likely: if the reference's
 log-probabilities of both differ by less than TIE, either is right. In lower precision no two orders of summation give
 the same bits, and near ties are common. There the bound is NOISE times what the resident path differs from itself when
 its chunks end elsewhere, but at least ULPS and at most MAX_ULPS units in the last place. That does not prove equal
@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.capacity.plan import seconds_text
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.entrypoints.cli.console import decode_tok_per_s, prefill_tok_per_s
+from nanovllm.entrypoints.planner import report
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.models.demo_model import model_path
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -32,8 +32,7 @@ from nanovllm.utils.arithmetic import ceil_div
 from nanovllm.utils.options import check_options, option
 
 if TYPE_CHECKING:
-    from nanovllm.engine.setup import Internals
-    from nanovllm.llm import LLM
+    from nanovllm.llm import LLM, Internals
     from nanovllm.plan.outputs import RequestOutput
 
 NUM_ANSWERS = 4  # quotations, the first of which is from the beginning of the text
@@ -49,7 +48,7 @@ MIN_TOKENS = (NUM_ANSWERS + 4) * BLOCK_SIZE_STEP  # a slot for each answer, and 
 ENGINE_FLAGS = (  # fields of Config that the check does not choose itself
     *("device", "dtype", "quantization", "load_format", "hf_overrides", "attn_backend", "enforce_eager"),
     "tensor_parallel_size",
-    *("distributed_executor_backend", "seed", "gpu_memory_utilization", "cpu_attention_threads"),
+    *("seed", "gpu_memory_utilization", "cpu_attention_threads"),
 )
 PATHS: Mapping[str, tuple[dict[str, Any], str]] = {  # options, and the counter of what only this path does
     "link alone": ({"cpu_attention": "off"}, "num_missed_blocks"),
@@ -95,8 +94,7 @@ def run_verify(
 
     `engine`: fields of Config. `internals`: for tests, of the paths with offload.
     """
-    from nanovllm.engine.setup import Internals
-    from nanovllm.llm import LLM
+    from nanovllm.llm import LLM, Internals
     from nanovllm.plan.kv_spec import dtype_name
 
     start_s = time.perf_counter()
@@ -114,7 +112,10 @@ def run_verify(
         reference = ask(llm, prompts)
         first_s, load_s = time.perf_counter() - ready_s, ready_s - start_s
         rest_s = first_s + len(PATHS) * (load_s + first_s)
-        print(f"  the first run took {seconds_text(first_s)}; the others take about {seconds_text(rest_s)}", flush=True)
+        print(
+            f"  the first run took {report.seconds_text(first_s)}; the others take about {report.seconds_text(rest_s)}",
+            flush=True,
+        )
         paths = [_path("all resident", llm, reference[0], None)]
         again = compare(llm, prompts, reference, ask(llm, prompts, salt="again", filler=prompts[0][:FILLER_TOKENS]))
     needs_equal, bound = dtype == "float32", TIE
@@ -124,7 +125,7 @@ def run_verify(
     pool = {"enable_cpu_offload": True, "num_cpu_blocks": num_blocks + 2 * NUM_ANSWERS}
     pool["num_gpu_blocks"] = max(NUM_ANSWERS + 1, num_blocks // 4)
     for name, (path, work) in PATHS.items():
-        chosen = replace(internals or Internals(), always_guesses=True)  # also where guesses gain nothing
+        chosen = replace(internals or Internals(), always_guesses=True)  # also where draft tokens gain nothing
         with LLM(model, internals=chosen, **common, **pool, **path) as llm:
             answers = ask(llm, prompts)
             found = compare(llm, prompts, reference, answers)
@@ -137,7 +138,7 @@ def run_verify(
 
 
 def _num_prompt_tokens(given: int | None, limit: int) -> int:
-    """The length of the prompts. Raises ConfigError if a model that takes `limit` tokens does not take them."""
+    """Return the length of the prompts. Raises ConfigError if a model that takes `limit` tokens does not take them."""
     most = limit - ANSWER_TOKENS
     if most < MIN_TOKENS:
         raise ConfigError(
@@ -177,7 +178,7 @@ def ask(
     filler: Sequence[int] = (),
     num_tokens: int = ANSWER_TOKENS,
 ) -> "list[RequestOutput]":
-    """Answer the first prompt, beside one with the tokens of `filler` if there are any, and then the others together.
+    """Answer the first prompt, together with a prompt of `filler`'s tokens if there are any, then the other prompts.
 
     Raises EngineError if a request fails.
     """
@@ -226,18 +227,15 @@ def compare(
 
 
 def _path(name: str, llm: "LLM", answer: "RequestOutput", work: str | None) -> dict[str, Any]:
-    """Print and return the rates of a path beside their bounds. work: the counter of what only this path does."""
-    from nanovllm.engine.setup import find_machine
+    """Print and return the rates of a path and their bounds. work: the counter of what only this path does."""
+    from nanovllm.llm import find_machine
 
-    stats, plan, known = (
-        llm.stats(),
-        replace(llm.plan, context=llm.max_model_len, num_sequences=1),
-        find_machine(llm.config),
-    )
+    stats, known = llm.stats(), find_machine(llm.config)
+    plan = replace(llm.plan, context=llm.max_model_len, num_sequences=1)
     figures = {
         "path": name,
         "prefill_tok_per_s": prefill_tok_per_s(answer),
-        "prefill_bound_tok_per_s": plan.first_token_s and plan.context / plan.first_token_s,
+        "prefill_bound_tok_per_s": report.prefill_tok_per_s(plan),
         "decode_tok_per_s": decode_tok_per_s(answer),
         "decode_bound_tok_per_s": plan.decode_tok_per_s,
         "num_work": None if work is None else stats[work],

@@ -1,8 +1,8 @@
 """Several engines, on one machine or many: Ray places them, feeds them and restarts them.
 
 One engine has one GPU, or a tensor-parallel group of GPUs. `nanovllm batch` runs files through engines, and `nanovllm
-serve --num-replicas` serves several. Ray is an extra. Apart from this folder only `executor/ray_reservation.py` imports
-it, which reserves GPUs for the ranks of one engine. Both are imported only where they are asked for.
+serve --num-replicas` serves several. Ray is an extra, which only this folder imports, and only when a command asks for
+several engines.
 """
 
 import os

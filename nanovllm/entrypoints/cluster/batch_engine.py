@@ -3,22 +3,25 @@
 Rows and answers stay in this process; only counts go back. A part is written under a scratch name and renamed, so that
 it is never seen half written, and a unit that runs twice writes the same part twice.
 
-The engine starts when the first unit arrives, so that a failure to start is reported like any other failure of a unit.
-If the engine fails, the process exits, Ray starts another one and hands it the same units again. UnitTries counts these
-tries for all engines, and a unit with too many of them ends the job.
+The engine starts when the first unit arrives, and sizes itself for its share of the machine. A refusal to start goes
+back as the unit's failure. If the engine fails, the process exits, and Ray starts another engine and hands it the same
+units. TryCount counts the failures of a unit. A unit that has failed twice runs alone; after its third failure its part
+is written with an error in each row, and the job goes on. Engines that do not start end the job.
 """
 
 import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.capacity.machine import Machine
+from nanovllm.config import Config
 from nanovllm.entrypoints.cluster.batch_files import UnitRows, replace_file
 from nanovllm.entrypoints.cluster.batch_rows import (
     NO_DOCUMENT,
@@ -31,13 +34,14 @@ from nanovllm.entrypoints.cluster.batch_rows import (
     make_request,
     runs_of,
 )
-from nanovllm.errors import CheckpointError, ConfigError, RequestError
+from nanovllm.entrypoints.cluster.resources import sizes_within
+from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.plan.outputs import RequestOutput
 from nanovllm.request_stream import RequestStream
 from nanovllm.text.request_check import Prompt
 
 NUM_UNITS = 2  # run together, so that the end of one overlaps with the beginning of the next
-MAX_TRIES = 3  # a unit that fails so often ends the job
+MAX_TRIES = 3  # failures of a unit before its rows get an error, and of a start before the job ends
 NUM_DOCUMENTS = 2  # are read together; more would push each other's KV out of the cache
 NUM_ROWS = 1024  # are in the engine together; the other rows of a huge document wait outside
 
@@ -118,28 +122,40 @@ async def _outputs(stream: RequestStream, begun: asyncio.Event) -> list[RequestO
 # -- units ---------------------------------------------------------------------------------------------------------
 
 
-class UnitTries:
-    """Counts how often each unit has been tried, and notes why the tries ended. A unit that has run is forgotten.
+class JobFailedError(EngineError):
+    """Further engines would fail in the same way, so the job has to end."""
 
-    This is an actor on the machine of the command, because it has to outlive the engines.
+
+class TryCount:
+    """Counts the failed tries of one thing in a file of the output folder, because a try may end its process.
+
+    The file has a line for each try: the reason why the try failed, or nothing if the process died without giving one.
     """
 
-    def __init__(self) -> None:
-        self._reasons: dict[int, list[str]] = {}
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
-    def reasons(self, unit_idx: int) -> list[str]:
-        """Return one reason for each try; "" if the process died without giving one."""
-        return self._reasons.get(unit_idx, [])
+    def reasons(self) -> list[str]:
+        if not self._path.exists():
+            return []
+        return self._path.read_text().split("\n")[1:]
 
-    def begin(self, unit_idx: int) -> None:
-        self._reasons.setdefault(unit_idx, []).append("")
+    def last_reason(self) -> str:
+        return next(filter(None, reversed(self.reasons())), "the process died, perhaps out of memory")
 
-    def note(self, unit_idx: int, reason: str) -> None:
+    def begin(self) -> None:
+        self._append("\n")
+
+    def note(self, error: Exception) -> None:
         """Note why the latest try is about to end."""
-        self._reasons[unit_idx][-1] = " ".join(reason.split())
+        self._append(" ".join(f"{type(error).__name__}: {error}".split()))
 
-    def end(self, unit_idx: int) -> None:
-        self._reasons.pop(unit_idx, None)
+    def forget(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def _append(self, text: str) -> None:
+        with self._path.open("a") as file:
+            file.write(text)
 
 
 @dataclass(frozen=True)
@@ -154,11 +170,16 @@ class EngineJob:
     format: type[UnitRows]
     num_part_digits: int
     tensor_parallel_size: int
-    engines_per_node: int
-    tries: Any = None  # the actor with the UnitTries; set once the job has a cluster
+    find_machine: Callable[[Config], Machine]
+    engines_per_node: int = 1
+    memory_bytes: int = 0  # of its machine's memory, that each engine may use
 
     def part_path(self, unit_idx: int) -> Path:
         return self.output / f"part-{unit_idx:0{self.num_part_digits}}{self.format.suffix}"
+
+    def scratch_path(self, unit_idx: int, purpose: str) -> Path:
+        """Return the path of a file that is removed when the job ends or is resumed."""
+        return self.output / f".{self.part_path(unit_idx).name}-{purpose}"
 
 
 class BatchEngine:
@@ -176,36 +197,61 @@ class BatchEngine:
         unit_idx, unit = int(batch["unit"][0]), Unit(packed=batch["places"][0])
         counts = {"unit": unit_idx, "num_rows": len(unit), "num_errors": 0, "num_tokens": 0, "failure": ""}
         counts["is_refusal"] = False  # the failure is the user's to mend
-        tries = self._job.tries
-        reasons: list[str] = await tries.reasons.remote(unit_idx)
-        async with self._turn(alone=bool(reasons)):
-            if len(reasons) >= MAX_TRIES:
-                where = unit.describe([path.name for path in self._job.input_paths])
-                last = next(filter(None, reversed(reasons)), "the process died, perhaps out of memory")
-                counts["failure"] = (
-                    f"{where}: {len(reasons)} engines have failed with these rows; the last reason known is: {last}; "
-                    "take these rows out, or find out why they fail"
-                )
-            else:
-                await tries.begin.remote(unit_idx)
-                try:
-                    counts |= await self._run(unit_idx, unit)
-                except (ConfigError, CheckpointError) as error:
-                    counts |= {"failure": str(error), "is_refusal": True}
-                except OSError as error:
-                    counts |= {"failure": f"on {socket.gethostname()}: {error}", "is_refusal": True}
-                except Exception as error:
-                    await tries.note.remote(unit_idx, f"{type(error).__name__}: {error}")
-                    self._exit(error)
-                await tries.end.remote(unit_idx)
+        try:
+            counts |= await self._try_unit(unit_idx, unit)
+        except JobFailedError as error:
+            counts["failure"] = str(error)
+        except (ConfigError, CheckpointError) as error:
+            counts |= {"failure": str(error), "is_refusal": True}
+        except OSError as error:
+            counts |= {"failure": f"on {socket.gethostname()}: {error}", "is_refusal": True}
         return {name: [value] for name, value in counts.items()}
+
+    async def _try_unit(self, unit_idx: int, unit: Unit) -> dict[str, int]:
+        """Write the unit's part, and return its counts. After MAX_TRIES failures, every row of the part has an error.
+
+        An engine that dies takes all its units with it, so a unit's last try is alone in its engine.
+        """
+        tries = TryCount(self._job.scratch_path(unit_idx, "tries"))
+        num_failed = len(tries.reasons())
+        if num_failed > MAX_TRIES:
+            where = unit.describe([path.name for path in self._job.input_paths])
+            raise JobFailedError(f"{where}: engines fail while they read these rows; take the rows out of the input")
+        async with self._turn(alone=num_failed >= MAX_TRIES - 1):
+            answerer = await self._started_answerer(unit_idx)
+            with self._counted(tries):
+                places = unit.places
+                rows = await asyncio.to_thread(self._job.format, self._job.input_paths, places)
+                if num_failed < MAX_TRIES:
+                    added = await self._answer(answerer, rows, places)
+                else:
+                    message = f"{MAX_TRIES} engines have failed with the rows of this part; the last reason known is: "
+                    added = [error_columns(message + tries.last_reason()) for _ in places]
+                await asyncio.to_thread(self._write, unit_idx, rows, added)
+        num_tokens = sum(len(columns["token_ids"] or ()) for columns in added)
+        return {"num_errors": sum(columns["error"] is not None for columns in added), "num_tokens": num_tokens}
+
+    async def _answer(
+        self, answerer: RowAnswerer, rows: UnitRows, places: Sequence[RowPlace]
+    ) -> Sequence[Mapping[str, Any]]:
+        return await answerer.answer_unit(rows.rows, places)
+
+    @contextmanager
+    def _counted(self, tries: TryCount) -> Iterator[None]:
+        """Count a try, and forget all of them if it succeeds. An error that the user cannot mend ends the process."""
+        tries.begin()
+        try:
+            yield
+        except (ConfigError, CheckpointError, OSError):
+            raise
+        except Exception as error:
+            tries.note(error)
+            self._exit(error)
+        tries.forget()
 
     @asynccontextmanager
     async def _turn(self, *, alone: bool) -> AsyncIterator[None]:
-        """Let NUM_UNITS units run together, or one of them alone.
-
-        An engine that dies takes all its units with it. To tell which one was to blame, they run again one at a time.
-        """
+        """Let NUM_UNITS units run concurrently, or one of them alone."""
         num_turns = NUM_UNITS if alone else 1
         async with self._entering:  # one unit at a time, or two would wait for turns that the other one holds
             for _ in range(num_turns):
@@ -216,33 +262,33 @@ class BatchEngine:
             for _ in range(num_turns):
                 self._free_turns.release()
 
-    async def _run(self, unit_idx: int, unit: Unit) -> dict[str, int]:
-        """Answer the unit's rows, write its part, and return its counts."""
-        places = unit.places
-        rows = await asyncio.to_thread(self._job.format, self._job.input_paths, places)
-        answerer = await self._started_answerer()
-        added = await answerer.answer_unit(rows.rows, places)
-        await asyncio.to_thread(self._write, unit_idx, rows, added)
-        num_tokens = sum(len(columns["token_ids"] or ()) for columns in added)
-        return {"num_errors": sum(columns["error"] is not None for columns in added), "num_tokens": num_tokens}
-
-    async def _started_answerer(self) -> RowAnswerer:
+    async def _started_answerer(self, unit_idx: int) -> RowAnswerer:
+        """Start the engine if it has not started. Raises JobFailedError once MAX_TRIES engines have not started."""
         async with self._starting:
             if self._answerer is None:
-                engine = await asyncio.to_thread(self._start_engine)
+                tries = TryCount(self._job.scratch_path(unit_idx, "starts"))
+                if len(tries.reasons()) >= MAX_TRIES:
+                    raise JobFailedError(
+                        f"{MAX_TRIES} engines have not started; the last reason known is: {tries.last_reason()}"
+                    )
+                with self._counted(tries):
+                    engine = await asyncio.to_thread(self._start_engine)
                 defaults = RowDefaults(self._job.sampling, engine.llm.sampling_defaults, engine.llm.config.seed)
                 self._answerer = RowAnswerer(engine, defaults)
             return self._answerer
 
     def _start_engine(self) -> AsyncLLM:
-        _keep_to_share_of_cpus(self._job.tensor_parallel_size, self._job.engines_per_node)
-        return AsyncLLM(self._job.model, **self._job.options)
+        """Start an engine that keeps to its share of the machine."""
+        job = self._job
+        _keep_to_share_of_cpus(job.tensor_parallel_size, job.engines_per_node)
+        config = Config(model=job.model, **job.options)
+        sizes = sizes_within(job.memory_bytes, config, job.find_machine(config))
+        return AsyncLLM(job.model, **{**job.options, **sizes})
 
     def _write(self, unit_idx: int, rows: UnitRows, added: Sequence[Mapping[str, Any]]) -> None:
-        path = self._job.part_path(unit_idx)
-        scratch = path.with_name(f".{path.name}-{socket.gethostname()}-{os.getpid()}")
+        scratch = self._job.scratch_path(unit_idx, f"{socket.gethostname()}-{os.getpid()}")
         rows.write(scratch, added)
-        replace_file(path, scratch)
+        replace_file(self._job.part_path(unit_idx), scratch)
 
     def _exit(self, error: Exception) -> None:
         """End this process, so that Ray replaces it. The ranks of the engine end with it."""

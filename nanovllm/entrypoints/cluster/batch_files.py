@@ -63,7 +63,7 @@ def check_columns(names: Iterator[str] | Sequence[str], where: str) -> None:
 
 
 def document_key(document: Any) -> bytes:
-    """16 bytes in place of a document's name, which may be its whole text."""
+    """Return 16 bytes that stand for the value of the document column, which may be a whole text."""
     return xxhash.xxh3_128_digest(repr(document).encode(errors="surrogatepass"))
 
 

@@ -1,15 +1,15 @@
 """run_job: `nanovllm batch`. Plans the units, starts an actor for each engine, and counts what they have done.
 
 Ray Data feeds the actors. It replaces one that dies and runs its units again, without limit; BatchEngine limits the
-tries of a unit. The output folder alone records what is done, so a job that was interrupted goes on with the units that
-have no part.
+tries of a unit and of a start. The output folder alone records what is done, so a job that was interrupted goes on with
+the units that have no part.
 """
 
 import logging
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,34 +18,32 @@ import ray
 import ray.data
 import xxhash
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nanovllm.capacity.machine import Machine
 from nanovllm.config import Config
-from nanovllm.entrypoints.cluster.batch_engine import NUM_UNITS, BatchEngine, EngineJob, UnitTries
+from nanovllm.entrypoints.cluster.batch_engine import NUM_UNITS, BatchEngine, EngineJob
 from nanovllm.entrypoints.cluster.batch_files import ANSWER_OPTIONS, JsonLinesRows, UnitRows, held_alone, open_output
 from nanovllm.entrypoints.cluster.batch_parquet import ParquetRows
 from nanovllm.entrypoints.cluster.batch_rows import ScannedRow, Unit, UnitLimits, plan_units
-from nanovllm.entrypoints.cluster.options import BatchOptions
-from nanovllm.entrypoints.cluster.ray_connection import connected, nodes_of_cluster
 from nanovllm.entrypoints.cluster.resources import (
+    BatchOptions,
     EngineNeeds,
-    check_room,
     choose_device,
+    connected,
     default_num_engines,
-    plan_memory,
+    nodes_of_cluster,
     plan_placement,
 )
-from nanovllm.errors import CheckpointError, ConfigError, EngineError
+from nanovllm.errors import ConfigError, EngineError
+from nanovllm.utils import progress_bar
 from nanovllm.utils.interrupt import ended_by_sigterm
-from nanovllm.utils.progress import progress_bar
 
 logger = logging.getLogger("nanovllm")
 
 FORMATS: Mapping[str, type[UnitRows]] = {".jsonl": JsonLinesRows, ".ndjson": JsonLinesRows, ".parquet": ParquetRows}
 OBJECT_STORE_BYTES = 200 << 20  # only units and counts pass through it
 MAX_UNSEEN_S = 60.0  # until a file that another machine has written is visible here; NFS may take half of that
-NEVER = -1  # a unit of long answers may take longer than any limit
+NEVER = -1  # no limit for a unit, because long answers may take hours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +66,13 @@ class JobSummary(NamedTuple):
     num_rows: int  # in the whole job
     num_rows_before: int  # answered by earlier runs
     num_errors: int  # in this run
-    num_tokens: int  # likewise
+    num_tokens: int  # generated in this run
 
 
 def run_job(job: BatchJob) -> JobSummary:
-    """Run what is left of a job. Raises ConfigError or CheckpointError for one that cannot run, and EngineError if its
-    engines fail again and again.
+    """Run the units that have no part yet.
+
+    Raises ConfigError for a job that cannot run, and EngineError if engines do not start, or Ray gives up.
     """
     paths = [path.resolve() for path in job.inputs]
     format = format_of(paths)
@@ -88,7 +87,7 @@ def run_job(job: BatchJob) -> JobSummary:
         format=format,
         num_part_digits=max(5, len(str(len(units) - 1))),
         tensor_parallel_size=job.config.tensor_parallel_size,
-        engines_per_node=1,
+        find_machine=job.find_machine,
     )
     with held_alone(job.output):
         _clean(job.output)
@@ -146,7 +145,7 @@ def format_of(paths: Sequence[Path]) -> type[UnitRows]:
 
 
 def _clean(output: Path) -> None:
-    """Remove what engines that died have left behind."""
+    """Remove the scratch files of engines that have died."""
     for path in output.glob(".part-*"):
         path.unlink(missing_ok=True)
 
@@ -191,14 +190,8 @@ def _place(job: BatchJob, engine: EngineJob, num_units: int) -> tuple[EngineJob,
     options = {**job.given, "device": device}
     if device == "cpu":
         options = {**job.cpu_defaults, **options}
-    config = Config(model=job.config.model, **options)
-    needs = _plan_memory_there(needs, config, job.find_machine)
-    check_room(needs, nodes, num_engines)
     logger.info("units: %d, engines: %d; each engine takes %s", num_units, num_engines, needs.describe())
-    options |= needs.options
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    tries = ray.remote(UnitTries).options(num_cpus=0, scheduling_strategy=here).remote()
-    engine = replace(engine, options=options, engines_per_node=needs.engines_per_node, tries=tries)
+    engine = replace(engine, options=options, engines_per_node=needs.engines_per_node, memory_bytes=needs.memory_bytes)
     return engine, needs, num_engines
 
 
@@ -214,25 +207,6 @@ def _check_part(engine: EngineJob, unit_idx: int) -> None:
             f"an engine has written {path}, but it is not visible here; the output must be in a "
             "folder that all machines of the cluster share"
         )
-
-
-def _plan_memory_there(needs: EngineNeeds, config: Config, find_machine: Callable[[Config], Machine]) -> EngineNeeds:
-    """Call `plan_memory` on a machine that has room for an engine."""
-
-    def call() -> EngineNeeds | Exception:
-        node_id = ray.get_runtime_context().get_node_id()
-        memory_bytes = next(node["Resources"]["memory"] for node in ray.nodes() if node["NodeID"] == node_id)
-        try:
-            return plan_memory(needs, config, memory_bytes, find_machine)
-        except (ConfigError, CheckpointError) as error:  # as a value, because Ray would change its type
-            return error
-
-    task = ray.remote(call).options(num_cpus=needs.cpus, num_gpus=needs.gpus)
-    with _ray_errors():
-        planned: EngineNeeds | Exception = ray.get(task.remote())
-    if isinstance(planned, Exception):
-        raise planned
-    return planned
 
 
 def _unit_results(
@@ -260,15 +234,8 @@ def _unit_results(
         num_gpus=needs.gpus,
         memory=needs.memory_bytes or None,
     )
-    with _ray_errors():
-        yield from dataset.iter_rows()
-
-
-@contextmanager
-def _ray_errors() -> Iterator[None]:
-    """Raise an error that Ray could not recover from as an EngineError."""
     try:
-        yield
+        yield from dataset.iter_rows()
     except RayError as error:
         raise EngineError(
             f"Ray has given up: {error}\nRepeat the command to go on. All machines need the same nanovllm and Ray"

@@ -1,8 +1,8 @@
-"""The rows of a job: which are answered together, what each asks for, and which columns its answer adds.
+"""The rows of a job: their division into units, their requests, and the columns that their answers add.
 
-A unit is the piece of work that an engine takes, and that runs again if the engine dies. Its rows are written to one
-part of the output. The units depend on the input alone, so that every run of a job, on any number of engines, has the
-same ones. They hold the places of rows and not their content.
+A unit is the piece of work that an engine takes, and that runs again if the engine dies. The rows of a unit are written
+to one part of the output. The division depends on the input alone, so every run of a job has the same units, on any
+number of engines. A unit holds the places of its rows and not their content.
 """
 
 import hashlib
@@ -55,10 +55,10 @@ class UnitLimits:
 
 
 class Unit:
-    """A list of rows, stored as integers, so that a job of a million rows takes 32 MB."""
+    """A list of rows, stored as integers: a job of a million rows takes 32 MB."""
 
     def __init__(self, packed: bytes = b"") -> None:
-        """`packed`: the `packed` of another unit. `num_bytes` counts only what is added here."""
+        """packed: the `packed` of another unit, whose rows `num_bytes` does not count."""
         self._numbers = array("q", packed)
         self.num_bytes = 0  # read from the input
 
@@ -83,7 +83,7 @@ class Unit:
         return [RowPlace(*place) for place in zip(*[numbers] * len(RowPlace._fields), strict=True)]
 
     def describe(self, names: Sequence[str]) -> str:
-        """Describe where its rows come from, for a message. names: of the input files."""
+        """Describe the place of the rows in the input, for a message. names: the names of the input files."""
         places = self.places
         first, last = places[0], places[-1]
         if len(places) == 1:
@@ -93,7 +93,7 @@ class Unit:
 
 
 def plan_units(rows: Iterable[ScannedRow], limits: UnitLimits = UnitLimits()) -> list[Unit]:
-    """The units in order. Rows keep their order, except that a document's rows follow its first one."""
+    """Divide the rows into units. Rows keep their order, except that a document's rows follow its first row."""
     units: list[Unit] = []
     for group in _groups(rows):
         last = units[-1] if units else None
@@ -109,9 +109,10 @@ def plan_units(rows: Iterable[ScannedRow], limits: UnitLimits = UnitLimits()) ->
 
 
 def _groups(rows: Iterable[ScannedRow]) -> Iterator[Unit]:
-    """Each row without a document, and all rows of each document, in the order in which they begin.
+    """Yield each row without a document and all rows of each document, in the order in which they begin.
 
-    From the first document on they are collected, because its last row may be the last of the input.
+    After the first row of a document, groups are collected until the input ends, because the document's last row may be
+    the last row of the input.
     """
     collected: list[Unit] = []
     documents: dict[bytes, tuple[int, Unit]] = {}
@@ -154,7 +155,7 @@ class RowDefaults:
 
 
 class RowRequest(NamedTuple):
-    """`messages`: a conversation, or None if `prompt` is the prompt, in a form that `LLM.generate` takes."""
+    """One of `messages`, a conversation, and `prompt`, in a form that `LLM.generate` takes, is not None."""
 
     prompt: dict[str, Any] | None
     messages: list[Any] | None
@@ -162,7 +163,7 @@ class RowRequest(NamedTuple):
 
 
 def make_request(row: Mapping[str, Any], place: RowPlace, defaults: RowDefaults) -> RowRequest:
-    """A column that is null counts as missing. Raises RequestError for a row that cannot run."""
+    """Return the request of a row. A null column counts as missing. Raises RequestError for a row that cannot run."""
     given = {name: value for name, value in row.items() if value is not None}
     prompts = [name for name in PROMPT_COLUMNS if name in given]
     if len(prompts) != 1:
@@ -190,7 +191,7 @@ def make_request(row: Mapping[str, Any], place: RowPlace, defaults: RowDefaults)
 
 
 def row_seed(seed: int, place: RowPlace) -> int:
-    """Return the seed of a row that has none. It is hashed because the answers of one row count their seeds upwards."""
+    """Return a seed for a row without one. Seeds are hashed because the answers of one row use consecutive seeds."""
     digest = hashlib.blake2b(f"{seed} {place.file_idx} {place.line}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -214,7 +215,7 @@ def _without_nulls(struct: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _logit_bias(biases: Any) -> Any:
-    """The keys are strings in JSON, and a map of Parquet is a list of pairs. SamplingParams checks the rest."""
+    """Convert the string keys of JSON, or Parquet's list of pairs. SamplingParams checks the rest."""
     if isinstance(biases, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in biases):
         biases = dict(biases)
     return token_id_keys(_without_nulls(biases) if isinstance(biases, Mapping) else biases)
@@ -253,7 +254,7 @@ def answer_columns(outputs: Sequence[RequestOutput], params: SamplingParams) -> 
 
 
 def error_columns(message: str) -> dict[str, Any]:
-    """The columns of a row that could not run."""
+    """Return the columns of a row that could not run."""
     return dict.fromkeys(ADDED_COLUMNS) | {"error": message}
 
 
@@ -262,7 +263,7 @@ def _answer(output: RequestOutput) -> dict[str, Any]:
 
 
 def _position(entry: TokenLogprobs | None) -> list[dict[str, Any]] | None:
-    """The position's own token, then the most likely ones. None for the first token of a prompt."""
+    """Return the position's own token, then the most likely tokens, or None for the first token of a prompt."""
     if entry is None:
         return None
     return [{"token_id": token_id, **each._asdict()} for token_id, each in entry.items()]

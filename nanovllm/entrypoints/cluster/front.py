@@ -1,36 +1,47 @@
-"""Front: the ASGI application that has replicas answer, with one process' HTTP server around it.
+"""Front: the ASGI application in the process of the HTTP server, which passes each request to one of several replicas.
 
-A request whose replica is lost is sent to another one if nothing of its answer has reached the client. What a stream
-says while its prompt is computed does not count. The request is sent again only once, because it may be the one that
-ended the replica. After that it ends with an error.
+PrefixRouting chooses the replica. If the replica is lost before any text of its answer has reached the client, the
+request is sent to another replica. Comments and progress events of a stream are not text. A request is sent again only
+once, because it may have ended the replica itself; after the second loss it ends with an error.
 
 In the replica, an AppCall gives the request to the application. A part of an answer costs the front 0.4 ms, whatever
-its length. So each call rests after a part, longer if more calls are open. The application waits meanwhile, and a
-stream of events merges what was generated into fewer and longer chunks. The first part never waits.
+its length. So each call rests after a part, longer if more calls are open. During the rest the application waits, and a
+stream of events merges new tokens into fewer and longer chunks. The first part never waits.
 """
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncGenerator, Collection, Iterable
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import xxhash
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as ASGIMessage
 
+from nanovllm.entrypoints.cluster.resources import MAX_QUEUE_GAP
 from nanovllm.entrypoints.server.answers import DONE, is_sign_of_life, while_connected
 from nanovllm.entrypoints.server.errors import ApiError, ClientDisconnectedError, Refusal, json_response, sse_error
 from nanovllm.entrypoints.server.gate import CACHE_SALT
+from nanovllm.entrypoints.server.messages import BILLING_HEADER
 from nanovllm.entrypoints.server.metrics import CONTENT_TYPE, PREFIX
 
 MAX_SENDS = 2
 RETRY_AFTER_S = 5.0  # about the time in which a small model is loaded
 REST_PER_CALL_S = 0.002  # at most 500 parts a second...
 MAX_REST_S = 0.25  # ...unless they would wait longer than this
+MIN_BEGINNING_BYTES = 256  # the prefill of a shorter beginning takes no time worth saving
+NUM_LOOKED_UP = 2
+MAX_BEGINNINGS = 1 << 16  # remembered at most: about 15 MB, and 5,000 prompts of 4 MB
 PASSED_ON = ("method", "path", "raw_path", "query_string", "root_path", "scheme", "http_version", "headers")
+_BILLING_HEADER = re.compile(f'{BILLING_HEADER}[^"]*')  # not in the prompt
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +82,7 @@ class Replicas(Protocol):
         """
 
     async def metrics(self) -> list[str]:
-        """The metrics of each replica that answers."""
+        """Return the metrics of each replica that answers."""
 
 
 class Front:
@@ -146,9 +157,9 @@ class Front:
 
 
 class _Reply:
-    """Passes an answer on. It keeps the head until the first part of the body follows.
+    """Sends an answer to the client. The head waits for the first part of the body.
 
-    has_begun: something of the answer itself was sent, so no other replica may answer any more.
+    has_begun: part of the answer's text was sent, so no other replica may answer any more.
     """
 
     def __init__(self, path: str, send: Send) -> None:
@@ -198,7 +209,7 @@ def _lost_error() -> ApiError:
 
 
 def join_metrics(texts: Iterable[str]) -> str:
-    """Merge the samples into one text. The format wants all samples of a metric in one group, under a single head.
+    """Merge the samples into one text. The format puts all samples of a metric in one group, under a single head.
 
     The texts must differ in a label of each sample, such as `replica`.
     """
@@ -219,11 +230,147 @@ def join_metrics(texts: Iterable[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+# -- the choice of a replica -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RequestKey:
+    """Hashes of a prompt's beginnings, which are 256 bytes long, 512, 1024 and so on.
+
+    Two requests about the same document agree in all hashes up to half of the document or more. A cache salt goes into
+    every hash, so requests that do not share KV do not share beginnings either.
+
+    beginnings: the hash of each beginning, shortest first. text_hash: the hash of the whole prompt, or of its longest
+    beginning. is_sticky: the same replica answers all of these requests, however long its queue is.
+    """
+
+    beginnings: tuple[int, ...] = ()
+    text_hash: int = 0
+    is_sticky: bool = False
+
+
+def request_key(method: str, path: str, body: bytes, key_salt: str | None) -> RequestKey:
+    """Return the key of an HTTP request. A malformed body has no beginnings; the replica will refuse it.
+
+    key_salt: the cache salt of the request's API key, if there is one.
+    """
+    if method != "POST":
+        return RequestKey(is_sticky=True)  # so that the page at / shows one replica's cache, not a mixture
+    try:
+        fields = json.loads(body)
+        prompt = _prompt_bytes(path, fields)
+    except (ValueError, RecursionError, TypeError, OverflowError, AttributeError, KeyError, IndexError):
+        return RequestKey()
+    salt = f"{key_salt or ''} {fields.get('cache_salt') or ''}"
+    return key_of(prompt, salt.encode(errors="surrogatepass"))
+
+
+def key_of(prompt: bytes, salt: bytes = b"") -> RequestKey:
+    """Return the key of a prompt, given as the bytes of its text or of its token ids."""
+    digest = xxhash.xxh3_64(salt + b"\0")
+    beginnings, start, end = [], 0, MIN_BEGINNING_BYTES
+    while end <= len(prompt):
+        digest.update(memoryview(prompt)[start:end])
+        beginnings.append(digest.intdigest())
+        start, end = end, 2 * end
+    if not beginnings:
+        digest.update(prompt)
+    return RequestKey(tuple(beginnings), digest.intdigest())
+
+
+def _prompt_bytes(path: str, fields: dict[str, Any]) -> bytes:
+    """Return the first prompt as bytes. Raises one of the errors that `request_key` catches."""
+    if path == "/v1/completions":
+        prompt = fields["prompt"]
+        if isinstance(prompt, list) and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        return prompt.encode(errors="surrogatepass") if isinstance(prompt, str) else array("q", prompt).tobytes()
+    if path == "/v1/chat/completions":
+        text = "".join(_chat_parts(fields))
+        return text.encode(errors="surrogatepass")
+    if path in ("/v1/responses", "/v1/messages"):
+        parts = [fields.get(name) for name in ("tools", "instructions", "system", "messages", "input")]
+        return _BILLING_HEADER.sub("", json.dumps(parts), count=1).encode()
+    raise KeyError(path)
+
+
+def _chat_parts(fields: dict[str, Any]) -> Iterable[str]:
+    """Yield the parts from which the chat template makes the prompt, in its order: tools come first."""
+    if fields.get("tools"):
+        yield json.dumps(fields["tools"])
+    for message in fields["messages"]:
+        yield f"\n{message['role']}\n"
+        content = message.get("content") or ""
+        if isinstance(content, str):
+            yield content
+        else:
+            yield from (part["text"] for part in content)
+
+
+class PrefixRouting:
+    """Chooses the replica for a request, and remembers which replicas have read the beginnings of prompts.
+
+    A request goes to a replica that has read the beginning of its prompt, because the KV of the beginning is in the
+    prefix cache there. It goes elsewhere if the queue of that replica is too long; from then on, several replicas hold
+    the beginning. Only the two longest beginnings of a request are looked up. They cover at least a quarter of the
+    prompt, so a system prompt that all requests share does not draw all of them to one replica, unless it is most of
+    what they send.
+
+    Used in one thread. Replicas are named by strings; `queues` has the number of open requests of each.
+    """
+
+    def __init__(self, max_queue_gap: int = MAX_QUEUE_GAP, max_beginnings: int = MAX_BEGINNINGS) -> None:
+        self._max_queue_gap, self._max_beginnings = max_queue_gap, max_beginnings
+        self._holders: OrderedDict[int, set[str]] = OrderedDict()  # by beginning, the least recently used first
+
+    def choose(self, key: RequestKey, queues: Mapping[str, int]) -> str:
+        """Return the replica for a request, and note that it reads the prompt. `queues` must not be empty."""
+        replica = self._choose(key, queues)
+        self._remember(key.beginnings, replica)
+        return replica
+
+    def forget_all_but(self, replicas: Collection[str]) -> None:
+        """Forget the caches of all other replicas."""
+        for beginning, holders in list(self._holders.items()):
+            holders.intersection_update(replicas)
+            if not holders:
+                del self._holders[beginning]
+
+    def _choose(self, key: RequestKey, queues: Mapping[str, int]) -> str:
+        if key.is_sticky:
+            return _preferred(queues, key.text_hash)
+        longest_allowed = min(queues.values()) + self._max_queue_gap
+        for beginning in key.beginnings[: -NUM_LOOKED_UP - 1 : -1]:
+            holders = self._holders.get(beginning, set()) & queues.keys()
+            if holders:
+                replica = _shortest_queue({holder: queues[holder] for holder in holders}, key.text_hash)
+                if queues[replica] <= longest_allowed:
+                    return replica
+        return _shortest_queue(queues, key.text_hash)
+
+    def _remember(self, beginnings: tuple[int, ...], replica: str) -> None:
+        for beginning in beginnings:
+            self._holders.setdefault(beginning, set()).add(replica)
+            self._holders.move_to_end(beginning)
+        while len(self._holders) > self._max_beginnings:
+            self._holders.popitem(last=False)
+
+
+def _shortest_queue(queues: Mapping[str, int], text_hash: int) -> str:
+    shortest = min(queues.values())
+    return _preferred([replica for replica, queue in queues.items() if queue == shortest], text_hash)
+
+
+def _preferred(replicas: Collection[str], text_hash: int) -> str:
+    """Choose by rendezvous hashing: a text keeps its replica while the replica exists and others come and go."""
+    return max(replicas, key=lambda replica: (xxhash.xxh3_64_intdigest(f"{text_hash} {replica}".encode()), replica))
+
+
 # -- a call of the application, in the replica ---------------------------------------------------------------------
 
 
-class Pace:
-    """The rest of a call after each part. All calls of a replica share it."""
+class PartInterval:
+    """The time that a call rests after each part of an answer. All calls of a replica share it."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -234,10 +381,10 @@ class Pace:
 
 
 class AppCall:
-    """One request to an ASGI application, whose messages are a generator. Closing it cancels the application."""
+    """One request to an ASGI application. Closing the generator of its messages cancels the application."""
 
-    def __init__(self, app: ASGIApp, request: WholeRequest, pace: Pace) -> None:
-        self._app, self._request, self._pace = app, request, pace
+    def __init__(self, app: ASGIApp, request: WholeRequest, interval: PartInterval) -> None:
+        self._app, self._request, self._interval = app, request, interval
         self._sent: list[ASGIMessage] = []
         self._changed = asyncio.Event()  # part of a body was sent, or the application has ended
         self._taken = asyncio.Event()  # the last message has been taken
@@ -247,7 +394,7 @@ class AppCall:
     async def parts(self) -> AsyncGenerator[list[ASGIMessage], None]:
         task = asyncio.ensure_future(self._run())
         task.add_done_callback(lambda _: self._changed.set())
-        self._pace.num_open += 1
+        self._interval.num_open += 1
         try:
             while not task.done() or self._sent:
                 await self._changed.wait()
@@ -256,9 +403,9 @@ class AppCall:
                 self._taken.set()
                 if part:
                     yield part
-                    await asyncio.wait((task,), timeout=self._pace.rest_s)
+                    await asyncio.wait((task,), timeout=self._interval.rest_s)
         finally:
-            self._pace.num_open -= 1
+            self._interval.num_open -= 1
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 

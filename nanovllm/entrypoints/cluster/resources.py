@@ -1,11 +1,16 @@
-"""The GPUs, CPUs and memory that Ray is asked for: of the engines of a job, and of the replicas of a service.
+"""Several engines as the flags ask for them: their options, their share of the cluster, and the connection to Ray.
 
-Arithmetic only; nothing here asks Ray. Engines that share a machine share its CPUs and its memory evenly. By default an
-engine would take most of the memory that is available when it starts.
+Engines that share a machine share its CPUs and its memory evenly. By default an engine would take most of the memory
+that is available when it starts. Only `connected` and `nodes_of_cluster` import Ray.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from nanovllm.capacity.machine import Machine
@@ -13,19 +18,115 @@ from nanovllm.capacity.plan import make_plan
 from nanovllm.capacity.plan_check import check_start
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.entrypoints.cluster.options import ServiceOptions
-from nanovllm.entrypoints.cluster.routing import MAX_QUEUE_GAP
 from nanovllm.entrypoints.server.options import ServerOptions
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, EngineError
 from nanovllm.utils.arithmetic import format_bytes
+from nanovllm.utils.options import check_options, option
 
-RANK_BYTES = 2**30  # for a rank's process besides pools and weights; one on the CPU took 0.4 GiB
+RAY_ADDRESS_HELP = (
+    "host:port of a running Ray cluster, or auto for the one that this machine is part of; by default, Ray is started "
+    "on this machine alone and ends with the command"
+)
+MAX_ENGINES = 10_000
+MAX_REPLICAS = 1024
+_HOST_AND_PORT = re.compile(r"[^/]+:[0-9]{1,5}")
+_JOB, _REPLICAS = "the job", "several engines (needs the extra ray)"  # groups of flags
+CONNECT_S = 10.0
+MAX_QUEUE_GAP = 16  # how much longer than the shortest queue a replica's may be before its cache no longer wins
 ROUTER = "nanovllm.entrypoints.cluster.service.PrefixRouter"
 HEALTH_PERIOD_S = 2.0  # Serve replaces a replica after three bad answers
 HEALTH_TIMEOUT_S = 30.0
 DRAIN_CHECK_S = 0.5  # interval at which a replica that is being replaced checks for open answers
 MAX_STARTS = 3  # attempts to start a replica
 MAX_SMALL_REQUESTS = 64  # open in one replica, besides those in its queue and its engine
+
+
+def check_ray_address(address: str | None) -> None:
+    """Raise ConfigError unless the option has the form of an address."""
+    if address not in (None, "auto") and not _HOST_AND_PORT.fullmatch(address or ""):
+        raise ConfigError(
+            f"ray_address={address!r} must be host:port or auto; run the command on a machine of the cluster (ray job "
+            "submit does that), not through Ray's client"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """Flags of `nanovllm batch` that concern the cluster and the rows. A bad value raises ConfigError."""
+
+    num_engines: int | None = option(
+        None,
+        help="engines that run at once, each on tensor_parallel_size GPUs; by default, as many as the cluster has GPUs "
+        "for, and one on a CPU",
+        group=_JOB,
+        least=1,
+        most=MAX_ENGINES,
+    )
+    document_column: str | None = option(
+        None,
+        help="column that names the document that a row asks about; one engine answers all rows of a document, one "
+        "after another, so that they share the document's KV",
+        group=_JOB,
+    )
+    ray_address: str | None = option(None, help=RAY_ADDRESS_HELP, group=_JOB)
+
+    def __post_init__(self) -> None:
+        check_options(self, ConfigError)
+        if self.document_column == "":
+            raise ConfigError("document_column='' must be the name of a column")
+        check_ray_address(self.ray_address)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceOptions:
+    """Flags of `nanovllm serve` that concern replicas. A bad value raises ConfigError."""
+
+    num_replicas: int | None = option(
+        None,
+        help="number of engines that answer requests, each on a GPU of its own (or tensor_parallel_size GPUs); by "
+        "default, one engine in this process, without Ray",
+        group=_REPLICAS,
+        least=1,
+        most=MAX_REPLICAS,
+    )
+    max_replicas: int | None = option(
+        None,
+        help="start up to this many replicas while more than max_num_seqs requests are open for each, and end them "
+        "again; by default, num_replicas",
+        group=_REPLICAS,
+        least=1,
+        most=MAX_REPLICAS,
+    )
+    replica_cpus: int = option(
+        1, help="CPU cores that each replica reserves, and threads of its work on the CPU", group=_REPLICAS, least=1
+    )
+    ray_address: str | None = option(None, help=RAY_ADDRESS_HELP, group=_REPLICAS)
+
+    def __post_init__(self) -> None:
+        check_options(self, ConfigError)
+        if self.num_replicas is None:
+            for each in fields(self):
+                if (value := getattr(self, each.name)) != each.default:
+                    raise ConfigError(f"{each.name}={value!r} needs num_replicas; add num_replicas")
+        elif self.max_replicas is not None and self.max_replicas < self.num_replicas:
+            raise ConfigError(
+                f"max_replicas={self.max_replicas} must be between num_replicas={self.num_replicas} and {MAX_REPLICAS}"
+            )
+        check_ray_address(self.ray_address)
+
+
+def check_engine(config: Config) -> None:
+    """Raise ConfigError for an option that an engine in a replica cannot have."""
+    if ":" in config.device:
+        raise ConfigError(f"device={config.device!r} with num_replicas: Ray chooses the GPUs; give device='cuda'")
+    if config.enable_cpu_offload and config.cpu_memory_gb is None:
+        raise ConfigError(
+            "enable_cpu_offload=True with num_replicas needs cpu_memory_gb: Ray reserves it for each replica, which "
+            "would otherwise take most of the memory of its machine"
+        )
+
+
+# -- the connection to Ray ------------------------------------------------------------------------------------------
 
 
 class Node(NamedTuple):
@@ -36,15 +137,67 @@ class Node(NamedTuple):
     memory_bytes: float
 
 
+@contextmanager
+def connected(address: str | None, object_store_bytes: int) -> Iterator[None]:
+    """Connect to the cluster at `address`, or start Ray on this machine, which ends with the block.
+
+    object_store_bytes: size of Ray's object store, if it is started here. Raises ConfigError if no cluster answers at
+    the address, EngineError if Ray does not start here.
+    """
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # warns of its default
+    options: dict[str, Any] = {"address": address}
+    if address is None:
+        options = {"address": "local", "include_dashboard": False, "object_store_memory": object_store_bytes}
+    elif address != "auto":
+        _check_answers(address)
+    try:
+        ray.init(logging_level=logging.WARNING, **options)
+    except (ConnectionError, RuntimeError) as error:
+        if address is None:
+            raise EngineError(f"Ray has not started on this machine: {error}") from error
+        raise ConfigError(
+            f"ray_address={address!r} cannot be used: {error}; if this machine is not one of its nodes, run "
+            "'ray start --address=HOST:PORT' here"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def nodes_of_cluster() -> list[Node]:
+    """Return the machines that are alive."""
+    import ray
+
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [Node(each.get("CPU", 0), each.get("GPU", 0), each.get("memory", 0)) for each in resources]
+
+
+def _check_answers(address: str) -> None:
+    """Raise ConfigError if nothing listens there. Ray itself would try for minutes, and then end the process."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: labels of a host name
+        raise ConfigError(
+            f"ray_address={address!r} cannot be reached: {error}; give the address that 'ray start --head' has printed"
+        ) from error
+
+
+# -- the resources of an engine -------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class EngineNeeds:
-    """The resources of one engine, and the options that make it keep to them."""
+    """The resources of one engine."""
 
     gpus: int
     cpus: int
     memory_bytes: int = 0
     engines_per_node: int = 1  # on the machine that has most of them
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     def num_fitting(self, node: Node) -> int:
         """Return how many such engines a machine has room for."""
@@ -74,10 +227,11 @@ def choose_device(given: str, nodes: Sequence[Node]) -> str:
 
 
 def plan_placement(nodes: Sequence[Node], num_engines: int, tensor_parallel_size: int, device: str) -> EngineNeeds:
-    """Plan the GPUs and CPUs of each engine. Raises ConfigError if the cluster can never run all of them at once.
+    """Plan the resources of each engine. Raises ConfigError if the cluster can never run all engines at once.
 
     On GPUs, an engine has a CPU for itself and one for each rank. Without GPUs, the engines share all CPUs evenly,
-    because Ray lets an engine compute with as many threads as it has CPUs.
+    because Ray lets an engine compute with as many threads as it has CPUs. The memory is the largest even share of the
+    machines with which all engines have room.
     """
     if device == "cuda":
         needs = EngineNeeds(gpus=tensor_parallel_size, cpus=1 + tensor_parallel_size)
@@ -89,11 +243,14 @@ def plan_placement(nodes: Sequence[Node], num_engines: int, tensor_parallel_size
                 needs = replace(needs, cpus=cpus)
                 break
     check_room(needs, nodes, num_engines)
+    shares = {int(node.memory_bytes / k) for node in nodes for k in range(1, needs.num_fitting(node) + 1)}
+    options = (replace(needs, memory_bytes=share) for share in sorted(shares, reverse=True))
+    needs = next(option for option in options if _num_fitting(option, nodes) >= num_engines)
     return replace(needs, engines_per_node=min(num_engines, max(map(needs.num_fitting, nodes))))
 
 
 def check_room(needs: EngineNeeds, nodes: Sequence[Node], wanted: int, option: str = "num_engines") -> None:
-    """Raise ConfigError if the cluster can never run as many engines at once as the option wants."""
+    """Raise ConfigError if the cluster can never run `wanted` engines at once. option: the flag that wants them."""
     fitting = _num_fitting(needs, nodes)
     if fitting < wanted:
         have = "; ".join(f"{n.cpus:g} CPUs, {n.gpus:g} GPUs, {format_bytes(n.memory_bytes)}" for n in nodes)
@@ -108,35 +265,28 @@ def _num_fitting(needs: EngineNeeds, nodes: Sequence[Node]) -> int:
     return sum(map(needs.num_fitting, nodes))
 
 
-def plan_memory(
-    needs: EngineNeeds, config: Config, memory_bytes: float, find_machine: Callable[[Config], Machine]
-) -> EngineNeeds:
-    """Add memory to `needs`, and the sizes that keep each engine to its share of a machine's memory.
+def sizes_within(memory_bytes: int, config: Config, machine: Machine) -> dict[str, Any]:
+    """Return the options that keep an engine on `machine` within its share of the machine's memory.
 
-    Called on a machine of the kind that engines will run on. memory_bytes: memory that Ray may give away there. Raises
-    ConfigError if an engine cannot start with its share, and CheckpointError if the model cannot be read.
+    Raises ConfigError if the engine cannot start with its share, and CheckpointError if the model cannot be read.
     """
     model = ModelConfig.without_weights(config.model, config.hf_overrides).quantized(config.quantization)
-    machine = find_machine(config)
-    share = int(min(machine.host_bytes, memory_bytes) / needs.engines_per_node)
-    plan = make_plan(config, model, replace(machine, host_bytes=share))
+    plan = make_plan(config, model, replace(machine, host_bytes=min(machine.host_bytes, memory_bytes)))
     check_start(plan)
-    options: dict[str, Any] = {}
-    num_bytes = plan.cpu_pool_bytes + RANK_BYTES * config.tensor_parallel_size
+    sizes: dict[str, Any] = {}
     if config.enable_cpu_offload:
-        options = {"num_cpu_blocks": plan.num_cpu_blocks, "cpu_memory_gb": None}
+        sizes = {"num_cpu_blocks": plan.num_cpu_blocks, "cpu_memory_gb": None}
     if machine.gpu_bytes is None:  # the weights and all blocks are in the same memory, which fills up with use
         name = "num_gpu_blocks" if config.enable_cpu_offload else "num_kvcache_blocks"
-        options |= {name: plan.num_gpu_blocks, "kvcache_block_size": config.block_size}
-        num_bytes += (plan.memory.weight_bytes + plan.memory.kv_bytes) * config.tensor_parallel_size
-    return replace(needs, memory_bytes=min(num_bytes, share), options=options)
+        sizes |= {name: plan.num_gpu_blocks, "kvcache_block_size": config.block_size}
+    return sizes
 
 
 # -- replicas ------------------------------------------------------------------------------------------------------
 
 
 def replica_needs(config: Config, service: ServiceOptions, nodes: Sequence[Node]) -> EngineNeeds:
-    """The resources of one replica."""
+    """Return the resources of one replica."""
     on_gpu = choose_device(config.device, nodes) == "cuda"
     memory_gb = config.cpu_memory_gb if config.enable_cpu_offload else None
     return EngineNeeds(
@@ -149,7 +299,7 @@ def replica_needs(config: Config, service: ServiceOptions, nodes: Sequence[Node]
 def deployment_options(
     config: Config, options: ServerOptions, service: ServiceOptions, needs: EngineNeeds
 ) -> dict[str, Any]:
-    """The options of the Serve deployment.
+    """Return the options of the Serve deployment.
 
     Ray shows a replica only its own GPUs. The queue of each replica (AdmissionQueue), and not Serve, limits how many
     requests wait.

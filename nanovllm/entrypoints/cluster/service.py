@@ -32,11 +32,26 @@ from starlette.types import Message as ASGIMessage
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.config import Config
 from nanovllm.entrypoints.cluster import front as front_module
-from nanovllm.entrypoints.cluster.front import AppCall, Front, Pace, ReplicaLostError, WholeRequest, no_replica
-from nanovllm.entrypoints.cluster.options import ServiceOptions, check_engine
-from nanovllm.entrypoints.cluster.ray_connection import connected, nodes_of_cluster
-from nanovllm.entrypoints.cluster.resources import check_room, deployment_options, replica_needs
-from nanovllm.entrypoints.cluster.routing import PrefixRouting, RequestKey, request_key
+from nanovllm.entrypoints.cluster.front import (
+    AppCall,
+    Front,
+    PartInterval,
+    PrefixRouting,
+    ReplicaLostError,
+    RequestKey,
+    WholeRequest,
+    no_replica,
+    request_key,
+)
+from nanovllm.entrypoints.cluster.resources import (
+    ServiceOptions,
+    check_engine,
+    check_room,
+    connected,
+    deployment_options,
+    nodes_of_cluster,
+    replica_needs,
+)
 from nanovllm.entrypoints.server.app import make_app, warm_up
 from nanovllm.entrypoints.server.errors import Refusal, keep_messages_out
 from nanovllm.entrypoints.server.gate import Gate, load_keys
@@ -82,7 +97,7 @@ def run_service(
 
 @contextmanager
 def _deployed(app: serve.Application, name: str, outlives_process: bool) -> Iterator[Any]:
-    """The application's handle, once its replicas are ready. It is deleted in the end, or ends with its cluster."""
+    """Yield the application's handle once its replicas are ready. At the end, delete the application if Ray goes on."""
     serve.start(proxy_location="Disabled")
     try:
         yield _run(app, name)
@@ -99,7 +114,7 @@ def _run(app: serve.Application, name: str) -> Any:
 
 
 def _reason(app_name: str) -> str:
-    """Return why a replica has not started, as far as Serve knows: the last line of its traceback."""
+    """Return the last line of the traceback of a replica that has not started, or "" if Serve has none."""
     app = serve.status().applications.get(app_name)
     lines = app.deployments[DEPLOYMENT].message.strip().splitlines() if app is not None else []
     return lines[-1] if lines else ""
@@ -123,7 +138,7 @@ def _application(
 
 
 class ServiceSite:
-    """The front and its replicas, as the server's life sees them (lifecycle.Served).
+    """The front and its replicas, which implement lifecycle.Served.
 
     replace_replicas: begins a rolling update, for which SIGUSR1 asks.
     """
@@ -182,7 +197,7 @@ class EngineReplica:
     async def __init__(self, load: Callable[[], AsyncLLM], options: ServerOptions) -> None:  # type: ignore[misc]  # Serve awaits it
         keep_messages_out("ray.serve", front_module.__name__)
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._pace = Pace()
+        self._interval = PartInterval()
         self._engine = load()
         self._app = make_app(self._engine, options, self._name)
         await warm_up(self._engine)
@@ -190,13 +205,13 @@ class EngineReplica:
     async def answer(
         self, key: RequestKey, without: frozenset[str], request: WholeRequest
     ) -> AsyncGenerator[str | list[ASGIMessage], None]:
-        """This replica's name, then the messages of the answer. `key` and `without` are for the router.
+        """Yield this replica's name, then the messages of the answer. `key` and `without` are for the router.
 
         Raises EngineError if the engine has failed, so that the front asks another replica.
         """
         yield self._name
         self.check_health()
-        parts = AppCall(self._app, request, self._pace).parts()
+        parts = AppCall(self._app, request, self._interval).parts()
         has_begun = False
         try:
             async for part in parts:

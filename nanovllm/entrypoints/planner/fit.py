@@ -11,12 +11,13 @@ from functools import cache
 from typing import Any
 
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import CapacityPlan, make_plan, rate_text, seconds_text
+from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ARCHITECTURES, ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS
 from nanovllm.config import Config
+from nanovllm.entrypoints.planner.report import first_token_s, rate_text, seconds_text
 from nanovllm.errors import ConfigError
 from nanovllm.plan.kv_spec import dtype_name
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
@@ -31,6 +32,7 @@ SETTINGS: tuple[dict[str, Any], ...] = tuple(
 DOC_GPUS = ("RTX 4060", "RTX 4070", "RTX 4080", "RTX 4090")  # 8, 12, 16 and 24 GB
 DOC_MODELS = ("qwen3-4b", "qwen3-8b", "qwen2.5-7b-1m", "qwen3-30b-a3b")
 DOC_HOST_GIB = 64
+ANSWER_TOKENS = 500  # after a prompt of the whole context, to compare plans by their time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ def fits(
         for format, model in formats.items():
             for tokens in contexts if context is None else [context]:
                 if plans := list(_plans(name, model, machine, tokens)):
-                    found.append(Fit(model=name, format=format, plan=min(plans, key=lambda plan: plan.request_s)))
+                    found.append(Fit(model=name, format=format, plan=min(plans, key=_request_s)))
     return found
 
 
@@ -95,6 +97,14 @@ def _plans(name: str, model: ModelConfig, machine: Machine, context: int) -> Ite
             plan = make_plan(Config(model=name, max_model_len=context, **settings), model, machine)
             check_plan(plan)
             yield plan
+
+
+def _request_s(plan: CapacityPlan) -> float:
+    """The least time of a request with a prompt of `context` tokens and an answer of ANSWER_TOKENS. A part whose bound
+    is not known counts as 0.
+    """
+    num_tokens = plan.num_sequences * ANSWER_TOKENS
+    return (first_token_s(plan) or 0.0) + num_tokens / (plan.expected_decode_tok_per_s or float("inf"))
 
 
 def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
@@ -116,7 +126,7 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
             format_bytes(fit.kv_bytes),
             "GPU" if fit.is_resident else "offload",
             f"<= {rate_text(rate)}/s" if (rate := fit.plan.expected_decode_tok_per_s) else "unknown",
-            f">= {seconds_text(fit.plan.first_token_s)}" if fit.plan.first_token_s else "unknown",
+            f">= {seconds_text(first_s)}" if (first_s := first_token_s(fit.plan)) else "unknown",
             str(fit.plan.config.max_num_batched_tokens),
         )
         for fit in found
@@ -153,8 +163,8 @@ def _doc_row(name: str, model: str) -> str:
 def _doc_cell(found: Sequence[Fit]) -> str:
     if not found:
         return ""
-    best = next((fit for fit in found if fit.is_resident), None) or min(found, key=lambda fit: fit.plan.request_s)
-    rate, plain, first = best.plan.expected_decode_tok_per_s, best.plan.decode_tok_per_s, best.plan.first_token_s
+    best = next((fit for fit in found if fit.is_resident), None) or min(found, key=lambda fit: _request_s(fit.plan))
+    rate, plain, first = best.plan.expected_decode_tok_per_s, best.plan.decode_tok_per_s, first_token_s(best.plan)
     assert rate and plain and first, "all rates of the table of GPUs are known"
     drafted = f" ({rate_text(plain)} without drafts)" if best.plan.num_pages else ""
     where = "" if best.is_resident else ", offload"

@@ -1,20 +1,21 @@
-"""Service: the state that the endpoints share. It takes requests for the engine, and limits how many wait how long.
+"""Service: the state that all endpoints share. It passes requests to the engine, and limits how many wait and how long.
 
 An answer waits until its first token arrives. What runs is bounded by the engine itself (max_num_seqs). What one
 request can ask for is limited, too, so that no client keeps the server busy with a single body.
 """
 
 import asyncio
+import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.entrypoints.server.answer_checks import AnswerChecks
 from nanovllm.entrypoints.server.errors import (
     CONTEXT_EXCEEDED,
     PromptTooLongError,
@@ -26,20 +27,25 @@ from nanovllm.entrypoints.server.gate import CACHE_SALT
 from nanovllm.entrypoints.server.metrics import Metrics
 from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.entrypoints.server.protocol import SamplingFields
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, EngineError
 from nanovllm.llm import LLM
-from nanovllm.plan.outputs import RequestOutput
+from nanovllm.plan.kv_spec import dtype_name
+from nanovllm.plan.outputs import RequestOutput, TokenLogprobs
 from nanovllm.request_stream import RequestStream
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanovllm.text.request_check import Prompt
 
-CHARS_PER_TOKEN = 16  # few texts have as many; without a limit, a text that cannot fit is tokenized for seconds
+CHARS_PER_TOKEN = 16  # few texts have more; without a limit, tokenizing a text that cannot fit takes seconds
 MAX_N = 128  # answers to one prompt
 MAX_STOP = 64  # strings, each of which is looked for in every step
 MAX_LIST_ITEMS = 4096  # the limit of all other lists
 MIN_TOTAL_LOGPROBS = 1 << 22  # per request, about 60 bytes of JSON each; a longer context may have more
 MAX_RETRY_AFTER_S = 60.0
 _NEWEST_WAIT_SHARE = 0.1  # the newest wait's weight in the running mean
+TIES = {"float32": 0.002, "bfloat16": 0.25, "float16": 0.032}  # two units in the last place of a logit from 16 to 32
+MAX_CHECKS = 16  # answers that wait to be checked; while there are more, no others are drawn
+IDLE_S = 0.2  # time without open answers before a check begins
+_CHECK_SALT = "a check of an answer"
 Result = TypeVar("Result")
 
 
@@ -130,8 +136,8 @@ class Service:
         fitting = [self._cut_to_fit(params, len(prompt), param) for prompt in prompts]
         place = self._enter(len(prompts) * params.n)
         try:
-            salted_prompts = [salted(prompt, cache_salt) for prompt in prompts]
-            stream = await self.engine.submit(salted_prompts, fitting, with_tokens=with_tokens)
+            salted = [{"prompt_token_ids": prompt, "cache_salt": cache_salt} for prompt in prompts]
+            stream = await self.engine.submit(salted, fitting, with_tokens=with_tokens)
         except BaseException:
             place.leave()
             raise
@@ -172,24 +178,16 @@ class Service:
 
     @property
     def retry_after_s(self) -> float:
-        """A moving average of waits, cut at a minute."""
+        """Return a moving average of the waits, at most a minute."""
         return min(self._mean_wait_s, MAX_RETRY_AFTER_S)
 
     def add_wait(self, wait_s: float) -> None:
-        """Take into account that an answer has got its first token after this time."""
+        """Add the time that an answer has waited for its first token to the average."""
         self._mean_wait_s += _NEWEST_WAIT_SHARE * (wait_s - self._mean_wait_s)
 
 
-def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
-    """Return a text or token ids as a prompt with this salt."""
-    if cache_salt is None:
-        return prompt
-    key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-    return {key: prompt, "cache_salt": cache_salt}
-
-
 class _Place:
-    """The place of one request among those that wait. It observes the request's stream (StreamObserver)."""
+    """One request's place in the queue. It observes the request's stream (StreamObserver)."""
 
     def __init__(self, service: Service, num_answers: int) -> None:
         self._service = service
@@ -236,7 +234,7 @@ class _Place:
         self.leave()
 
     def leave(self) -> None:
-        """Give the place up: the answers that are still open will not end."""
+        """Leave the queue. The answers that are still open will not finish."""
         self._service.num_waiting -= len(self._waiting)
         self._service.num_open -= self._num_open
         self._waiting.clear()
@@ -301,10 +299,86 @@ class RequestLimits:
             total += (1 + params.logprobs) * len(prompts) * min(longest, params.max_tokens or longest)
         if params.prompt_logprobs is not None:
             total += (1 + params.prompt_logprobs) * sum(min(longest, len(prompt)) for prompt in prompts)
-        total *= params.n  # each answer repeats those of its prompt
+        total *= params.n  # each answer repeats the log-probabilities of its prompt
         if total > self._max_logprobs:
             message = (
                 f"the request asks for up to {total} log-probabilities, at most {self._max_logprobs}; lower "
                 "logprobs, prompt_logprobs, max_tokens or n, or send fewer prompts"
             )
             raise Refusal(400, "logprobs", message, param="logprobs" if params.logprobs else "prompt_logprobs")
+
+
+# -- checks of answers -------------------------------------------------------------------------------------------------
+
+
+class AnswerChecks:
+    """Recomputes a share of the finished answers while the server is idle, and counts differences.
+
+    The check of an answer is a request whose prompt is the prompt and the answer. Its log-probabilities say which token
+    the model finds most likely at each place of the answer. All of that is computed anew, as a prompt: without cached
+    keys, draft tokens, the CPU's part of decode steps or their graphs. Only greedy answers without constraints and
+    penalties are checked, because only they take the most likely token. Another token is a difference, unless it is as
+    likely up to rounding (`TIES`).
+
+    Used on the event loop only. If a request arrives during a check, the check is abandoned and repeated later.
+    """
+
+    def __init__(self, engine: AsyncLLM, metrics: Metrics, share: float, is_idle: Callable[[], bool]) -> None:
+        """`is_idle`: returns True if the server has no open answers."""
+        self._engine, self._metrics, self._share, self._is_idle = engine, metrics, share, is_idle
+        self._tie = TIES[dtype_name(engine.llm.config, engine.llm.model_config)]
+        self._queue: deque[RequestOutput] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def answer_ended(self, output: RequestOutput, params: SamplingParams) -> None:
+        """Draw whether to check an answer."""
+        is_whole = output["finish_reason"] in ("stop", "length") and output["token_ids"]
+        if is_whole and len(self._queue) < MAX_CHECKS and _is_plain(params) and random.random() < self._share:
+            self._queue.append(output)
+            if self._task is None or self._task.done():
+                self._task = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        with suppress(EngineError):  # others report it
+            while self._queue:
+                await asyncio.sleep(IDLE_S)
+                if self._is_idle() and (is_same := await self._check(self._queue[0])) is not None:
+                    self._queue.popleft()
+                    self._metrics.answer_checked(is_same)
+
+    async def _check(self, output: RequestOutput) -> bool | None:
+        """Return True if the answer has the most likely tokens, None if a request has come before that is known."""
+        token_ids, num_prompt = [*output["prompt_token_ids"], *output["token_ids"]], len(output["prompt_token_ids"])
+        # The last token is not part of the prompt, because the longest answers leave no room for another
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=20, prompt_logprobs=1)
+        prompt = {"prompt_token_ids": token_ids[:-1], "cache_salt": _CHECK_SALT}
+        stream = await self._engine.submit(prompt, params)
+        scoring = asyncio.ensure_future(stream.outputs())
+        try:
+            while not scoring.done():
+                await asyncio.wait((scoring,), timeout=IDLE_S)
+                if not (scoring.done() or self._is_idle()):
+                    return None
+            (scored,) = scoring.result()
+        finally:
+            scoring.cancel()
+            stream.close()
+        entries = [*scored["prompt_logprobs"][num_prompt:], *scored["logprobs"]]
+        return agrees(output["token_ids"], entries, self._tie)
+
+
+def agrees(token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], tie: float) -> bool:
+    """Return True if each token is the most likely one at its place, or less likely by `tie` at most."""
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        assert entry is not None, "only the first token of a prompt has no log-probability"
+        best = max(known.logprob for known in entry.values())
+        if token_id not in entry or best - entry[token_id].logprob > tie:
+            return False
+    return True
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Return True for parameters with which an answer takes the most likely tokens."""
+    has_penalty = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+    has_edits = params.structured_outputs or params.logit_bias or params.bad_words or params.min_tokens
+    return params.temperature == 0 and not has_penalty and not has_edits

@@ -1,4 +1,4 @@
-"""Answers on their way to the client: as server-sent events or as a whole, and no longer than the client is there.
+"""Sends answers to clients, whole or as server-sent events, and stops when a client disconnects.
 
 A chunk's JSON is put together from parts made once per request, and only the new text is encoded. While the client or
 the event loop is busy, the stream merges updates, so a slow connection gets fewer and longer chunks.
@@ -43,7 +43,7 @@ PromptEntries: TypeAlias = Sequence[TokenLogprobs | None]
 
 
 class Answer(ABC, Generic[BodyT]):
-    """The response to one request. Completions and chats have this in common."""
+    """The response to one request: what completions and chats share."""
 
     id_prefix: str
     whole_object: str
@@ -80,7 +80,7 @@ class Answer(ABC, Generic[BodyT]):
         stream = await self._service.submit(
             prompts, params, with_tokens=with_tokens, cache_salt=cache_salt, param=self.prompt_param
         )
-        self._num_prompt_tokens = sum(map(len, stream.prompts))
+        self._num_prompt_tokens = sum(seq.num_prompt_tokens for seq in stream.sequences)
         if body.stream:
             return EventStream(stream, self)
         try:
@@ -95,7 +95,7 @@ class Answer(ABC, Generic[BodyT]):
         return Response(text, media_type="application/json")
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """The response that is not streamed. `outputs` are in the order of their indices."""
+        """Return the response that is not streamed. `outputs` are in the order of their indices."""
         choices = []
         for index, output in enumerate(outputs):
             self._count(index, output["token_ids"], output)
@@ -106,7 +106,7 @@ class Answer(ABC, Generic[BodyT]):
         return self._fields | {"choices": choices, "usage": self._usage()}
 
     def update_events(self, update: RequestUpdate) -> str:
-        """The events of an update, each "data: {...}" and an empty line; "" for nothing. Hot."""
+        """Return the events of an update, each "data: {...}" and an empty line, or "" if there are none. Hot."""
         end = self._chunk_end
         if self._has_usage_so_far:
             self._count(update.index, update.token_ids, update.output)
@@ -116,7 +116,10 @@ class Answer(ABC, Generic[BodyT]):
         return "".join(f"{self._chunk_start}{choice}{end}" for choice in self._chunk_choices(update))
 
     def first_events(self) -> str:
-        """The events before the first update. With it, since until then another replica may still answer."""
+        """Return the events that precede the first update.
+
+        They are sent together with it, so that until then another replica can still take over.
+        """
         return ""
 
     def waiting_events(self) -> str:
@@ -124,7 +127,10 @@ class Answer(ABC, Generic[BodyT]):
         return f"{self._chunk_start}{self.empty_choice}{self._chunk_end}"
 
     def progress_event(self, stream: RequestStream, elapsed_s: float) -> str:
-        """The event that says how much of the prompts is computed, as llama.cpp's server has it; "" if not wanted."""
+        """Return the event that says how much of the prompts is computed, in the form of llama.cpp's server.
+
+        Return "" if the client has not asked for it.
+        """
         if not self._body.return_progress:
             return ""
         progress = {
@@ -136,25 +142,25 @@ class Answer(ABC, Generic[BodyT]):
         return f"{self._chunk_start}{PROGRESS}{json.dumps(progress)}}}\n\n"
 
     def error_events(self, error: ApiError) -> str:
-        """The events of a stream that fails."""
+        """Return the events of a stream that fails."""
         return error.event()
 
     def last_events(self) -> str:
-        """The events after all answers have ended, without [DONE]."""
+        """Return the events that follow the last answer, without [DONE]."""
         if not self._body.includes_usage:
             return ""
         return f'{self._chunk_start}], "usage": {json.dumps(self._usage())}}}\n\n'
 
     @abstractmethod
     def _choice(self, index: int, output: RequestOutput, prompt_entries: PromptEntries) -> dict[str, Any]:
-        """An element of `choices` in a response that is not streamed, without prompt_logprobs.
+        """Return an element of `choices` in a response that is not streamed, without prompt_logprobs.
 
         prompt_entries: log-probabilities of the prompt, which the engine reports with the first answer to it.
         """
 
     @abstractmethod
     def _chunk_choices(self, update: RequestUpdate) -> list[str]:
-        """The JSON of the element of `choices` in each chunk of an update. Hot."""
+        """Return the JSON of the element of `choices` in each chunk of an update. Hot."""
 
     def _count(self, index: int, token_ids: Sequence[int], output: RequestOutput | None) -> None:
         """Add new tokens to the usage. When an answer ends, add its cached tokens: once for each prompt."""
@@ -191,7 +197,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return super().update_events(update)
 
     def _wanted(self, output: RequestOutput) -> RequestOutput:
-        """`output`, for max_tokens=0 without the token that had to be generated."""
+        """Return `output`, or for max_tokens=0, the output without the token that had to be generated."""
         if self._body.max_tokens != 0:
             return output
         return output | {"text": "", "token_ids": [], "logprobs": [], "finish_reason": "length"}
@@ -279,12 +285,12 @@ def prompt_logprobs(entries: PromptEntries, num_top: int) -> Iterator[dict[str, 
 
 
 def _own_and_top(entry: TokenLogprobs, num_top: int) -> list[tuple[int, Logprob]]:
-    """The token itself, which comes first, and the most likely ones."""
+    """Return the token itself, which comes first, and the most likely tokens."""
     return [(token_id, each) for i, (token_id, each) in enumerate(entry.items()) if i == 0 or each.rank <= num_top]
 
 
 def _top_by_text(entry: TokenLogprobs, num_top: int) -> dict[str, float]:
-    """Text -> log-probability of the token itself and of the most likely ones.
+    """Return the log-probabilities of the token itself and of the most likely tokens, by their texts.
 
     Several tokens can have the same text, such as parts of a character. The most likely of them counts.
     """
@@ -296,7 +302,7 @@ def _top_by_text(entry: TokenLogprobs, num_top: int) -> dict[str, float]:
 
 
 def _token_text(token_id: int, logprob: Logprob) -> str:
-    """The token's text, or its id in vLLM's form without a tokenizer."""
+    """Return the token's text or, without a tokenizer, its id in vLLM's form."""
     return f"token_id:{token_id}" if logprob.text is None else logprob.text
 
 

@@ -6,7 +6,6 @@ The endpoints turn a request into prompts and SamplingParams. answers.py makes t
 import asyncio
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +15,16 @@ from starlette.responses import Response
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.entrypoints.server.admission import Service, salted
+from nanovllm.entrypoints.server.admission import Service
 from nanovllm.entrypoints.server.answers import CompletionAnswer
-from nanovllm.entrypoints.server.chat_answers import ChatAnswer, ChatForm
+from nanovllm.entrypoints.server.chat_answers import (
+    ChatAnswer,
+    ChatForm,
+    blame_tool,
+    chat_form,
+    find_call_format,
+    template_of,
+)
 from nanovllm.entrypoints.server.conversation import Conversation, render_messages
 from nanovllm.entrypoints.server.errors import (
     ANSWERS,
@@ -40,7 +46,6 @@ from nanovllm.entrypoints.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    NamedTool,
     TokenizeRequest,
     Tool,
     call_constraint,
@@ -50,10 +55,9 @@ from nanovllm.entrypoints.server.protocol import (
     has_form,
 )
 from nanovllm.entrypoints.server.responses import ResponsesAnswer, ResponsesRequest
-from nanovllm.entrypoints.server.tool_calls import CallFormat, call_format_of
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.plan.sequence import TokenIds
-from nanovllm.sampling_params import SamplingParams, StructuredOutputs, TaggedJson
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request_check import Prompt, check_conversations, prompt_list, render_chat
 
 _RENDERED_NAMES = ("messages", "conversations")  # the tokenizer itself passes these on to the template
@@ -180,43 +184,19 @@ async def _answer_chat(
     constraint = None if call_format is None else call_constraint(body, call_format)
     cache_salt = service.cache_salt(body, request)
     token_ids = await service.prepare(encode_messages, service, body, tools, cache_salt)
-    form = _chat_form(service, call_format, token_ids)
+    form = chat_form(service, call_format, token_ids)
     params = chat_params(body, service.llm.sampling_defaults, constraint, form.tags)
     answer = make_answer(service, body, form._replace(is_alternative=has_form(body)))
     try:
         return await answer.respond([token_ids], params, cache_salt, request.receive)
     except RequestError as error:
         if constraint is not None and "structured_outputs" in str(error):
-            await service.prepare(_blame_tool, service, params, constraint, body)
+            await service.prepare(blame_tool, service, params, constraint, body)
         raise
 
 
-def _blame_tool(service: Service, params: SamplingParams, constraint: TaggedJson, body: ChatRequest) -> None:
-    """Raise ApiError about the first tool whose calls cannot be constrained by themselves."""
-    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
-    names = [tool.function.name for tool in body.offered_tools if named in (None, tool.function.name)]
-    for name, tag in zip(names, constraint.tags, strict=True):
-        alone = replace(constraint, tags=(tag,), names=(name,))
-        try:
-            service.llm.text.rules(replace(params, structured_outputs=StructuredOutputs(tagged_json=alone)))
-        except RequestError as error:
-            message = str(error).replace("structured_outputs.tagged_json", "its parameters")
-            message = message.replace("structured_outputs.json", "its schema")
-            raise ApiError(f"tool {name!r}: {message}", param="tools") from error
-
-
-def _chat_form(service: Service, call_format: CallFormat | None, token_ids: TokenIds) -> ChatForm:
-    """Return the form of the answer to this prompt."""
-    if "</think>" not in _template(service):
-        return ChatForm(call_format)
-    begins_in_reasoning = service.llm.text.decode(token_ids[-8:].tolist()).rstrip().endswith("<think>")
-    tags = [service.llm.tokenizer.encode(tag, add_special_tokens=False) for tag in ("<think>", "</think>")]
-    is_known = all(len(tag) == 1 for tag in tags)
-    return ChatForm(call_format, True, begins_in_reasoning, (tags[0][0], tags[1][0]) if is_known else None)
-
-
 def _prompts(prompt: Any) -> list[str | list[int]]:
-    """The prompts of a body: text or token ids, one or several."""
+    """Return the prompts of a body: text or token ids, one or several."""
     prompts = prompt_list(prompt) if isinstance(prompt, str | list) else []
     if not prompts or not all(isinstance(each, str | list) for each in prompts):
         raise ApiError("prompt must be a string, a list of strings, token ids, or a list of token ids", param="prompt")
@@ -224,35 +204,15 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def _texts(service: Service, prompts: list[str | list[int]]) -> list[str]:
-    """The texts of prompts that are echoed."""
+    """Return the texts of prompts that are echoed."""
     return [prompt if isinstance(prompt, str) else service.llm.text.decode(prompt) for prompt in prompts]
 
 
 def _encode(
-    service: Service, prompts: Sequence[Prompt], add_special_tokens: bool, cache_salt: str | None
+    service: Service, prompts: Sequence[str | list[int]], add_special_tokens: bool, cache_salt: str | None
 ) -> list[TokenIds]:
     encode = service.llm.text.encode_prompt
-    return [encode(salted(prompt, cache_salt), add_special_tokens=add_special_tokens) for prompt in prompts]
-
-
-def _template(service: Service) -> str:
-    """Return the source of the model's chat template; of all, if it has several."""
-    template = getattr(service.llm.tokenizer, "chat_template", None) or ""
-    return "\n".join(template.values()) if isinstance(template, dict) else template
-
-
-def find_call_format(service: Service) -> CallFormat:
-    """Return how the model writes tool calls.
-
-    Raises ApiError if its template does not take tools, or if the format of its calls is not known.
-    """
-    template = _template(service)
-    if "tools" not in template:
-        raise ApiError("the model's chat template does not take tools; leave them out", param="tools")
-    call_format = call_format_of(f"{template}\n{service.llm.model_config.architecture}")
-    if call_format is None:
-        raise ApiError("the format of this model's tool calls is not known; leave tools out", param="tools")
-    return call_format
+    return [encode(prompt, add_special_tokens=add_special_tokens, cache_salt=cache_salt) for prompt in prompts]
 
 
 def encode_messages(
@@ -271,7 +231,7 @@ def encode_messages(
         raise ApiError(f"chat_template_kwargs cannot set {', '.join(taken)}", param="chat_template_kwargs")
     effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
     if effort is not None:  # a hint, which a template without reasoning does not look at
-        template = _template(service)
+        template = template_of(service)
         if "reasoning_effort" in template:
             options.setdefault("reasoning_effort", effort)
         elif "enable_thinking" in template:
@@ -284,9 +244,9 @@ def encode_messages(
         (checked,) = check_conversations(conversation)
         return render_chat(llm.tokenizer, checked, options)
 
-    text = render_messages(body.messages or (), _template(service), render)
+    text = render_messages(body.messages or (), template_of(service), render)
     service.check_chars(len(text), "messages")  # tools and tool calls are part of it
-    return llm.text.encode_prompt(salted(text, cache_salt), add_special_tokens=bool(body.add_special_tokens))
+    return llm.text.encode_prompt(text, add_special_tokens=bool(body.add_special_tokens), cache_salt=cache_salt)
 
 
 # -- the small endpoints -----------------------------------------------------------------------------------------------
@@ -353,8 +313,8 @@ def _tokenize(service: Service, body: TokenizeRequest, cache_salt: str | None) -
             find_call_format(service)
         token_ids = encode_messages(service, body, tools, cache_salt)
     else:
-        prompt = salted(body.prompt or "", cache_salt)
-        token_ids = llm.text.encode_prompt(prompt, add_special_tokens=body.add_special_tokens is not False)
+        adds_special = body.add_special_tokens is not False
+        token_ids = llm.text.encode_prompt(body.prompt or "", add_special_tokens=adds_special, cache_salt=cache_salt)
     tokens = token_ids.tolist()
     strings = llm.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
     return {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens, "token_strs": strings}

@@ -1,7 +1,7 @@
 """Unpacks the bodies of requests (Content-Encoding) and decodes their characters (charset).
 
-Nothing is unpacked beyond a limit, so a small body cannot take much memory. Nor can it take much time: the number of
-its members or frames, of which each may be empty, is limited.
+Unpacking stops at a limit, so a small body cannot take much memory. The number of its members or frames is limited as
+well, because even an empty one takes time.
 """
 
 import codecs

@@ -8,25 +8,27 @@ import json
 import secrets
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from nanovllm.entrypoints.server.admission import Service
 from nanovllm.entrypoints.server.answers import Answer, PromptEntries, chat_logprobs
-from nanovllm.entrypoints.server.protocol import ChatRequest
+from nanovllm.entrypoints.server.errors import ApiError
+from nanovllm.entrypoints.server.protocol import ChatRequest, NamedTool
 from nanovllm.entrypoints.server.tool_calls import (
     CallFormat,
+    CallParser,
     Delta,
     ReasoningDelta,
-    ReasoningSplitter,
-    TaggedCallParser,
     ToolCallDelta,
-    ToolCallParser,
-    make_parser,
+    call_format_of,
 )
+from nanovllm.errors import RequestError
 from nanovllm.plan.outputs import RequestOutput
+from nanovllm.plan.sequence import TokenIds
 from nanovllm.request_stream import RequestUpdate
-from nanovllm.sampling_params import ReasoningTags
+from nanovllm.sampling_params import ReasoningTags, SamplingParams, StructuredOutputs, TaggedJson
+from nanovllm.text.reasoning import ReasoningSplitter
 
 MAX_LEADING_TOKENS = 4  # white space before the tag of reasoning
 
@@ -47,8 +49,52 @@ class ChatForm(NamedTuple):
 
     @property
     def tags(self) -> ReasoningTags | None:
-        """The tags of the reasoning, or None if the answer has no reasoning."""
+        """Return the tags of the reasoning, or None if the answer has no reasoning."""
         return ReasoningTags("<think>", "</think>", self.begins_in_reasoning) if self.has_reasoning else None
+
+
+def template_of(service: Service) -> str:
+    """Return the source of the model's chat template; of all, if it has several."""
+    template = getattr(service.llm.tokenizer, "chat_template", None) or ""
+    return "\n".join(template.values()) if isinstance(template, dict) else template
+
+
+def find_call_format(service: Service) -> CallFormat:
+    """Return how the model writes tool calls.
+
+    Raises ApiError if its template does not take tools, or if the format of its calls is not known.
+    """
+    template = template_of(service)
+    if "tools" not in template:
+        raise ApiError("the model's chat template does not take tools; leave them out", param="tools")
+    call_format = call_format_of(f"{template}\n{service.llm.model_config.architecture}")
+    if call_format is None:
+        raise ApiError("the format of this model's tool calls is not known; leave tools out", param="tools")
+    return call_format
+
+
+def chat_form(service: Service, call_format: CallFormat | None, token_ids: TokenIds) -> ChatForm:
+    """Return the form of the answer to this prompt."""
+    if "</think>" not in template_of(service):
+        return ChatForm(call_format)
+    begins_in_reasoning = service.llm.text.decode(token_ids[-8:].tolist()).rstrip().endswith("<think>")
+    tags = [service.llm.tokenizer.encode(tag, add_special_tokens=False) for tag in ("<think>", "</think>")]
+    is_known = all(len(tag) == 1 for tag in tags)
+    return ChatForm(call_format, True, begins_in_reasoning, (tags[0][0], tags[1][0]) if is_known else None)
+
+
+def blame_tool(service: Service, params: SamplingParams, constraint: TaggedJson, body: ChatRequest) -> None:
+    """Raise ApiError about the first tool whose calls cannot be constrained by themselves."""
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+    names = [tool.function.name for tool in body.offered_tools if named in (None, tool.function.name)]
+    for name, tag in zip(names, constraint.tags, strict=True):
+        alone = replace(constraint, tags=(tag,), names=(name,))
+        try:
+            service.llm.text.rules(replace(params, structured_outputs=StructuredOutputs(tagged_json=alone)))
+        except RequestError as error:
+            message = str(error).replace("structured_outputs.tagged_json", "its parameters")
+            message = message.replace("structured_outputs.json", "its schema")
+            raise ApiError(f"tool {name!r}: {message}", param="tools") from error
 
 
 class ChatAnswer(Answer[ChatRequest]):
@@ -59,7 +105,7 @@ class ChatAnswer(Answer[ChatRequest]):
     def __init__(self, service: Service, body: ChatRequest, form: ChatForm) -> None:
         super().__init__(service, body)
         self._form, self._num_top = form, body.top_logprobs or 0
-        self._parsers: dict[int, ToolCallParser | TaggedCallParser] = {}  # by index of the answer
+        self._parsers: dict[int, CallParser] = {}  # by index of the answer
         self._splitters: dict[int, ReasoningSplitter] = {}
         self._spaces: dict[int, list[str]] = {}  # white space that parsers would hold back, and search again each time
         self._with_calls: set[int] = set()  # indices of the answers that called a tool
@@ -109,7 +155,7 @@ class ChatAnswer(Answer[ChatRequest]):
         return choices
 
     def _deltas(self, index: int, text: str, output: RequestOutput | None) -> list[Delta]:
-        """The reasoning, the contents and the tool calls that `text` adds to the message. Hot.
+        """Return the reasoning, the contents and the tool calls that `text` adds to the message. Hot.
 
         output: the answer's output if `text` is the end of the answer, else None.
         """
@@ -122,18 +168,16 @@ class ChatAnswer(Answer[ChatRequest]):
         if self._spaces and index in self._spaces:
             text = "".join((*self._spaces.pop(index), text))
         deltas: list[Delta] = []
-        if form.has_reasoning:
+        if form.tags is not None:
             if index not in self._splitters:
-                self._splitters[index] = ReasoningSplitter(form.begins_in_reasoning)
-            reasoning, text = self._splitters[index].feed(text, is_last)
+                self._splitters[index] = ReasoningSplitter(form.tags)
+            _, reasoning, _, text = self._splitters[index].split(text, is_last)
             deltas += [ReasoningDelta(reasoning)] if reasoning else []
         if form.call_format is None:
             return [*deltas, text] if text else deltas
         if index not in self._parsers:
             schemas = {tool.function.name: tool.function.parameters or {} for tool in self._body.offered_tools}
-            self._parsers[index] = make_parser(
-                form.call_format, schemas, in_pieces=bool(self._body.stream), is_alternative=form.is_alternative
-            )
+            self._parsers[index] = CallParser(form.call_format, schemas, is_alternative=form.is_alternative)
         parser = self._parsers[index]
         deltas += parser.feed(text)
         if output is not None:
@@ -183,7 +227,7 @@ def _delta_json(delta: Delta) -> str:
 
 
 def _reasoning(text: str) -> dict[str, Any]:
-    """Clients look for it under one of two names."""
+    """Return the reasoning under both names that clients look for."""
     return {"reasoning": text, "reasoning_content": text}
 
 
@@ -198,7 +242,7 @@ BlockKind: TypeAlias = Literal["reasoning", "text", "call"]
 
 
 @dataclass
-class Block:
+class AnswerBlock:
     """A part of an answer: its reasoning, its text, or a tool call."""
 
     kind: BlockKind
@@ -210,7 +254,7 @@ class Block:
 
     @property
     def text(self) -> str:
-        """For a call its arguments."""
+        """Return the text of the block. The text of a call is its arguments."""
         return "".join(self.pieces)
 
 
@@ -224,21 +268,21 @@ class BlockAnswer(ChatAnswer):
 
     def __init__(self, service: Service, body: ChatRequest, form: ChatForm) -> None:
         super().__init__(service, body, form)
-        self._blocks: list[Block] = []
+        self._blocks: list[AnswerBlock] = []
         self._output: RequestOutput | None = None
 
     @abstractmethod
     def _body_of(self, output: RequestOutput | None) -> dict[str, Any]:
-        """The response with all blocks so far; `output` is None before its end."""
+        """Return the response with all blocks so far. `output` is None before its end."""
 
     @abstractmethod
-    def _begun_events(self, block: Block) -> list[dict[str, Any]]: ...
+    def _begun_events(self, block: AnswerBlock) -> list[dict[str, Any]]: ...
 
     @abstractmethod
-    def _piece_event(self, block: Block, piece: str) -> dict[str, Any]: ...
+    def _piece_event(self, block: AnswerBlock, piece: str) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _ended_events(self, block: Block) -> list[dict[str, Any]]: ...
+    def _ended_events(self, block: AnswerBlock) -> list[dict[str, Any]]: ...
 
     def _sse(self, events: Iterable[dict[str, Any]]) -> str:
         return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
@@ -266,7 +310,7 @@ class BlockAnswer(ChatAnswer):
                 kind, piece = ("text", delta) if isinstance(delta, str) else ("reasoning", delta.text)
                 call_id = name = ""
             if not self._blocks or kind != self._blocks[-1].kind or call_id:
-                self._blocks.append(Block(kind, len(self._blocks), secrets.token_hex(12), call_id, name))
+                self._blocks.append(AnswerBlock(kind, len(self._blocks), secrets.token_hex(12), call_id, name))
                 events += self._ended_events(self._blocks[-2]) if len(self._blocks) > 1 else []
                 events += self._begun_events(self._blocks[-1])
             if piece:

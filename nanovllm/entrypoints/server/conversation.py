@@ -1,4 +1,4 @@
-"""The messages of a chat as its template takes them.
+"""Renders the messages of a chat in a form that its template takes.
 
 Templates differ in what they refuse: a second system message, several calls in one message, arguments that are not a
 JSON object. Some templates leave system messages out without an error. So the messages are rendered as they were sent.
@@ -208,7 +208,7 @@ CHANGES = (
 
 
 def _for_template(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:
-    """A message as templates expect it: text as one string, and the arguments of tool calls as objects."""
+    """Return a message as templates expect it: text as one string, and the arguments of tool calls as objects."""
     converted = message.model_dump(include={"name", "reasoning_content", "tool_call_id"}, exclude_none=True)
     if message.reasoning is not None:
         converted.setdefault("reasoning_content", message.reasoning)

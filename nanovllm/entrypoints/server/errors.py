@@ -67,7 +67,7 @@ class ApiError(Exception):
         self._headers = headers
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """The answer to a request for `path`."""
+        """Return the body of the response to a request for `path`."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         if not path.startswith(MESSAGES_PATH):
@@ -79,7 +79,7 @@ class ApiError(Exception):
         return json_response(self.body(path), self.status, self._headers)
 
     def event(self, path: str = "") -> str:
-        """The event that ends a stream."""
+        """Return the event that ends a stream."""
         return sse_error(json.dumps(self.body(path)), path)
 
 
@@ -164,7 +164,7 @@ def dumps_in_parts(content: Any) -> str:
 
 
 def api_error(error: Exception) -> ApiError:
-    """The error that tells a client about an exception."""
+    """Return the error that tells a client about an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -205,7 +205,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _invalid_field(error: Mapping[str, Any]) -> ApiError:
-    """The first complaint of pydantic about a body."""
+    """Return the error that tells a client what pydantic has found first in a body."""
     kind, context = error["type"], error.get("ctx") or {}
     path = ""  # such as messages[0].role
     for part in error["loc"][1:]:

@@ -181,17 +181,17 @@ Items: TypeAlias = Annotated[list[Item], _FirstError()]
 
 
 def refuse(param: str, message: str) -> PydanticCustomError:
-    """An error that a validator raises to blame the field `param`."""
+    """Return the error that a validator raises to blame the field `param`."""
     return PydanticCustomError("refused", "{message}", {"param": param, "message": message})
 
 
 def printable(name: str) -> str:
-    """A name that a client chose, as an error message repeats it."""
+    """Return a name that a client chose in a form that an error message can repeat."""
     return name[:MAX_NAME_CHARS].encode(errors="backslashreplace").decode()
 
 
 class Body(BaseModel):
-    """A JSON object. The module's docstring says what becomes of unknown fields.
+    """A JSON object. The module's docstring says how unknown fields are treated.
 
     NEUTRAL: field that is not implemented -> values that change nothing. It may also have fields of the class, and then
     these values count as null. KINDS: `type` that is supported -> the fields that it needs. A message

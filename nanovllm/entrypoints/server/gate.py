@@ -1,4 +1,4 @@
-"""Gate: the ASGI application around the server's own. It refuses requests that must not cost any work.
+"""Gate: the ASGI application around the server's own. It refuses requests before they cost any work.
 
 In this order: requests after the server has begun to stop (503), whose length is ambiguous (400), for a host that is
 not ours (403), without a valid API key (401), and with a body that is too large (413), arrives too slowly (408), for
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Held:
+class _HeldBody:
     """The part of a request's body that is in memory."""
 
     num_bytes: int = 0
@@ -65,7 +65,7 @@ class Gate:
         self.is_draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held = _Held()
+        held = _HeldBody()
         try:
             if scope["type"] == "http":
                 try:
@@ -81,7 +81,7 @@ class Gate:
             self._num_held_bytes -= held.num_bytes
 
     def _check_access(self, scope: Scope) -> None:
-        """Raise Refusal for requests that are refused whatever their body is. Note the salt of the key."""
+        """Raise Refusal for requests that are refused without a look at the body. Note the salt of the key."""
         if self.is_draining:
             raise Refusal(503, "draining", "the server is stopping; ask again later", retry_after_s=1)
         names = {name for name, _ in scope["headers"]}
@@ -102,7 +102,7 @@ class Gate:
         if self._options.cache_salt_per_key:
             scope.setdefault("state", {})[CACHE_SALT] = self._keys.cache_salt(given[0])
 
-    async def _read_body(self, scope: Scope, receive: Receive, held: _Held) -> tuple[Scope, Receive]:
+    async def _read_body(self, scope: Scope, receive: Receive, held: _HeldBody) -> tuple[Scope, Receive]:
         """Read the whole body, unpack it, and return a scope without its encoding and a `receive` that repeats it.
 
         Raises Refusal if it is too large or slow, or cannot be unpacked.
@@ -137,7 +137,7 @@ class Gate:
         self._check_size(len(body))
         return body
 
-    async def _whole_body(self, receive: Receive, held: _Held) -> bytes:
+    async def _whole_body(self, receive: Receive, held: _HeldBody) -> bytes:
         body = bytearray()  # and not a list of chunks, which can be a byte each
         is_complete = False
         while not is_complete:
@@ -150,7 +150,7 @@ class Gate:
             is_complete = not message.get("more_body", False)
         return bytes(body)
 
-    def _hold(self, num_bytes: int, held: _Held) -> None:
+    def _hold(self, num_bytes: int, held: _HeldBody) -> None:
         self._num_held_bytes += num_bytes - held.num_bytes
         held.num_bytes = num_bytes
         if self._num_held_bytes > MAX_HELD_BODIES * self._options.max_body_bytes:
@@ -220,9 +220,9 @@ class ApiKeys:
         return any(matches)
 
     def cache_salt(self, authorization: bytes) -> str | None:
-        """Return a salt that nobody can guess: the same for each request with this key, until the server ends.
+        """Return a secret salt, which is the same for all requests with this key until the server ends.
 
-        None for the only key, which needs none.
+        Return None if there is only one key.
         """
         if len(self._digests) == 1:
             return None

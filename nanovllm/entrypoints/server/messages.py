@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from annotated_types import MinLen
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from nanovllm.entrypoints.server.chat_answers import Block, BlockAnswer
+from nanovllm.entrypoints.server.chat_answers import AnswerBlock, BlockAnswer
 from nanovllm.entrypoints.server.errors import MESSAGES_PATH, ApiError
 from nanovllm.entrypoints.server.fields import Body, Items, WholeBody, refuse
 from nanovllm.entrypoints.server.protocol import (
@@ -228,7 +228,7 @@ class MessagesAnswer(BlockAnswer):
         }
 
     def _end(self, output: RequestOutput) -> tuple[str, str | None]:
-        """The reason of the end, and the stop sequence that was generated."""
+        """Return the reason of the end, and the stop sequence that was generated."""
         if output["finish_reason"] != "stop":
             is_full = output["finish_reason"] == "length" and len(output["token_ids"]) < (self._body.max_tokens or 0)
             return "model_context_window_exceeded" if is_full else "max_tokens", None
@@ -243,10 +243,10 @@ class MessagesAnswer(BlockAnswer):
         found = next((each for each in given if each in end), None)
         return "stop_sequence" if found else "end_turn", found
 
-    def _begun_events(self, block: Block) -> list[dict[str, Any]]:
+    def _begun_events(self, block: AnswerBlock) -> list[dict[str, Any]]:
         return [{"type": "content_block_start", "index": block.index, "content_block": _content(block)}]
 
-    def _piece_event(self, block: Block, piece: str) -> dict[str, Any]:
+    def _piece_event(self, block: AnswerBlock, piece: str) -> dict[str, Any]:
         kind, field = {
             "call": ("input_json_delta", "partial_json"),
             "text": ("text_delta", "text"),
@@ -254,11 +254,11 @@ class MessagesAnswer(BlockAnswer):
         }[block.kind]
         return {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, field: piece}}
 
-    def _ended_events(self, block: Block) -> list[dict[str, Any]]:
+    def _ended_events(self, block: AnswerBlock) -> list[dict[str, Any]]:
         return [{"type": "content_block_stop", "index": block.index}]
 
 
-def _content(block: Block) -> dict[str, Any]:
+def _content(block: AnswerBlock) -> dict[str, Any]:
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":

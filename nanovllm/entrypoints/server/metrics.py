@@ -56,8 +56,8 @@ _FIGURES = (
     ("num_disk_misses", "disk_misses", "Files that were damaged or had vanished", True),
     ("num_disk_failures", "disk_failures", "Pieces of prompts that a bug kept from being stored or loaded", True),
     ("num_dropped_extents", "disk_dropped_extents", "Pieces of prompts that were not written", True),
-    ("num_cancelled_disk_loads", "disk_cancelled_loads", "Loads that were given up for computing", True),
-    ("disk_read_byte_per_s", "disk_read_bytes_per_second", "Rate of the last load", False),
+    ("num_cancelled_disk_loads", "disk_cancelled_loads", "Loads that were cancelled because the disk hung", True),
+    ("disk_read_byte_per_s", "disk_read_bytes_per_second", "Mean rate of reading", False),
     ("disk_write_byte_per_s", "disk_write_bytes_per_second", "Mean rate of writing", False),
     ("num_guesses", "spec_decode_num_draft_tokens", "Tokens that were guessed", True),
     ("num_accepted_guesses", "spec_decode_num_accepted_tokens", "Guesses that were right", True),
@@ -91,14 +91,14 @@ class Metrics(Collector):
         self._cached_tokens = self._counter("prefix_cache_hits", "Tokens of prompts found in the prefix cache")
         self._finished = self._counter("request_success", "Answers that have ended", "finished_reason")
         self._checks = self._counter("answer_checks", "Answers that were recomputed while idle (verify_share)")
-        self._check_differences = self._counter("answer_check_differences", "Those of them with other tokens")
+        self._check_differences = self._counter("answer_check_differences", "Recomputed answers that had other tokens")
         self._refused = self._counter("requests_refused", "Requests that were refused", "reason")
         self._ttft_s = self._histogram("time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_S)
         self._tpot_s = self._histogram("time_per_output_token_seconds", "Mean between an answer's tokens", _TOKEN_S)
         self._registry.register(self)
 
     def _counter(self, name: str, about: str, *more_labels: str) -> Counter:
-        """A counter of this server. With more labels, each use gives their values."""
+        """Make a counter of this server. With more labels, each use gives the values of these labels."""
         counter = Counter(PREFIX + name, about, [*self._labels, *more_labels], registry=self._registry)
         return counter if more_labels else counter.labels(**self._labels)
 
@@ -171,7 +171,7 @@ class Metrics(Collector):
 
 
 def _usage(stats: Mapping[str, Any]) -> float:
-    """The share of the KV cache's blocks that requests use. With offload, the CPU holds them all."""
+    """Return the share of the KV cache's blocks that requests use. With offload, the CPU holds all blocks."""
     place = "cpu" if "num_cpu_blocks" in stats else "gpu"
     num_blocks = stats.get(f"num_{place}_blocks", 0)
     return 1 - stats.get(f"num_free_{place}_blocks", 0) / num_blocks if num_blocks else 0.0

@@ -116,7 +116,7 @@ class ServerOptions:
 
 
 def _host_name(host: str) -> str:
-    """The name or address in a Host header, without the port. "" if it is malformed."""
+    """Return the name or address in a Host header, without the port, or "" if it is malformed."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

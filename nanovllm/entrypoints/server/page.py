@@ -76,7 +76,7 @@ class KVView:
         self._last: tuple[float, dict[str, Any]] | None = None  # when it was made, and the snapshot
 
     def snapshot(self) -> dict[str, Any]:
-        """The state of the cache now, or less than MIN_INTERVAL_S ago. Raises EngineError if the engine has failed."""
+        """Return the state of the cache now, or less than MIN_INTERVAL_S ago. Raises EngineError if it has failed."""
         now_s = self._now_s()
         if self._last is None or now_s - self._last[0] >= MIN_INTERVAL_S:
             self._last = now_s, self._make(now_s)
@@ -105,10 +105,10 @@ class KVView:
         }
 
     def locate(self, token_ids: list[int]) -> dict[str, Any]:
-        """The blocks that hold the beginning of these tokens for later prompts, in order.
+        """Return the blocks that hold the beginning of these tokens for later prompts, in order.
 
-        For display only: the engine may be about to change what a block holds. Neither blocks of another cache salt
-        are found, nor those of prompts whose keys depend on their length.
+        For display only: the engine may be about to change what a block holds. Blocks of another cache salt are not
+        found, nor are blocks of prompts whose keys depend on their length.
         """
         wanted = array("q", token_ids)
         by_parent: dict[int, list[Any]] = {}  # blocks by the prefix before them
@@ -128,7 +128,7 @@ class KVView:
             parent_id, start = prefix_ids[-1], start + len(held)
 
     def _rates(self, now_s: float, stats: dict[str, Any]) -> dict[str, float | None]:
-        """Since a moment RATE_WINDOW_S ago, or as far back as there are snapshots."""
+        """Return the rates since RATE_WINDOW_S ago, or since the oldest snapshot if that is later."""
         sums = {  # since the engine's start
             "decode_token_per_s": stats["num_decode_tokens"],
             "prefill_token_per_s": stats["num_prefill_tokens"],

@@ -303,12 +303,12 @@ class ChatRequest(SamplingFields):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the model is told of."""
+        """Return the tools that the model is told of."""
         return [] if self.tool_choice == "none" else functions_of(self.tools)
 
     @property
     def must_call(self) -> bool:
-        """True if the answer must be a call."""
+        """Return True if the answer must be a call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @model_validator(mode="after")
@@ -400,7 +400,7 @@ def has_form(body: ChatRequest) -> bool:
 
 
 def _arguments_schema(function: Function) -> dict[str, Any]:
-    """Arguments are always an object, also where the schema does not say so."""
+    """Return the schema of the arguments, which are always an object."""
     parameters = function.parameters or {}
     kind = parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
@@ -451,7 +451,7 @@ def _common_params(body: SamplingFields, defaults: Mapping[str, Any]) -> dict[st
 
 
 def _structured_outputs(body: SamplingFields) -> StructuredOutputs | None:
-    """The pattern of the answer, which a body can give in one of five fields."""
+    """Return the pattern of the answer, which a body can give in one of five fields."""
     given: dict[str, Any] = {"response_format": _response_format(body.response_format)}
     if body.structured_outputs is not None:
         given["structured_outputs"] = body.structured_outputs.model_dump(exclude_none=True, by_alias=True)
@@ -470,7 +470,7 @@ def _structured_outputs(body: SamplingFields) -> StructuredOutputs | None:
 
 
 def _response_format(wanted: ResponseFormat | None) -> dict[str, Any] | None:
-    """The fields of StructuredOutputs that `response_format` asks for; None for plain text."""
+    """Return the fields of StructuredOutputs that `response_format` asks for, or None for plain text."""
     if wanted is None:
         return None
     if (wanted.json_schema is not None) != (wanted.type == "json_schema"):

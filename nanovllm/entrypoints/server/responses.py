@@ -14,7 +14,7 @@ from annotated_types import MinLen
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from nanovllm.entrypoints.server.admission import Service
-from nanovllm.entrypoints.server.chat_answers import Block, BlockAnswer, ChatForm
+from nanovllm.entrypoints.server.chat_answers import AnswerBlock, BlockAnswer, ChatForm
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.fields import Body, Items, WholeBody, refuse
 from nanovllm.entrypoints.server.protocol import (
@@ -234,7 +234,7 @@ class ResponsesRequest(WholeBody):
         return found
 
     def _messages(self) -> list[dict[str, Any]]:
-        """The messages of a chat. What the model said in one turn, between two others, is one message."""
+        """Return the messages of a chat. What the model said in one turn is one message."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -368,12 +368,12 @@ class ResponsesAnswer(BlockAnswer):
             "tools": asked.get("tools", []),
         }
 
-    def _is_cut(self, block: Block) -> bool:
+    def _is_cut(self, block: AnswerBlock) -> bool:
         """Return True if the answer has ended within this block, but not by itself."""
         output = self._output
         return output is not None and output["finish_reason"] != "stop" and block is self._blocks[-1]
 
-    def _begun_events(self, block: Block) -> list[dict[str, Any]]:
+    def _begun_events(self, block: AnswerBlock) -> list[dict[str, Any]]:
         item = self._item(block) | {"status": "in_progress"}
         place: dict[str, Any] = {"output_index": block.index}
         if block.kind == "call":
@@ -388,13 +388,13 @@ class ResponsesAnswer(BlockAnswer):
         }
         return [{"type": "response.output_item.added", **place, "item": item | {"content": []}}, added]
 
-    def _piece_event(self, block: Block, piece: str) -> dict[str, Any]:
+    def _piece_event(self, block: AnswerBlock, piece: str) -> dict[str, Any]:
         """Return {} for a piece of a custom call, whose input is sent when it is complete."""
         if self._is_custom(block):
             return {}
         return {"type": f"{_EVENTS[block.kind]}.delta", **self._place(block), "delta": piece}
 
-    def _ended_events(self, block: Block) -> list[dict[str, Any]]:
+    def _ended_events(self, block: AnswerBlock) -> list[dict[str, Any]]:
         item, place = self._item(block, self._is_cut(block)), self._place(block)
         ended = [{"type": "response.output_item.done", "output_index": block.index, "item": item}]
         kind = f"{_EVENTS[block.kind]}.done"
@@ -415,14 +415,14 @@ class ResponsesAnswer(BlockAnswer):
         }
         return [{"type": kind, **place, "text": block.text}, {"type": "response.content_part.done", **part}, *ended]
 
-    def _is_custom(self, block: Block) -> bool:
+    def _is_custom(self, block: AnswerBlock) -> bool:
         called = self._asked.offered.get(block.name)
         return block.kind == "call" and called is not None and called.is_custom
 
-    def _item_id(self, block: Block) -> str:
+    def _item_id(self, block: AnswerBlock) -> str:
         return f"{'ctc' if self._is_custom(block) else _PREFIXES[block.kind]}_{block.block_id}"
 
-    def _place(self, block: Block) -> dict[str, Any]:
+    def _place(self, block: AnswerBlock) -> dict[str, Any]:
         """Return the place of a piece of a block, as its events give it."""
         place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "call":
@@ -431,7 +431,7 @@ class ResponsesAnswer(BlockAnswer):
             place["logprobs"] = []
         return place
 
-    def _item(self, block: Block, is_cut: bool = False) -> dict[str, Any]:
+    def _item(self, block: AnswerBlock, is_cut: bool = False) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id(block), "status": "incomplete" if is_cut else "completed"}
         if block.kind == "call":
             called = self._asked.offered.get(block.name)

@@ -4,10 +4,9 @@ calls and reasoning in its text while it arrives piece by piece.
 Every text that the grammar admits is parsed to the calls that it has (test_call_grammars.py). Parsers also
 take what models write without a grammar, such as calls without closing tags.
 
-Text that turns out not to be a valid call is returned as content, unchanged and in its place. Only the white space on
-either side of a call is lost, and what there is of a closing tag at the end. A call in JSON is returned when it is
-complete, unless its arguments are asked for in pieces. Then it is a call as soon as its name is known, even if the
-arguments turn out not to be valid. So are calls between tags, whose arguments come one by one. The result does not
+A call in JSON is returned when it is complete. A call between tags is returned as soon as its name is known, and its
+arguments follow one by one. Text that turns out not to be a call is returned as content, unchanged and in its place.
+Only the white space on either side of a call is lost, and a closing tag that is cut off at the end. The result does not
 depend on how the text was split, and the time is linear in its length.
 """
 
@@ -15,15 +14,13 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from enum import Enum, auto
 from typing import Any, NamedTuple, TypeAlias
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import TaggedJson, TaggedValue
-from nanovllm.text.detokenizer import num_begun
-from nanovllm.text.structured import text_without
+from nanovllm.text.grammar_writer import text_without
 
 
 class CallFormat(NamedTuple):
@@ -138,7 +135,7 @@ def takes_text(schema: Any) -> bool:
 
 
 def _choices(schema: Any) -> tuple[str, ...]:
-    """The texts that an `enum` or a `const` allows; none if it allows anything else, too."""
+    """Return the texts that an `enum` or a `const` allows, or nothing if it allows other values, too."""
     if not isinstance(schema, dict):
         return ()
     choices = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
@@ -148,7 +145,7 @@ def _choices(schema: Any) -> tuple[str, ...]:
 
 
 def _parameters(tool: str, schema: Mapping[str, Any]) -> tuple[TaggedValue, ...]:
-    """The tags of the arguments. Of texts only an `enum` and a `const` are enforced."""
+    """Return the tags of the arguments. For texts, only `enum` and `const` are enforced."""
     properties, required = schema.get("properties"), _list(schema.get("required"))
     properties = properties if isinstance(properties, Mapping) else {}
     kept = {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
@@ -207,9 +204,8 @@ CallPart: TypeAlias = str | ToolCallDelta
 Delta: TypeAlias = CallPart | ReasoningDelta  # a string is content
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]  # a tool's name -> the JSON Schema of its arguments
 
+WINDOW_CHARS = 1000  # read at once; also the limit of a tag with the name of a function or a parameter
 MAX_INDENT_CHARS = 100  # before a tag, where the tool's parameters are not known
-MAX_HEAD_CHARS = 1000  # limit of a call before its arguments, if they are sent in pieces
-_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(\w+)"\s*:\s*(?=\{)')
 _FUNCTION = re.compile(r"[ \t\r\n]*<function=([^>\n]+)>")
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
 _HEAD_END = re.compile(r"[>\n]")  # of the tag of a function or a parameter
@@ -225,259 +221,14 @@ _NOT_IN_CHOICES = re.compile(rf"<parameter=|(?:{'|'.join(_AFTER)})[ \t\r\n]*<")
 _CLOSINGS = re.compile("|".join(_AFTER))
 _TEXT_PART = re.compile(f"<parameter=|{_CLOSINGS.pattern}")
 _JSON_PART = re.compile(rf'["\\]|{_TEXT_PART.pattern}')
-_STRING = re.compile(r'(?:[^"\\\n]|\\[^\n])*')  # the rest of a JSON string, without the quote
+_IN_STRING = re.compile(r'(?:[^"\\\n]|\\[^\n])*')  # the rest of a JSON string, without the quote
+_OUTSIDE_STRINGS = re.compile(r"[ \t\r\n{}\[\]:,0-9+.eEtrufalsn-]*")  # JSON, with the letters of true, false and null
 _LINE_AFTER_TAG = re.compile(r"\A[ \t]*\n")
 _LINE_BEFORE_TAG = re.compile(r"\n[ \t]*\Z")
 _PYTHON_VALUES = {"True": "true", "False": "false", "None": "null"}
 _SPACE = " \t\r\n"  # JSON's white space
 _NEXT = re.compile(f"[^{_SPACE}]")
-_OUTSIDE_STRINGS = frozenset(_SPACE + '{}[]:,"0123456789+-.eEtrufalsn')  # with the letters of true, false and null
-
-
-def make_parser(
-    call_format: CallFormat, schemas: Schemas, *, in_pieces: bool, is_alternative: bool = False
-) -> "ToolCallParser | TaggedCallParser":
-    """Make the parser of one answer.
-
-    in_pieces: return arguments in JSON while they arrive. is_alternative: the answer is either calls of these tools or
-    a text without calls, so one that does not begin with a call has none.
-    """
-    if call_format.is_json:
-        return ToolCallParser(call_format, in_pieces, frozenset(schemas) if is_alternative else None)
-    return TaggedCallParser(schemas, is_alternative=is_alternative)
-
-
-class _State(Enum):
-    CONTENT = auto()  # looking for an opening
-    OPENED = auto()  # an object should begin
-    OBJECT = auto()  # inside the object
-    CLOSING = auto()  # the closing should follow
-    SEPARATOR = auto()  # after a call, a separator may follow
-
-
-class ToolCallParser:
-    """Parses one answer: `feed` it the text, then call `finish`. Both return what has become certain."""
-
-    def __init__(self, call_format: CallFormat, in_pieces: bool = False, names: Collection[str] | None = None) -> None:
-        """`names`: of the tools, if the answer is either calls of them or a text without calls."""
-        self._format, self._in_pieces, self._names = call_format, in_pieces, names
-        self._has_begun = False  # with pieces: the name of the call has been returned
-        self._state = _State.OPENED if call_format.is_bare else _State.CONTENT
-        self._text = ""
-        self._start = 0  # the first character not returned yet; between calls of `feed` always 0
-        self._opening_end = 0  # outside CONTENT: where the opening ends that may turn out to be content
-        self._scan = _ObjectScan(0)
-        self._deltas: list[CallPart] = []  # to be returned by the next `_take`
-        self._num_calls = 0
-        self._follows_call = False  # True if the last thing returned was a call
-        self._is_text = False  # True if the answer turned out to be a text without calls
-
-    def feed(self, text: str) -> list[CallPart]:
-        """Return what is certain now that the answer goes on with `text`."""
-        self._text += text
-        while self._advance():
-            pass
-        return self._take()
-
-    def finish(self, is_cut: bool = False) -> list[CallPart]:
-        """Return the rest, after the last text. A call that is not complete is content, unless it has begun.
-
-        is_cut: the answer did not end by itself, which makes no difference here.
-        """
-        if self._has_begun:
-            return []
-        while self._state is not _State.CONTENT:
-            if self._state is not _State.CLOSING or not self._end_call(len(self._text)):
-                self._give_up()
-            while self._advance():
-                pass
-        if not self._follows_call or self._text[self._start :].strip(_SPACE):
-            self._return_content(len(self._text))
-        return self._take()
-
-    def _advance(self) -> bool:
-        """Go on to the next state. Returns False if that takes more text."""
-        if self._state is _State.CONTENT:
-            return self._find_opening()
-        if self._state is _State.OBJECT:
-            return self._find_end()
-        if self._state is _State.CLOSING:
-            return self._find_closing()
-        found = _NEXT.search(self._text, self._opening_end)
-        if found is None:
-            return False
-        if self._state is _State.SEPARATOR:
-            is_separator = found[0] == self._format.separator
-            self._state = _State.OPENED if is_separator else _State.CONTENT
-            self._opening_end = found.end() if is_separator else self._start
-        elif found[0] == "{":
-            self._scan = _ObjectScan(found.start())
-            self._state = _State.OBJECT
-        else:
-            self._give_up()
-        return True
-
-    def _find_opening(self) -> bool:
-        """Return the content before an opening. The white space before it stays, as it may belong to a call."""
-        opening, text = self._format.opening, self._text
-        if self._is_text:
-            self._return_content(len(text))
-            return False
-        start = text.find(opening, self._start)
-        if self._names is not None and not self._num_calls and text[self._start : start].strip(_SPACE):
-            start = -1
-        end = start if start >= 0 else max(self._start, len(text) - num_begun(text, opening))
-        content_end = self._start + len(text[self._start : end].rstrip(_SPACE))
-        self._return_content(content_end)
-        if start < 0:
-            return False
-        self._state = _State.OPENED
-        self._opening_end = start + len(opening)
-        return True
-
-    def _find_end(self) -> bool:
-        """Follow the object to its end."""
-        self._scan.advance(self._text)
-        if self._in_pieces:
-            self._return_arguments()
-        if self._scan.is_invalid:
-            self._give_up()
-        elif self._scan.is_complete:
-            self._state = _State.CLOSING
-        return self._scan.is_invalid or self._scan.is_complete
-
-    def _return_arguments(self) -> None:
-        """Begin the call once its name is known, and return what there is of its arguments."""
-        end = self._scan.end - self._scan.is_invalid  # without the character that is not JSON
-        if not self._has_begun:
-            head = _HEAD.match(self._text, self._scan.start, min(end, self._scan.start + MAX_HEAD_CHARS))
-            if head is None or head[2] not in self._format.argument_keys or not (name := self._name(head[1])):
-                return
-            self._has_begun = True
-            self._deltas.append(ToolCallDelta(self._num_calls, _new_call_id(), name, ""))
-            self._start = head.end()
-        end = end if self._scan.inner_end is None else self._scan.inner_end
-        if end > self._start:
-            self._deltas.append(ToolCallDelta(self._num_calls, "", "", self._text[self._start : end]))
-            self._start = end
-        self._opening_end = self._start
-
-    def _find_closing(self) -> bool:
-        """Return the call if its closing follows the object."""
-        closing, position = self._format.closing, self._scan.end
-        if closing:
-            found = _NEXT.search(self._text, position)
-            position = found.start() if found else len(self._text)
-        follows = self._text[position : position + len(closing)]
-        if len(follows) < len(closing) and closing.startswith(follows):
-            return False
-        if not self._end_call(position + len(closing) if follows == closing else self._scan.end):
-            self._give_up()
-        return True
-
-    def _end_call(self, end: int) -> bool:
-        """Return the call whose object is complete, or the end of one that has begun, if it is a call up to `end`."""
-        if self._has_begun:
-            is_call = self._text[self._start : self._scan.end].strip(_SPACE) == "}"
-        else:
-            call = self._read_call(self._text[self._scan.start : self._scan.end])
-            is_call = call is not None
-            self._deltas += [call] if call else []
-        if is_call:
-            self._num_calls += 1
-            self._has_begun = False
-            self._follows_call = True
-            self._start = self._opening_end = end
-            self._state = _State.SEPARATOR if self._format.separator else _State.CONTENT
-        return is_call
-
-    def _give_up(self) -> None:
-        """No call follows the opening, so it is content. The text after it is looked at once more."""
-        self._return_content(self._opening_end)
-        self._num_calls += self._has_begun
-        self._has_begun = False
-        self._state = _State.CONTENT
-
-    def _return_content(self, end: int) -> None:
-        if end > self._start:
-            self._deltas.append(self._text[self._start : end])
-            is_space = self._text[self._start : end].isspace()
-            self._is_text = self._is_text or (self._names is not None and not self._num_calls and not is_space)
-            self._start, self._follows_call = end, False
-
-    def _take(self) -> list[CallPart]:
-        """Return what has been found, adjacent contents joined, and forget the text up to there."""
-        joined = _joined(self._deltas)
-        num_returned, self._start, self._deltas = self._start, 0, []
-        self._text = self._text[num_returned:]
-        self._opening_end -= num_returned
-        self._scan.start -= num_returned
-        self._scan.end -= num_returned
-        if self._scan.inner_end is not None:
-            self._scan.inner_end -= num_returned
-        return joined
-
-    def _read_call(self, text: str) -> ToolCallDelta | None:
-        """Return the call that a JSON object describes, or None if it is not a call or cannot be passed on as JSON."""
-        try:
-            call: Any = json.loads(text)
-            keys = [key for key in self._format.argument_keys if key in call]
-            arguments = call[keys[0]] if keys else {}
-            name = call.get("name")
-            is_call = isinstance(name, str) and self._is_known(name) and isinstance(arguments, dict)
-            has_keys = len(keys) == 1 or (not keys and not self._format.needs_arguments)
-            if not (is_call and has_keys) or call.keys() - {"name", "type", "id", *keys}:
-                return None
-            dumped = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-            (name + dumped).encode()  # half of a surrogate pair cannot be encoded
-        except (ValueError, RecursionError):
-            return None
-        return ToolCallDelta(self._num_calls, _new_call_id(), name, dumped)
-
-    def _name(self, text: str) -> str:
-        """Return the name that JSON describes; "" if it is not a tool's or cannot be passed on."""
-        try:
-            name = str(json.loads(text))
-            name.encode()  # half of a surrogate pair cannot be encoded
-        except ValueError:
-            return ""
-        return name if self._is_known(name) else ""
-
-    def _is_known(self, name: str) -> bool:
-        """Return True for the name of a tool, or for any name if the parser was not given the tools' names."""
-        return bool(name) if self._names is None else name in self._names
-
-
-class _ObjectScan:
-    """A search for the end of a JSON object in a text that grows. It reads each character once.
-
-    It follows only strings and brackets, and leaves it to json.loads to check the object. But it notices a character
-    that cannot be JSON at once, so that an object that never ends does not swallow the rest of an answer.
-    """
-
-    def __init__(self, start: int) -> None:
-        self.start = self.end = start
-        self.inner_end: int | None = None  # the end of the first object or list inside the object
-        self.is_complete = self.is_invalid = False
-        self._depth = 0
-        self._in_string = self._is_escaped = False
-
-    def advance(self, text: str) -> None:
-        """Read on from `end`, to the end of the text, of the object, or to a character that is not JSON."""
-        while self.end < len(text) and not (self.is_complete or self.is_invalid):
-            char = text[self.end]
-            self.end += 1
-            if self._in_string:
-                self.is_invalid = char < " "
-                self._in_string = self._is_escaped or char != '"'
-                self._is_escaped = char == "\\" and not self._is_escaped
-                continue
-            self.is_invalid = char not in _OUTSIDE_STRINGS
-            self._in_string = char == '"'
-            self._depth += (char in "{[") - (char in "}]")
-            self.is_complete = self._depth == 0
-            if self._depth == 1 and char in "}]" and self.inner_end is None:
-                self.inner_end = self.end
+_DECODER = json.JSONDecoder()
 
 
 class _ValueScan:
@@ -496,7 +247,7 @@ class _ValueScan:
         self._no_string_before = 0  # quotes up to here do not begin a string
 
     def find(self, text: str, is_last: bool) -> int | None:
-        """Return where the value ends; None if it goes on, or if that takes more text. is_last: there is none."""
+        """Return where the value ends, or None if it goes on or more text is needed. is_last: no text follows."""
         part = _JSON_PART if self._is_json else _TEXT_PART
         while found := part.search(text, self._position):
             self._position = found.start()
@@ -517,8 +268,8 @@ class _ValueScan:
         return None
 
     def _skip_string(self, text: str, is_last: bool) -> bool:
-        """Go on after the string. Returns False if that takes more text."""
-        rest = _STRING.match(text, self._string_end or self._position + 1)
+        """Go on after the string. Return False if more text is needed."""
+        rest = _IN_STRING.match(text, self._string_end or self._position + 1)
         assert rest is not None, "the pattern matches an empty text"
         self._string_end = rest.end()
         end = text[self._string_end : self._string_end + 2]
@@ -533,11 +284,11 @@ class _ValueScan:
         return True
 
     def _is_end(self, text: str, tag: re.Match[str], is_last: bool) -> bool | None:
-        """Return True if the value ends at this tag; None if that takes more text."""
+        """Return True if the value ends at this tag, or None if more text is needed."""
         if tag[0] == "<parameter=":
-            head = _PARAMETER.match(text, tag.start(), tag.start() + MAX_HEAD_CHARS)
+            head = _PARAMETER.match(text, tag.start(), tag.start() + WINDOW_CHARS)
             if head is None:
-                may_go_on = len(text) - tag.start() < MAX_HEAD_CHARS and not _HEAD_END.search(text, tag.start())
+                may_go_on = len(text) - tag.start() < WINDOW_CHARS and not _HEAD_END.search(text, tag.start())
                 return None if may_go_on and not is_last else False
             return head[1] in self._names if self._names else _starts_line(text, tag.start())
         found = _NEXT.search(text, tag.end())
@@ -558,23 +309,36 @@ def _starts_line(text: str, position: int) -> bool:
     return (bool(line_end) or not start) and not indent.strip(_SPACE)
 
 
-class TaggedCallParser:
-    """Parses one answer whose calls are of the format QWEN_TAGS, as ToolCallParser does.
+def _is_open_tag(text: str, begin: str) -> bool:
+    """Return True if the text is a tag that begins so, and more text may complete its name."""
+    return text.startswith(begin) and len(text) < WINDOW_CHARS and not _HEAD_END.search(text)
 
-    The arguments of a call come one by one, each as a whole. Models leave tags out: the closing tags of a parameter, a
-    function or a call, and <tool_call> before the function of a known tool.
+
+class CallParser:
+    """Parses one answer: `feed` it the text, then call `finish`. Both return what has become certain.
+
+    One scanner finds the opening of a call. What follows depends on the format. An object in JSON is buffered until a
+    character follows that JSON has nowhere outside strings, and then decoded at once. Between tags, the arguments come
+    one by one, each as a whole. Models leave tags out: the closing tags of a parameter, a function or a call, and
+    <tool_call> before the function of a known tool.
     """
 
-    def __init__(self, schemas: Schemas, *, is_alternative: bool = False) -> None:
-        """is_alternative: an answer that does not begin with a call has none."""
-        self._schemas, self._is_alternative = schemas, is_alternative
-        names = () if is_alternative else filter(can_be_in_tag, schemas)
-        self._openings = (QWEN_TAGS.opening, *(f"<function={name}>" for name in names))
+    def __init__(self, call_format: CallFormat, schemas: Schemas, *, is_alternative: bool = False) -> None:
+        """is_alternative: the answer is either calls of these tools or a text without calls.
+
+        So an answer that does not begin with a call has none.
+        """
+        self._format, self._schemas, self._is_alternative = call_format, schemas, is_alternative
+        names = () if is_alternative or call_format.is_json else filter(can_be_in_tag, schemas)
+        self._openings = (call_format.opening, *(f"<function={name}>" for name in names))
         self._longest = max(map(len, self._openings))
         self._opening = re.compile("|".join(map(re.escape, self._openings)))
         self._text = ""
-        self._advance = self._find_opening
-        self._is_last = self._is_cut = False
+        self._unread: list[str] = []  # pieces of the text that come after `_text`, the next one last
+        self._advance = self._find_object if call_format.is_bare else self._find_opening
+        self._has_ended = self._is_cut = False
+        self._object_begin = self._object_end = 0  # in `_text`: the end of the opening, and where the search goes on
+        self._is_in_string = False  # at `_object_end`
         self._name = self._parameter = ""
         self._num_calls = self._num_parameters = 0
         self._scan = _ValueScan((), False)
@@ -582,25 +346,64 @@ class TaggedCallParser:
         self._deltas: list[CallPart] = []
 
     def feed(self, text: str) -> list[CallPart]:
-        for start in range(0, len(text), MAX_HEAD_CHARS):  # each step copies what is left of the text
-            self._text += text[start : start + MAX_HEAD_CHARS]
+        """Return what is certain now that the answer goes on with `text`."""
+        self._put_back(text)
+        return self._take()
+
+    def finish(self, is_cut: bool = False) -> list[CallPart]:
+        """Return the rest, after the last text. A call between tags needs no end, unless the answer was cut off."""
+        self._has_ended, self._is_cut = True, is_cut
+        deltas = self._take()
+        is_content = self._advance in (self._find_function, self._find_opening, self._pass_content)
+        if is_content and self._text and (not self._follows_call or self._text.strip(_SPACE)):
+            deltas.append(self._text)
+        return _joined(deltas)
+
+    @property
+    def _is_last(self) -> bool:
+        """True if no text comes after `_text`."""
+        return self._has_ended and not self._unread
+
+    def _take(self) -> list[CallPart]:
+        """Parse what there is of the text, and return what was found."""
+        while self._advance():
+            pass
+        while self._unread:
+            self._text += self._unread.pop()
             while self._advance():
                 pass
         deltas, self._deltas = _joined(self._deltas), []
         return deltas
 
-    def finish(self, is_cut: bool = False) -> list[CallPart]:
-        """Return the rest. A call without an end is complete, unless the answer was cut off: then it stays as it is."""
-        self._is_last, self._is_cut = True, is_cut
-        while self._advance():
-            pass
-        is_content = self._text and self._advance in (self._find_function, self._find_opening)
-        if is_content and (not self._follows_call or self._text.strip(_SPACE)):
-            self._deltas.append(self._text)
-        deltas, self._deltas = _joined(self._deltas), []
-        return deltas
+    def _go_on(self, position: int, advance: Callable[[], bool]) -> None:
+        """Go on with another state at this position of the text.
+
+        Each state copies what is left of the text. So if much of it was held back, most is put back to the unread text.
+        """
+        rest = self._text[position:]
+        self._text, self._advance = rest[:WINDOW_CHARS], advance
+        self._put_back(rest[WINDOW_CHARS:])
+
+    def _put_back(self, text: str) -> None:
+        starts = range(0, len(text), WINDOW_CHARS)
+        self._unread += [text[start : start + WINDOW_CHARS] for start in reversed(starts)]
+
+    def _return_content(self, end: int, advance: Callable[[], bool]) -> None:
+        """Return the text up to `end` as content. If the answer is either calls or text, it is text from here on."""
+        content = self._text[:end]
+        if content:
+            self._deltas.append(content)
+            self._follows_call = False
+        is_text = self._is_alternative and not self._num_calls and content.strip(_SPACE)
+        self._go_on(end, self._pass_content if is_text else advance)
+
+    def _pass_content(self) -> bool:
+        """Return everything as content, after the answer turned out to be a text without calls."""
+        self._return_content(len(self._text), self._pass_content)
+        return False
 
     def _find_opening(self) -> bool:
+        """Return the content before an opening. The white space before it stays, as it may belong to a call."""
         found = self._opening.search(self._text)
         if found and self._is_alternative and not self._num_calls and self._text[: found.start()].strip(_SPACE):
             found = None
@@ -608,61 +411,139 @@ class TaggedCallParser:
         if not found and (end < 0 or not any(opening.startswith(self._text[end:]) for opening in self._openings)):
             end = len(self._text)
         end = len(self._text[:end].rstrip(_SPACE))
-        if end:
-            self._deltas.append(self._text[:end])
-            self._follows_call = False
-            if self._is_alternative and not self._num_calls:
-                self._advance = self._pass_content
-        self._text = self._text[end:]
-        if found:
-            self._advance = self._find_function
-        return bool(found)
+        if not found:
+            if end:
+                self._return_content(end, self._find_opening)
+            return False
+        opening_end = found.end() - end
+        self._return_content(end, self._find_function)
+        if self._format.is_json:
+            self._expect_object(opening_end)
+        return True
 
-    def _pass_content(self) -> bool:
-        self._deltas += [self._text] if self._text else []
-        self._text = ""
-        return False
+    # -- an object in JSON ---------------------------------------------------------------------------------------------
+
+    def _expect_object(self, opening_end: int) -> None:
+        self._object_begin, self._object_end, self._is_in_string = opening_end, 0, False
+        self._advance = self._find_object
+
+    def _find_object(self) -> bool:
+        """Find the object after the opening. Return it as a call, or the opening as content."""
+        found = _NEXT.search(self._text, self._object_begin)
+        begin = found.start() if found and found[0] == "{" else None
+        is_open = found is None or (begin is not None and not self._reach_end(begin))
+        if is_open and not self._is_last:
+            return False
+        call, end = (None, 0) if begin is None else self._read_call(begin)
+        if call is None:
+            self._return_content(self._object_begin, self._find_opening)
+        else:
+            self._deltas.append(call)
+            self._num_calls += 1
+            self._follows_call = True
+            self._go_on(end, self._find_closing)
+        return True
+
+    def _reach_end(self, begin: int) -> bool:
+        """Return True if the object is followed by a character that JSON has nowhere outside strings.
+
+        It follows only the quotes, and reads each character once.
+        """
+        text, end = self._text, max(begin, self._object_end)
+        while True:
+            part = (_IN_STRING if self._is_in_string else _OUTSIDE_STRINGS).match(text, end)
+            assert part is not None, "both patterns match an empty text"
+            end = self._object_end = part.end()
+            following = text[end : end + 2]
+            if not following or (following == "\\" and self._is_in_string):
+                return False
+            if following[0] != '"':
+                return True
+            self._is_in_string = not self._is_in_string
+            end += 1
+
+    def _read_call(self, begin: int) -> tuple[ToolCallDelta | None, int]:
+        """Return the call that the object at `begin` describes, and where the object ends.
+
+        Return None for what is not an object, not a call, or cannot be passed on as JSON.
+        """
+        try:
+            call, end = _DECODER.raw_decode(self._text, begin)
+            keys = [key for key in self._format.argument_keys if key in call]
+            arguments = call[keys[0]] if keys else {}
+            name = call.get("name")
+            is_known = isinstance(name, str) and (name in self._schemas if self._is_alternative else bool(name))
+            has_keys = len(keys) == 1 or (not keys and not self._format.needs_arguments)
+            if not (is_known and has_keys and isinstance(arguments, dict)) or call.keys() - {
+                "name",
+                "type",
+                "id",
+                *keys,
+            }:
+                return None, begin
+            dumped = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            (name + dumped).encode()  # half of a surrogate pair cannot be encoded
+        except (ValueError, RecursionError):
+            return None, begin
+        return ToolCallDelta(self._num_calls, _new_call_id(), name, dumped), end
+
+    def _find_closing(self) -> bool:
+        """Find the closing tag of the call, or the separator before the next one."""
+        tag = self._format.closing or self._format.separator
+        rest = self._text.lstrip(_SPACE)
+        end = len(self._text) - len(rest) + len(tag)
+        if rest.startswith(tag) and self._format.separator:
+            self._expect_object(end)
+        elif rest.startswith(tag):
+            self._go_on(end, self._find_opening)
+        elif not tag.startswith(rest):
+            self._go_on(0, self._find_opening)
+        elif self._is_last:
+            self._go_on(len(self._text), self._find_opening)
+        else:
+            return False
+        return True
+
+    # -- arguments between tags ----------------------------------------------------------------------------------------
 
     def _find_function(self) -> bool:
         """Begin the call, or find that the opening is content."""
         text = self._text.lstrip(_SPACE)
         rest = text.removeprefix(QWEN_TAGS.opening)
-        found = _FUNCTION.match(rest, 0, MAX_HEAD_CHARS)
+        found = _FUNCTION.match(rest, 0, WINDOW_CHARS)
         if found:
             self._name = found[1]
             self._deltas.append(ToolCallDelta(self._num_calls, _new_call_id(), self._name, "{"))
-            self._text, self._advance, self._num_parameters = rest[found.end() :], self._find_parameter, 0
+            self._num_parameters = 0
+            self._go_on(len(self._text) - len(rest) + found.end(), self._find_parameter)
             return True
         begun = rest.lstrip(_SPACE)
-        is_begun = begun.startswith("<function=") and not _HEAD_END.search(begun)
-        if (is_begun or "<function=".startswith(begun)) and len(rest) < MAX_HEAD_CHARS:
+        is_begun = _is_open_tag(begun, "<function=") or "<function=".startswith(begun)
+        if is_begun and len(rest) < WINDOW_CHARS:
             return False
-        opening_end = len(self._text) - len(rest)
-        self._deltas.append(self._text[:opening_end])
-        self._text, self._advance, self._follows_call = rest, self._find_opening, False
+        self._return_content(len(self._text) - len(rest), self._find_opening)
         return True
 
     def _find_parameter(self) -> bool:
         """Begin a parameter, or return the end of the arguments."""
         text = self._text.lstrip(_SPACE)
-        found = _PARAMETER.match(text, 0, MAX_HEAD_CHARS)
+        found = _PARAMETER.match(text, 0, WINDOW_CHARS)
         if found:
             self._parameter = found[1]
             self._scan = _ValueScan(self._properties().keys(), not takes_text(self._properties().get(found[1])))
-            self._text, self._advance = text[found.end() :], self._find_value
+            self._go_on(len(self._text) - len(text) + found.end(), self._find_value)
             return True
         if text.startswith("</parameter>"):  # once too often
             self._text = text.removeprefix("</parameter>")
             return True
-        is_begun = text.startswith("<parameter=") and len(text) < MAX_HEAD_CHARS and not _HEAD_END.search(text)
-        if is_begun or any(tag.startswith(text) for tag in _IN_FUNCTION):
+        if _is_open_tag(text, "<parameter=") or any(tag.startswith(text) for tag in _IN_FUNCTION):
             if not self._is_last or self._is_cut:
                 return False
             text = ""
         self._deltas.append(ToolCallDelta(self._num_calls, "", "", "}"))
         self._num_calls += 1
         self._follows_call = True
-        self._text, self._advance = text.removeprefix("</function>"), self._find_closing
+        self._text, self._advance = text.removeprefix("</function>"), self._find_next_function
         return True
 
     def _find_value(self) -> bool:
@@ -679,16 +560,16 @@ class TaggedCallParser:
         piece = f"{separator}{name}: {self._json_value(self._parameter, value)}"
         self._deltas.append(ToolCallDelta(self._num_calls, "", "", piece))
         self._num_parameters += 1
-        self._text, self._advance = self._text[end:].removeprefix("</parameter>"), self._find_parameter
+        self._go_on(end + len("</parameter>") * self._text.startswith("</parameter>", end), self._find_parameter)
         return True
 
-    def _find_closing(self) -> bool:
+    def _find_next_function(self) -> bool:
         """Find what follows a function: the end of the call, or another function in the same call."""
         rest = self._text.lstrip(_SPACE)
-        if rest.startswith("<function=") and _FUNCTION.match(rest, 0, MAX_HEAD_CHARS):
+        if rest.startswith("<function=") and _FUNCTION.match(rest, 0, WINDOW_CHARS):
             self._text, self._advance = rest, self._find_function
             return True
-        is_begun = rest.startswith("<function=") and len(rest) < MAX_HEAD_CHARS and not _HEAD_END.search(rest)
+        is_begun = _is_open_tag(rest, "<function=")
         is_open = is_begun or any(tag.startswith(rest) and rest != tag for tag in (QWEN_TAGS.closing, "<function="))
         if is_open and not self._is_last:
             return False
@@ -711,53 +592,6 @@ class TaggedCallParser:
             with suppress(ValueError, RecursionError):
                 return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
         return json.dumps(text, ensure_ascii=False)
-
-
-class ReasoningSplitter:
-    """Splits one answer into the reasoning between <think> and </think>, which comes first, and the rest.
-
-    White space on either side of the tags is dropped. Reasoning without an end is all reasoning.
-    """
-
-    def __init__(self, has_begun: bool) -> None:
-        """has_begun: the prompt has opened the reasoning."""
-        self._tag: str | None = "</think>" if has_begun else "<think>"  # looked for; None in the answer
-        self._text = ""
-        self._is_start = True  # nothing but white space so far
-
-    def feed(self, text: str, is_last: bool = False) -> tuple[str, str]:
-        """Return more of the reasoning, and more of the answer."""
-        if self._tag is None and not self._is_start:
-            return "", text
-        self._text += text
-        reasoning = ""
-        if self._tag == "<think>":
-            rest = self._text.lstrip(_SPACE)
-            if rest.startswith(self._tag):
-                self._tag, self._text = "</think>", rest.removeprefix(self._tag)
-            elif self._tag.startswith(rest) and not is_last:
-                return "", ""
-            else:
-                self._tag, self._is_start = None, False
-        if self._tag == "</think>":
-            reasoning = self._take_reasoning(is_last)
-            if self._tag:
-                return reasoning, ""
-        answer = self._text.lstrip(_SPACE) if self._is_start else self._text
-        self._is_start = self._is_start and not answer
-        self._text = ""
-        return reasoning, answer
-
-    def _take_reasoning(self, is_last: bool) -> str:
-        text = self._text.lstrip(_SPACE) if self._is_start else self._text
-        found, tag, after = text.partition("</think>")
-        if tag:
-            self._tag, self._text, self._is_start = None, after, True
-            return found.rstrip(_SPACE)
-        end = len(text) if is_last else len(text[: len(text) - num_begun(text, "</think>")].rstrip(_SPACE))
-        self._is_start = self._is_start and not end
-        self._text = text[end:]
-        return text[:end]
 
 
 def _joined(deltas: list[CallPart]) -> list[CallPart]:

@@ -54,12 +54,12 @@ def test_extents_go_out_and_in_and_nothing_else_changes(size: tuple[Any, ...]) -
     generator = torch.Generator(size[0]).manual_seed(0)
     for i, (block_id, start) in enumerate(places):
         extent = Extent(KEY, b"", b"", 0.0, block_id, start, 0)
-        target = extent._replace(block_id=places[i - 1][0], start=places[i - 1][1])
+        target = extent._replace(place=places[i - 1][0], start=places[i - 1][1])
         rows = (slice(None), block_id, slice(start, start + DISK_GRAIN_TOKENS))
         for cache in caches:
             cache[rows] = torch.randn(cache[rows].shape, device=size[0], generator=generator).bfloat16()
         if size[0] == "cuda":
-            torch.cuda.synchronize()  # the pool copies on a stream of its own, which waits for fences alone
+            torch.cuda.synchronize()  # the pool copies on a separate stream, which waits for fences only
         stored = b"".join(pool.payload(extent))
         expected = [cache[rows].cpu().clone() for cache in caches]
         assert stored == b"".join(each.view(torch.uint8).numpy().tobytes() for each in expected)
@@ -70,7 +70,7 @@ def test_extents_go_out_and_in_and_nothing_else_changes(size: tuple[Any, ...]) -
         if size[0] == "cuda":
             torch.cuda.synchronize()
         pool.copy_in(target)
-        to_rows = (slice(None), target.block_id, slice(target.start, target.start + DISK_GRAIN_TOKENS))
+        to_rows = (slice(None), target.place, slice(target.start, target.start + DISK_GRAIN_TOKENS))
         for cache, each in zip(caches, expected, strict=True):
             assert torch.equal(cache[to_rows].cpu(), each)
             cache[to_rows] = 0

@@ -1,14 +1,13 @@
 """Models with recurrent layers and KV on disk: a restarted engine begins where a state is, with the right logits."""
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checked_engine import ALL_GPU, WORKS_AHEAD, CheckedLLM, Reference, cache_options, greedy
+from checked_engine import ALL_GPU, CheckedLLM, Reference, cache_options
 from content_model import companion_of
 from dense_model import random_prompt
 from disk_engines import (
@@ -18,16 +17,14 @@ from disk_engines import (
     HIT,
     QUESTIONS,
     ask,
-    ask_amid_damage,
     extents_below,
-    forget_all,
-    hits_of_killed_engines,
+    states_below,
     wait_until_stored,
 )
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM
-from nanovllm.capabilities.disk.disk_moves import DISK_HEADER_BYTES, is_state_key, state_key
+from nanovllm.capabilities.disk.disk_moves import is_state_key, state_key
 from nanovllm.capabilities.disk.store import check_extent, list_extents
 from nanovllm.capabilities.recurrent.places import RecurrentStates
 from nanovllm.errors import ConfigError
@@ -35,16 +32,6 @@ from nanovllm.utils.arithmetic import format_bytes
 
 LONG_QUESTIONS = [[*DOCUMENT, *random_prompt(300, seed=i)] for i in range(3)]
 SLOW = pytest.mark.slow
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "kv"
-
-
-@pytest.fixture
-def options(path: Path) -> dict[str, Any]:
-    return {"device": "cpu", "dtype": "float32", "kv_disk_path": str(path), **ALL_GPU}
 
 
 @pytest.fixture
@@ -65,38 +52,14 @@ def hits(llm: CheckedLLM, *prompts: list[int]) -> list[int]:
     return [llm.answer_and_check([prompt])[0]["num_cached_tokens"] for prompt in prompts]
 
 
-def states_below(path: Path) -> list[Path]:
-    """Those of later places first."""
-    found = [extent for extent in list_extents(path).extents if extent.is_state]
-    return [extent.path for extent in sorted(found, key=lambda extent: extent.used_s)]
-
-
 # -- a restart ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "cache", ["all GPU", *(pytest.param(name, marks=SLOW) for name in CACHES if "," in name), "offload"]
-)
-def test_restarted_engine_begins_where_a_state_is(restart: Callable[..., CheckedLLM], path: Path, cache: str) -> None:
-    expected = HIT // 512 * 512 if "large" in cache else HIT
-    for i, question in enumerate(QUESTIONS):
-        with restart(**CACHES[cache]) as llm:
-            assert hits(llm, question) == [expected if i else 0]
-            stats = llm.stats()
-            assert stats["num_disk_hit_tokens"] == (expected if i else 0)
-            assert stats["num_disk_hit_states"] == stats["num_state_loads"] == (i > 0)
-            llm.assert_nothing_left()
-        assert (len(extents_below(path)), len(states_below(path))) == (expected // BLOCK + 1, 1)
-    assert stats["num_disk_stored_bytes"] == stats["num_disk_misses"] == 0
-    states, spec = states_below(path), llm.runner.spec.states
-    assert states[0].stat().st_size == DISK_HEADER_BYTES + spec.state_bytes
 
 
 @pytest.mark.parametrize("num_gpu_blocks", [None, 3])
 def test_state_is_left_where_a_question_parts_from_what_is_on_disk(
     restart: Callable[..., CheckedLLM], num_gpu_blocks: int | None
 ) -> None:
-    """As in memory: the first question's state is behind its own end, the second one leaves one at the document's."""
+    """As in memory: the first question leaves a state at its end, the second one also at the end of the document."""
     found = []
     for question in (0, 1, 2, 2):
         with restart(**cache_options(num_gpu_blocks)) as llm:
@@ -105,7 +68,7 @@ def test_state_is_left_where_a_question_parts_from_what_is_on_disk(
 
 
 def test_engines_of_all_kinds_share_states(restart: Callable[..., CheckedLLM]) -> None:
-    """The files depend neither on the size of blocks, nor on offload, nor on guesses, whose inputs are beside a state.
+    """The files depend neither on the size of blocks, nor on offload, nor on draft tokens, whose inputs are not stored.
 
     Large blocks find the state only where one of them ends.
     """
@@ -115,21 +78,6 @@ def test_engines_of_all_kinds_share_states(restart: Callable[..., CheckedLLM]) -
             with restart(**(cache | {"speculation": speculation})) as llm:
                 found += hits(llm, QUESTIONS[0])
     assert found == [0, HIT, 0, 1024, HIT, HIT, HIT, HIT]
-
-
-@pytest.mark.parametrize("num_gpu_blocks", [None, 3])
-def test_several_sequences_load_while_others_run(
-    restart: Callable[..., CheckedLLM], num_gpu_blocks: int | None
-) -> None:
-    """Also with an engine that works ahead."""
-    changes = cache_options(num_gpu_blocks) | {"internals": WORKS_AHEAD}
-    others = [random_prompt(700, seed=i) for i in (7, 8)]
-    with restart(**changes) as llm:
-        llm.answer_and_check([QUESTIONS[0], *others])
-    with restart(**changes) as llm:
-        outputs = llm.answer_and_check([*QUESTIONS, random_prompt(500, seed=9), *others])
-        assert [output["num_cached_tokens"] for output in outputs] == [HIT, HIT, HIT, 0, 512, 512]
-        llm.assert_nothing_left()
 
 
 def test_state_alone_is_read_where_the_keys_are_in_memory(restart: Callable[..., CheckedLLM]) -> None:
@@ -157,21 +105,6 @@ def test_quantized_weights(hybrid: Reference, options: dict[str, Any], quantizat
     assert outputs[2]["token_ids"] == outputs[1]["token_ids"]
 
 
-@SLOW
-def test_two_ranks_keep_their_shards(restart: Callable[..., CheckedLLM], path: Path) -> None:
-    """If one rank has lost its part of a state, all begin at an earlier one."""
-    found = []
-    for i in range(3):
-        with restart(2 * BLOCK, tensor_parallel_size=2, **CACHES["offload"]) as llm:
-            found += hits(llm, QUESTIONS[0])
-        folders = [folder for folder in path.iterdir() if folder.is_dir()]
-        assert [len(list(folder.glob("*.kv"))) for folder in folders] == [8, 8]
-        if i == 0:
-            (other,) = (folder for folder in folders if '"1 of 2"' in (folder / "model.json").read_text())
-            next(file for file in states_below(path) if file.parent == other).write_bytes(b"damaged")
-    assert found == [0, 4 * BLOCK, HIT]
-
-
 # -- what is stored ----------------------------------------------------------------------------------------------------
 
 
@@ -185,55 +118,8 @@ def test_long_prompt_leaves_states_on_its_way(restart: Callable[..., CheckedLLM]
         assert llm.stats()["num_disk_hit_tokens"] == 2 * BLOCK
 
 
-@pytest.mark.parametrize("num_gpu_blocks", [None, 3])
-def test_policy_evict_stores_states_that_leave_memory(
-    restart: Callable[..., CheckedLLM], path: Path, num_gpu_blocks: int | None
-) -> None:
-    small = {"num_kvcache_blocks": 16} if num_gpu_blocks is None else {"num_cpu_blocks": 16}
-    changes = cache_options(num_gpu_blocks) | small | {"kv_disk_policy": "evict"}
-    with restart(**changes) as llm:
-        hits(llm, QUESTIONS[0])
-        wait_until_stored(llm)
-        assert not extents_below(path)
-        for seed in range(4):
-            hits(llm, random_prompt(3 * BLOCK + 1, seed=seed))
-            wait_until_stored(llm)
-        assert hits(llm, QUESTIONS[1]) == [HIT], "it had left memory"
-        assert llm.stats()["num_disk_hit_states"] == 1
-    with restart(**changes) as llm:  # closing has stored the rest
-        assert hits(llm, QUESTIONS[2], random_prompt(3 * BLOCK + 1, seed=3)) == [HIT, 3 * BLOCK]
-
-
-def test_state_leaves_memory_before_its_keys(restart: Callable[..., CheckedLLM], path: Path) -> None:
-    """With few snapshots and the policy `evict`."""
-    with restart(kv_disk_policy="evict") as llm:
-        snapshots = llm.scheduler.kv.pool.index.snapshots
-        snapshots.count, snapshots._unused = 4, list(range(4))
-        for seed in range(6):
-            hits(llm, random_prompt(BLOCK + 1, seed=seed))
-            wait_until_stored(llm)
-        assert hits(llm, random_prompt(BLOCK + 1, seed=0)) == [BLOCK]
-        assert llm.stats()["num_disk_hit_states"] == 1
-
-
-def test_state_leaves_memory_while_its_sequence_runs(restart: Callable[..., CheckedLLM]) -> None:
-    with restart(kv_disk_policy="evict") as llm:
-        snapshots = llm.scheduler.kv.pool.index.snapshots
-        snapshots.count, snapshots._unused = 4, list(range(4))
-        prompts = [random_prompt(BLOCK + 1, seed=seed) for seed in range(6)]
-        first = llm.add_request(prompts[0], greedy(60))
-        while llm.stats()["num_decode_tokens"] == 0:
-            llm.step()
-        for prompt in prompts[1:]:
-            llm.add_request(prompt, greedy(2))
-        while first not in llm.step().finished:
-            wait_until_stored(llm)
-        forget_all(llm)
-        assert hits(llm, prompts[0]) == [BLOCK]
-
-
-def test_nothing_is_stored_behind_the_last_state(restart: Callable[..., CheckedLLM], path: Path) -> None:
-    """Not even when the engine is closed: nobody could use an answer without the state at its end."""
+def test_nothing_is_stored_after_the_last_state(restart: Callable[..., CheckedLLM], path: Path) -> None:
+    """Not even when the engine is closed: an answer is of no use without the state at its end."""
     question = [*DOCUMENT, *random_prompt(200)]
     with restart() as llm:
         answer = llm.answer_and_check([question], max_tokens=50)[0]["token_ids"]
@@ -244,13 +130,12 @@ def test_nothing_is_stored_behind_the_last_state(restart: Callable[..., CheckedL
         assert hits(llm, turn, turn) == [HIT, HIT + BLOCK]
 
 
-@pytest.mark.parametrize("policy", ["prompt", "evict"])
 @pytest.mark.parametrize("cache", ["all GPU, large blocks", "offload"])
-def test_nothing_is_stored_behind_the_last_state_in_its_block(
-    restart: Callable[..., CheckedLLM], path: Path, cache: str, policy: str
+def test_nothing_is_stored_after_the_last_state_in_its_block(
+    restart: Callable[..., CheckedLLM], path: Path, cache: str
 ) -> None:
     """Regression: with offload and blocks above 256 tokens, the rest of the last state's block was stored."""
-    changes = CACHES[cache] | {"kvcache_block_size": 2 * BLOCK, "kv_disk_policy": policy}
+    changes = CACHES[cache] | {"kvcache_block_size": 2 * BLOCK}
     question = random_prompt(3 * BLOCK + (246 if cache == "offload" else -10))
     with restart(**changes) as llm:
         answer = llm.answer_and_check([question], max_tokens=20)[0]["token_ids"]
@@ -304,16 +189,8 @@ def test_states_are_evicted_with_their_extents(restart: Callable[..., CheckedLLM
 
 
 def test_slow_disk_leaves_out_states_that_are_given_away(
-    restart: Callable[..., CheckedLLM], path: Path, monkeypatch: pytest.MonkeyPatch
+    restart: Callable[..., CheckedLLM], path: Path, may_write: threading.Event
 ) -> None:
-    may_write = threading.Event()
-    sync = os.fdatasync
-
-    def slow_sync(fd: int) -> None:
-        may_write.wait()
-        sync(fd)
-
-    monkeypatch.setattr(os, "fdatasync", slow_sync)
     prompts = [random_prompt(BLOCK + 1, seed=seed) for seed in range(8)]
     with restart() as llm:
         snapshots = llm.scheduler.kv.pool.index.snapshots
@@ -381,23 +258,6 @@ def test_states_or_extents_alone_are_of_no_use(
             assert hits(llm, QUESTIONS[0]) == [cached]
             assert llm.stats()["num_disk_misses"] == 0
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-@pytest.mark.parametrize("num_files", [20, pytest.param(300, marks=SLOW)])
-def test_damaged_files_change_no_token_and_fail_no_request(
-    hybrid: Reference, options: dict[str, Any], path: Path, num_files: int
-) -> None:
-    with LLM(hybrid.directory, **options) as llm:
-        companion_of(llm.scheduler.kv, RecurrentStates).snapshot_tokens = BLOCK
-        num_hits = ask_amid_damage(llm, path, QUESTIONS, num_files)
-        assert llm.stats()["num_disk_hit_states"] > 0
-    assert len(num_hits) >= 3, "damage at every extent and state of the document"
-
-
-@SLOW
-@pytest.mark.timeout(900)
-def test_killed_engines_leave_right_tokens(hybrid: Reference, options: dict[str, Any], path: Path) -> None:
-    assert hits_of_killed_engines(hybrid, path, options) > 0
 
 
 def test_experts(tmp_path: Path) -> None:

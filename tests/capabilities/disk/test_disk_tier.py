@@ -1,12 +1,8 @@
-"""DiskTier over the content model: whatever the disk does, each sequence sees its own tokens, and nothing is lost."""
+"""DiskTier over the content model: each sequence sees its own tokens, and nothing is lost, with any disk."""
 
 import random
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,13 +16,12 @@ from random_workloads import GRAIN, dense_manager, dense_operations, dense_sched
 from simulated_disk import SimulatedDisk
 from tiers import examples
 
-from nanovllm.capabilities.disk.disk_moves import DiskMoves, Extent
-from nanovllm.capabilities.disk.tier import RATE_S, DiskBoard, DiskTier
-from nanovllm.capabilities.disk.worker import DiskWorker, _folded, weights_identity
+from nanovllm.capabilities.disk.disk_moves import PAUSE_S, DiskRates, least_load_tokens
+from nanovllm.capabilities.disk.tier import STALL_S, DiskBoard, DiskTier
+from nanovllm.capabilities.disk.worker import _folded, weights_identity
 from nanovllm.capabilities.recurrent.places import RecurrentStates, Snapshots
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
-from nanovllm.plan.sequence import Sequence
-from nanovllm.plan.step_plan import StepPlan
+from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
 QUICK = [HealthCheck.too_slow, HealthCheck.large_base_example]
@@ -69,8 +64,6 @@ def play_on_disk(
         assert simulation.disk is not None
         try:
             play(simulation, dense_operations(rng))
-            for extent in simulation.disk.tier.last_moves().stores:
-                simulation.disk.keep(extent)
         finally:
             simulation.disk.board.close()
         num_loaded += simulation.disk.num_loaded
@@ -98,7 +91,7 @@ def test_disk_changes_no_token_and_loses_nothing(seed: int, hybrid: bool, drafte
     ],
 )
 def test_workloads_load_from_disk(hybrid: bool, has_states: bool) -> None:
-    """Else the test above would prove nothing."""
+    """Otherwise the test above would prove nothing."""
     loaded = [play_on_disk(seed, hybrid, has_states=has_states) for seed in range(6)]
     assert sum(num_extents > 0 for num_extents, _ in loaded) >= 3
     assert sum(num_states > 0 for _, num_states in loaded) >= 3 * has_states
@@ -114,7 +107,7 @@ def test_store_of_a_block_that_was_given_away_is_noticed(hybrid: bool, has_state
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_store_of_a_snapshot_that_was_given_away_is_noticed(hybrid: bool) -> None:
-    """Likewise without the versions of snapshots."""
+    """Without the versions of snapshots, states of other sequences are stored, and the model sees it."""
     take = Snapshots._take
 
     def take_unnoticed(snapshots: Snapshots) -> int:
@@ -147,16 +140,6 @@ def test_identity_of_weights_tells_every_change() -> None:
         assert weights_identity(model) != before_all
 
 
-class FixedTimes:
-    """A token of a prompt takes a second to compute."""
-
-    def step_ended(self, plan: StepPlan, seconds: float | None) -> None:
-        raise NotImplementedError
-
-    def prompt_s(self, num_tokens: int, position: int) -> float | None:
-        return float(num_tokens)
-
-
 class Everything:
     """A disk that has all extents."""
 
@@ -164,10 +147,10 @@ class Everything:
         return True
 
 
-class Rates:
-    """A tier over 40 blocks of two tokens, an extent each, of 100 bytes; `now_s` is its clock. States have 1,000."""
+class TwoRanks:
+    """A tier over 40 blocks of two tokens, an extent each, whose ranks do as they are told; `now_s` is its clock."""
 
-    def __init__(self, num_snapshots: int = 0) -> None:
+    def __init__(self, num_snapshots: int = 0, least_load_tokens: int = 0) -> None:
         self.now_s = 0.0
         self.board = DiskBoard(2, 40 + num_snapshots)
         self.kv = BlockManager(40, 2, companions=[RecurrentStates(4, num_snapshots)] if num_snapshots else [])
@@ -175,10 +158,7 @@ class Rates:
             Everything(),
             self.kv,
             self.board,
-            extent_bytes=100,
-            state_bytes=1000 if num_snapshots else 0,
-            times=FixedTimes(),
-            stores_prompts=True,
+            least_load_tokens=least_load_tokens,
             grain=2,
             clock=lambda: self.now_s,
         )
@@ -188,184 +168,133 @@ class Rates:
         self.num_sequences += 1
         return Sequence(self.num_sequences, [self.num_sequences] * num_tokens, SamplingParams(max_tokens=1), seed=0)
 
-    def post(self, load_number: int, num_loaded: int, byte_per_s: float, *, has_ended: bool = False) -> None:
-        for rank in range(2):
-            self.board.post_progress(rank, load_number, num_loaded, byte_per_s * (1 + rank))
-            if has_ended:
-                self.board.post_end(rank, load_number)
+    def begin_load(self, seq: Sequence) -> list[bool]:
+        """Returns for each extent of the load if it is a state."""
+        assert self.tier.wait_for_load(seq)
+        moves = self.tier.next_moves()
+        assert moves is not None
+        return [extent.is_state for extent in moves.loads]
+
+    def end_load(self, number: int, num_loaded: int, missing: int = -1) -> None:
+        """`missing`: an extent that the second rank lacks."""
+        self.board.missing[:] = -1, missing
+        self.board.num_loaded[:] = num_loaded
+        self.board.ended_load[:] = number
 
 
 @pytest.fixture
-def rates() -> Iterator[Rates]:
-    rates = Rates()
-    yield rates
-    rates.board.close()
+def make_ranks() -> Iterator[Callable[..., TwoRanks]]:
+    made: list[TwoRanks] = []
+
+    def make(*args: int, **options: int) -> TwoRanks:
+        made.append(TwoRanks(*args, **options))
+        return made[-1]
+
+    yield make
+    for ranks in made:
+        ranks.kv.check_integrity(ranks.tier.holders)
+        ranks.board.close()
 
 
 @pytest.fixture
-def state_rates() -> Iterator[Rates]:
-    rates = Rates(num_snapshots=3)
-    yield rates
-    rates.board.close()
+def ranks(make_ranks: Callable[..., TwoRanks]) -> TwoRanks:
+    return make_ranks()
 
 
-def test_stores_are_pending_until_the_slowest_rank_has_made_them(rates: Rates) -> None:
-    """The other ranks hear of the last stores when rank 0 may have made its own."""
-    pending = []
-    for rank, num_extents, number in ((0, 0, 1), (1, 3, 1), (1, 0, 1), (0, 0, 2), (1, 2, 2), (1, 0, 2)):
-        rates.board.post_pending(rank, num_extents)
-        rates.board.post_moves(rank, number)
-        pending.append(rates.board.num_pending(number))
-    assert pending == [1, 3, 0, 1, 2, 0]
+def test_stores_are_pending_until_the_slowest_rank_has_made_them(ranks: TwoRanks) -> None:
+    seq = ranks.sequence()
+    ranks.kv.admit(seq)
+    ranks.kv.place(seq, 21)
+    seq.num_computed_tokens = 21
+    seq.status = SequenceStatus.RUNNING
+    ranks.tier.store(seq)
+    moves = ranks.tier.next_moves()
+    assert moves is not None and len(moves.stores) == 10
+    pending = [ranks.tier.num_pending]
+    for num_stored in ((10, 0), (10, 9), (10, 10)):
+        ranks.board.num_stored[:] = num_stored
+        pending.append(ranks.tier.num_pending)
+    assert pending == [10, 10, 1, 0]
+    ranks.kv.free(seq)
 
 
-def test_prompt_waits_for_the_disk_if_that_is_faster_than_computing(rates: Rates) -> None:
-    """Twenty tokens are ten extents: 1,000 bytes, against 20 s of computing. The slower rank counts."""
-    for byte_per_s, waits in ((51, True), (49, False)):
-        rates.post(0, 0, byte_per_s)
-        assert rates.tier.wait_for_load(rates.sequence()) == waits
-    assert not rates.tier.wait_for_load(rates.sequence(num_tokens=2)), "the last token of a prompt is computed"
+def test_start_up_finds_the_length_from_which_loading_pays() -> None:
+    """A prompt of 1,000 tokens takes 1 s, and of n tokens (n / 1000)^2 s; a token has 1 MB of K and V."""
+    for byte_per_s, state_bytes, expected in (
+        (0, 0, 0),  # nothing could be read
+        (2e9, 0, 512),  # a token takes 0.5 ms: loading pays above 500 tokens
+        (1e9, 0, 1024),
+        (1e9, 10**9, 1792),  # n / 1000 + 1 s: above 1,618 tokens
+        (1e8, 0, 8193),  # above 10,000 tokens, which no prompt has
+    ):
+        rates = DiskRates(1000, 1.0, byte_per_s)
+        assert least_load_tokens(rates, lambda num_tokens: 7.0 * num_tokens**2, 10**6, state_bytes, 8192) == expected
 
 
-def test_rate_of_a_slow_load_is_not_believed_for_ever(rates: Rates) -> None:
-    rates.post(0, 0, 1)
-    assert not rates.tier.wait_for_load(rates.sequence())
-    rates.now_s += RATE_S + 1
-    assert rates.tier.wait_for_load(rates.sequence())
+def test_prompt_waits_for_the_disk_if_enough_of_it_is_there(make_ranks: Callable[..., TwoRanks]) -> None:
+    """The last token of a prompt is computed."""
+    for least_tokens, num_tokens, waits in ((0, 2, False), (0, 3, True), (20, 20, False), (20, 21, True)):
+        ranks = make_ranks(least_load_tokens=least_tokens)
+        assert ranks.tier.wait_for_load(ranks.sequence(num_tokens)) == waits, (least_tokens, num_tokens)
 
 
-def test_load_that_becomes_slow_is_cancelled_and_keeps_what_it_has_read(rates: Rates) -> None:
-    seq = rates.sequence()
-    assert rates.tier.wait_for_load(seq)
-    moves = rates.tier.next_moves()
-    assert moves is not None and len(moves.loads) == 10
-    rates.post(1, 3, 1000)
-    rates.now_s = 3.0
-    assert rates.tier.next_moves() is None and rates.tier.take_ready() == []
-    rates.now_s = 30.0
-    assert rates.tier.next_moves() is None and rates.tier.take_ready() == [seq]
-    assert rates.board.is_cancelled(1) and rates.tier.num_cancelled_loads == 1
-    assert not rates.tier.wait_for_load(rates.sequence()), "the blocks of the load are still in use"
-    assert rates.kv.pool.num_free == 30
-    rates.post(1, 4, 0.5, has_ended=True)
-    rates.tier.next_moves()
-    assert rates.kv.pool.num_free == 40
-    assert rates.kv.num_known_tokens(seq) == 8
+def test_load_that_makes_no_progress_is_cancelled_and_nothing_is_loaded_for_a_while(ranks: TwoRanks) -> None:
+    first, second = ranks.sequence(), ranks.sequence(5)
+    assert ranks.begin_load(first) == [False] * 10 and ranks.tier.wait_for_load(second)
+    for i in range(1, 4):  # an extent arrives now and then
+        ranks.now_s += STALL_S - 1
+        ranks.board.num_loaded[:] = i, i + 1
+        assert ranks.tier.next_moves() is None and ranks.tier.take_ready() == []
+    ranks.board.num_loaded[1] = 10
+    ranks.now_s += STALL_S + 1
+    assert ranks.tier.next_moves() is None and ranks.tier.take_ready() == [first, second], "nor do others wait"
+    assert ranks.board.cancelled_load[0] == 1 and ranks.tier.num_cancelled_loads == 1
+    assert not ranks.tier.wait_for_load(ranks.sequence())
+    assert ranks.kv.pool.num_free == 30, "the blocks of the load are still in use"
+    ranks.end_load(1, num_loaded=3)
+    ranks.tier.next_moves()
+    assert ranks.kv.pool.num_free == 40 and ranks.kv.num_known_tokens(first) == 0
+    ranks.now_s += PAUSE_S
+    assert ranks.tier.wait_for_load(ranks.sequence())
 
 
-def test_one_rank_that_has_read_less_makes_the_hit_shorter(rates: Rates) -> None:
-    seq = rates.sequence()
-    assert rates.tier.wait_for_load(seq)
-    rates.tier.next_moves()
-    rates.post(1, 10, 1000, has_ended=True)
-    rates.board.post_progress(1, 1, 6, 1000)
-    rates.tier.next_moves()
-    assert rates.tier.take_ready() == [seq] and rates.kv.num_known_tokens(seq) == 12
+def test_load_that_lacks_an_extent_is_followed_by_one_that_ends_before_it(ranks: TwoRanks) -> None:
+    """Also if only one rank lacks it."""
+    seq = ranks.sequence()
+    assert ranks.begin_load(seq) == [False] * 10
+    ranks.end_load(1, num_loaded=8, missing=6)
+    moves = ranks.tier.next_moves()
+    assert moves is not None and len(moves.loads) == 6
+    assert ranks.tier.take_ready() == [] and ranks.kv.num_known_tokens(seq) == 0
+    ranks.end_load(2, num_loaded=6)
+    ranks.tier.next_moves()
+    assert ranks.tier.take_ready() == [seq] and ranks.kv.num_known_tokens(seq) == 12
+    assert ranks.tier.stats()["num_disk_hit_tokens"] == 12
 
 
-def test_state_counts_in_the_time_of_a_load(state_rates: Rates) -> None:
-    """Ten extents and a state are 2,000 bytes, against 20 s of computing."""
-    for byte_per_s, waits in ((101, True), (99, False)):
-        state_rates.post(0, 0, byte_per_s)
-        assert state_rates.tier.wait_for_load(state_rates.sequence()) == waits
+@pytest.mark.parametrize(("missing", "loads"), [(10, [False] * 9 + [True]), (6, [False] * 6 + [True])])
+def test_load_that_lacks_a_state_or_an_extent_is_followed_by_one_to_an_earlier_state(
+    make_ranks: Callable[..., TwoRanks], missing: int, loads: list[bool]
+) -> None:
+    ranks = make_ranks(num_snapshots=3)
+    seq = ranks.sequence()
+    assert ranks.begin_load(seq) == [False] * 10 + [True]
+    ranks.end_load(1, num_loaded=9, missing=missing)
+    moves = ranks.tier.next_moves()
+    assert moves is not None and [extent.is_state for extent in moves.loads] == loads
+    ranks.kv.check_integrity(ranks.tier.holders)
+    ranks.end_load(2, num_loaded=len(loads))
+    ranks.tier.next_moves()
+    assert ranks.tier.take_ready() == [seq] and ranks.kv.num_known_tokens(seq) == 2 * sum(not each for each in loads)
+    assert ranks.tier.stats()["num_disk_hit_states"] == 1
 
 
-def test_state_that_a_rank_lacks_is_followed_by_an_earlier_one(state_rates: Rates) -> None:
-    rates, seq = state_rates, state_rates.sequence()
-    assert rates.tier.wait_for_load(seq)
-    moves = rates.tier.next_moves()
-    assert moves is not None and [extent.is_state for extent in moves.loads] == [False] * 10 + [True]
-    rates.post(1, 11, 1000, has_ended=True)
-    rates.board.post_progress(1, 1, 10, 1000)
-    moves = rates.tier.next_moves()
-    assert rates.kv.num_known_tokens(seq) == 0 and rates.tier.take_ready() == []
-    assert moves is not None and [extent.is_state for extent in moves.loads] == [True], "the keys are in memory"
-    rates.kv.check_integrity(rates.tier.holders)
-    rates.post(2, 1, 1000, has_ended=True)
-    rates.tier.next_moves()
-    assert rates.tier.take_ready() == [seq] and rates.kv.num_known_tokens(seq) == 18
-    assert rates.tier.stats()["num_disk_hit_states"] == 1
-    rates.kv.check_integrity([])
-
-
-def test_load_that_lacks_an_extent_is_followed_by_one_that_ends_before_it(state_rates: Rates) -> None:
-    rates, seq = state_rates, state_rates.sequence()
-    rates.tier.wait_for_load(seq)
-    rates.tier.next_moves()
-    rates.post(1, 7, 1000, has_ended=True)
-    moves = rates.tier.next_moves()
-    assert moves is not None and len(moves.loads) == 1
-    rates.post(2, 1, 1000, has_ended=True)
-    rates.tier.next_moves()
-    assert rates.tier.take_ready() == [seq] and rates.kv.num_known_tokens(seq) == 14
-
-
-def test_load_with_a_state_is_given_up_if_computing_all_of_it_is_faster(state_rates: Rates) -> None:
-    """Without the state at its end, what has been read is of no use."""
-    rates, seq = state_rates, state_rates.sequence()
-    rates.tier.wait_for_load(seq)
-    rates.tier.next_moves()
-    rates.post(1, 2, 1000)
-    for now_s, waits in ((13.0, True), (14.0, False)):  # what is left takes 9 times a sixth of that
-        rates.now_s = now_s
-        rates.tier.next_moves()
-        assert (rates.tier.take_ready() == []) == waits
-    rates.post(1, 11, 1000, has_ended=True)
-    rates.tier.next_moves()
-    assert rates.kv.num_known_tokens(seq) == 20, "but what arrives all the same counts"
-    rates.kv.check_integrity([])
-
-
-def test_prompt_that_lacks_blocks_is_not_overtaken_by_younger_ones(rates: Rates) -> None:
-    old, seq, young = rates.sequence(60), rates.sequence(), rates.sequence(5)
-    rates.kv.admit(old)
-    assert rates.tier.wait_for_load(seq)
-    assert rates.tier.next_moves() is None and not rates.tier.holders
-    assert rates.tier.may_overtake(old) and not rates.tier.may_overtake(young)
-    rates.kv.free(old)
-    assert rates.tier.next_moves() is not None
-    assert rates.tier.may_overtake(young), "its blocks are its own now"
-
-
-class EmptyStore:
-    """Notes what is read and written."""
-
-    is_paused = False
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def __contains__(self, key: object) -> bool:
-        return False
-
-    def sample(self, num_extents: int) -> list[Path]:
-        return []
-
-    def read(self, *args: object) -> bool:
-        self.calls.append("read")
-        return True
-
-    def write(self, *args: object) -> bool:
-        self.calls.append("written")
-        return True
-
-    def refresh(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def test_worker_touches_nothing_before_the_device_has_done_what_it_was_given(rates: Rates) -> None:
-    """The edges E13 and E14. On a CPU everything is done at once, so engines cannot tell."""
-    store, is_over = EmptyStore(), threading.Event()
-    nothing = dict.fromkeys(("payload", "buffer", "copy_in", "close"), lambda *args: None)
-    pool = SimpleNamespace(fence=list, is_over=lambda fence: is_over.is_set(), num_bytes=lambda extent: 1, **nothing)
-    worker = DiskWorker(store, pool, rates.board, rank=0)  # type: ignore[arg-type]
-    extent = Extent(b"key", b"", b"", 0.0, block_id=0, start=0, version=0)
-    worker.submit(DiskMoves(1, stores=[extent], loads=[extent], load_number=1))
-    time.sleep(0.05)
-    assert store.calls == []
-    is_over.set()
-    while len(store.calls) < 2:
-        time.sleep(0.001)
-    worker.close()
-    assert sorted(store.calls) == ["read", "written"]
+def test_prompt_that_lacks_blocks_is_not_overtaken_by_younger_ones(ranks: TwoRanks) -> None:
+    old, seq, young = ranks.sequence(60), ranks.sequence(), ranks.sequence(5)
+    ranks.kv.admit(old)
+    assert ranks.tier.wait_for_load(seq)
+    assert ranks.tier.next_moves() is None and not ranks.tier.holders
+    assert ranks.tier.may_overtake(old) and not ranks.tier.may_overtake(young)
+    ranks.kv.free(old)
+    assert ranks.tier.next_moves() is not None
+    assert ranks.tier.may_overtake(young), "the blocks that it was to leave are taken"

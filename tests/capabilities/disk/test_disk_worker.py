@@ -1,30 +1,32 @@
-"""DiskWorker: its threads with a store and a pool that do as they are told, and a clock of the test's own."""
+"""DiskWorker: its threads with a store, a pool and a clock that tests control."""
 
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nanovllm.capabilities.disk.disk_moves import DiskMoves, Extent
+from nanovllm.capabilities.disk import worker
+from nanovllm.capabilities.disk.disk_moves import NUM_READERS, DiskMoves, Extent
 from nanovllm.capabilities.disk.store import REFRESH_S
 from nanovllm.capabilities.disk.tier import DiskBoard
 from nanovllm.capabilities.disk.worker import DiskWorker
 
 
 class NotedStore:
-    """Notes calls. A write takes `write_s` of the clock. Reads wait for `may_read`."""
+    """Notes calls. A write takes `write_s` of the clock. Reads wait for `may_read`, and find all extents but one."""
 
     is_paused, total_bytes, num_evicted = False, 0, 0
 
-    def __init__(self, sample: list[Path], write_s: float = 0.0) -> None:
+    def __init__(self, files: list[Path], write_s: float, missing: int) -> None:
         self.now_s, self.calls = 0.0, list[str]()
-        self.may_read = threading.Event()
-        self._sample, self._write_s = sample, write_s
+        self.may_read, self.reads = threading.Event(), list[Extent]()  # those that have begun
+        self._files, self._write_s, self._missing = files, write_s, missing
 
     def __contains__(self, key: object) -> bool:
         return False
@@ -33,12 +35,13 @@ class NotedStore:
         return 0
 
     def sample(self, num_extents: int) -> list[Path]:
-        return self._sample
+        return self._files[:num_extents]
 
-    def read(self, *args: object) -> bool:
+    def read(self, extent: Extent, payload: object) -> bool:
+        self.reads.append(extent)
         self.may_read.wait()
         self.calls.append("read")
-        return True
+        return extent.key[0] != self._missing
 
     def write(self, *args: object) -> bool:
         self.now_s += self._write_s
@@ -55,12 +58,21 @@ class NotedStore:
 class Setting:
     """A worker with a NotedStore, and a pool whose copies are the functions `payload` and `copy_in`."""
 
-    def __init__(self, payload: Callable[..., Any], copy_in: Callable[..., Any], **options: Any) -> None:
+    def __init__(
+        self,
+        payload: Callable[..., Any] = lambda *args: None,
+        copy_in: Callable[..., Any] = lambda *args: None,
+        files: list[Path] | None = None,
+        write_s: float = 0.0,
+        missing: int = -1,
+    ) -> None:
         self.board = DiskBoard(1, 4)
-        self.store = NotedStore(**options)
+        self.store = NotedStore(files or [], write_s, missing)
+        self.device_is_done = threading.Event()
+        self.device_is_done.set()
         self.pool = SimpleNamespace(
             fence=list,
-            is_over=lambda fence: True,
+            is_over=lambda fence: self.device_is_done.is_set(),
             num_bytes=lambda extent: 1,
             buffer_bytes=0,
             is_closed=False,
@@ -74,14 +86,12 @@ class Setting:
     def _close_pool(self) -> None:
         self.pool.is_closed = True
 
-    def submit(self, number: int, num_stores: int = 0, num_loads: int = 0) -> None:
-        """A load has the number of its moves."""
-        extents = [Extent(bytes([i, 0]), b"", b"", 0.0, block_id=0, start=0, version=0) for i in range(64)]
-        self.worker.submit(DiskMoves(number, extents[:num_stores], extents[:num_loads], number))
+    def submit(self, num_stores: int = 0, num_loads: int = 0, load_number: int = 0) -> None:
+        extents = [Extent(bytes([i, 0]), b"", b"", 0.0, place=0, start=0, version=0) for i in range(64)]
+        self.worker.submit(DiskMoves(extents[:num_stores], extents[:num_loads], load_number))
 
-
-def nothing(*args: object) -> None:
-    pass
+    def wait_for_end(self, load_number: int) -> None:
+        until(lambda: self.board.ended_load[0] == load_number)
 
 
 def fail(*args: object) -> None:
@@ -98,10 +108,8 @@ def until(condition: Callable[[], object]) -> None:
 def settings() -> Iterator[Callable[..., Setting]]:
     made: list[Setting] = []
 
-    def make(
-        payload: Any = nothing, copy_in: Any = nothing, sample: list[Path] | None = None, **options: Any
-    ) -> Setting:
-        made.append(Setting(payload, copy_in, sample=sample or [], **options))
+    def make(**options: Any) -> Setting:
+        made.append(Setting(**options))
         return made[-1]
 
     yield make
@@ -111,35 +119,48 @@ def settings() -> Iterator[Callable[..., Setting]]:
         setting.board.close()
 
 
+def test_worker_touches_nothing_before_the_device_has_done_what_it_was_given(
+    settings: Callable[..., Setting],
+) -> None:
+    """The edges E13 and E14. On a CPU everything is done at once, so engines cannot tell."""
+    setting = settings()
+    setting.device_is_done.clear()
+    setting.store.may_read.set()
+    setting.submit(num_stores=1, num_loads=1, load_number=1)
+    time.sleep(0.05)
+    assert setting.store.calls == []
+    setting.device_is_done.set()
+    until(lambda: sorted(setting.store.calls) == ["read", "written"])
+
+
 @pytest.mark.parametrize("num_submissions", [1, 32])
 def test_worker_that_is_never_idle_looks_for_files_of_others(
     settings: Callable[..., Setting], num_submissions: int
 ) -> None:
     """It did so only after two seconds without work, and a busy engine never saw what others wrote or removed."""
     setting = settings(write_s=REFRESH_S / 4)
-    for i in range(num_submissions):
-        setting.submit(i + 1, num_stores=32 // num_submissions)
+    for _ in range(num_submissions):
+        setting.submit(num_stores=32 // num_submissions)
     until(lambda: setting.store.calls.count("written") == 32 and setting.store.calls.count("refreshed") == 8)
     times = [i for i, call in enumerate(setting.store.calls) if call == "refreshed"]
     assert times == [4, 9, 14, 19, 24, 29, 34, 39], "after every four writes"
 
 
 def test_load_that_is_cancelled_ends_while_the_disk_hangs(settings: Callable[..., Setting]) -> None:
-    """Its blocks were held until the disk answered. What is read then must not get into them."""
+    """Its blocks were held until the disk answered. Data that is read afterwards must not get into the blocks."""
     copied: list[Extent] = []
     setting = settings(copy_in=copied.append)
-    setting.submit(1, num_loads=9)
-    until(lambda: setting.worker._num_reading == 4)
-    assert not setting.board.progress(1).has_ended
-    setting.board.cancel(1)
-    until(lambda: setting.board.progress(1).has_ended)
-    assert setting.board.is_stuck and not setting.store.calls
+    setting.submit(num_loads=9, load_number=1)
+    until(lambda: len(setting.store.reads) == NUM_READERS)
+    assert setting.board.ended_load[0] == 0
+    setting.board.cancelled_load[0] = 1
+    setting.wait_for_end(1)
+    assert not setting.store.calls and setting.board.num_loaded[0] == 0
+    setting.submit(num_loads=9, load_number=2)
     setting.store.may_read.set()
-    until(lambda: not setting.board.is_stuck)
-    assert setting.store.calls == ["read"] * 4 and not copied
-    setting.submit(2, num_loads=9)
-    until(lambda: setting.board.progress(2).has_ended)
-    assert setting.board.progress(2).num_loaded == len(copied) == 9 and not setting.board.is_stuck
+    setting.wait_for_end(2)
+    assert setting.board.num_loaded[0] == len(copied) == 9
+    assert setting.store.calls == ["read"] * (NUM_READERS + 9)
 
 
 def test_cancelled_load_ends_after_the_copies_that_have_begun(settings: Callable[..., Setting]) -> None:
@@ -151,29 +172,47 @@ def test_cancelled_load_ends_after_the_copies_that_have_begun(settings: Callable
 
     setting = settings(copy_in=copy)
     setting.store.may_read.set()
-    setting.submit(1, num_loads=9)
+    setting.submit(num_loads=9, load_number=1)
     has_begun.wait()
-    setting.board.cancel(1)
+    setting.board.cancelled_load[0] = 1
     time.sleep(0.02)
-    assert not setting.board.progress(1).has_ended
+    assert setting.board.ended_load[0] == 0
     may_copy.set()
-    until(lambda: setting.board.progress(1).has_ended)
+    setting.wait_for_end(1)
 
 
-def test_disk_that_hangs_from_the_start_holds_no_load(settings: Callable[..., Setting], tmp_path: Path) -> None:
-    """The measurement at the start read a file and never returned, and no load began or ended after that."""
-    pipes = [tmp_path / str(i) for i in range(4)]
-    for pipe in pipes:
+def test_load_that_lacks_an_extent_ends_and_names_it(settings: Callable[..., Setting]) -> None:
+    """The extents after the missing one are not read."""
+    setting = settings(missing=3)
+    setting.store.may_read.set()
+    setting.submit(num_loads=60, load_number=1)
+    setting.wait_for_end(1)
+    assert setting.board.missing[0] == 3 and setting.board.num_loaded[0] < 60
+    assert setting.worker.stats()["num_disk_misses"] == 1
+    setting.submit(num_loads=3, load_number=2)
+    setting.wait_for_end(2)
+    assert (setting.board.missing[0], setting.board.num_loaded[0]) == (-1, 3)
+
+
+def test_start_up_measures_the_disk_and_does_not_wait_for_one_that_hangs(
+    settings: Callable[..., Setting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A measurement that never returned let no load begin or end after it."""
+    files, pipes = ([tmp_path / f"{name}{i}" for i in range(NUM_READERS)] for name in ("file", "pipe"))
+    for file, pipe in zip(files, pipes, strict=True):
+        file.write_bytes(bytes(100_000))
         os.mkfifo(pipe)  # opening it waits for a writer
-    setting = settings(sample=pipes)
-    until(lambda: setting.worker._num_reading == len(pipes))
-    setting.submit(1, num_loads=3)
-    setting.board.cancel(1)
-    until(lambda: setting.board.progress(1).has_ended)
-    assert setting.board.is_stuck
+    assert settings().worker.measure() == 0, "there are no files"
+    assert settings(files=files).worker.measure() > 0
+    monkeypatch.setattr(worker, "MEASURE_S", 0.05)
+    setting = settings(files=pipes)
+    assert setting.worker.measure() == 0
+    setting.submit(num_loads=3, load_number=1)
+    setting.board.cancelled_load[0] = 1
+    setting.wait_for_end(1)
     for pipe in pipes:
-        os.close(os.open(pipe, os.O_WRONLY))
-    until(lambda: not setting.board.is_stuck)
+        with suppress(OSError):  # no thread reads it
+            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
 
 
 def test_copies_that_always_fail_are_logged_once_and_counted(
@@ -182,8 +221,9 @@ def test_copies_that_always_fail_are_logged_once_and_counted(
     """Each failed copy put a traceback into the log, and no counter showed that nothing was ever stored."""
     setting = settings(payload=fail, copy_in=fail)
     setting.store.may_read.set()
-    setting.submit(1, num_stores=20, num_loads=20)
-    until(lambda: setting.board.progress(1).has_ended and not setting.board.num_pending(1))
+    setting.submit(num_stores=20, num_loads=20, load_number=1)
+    setting.wait_for_end(1)
+    until(lambda: setting.board.num_stored[0] == 20)
     num_failures = setting.worker.stats()["num_disk_failures"]
     assert num_failures is not None and num_failures > 20, "each store, and the first loads"
     assert len(caplog.records) == 1 and caplog.records[0].exc_info is not None
@@ -195,8 +235,8 @@ def test_closing_releases_the_pool_although_the_disk_hangs(
     settings: Callable[..., Setting], caplog: pytest.LogCaptureFixture
 ) -> None:
     setting = settings()
-    setting.submit(1, num_loads=1)
-    until(lambda: setting.worker._num_reading)
+    setting.submit(num_loads=1, load_number=1)
+    until(lambda: setting.store.reads)
     setting.worker.close(timeout_s=0.01)
     assert setting.pool.is_closed and "the disk does not answer" in caplog.text
 

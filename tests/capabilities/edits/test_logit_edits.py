@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,13 @@ from odd_drafters import OddDrafter
 
 from nanovllm import LLM, RequestError, SamplingParams
 from nanovllm.capabilities.edits.bad_words import BadWords, TokenTable
-from nanovllm.capabilities.edits.logit_editor import NO_RULES, AnswerRules
 from nanovllm.engine.setup import Internals
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.sampler import sample
 from nanovllm.models.retrieval_model import build_retrieval_model
+from nanovllm.plan.logit_edits import NO_RULES, AnswerRules
 from nanovllm.plan.outputs import Outbox, Receiver, RequestOutput
-from nanovllm.plan.sequence import Sequence
+from nanovllm.plan.sequence import Request, Sequence
 
 VOCAB, END = 320, 319
 NUM_TOKENS = 14
@@ -93,19 +94,21 @@ def rules_of(case: str) -> AnswerRules:
     if case == "bad words":
         return AnswerRules(bad_words(BAD_WORDS))
     if case == "constraint":
-        return AnswerRules(None, Alternating())
-    return AnswerRules(bad_words(BAD_WORDS), Alternating()) if case == "everything" else NO_RULES
+        return AnswerRules(None, Alternating)
+    return AnswerRules(bad_words(BAD_WORDS), Alternating) if case == "everything" else NO_RULES
 
 
 def params_of(case: str, **more: Any) -> SamplingParams:
     return SamplingParams(**({"max_tokens": NUM_TOKENS, "ignore_eos": True} | CASES.get(case, {}) | more))
 
 
-def edited(logits: torch.Tensor, prompt: list[int], answer: list[int], p: SamplingParams, rules: AnswerRules) -> Any:
+def edited(
+    logits: torch.Tensor, prompt: list[int], answer: list[int], p: SamplingParams, rules: AnswerRules, constraint: Any
+) -> Any:
     """The definition, token by token."""
     row = logits.tolist()
-    if isinstance(rules.constraint, Alternating):
-        row = [x if rules.constraint.is_allowed(t) else -math.inf for t, x in enumerate(row)]
+    if constraint is not None:
+        row = [x if constraint.is_allowed(t) else -math.inf for t, x in enumerate(row)]
     for token_id, bias in (p.logit_bias or {}).items():
         row[token_id] += bias
     for *begin, end in BAD_WORDS if rules.bad_words else ():
@@ -123,8 +126,9 @@ def edited(logits: torch.Tensor, prompt: list[int], answer: list[int], p: Sampli
 
 def expected_answer(reference: Reference, prompt: list[int], p: SamplingParams, rules: AnswerRules) -> list[int]:
     answer: list[int] = []
+    constraint = rules.make_constraint and rules.make_constraint()
     while len(answer) < (p.max_tokens or 0):
-        row = edited(reference.logits(prompt + answer, 1)[0], prompt, answer, p, rules)
+        row = edited(reference.logits(prompt + answer, 1)[0], prompt, answer, p, rules, constraint)
         tensors = SamplingTensors(
             torch.tensor([float(p.temperature)]),
             torch.tensor([p.top_k]),
@@ -134,10 +138,10 @@ def expected_answer(reference: Reference, prompt: list[int], p: SamplingParams, 
             torch.tensor([len(prompt) + len(answer)]),
         )
         answer.append(int(sample(row, tensors)))
-        if rules.constraint is not None:
-            assert rules.constraint.accept(answer[-1])
+        if constraint is not None:
+            assert constraint.accept(answer[-1])
         is_end = (answer[-1] == END and not p.ignore_eos) or answer[-1] in (p.stop_token_ids or ())
-        if is_end or (rules.constraint is not None and rules.constraint.is_finished):
+        if is_end or (constraint is not None and constraint.is_finished):
             break
     return answer
 
@@ -159,8 +163,9 @@ def answers(reference: Reference) -> list[list[int]]:
 def run(llm: LLM, requests: list[tuple[list[int], SamplingParams, AnswerRules]]) -> list[RequestOutput]:
     outbox = Outbox()
     ids = [
-        llm.engine.add_request(array("q", prompt), params, Receiver(outbox), rules)
+        llm.engine.add_sequence(seq, Receiver(outbox))
         for prompt, params, rules in requests
+        for seq in llm.engine.make_sequences(Request(array("q", prompt), params, rules))
     ]
     outputs: dict[int, RequestOutput] = {}
     while len(outputs) < len(ids):
@@ -221,9 +226,10 @@ def test_constraint_that_is_complete_keeps_the_last_token_in_the_text() -> None:
     model = str(build_retrieval_model())
     with LLM(model, device="cpu", num_kvcache_blocks=8) as llm:
         outbox = Outbox()
-        ids = llm.text.encode_prompt("one\ntwo\none\n")
-        params = SamplingParams(temperature=0, max_tokens=40)
-        llm.engine.add_request(ids, params, llm.text.receiver(outbox, params, ids), AnswerRules(None, Anything(5)))
+        request = llm.text.make_request("one\ntwo\none\n", SamplingParams(temperature=0, max_tokens=40))
+        request = replace(request, rules=AnswerRules(None, partial(Anything, 5)))
+        (seq,) = llm.engine.make_sequences(request)
+        llm.engine.add_sequence(seq, llm.text.receiver(outbox, seq.params, seq.token_ids))
         finished: dict[int, RequestOutput] = {}
         while not finished:
             finished = llm.engine.next_output(outbox).finished

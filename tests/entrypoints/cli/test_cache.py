@@ -11,10 +11,11 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.capabilities.disk.disk_moves import DISK_HEADER_BYTES, document_disk_bytes
 from nanovllm.capabilities.disk.store import list_extents
 from nanovllm.capacity.machine import Machine
-from nanovllm.capacity.plan import make_plan, plan_table
+from nanovllm.capacity.plan import make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli.main import main
+from nanovllm.entrypoints.planner.report import disk_bytes, plan_table
 
 PROMPT = [i % 300 for i in range(1025)]
 
@@ -87,8 +88,8 @@ def test_plan_says_what_a_document_takes(path: Path) -> None:
     directory = write_model_with_text(path / "model")
     plan = make_plan(config, ModelConfig.without_weights(str(directory)), Machine.cpu(2**34), context=len(PROMPT))
     sizes = [extent.num_bytes for extent in list_extents(path).extents]
-    assert plan.disk_bytes == 4 * max(sizes)
-    assert f"there is room for {2**30 // plan.disk_bytes:,} in 1.00 GiB" in plan_table(plan)
+    assert disk_bytes(plan) == 4 * max(sizes)
+    assert f"there is room for {2**30 // disk_bytes(plan):,} in 1.00 GiB" in plan_table(plan)
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_plan_counts_the_states_of_a_document(hybrid: Reference, with_states: Pa
     config = Config(model="m", device="cpu", dtype="float32", kv_disk_path=str(with_states))
     model = ModelConfig.without_weights(str(hybrid.directory))
     plan = make_plan(config, model, Machine.cpu(2**34), context=len(PROMPT))
-    assert plan.disk_bytes == list_extents(with_states).num_bytes
+    assert disk_bytes(plan) == list_extents(with_states).num_bytes
     assert "1 state" in plan_table(plan)
     extent, state = (document_disk_bytes(256, 10, 0), 1000 + DISK_HEADER_BYTES)
     for num_tokens, num_extents, num_states in (

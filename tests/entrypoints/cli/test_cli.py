@@ -18,7 +18,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanovllm.capacity.plan import PlanOptions
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli import main as cli
@@ -28,11 +27,10 @@ from nanovllm.entrypoints.cli.flags import (
     add_model_flag,
     given_fields,
     name_flags,
-    options_tables,
-    write_tables,
 )
-from nanovllm.entrypoints.cluster.options import BatchOptions, ServiceOptions
+from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
 from nanovllm.entrypoints.demo.haystack import build_haystack
+from nanovllm.entrypoints.planner.report import PlanOptions
 from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.errors import CheckpointError, ConfigError, RequestError
 from nanovllm.models.retrieval_model import build_retrieval_model
@@ -42,15 +40,7 @@ from nanovllm.utils.options import help_of
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PASSKEY = "q7m2x9kd"
-OFFLOAD_FLAGS = [
-    "--enable-cpu-offload",
-    "--kvcache-block-size",
-    "256",
-    "--num-gpu-blocks",
-    "2",
-    "--num-cpu-blocks",
-    "8",
-]
+OFFLOAD_FLAGS = "--enable-cpu-offload --kvcache-block-size 256 --num-gpu-blocks 2 --num-cpu-blocks 8".split()
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +128,7 @@ def test_name_flags_replaces_fields_and_nothing_else() -> None:
 def test_help_field_with_choices_names_them_all() -> None:
     choices = {field.name: field.metadata["choices"] for field in fields(Config) if "choices" in field.metadata}
     expected = {"attn_backend", "dtype", "load_format", "generation_config", "cpu_attention", "speculation"}
-    expected |= {"kv_disk_policy"}
-    expected |= {"distributed_executor_backend", "quantization"}
+    expected |= {"quantization"}
     assert set(choices) == expected
     assert all(choice in help_of(Config, name) for name in choices for choice in choices[name])
 
@@ -166,28 +155,6 @@ def test_help_of_a_command_says_what_every_field_says(
         assert "by default 256, or 4096 if --num-gpu-blocks is given" in out and "70% of" in out
         assert "(default: 16384; on a CPU, 512)" in out
         assert command != "generate" or "(default: 64; with --chat, no limit)" in out
-
-
-def test_options_page_tables_are_those_that_the_fields_make() -> None:
-    """`make docs` writes them."""
-    text = (DOCS / "options.md").read_text()
-    assert options_tables() in text and write_tables(text) == text
-
-
-def test_options_tables_have_every_field_and_default() -> None:
-    rows = [line.split("|")[1:3] for line in options_tables().splitlines() if line.startswith("| `")]
-    table = [(name.strip(" `"), default.strip(" `")) for name, default in rows]
-    tables = (Config, SamplingParams, ServerOptions, BatchOptions, ServiceOptions)
-    optional = [field for options in tables for field in fields(options) if field.name != "model"]
-    assert table == [(field.name, repr(field.default).replace("'", '"')) for field in optional]
-    assert "by default 256, or 4096 if `num_gpu_blocks` is given" in options_tables()
-    assert (
-        "`none`: `SamplingParams` |" in options_tables() and "the model's `generation_config.json`" in options_tables()
-    )
-    text = "before\n<!-- options: begin -->\nold\n<!-- options: end -->\nafter\n"
-    assert write_tables(text) == text.replace("old", f"\n{options_tables()}\n")
-    with pytest.raises(AssertionError, match="no lines"):
-        write_tables("text")
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------

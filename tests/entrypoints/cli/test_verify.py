@@ -13,6 +13,7 @@ from nanovllm.engine.setup import Internals
 from nanovllm.entrypoints.cli.main import main
 from nanovllm.entrypoints.cli.verify import (
     ANSWER_TOKENS,
+    PATHS,
     VerifyOptions,
     _num_prompt_tokens,
     ask,
@@ -58,9 +59,7 @@ def test_verify_sound_paths_agree(dtype: str, capsys: pytest.CaptureFixture[str]
     assert main(["verify", "--model", "demo", "--dtype", dtype, *SMALL]) == 0
     out = capsys.readouterr().out
     report = report_of(out)
-    assert [path["path"] for path in report["paths"]] == [
-        *("all resident", "other chunks", "link alone", "link and CPU", "with guesses", "with a shadow")
-    ]
+    assert [path["path"] for path in report["paths"]] == ["all resident", "other chunks", *PATHS]
     assert report["agrees"] and all(path["agrees"] for path in report["paths"][1:])
     assert all(path["num_work"] > 0 for path in report["paths"][2:])
     assert ("Verified within 0.062" in out and "--dtype float32" in out) == (dtype == "bfloat16")

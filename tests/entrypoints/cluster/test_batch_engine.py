@@ -3,16 +3,17 @@
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import xxhash
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.entrypoints.cluster.batch_engine import MAX_TRIES, BatchEngine, EngineJob, RowAnswerer, UnitTries
-from nanovllm.entrypoints.cluster.batch_files import JsonLinesRows
+from nanovllm.capacity.machine import Machine
+from nanovllm.entrypoints.cluster.batch_engine import MAX_TRIES, BatchEngine, EngineJob, RowAnswerer
+from nanovllm.entrypoints.cluster.batch_files import JsonLinesRows, UnitRows
 from nanovllm.entrypoints.cluster.batch_rows import RowDefaults, RowPlace, Unit, UnitLimits, error_columns, plan_units
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.models.retrieval_model import build_retrieval_model
@@ -100,19 +101,6 @@ class MortalEngine(BatchEngine):
         raise Died
 
 
-class InProcess:
-    """An object that is called like an actor."""
-
-    def __init__(self, target: object) -> None:
-        self._target = target
-
-    def __getattr__(self, name: str) -> SimpleNamespace:
-        async def remote(*args: Any) -> Any:
-            return getattr(self._target, name)(*args)
-
-        return SimpleNamespace(remote=remote)
-
-
 def make_job(folder: Path, rows: Sequence[Any], **options: Any) -> tuple[EngineJob, list[Unit]]:
     path = folder / "in.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -128,8 +116,8 @@ def make_job(folder: Path, rows: Sequence[Any], **options: Any) -> tuple[EngineJ
         format=JsonLinesRows,
         num_part_digits=5,
         tensor_parallel_size=1,
-        engines_per_node=1,
-        tries=InProcess(UnitTries()),
+        find_machine=lambda config: Machine.cpu(2**33),
+        memory_bytes=2**32,
     )
     return job, units
 
@@ -152,7 +140,6 @@ def test_engine_writes_a_part_for_each_unit(tmp_path: Path) -> None:
         (1, 1, 1, ""),
     ]
     assert results[0]["num_tokens"] == 4
-    assert asyncio.run(job.tries.reasons.remote(0)) == []  # a unit that has run counts no tries
     assert sorted(path.name for path in job.output.iterdir()) == ["part-00000.jsonl", "part-00001.jsonl"]
     (last,) = map(json.loads, job.part_path(1).read_text().splitlines())
     assert last["id"] == 2 and last["text"] is None and "empty" in last["error"]
@@ -164,47 +151,81 @@ def test_engine_refusal_ends_the_job(tmp_path: Path) -> None:
     (result,) = run_units(MortalEngine(job), {0: units[0]})
     assert result["is_refusal"] and "num_kvcache_blocks=-5" in result["failure"]
     job.input_paths[0].unlink()
-    (result,) = run_units(MortalEngine(job), {0: units[0]})
+    (result,) = run_units(MortalEngine(replace(job, options=OPTIONS)), {0: units[0]})
     assert result["is_refusal"] and "in.jsonl" in result["failure"]
-    assert not list(job.output.iterdir())
+    assert not list(job.output.glob("part-*"))
 
 
-def test_engine_unit_that_ends_engines_ends_the_job_after_a_few(tmp_path: Path) -> None:
-    job, units = make_job(tmp_path, [{"prompt": "x"}] * 4)
+class Failing(MortalEngine):
+    """Fails with the rows of unit 0."""
 
-    class Failing(MortalEngine):
-        async def _run(self, unit_idx: int, unit: Unit) -> dict[str, int]:
-            if unit_idx == 0:
-                raise EngineError("a step failed with OutOfMemoryError")
-            return await super()._run(unit_idx, unit)
+    async def _answer(self, answerer: RowAnswerer, rows: UnitRows, places: Sequence[RowPlace]) -> Any:
+        if places[0].line == 0:
+            raise EngineError("a step failed with OutOfMemoryError")
+        return await super()._answer(answerer, rows, places)
 
+
+def test_engine_unit_that_ends_three_engines_gets_errors_and_the_job_goes_on(tmp_path: Path) -> None:
+    job, units = make_job(tmp_path, [{"id": i, "prompt": "x"} for i in range(4)])
     for _ in range(MAX_TRIES):
         with pytest.raises(Died):
             run_units(Failing(job), {0: units[0]})
         assert not job.part_path(0).exists()
-    bad, good = run_units(Failing(job), {0: units[0], 1: units[1]})
-    assert not bad["is_refusal"] and good["failure"] == ""
-    assert "2 rows from line 1 of in.jsonl to line 2" in bad["failure"]
-    assert "3 engines" in bad["failure"] and "OutOfMemoryError" in bad["failure"]
+    bad, good = run_units(Failing(job), dict(enumerate(units)))
+    assert [(r["num_errors"], r["failure"]) for r in (bad, good)] == [(2, ""), (0, "")]
+    rows = [json.loads(line) for line in job.part_path(0).read_text().splitlines()]
+    assert [row["id"] for row in rows] == [0, 1]
+    for row in rows:
+        assert row["text"] is None and "3 engines have failed" in row["error"] and "OutOfMemoryError" in row["error"]
+    assert sorted(path.name for path in job.output.iterdir()) == ["part-00000.jsonl", "part-00001.jsonl"]
 
 
-def test_engine_unit_that_was_tried_before_runs_alone(tmp_path: Path) -> None:
+def test_engine_rows_that_end_even_their_reader_end_the_job(tmp_path: Path) -> None:
+    """Ray would run them again without end."""
+    job, units = make_job(tmp_path, [{"prompt": "x"}] * 2)
+    job.scratch_path(0, "tries").write_text("\n" * (MAX_TRIES + 1))  # a process that is killed gives no reason
+    (result,) = run_units(MortalEngine(job), {0: units[0]})
+    assert not result["is_refusal"] and "2 rows from line 1 of in.jsonl to line 2: engines fail" in result["failure"]
+
+
+def test_engine_that_does_not_start_ends_the_job_without_blaming_rows(tmp_path: Path) -> None:
+    class NoStart(MortalEngine):
+        def _start_engine(self) -> AsyncLLM:
+            raise RuntimeError("no GPU")
+
+    job, units = make_job(tmp_path, [{"prompt": "x"}])
+    for _ in range(MAX_TRIES):
+        with pytest.raises(Died):
+            run_units(NoStart(job), {0: units[0]})
+    (result,) = run_units(NoStart(job), {0: units[0]})
+    assert not result["is_refusal"] and not job.part_path(0).exists()
+    assert result["failure"] == "3 engines have not started; the last reason known is: RuntimeError: no GPU"
+
+
+def test_engine_unit_runs_alone_after_its_second_failure(tmp_path: Path) -> None:
     job, units = make_job(tmp_path, [{"prompt": "x"}] * 4)
-    order: list[int] = []
 
     class Noting(MortalEngine):
-        async def _run(self, unit_idx: int, unit: Unit) -> dict[str, int]:
-            order.append(unit_idx)
-            await asyncio.sleep(0.01)
-            order.append(unit_idx)
-            return {}
+        def __init__(self, job: EngineJob, expected: int) -> None:
+            super().__init__(job)
+            self.inside, self.most_inside, self.expected = 0, 0, expected
+            self.all_are_inside = asyncio.Event()
 
-    run_units(Noting(job), dict(enumerate(units)))
-    assert order in ([0, 1, 0, 1], [0, 1, 1, 0])
-    order.clear()
-    asyncio.run(job.tries.begin.remote(0))
-    run_units(Noting(job), dict(enumerate(units)))
-    assert order in ([0, 0, 1, 1], [1, 1, 0, 0])
+        async def _answer(self, answerer: RowAnswerer, rows: UnitRows, places: Sequence[RowPlace]) -> Any:
+            self.inside += 1
+            self.most_inside = max(self.inside, self.most_inside)
+            if self.inside == self.expected:
+                self.all_are_inside.set()
+            await self.all_are_inside.wait()
+            added = await super()._answer(answerer, rows, places)
+            self.inside -= 1
+            return added
+
+    for num_failed, expected in ((0, 2), (1, 2), (2, 1)):
+        job.scratch_path(0, "tries").write_text("\n" * num_failed)
+        engine = Noting(job, expected)
+        run_units(engine, dict(enumerate(units)))
+        assert engine.most_inside == expected
 
 
 def test_engine_output_is_that_of_the_engine_alone(tmp_path: Path, engine: AsyncLLM) -> None:

@@ -15,7 +15,7 @@ from nanovllm.entrypoints.cluster.front import (
     REST_PER_CALL_S,
     AppCall,
     Front,
-    Pace,
+    PartInterval,
     ReplicaLostError,
     WholeRequest,
     join_metrics,
@@ -188,14 +188,14 @@ def test_metrics_of_front_and_replicas_are_one_text() -> None:
 
 def collect(app: ASGIApp, request: WholeRequest, limit: int = 10**9) -> list[list[ASGIMessage]]:
     async def parts_of_call() -> list[list[ASGIMessage]]:
-        pace = Pace()
-        parts, found = AppCall(app, request, pace).parts(), []
+        interval = PartInterval()
+        parts, found = AppCall(app, request, interval).parts(), []
         async for part in parts:
             found.append(part)
             if len(found) == limit:
                 break
         await parts.aclose()
-        assert pace.num_open == 0
+        assert interval.num_open == 0
         return found
 
     return run(parts_of_call())
@@ -225,10 +225,10 @@ async def test_application_waits_while_its_call_rests() -> None:
             num_unsent.append(i)
             await send(body(b"x", more=i > 0))
 
-    pace = Pace()
-    pace.num_open = 10
-    parts = AppCall(app, WholeRequest.of(scope(), b""), pace).parts()
-    assert pace.rest_s == 10 * REST_PER_CALL_S
+    interval = PartInterval()
+    interval.num_open = 10
+    parts = AppCall(app, WholeRequest.of(scope(), b""), interval).parts()
+    assert interval.rest_s == 10 * REST_PER_CALL_S
     assert await anext(parts) == [head(), body(b"x", True)]
     assert num_unsent == [4]
     await asyncio.sleep(0)

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from batch_jobs import ROOT, read_parts, sampled_rows, wait_for, write_lines
+from batch_jobs import ROOT, WAIT_S, read_parts, sampled_rows, wait_for, write_lines
 
+SLOWLY = (str(ROOT / "tests/support/slow_batch.py"),)
 ENGINE = "--device cpu --num-kvcache-blocks 64 --max-model-len 4096".split()
 
 
@@ -18,12 +19,13 @@ ENGINE = "--device cpu --num-kvcache-blocks 64 --max-model-len 4096".split()
 def environment() -> Iterator[dict[str, str]]:
     folder = Path(f"/tmp/nvc{os.getpid()}")
     folder.mkdir()
-    yield os.environ | {"RAY_TMPDIR": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = f"{ROOT}:{ROOT / 'tests/support'}"  # the second one for the actors of slow_batch.py
+    yield os.environ | {"RAY_TMPDIR": str(folder), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def command(*args: object) -> list[str]:
-    return [sys.executable, "-m", "nanovllm", "batch", "--model", "demo", *ENGINE, *map(str, args)]
+def command(*args: object, program: tuple[str, ...] = ("-m", "nanovllm")) -> list[str]:
+    return [sys.executable, *program, "batch", "--model", "demo", *ENGINE, *map(str, args)]
 
 
 def test_command_interrupted_goes_on_where_it_stopped(environment: dict[str, str], tmp_path: Path) -> None:
@@ -34,12 +36,13 @@ def test_command_interrupted_goes_on_where_it_stopped(environment: dict[str, str
     books = [f"Book {i}. " + f"Sentence {i} of many. " * 50 for i in range(4)]
     rows += [{"book": i, "prompt": f"{book}Question {j}:"} for i, book in enumerate(books) for j in range(5)]
     prompts, output = write_lines(tmp_path / "prompts.jsonl", rows), tmp_path / "out"
-    args = command("--input", prompts, "--output", output, "--document-column", "book", "--max-tokens", 2)
-    process = subprocess.Popen(args, env=environment, stderr=subprocess.PIPE, text=True)
+    flags = ("--input", prompts, "--output", output, "--document-column", "book", "--max-tokens", 2)
+    args = command(*flags)
+    process = subprocess.Popen(command(*flags, program=SLOWLY), env=environment, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: process.poll() is not None or list(output.glob("part-*")))
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=120)
+        _, stderr = process.communicate(timeout=WAIT_S)
     finally:
         process.kill()
     assert process.returncode == 130, stderr
@@ -47,7 +50,7 @@ def test_command_interrupted_goes_on_where_it_stopped(environment: dict[str, str
     num_before = len(read_parts(output))
     assert 0 < num_before < len(rows)
 
-    done = subprocess.run(args, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(args, env=environment, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     assert f"{num_before:,} had been answered before" in done.stderr
     written = read_parts(output)
@@ -56,7 +59,7 @@ def test_command_interrupted_goes_on_where_it_stopped(environment: dict[str, str
     hits = [row["num_cached_tokens"] for row in written[3000:]]
     assert hits[::5] == [0] * 4 and min(hits[i] for i in range(20) if i % 5) >= 768
     assert not [path for path in output.iterdir() if path.name.startswith(".")]
-    again = subprocess.run([*args, "--seed", "1"], env=environment, capture_output=True, text=True, timeout=100)
+    again = subprocess.run([*args, "--seed", "1"], env=environment, capture_output=True, text=True, timeout=WAIT_S)
     assert again.returncode == 2 and "engine_options was" in again.stderr
 
 
@@ -66,12 +69,12 @@ def test_command_ended_by_sigterm_says_how_to_go_on_and_shows_no_stack(
     """B: Ray's handler printed its own stack, and its warnings and all bars were in the log."""
     prompts = write_lines(tmp_path / "prompts.jsonl", sampled_rows(3000))
     output = tmp_path / "out"
-    args = command("--input", prompts, "--output", output, "--max-tokens", 2)
+    args = command("--input", prompts, "--output", output, "--max-tokens", 2, program=SLOWLY)
     process = subprocess.Popen(args, env=environment, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: process.poll() is not None or list(output.glob("part-*")))
         process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=120)
+        _, stderr = process.communicate(timeout=WAIT_S)
     finally:
         process.kill()
     assert process.returncode == 143, stderr
@@ -83,6 +86,6 @@ def test_command_ended_by_sigterm_says_how_to_go_on_and_shows_no_stack(
 def test_command_bad_input_is_one_line(environment: dict[str, str], tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "x", "text": "y"}])
     args = command("--input", prompts, "--output", tmp_path / "out")
-    done = subprocess.run(args, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(args, env=environment, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 2 and "line 1" in done.stderr and "rename it in the input" in done.stderr
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from batch_jobs import (
     DeadlyRows,
+    NoStart,
     add_node,
     engine_pids,
     kill_one_engine,
@@ -86,19 +87,27 @@ def test_job_killed_node_has_its_units_run_elsewhere(
     assert without_cache_hits(read_parts(job.output)) == expected
 
 
-def test_job_rows_that_end_their_engine_end_the_job_which_can_be_resumed(
+def test_job_rows_that_end_their_engine_get_an_error_and_the_others_an_answer(
     cluster: Cluster, prompts: Path, expected: list[dict[str, Any]], tmp_path: Path
 ) -> None:
+    """Without their part, the rows are run again."""
     job = make_job([prompts], tmp_path / "out", cluster.address, num_engines=2)
-    with pytest.raises(EngineError, match=r"100 rows from line 501 of prompts\.jsonl to line 600: 3 engines have"):
-        run_job(replace(job, engine_class=DeadlyRows))
+    assert run_job(replace(job, engine_class=DeadlyRows)).num_errors == 100
+    rows = read_parts(job.output)
+    assert without_cache_hits(rows[:500] + rows[600:]) == expected[:500] + expected[600:]
+    assert all("3 engines have failed with the rows of this part" in row["error"] for row in rows[500:600])
+    (job.output / "part-00005.jsonl").unlink()
     written = {path: path.stat().st_mtime_ns for path in job.output.glob("part-*")}
-    assert job.output / "part-00005.jsonl" not in written and len(written) < 20
-    summary = run_job(job)
-    assert summary.num_rows == NUM_ROWS and summary.num_rows_before == 100 * len(written) > 0
+    assert run_job(job)[:3] == (NUM_ROWS, NUM_ROWS - 100, 0)
     assert {path: path.stat().st_mtime_ns for path in written} == written, "finished parts were run again"
     assert without_cache_hits(read_parts(job.output)) == expected
     assert run_job(job) == (NUM_ROWS, NUM_ROWS, 0, 0)  # nothing is left to do
+
+
+def test_job_without_an_engine_that_starts_ends(cluster: Cluster, prompts: Path, tmp_path: Path) -> None:
+    job = make_job([prompts], tmp_path / "out", cluster.address, num_engines=1)
+    with pytest.raises(EngineError, match=r"3 engines have not started; .*RuntimeError: no engine today"):
+        run_job(replace(job, engine_class=NoStart))
 
 
 def test_job_parquet_in_parquet_out(cluster: Cluster, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.exceptions import RaySystemError
 from ray_cluster import temporary_ray
 
-from nanovllm.entrypoints.cluster.ray_connection import connected
+from nanovllm.entrypoints.cluster.resources import connected
 from nanovllm.errors import ConfigError
 
 CLUSTER = Path(__file__).parents[3] / "docs" / "cluster.yaml"

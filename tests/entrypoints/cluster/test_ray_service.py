@@ -12,7 +12,7 @@ import faulty_service
 import httpx
 import pytest
 import ray
-from service_process import Service, service_process, two_nodes
+from service_process import LIMIT_S, Service, service_process, two_nodes
 
 KEYS = ("first-key", "second-key")
 NUM_DOCUMENTS, NUM_QUESTIONS, DOCUMENT_CHARS = 8, 4, 1500
@@ -33,7 +33,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(address: str, faults: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    log, drain = tmp_path_factory.mktemp("service") / "log", ("--drain-s", "60")
+    log, drain = tmp_path_factory.mktemp("service") / "log", ("--drain-s", str(LIMIT_S))
     with two_replicas(address, log, faults, *drain) as service:
         yield service
 
@@ -84,12 +84,13 @@ def test_questions_reach_the_replica_that_holds_their_document(service: Service)
     assert sum(hits.values()) - sum(hits_before.values()) == sum(found)
 
 
-def test_client_that_leaves_ends_its_request(service: Service) -> None:
+def test_client_that_leaves_ends_its_request(service: Service, faults: Path) -> None:
     stream = service.stream("A long answer, please. " * 4, max_tokens=5000)
-    next(stream)
-    assert sum(service.samples("num_requests_running").values()) == 1
-    stream.close()
-    service.wait_for(lambda: not sum(service.samples("num_requests_running").values()), "the request still runs")
+    with slow_steps(faults):  # so that the answer has not ended when the client leaves
+        next(stream)
+        assert sum(service.samples("num_requests_running").values()) == 1
+        stream.close()
+        service.wait_for(lambda: not sum(service.samples("num_requests_running").values()), "the request still runs")
     assert sum(service.samples("generation_tokens_total").values()) < 5000
 
 
@@ -173,7 +174,7 @@ def test_sigterm_lets_open_streams_finish_and_leaves_no_replica(service: Service
     next(stream)
     service.process.send_signal(signal.SIGTERM)
     assert list(stream)[-1]["choices"][0]["finish_reason"] == "length"
-    assert service.process.wait(60) == 0
+    assert service.process.wait(LIMIT_S) == 0
     with pytest.raises(httpx.ConnectError):
         service.get("/health")
     with replica_actors(address) as actors:

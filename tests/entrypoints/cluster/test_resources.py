@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,17 +9,19 @@ import pytest
 from nanovllm.capacity.machine import Machine
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli.main import main
-from nanovllm.entrypoints.cluster.options import BatchOptions, ServiceOptions, check_engine
 from nanovllm.entrypoints.cluster.resources import (
+    BatchOptions,
     EngineNeeds,
     Node,
+    ServiceOptions,
+    check_engine,
     check_room,
     choose_device,
     default_num_engines,
     deployment_options,
-    plan_memory,
     plan_placement,
     replica_needs,
+    sizes_within,
 )
 from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.errors import ConfigError
@@ -116,7 +117,7 @@ def test_plan_placement_shares_gpus_and_cpus_out() -> None:
     nodes = [Node(16, 8, 100 * GIB), Node(16, 4, 100 * GIB), Node(8, 0, GIB)]
     assert default_num_engines(nodes, 2, "cuda") == 6
     needs = plan_placement(nodes, 6, 2, "cuda")
-    assert (needs.gpus, needs.cpus, needs.engines_per_node) == (2, 3, 4)
+    assert (needs.gpus, needs.cpus) == (2, 3)
     with pytest.raises(ConfigError, match=r"room for 6 of num_engines=7: each needs 2 GPUs, 3 CPUs.*num_engines to 6"):
         plan_placement(nodes, 7, 2, "cuda")
     with pytest.raises(ConfigError, match=r"room for 0 of num_engines=1.*lower tensor_parallel_size"):
@@ -135,33 +136,37 @@ def test_choose_device() -> None:
         choose_device("cuda:1", with_gpu)
 
 
-def plan(machine: Callable[[Config], Machine], per_node: int, node_gib: float, **options: Any) -> EngineNeeds:
-    config = Config(model=str(build_retrieval_model()), **options)
-    needs = EngineNeeds(gpus=1, cpus=2, engines_per_node=per_node)
-    return plan_memory(needs, config, node_gib * GIB, machine)
+def test_plan_placement_gives_each_engine_the_largest_even_share_of_memory() -> None:
+    large, small = Node(16, 8, 80 * GIB), Node(16, 8, 30 * GIB)
+    for nodes, num_engines, share, per_node in (
+        ([large], 1, 80, 1),
+        ([large], 8, 10, 8),
+        ([large, large], 2, 80, 1),
+        ([large, small], 2, 40, 2),  # both on the large machine
+        ([large, small], 4, 26, 3),  # an engine of the small machine can have 30
+        ([Node(16, 8, 0)], 2, 0, 2),
+    ):
+        needs = plan_placement(nodes, num_engines, 1, "cuda")
+        assert (needs.memory_bytes // GIB, needs.engines_per_node) == (share, per_node), (nodes, num_engines)
 
 
-def test_plan_memory_engines_share_a_machines_memory() -> None:
+def sizes(machine: Machine, share_gib: float, **options: Any) -> dict[str, Any]:
+    return sizes_within(int(share_gib * GIB), Config(model=str(build_retrieval_model()), **options), machine)
+
+
+def test_sizes_keep_an_engine_within_its_share() -> None:
     """By default, each of two engines would take 70% of the available memory for its pool."""
-
-    def machine(config: Config) -> Machine:
-        return Machine.gpu(host_bytes=100 * GIB)
-
-    alone = plan(machine, 1, 100, enable_cpu_offload=True)
-    shared = plan(machine, 8, 100, enable_cpu_offload=True)
-    assert 8 * shared.memory_bytes <= 100 * GIB and shared.memory_bytes < alone.memory_bytes
-    assert shared.options["num_cpu_blocks"] * 8 <= alone.options["num_cpu_blocks"] * 1.01 * 8
-    given = plan(machine, 2, 100, enable_cpu_offload=True, cpu_memory_gb=20.0)
-    assert 20 * GIB < given.memory_bytes <= 22 * GIB
+    machine = Machine.gpu(host_bytes=100 * GIB)
+    whole, half = (sizes(machine, share, enable_cpu_offload=True)["num_cpu_blocks"] for share in (8, 4))
+    assert 0 < half == whole // 2
+    scarce = sizes(Machine.gpu(host_bytes=4 * GIB), 8, enable_cpu_offload=True)  # what is free is less than that
+    assert scarce["num_cpu_blocks"] == half
+    assert sizes(machine, 50, enable_cpu_offload=True, cpu_memory_gb=20.0)["cpu_memory_gb"] is None
     with pytest.raises(ConfigError, match="memory is available"):
-        plan(machine, 8, 100, enable_cpu_offload=True, cpu_memory_gb=20.0)
-
-
-def test_plan_memory_on_a_cpu_counts_the_cache() -> None:
-    few = plan(lambda config: Machine.cpu(10 * GIB), 2, 8, device="cpu", num_kvcache_blocks=64)
-    default = plan(lambda config: Machine.cpu(10 * GIB), 2, 8, device="cpu")
-    assert few.memory_bytes < default.memory_bytes <= 4 * GIB
-    assert few.options["num_kvcache_blocks"] == 64 < default.options["num_kvcache_blocks"]
+        sizes(machine, 12, enable_cpu_offload=True, cpu_memory_gb=20.0)
+    few = sizes(Machine.cpu(10 * GIB), 4, device="cpu", num_kvcache_blocks=64)
+    default = sizes(Machine.cpu(10 * GIB), 4, device="cpu")
+    assert few["num_kvcache_blocks"] == 64 < default["num_kvcache_blocks"]
 
 
 def test_serve_names_the_flag_that_is_to_blame(capsys: pytest.CaptureFixture[str]) -> None:

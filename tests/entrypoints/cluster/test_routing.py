@@ -4,7 +4,7 @@ import json
 import random
 from typing import Any
 
-from nanovllm.entrypoints.cluster.routing import MIN_BEGINNING_BYTES, PrefixRouting, RequestKey, key_of, request_key
+from nanovllm.entrypoints.cluster.front import MIN_BEGINNING_BYTES, PrefixRouting, RequestKey, key_of, request_key
 
 A, B, C = "replica-a", "replica-b", "replica-c"
 IDLE = {A: 0, B: 0, C: 0}

@@ -1,4 +1,4 @@
-"""One server over the demo's model for all tests of the HTTP API: its greedy answers copy the prompt."""
+"""One server over the demo's model for all tests of the HTTP API. Its greedy answers copy the prompt."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ def retrieval_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_retrieval_model(tmp_path_factory.mktemp("retrieval"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def served(retrieval_model: Path) -> Iterator[tuple[AsyncLLM, str]]:
     """The engine and the server's URL."""
     engine = AsyncLLM(
@@ -28,12 +28,12 @@ def served(retrieval_model: Path) -> Iterator[tuple[AsyncLLM, str]]:
     engine.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def url(served: tuple[AsyncLLM, str]) -> str:
     return served[1]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def client(url: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client

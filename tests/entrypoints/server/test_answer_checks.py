@@ -11,7 +11,7 @@ from event_loops import on_a_loop, until
 from tiny_models import write_tiny_model
 
 from nanovllm import AsyncLLM, SamplingParams
-from nanovllm.entrypoints.server.answer_checks import AnswerChecks, agrees
+from nanovllm.entrypoints.server.admission import AnswerChecks, agrees
 from nanovllm.entrypoints.server.app import Site
 from nanovllm.entrypoints.server.gate import ApiKeys
 from nanovllm.entrypoints.server.metrics import Metrics

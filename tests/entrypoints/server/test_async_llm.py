@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import os
+import signal
 import threading
 import time
 import weakref
@@ -10,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from event_loops import TIME_LIMIT_S, on_a_loop, run, until
@@ -18,11 +20,13 @@ from http_server import num_open
 
 from nanovllm import AsyncLLM, EngineError, RequestError, SamplingParams, async_llm
 from nanovllm.engine.setup import Internals
-from nanovllm.errors import WorkerDiedError
+from nanovllm.errors import ConfigError, WorkerDiedError
 from nanovllm.executor.base import LaunchedStep
+from nanovllm.offload.offload_engine import OffloadEngine
 from nanovllm.plan.outputs import RequestOutput
 from nanovllm.plan.step_plan import StepPlan
 from nanovllm.request_stream import RequestUpdate
+from nanovllm.runner.kv_memory import make_offload_engine
 from nanovllm.sampling_params import StructuredOutputs
 from nanovllm.text.request_check import Prompt
 
@@ -33,6 +37,10 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 300,
     "enforce_eager": True,
 }
+OFFLOAD = OPTIONS | {
+    "enable_cpu_offload": True, "num_kvcache_blocks": -1, "num_cpu_blocks": 20, "num_gpu_blocks": 4,
+    "kvcache_block_size": 256, "cpu_attention": "off", "speculation": "off",
+}  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 
@@ -258,28 +266,57 @@ async def test_step_that_is_planned_when_all_requests_are_aborted_runs_before_th
     engine.close()
 
 
+# -- the start -------------------------------------------------------------------------------------------------------
+
+
 @on_a_loop
-async def test_idle_engine_builds_plans_in_the_thread_of_its_steps_and_makes_way_for_requests(model: Path) -> None:
+async def test_engine_starts_in_the_thread_that_runs_its_steps(model: Path) -> None:
     """Regression: cuDNN's plans were built in the thread that started the engine, and were of no use to the steps."""
-    engine = AsyncLLM(model, **OPTIONS)
-    threads, num_open_before, num_left = [], [], 40
+    threads: list[threading.Thread] = []
 
-    def build_next_plan() -> bool:
-        nonlocal num_left
+    def start(*args: Any) -> OffloadEngine:
         threads.append(threading.current_thread())
-        num_open_before.append(num_open(engine))
-        num_left -= num_left > 0
-        time.sleep(0.005)
-        return num_left > 0
+        return make_offload_engine(*args)
 
-    await until(lambda: not engine._thread._has_plans_to_build)  # the backend has none
-    engine.llm.engine.build_next_plan = build_next_plan  # type: ignore[method-assign]
-    engine._thread._has_plans_to_build = True
-    await collect(engine.generate("Hello", GREEDY))
-    assert num_left > 0, "all plans were built before the request ran"
-    await until(lambda: not engine._thread._has_plans_to_build)
-    assert set(threads) == {engine._thread} and not any(num_open_before) and len(threads) == 40
-    engine.close()
+    async with AsyncLLM(model, internals=Internals(make_offload_engine=start), **OFFLOAD) as engine:
+        launch = engine.llm.engine.executor.launch
+
+        def note_and_launch(plan: StepPlan) -> LaunchedStep:
+            threads.append(threading.current_thread())
+            return launch(plan)
+
+        engine.llm.engine.executor.launch = note_and_launch  # type: ignore[method-assign]
+        await collect(engine.generate("Hello", GREEDY))
+    assert len(threads) > 1 and set(threads) == {engine._thread}
+
+
+def fail(*args: Any) -> NoReturn:
+    raise ConfigError("there is no room")
+
+
+def interrupt_and_go_on(*args: Any) -> NoReturn:
+    """Press Ctrl-C, and start the engine for ever."""
+    os.kill(os.getpid(), signal.SIGINT)
+    while True:
+        time.sleep(0.001)
+
+
+START_ERRORS: dict[str, tuple[Any, dict[str, Any], type[BaseException], str]] = {
+    "bad option": (make_offload_engine, {"max_num_seqs": 0}, ConfigError, "max_num_seqs"),
+    "failure": (fail, {}, ConfigError, "^there is no room$"),
+    "Ctrl-C": (interrupt_and_go_on, {}, KeyboardInterrupt, "^$"),
+}
+
+
+@pytest.mark.parametrize(("start", "options", "error", "message"), START_ERRORS.values(), ids=START_ERRORS)
+def test_start_that_fails_or_is_interrupted_raises_the_error_and_leaves_no_thread(
+    model: Path, start: Any, options: dict[str, Any], error: type[BaseException], message: str
+) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(error, match=message) as raised:
+        AsyncLLM(model, internals=Internals(make_offload_engine=start), **(OFFLOAD | options))
+    assert raised.type is error
+    assert set(threading.enumerate()) == before
 
 
 # -- ends ------------------------------------------------------------------------------------------------------------
@@ -379,11 +416,6 @@ async def test_dead_rank_fails_an_engine_that_is_idle(model: Path, monkeypatch: 
         assert "rank 1 died" in str(await engine.wait_for_failure())
 
 
-def test_constructor_bad_option_raises_and_leaves_no_thread(model: Path) -> None:
-    with pytest.raises(ValueError, match="max_num_seqs"):
-        AsyncLLM(model, **(OPTIONS | {"max_num_seqs": 0}))
-
-
 @on_a_loop
 async def test_answers_that_share_their_edits_are_those_of_separate_requests(engine: AsyncLLM) -> None:
     for more in (
@@ -403,16 +435,16 @@ async def test_answers_that_share_their_edits_are_those_of_separate_requests(eng
 async def test_sequences_are_made_off_the_event_loop(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: with a repetition penalty, a long prompt blocked the loop for 0.1 s an answer."""
     makers: list[int] = []
-    make = engine.llm.engine.make_sequence
+    make = engine.llm.engine.make_sequences
 
     def make_and_note(*args: Any) -> Any:
         makers.append(threading.get_ident())
         return make(*args)
 
-    monkeypatch.setattr(engine.llm.engine, "make_sequence", make_and_note)
+    monkeypatch.setattr(engine.llm.engine, "make_sequences", make_and_note)
     params = SamplingParams(n=3, repetition_penalty=1.5, max_tokens=2)
     outputs = await collect(engine.generate([[1, 2]], params))
-    assert len(outputs) == len(makers) == 3
+    assert (len(outputs), len(makers)) == (3, 1)
     assert threading.get_ident() not in makers
 
 

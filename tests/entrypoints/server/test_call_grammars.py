@@ -22,12 +22,12 @@ from nanovllm.entrypoints.server.tool_calls import (
     LLAMA,
     QWEN_TAGS,
     CallFormat,
-    ReasoningSplitter,
+    CallParser,
     ToolCallDelta,
-    make_parser,
 )
 from nanovllm.models.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.sampling_params import ReasoningTags, StructuredOutputs, TaggedJson
+from nanovllm.text.reasoning import ReasoningSplitter
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 
 FORMATS = {"hermes": HERMES, "llama": LLAMA, "qwen": QWEN_TAGS}
@@ -208,16 +208,15 @@ def read_call(tagged: TaggedJson, text: str) -> tuple[tuple[str, Any], str]:
 
 
 def parse(
-    call_format: CallFormat, pieces: list[str], tags: ReasoningTags | None, *, in_pieces: bool, has_form: bool
+    call_format: CallFormat, pieces: list[str], tags: ReasoningTags | None, *, has_form: bool
 ) -> tuple[str, list[Part]]:
     """Return the reasoning and the parts that the server's parsers find."""
-    parser = make_parser(call_format, SCHEMAS, in_pieces=in_pieces, is_alternative=has_form)
-    splitter = ReasoningSplitter(tags.has_begun) if tags else None
+    parser = CallParser(call_format, SCHEMAS, is_alternative=has_form)
+    splitter = ReasoningSplitter(tags)
     reasoning, parts, calls = "", list[Part](), list[list[str]]()
     for i, piece in enumerate(pieces):
-        if splitter is not None:
-            more, piece = splitter.feed(piece, is_last=i == len(pieces) - 1)
-            reasoning += more
+        _, more, _, piece = splitter.split(piece, is_last=i == len(pieces) - 1)
+        reasoning += more
         deltas = parser.feed(piece)
         for delta in [*deltas, *(parser.finish() if i == len(pieces) - 1 else ())]:
             if isinstance(delta, ToolCallDelta):
@@ -301,10 +300,9 @@ def test_every_admitted_text_is_parsed_to_its_calls(drawer: Drawer, name: str) -
         num_drawn += 1
         assert tagged is not None
         expected = stripped(read(tagged, answer_of(text, tags), has_form(outputs)))
-        for in_pieces in (False, True):
-            for pieces in ([text], split(text, rng), list(text) or [""]):
-                found = parse(call_format, pieces, tags, in_pieces=in_pieces, has_form=has_form(outputs))
-                assert stripped(found[1]) == expected, (seed, text, outputs.regex, tags)
+        for pieces in ([text], split(text, rng), list(text) or [""]):
+            found = parse(call_format, pieces, tags, has_form=has_form(outputs))
+            assert stripped(found[1]) == expected, (seed, text, outputs.regex, tags)
         calls = [part for part in expected if isinstance(part, tuple)]
         assert len(calls) <= 1 or not tagged.is_single
         assert calls or not tagged.is_required
@@ -383,7 +381,7 @@ def test_calls_that_are_written_as_models_do_are_admitted_and_parsed(drawer: Dra
         text = text.replace(IN_VALUE, "<")
         if is_admitted:
             for pieces in ([text], split(text, rng)):
-                _, parts = parse(call_format, pieces, None, in_pieces=bool(seed % 2), has_form=False)
+                _, parts = parse(call_format, pieces, None, has_form=False)
                 expected = json.loads(json.dumps(calls).replace("\\u007f", "<").replace(IN_VALUE, "<"))
                 assert stripped(parts) == list(map(tuple, expected)), text
     assert num_admitted > examples(240) / 8

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -181,19 +182,29 @@ def test_client_that_takes_nothing_is_cut_off(path: str) -> None:
             each.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", ["pieces", "whole"])
-def test_client_that_reads_slowly_is_not_cut_off(path: str) -> None:
-    with limited_server(send_much, ConnectionLimits(60, 1.5, ENOUGH_FILES)) as address:
-        slow = connect(address, f"GET /{path} HTTP/1.0\r\n\r\n".encode())
-        received = 0
-        for _ in range(8):
-            time.sleep(0.25)  # 2 s in all, longer than the limit
-            for _ in range(64):
-                received += len(slow.recv(1 << 16))
-        received += len(read_all(slow))
-        slow.close()
-    assert received > PIECES * len(PIECE)
+def test_client_that_reads_slowly_is_not_cut_off() -> None:
+    """The time begins anew whenever the client has taken something. The timers are simulated."""
+    num_unread, due, aborts = [0], list[Any](), list[str]()
+    connection = Connection.__new__(Connection)
+    connection._limits, connection._timers = ConnectionLimits(60, 1.5, ENOUGH_FILES), {}
+    connection.transport = SimpleNamespace(  # type: ignore[assignment]
+        get_write_buffer_size=lambda: num_unread[0], abort=lambda: aborts.append("aborted")
+    )
+
+    def call_later(delay_s: float, call: Any) -> Any:
+        assert delay_s == 1.5
+        due.append(call)
+        return SimpleNamespace(cancel=lambda: None)
+
+    connection.loop = SimpleNamespace(call_later=call_later)  # type: ignore[assignment]
+    num_unread[0] = 1000
+    connection._watch_reader()
+    for _ in range(8):
+        num_unread[0] -= 1
+        due.pop()()
+        assert not aborts and len(due) == 1
+    due.pop()()  # it has taken nothing since
+    assert aborts == ["aborted"] and not due
 
 
 def test_connections_beyond_the_limit_on_files_are_refused_and_reported(

@@ -39,7 +39,7 @@ class Consumers:
     def add(self) -> int:
         """Another stream. Returns its request id."""
         request_id = len(self.streams)
-        self.streams.append(RequestStream([[1]], abort=lambda request_ids: None))
+        self.streams.append(RequestStream([], abort=lambda request_ids: None))
         self.streams[-1].expect(request_id, 0)
         self.dispatcher.add(request_id, self.streams[-1])
         self.tasks.append(asyncio.create_task(self._consume(request_id)))
@@ -115,7 +115,7 @@ async def test_rest_lasts_as_many_times_as_long_as_the_consumers_took() -> None:
                 pass
 
     for request_id in range(2):
-        stream = RequestStream([[1]], abort=lambda request_ids: None)
+        stream = RequestStream([], abort=lambda request_ids: None)
         stream.expect(request_id, 0)
         dispatcher.add(request_id, stream)
         consumers.tasks.append(asyncio.create_task(busy(stream)))
@@ -280,7 +280,7 @@ def test_loop_with_open_requests_cannot_be_replaced_and_a_closed_one_leaves_them
 
     async def add() -> None:
         dispatcher.bind()
-        dispatcher.add(5, RequestStream([[1]], abort=lambda request_ids: None))
+        dispatcher.add(5, RequestStream([], abort=lambda request_ids: None))
 
     async def bind() -> list[int]:
         return dispatcher.bind()

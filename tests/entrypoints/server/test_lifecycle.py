@@ -226,13 +226,11 @@ def test_sigterm_beyond_the_limit_aborts_with_a_last_event(retrieval_model: Path
         server.wait_for_metric("num_requests_running", 1)
         started = [pool.submit(partial(complete, server, stream=i % 2 == 0, **ENDLESS)) for i in range(4)]
         server.wait_for_metric("num_requests_running", 5)
-        start_s = time.monotonic()
         server.send(signal.SIGTERM)
         responses = [each.result() for each in started]
         assert [last_reason(each) for each in responses] == ["abort"] * 4
         assert all(choice["text"] for each in responses[1::2] for choice in each.json()["choices"])
         assert server.wait() == 0
-        assert time.monotonic() - start_s < 10
         slow.close()
         half.close()
 
@@ -243,10 +241,8 @@ def test_second_signal_ends_at_once(retrieval_model: Path, tmp_path: Path) -> No
         server.send(signal.SIGTERM)
         server.wait_for_log("stopping")
         assert server.process.exitcode is None
-        start_s = time.monotonic()
         server.send(signal.SIGINT)
-        assert server.wait() == 128 + signal.SIGINT
-        assert time.monotonic() - start_s < 10  # to drain would take longer
+        assert server.wait() == 128 + signal.SIGINT  # and not 0, as after draining
         for each in started:
             with pytest.raises(httpx.TransportError):
                 each.result()
@@ -427,9 +423,7 @@ def test_dead_rank_ends_an_idle_server_with_status_1(retrieval_model: Path, tmp_
     """Nobody asks anything, so no step notices."""
     with server_of_two_ranks(retrieval_model, tmp_path) as (server, pid):
         os.kill(pid, signal.SIGKILL)
-        start_s = time.monotonic()
         assert server.wait() == 1
-        assert time.monotonic() - start_s < 10
         assert "rank 1 died" in server.log.read_text()
 
 

@@ -1,7 +1,6 @@
 """Tool calls in an answer's text, in both formats, however the text is split."""
 
 import json
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -14,12 +13,12 @@ from nanovllm.entrypoints.server.tool_calls import (
     HERMES,
     LLAMA,
     QWEN_TAGS,
+    WINDOW_CHARS,
     CallFormat,
-    ReasoningSplitter,
+    CallParser,
+    Schemas,
     ToolCallDelta,
-    ToolCallParser,
     call_format_of,
-    make_parser,
 )
 
 FORMATS = pytest.mark.parametrize("call_format", [HERMES, LLAMA], ids=["hermes", "llama"])
@@ -33,19 +32,23 @@ FRAGMENTS = (
 TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=8).map("".join)
 
 
-def parse(call_format: CallFormat, pieces: list[str]) -> list[str | tuple[str, str]]:
-    """Everything a parser returns: contents, adjacent ones joined, and the calls' names and arguments."""
-    parser = ToolCallParser(call_format)
+def parse(
+    call_format: CallFormat, pieces: list[str], schemas: Schemas | None = None, parser: CallParser | None = None
+) -> list[Any]:
+    """Return what a parser finds: contents, adjacent ones joined, and the calls' names and arguments."""
+    parser = parser or CallParser(call_format, schemas or {})
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
-    joined: list[str | tuple[str, str]] = []
+    joined: list[Any] = []
     for delta in deltas:
-        if isinstance(delta, ToolCallDelta):
+        if isinstance(delta, ToolCallDelta) and delta.call_id:
             joined.append((delta.name, delta.arguments))
+        elif isinstance(delta, ToolCallDelta):
+            joined[-1] = (joined[-1][0], joined[-1][1] + delta.arguments)
         elif joined and isinstance(joined[-1], str):
             joined[-1] += delta
         else:
             joined.append(delta)
-    calls = [delta for delta in deltas if isinstance(delta, ToolCallDelta)]
+    calls = [delta for delta in deltas if isinstance(delta, ToolCallDelta) and delta.call_id]
     assert [call.call_index for call in calls] == list(range(len(calls)))
     assert len({call.call_id for call in calls}) == len(calls)
     return joined
@@ -91,15 +94,6 @@ def calls_by_json(call_format: CallFormat, text: str) -> list[tuple[str, str]]:
 
 @FORMATS
 @settings(max_examples=examples(300), deadline=None)
-@given(text=TEXTS, cuts=st.lists(st.integers(0, 1000), max_size=12))
-def test_parser_any_split_gives_the_same_result(call_format: CallFormat, text: str, cuts: list[int]) -> None:
-    whole = parse(call_format, [text])
-    assert parse(call_format, split(text, cuts)) == whole
-    assert parse(call_format, list(text)) == whole
-
-
-@FORMATS
-@settings(max_examples=examples(300), deadline=None)
 @given(text=TEXTS)
 def test_parser_finds_the_calls_that_json_finds_and_keeps_the_rest(call_format: CallFormat, text: str) -> None:
     parsed = parse(call_format, [text])
@@ -117,7 +111,7 @@ def test_hermes_call_at_the_end_needs_no_closing_whether_streamed_or_not() -> No
     call = ("weather", '{"city": "Zürich {\\"}"}')
     for end in ("", "\n", "\n</tool_"):
         text = f"Hm. <tool_call>{CALL}{end}"
-        assert parse(HERMES, [text]) == parse(HERMES, list(text)) == parse_pieces(HERMES, [text]) == ["Hm.", call]
+        assert parse(HERMES, [text]) == parse(HERMES, list(text)) == ["Hm.", call]
 
 
 def test_hermes_call_without_its_closing_is_one_and_does_not_swallow_the_next() -> None:
@@ -125,7 +119,7 @@ def test_hermes_call_without_its_closing_is_one_and_does_not_swallow_the_next() 
     call = ("weather", '{"city": "Zürich {\\"}"}')
     text = f"<tool_call>\n{CALL}\n<tool_call>\n{CALL}\nDone."
     for pieces in ([text], list(text)):
-        assert parse(HERMES, pieces) == parse_pieces(HERMES, pieces) == [call, call, "\nDone."]
+        assert parse(HERMES, pieces) == [call, call, "\nDone."]
 
 
 def test_answer_that_is_calls_or_text_has_no_calls_after_text() -> None:
@@ -136,14 +130,10 @@ def test_answer_that_is_calls_or_text_has_no_calls_after_text() -> None:
         schemas: dict[str, Any] = {"weather": {}, "add": {}}
         for text, num_calls in ((call, 1), (f"\n{call}", 1), (f'["{call}"]', 0), (f"text {call}", 0)):
             for pieces in ([text], list(text)):
-                for in_pieces in (False, True):
-                    parser = make_parser(call_format, schemas, in_pieces=in_pieces, is_alternative=True)
-                    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
-                    calls = [delta for delta in deltas if isinstance(delta, ToolCallDelta) and delta.call_id]
-                    assert len(calls) == num_calls, (text, deltas)
-                    assert num_calls or "".join(map(str, deltas)) == text
-    parser = make_parser(LLAMA, {"other": {}}, in_pieces=True, is_alternative=True)
-    assert parser.feed(llama) + parser.finish() == [llama]
+                found = parse(call_format, pieces, parser=CallParser(call_format, schemas, is_alternative=True))
+                assert sum(isinstance(part, tuple) for part in found) == num_calls, (text, found)
+                assert num_calls or found == [text]
+    assert parse(LLAMA, [llama], parser=CallParser(LLAMA, {"other": {}}, is_alternative=True)) == [llama]
 
 
 def test_hermes_several_calls_and_text_around_them() -> None:
@@ -201,16 +191,23 @@ def test_hermes_broken_call_does_not_swallow_the_next() -> None:
 
 
 def test_parser_content_streams_at_once() -> None:
-    parser = ToolCallParser(HERMES)
+    parser = CallParser(HERMES, {})
     assert [parser.feed(text) for text in ("Hel", "lo <tool", " x")] == [["Hel"], ["lo"], [" <tool x"]]
 
 
-@pytest.mark.parametrize("unit", ['<tool_call>{"', "<tool_call>{", '<tool_call>{"a', '<tool_call>"', "</tool_call>"])
-def test_parser_time_is_linear_in_the_text(unit: str) -> None:
-    """The server parses on the thread that serves all connections."""
-    start_s = time.process_time()
-    parse(HERMES, ['<tool_call>{"' + unit * 30_000])
-    assert time.process_time() - start_s < 2
+def test_call_in_json_is_returned_when_it_has_ended_and_content_when_it_is_broken() -> None:
+    parser = CallParser(HERMES, {})
+    for text in ('<tool_call>\n{"name": "f", "arguments": ', '{"city": "Bern', '"}', "}", "\n"):
+        assert parser.feed(text) == []
+    (call,) = parser.feed("</tool_call>")
+    assert isinstance(call, ToolCallDelta) and call.call_id.startswith("call_")
+    assert (call.name, call.arguments) == ("f", '{"city": "Bern"}')
+    assert parser.feed('<tool_call>{"name": hm') == ['<tool_call>{"name": hm']
+
+
+def test_call_in_json_that_is_cut_off_is_content() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"x": "a'
+    assert parse(HERMES, [text]) == parse(HERMES, list(text)) == [text]
 
 
 def test_call_format_comes_from_the_template_or_the_architecture() -> None:
@@ -223,60 +220,6 @@ def test_call_format_comes_from_the_template_or_the_architecture() -> None:
         "<tool_call>\n<function=example_function_name>": QWEN_TAGS,
     }
     assert {source: call_format_of(source) for source in formats} == formats
-
-
-# -- arguments in pieces ---------------------------------------------------------------------------------------------
-
-
-def parse_pieces(call_format: CallFormat, pieces: list[str], schemas: dict[str, Any] | None = None) -> list[Any]:
-    """Do what `parse` does, and put the arguments of each call together."""
-    parser = make_parser(call_format, schemas or {}, in_pieces=True)
-    joined: list[Any] = []
-    for delta in [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish():
-        if isinstance(delta, ToolCallDelta) and delta.call_id:
-            joined.append((delta.name, delta.arguments))
-        elif isinstance(delta, ToolCallDelta):
-            joined[-1] = (joined[-1][0], joined[-1][1] + delta.arguments)
-        elif joined and isinstance(joined[-1], str):
-            joined[-1] += delta
-        else:
-            joined.append(delta)
-    return joined
-
-
-@FORMATS
-@settings(max_examples=examples(300), deadline=None)
-@given(text=TEXTS, cuts=st.lists(st.integers(0, 1000), max_size=12))
-def test_pieces_any_split_gives_the_same_result(call_format: CallFormat, text: str, cuts: list[int]) -> None:
-    whole = parse_pieces(call_format, [text])
-    assert parse_pieces(call_format, split(text, cuts)) == whole
-    assert parse_pieces(call_format, list(text)) == whole
-
-
-def test_pieces_begin_as_soon_as_the_name_is_known() -> None:
-    parser = make_parser(HERMES, {}, in_pieces=True)
-    fed = [
-        parser.feed(text)
-        for text in ('<tool_call>\n{"name": "f", "arguments": ', '{"city"', ': "Bern"}', "}\n</tool_call>")
-    ]
-    assert fed[0] == fed[3] == []
-    first, begun, more = (each for each in (*fed[1], *fed[2]) if isinstance(each, ToolCallDelta))
-    assert (first.name, first.arguments) == ("f", "") and first.call_id.startswith("call_")
-    assert (begun[1:], more[1:]) == (("", "", '{"city"'), ("", "", ': "Bern"}'))
-
-
-def test_pieces_of_valid_calls_are_those_of_whole_calls() -> None:
-    for call_format, text in (
-        (HERMES, f"Hm.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\nDone."),
-        (LLAMA, f"{LLAMA_CALL}; {LLAMA_CALL}"),
-    ):
-        assert parse_pieces(call_format, list(text)) == parse(call_format, [text])
-
-
-def test_pieces_of_a_call_that_breaks_off_stay_a_call() -> None:
-    begun = '<tool_call>{"name": "f", "arguments": {"x": '
-    assert parse_pieces(HERMES, [begun]) == [("f", '{"x": ')]
-    assert parse_pieces(HERMES, [f"{begun}?}}</tool_call> text"]) == [("f", '{"x": '), "?}</tool_call> text"]
 
 
 # -- calls between tags ----------------------------------------------------------------------------------------------
@@ -293,22 +236,22 @@ Bern
 </function>
 </tool_call>"""
 WEATHER = {"weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
-TAGGED_FRAGMENTS = st.sampled_from(
-    (*TAGGED.splitlines(keepends=True), TAGGED, "<tool_", "<function=f>", "<par", "</function>", " ", "\n", "text", "<")
-)
+TAGGED_FRAGMENTS = [TAGGED, "<tool_", "<function=f>", "<par", "</function>", " ", "\n", "text", "<"]
+TAGGED_FRAGMENTS += TAGGED.splitlines(keepends=True)
+TAGGED_TEXTS = st.lists(st.sampled_from(TAGGED_FRAGMENTS), max_size=12).map("".join)
 
 
 def test_tagged_calls_have_values_of_their_schema() -> None:
     call = ("weather", '{"city": "Bern\\n\\"quoted\\"", "days": 3}')
-    assert parse_pieces(QWEN_TAGS, list(f"Let me see.\n{TAGGED}\n{TAGGED}\nDone."), WEATHER) == [
+    assert parse(QWEN_TAGS, list(f"Let me see.\n{TAGGED}\n{TAGGED}\nDone."), WEATHER) == [
         "Let me see.",
         call,
         call,
         "\nDone.",
     ]
-    assert parse_pieces(QWEN_TAGS, [TAGGED])[0][1].endswith('"days": "3"}')  # a schema that says nothing
-    assert parse_pieces(QWEN_TAGS, ["<tool_call><function=now></function></tool_call>"]) == [("now", "{}")]
-    assert parse_pieces(QWEN_TAGS, ["<tool_call> is a tag"]) == ["<tool_call> is a tag"]
+    assert parse(QWEN_TAGS, [TAGGED])[0][1].endswith('"days": "3"}')  # a schema that says nothing
+    assert parse(QWEN_TAGS, ["<tool_call><function=now></function></tool_call>"]) == [("now", "{}")]
+    assert parse(QWEN_TAGS, ["<tool_call> is a tag"]) == ["<tool_call> is a tag"]
 
 
 @pytest.mark.parametrize(
@@ -354,7 +297,7 @@ def test_tagged_call_with_tags_left_out_is_whole_and_does_not_swallow_the_next(i
     texts = [call, f"Hm.\n{call}"] + [f"{call}\n{TAGGED}"] * inner.endswith("</tool_call>")
     for text in texts:
         for pieces in ([text], list(text), split(text, [7, 20, 33, 48])):
-            found = parse_pieces(QWEN_TAGS, pieces, schemas)
+            found = parse(QWEN_TAGS, pieces, schemas)
             calls = [(part[0], json.loads(part[1])) for part in found if isinstance(part, tuple)]
             assert calls == [expected] + [("weather", {"city": 'Bern\n"quoted"', "days": 3})] * (TAGGED in text[1:]), (
                 text
@@ -367,19 +310,19 @@ def test_tagged_call_needs_no_opening_if_the_tool_is_known() -> None:
     call = TAGGED.removeprefix("<tool_call>\n")
     for text in (f"Hm.\n{call}", f"Hm.\n{call}\n{call}", f"Hm.\n{call.removesuffix('</tool_call>')}"):
         for pieces in ([text], list(text)):
-            found = parse_pieces(QWEN_TAGS, pieces, WEATHER)
+            found = parse(QWEN_TAGS, pieces, WEATHER)
             assert found == [
                 "Hm.",
                 *[("weather", '{"city": "Bern\\n\\"quoted\\"", "days": 3}')] * text.count("<function="),
             ]
     text = "The tag <function=other> is not a call."
-    assert parse_pieces(QWEN_TAGS, list(text), WEATHER) == [text]
+    assert parse(QWEN_TAGS, list(text), WEATHER) == [text]
 
 
 def test_tagged_call_of_an_unknown_tool_is_returned() -> None:
     """The client tells the model which tools there are."""
     text = TAGGED.replace("weather", "wether")
-    assert parse_pieces(QWEN_TAGS, [text], WEATHER) == [("wether", '{"city": "Bern\\n\\"quoted\\"", "days": "3"}')]
+    assert parse(QWEN_TAGS, [text], WEATHER) == [("wether", '{"city": "Bern\\n\\"quoted\\"", "days": "3"}')]
     assert parse(HERMES, ['<tool_call>{"name": "wether", "arguments": {}}</tool_call>']) == [("wether", "{}")]
 
 
@@ -390,61 +333,55 @@ def test_tagged_call_that_is_cut_off_stays_as_it_is() -> None:
         (TAGGED[: TAGGED.index("\n</parameter>") + 12], "{"),
         (TAGGED[: TAGGED.index("<parameter=days>") + 5], '{"city": "Bern\\n\\"quoted\\""'),
     ):
-        parser = make_parser(QWEN_TAGS, WEATHER, in_pieces=True)
+        parser = CallParser(QWEN_TAGS, WEATHER)
         deltas = parser.feed(text) + parser.finish(is_cut=True)
         assert "".join(delta.arguments for delta in deltas if isinstance(delta, ToolCallDelta)) == arguments, text
 
 
+@pytest.mark.parametrize("call_format", [HERMES, LLAMA, QWEN_TAGS], ids=["hermes", "llama", "qwen"])
 @settings(max_examples=examples(300), deadline=None)
-@given(fragments=st.lists(TAGGED_FRAGMENTS, max_size=12), cuts=st.lists(st.integers(0, 1000), max_size=12))
-def test_tagged_calls_any_split_gives_the_same_result(fragments: list[str], cuts: list[int]) -> None:
-    text = "".join(fragments)
-    whole = parse_pieces(QWEN_TAGS, [text], WEATHER)
-    assert parse_pieces(QWEN_TAGS, split(text, cuts), WEATHER) == whole
-    assert parse_pieces(QWEN_TAGS, list(text), WEATHER) == whole
+@given(data=st.data(), cuts=st.lists(st.integers(0, 1000), max_size=12))
+def test_parser_any_split_gives_the_same_result(call_format: CallFormat, data: st.DataObject, cuts: list[int]) -> None:
+    text = data.draw(TEXTS if call_format.is_json else TAGGED_TEXTS)
+    whole = parse(call_format, [text], WEATHER)
+    assert parse(call_format, split(text, cuts), WEATHER) == whole
+    assert parse(call_format, list(text), WEATHER) == whole
 
 
-# -- reasoning -------------------------------------------------------------------------------------------------------
+class CountingParser(CallParser):
+    """Counts the characters that its states copy, search or decode."""
+
+    num_chars = 0
+
+    def _go_on(self, position: int, advance: Any) -> None:
+        self.num_chars += len(self._text)
+        super()._go_on(position, advance)
+
+    def _reach_end(self, begin: int) -> bool:
+        start = max(begin, self._object_end)
+        is_reached = super()._reach_end(begin)
+        self.num_chars += self._object_end - start
+        return is_reached
+
+    def _read_call(self, begin: int) -> Any:
+        self.num_chars += self._object_end - begin
+        return super()._read_call(begin)
 
 
-def split_reasoning(pieces: list[str], has_begun: bool = False) -> tuple[str, str]:
-    splitter = ReasoningSplitter(has_begun)
-    parts = [splitter.feed(piece) for piece in pieces] + [splitter.feed("", is_last=True)]
-    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
-
-
-def test_reasoning_is_split_from_the_answer() -> None:
-    for text, has_begun, expected in (
-        ("<think>\nHm. \n</think>\n\nYes.\n", False, ("Hm.", "Yes.\n")),
-        ("Hm.\n</think>Yes.", True, ("Hm.", "Yes.")),
-        ("<think></think>Yes.", False, ("", "Yes.")),
-        ("<think>Hm </thin", False, ("Hm </thin", "")),
-        ("\nYes <think>no</think>", False, ("", "\nYes <think>no</think>")),
-        ("<thin", False, ("", "<thin")),
-        ("", True, ("", "")),
-    ):
-        assert split_reasoning([text], has_begun) == split_reasoning(list(text), has_begun) == expected, text
-
-
-@pytest.mark.parametrize(
-    "unit",
-    [
-        "<tool_call>",
-        "<parameter=a>1</parameter>",
-        "<parameter=a>",
-        "</tool_call>",
-        "<",
-        '"',
-        '\\"',
-        '"\n',
-        "<function=f>",
-    ],
-)
-def test_tagged_calls_time_is_linear_in_the_text(unit: str) -> None:
-    start_s = time.process_time()
-    for begin in ("", "<tool_call><function=f>", "<tool_call><function=f><parameter=list>"):
-        parse_pieces(QWEN_TAGS, [begin + unit * 20_000], {"f": {"properties": {"list": {"type": "array"}}}})
-    assert time.process_time() - start_s < 5
+@pytest.mark.parametrize("call_format", [HERMES, LLAMA, QWEN_TAGS], ids=["hermes", "llama", "qwen"])
+def test_parser_reads_each_character_a_limited_number_of_times(call_format: CallFormat) -> None:
+    """The server parses on the thread that serves all connections. A hostile text makes calls end late or nowhere."""
+    schemas = {"f": {"properties": {"list": {"type": "array"}}}}
+    opening = call_format.opening
+    units = ("<", "\n", '"', '\\"', '"\n', "</tool_call>", "{", "[", f"{opening}", f'{opening}{{"', f"{opening}{{")
+    units += (f'{opening}{{"a', f'{opening}"', "<parameter=a>1</parameter>", "<parameter=a>", "<function=f>", "; {")
+    for unit in units:
+        for begin in ("", f'{opening}{{"', f"{opening}<function=f>", f"{opening}<function=f><parameter=list>"):
+            text = begin + unit * 10_000
+            for pieces in ([text], [text[start : start + 100] for start in range(0, len(text), 100)]):
+                parser = CountingParser(call_format, schemas)
+                parse(call_format, pieces, parser=parser)
+                assert parser.num_chars <= 2 * WINDOW_CHARS * len(text) / len(unit), (unit, begin)
 
 
 def test_tagged_calls_take_a_schema_that_is_none() -> None:
@@ -452,7 +389,7 @@ def test_tagged_calls_take_a_schema_that_is_none() -> None:
     schema = {"properties": {"city": {"anyOf": 5}, "days": 5}, "required": 5}
     ((_, values, _),) = QWEN_TAGS.constraint([("weather", schema)], is_required=True, is_single=False).tags
     assert [(value[1], value[3]) for value in values] == [(None, False)] * 2
-    assert parse_pieces(QWEN_TAGS, [TAGGED], {"weather": schema})[0][1].endswith('"days": "3"}')
+    assert parse(QWEN_TAGS, [TAGGED], {"weather": schema})[0][1].endswith('"days": "3"}')
 
 
 def test_tagged_calls_are_constrained_by_their_tags() -> None:
@@ -475,7 +412,7 @@ def test_enum_of_numbers_and_constants_are_enforced_between_tags() -> None:
     values = [(value.schema, value.choices) for value in constraint.tags[0][1]]
     assert values == [(schemas["a"], ()), (schemas["b"], ()), (None, ("y",))]
     text = "<tool_call>\n<function=f>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>"
-    assert parse_pieces(QWEN_TAGS, [text], {"f": {"properties": schemas}}) == [("f", '{"a": 2}')]
+    assert parse(QWEN_TAGS, [text], {"f": {"properties": schemas}}) == [("f", '{"a": 2}')]
 
 
 def test_enum_of_texts_is_enforced_between_tags() -> None:

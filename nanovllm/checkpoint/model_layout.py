@@ -1,0 +1,175 @@
+"""The table of a model's weights: their names in a checkpoint, their shapes, and how ranks share them.
+
+The decoder builds its modules from this table, the loader compares a checkpoint's tensors with it, and the planner sums
+it. A weight is written here and nowhere else. Importing this module loads no torch.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import Quantization
+
+
+class Tensor(NamedTuple):
+    """A tensor of a checkpoint, by its full name."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    def tensors(self) -> "Iterator[Tensor]":
+        yield self
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Linear layers of a checkpoint that read the same input. The decoder stacks them into one weight.
+
+    name: the decoder's name for the weight, such as model.layers.0.self_attn.qkv_proj. layers: the checkpoint's layers,
+    such as q_proj, and the output features of each. columns: the input features.
+
+    split: what the ranks share, the output features (rows) or the input features (columns), or None if each rank has
+    the whole weight. num_experts: how many experts have these layers, or 0 for a weight that every token uses.
+    """
+
+    name: str
+    layers: Mapping[str, int]
+    columns: int
+    _: KW_ONLY
+    split: Literal["rows", "columns"] | None
+    bias: bool = False
+    num_experts: int = 0
+    may_be_quantized: bool = True
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(self.layers.values())
+
+    def checkpoint_names(self) -> list[str]:
+        """Return the full names of the layers; with experts, first those of expert 0, then those of expert 1."""
+        parent = self.name.rpartition(".")[0]
+        parents = [f"{parent}.{expert}" for expert in range(self.num_experts)] if self.num_experts else [parent]
+        return [f"{each}.{layer}".lstrip(".") for each in parents for layer in self.layers]
+
+    def quantization(self, config: ModelConfig) -> Quantization | None:
+        """Return the checkpoint's format if it quantizes all of these layers, else None."""
+        return self._format(config, self.checkpoint_names())
+
+    def first_expert_quantization(self, config: ModelConfig) -> Quantization | None:
+        """Return the same for the first expert alone. Asking for all experts of a model takes half a second."""
+        return self._format(config, self.checkpoint_names()[: len(self.layers)])
+
+    def _format(self, config: ModelConfig, names: list[str]) -> Quantization | None:
+        quantization = config.quantization if self.may_be_quantized else None
+        return quantization if quantization is not None and all(map(quantization.covers, names)) else None
+
+    def tensors(self) -> Iterator[Tensor]:
+        for i, name in enumerate(self.checkpoint_names()):
+            rows = self.rows[i % len(self.layers)]
+            yield Tensor(f"{name}.weight", (rows, self.columns))
+            if self.bias:
+                yield Tensor(f"{name}.bias", (rows,))
+
+
+LayoutEntry: TypeAlias = Linear | Tensor
+
+
+class ModelLayout(NamedTuple):
+    """The weights of a model."""
+
+    ends: tuple[LayoutEntry, ...]  # the embedding, the last norm, and the output head unless it is tied
+    layers: tuple[LayoutEntry, ...]  # of all layers, first to last
+    mtp: tuple[LayoutEntry, ...]  # the draft head's; empty if the checkpoint has none
+
+    def linears(self) -> dict[str, Linear]:
+        """Return the linear weights by the decoder's names."""
+        return {weight.name: weight for part in self for weight in part if isinstance(weight, Linear)}
+
+    def shapes(self, *, with_mtp: bool) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor of the checkpoint by name."""
+        weights = (*self.ends, *self.layers, *(self.mtp if with_mtp else ()))
+        return dict(tensor for weight in weights for tensor in weight.tensors())
+
+
+def model_layout(c: ModelConfig) -> ModelLayout:
+    """List the weights of a model."""
+    sparse = c.experts.layers if c.experts else ()
+    ends: list[LayoutEntry] = [_vocabulary(c, "model.embed_tokens"), Tensor("model.norm.weight", (c.hidden_size,))]
+    ends += [] if c.tie_word_embeddings else [_vocabulary(c, "lm_head")]
+    layers = (_layer(c, f"model.layers.{i}", kind, is_sparse=i in sparse) for i, kind in enumerate(c.layer_kinds))
+    mtp = tuple(_mtp(c)) if c.has_mtp else ()
+    return ModelLayout(tuple(ends), tuple(weight for layer in layers for weight in layer), mtp)
+
+
+def _vocabulary(c: ModelConfig, name: str) -> Linear:
+    layer = name.rpartition(".")[2]
+    return Linear(name, {layer: c.vocab_size}, c.hidden_size, split="rows", may_be_quantized=False)
+
+
+def _mtp(c: ModelConfig) -> Iterator[LayoutEntry]:
+    """The draft head: a weight that joins its two inputs, and one layer of attention."""
+    yield Tensor("mtp.pre_fc_norm_embedding.weight", (c.hidden_size,))
+    yield Tensor("mtp.pre_fc_norm_hidden.weight", (c.hidden_size,))
+    yield Linear("mtp.fc", {"fc": c.hidden_size}, 2 * c.hidden_size, split="columns")
+    yield from _layer(c, "mtp.layers.0", "attention", is_sparse=c.experts is not None)
+    yield Tensor("mtp.norm.weight", (c.hidden_size,))
+
+
+def _layer(c: ModelConfig, name: str, kind: str, *, is_sparse: bool) -> Iterator[LayoutEntry]:
+    yield Tensor(f"{name}.input_layernorm.weight", (c.hidden_size,))
+    if kind == "attention":
+        yield from _attention(c, f"{name}.self_attn")
+    else:
+        yield from _delta_net(c, f"{name}.linear_attn")
+    yield Tensor(f"{name}.post_attention_layernorm.weight", (c.hidden_size,))
+    if is_sparse:
+        yield from _experts(c, f"{name}.mlp")
+    else:
+        yield from _mlp(c, f"{name}.mlp")
+
+
+def _attention(c: ModelConfig, name: str) -> Iterator[LayoutEntry]:
+    """With gates, q_proj has the rows of each head and then the rows of its gate."""
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    qkv = {"q_proj": q * (2 if c.attention_gate else 1), "k_proj": kv, "v_proj": kv}
+    yield Linear(f"{name}.qkv_proj", qkv, c.hidden_size, split="rows", bias=c.qkv_bias)
+    yield Linear(f"{name}.o_proj", {"o_proj": c.hidden_size}, q, split="columns", bias=c.o_bias)
+    if c.qk_norm:
+        yield Tensor(f"{name}.q_norm.weight", (c.head_dim,))
+        yield Tensor(f"{name}.k_norm.weight", (c.head_dim,))
+
+
+def _delta_net(c: ModelConfig, name: str) -> Iterator[LayoutEntry]:
+    assert c.recurrent is not None, "the layer is recurrent"
+    r, heads = c.recurrent, c.recurrent.num_value_heads
+    values = heads * r.value_head_dim
+    yield Tensor(f"{name}.conv1d.weight", (r.conv_channels, 1, r.conv_kernel))
+    yield Tensor(f"{name}.A_log", (heads,))
+    yield Tensor(f"{name}.dt_bias", (heads,))
+    yield Tensor(f"{name}.norm.weight", (r.value_head_dim,))
+    qkvz = {"in_proj_qkv": r.conv_channels, "in_proj_z": values}
+    yield Linear(f"{name}.in_proj_qkvz", qkvz, c.hidden_size, split="rows")
+    yield Linear(f"{name}.in_proj_ba", {"in_proj_b": heads, "in_proj_a": heads}, c.hidden_size, split="rows")
+    yield Linear(f"{name}.out_proj", {"out_proj": c.hidden_size}, values, split="columns")
+
+
+def _mlp(c: ModelConfig, name: str) -> Iterator[LayoutEntry]:
+    size = c.intermediate_size
+    yield Linear(
+        f"{name}.gate_up_proj", {"gate_proj": size, "up_proj": size}, c.hidden_size, split="rows", bias=c.mlp_bias
+    )
+    yield Linear(f"{name}.down_proj", {"down_proj": c.hidden_size}, size, split="columns", bias=c.mlp_bias)
+
+
+def _experts(c: ModelConfig, name: str) -> Iterator[LayoutEntry]:
+    """A sparse MLP: the router, the experts, and the expert that every token uses if there is one."""
+    assert c.experts is not None, "the layer has experts"
+    num_experts, size = c.experts.num_experts, c.experts.intermediate_size
+    gates = {"gate": num_experts} | ({"shared_expert_gate": 1} if c.experts.shared_size else {})
+    gate_up, down = {"gate_proj": size, "up_proj": size}, {"down_proj": c.hidden_size}
+    yield Linear(f"{name}.gate", gates, c.hidden_size, split=None, may_be_quantized=False)
+    yield Linear(f"{name}.experts.gate_up", gate_up, c.hidden_size, split="rows", num_experts=num_experts)
+    yield Linear(f"{name}.experts.down", down, size, split="columns", num_experts=num_experts)
+    if c.experts.shared_size:
+        yield from _mlp(c, f"{name}.shared_expert")

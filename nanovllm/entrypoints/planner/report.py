@@ -1,0 +1,266 @@
+"""The report of `nanovllm plan`: its options, the plan as a table, and the bounds that only reports show."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from nanovllm.capabilities.disk.disk_moves import document_disk_bytes, num_document_states
+from nanovllm.capacity.costs import num_full_blocks, num_prefill_loaded_blocks, prefill_flop
+from nanovllm.capacity.machine import Machine, find_gpu
+from nanovllm.capacity.plan import CapacityPlan, least
+from nanovllm.config import BLOCK_SIZE_STEP
+from nanovllm.errors import ConfigError
+from nanovllm.plan.kv_spec import max_stateful_seqs
+from nanovllm.utils.arithmetic import format_bytes
+from nanovllm.utils.options import check_options, option
+
+ACCEPTANCES = (0.8, 0.9, 0.95, 0.98)  # shares of right draft tokens that the bound of decode is shown for
+MAX_TOKENS = 10**9  # limit of a context, which bounds the loop over its chunks
+MAX_GB = 10**9  # limit of memory, and of a rate per second: beyond any machine
+_WORK, _MACHINE = "the work", "the machine, if not this one"  # groups
+
+Row: TypeAlias = tuple[str, str, str]  # (name, figure, remark)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of a plan, in addition to the engine's options. An invalid value raises ConfigError."""
+
+    context: int | None = option(
+        None,
+        help="tokens of each sequence, such as 131072 or 131k; by default, max_model_len",
+        group=_WORK,
+        above=0,
+        most=MAX_TOKENS,
+    )
+    sequences: int = option(1, help="number of sequences that run together", group=_WORK, above=0)
+    fit: bool = option(
+        False,
+        help="list the presets, formats and contexts that run on the GPU, with their options and projected bounds of "
+        "speed",
+        group=_WORK,
+    )
+    gpu: str | None = option(
+        None, help="name of a GPU, such as 'RTX 4090'; by default, the one here or else an H200", group=_MACHINE
+    )
+    gpu_memory_gb: float | None = option(
+        None, help="memory of one GPU in GiB; by default, that of the GPU", group=_MACHINE, above=0, most=MAX_GB
+    )
+    host_memory_gb: float | None = option(
+        None,
+        help="available CPU memory in GiB; by default, what is available here",
+        group=_MACHINE,
+        above=0,
+        most=MAX_GB,
+    )
+    link_gb_per_s: float | None = option(
+        None,
+        help="rate from CPU memory to the GPU in GB/s (10^9 bytes); by default, the GPU's, measured or projected",
+        group=_MACHINE,
+        above=0,
+        most=MAX_GB,
+    )
+    cpu_gb_per_s: float | None = option(
+        None,
+        help="rate in GB/s at which the link and the CPU together read CPU memory; by default, measured if the GPU is "
+        "here, else that of the kind of machine that the GPU is usually in",
+        group=_MACHINE,
+        above=0,
+        most=MAX_GB,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self, ConfigError)
+        if self.gpu is not None:
+            find_gpu(self.gpu)
+
+    def apply(self, machine: Machine) -> Machine:
+        """`machine` with these options applied. Raises ConfigError if the plan is for the CPU and an option describes a
+        GPU.
+        """
+        named = {name: getattr(self, name) for name in ("gpu", "gpu_memory_gb", "link_gb_per_s", "cpu_gb_per_s")}
+        if machine.gpu_bytes is None and (given := [name for name, value in named.items() if value is not None]):
+            raise ConfigError(f"{', '.join(given)} describe a GPU, but device='cpu' plans for the CPU; give only one")
+        if self.gpu is not None:
+            machine = Machine.gpu(machine.host_bytes, find_gpu(self.gpu))
+        if self.gpu_memory_gb is not None:
+            machine = replace(machine, gpu_bytes=int(self.gpu_memory_gb * 2**30))
+        if self.host_memory_gb is not None:
+            machine = replace(machine, host_bytes=int(self.host_memory_gb * 2**30))
+        machine = machine.with_link(self.link_gb_per_s and self.link_gb_per_s * 1e9, "given")
+        return machine.with_cpu(self.cpu_gb_per_s and self.cpu_gb_per_s * 1e9, "given")
+
+
+# -- bounds and sizes --------------------------------------------------------------------------------------------------
+
+
+def link_prefill_tok_per_s(plan: CapacityPlan) -> float | None:
+    """Bound of prompts that run one after the other, by the blocks that cross the link: for each chunk, the earlier
+    blocks that are not resident.
+    """
+    byte_per_s = least(plan.machine.link_byte_per_s, plan.cpu_byte_per_s)
+    if not (byte_per_s and plan.config.enable_cpu_offload and plan.machine.gpu_bytes is not None):
+        return None
+    num_loaded = num_prefill_loaded_blocks(
+        plan.context, plan.spec.block_size, plan.num_gpu_blocks, plan.config.max_num_batched_tokens
+    )
+    seconds = num_loaded * plan.spec.block_bytes / byte_per_s
+    return plan.context / seconds if seconds else None
+
+
+def flop_prefill_tok_per_s(plan: CapacityPlan) -> float | None:
+    """Bound of prompts by the GPU's arithmetic."""
+    if not plan.machine.flop_per_s:
+        return None
+    return plan.context * plan.machine.flop_per_s / prefill_flop(plan.config, plan.model, plan.context)
+
+
+def prefill_tok_per_s(plan: CapacityPlan) -> float | None:
+    """The lowest bound of prompts, or None if no bound is known."""
+    return least(link_prefill_tok_per_s(plan), flop_prefill_tok_per_s(plan))
+
+
+def first_token_s(plan: CapacityPlan) -> float | None:
+    """The least time until the first token after a prompt of `context` tokens, or None if no bound is known."""
+    rate = prefill_tok_per_s(plan)
+    return plan.context / rate if rate else None
+
+
+def disk_states(plan: CapacityPlan) -> int:
+    """Number of states of recurrent layers that a document of `context` tokens leaves on disk."""
+    return 0 if plan.spec.states is None else num_document_states(plan.context, _prefix_tokens(plan))
+
+
+def disk_bytes(plan: CapacityPlan) -> int:
+    """Size on disk of a document of `context` tokens, on all ranks."""
+    state_bytes = 0 if plan.spec.states is None else plan.spec.states.state_bytes
+    of_rank = document_disk_bytes(plan.context, plan.kv_bytes_per_token, state_bytes, _prefix_tokens(plan))
+    return of_rank * plan.config.tensor_parallel_size
+
+
+def _prefix_tokens(plan: CapacityPlan) -> int:
+    """Tokens that prefix hits are counted in."""
+    return BLOCK_SIZE_STEP if plan.config.enable_cpu_offload else plan.config.block_size
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+
+def plan_table(plan: CapacityPlan) -> str:
+    """The plan, one figure per line. `~` marks an estimate, `(!)` a figure above its limit.
+
+    Bytes are per GPU, except for the CPU pool, which is counted for all ranks together.
+    """
+    ranks = plan.config.tensor_parallel_size
+    where = f"{ranks} x {plan.machine.name}" if ranks > 1 else plan.machine.name
+    title = f"plan for {plan.num_sequences} x {plan.context:,} tokens of {plan.config.model} on {where}"
+    rows = [*_memory_rows(plan), *_sequence_rows(plan), *_bound_rows(plan)]
+    return "\n".join([title, *(f"  {name:<11} {figure:>11}  {remark}".rstrip() for name, figure, remark in rows)])
+
+
+def _memory_rows(plan: CapacityPlan) -> list[Row]:
+    """The parts of the GPU memory that are not empty, their sum, and the CPU pool."""
+    spec, memory, limit = plan.spec, plan.memory, plan.gpu_limit_bytes
+    offload = plan.config.enable_cpu_offload
+    blocks = f"{plan.num_gpu_blocks} of {spec.block_size} tokens, {format_bytes(spec.block_bytes)} each"
+    blocks += f", {format_bytes(plan.kv_bytes_per_token)} a token"
+    parts = (
+        ("weights", "", memory.weight_bytes, ""),
+        ("slots" if offload else "KV cache", "", memory.kv_bytes, blocks),
+        ("shadow", "", memory.shadow_bytes, f"{plan.num_pages} blocks in {plan.shadow_bits} bits, for drafts"),
+        ("states", "", memory.state_bytes, _states_remark(plan)),
+        ("draft head", "", memory.draft_bytes, "its K and V, for all blocks of the CPU pool"),
+        ("staging", "", memory.staging_bytes, ""),
+        ("logits", "", memory.logits_bytes, "one buffer for all graphs"),
+        ("inputs", "~", memory.input_bytes, "static inputs of the graphs"),
+        ("activations", "~", memory.activation_bytes, "in the largest step"),
+        ("graphs", "~", memory.graph_bytes, ""),
+        ("workspaces", "~", memory.workspace_bytes, "cuBLAS"),
+        ("CUDA", "~", memory.context_bytes, "its context and kernels"),
+    )
+    rows = [(name, f"{sign}{format_bytes(num_bytes)}", remark) for name, sign, num_bytes, remark in parts if num_bytes]
+    if plan.unused_draft_bytes:
+        needs = f"its K and V would take {format_bytes(plan.unused_draft_bytes)}, over a quarter of the memory for KV"
+        rows.append(("draft head", "left out", needs))
+    if limit is not None:
+        remark = f"of {format_bytes(limit)} that may be used" + ("" if plan.fits_gpu else " (!)")
+        rows.append(("GPU memory", f"~{format_bytes(memory.total_bytes)}", remark))
+    if offload:
+        num_tokens = plan.num_cpu_blocks * spec.block_size
+        remark = f"{plan.num_cpu_blocks} blocks, {num_tokens:,} tokens of all requests together"
+        remark += f"; {format_bytes(plan.machine.host_bytes)} was available"
+        rows.append(("CPU pool", format_bytes(plan.cpu_pool_bytes), remark + ("" if plan.fits_host else " (!)")))
+    if plan.snapshot_bytes:
+        remark = f"{plan.num_snapshots} state{'s' * (plan.num_snapshots > 1)} for later prompts, in CPU memory"
+        rows.append(("snapshots", format_bytes(plan.snapshot_bytes), remark))
+    if disk_limit := plan.config.disk_bytes:
+        remark = f"a document of {plan.context:,} tokens"
+        if num_states := disk_states(plan):
+            remark += f" with {num_states} state{'s' * (num_states > 1)}"
+        if num_bytes := disk_bytes(plan):
+            remark += f"; there is room for {disk_limit // num_bytes:,} in {format_bytes(disk_limit)}"
+        rows.append(("on disk", format_bytes(num_bytes), remark))
+    return rows
+
+
+def _states_remark(plan: CapacityPlan) -> str:
+    if plan.spec.states is None:
+        return ""
+    num_seqs = max_stateful_seqs(plan.config, plan.spec.states, plan.num_state_slots)
+    return f"of {num_seqs} sequence{'s' * (num_seqs > 1)}, {format_bytes(plan.spec.states.slot_bytes)} each"
+
+
+def _sequence_rows(plan: CapacityPlan) -> list[Row]:
+    """The sequences that fit, both of the plan's length and of one block, and the blocks that are missing."""
+    long, short = plan.capacity(plan.context), plan.capacity(plan.spec.block_size)
+    remark = f"of {plan.context:,} tokens at once, limited by {long.limit}"
+    if plan.context > plan.spec.block_size:
+        remark += f"; {short.num_sequences} of up to {plan.spec.block_size:,}, by {short.limit}"
+    rows = [("sequences", f"{long.num_sequences:,}", remark)]
+    if plan.config.enable_cpu_offload:
+        remark = f"full per sequence; at least {plan.num_missing_blocks} missing per step"
+        rows.append(("blocks", f"{num_full_blocks(plan.context, plan.spec.block_size):,}", remark))
+    return rows
+
+
+def _bound_rows(plan: CapacityPlan) -> list[Row]:
+    """The machine's rates with their sources, and the bounds that follow from them, lowest first."""
+    m = plan.machine
+    rows = []
+    if m.gpu_bytes is not None and plan.config.enable_cpu_offload:
+        rows += [("link", f"{m.link_byte_per_s / 1e9:.1f} GB/s", m.link_source)] if m.link_byte_per_s else []
+        rows += [("CPU memory", f"{m.cpu_byte_per_s / 1e9:.1f} GB/s", m.cpu_source)] if m.cpu_byte_per_s else []
+    if m.memory_byte_per_s:
+        rows.append(("memory rate", f"{m.memory_byte_per_s / 1e12:.2f} TB/s", m.rates_source))
+    if m.flop_per_s:
+        rows.append(("arithmetic", f"{m.flop_per_s / 1e12:.0f} TFLOP/s", m.rates_source))
+    decode, remark = {"memory rate": plan.memory_decode_tok_per_s}, ""
+    if plan.config.cpu_attention == "off":
+        decode["link"] = plan.link_decode_tok_per_s
+    elif plan.link_decode_tok_per_s:
+        decode["link and the CPU"] = plan.link_and_cpu_decode_tok_per_s
+        remark = f"{rate_text(plan.link_decode_tok_per_s)} by the link alone"
+    rows += _bound_row("decode", decode, remark)
+    guessing = {f"at acceptance {a}": plan.guessing_decode_tok_per_s(a) for a in ACCEPTANCES}
+    if shares := ", ".join(f"{rate_text(rate)} {share}" for share, rate in guessing.items() if rate is not None):
+        rows.append(("guesses", "", f"tok/s: {shares}, with up to {plan.config.max_guesses} a step"))
+    rows += _bound_row("prefill", {"link": link_prefill_tok_per_s(plan), "arithmetic": flop_prefill_tok_per_s(plan)})
+    if (first_s := first_token_s(plan)) is not None:
+        rows.append(("first token", f">= {seconds_text(first_s)}", f"after a prompt of {plan.context:,} tokens"))
+    return rows
+
+
+def _bound_row(name: str, by_cause: Mapping[str, float | None], remark: str = "") -> list[Row]:
+    """The lowest of the bounds that are known, and all of them in the remark. Without any, no row."""
+    known = sorted((rate, cause) for cause, rate in by_cause.items() if rate is not None)
+    causes = ", ".join(f"{rate_text(rate)} by the {cause}" for rate, cause in known)
+    remarks = "; ".join(text for text in (causes, remark) if text)
+    return [(name, f"<= {rate_text(known[0][0])}", f"tok/s: {remarks}")] if known else []
+
+
+def rate_text(tok_per_s: float) -> str:
+    return f"{tok_per_s:,.0f}" if tok_per_s >= 1000 else f"{tok_per_s:.1f}"
+
+
+def seconds_text(number: float) -> str:
+    return f"{number:,.0f} s" if number >= 100 else f"{number:.1f} s" if number >= 0.1 else f"{number:.1g} s"

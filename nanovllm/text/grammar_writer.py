@@ -1,0 +1,291 @@
+"""GrammarWriter: writes what structured_outputs asks for as a grammar in llguidance's Lark language.
+
+It refuses what can be refused without compiling, and what llguidance does not check: the size of the text, and how deep
+references in a schema can nest.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from nanovllm.errors import RequestError
+from nanovllm.sampling_params import ReasoningTags, StructuredOutputs, TaggedJson, TaggedValue
+from nanovllm.text.json_schema import Fault, find_faults, remove_neutral_keywords
+from nanovllm.text.number_limit import JsonPlaces
+
+MAX_CHARS = 200_000  # limit of a schema, a regex, or all choices together
+# llguidance follows references by recursion. Each reference is followed at most once on the way down, through no more
+# levels than the schema has, so the product of the two bounds the depth.
+MAX_REFERENCE_DEPTH = 6000
+MAX_WHITESPACE = 64  # between two parts of JSON; without a limit, some models emit whitespace and never stop
+MAX_REASON_CHARS = 300
+MAX_FAULTS = 5  # in a message
+
+# With forcing, a token that only one text can follow is replaced by the tokenizer's own split of that text. llguidance
+# would write out the whole text first: gigabytes for ((a{1000}){1000}){1000}. Without, masks hold every allowed token.
+HEADER = '%llguidance {"no_forcing": true}\nstart: '
+_WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as models write tool calls
+
+
+class GrammarWriter:
+    """Writes the grammar of one request in the Lark language.
+
+    added_tokens: tokens that are part of a text. A tag that is one of them is matched as that token, because an added
+    token never matches a text, and the model would write it as a token.
+    relaxed: returns the rule of a schema, given its place in the request and its JSON text, without what a grammar
+    cannot express.
+    """
+
+    def __init__(self, added_tokens: Mapping[str, int], relaxed: Callable[[str, str], str]) -> None:
+        self._added_tokens, self._relaxed = added_tokens, relaxed
+        self._rules = {"TEXT": r"/(.|\n)*/"}  # by name
+        self.schemas: list[Any] = []  # schemas that the answer must match to the letter
+
+    def write(self, outputs: StructuredOutputs, reasoning: ReasoningTags | None) -> tuple[str, str, JsonPlaces | None]:
+        """Return the name of the field that is given, the grammar, and where the answer has JSON or None without any.
+
+        Raises RequestError for what can be refused without compiling it.
+        """
+        kind, form = self._form(outputs)
+        tagged = outputs.tagged_json
+        has_free_text = False
+        if tagged is not None:
+            kind = "tagged_json"
+            has_free_text = not (tagged.is_required or form) and bool(tagged.trigger)
+            form = self._tagged(tagged, form, reasoning)
+        before = "" if reasoning is None else self._reasoning(reasoning, has_free_text)
+        rules = [f"{name}: {rule}" for name, rule in self._rules.items()]
+        grammar = "\n".join([f"{HEADER}{f'{before}({form})' if before else form}", *rules])
+        if tagged is not None:
+            _check_size("tagged_json", len(grammar))
+        return kind, grammar, _json_places(outputs, reasoning)
+
+    def _form(self, outputs: StructuredOutputs) -> tuple[str, str]:
+        """Return the name of the field other than tagged_json that is given, and its rule; "" for none."""
+        if outputs.json_object:
+            return "json_object", self._json({"type": "object"}, whitespace_pattern=_WHITESPACE)
+        if outputs.json is not None:
+            return "json", self._json(outputs.json, whitespace_pattern=_WHITESPACE)
+        if outputs.regex is not None:
+            _check_size("regex", len(outputs.regex))
+            return "regex", _regex(outputs.regex)
+        if outputs.choice is not None:
+            _check_size("choice", sum(map(len, outputs.choice)))
+            self._rules["CHOICE"] = " | ".join(map(json.dumps, outputs.choice))
+            return "choice", "CHOICE"
+        return "", ""
+
+    def _reasoning(self, tags: ReasoningTags, has_free_text: bool) -> str:
+        """Return a rule for the reasoning and the white space after it.
+
+        has_free_text: what follows begins with any text. Tags that are no tokens belong to that text.
+        """
+        if has_free_text and not {tags.begin, tags.end} <= self._added_tokens.keys():
+            return ""
+        self._rules["THOUGHT"] = _terminal(text_without([tags.end]))
+        thoughts = self._any_text("THOUGHT", (tags.end,))
+        if tags.end in self._added_tokens:
+            thoughts += f" THOUGHT {self._literal(tags.end)}"
+        else:
+            self._rules["thought[lazy]"] = f"THOUGHT {json.dumps(tags.end)}"
+            thoughts += " thought "
+        if not has_free_text:
+            self._rules["SPACE"] = f"/[ \\t\\r\\n]{{0,{MAX_WHITESPACE}}}/"
+            thoughts += "SPACE "
+        if tags.has_begun:
+            return thoughts
+        self._rules["LEADING_SPACE"] = f"/[ \\t\\r\\n]{{0,{MAX_WHITESPACE}}}/"
+        return f"(LEADING_SPACE {self._literal(tags.begin)}{thoughts})? "
+
+    def _any_text(self, text: str, without: tuple[str, ...]) -> str:
+        """Return a rule for texts between added tokens, such as </think>, up to the next text."""
+        others = [str(token_id) for token, token_id in self._added_tokens.items() if token not in without]
+        return f"({text} <[{','.join(others)}]>)*" if others else '""'
+
+    def _tagged(self, tagged: TaggedJson, form: str, reasoning: ReasoningTags | None) -> str:
+        """Return the rule of an answer with tags, with one rule for each tag. `form`: of an answer without tags.
+
+        The lexer takes the shortest text that ends in the trigger, so free text has none. Should the model spell the
+        trigger in letters, a tag must follow, too.
+        """
+        is_alternative = tagged.is_required or bool(form)
+        start = "" if is_alternative else tagged.trigger
+        names = tagged.names or [""] * len(tagged.tags)
+        for i, ((begin, schema, end), name) in enumerate(zip(tagged.tags, names, strict=True)):
+            values = schema if isinstance(schema, tuple) else [TaggedValue("", schema, "", True)]
+            body = "".join(self._value(value, f"{i}_{j}", name, tagged.value_pattern) for j, value in enumerate(values))
+            self._rules[f"tag_{i}"] = f"{self._literal(begin.removeprefix(start))}{body}{self._literal(end)}"
+        self._rules["tag"] = " | ".join(f"tag_{i}" for i in range(len(tagged.tags)))
+        tags = "tag" if tagged.is_single else f"tag ({self._literal(tagged.separator)}tag)*"
+        if is_alternative:
+            return f"{tags} | {form}" if form else tags
+        if not tagged.trigger:
+            self._rules["FREE"] = _terminal(tagged.text_pattern or r"([ \t\r\n]*[^ \t\r\n{](.|\n)*)?")
+            return f"FREE | {tags}"
+        self._rules["FREE"] = _terminal(tagged.text_pattern)
+        self._rules["SPELLED"] = f"FREE {json.dumps(tagged.trigger)}"
+        self._rules["spelled[lazy]"] = "SPELLED"
+        is_token = tagged.trigger in self._added_tokens
+        self._rules["free"] = self._any_text("FREE", (tagged.trigger, *([reasoning.begin] if reasoning else [])))
+        self._rules["trigger"] = f"free (spelled{f' | FREE {self._literal(tagged.trigger)}' if is_token else ''})"
+        return "free FREE | trigger tag" if tagged.is_single else "(trigger tag)* free FREE"
+
+    def _value(self, value: TaggedValue, number: str, name: str, value_pattern: str) -> str:
+        if value.choices:
+            choices = " | ".join(self._literal(choice) or '""' for choice in value.choices)
+            rule = f"{self._literal(value.begin)}({choices}) {self._literal(value.end)}"
+        elif value.schema is None:
+            # The text may have no added tokens, so its end is in letters, too
+            self._rules["VALUE"] = _terminal(value_pattern)
+            self._rules[f"VALUE_{number}"] = f"VALUE {json.dumps(value.end)}"
+            self._rules[f"value_{number}[lazy]"] = f"VALUE_{number}"
+            rule = f"{self._literal(value.begin)}value_{number} "
+        else:
+            place = f"{name} {value.begin.strip()}".strip()
+            rule = f"{self._literal(value.begin)}{self._json(value.schema, place, **_ONE_LINE)} "
+            rule += self._literal(value.end)
+        return rule if value.is_required else f"({rule})? "
+
+    def _literal(self, text: str) -> str:
+        """Return strings of a grammar, each with a space after it: added tokens as tokens, the others as texts."""
+        tokens = [token for token in sorted(self._added_tokens, key=len, reverse=True) if token in text]
+        pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
+        return "".join(
+            f"<[{self._added_tokens[each]}]> " if each in tokens else f"{json.dumps(each)} " for each in pieces if each
+        )
+
+    def _json(self, schema: Any, place: str = "", **defaults: Any) -> str:
+        """Return the rule of a JSON schema. `place`: for the log. `defaults`: options of llguidance.
+
+        The options in the schema itself, under "x-guidance", take precedence. With "lenient" among them, the schema is
+        relaxed where a grammar cannot express it. Otherwise this raises RequestError.
+        """
+        schema = _parse_schema(schema)
+        if isinstance(schema, dict):
+            options = schema.get("x-guidance", {})
+            if isinstance(options, dict):
+                schema["x-guidance"] = defaults | options
+                if options.get("lenient") is True:
+                    return self._relaxed(place, json.dumps(schema))
+            remove_neutral_keywords(schema)
+            refuse(find_faults(schema))
+            self.schemas.append(schema)
+        return f"%json {json.dumps(schema)}"
+
+
+def _json_places(outputs: StructuredOutputs, reasoning: ReasoningTags | None) -> JsonPlaces | None:
+    """Return where an answer has JSON, or None if it has none. The rest of it must not be mistaken for JSON."""
+    at_start = outputs.json is not None or outputs.json_object
+    begins, ends = [], []
+    tags = outputs.tagged_json.tags if outputs.tagged_json is not None else ()
+    for begin, schema, end in tags:
+        values = schema if isinstance(schema, tuple) else [TaggedValue(begin, schema, end, True)]
+        begins += [value.begin for value in values if value.schema is not None]
+        ends += [value.end for value in values if value.schema is not None]
+    if not at_start and not begins:
+        return None
+
+    def encoded(texts: list[str]) -> tuple[bytes, ...]:
+        return tuple({text.encode(errors="replace"): None for text in texts if text.strip()})
+
+    return JsonPlaces(at_start, reasoning, encoded(begins), encoded([end for end in ends if len(end) > 1]))
+
+
+def refuse(faults: list[Fault]) -> None:
+    """Raise RequestError for parts of a schema that a grammar cannot express."""
+    if faults:
+        raise RequestError(f"structured_outputs.json cannot be used: {shown_faults(faults)}; correct or simplify it")
+
+
+def shown_faults(faults: list[Fault]) -> str:
+    """Return what is wrong with a schema, for a message."""
+    first = "; ".join(shortened(str(fault)) for fault in faults[:MAX_FAULTS])
+    return f"{first}; and {len(faults) - MAX_FAULTS} more" if len(faults) > MAX_FAULTS else first
+
+
+def _terminal(pattern: str) -> str:
+    """Return a terminal that matches a regular expression, or any text if it is empty."""
+    return f"/{pattern.replace('/', chr(92) + '/')}/" if pattern else "TEXT"
+
+
+def text_without(
+    texts: Iterable[str], start: str = "[^<]*", continuations: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return a regular expression, in Rust's syntax, of texts that do not contain any of `texts`.
+
+    Each of these begins with "<" and has no other. start: matches what comes before the first "<". continuations: text
+    -> what must follow it up to the next "<". Spelled out letter by letter, because the complement of a regular
+    expression takes llguidance a hundred times longer.
+    """
+    words = dict.fromkeys((text[1:] for text in texts), "") | {text[1:]: then for text, then in continuations.items()}
+
+    def rest(begun: str) -> str:
+        """Return what can follow after "<" and `begun`."""
+        if begun in words:
+            return words[begun]
+        following = {word[len(begun)]: None for word in words if word.startswith(begun) and word != begun}
+        chars = "".join(re.escape(char) for char in following)
+        branches = [re.escape(char) + after for char in following if (after := rest(begun + char))]
+        return f"(?:{'|'.join(['', f'[^<{chars}][^<]*', *branches])})"
+
+    return f"{start}(?:<{rest('')})*" if words else r"(?:.|\n)*"
+
+
+def _check_size(kind: str, num_chars: int) -> None:
+    if num_chars > MAX_CHARS:
+        raise RequestError(
+            f"structured_outputs.{kind} has {num_chars} characters, at most {MAX_CHARS}; make it smaller"
+        )
+
+
+def _regex(regex: str) -> str:
+    from llguidance import regex_to_lark
+
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:  # regex_to_lark would drop it
+        raise RequestError("structured_outputs.regex cannot be used: incomplete escape at its end; correct it")
+    try:
+        return f"/{regex_to_lark(regex, 'd')}/"  # \d is 0 to 9 only, and not any digit of Unicode
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"structured_outputs.regex is not valid Unicode text; remove {error.object[error.start]!r}"
+        ) from error
+
+
+def _parse_schema(schema: Any) -> Any:
+    """Return a copy of the schema, given as text or as a dict, as plain JSON values."""
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(dict(schema))
+        parsed = json.loads(text) if len(text) <= MAX_CHARS else None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs.json is not a JSON schema: {error}; correct it") from error
+    _check_size("json", len(text))
+    height, num_references = _measure(parsed)
+    if (1 + num_references) * height > MAX_REFERENCE_DEPTH:
+        raise RequestError(
+            f"structured_outputs.json has {num_references} references in {height} levels, which can nest "
+            f"{(1 + num_references) * height} deep, at most {MAX_REFERENCE_DEPTH}; make it smaller"
+        )
+    return parsed
+
+
+def _measure(schema: Any) -> tuple[int, int]:
+    """Return the number of levels of a schema, and its number of references."""
+    height = num_references = 0
+    pending = [(schema, 1)]
+    while pending:
+        value, level = pending.pop()
+        height = max(height, level)
+        if isinstance(value, dict):
+            num_references += "$ref" in value
+            value = value.values()
+        elif not isinstance(value, list):
+            continue
+        pending.extend((child, level + 1) for child in value)
+    return height, num_references
+
+
+def shortened(line: str) -> str:
+    return line if len(line) <= MAX_REASON_CHARS else f"{line[:MAX_REASON_CHARS]}..."
