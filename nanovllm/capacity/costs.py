@@ -15,7 +15,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from nanovllm.capabilities.shadow.shadow_spec import wants_shadow
+from nanovllm.capacity.division import wants_shadow
 from nanovllm.capacity.machine import Machine
 from nanovllm.checkpoint.model_config import MAX_MLP_TOKENS, ModelConfig
 from nanovllm.checkpoint.model_layout import Linear, model_layout

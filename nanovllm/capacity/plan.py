@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from nanovllm.capabilities.shadow.shadow_spec import NO_SHADOW, ShadowSpec, auto_shadows, divide_memory, wants_shadow
 from nanovllm.capacity import costs
 from nanovllm.capacity.costs import DeviceMemory, device_memory
+from nanovllm.capacity.division import NO_SHADOW, auto_shadows, divide_memory, wants_shadow
 from nanovllm.capacity.machine import Machine
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import GPU_RESERVE_BYTES, Config
@@ -30,6 +30,7 @@ from nanovllm.plan.kv_spec import (
     num_sequences_in,
     with_watermark,
 )
+from nanovllm.plan.shadow_spec import ShadowSpec
 from nanovllm.plan.step_limits import expected_tokens, max_model_len
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
 

@@ -286,8 +286,7 @@ class Engine:
             "block_size": self.setup.plan.spec.block_size,
         }
         stats |= self._steps.stats() | self.scheduler.kv.stats() | dict(self.executor.runner.stats())
-        if self.scheduler.disk is not None:
-            stats |= self.scheduler.disk.stats()
+        stats |= self.scheduler.store.stats()
         if self._link_meter is not None:
             stats |= self._link_meter.stats(self._link_byte_per_s)
         return stats | self.scheduler.speculator.stats()
@@ -309,8 +308,7 @@ class Engine:
                 self._steps.store_all()
         finally:
             self.executor.close()
-            if self.scheduler.disk is not None:
-                self.scheduler.disk.board.close()
+            self.scheduler.store.close()
 
     def _check_open(self) -> None:
         if self.closed_because is not None:

@@ -11,6 +11,7 @@ import torch
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit, FollowingSplit
 from nanovllm.capabilities.cpu_attention.rates import make_cpu_attention, measure_split
 from nanovllm.capabilities.disk.disk_moves import DiskSetup, least_load_tokens
+from nanovllm.capabilities.disk.start import identify_weights, measure_disk, open_disk
 from nanovllm.capabilities.disk.tier import DiskBoard, DiskTier
 from nanovllm.capabilities.draft_head.drafts import HeadSetup
 from nanovllm.capabilities.draft_head.pages import HeadPages
@@ -18,10 +19,10 @@ from nanovllm.capabilities.recurrent.memory import StateSetup
 from nanovllm.capabilities.recurrent.places import RecurrentStates
 from nanovllm.capabilities.shadow.drafts import ShadowSetup
 from nanovllm.capabilities.shadow.pages import ShadowPages
-from nanovllm.capabilities.shadow.shadow_spec import ShadowSize, ShadowSpec, divide_memory
 from nanovllm.capabilities.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from nanovllm.capabilities.speculation.speculator import Speculator, StepTimes
 from nanovllm.capacity.costs import prefill_flop, token_keys
+from nanovllm.capacity.division import ShadowSize, divide_memory
 from nanovllm.capacity.plan import make_plan, plan_summary
 from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import GPU_RESERVE_BYTES, Config
@@ -36,6 +37,7 @@ from nanovllm.kvcache.companion import Companion
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.missing_keys import STREAM_ALL
 from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, max_stateful_seqs, max_useful_blocks
+from nanovllm.plan.shadow_spec import ShadowSpec
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows
 from nanovllm.runner.model_runner import make_runner
 from nanovllm.runner.step_runner import CompanionSetup
@@ -92,11 +94,13 @@ def rank_devices(device_type: str, size: int) -> list[torch.device]:
 
 def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int]) -> Engine:
     is_gpu = setup.device.type == "cuda"
+    if setup.config.kv_disk_path is not None:
+        executor.call(Runner.apply, identify_weights)
     sizes = _kv_cache_sizes(setup, executor)
     executor.call(Runner.allocate_kv_cache, sizes, companion_setups(setup.plan.spec, sizes))
     if is_gpu and not setup.config.enforce_eager:
         executor.call(Runner.capture_graphs, sizes.num_gpu_blocks)
-    split = setup.internals.cpu_split or executor.call(Runner.measure, measure_split)
+    split = setup.internals.cpu_split or executor.call(Runner.apply, measure_split)
     companions = _make_companions(setup.config, sizes, setup.plan.spec)
     kv = _make_kv_manager(setup.config, sizes, setup.plan.spec, companions, split)
     speculator = _make_speculator(setup, executor, kv)
@@ -114,7 +118,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
         speculator=speculator,
         max_step_rows=max_step_rows(setup.config, sizes.num_gpu_blocks),
         step_bound=_make_step_bound(setup, times, report.link_byte_per_s),
-        disk=disk,
+        store=disk,
     )
     logger.info("started in %s", report.phases)
     if setup.config.enable_cpu_offload:
@@ -231,7 +235,7 @@ def _open_disk(setup: EngineSetup, executor: Executor, kv: KVCacheManager) -> Di
     path = str(Path(config.kv_disk_path).expanduser().resolve())
     opened = DiskSetup(path, str(config.model), config.disk_bytes, board.address, num_places)
     try:
-        keys = executor.call(Runner.open_disk, opened)
+        keys = executor.call(Runner.apply, partial(open_disk, opened))
         least_tokens = _least_load_tokens(setup, executor)
     except BaseException:
         board.close()
@@ -246,7 +250,7 @@ def _least_load_tokens(setup: EngineSetup, executor: Executor) -> int:
         return setup.internals.least_load_tokens
     if setup.device.type == "cpu":
         return 0
-    rates = executor.call(Runner.measure_disk)
+    rates = executor.call(Runner.apply, measure_disk)
     token_bytes = spec.block_bytes // spec.block_size
     state_bytes = 0 if spec.states is None else spec.states.state_bytes
     flop = partial(prefill_flop, plan.config, plan.model)

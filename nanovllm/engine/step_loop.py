@@ -137,22 +137,21 @@ class StepLoop:
             self._num_steps += 1
             self._had_no_requests = False
         elif self._in_flight is None and self._scheduler.has_unfinished:
-            disk = self._scheduler.disk
-            is_loading = disk is not None and bool(disk.num_waiting or disk.holders)
+            store = self._scheduler.store
+            is_loading = bool(store.num_waiting or store.holders)
             assert self._scheduler.waits_for_masks or is_loading, "requests are waiting, but none of them can run"
             self._had_no_requests = True  # for the meters, this is a pause, too
             time.sleep(MASK_PAUSE_S)
         if not self._works_ahead:
             self._in_flight, launched = launched, None
         self._commit_in_flight(launched)
-        self._move_disk()
+        self._move_stored()
         self._last_turn_s = time.perf_counter()
 
-    def _move_disk(self) -> None:
-        """Let the ranks move extents between memory and disk. All planned steps have been launched."""
-        disk = self._scheduler.disk
-        if disk is not None and (moves := disk.next_moves()) is not None:
-            self._executor.call(Runner.move_disk, moves)
+    def _move_stored(self) -> None:
+        """Let the ranks move prompts between memory and their store. All planned steps have been launched."""
+        if (moves := self._scheduler.store.next_moves()) is not None:
+            self._executor.call(Runner.move, moves)
 
     def _has_paused(self) -> bool:
         """Return True if a step that is launched now would follow a pause (see StepMeter)."""
@@ -245,15 +244,15 @@ class StepLoop:
                 self._executor.wait_for(in_flight.launched)
 
     def store_all(self) -> None:
-        """Wait until the prompts that have been computed are on disk, before the engine is closed."""
-        disk = self._scheduler.disk
-        if disk is None or self._planned is not None:  # what was planned has not been computed
+        """Wait until the prompts that have been computed are stored, before the engine is closed."""
+        if self._planned is not None:  # what was planned has not been computed
             return
-        self._move_disk()
+        store = self._scheduler.store
+        self._move_stored()
         start_s = time.monotonic()
         is_told = False
-        while disk.num_pending and (waited_s := time.monotonic() - start_s) < STORE_ALL_S:
+        while store.num_pending and (waited_s := time.monotonic() - start_s) < STORE_ALL_S:
             if waited_s > 1 and not is_told:
-                logger.info("KV on disk: writing %d pieces of prompts before the end", disk.num_pending)
+                logger.info("writing %d pieces of prompts before the end", store.num_pending)
                 is_told = True
             time.sleep(MASK_PAUSE_S)

@@ -5,10 +5,9 @@ All of them run the same calls in the same order, because they take part in the 
 single rank, in this process; ProcessExecutor (processes.py) has several.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from nanovllm.capabilities.disk.disk_moves import DiskMoves, DiskRates, DiskSetup
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import EngineError
 from nanovllm.plan.kv_spec import KVCacheSizes, StartReport
@@ -65,28 +64,21 @@ class Runner(Protocol):
     def capture_graphs(self, num_gpu_blocks: int) -> None:
         """Capture the CUDA graphs that decode steps replay from here on. Needs a GPU and an allocated KV cache."""
 
-    def measure(self, measurement: Callable[[Any], Result]) -> Result:
-        """Run `measurement` on this rank's runner, and return its result.
+    def apply(self, function: Callable[[Any], Result]) -> Result:
+        """Run a function of a capability on this rank's runner, and return its result.
 
-        A capability measures its speed with it, by decode steps as requests will run them. Needs an allocated KV cache
-        and, unless steps are launched kernel by kernel, captured graphs.
+        A capability starts its half on the rank with it, or measures its speed by steps as requests will run them.
         """
         ...
 
     def measure_drafts(self) -> DraftTimes:
         """Time the drafting of one token. Needs an allocated KV cache."""
 
-    def open_disk(self, setup: DiskSetup) -> Container[bytes]:
-        """Open the cache on disk. Needs an allocated KV cache. Returns the keys of the extents that this rank finds.
+    def move(self, moves: Any) -> None:
+        """Begin to move prompts between memory and a store (schedule/prompt_store.py), in other threads.
 
-        Raises ConfigError if it cannot be opened.
+        Called between steps, when all planned steps were launched.
         """
-
-    def measure_disk(self) -> DiskRates:
-        """Time the computing of a prompt and the reading of extents, by the slowest rank. Needs an opened cache."""
-
-    def move_disk(self, moves: DiskMoves) -> None:
-        """Begin to move extents, in other threads. Called between steps, when all that are planned are launched."""
 
     def freeze_objects(self) -> None:
         """Exempt all objects that exist now from garbage collection, until `close`."""

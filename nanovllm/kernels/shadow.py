@@ -1,4 +1,4 @@
-"""Attention of single queries over the shadow, and the quantization that fills it (capabilities/shadow/shadow_spec.py).
+"""Attention of single queries over the shadow, and the quantization that fills it (plan/shadow_spec.py).
 
 Legend: B sequences, H query heads, K kv heads, D head dim, L layers, N pages, P tokens per page, S splits.
 
@@ -24,13 +24,13 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.capabilities.shadow.shadow_spec import KEY_GROUP, SLICE_TOKENS, ShadowSpec
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KernelTarget
 from nanovllm.kernels.configs import plan_num_splits
 from nanovllm.kernels.launch import LN_2, LOG2_E, let_next_start, on_grid, pdl_options, wait_for_previous
 from nanovllm.kernels.merge import merge_splits
 from nanovllm.kernels.packed_values import mask_and_set
+from nanovllm.plan.shadow_spec import KEY_GROUP, SLICE_TOKENS, ShadowSpec
 
 MAX_ROWS = 16  # query heads of a program
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)

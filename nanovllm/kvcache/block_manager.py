@@ -13,7 +13,7 @@ from nanovllm.kvcache.block_pool import Block, BlockPool, PrefixMatch
 from nanovllm.kvcache.companion import Companion, Companions
 from nanovllm.kvcache.missing_keys import STREAM_ALL, KeySplitter
 from nanovllm.plan.kv_spec import WATERMARK, BlockState, num_watermark_blocks
-from nanovllm.plan.sequence import Sequence, SequenceStatus
+from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import KVMoves
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -180,10 +180,6 @@ class KVCacheManager(ABC):
         """Count the tokens of a block that are, after all planned steps, in the memory that holds whole blocks."""
 
     @abstractmethod
-    def check_integrity(self, sequences: Seq[Sequence]) -> None:
-        """Assert that every block has the right owners. `sequences` are all unfinished ones, and holders."""
-
-    @abstractmethod
     def block_map(self) -> bytes:
         """Return the BlockState of every block, one byte each.
 
@@ -280,10 +276,6 @@ class BlockManager(KVCacheManager):
 
     def num_stored_tokens(self, block_id: int) -> int:
         return self.block_size
-
-    def check_integrity(self, sequences: Seq[Sequence]) -> None:
-        self.pool.check_integrity(list(sequences))
-        self.companions.check_integrity([seq for seq in sequences if seq.status is SequenceStatus.RUNNING])
 
     def block_map(self) -> bytes:
         # With prefix caching, a block without a hash is not full yet

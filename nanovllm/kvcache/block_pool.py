@@ -11,7 +11,7 @@ contiguous ones among the spare blocks. Contiguity never decides which cached bl
 import itertools
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -222,10 +222,6 @@ class PrefixIndex:
                 return block
         return None
 
-    def prefix_ids(self) -> Collection[int]:
-        """The ids of all known prefixes."""
-        return self._newest.keys()
-
     def prefix_id(self, seq: Sequence, blocks: list[Block], num_tokens: int) -> int | None:
         """The id of a running sequence's first `num_tokens` tokens, a whole number of grains, if they are known."""
         number, before = divmod(num_tokens - 1, self.block_size)
@@ -311,42 +307,6 @@ class PrefixIndex:
             return newest
         older = self._older.get(prefix_id)
         return next(reversed(older.values())) if older else None
-
-    def check_integrity(self, blocks: list[Block]) -> None:
-        """Assert that the index lists every grain of every block with all its holders, and nothing else.
-
-        Also assert that an id stands for one parent and one grain, and no other id for the same.
-        """
-        held: dict[int, set[int]] = {}
-        ids: dict[int, set[int]] = {}
-        meanings: dict[int, tuple[int, bytes]] = {}
-        for block in blocks:
-            num_tokens, num_hashes = len(block.token_ids), len(block.grain_hashes)
-            assert num_tokens == num_hashes * self.grain, f"block {block.block_id}: {num_hashes} hashes, {num_tokens=}"
-            for i, (grain_hash, (parent_id, prefix_id)) in enumerate(
-                zip(block.grain_hashes, itertools.pairwise(block.prefix_ids), strict=True)
-            ):
-                token_ids = block.token_ids[i * self.grain : (i + 1) * self.grain].tobytes()
-                assert meanings.setdefault(prefix_id, (parent_id, token_ids)) == (parent_id, token_ids), (
-                    f"prefix id {prefix_id} stands for two prefixes"
-                )
-                ids.setdefault(grain_hash, set()).add(prefix_id)
-                held.setdefault(prefix_id, set()).add(block.block_id)
-        assert len(set(meanings.values())) == len(meanings), "a prefix has two ids"
-        assert {grain_hash: set(known) for grain_hash, known in self._prefix_ids.items()} == ids, (
-            "the ids do not match the blocks"
-        )
-        known = {prefix_id: {block.block_id} for prefix_id, block in self._newest.items()}
-        for prefix_id, older in self._older.items():
-            assert older, f"prefix {prefix_id} has an empty list of older holders"
-            holders = known.setdefault(prefix_id, set())
-            assert holders.isdisjoint(older), f"a holder of prefix {prefix_id} is listed twice"
-            holders.update(older)
-        assert known == held, "the index does not match the blocks"
-        last = self._last_search
-        is_valid = last is not None and last.version == self._version and last.next_hash not in self._prefix_ids
-        if last is not None and is_valid and last.num_tokens == len(last.seq.token_ids):
-            assert self._search(last.seq) == last, f"sequence {last.seq.seq_id} would no longer match what is cached"
 
 
 def _root_id(seq: Sequence) -> int:
@@ -490,18 +450,3 @@ class BlockPool:
         assert block.ref_count == 0, f"block {block.block_id} is discarded while it has {block.ref_count} references"
         self.index.drop(block)
         self._move_to_front(block)
-
-    def check_integrity(self, sequences: list[Sequence]) -> None:
-        """Assert that each block is either free or owned, with the right count. `sequences` are all that own blocks."""
-        counts = [0] * len(self.blocks)
-        for seq in sequences:
-            assert len(set(seq.block_table)) == len(seq.block_table), f"sequence {seq.seq_id} owns a block twice"
-            for block_id in seq.block_table:
-                counts[block_id] += 1
-        for block in self.blocks:
-            assert block.ref_count == counts[block.block_id], (
-                f"block {block.block_id} has ref_count {block.ref_count}, but {counts[block.block_id]} sequences own it"
-            )
-            num_lists = (block.block_id in self.spare_ids) + (block.block_id in self.cached_ids)
-            assert num_lists == (block.ref_count == 0), f"block {block.block_id} is in {num_lists} free lists"
-        self.index.check_integrity(self.blocks)

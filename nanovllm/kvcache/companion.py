@@ -84,9 +84,6 @@ class Companion:
         """
         return None
 
-    def check_integrity(self, running: Seq[Sequence]) -> None:
-        """Assert that the companion's own memory has the right owners."""
-
     def stats(self) -> dict[str, float | None]:
         """Counters for LLM.stats()."""
         return {}
@@ -161,10 +158,6 @@ class Companions:
             for companion in self._all
         ]
         return tuple([payload for payload in payloads if payload is not None])
-
-    def check_integrity(self, running: Seq[Sequence]) -> None:
-        for companion in self._all:
-            companion.check_integrity(running)
 
     def stats(self) -> dict[str, float | None]:
         return {name: value for companion in self._all for name, value in companion.stats().items()}

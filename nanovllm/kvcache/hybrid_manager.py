@@ -13,8 +13,6 @@ What always holds:
   When the pool is full, the newest sequence gives way. Its blocks stay in the prefix cache until others take them.
 """
 
-from collections import Counter
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -96,17 +94,6 @@ class Histories:
                 missing, num_queries, block_size=self._block_size, group_blocks=self._group_blocks, split=split
             )
         return self._last_missing
-
-    def check_integrity(self, running: Iterable[Sequence]) -> None:
-        for seq in running:
-            history = self._known.get(seq.seq_id)
-            if history is None or history.residency != self._slots.residency:
-                continue  # out of date; find() would replace it
-            blocks = [self._blocks[block_id] for block_id in seq.block_table[: history.num_blocks]]
-            ring_slots = tuple(sorted(block.ring_slot for block in blocks if block.ring_slot >= 0))
-            missing = tuple(block for block in blocks if block.ring_slot < 0)
-            expected = history.ring_slots, history.missing
-            assert (ring_slots, missing) == expected, f"the history of sequence {seq.seq_id} is out of date"
 
 
 # A preempted sequence is admitted again once the pool has room for it and every running sequence to grow by this many
@@ -383,27 +370,6 @@ class HybridKVCacheManager(KVCacheManager):
         num_paged_keys = len(history.ring_slots) * self.block_size + end - first * self.block_size
         chunk = [self.blocks[i].ring_slot for i in seq.block_table[first : self._num_blocks(end)]]
         return PagedKeys((*history.ring_slots, *chunk), num_paged_keys)
-
-    def check_integrity(self, sequences: Seq[Sequence]) -> None:
-        self.pool.check_integrity(list(sequences))
-        self.companions.check_integrity([seq for seq in sequences if seq.status is SequenceStatus.RUNNING])
-        self.ring.check_integrity()
-        running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
-        owners = Counter(block_id for seq in running for block_id in seq.block_table)
-        assert self._running.keys() == {seq.seq_id for seq in running}, "other sequences run than the manager counts"
-        self.histories.check_integrity(running)
-        for block in self.blocks:
-            num_running = owners[block.block_id]
-            assert block.num_running == num_running, (
-                f"block {block.block_id} has {num_running} running owners, but counts {block.num_running}"
-            )
-            slot = block.ring_slot
-            assert slot < 0 or self.ring.blocks[slot] is block, f"slot {slot} does not hold block {block.block_id}"
-            assert block.num_offloaded_tokens <= block.num_tokens, (
-                f"block {block.block_id} has more tokens offloaded than it holds"
-            )
-            assert slot >= 0 or not block.is_dirty, f"block {block.block_id} lost tokens with its slot"
-            assert not block.being_written or slot >= 0, f"block {block.block_id} is being written without a slot"
 
     def block_map(self) -> bytes:
         found = bytearray([_state_between_steps(block) for block in self.blocks])

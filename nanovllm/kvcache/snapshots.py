@@ -1,7 +1,6 @@
 """Snapshots: what prefix hits need besides K and V, kept in CPU memory."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -70,10 +69,3 @@ class Snapshots:
         if snapshot is not None:
             self._unused.append(snapshot)
             self.version += 1
-
-    def check_integrity(self, known: Iterable[int]) -> None:
-        """`known`: ids of all prefixes of the index."""
-        used = [*self._by_prefix.values(), *self._held]
-        assert sorted(used + self._unused) == list(range(self.count)), "a snapshot is lost or used twice"
-        of_prefixes = {prefix_id for prefix_id in self._by_prefix if prefix_id >= 0}
-        assert of_prefixes <= set(known), "a snapshot has outlived its prefix"

@@ -146,15 +146,6 @@ class SlotRing:
             return self.idle_slots
         return self.kept_slots if block.is_kept else self.read_slots
 
-    def check_integrity(self) -> None:
-        for ring_slot, held in enumerate(self.blocks):
-            assert held is None or held.ring_slot == ring_slot, (
-                f"the block in slot {ring_slot} says it is in slot {held.ring_slot}"
-            )
-            expected = self.free_slots if held is None else self._state(held)
-            for state in (self.free_slots, self.idle_slots, self.read_slots, self.kept_slots):
-                assert (ring_slot in state) == (state is expected), f"slot {ring_slot} is in the wrong state"
-
 
 class StepSlots:
     def __init__(self, ring: SlotRing, pool: BlockPool, block_size: int) -> None:

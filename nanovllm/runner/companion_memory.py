@@ -5,7 +5,7 @@ steps. Each hook does nothing by default.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ class CompanionColumns(NamedTuple):
 
 class CompanionMemory:
     paddings: tuple[int, ...] = ()  # for each column of the companion, its number in a graph's row of padding
-    stored_parts: Sequence[torch.Tensor] = ()  # snapshots that can be kept on disk, each [snapshots, ...]
+    stored_parts: Sequence[torch.Tensor] = ()  # snapshots that can be stored, each [snapshots, ...]
 
     def begin_step(self, plan: StepPlan, cache: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Enqueue what takes effect before the step. Hot: once per step.
@@ -64,3 +64,18 @@ class CompanionMemory:
 
     def close(self) -> None:
         """Release what the garbage collector would not. The memory must not be used afterwards."""
+
+
+class RankStore:
+    """The half of a PromptStore (schedule/prompt_store.py) on a rank. The base class stores nothing."""
+
+    def submit(self, moves: Any) -> None:
+        """Begin to move what PromptStore.next_moves has returned, in other threads. All planned steps were launched."""
+        raise AssertionError(f"no store on this rank takes {moves}")
+
+    def stats(self) -> dict[str, Any]:
+        """Counters for LLM.stats()."""
+        return {}
+
+    def close(self) -> None:
+        """Finish what was submitted, and end all threads."""

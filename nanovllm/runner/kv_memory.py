@@ -23,11 +23,10 @@ from nanovllm.attention.base import (
     RunningMerge,
     StepAttention,
 )
-from nanovllm.capabilities.disk.worker import KVPool
 from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.offload.offload_engine import OffloadEngine
-from nanovllm.offload.streams import make_streams
+from nanovllm.offload.streams import Streams, make_streams
 from nanovllm.plan.kv_spec import KVCacheSpec
 from nanovllm.plan.step_plan import StepPlan
 from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory, GroupHook, LayerMemoryOf
@@ -261,17 +260,19 @@ class KVMemory:
         for companion in companions:
             companion.close()
 
-    def disk_pool(self) -> KVPool:
-        """The memory that has room for all blocks, and the snapshots."""
-        if self.offload is None:
-            caches, streams = self._pool, make_streams(self.device)
-        else:
-            caches, streams = (self.offload.k_cache_cpu, self.offload.v_cache_cpu), self.offload.streams
-        return KVPool(self.spec, *caches, streams, snapshots=self.stored_parts, device=self.device)
+    @property
+    def whole_cache(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of all blocks, in CPU memory with offload. Shapes as in `cache`."""
+        return self._pool if self.offload is None else (self.offload.k_cache_cpu, self.offload.v_cache_cpu)
+
+    @property
+    def streams(self) -> Streams:
+        """The streams of copies of blocks."""
+        return make_streams(self.device) if self.offload is None else self.offload.streams
 
     @property
     def stored_parts(self) -> list[torch.Tensor]:
-        """Snapshots of companions that can be kept on disk, each [snapshots, ...]."""
+        """Snapshots of companions that can be stored, each [snapshots, ...]."""
         return [part for companion in self.companions for part in companion.stored_parts]
 
     # -- one step ------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import gc
 import importlib.util
 import logging
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +15,6 @@ from typing import Any, TypeVar
 import torch
 
 from nanovllm.attention.selection import choose_backend
-from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, DiskMoves, DiskRates, DiskSetup
-from nanovllm.capabilities.disk.store import DiskStore
-from nanovllm.capabilities.disk.worker import DiskWorker, open_worker, weights_identity
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.device import kernel_target
@@ -40,6 +36,7 @@ from nanovllm.offload.offload_engine import OffloadEngine
 from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, StartReport, dtype_name
 from nanovllm.plan.step_limits import max_model_len, max_step_rows
 from nanovllm.plan.step_plan import DraftTimes, StepPlan
+from nanovllm.runner.companion_memory import RankStore
 from nanovllm.runner.cpu_part import CpuPart, CpuPartFactory, NoCpuPart
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.graph_set import GraphSet
@@ -48,17 +45,13 @@ from nanovllm.runner.startup_steps import (
     chunk_steps,
     largest_steps,
     launch_sampler,
-    prompt_step,
     short_steps,
     warm_up_products,
 )
 from nanovllm.runner.step_result import StepResult
 from nanovllm.runner.step_runner import CompanionSetup, ModelDrafts, StepRunner
-from nanovllm.utils import __version__
 from nanovllm.utils.arithmetic import format_bytes
 from nanovllm.utils.memory import available_host_bytes
-
-TIMED_PROMPT_TOKENS = 4096  # of the prompt that is computed to compare with reading from disk
 
 logger = logging.getLogger("nanovllm")
 
@@ -102,7 +95,7 @@ class ModelRunner:
         self._make_offload_engine, self._make_cpu_part = make_offload_engine, make_cpu_part
         self._memory: KVMemory | None = None  # None: before `allocate_kv_cache` and after `close`
         self._steps: StepRunner | None = None  # exists as long as the memory does
-        self._disk: DiskWorker | None = None  # None: no KV is kept on disk
+        self.store = RankStore()  # of prompts outside of memory
         self.phases = Phases()
         self.compile_server: CompileServer | None = None  # gets ready while the weights are loaded; until `close`
         self.triton_start: TritonStart | None = None  # likewise
@@ -139,7 +132,6 @@ class ModelRunner:
             self.model, directory, load_format=config.load_format, seed=config.seed, show_progress=tp.rank == 0
         )
         self.model.eval()
-        self._weights_identity = weights_identity(self.model) if config.kv_disk_path is not None else ""
         self.num_heads = model_config.num_heads // tp.size  # query heads of this rank
 
     def close_compile_server(self, is_complete: bool = False) -> None:
@@ -274,9 +266,10 @@ class ModelRunner:
             self.steps.graphs = None
 
     @on_own_device
-    def measure(self, measurement: Callable[["ModelRunner"], Result]) -> Result:
+    @torch.inference_mode()
+    def apply(self, function: Callable[["ModelRunner"], Result]) -> Result:
         """See Runner."""
-        return measurement(self)
+        return function(self)
 
     @on_own_device
     def measure_drafts(self) -> DraftTimes:
@@ -284,44 +277,9 @@ class ModelRunner:
         with self.phases("drafts"):
             return self.steps.measure_drafts(self.max_model_len)
 
-    @on_own_device
-    @torch.inference_mode()
-    def open_disk(self, setup: DiskSetup) -> DiskStore:
-        """Open the cache on disk. What it holds belongs to this rank's weights and layout, and to no others."""
-        spec, model = self.spec, self.model_config
-        with self.phases("KV on disk"):
-            identity = {
-                "version": __version__,
-                "config": repr(model),
-                "weights": self._weights_identity,
-                "dtype": str(self.dtype),
-                "rank": f"{self.tp.rank} of {self.tp.size}",
-                "layout": [2, spec.num_layers, DISK_GRAIN_TOKENS, spec.num_kv_heads, spec.head_dim],
-                "states": [list(part.shape[1:]) for part in self.memory.stored_parts],
-            }
-            self._disk = open_worker(setup, self.memory.disk_pool(), identity, self.tp.rank, self.tp.size)
-            # The threads refer to the KV cache: without this, both would outlive an engine that is dropped
-            weakref.finalize(self, self._disk.abandon).atexit = False
-        return self._disk.store
-
-    @on_own_device
-    def measure_disk(self) -> DiskRates:
-        """Time the computing of a prompt and the reading of extents, by the slowest rank."""
-        assert self._disk is not None, "open_disk comes first"
-        num_tokens = min(TIMED_PROMPT_TOKENS, self.config.max_num_batched_tokens, self.max_model_len)
-        with self.phases("KV on disk"):
-            for _ in range(2):  # the first step may be slow
-                start_s = time.perf_counter()
-                self.launch(prompt_step(num_tokens, self.spec.block_size)).token_ids()
-            prompt_s = time.perf_counter() - start_s
-            own = torch.tensor([-prompt_s, self._disk.measure()], dtype=torch.float64, device=self.device)
-            prompt_s, byte_per_s = self.tp.all_gather(own).view(self.tp.size, 2).amin(0).tolist()
-        return DiskRates(num_tokens, -prompt_s, byte_per_s)
-
-    @on_own_device
-    def move_disk(self, moves: DiskMoves) -> None:
-        assert self._disk is not None, "open_disk comes first"
-        self._disk.submit(moves)
+    def move(self, moves: Any) -> None:
+        """See Runner."""
+        self.store.submit(moves)
 
     def freeze_objects(self) -> None:
         """Exempt all objects that exist now from garbage collection, until `close`.
@@ -350,9 +308,7 @@ class ModelRunner:
 
     def stats(self) -> dict[str, Any]:
         """Counters of the copies of this rank, and the rate of its link."""
-        return ({} if self._memory is None else self._memory.stats()) | (
-            {} if self._disk is None else self._disk.stats()
-        )
+        return ({} if self._memory is None else self._memory.stats()) | self.store.stats()
 
     @on_own_device
     def close(self) -> None:
@@ -360,8 +316,7 @@ class ModelRunner:
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-            if self._disk is not None:
-                self._disk.close()
+            self.store.close()
         finally:  # a GPU that has failed cannot finish, but the memory must be released all the same
             self.close_compile_server()
             self.reset_graphs()

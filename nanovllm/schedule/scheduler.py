@@ -19,13 +19,13 @@ from itertools import islice
 
 import numpy as np
 
-from nanovllm.capabilities.disk.tier import DiskTier
 from nanovllm.kvcache.block_manager import KVCacheManager, PagedKeys
 from nanovllm.plan.logit_edits import LogitEdits
 from nanovllm.plan.sequence import ErrorCause, Sequence, SequenceStatus
 from nanovllm.plan.step_limits import MAX_DECODE_QUERIES, MAX_VERIFYING_ROWS
 from nanovllm.plan.step_plan import PromptScores, SequenceStep, StepPlan
 from nanovllm.sampling_params import INVALID_TOKEN
+from nanovllm.schedule.prompt_store import PromptStore
 from nanovllm.schedule.prompts_underway import PromptsUnderway
 from nanovllm.schedule.proposer import NO_GUESSES, Guesses, Load, Proposer, load_of
 from nanovllm.schedule.step_bound import StepBound
@@ -249,13 +249,13 @@ class Scheduler:
         speculator: Proposer | None = None,
         max_step_rows: int | None = None,
         step_bound: StepBound | None = None,
-        disk: DiskTier | None = None,
+        store: PromptStore | None = None,
     ) -> None:
         """`speculator`: where guesses come from; by default there are none. `max_step_rows`: the most tokens that a
         step can sample; by default `max_num_seqs`. `step_bound`: None for chunks as long as the budget; not used with
-        `chunked_prefill` off. `disk`: None if no KV is kept on disk.
+        `chunked_prefill` off. `store`: keeps prompts outside of memory; by default, none does.
         """
-        self.kv, self.speculator, self.disk = kv, speculator or Proposer(), disk
+        self.kv, self.speculator, self.store = kv, speculator or Proposer(), store or PromptStore()
         self.sharing = PromptSharing(max_num_batched_tokens, step_bound)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
@@ -279,7 +279,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a request that `check_fits` has accepted."""
         self.sequences[seq.seq_id] = seq
-        if self.disk is None or not self.disk.wait_for_load(seq):
+        if not self.store.wait_for_load(seq):
             self._queue(seq)
         self.speculator.add(seq)
 
@@ -290,8 +290,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of sequences that wait for their admission, or for the disk before it."""
-        return len(self.waiting) + (0 if self.disk is None else self.disk.num_waiting)
+        """Number of sequences that wait for their admission, or for a load before it."""
+        return len(self.waiting) + self.store.num_waiting
 
     @property
     def has_unfinished(self) -> bool:
@@ -309,9 +309,8 @@ class Scheduler:
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
             self._underway.remove(seq)
-            if self.disk is not None:
-                self.disk.store(seq)
-        elif self.disk is None or not self.disk.forget(seq):
+            self.store.store(seq)
+        elif not self.store.forget(seq):
             self._leave_queue(seq)
         self.kv.free(seq)
         seq.status = SequenceStatus.FINISHED
@@ -323,7 +322,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step. None if no request is left, or if none can run before a pending token arrives."""
-        for seq in self.disk.take_ready() if self.disk is not None else ():
+        for seq in self.store.take_ready():
             self._queue(seq)
         self.kv.begin_step(self.running)
         self._underway.begin_step()
@@ -499,7 +498,7 @@ class Scheduler:
         """Return True if a waiting sequence may start now. None may in a step that preempts."""
         if not self._step.admits or len(self.running) >= self.max_num_seqs:
             return False
-        if self.disk is not None and not self.disk.may_overtake(seq):
+        if not self.store.may_overtake(seq):
             return False
         return not seq.num_pending_tokens and self.kv.can_admit(seq)
 
@@ -565,8 +564,8 @@ class Scheduler:
                 continue  # ended or aborted while this step ran, or nothing is sampled
             updated.append(seq)
             seq.num_pending_guesses = 0
-            if self.disk is not None and len(seq.token_ids) == seq.num_prompt_tokens:
-                self.disk.store(seq)
+            if len(seq.token_ids) == seq.num_prompt_tokens:
+                self.store.store(seq)
             if step.num_guesses:
                 self.speculator.verified(seq, step.num_guesses, tokens)
             for i, token_id in enumerate(tokens):
@@ -598,15 +597,6 @@ class Scheduler:
             elif len(seq.token_ids) - seq.num_prompt_tokens >= seq.max_tokens:
                 self.finish(seq, "length")
         read(seq)
-
-    def check_integrity(self) -> None:
-        assert len(self.sequences) == self.num_waiting + len(self.running), "a sequence is neither waiting nor running"
-        for seq in self.running:
-            assert seq.status is SequenceStatus.RUNNING, f"sequence {seq.seq_id} runs with status {seq.status}"
-        for seq in self.waiting:
-            assert seq.status is SequenceStatus.WAITING, f"sequence {seq.seq_id} waits with status {seq.status}"
-        holders = [] if self.disk is None else self.disk.holders
-        self.kv.check_integrity([*self.sequences.values(), *holders])
 
 
 def _arrival(seq: Sequence) -> int:

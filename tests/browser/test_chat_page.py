@@ -4,38 +4,33 @@ import json
 import re
 
 import pytest
+from page_actions import (
+    KEPT,
+    TEXT,
+    answers,
+    ask,
+    ask_and_wait,
+    attach,
+    attach_and_wait,
+    documents,
+    new_chat,
+    reload,
+    until,
+    wait_for_end,
+)
 from page_server import MODEL, NUM_PROMPT_TOKENS, FakeServer, OpenPage
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Page, expect
 
 pytestmark = pytest.mark.browser
-
-TEXT = "The passkey is 4711.\n" * 300
-
-
-def ask(page: Page, text: str) -> None:
-    page.get_by_label("Message", exact=True).fill(text)
-    page.keyboard.press("Enter")
-
-
-def answers(page: Page) -> list[str]:
-    return page.locator(".answer .text").all_inner_texts()
-
-
-def wait_for_end(page: Page) -> None:
-    expect(page.locator("#send")).to_be_visible()
-
-
-def attach(page: Page, name: str = "report.txt", content: bytes = TEXT.encode()) -> None:
-    page.set_input_files("#file", {"name": name, "mimeType": "text/plain", "buffer": content})
-
-
-def documents(page: Page) -> Locator:
-    return page.locator("#documents > li")
 
 
 def before(name: str, text: str) -> str:
     """The part of the prompt that a document is."""
     return f'Document "{name}":\n\n{text}\n\nEnd of the document.\n\n'
+
+
+def copied(page: Page) -> str:
+    return str(page.evaluate("navigator.clipboard.readText()"))
 
 
 # -- messages --------------------------------------------------------------------------------------------------------
@@ -58,25 +53,22 @@ def test_answer_is_streamed_and_its_figures_follow(server: FakeServer, page: Pag
 
 
 def test_text_is_never_read_as_html(page: Page) -> None:
-    ask(page, "<img src=x onerror=alert(1)>")
-    wait_for_end(page)
+    ask_and_wait(page, "<img src=x onerror=alert(1)>")
     assert page.locator("#turns img, #turns b").count() == 0
     assert "<img src=x onerror=alert(1)> <b>so</b>" in answers(page)[0]
 
 
 def test_later_questions_carry_the_history(server: FakeServer, page: Page) -> None:
     for question in ("one", "two"):
-        ask(page, question)
-        wait_for_end(page)
+        ask_and_wait(page, question)
     assert [(m["role"], m["content"]) for m in server.bodies[1]["messages"]] == [
         ("user", "one"),
         ("assistant", "You said: one <b>so</b> & _so_."),
         ("user", "two"),
     ]
-    page.get_by_role("button", name="New chat").click()
+    new_chat(page)
     expect(page.get_by_role("heading", name="Ask about long documents")).to_be_visible()
-    ask(page, "three")
-    wait_for_end(page)
+    ask_and_wait(page, "three")
     assert len(server.bodies[2]["messages"]) == 1
 
 
@@ -91,9 +83,8 @@ def test_stop_ends_the_request_and_keeps_what_was_said(server: FakeServer, page:
     wait_for_end(page)
     assert page.locator(".answer .figures").inner_text().endswith("· stopped")
     expect(page.get_by_role("alert")).to_be_hidden()
-    ask(page, "again")
-    wait_for_end(page)
-    assert server.num_abandoned == 1
+    ask_and_wait(page, "again")
+    until(page, lambda: server.num_abandoned == 1)
     assert [message["role"] for message in server.bodies[1]["messages"]] == ["user", "assistant", "user"]
 
 
@@ -115,11 +106,9 @@ def test_dropped_files_come_before_the_conversation(server: FakeServer, page: Pa
     page.dispatch_event("body", "drop", {"dataTransfer": transfer})
     expect(documents(page)).to_have_text([re.compile("report.txt.*6,300 tokens"), re.compile("notes.txt.*6 tokens")])
     expect(page.locator("#drop-hint")).to_be_hidden()
-    ask(page, "What is the passkey?")
-    wait_for_end(page)
-    page.get_by_role("button", name="New chat").first.click()
-    ask(page, "And where is it?")
-    wait_for_end(page)
+    ask_and_wait(page, "What is the passkey?")
+    new_chat(page)
+    ask_and_wait(page, "And where is it?")
     first, second = (body["messages"][0]["content"] for body in server.bodies)
     start = before("report.txt", TEXT) + before("notes.txt", "Notes.")
     assert first == f"{start}What is the passkey?" and second == f"{start}And where is it?"
@@ -138,8 +127,7 @@ def test_document_can_be_pasted_and_removed(server: FakeServer, page: Page) -> N
     expect(documents(page)).to_have_text([re.compile("pasted text.*6,300 tokens")])
     page.get_by_role("button", name="Remove pasted text").click()
     expect(documents(page)).to_have_count(0)
-    ask(page, "one")
-    wait_for_end(page)
+    ask_and_wait(page, "one")
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "one"}]
 
 
@@ -147,8 +135,7 @@ def test_change_of_documents_in_mid_chat_says_what_is_read_again(page: Page) -> 
     note = page.locator("#documents-note")
     attach(page)
     expect(documents(page)).to_have_text([re.compile("not read yet")])
-    ask(page, "one")
-    wait_for_end(page)
+    ask_and_wait(page, "one")
     expect(documents(page)).to_have_text([re.compile("in the cache")])
     expect(note).to_be_hidden()
     attach(page, "notes.txt")
@@ -156,8 +143,7 @@ def test_change_of_documents_in_mid_chat_says_what_is_read_again(page: Page) -> 
     expect(documents(page)).to_have_text([re.compile("in the cache"), re.compile("not read yet")])
     page.get_by_role("button", name="Remove report.txt").click()
     expect(note).to_have_text("The documents have changed. The next answer reads everything again.")
-    ask(page, "two")
-    wait_for_end(page)
+    ask_and_wait(page, "two")
     expect(note).to_be_hidden()
     expect(documents(page)).to_have_text([re.compile("notes.txt.*in the cache")])
 
@@ -165,14 +151,13 @@ def test_change_of_documents_in_mid_chat_says_what_is_read_again(page: Page) -> 
 @pytest.mark.parametrize("num_lines", [300, 30_000])  # of which the second is longer than the server counts
 def test_document_that_is_too_long_can_be_shortened(server: FakeServer, page: Page, num_lines: int) -> None:
     server.max_model_len = 4096
-    page.reload()
+    reload(page)
     attach(page, content=b"The passkey is 4711.\n" * num_lines)
     words = "6,300 tokens" if num_lines == 300 else "about 157,500 tokens"
     expect(page.locator("#excess")).to_contain_text(f"This document has {words}; this server takes 4,096.")
     page.get_by_role("button", name="Shorten it to fit").click()
     expect(page.locator("#excess")).to_be_hidden()
-    ask(page, "one")
-    wait_for_end(page)
+    ask_and_wait(page, "one")
     text = server.bodies[0]["messages"][0]["content"].split("\n\n")[1]
     assert 3000 < len(text) <= 4096 - 512 and text.endswith("The passkey is 4711.")  # an eighth is left for the chat
 
@@ -206,8 +191,7 @@ def test_text_in_common_encodings_is_read(server: FakeServer, page: Page, encodi
     expect(documents(page)).to_have_count(1)
     note = "report.txt is not in UTF-8. It was read as Western European text (Windows-1252)."
     expect(page.locator("#alert")).to_have_text(note if encoding in ("latin-1", "cp1252") else "")
-    ask(page, "one")
-    wait_for_end(page)
+    ask_and_wait(page, "one")
     assert server.bodies[0]["messages"][0]["content"] == f"{before('report.txt', text)}one"
 
 
@@ -223,7 +207,7 @@ def test_refused_files_are_named_though_others_are_taken(page: Page) -> None:
 def test_nothing_is_sent_while_a_document_is_too_long(server: FakeServer, page: Page) -> None:
     """Regression: the question was sent, a second message said that it was too long, and a chat bore its name."""
     server.max_model_len = 4096
-    page.reload()
+    reload(page)
     attach(page)
     expect(page.locator("#excess")).to_be_visible()
     expect(page.locator("#send")).to_be_disabled()
@@ -240,16 +224,14 @@ def test_nothing_is_sent_while_a_document_is_too_long(server: FakeServer, page: 
 def test_prompt_that_the_server_finds_too_long_is_explained(server: FakeServer, page: Page) -> None:
     """Regression: it said "Messages has 140225 characters", and to shorten a document where there was none."""
     server.max_model_len = 9000
-    page.reload()
-    expect(page.locator("#model")).to_have_text(MODEL)
+    reload(page)
     alert = page.get_by_role("alert")
     ask(page, "be too long")
     takes = "this server takes 9,000 tokens, with the answer"
     expect(alert).to_have_text(f"The conversation is too long; {takes}. Begin a new chat.")
     expect(page.locator("#chats .chat-name")).to_have_count(0)
     page.get_by_label("Message", exact=True).fill("")
-    attach(page)
-    expect(documents(page)).to_contain_text(["6,300 tokens"])
+    attach_and_wait(page)
     ask(page, "be too long")
     both = f"Documents and conversation are too long; {takes}. Shorten a document or begin a new chat."
     expect(alert).to_have_text(both)
@@ -266,8 +248,7 @@ def test_prompt_that_the_server_finds_too_long_is_explained(server: FakeServer, 
 
 def test_progress_of_the_prompt_is_a_bar_with_the_time_left(server: FakeServer, page: Page) -> None:
     server.has_progress = True
-    page.reload()
-    expect(page.locator("#model")).to_have_text(MODEL)
+    reload(page)
     server.may_go_on.clear()
     ask(page, "one")
     bar = page.get_by_role("progressbar")
@@ -280,8 +261,7 @@ def test_progress_of_the_prompt_is_a_bar_with_the_time_left(server: FakeServer, 
 
 
 def test_markdown_becomes_elements_and_html_stays_text(page: Page) -> None:
-    ask(page, "show markdown")
-    wait_for_end(page)
+    ask_and_wait(page, "show markdown")
     answer = page.locator(".answer .text")
     expect(answer.locator("h4")).to_have_text("A heading")
     expect(answer.locator("strong")).to_have_text("bold")
@@ -296,15 +276,14 @@ def test_markdown_becomes_elements_and_html_stays_text(page: Page) -> None:
     assert answer.locator("b").count() == 0
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     answer.get_by_role("button", name="Copy").click()
-    assert page.evaluate("navigator.clipboard.readText()").startswith('print("<b>hello</b>")  # a line')
+    until(page, lambda: copied(page).startswith('print("<b>hello</b>")  # a line'))
 
 
 @pytest.mark.parametrize(
     ("question", "thought"), [("think", "Let me see, it is easy."), ("show markdown", "First I think.")]
 )
 def test_thinking_is_folded_apart_from_the_answer(page: Page, question: str, thought: str) -> None:
-    ask(page, question)
-    wait_for_end(page)
+    ask_and_wait(page, question)
     thinking = page.locator("details.thinking")
     assert thought not in page.locator(".answer .text").inner_text()
     thinking.locator("summary").click()
@@ -317,17 +296,14 @@ def test_thinking_is_folded_apart_from_the_answer(page: Page, question: str, tho
 
 def test_answer_can_be_copied_and_asked_for_again(server: FakeServer, page: Page) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    ask(page, "one")
-    wait_for_end(page)
+    ask_and_wait(page, "one")
     page.get_by_role("button", name="Copy").click()
-    expect(page.get_by_role("button", name="Copied")).to_be_visible()
-    assert page.evaluate("navigator.clipboard.readText()") == "You said: one <b>so</b> & _so_."
+    until(page, lambda: copied(page) == "You said: one <b>so</b> & _so_.")
     page.get_by_role("button", name="Retry").click()
     wait_for_end(page)
     assert answers(page) == ["You said: one <b>so</b> & so."]
     assert server.bodies[0] == server.bodies[1]
-    ask(page, "two")
-    wait_for_end(page)
+    ask_and_wait(page, "two")
     page.get_by_role("button", name="Retry").click()  # the only one, so that nothing that follows is lost
     wait_for_end(page)
     assert answers(page) == ["You said: one <b>so</b> & so.", "You said: two <b>so</b> & so."]
@@ -338,10 +314,9 @@ def test_copy_works_without_https(server: FakeServer, open_page: OpenPage) -> No
     """Regression: "Not allowed", because browsers have no navigator.clipboard for pages of other machines over http."""
     page = open_page(server.url.replace("127.0.0.1", "page.test"))
     assert page.evaluate("navigator.clipboard") is None
-    ask(page, "one")
-    wait_for_end(page)
+    ask_and_wait(page, "one")
     page.get_by_role("button", name="Copy").click()
-    expect(page.get_by_role("button", name="Copied")).to_be_focused()
+    expect(page.get_by_role("button", name=re.compile("Copied|Copy"))).to_be_focused()
     page.get_by_label("Message", exact=True).focus()
     page.keyboard.press("Control+V")
     expect(page.get_by_label("Message", exact=True)).to_have_value("You said: one <b>so</b> & _so_.")
@@ -349,15 +324,13 @@ def test_copy_works_without_https(server: FakeServer, open_page: OpenPage) -> No
 
 def test_edited_question_replaces_what_follows(server: FakeServer, page: Page) -> None:
     for question in ("one", "two", "three"):
-        ask(page, question)
-        wait_for_end(page)
+        ask_and_wait(page, question)
     page.get_by_role("button", name="Edit").nth(1).click()
     expect(page.get_by_label("Message", exact=True)).to_have_value("two")
     page.keyboard.press("Escape")
     expect(page.get_by_label("Message", exact=True)).to_have_value("")
     page.get_by_role("button", name="Edit").nth(1).click()
-    ask(page, "four")
-    wait_for_end(page)
+    ask_and_wait(page, "four")
     assert answers(page) == ["You said: one <b>so</b> & so.", "You said: four <b>so</b> & so."]
     assert [message["content"] for message in server.bodies[3]["messages"][::2]] == ["one", "four"]
 
@@ -379,36 +352,33 @@ def test_answer_that_was_stopped_is_continued_from_its_last_token(server: FakeSe
 
 
 def test_reload_keeps_chat_documents_and_settings(server: FakeServer, page: Page) -> None:
-    attach(page)
+    attach_and_wait(page)
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Seed").fill("7")
     page.keyboard.press("Enter")
-    ask(page, "one")
-    wait_for_end(page)
+    ask_and_wait(page, "one")
     figures = page.locator(".answer .figures").inner_text()
-    page.reload()
+    reload(page)
     expect(page.locator(".answer .figures")).to_have_text(figures)
     assert answers(page) == ["You said: one <b>so</b> & so."]
     expect(documents(page)).to_have_text([re.compile("report.txt.*6,300 tokens")])
-    ask(page, "two")
-    wait_for_end(page)
+    ask_and_wait(page, "two")
     first, second = server.bodies
     assert second["messages"][0] == first["messages"][0] and len(second["messages"]) == 3
     assert first["seed"] == second["seed"] == 7
 
 
 def test_chats_are_listed_renamed_and_deleted(page: Page) -> None:
-    attach(page)
+    attach_and_wait(page)
     chats = page.locator("#chats .chat-name")
-    ask(page, "one")
-    wait_for_end(page)
-    page.get_by_role("button", name="New chat").first.click()
+    ask_and_wait(page, "one")
+    new_chat(page)
     page.get_by_role("button", name="Remove report.txt").click()
-    ask(page, "two")
-    wait_for_end(page)
+    ask_and_wait(page, "two")
     expect(chats).to_have_text(["two", "one"])
     chats.nth(1).click()
     expect(page.locator(".question .text")).to_have_text(["one"])
+    expect(page.locator("#chats [aria-current]")).to_have_text("one")
     expect(documents(page)).to_have_count(1)
     page.get_by_role("button", name="Rename").click()
     page.get_by_label("Name of the chat").fill("About the report")
@@ -433,14 +403,6 @@ def test_chat_deleted_while_its_answer_comes_stays_deleted(page: Page) -> None:
     assert page.evaluate(KEPT) == []
 
 
-KEPT = """() => new Promise(resolve => {
-    indexedDB.open("nanovllm").onsuccess = ({ target }) => {
-        const all = target.result.transaction("conversations").objectStore("conversations").getAll();
-        all.onsuccess = () => { target.result.close(); resolve(all.result); };
-    };
-})"""
-
-
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
@@ -454,8 +416,7 @@ def test_settings_are_sent_and_checked(server: FakeServer, page: Page) -> None:
     page.get_by_label("Thinking").select_option("off")
     page.get_by_role("button", name="Done").click()
     expect(dialog).to_be_hidden()
-    ask(page, "one")
-    wait_for_end(page)
+    ask_and_wait(page, "one")
     body = server.bodies[0]
     assert (body["temperature"], body["top_p"], body["max_tokens"]) == (0.5, 0.9, 12)
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
@@ -486,10 +447,9 @@ def test_settings_count_for_a_question_sent_at_once(server: FakeServer, page: Pa
 
 def test_model_without_a_chat_template_continues_plain_text(server: FakeServer, page: Page) -> None:
     server.has_template = False
-    attach(page)
+    attach_and_wait(page)
     for question in ("Once upon", "a time"):
-        ask(page, question)
-        wait_for_end(page)
+        ask_and_wait(page, question)
     assert [("prompt" in body) for body in server.bodies] == [False, True, True]
     start = before("report.txt", TEXT)
     assert server.bodies[1]["prompt"] == f"{start}Once upon"
@@ -528,8 +488,7 @@ def test_api_key_is_asked_for_and_kept_in_this_tab_only(server: FakeServer, open
     dialog.get_by_label("Key").fill("s3cret")
     page.get_by_role("button", name="Use the key").click()
     expect(page.locator("#model")).to_have_text(MODEL)
-    ask(page, "hello")
-    wait_for_end(page)
+    ask_and_wait(page, "hello")
     assert answers(page) and json.loads(page.evaluate("JSON.stringify(Object.values(sessionStorage))")) == ["s3cret"]
     assert page.evaluate("localStorage.length") == 0 and page.evaluate("document.cookie") == ""
     expect(page.locator("#cache-summary")).to_contain_text("room for")
@@ -574,8 +533,7 @@ def test_answer_that_fails_midway_is_kept_and_explained(page: Page, question: st
 
 
 def test_answer_that_is_cut_off_says_so(page: Page) -> None:
-    ask(page, "be long")
-    wait_for_end(page)
+    ask_and_wait(page, "be long")
     assert page.locator(".answer .figures").inner_text().endswith("cut off at the longest answer")
 
 
@@ -599,18 +557,16 @@ def test_server_that_comes_back_under_another_name_answers_again(server: FakeSer
 def test_longest_answer_is_cut_to_what_fits(server: FakeServer, page: Page) -> None:
     """Regression: a server with --max-model-len 1024 refused every question, as the page asked for 1,024 tokens."""
     server.max_model_len = 1024
-    page.reload()
+    reload(page)
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Longest answer").fill("1024")
     page.keyboard.press("Enter")
     expect(page.locator("#model")).to_have_text(MODEL)
-    ask(page, "hello")
-    wait_for_end(page)
+    ask_and_wait(page, "hello")
     assert answers(page) == ["You said: hello <b>so</b> & so."]
     assert [body["max_tokens"] for body in server.bodies] == [1024, 1024 - NUM_PROMPT_TOKENS]
     server.max_model_len = NUM_PROMPT_TOKENS
-    page.reload()
-    expect(page.locator("#model")).to_have_text(MODEL)
+    reload(page)
     ask(page, "again")
     expect(page.get_by_role("alert")).to_have_text(
         "The conversation has 81 tokens; this server takes 81 tokens, with the answer. Begin a new chat."

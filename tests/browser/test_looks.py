@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from page_actions import KEPT, ask, ask_and_wait, attach_and_wait, reload, until
 from page_server import MODEL, FakeServer, OpenPage
 from playwright.sync_api import Page, expect
 
@@ -34,12 +35,10 @@ def test_page_fits_and_can_be_read(
     expect(page.locator("#cache-summary")).to_contain_text("48 blocks")
     look(page, tmp_path / "1-welcome.png")
 
-    ask(page, "show markdown")
-    ask(page, "word" * 60)
+    ask_and_wait(page, "show markdown")
+    ask_and_wait(page, "word" * 60)
     for name, num_lines in (("report.txt", 300), (f"{'long-' * 20}.txt", 2000)):
-        page.set_input_files(
-            "#file", {"name": name, "mimeType": "text/plain", "buffer": b"A line of text.\n" * num_lines}
-        )
+        attach_and_wait(page, name, b"A line of text.\n" * num_lines)
     expect(page.locator("#excess")).to_be_visible()
     look(page, tmp_path / "2-answers.png")
     page.locator("#messages").evaluate("element => element.scrollTop = 0")
@@ -63,10 +62,8 @@ def test_page_fits_and_can_be_read(
 
     server.may_go_on.clear()
     server.has_progress, server.max_model_len = True, 10**6  # all documents fit
-    page.reload()
-    expect(page.locator("#model")).to_have_text(server.model)
-    page.get_by_label("Message", exact=True).fill("one")
-    page.keyboard.press("Enter")
+    reload(page)
+    ask(page, "one")
     expect(page.get_by_role("progressbar")).to_have_attribute("aria-valuenow", "40")
     look(page, tmp_path / "7-reading.png")
     server.may_go_on.set()
@@ -96,15 +93,8 @@ def test_first_screen_of_the_built_in_model(
     print(tmp_path)
 
 
-def ask(page: Page, text: str) -> None:
-    page.get_by_label("Message", exact=True).fill(text)
-    page.keyboard.press("Enter")
-    expect(page.locator("#stop")).to_be_visible()
-    expect(page.locator("#send")).to_be_visible()
-
-
 def look(page: Page, path: Path) -> None:
-    page.wait_for_timeout(300)  # transitions
+    until(page, lambda: not page.evaluate("document.getAnimations().some(each => each instanceof CSSTransition)"))
     page.screenshot(path=path)
     assert page.evaluate(FLAWS) == []
 
@@ -166,7 +156,7 @@ def test_chat_is_not_covered_by_the_cache(server: FakeServer, open_page: OpenPag
     page.locator("#cache > summary").click()
     page.mouse.click(800, 200)
     expect(page.locator("#side")).to_be_hidden()
-    ask(page, "one")
+    ask_and_wait(page, "one")
     assert page.locator("#messages").bounding_box()["height"] > 200  # type: ignore[index]
 
 
@@ -174,9 +164,10 @@ def test_chat_is_not_covered_by_the_cache(server: FakeServer, open_page: OpenPag
 
 
 def test_everything_is_reached_by_tab_and_shows_its_focus(server: FakeServer, page: Page) -> None:
-    page.set_input_files("#file", {"name": "a.txt", "mimeType": "text/plain", "buffer": b"text"})
-    expect(page.locator(".document")).to_have_count(1)
-    ask(page, "one")
+    attach_and_wait(page, "a.txt", b"text")
+    ask_and_wait(page, "one")
+    for _ in range(2):  # when the answer is kept, the list of chats is drawn, which may move the focus
+        page.evaluate(KEPT)
     page.locator(".skip").focus()
     reached: list[str] = []
     for _ in range(30):
@@ -239,8 +230,7 @@ def test_first_minute_needs_no_mouse(server: FakeServer, open_page: OpenPage) ->
 def test_reduced_motion_has_none(server: FakeServer, open_page: OpenPage) -> None:
     page = open_page(server.url, reduced_motion="reduce")
     server.may_go_on.clear()
-    page.get_by_label("Message", exact=True).fill("go on")
-    page.keyboard.press("Enter")
+    ask(page, "go on")
     expect(page.locator(".growing")).to_be_visible()
     motions: list[Any] = page.evaluate(
         "[...document.querySelectorAll('*')].flatMap(e => [null, '::after'].map(part => getComputedStyle(e, part)))"

@@ -4,9 +4,9 @@ import re
 from typing import Any
 
 import pytest
+from page_actions import ask, ask_and_wait, attach, documents, reload, wait_for_end
 from page_server import MARKDOWN, FakeServer
 from playwright.sync_api import Page, expect
-from test_chat_page import ask, attach, documents, wait_for_end
 
 pytestmark = pytest.mark.browser
 
@@ -109,8 +109,7 @@ def test_selection_in_a_finished_block_survives_what_follows(server: FakeServer,
     wait_for_end(page)
     expect(page.locator(".answer .text pre")).to_contain_text("hello")
     assert page.evaluate("String(getSelection())") == "A heading"
-    ask(page, "one")  # which does not touch it either, though the selection is now in the text field
-    wait_for_end(page)
+    ask_and_wait(page, "one")  # which does not touch it either, though the selection is now in the text field
     assert heading.evaluate("element => element.wasSelected")
 
 
@@ -169,8 +168,7 @@ def test_arabic_and_hebrew_read_from_right_to_left(page: Page) -> None:
 def test_comparison_of_times_is_in_view(server: FakeServer, page: Page) -> None:
     """Regression: the line below the last answer appeared below the edge, cut in half."""
     server.num_cached_tokens = 0
-    ask(page, "a\n" * 40 + "one")
-    wait_for_end(page)
+    ask_and_wait(page, "a\n" * 40 + "one")
     page.evaluate(
         """() => new Promise(resolve => {
             indexedDB.open("nanovllm").onsuccess = ({ target }) => {
@@ -184,7 +182,7 @@ def test_comparison_of_times_is_in_view(server: FakeServer, page: Page) -> None:
             };
         })"""
     )
-    page.reload()
+    reload(page)
     server.num_cached_tokens = 3072
     expect(page.locator("#speed")).to_be_hidden()
     ask(page, "b\n" * 40 + "two")

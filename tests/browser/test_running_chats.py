@@ -4,16 +4,22 @@ import re
 from typing import Any
 
 import pytest
+from page_actions import (
+    KEPT,
+    answers,
+    ask,
+    ask_and_wait,
+    attach,
+    documents,
+    new_chat,
+    reload,
+    until,
+    wait_for_end,
+)
 from page_server import FakeServer
 from playwright.sync_api import Locator, Page, Route, expect
-from test_chat_page import KEPT, TEXT, answers, ask, documents, wait_for_end
 
 pytestmark = pytest.mark.browser
-
-
-def new_chat(page: Page) -> None:
-    page.get_by_role("button", name="New chat").first.click()
-    expect(page.locator(".turn")).to_have_count(0)
 
 
 def chat(page: Page, title: str) -> Locator:
@@ -30,8 +36,7 @@ def ask_unheard(page: Page, text: str) -> Route:
     held: list[Route] = []
     page.route("**/v1/chat/completions", lambda route: held.append(route), times=1)
     ask(page, text)
-    while not held:
-        page.wait_for_timeout(10)
+    until(page, lambda: bool(held))
     return held[0]
 
 
@@ -45,8 +50,7 @@ def test_answers_go_on_while_other_chats_are_shown(server: FakeServer, page: Pag
     ask(page, "A B C D E F G H I J K L M N")
     expect(page.locator(".answer .text")).to_contain_text(" B C")
     new_chat(page)
-    ask(page, "one")
-    wait_for_end(page)
+    ask_and_wait(page, "one")
     assert answers(page) == ["You said: one <b>so</b> & so."]
     mark = page.get_by_role("img", name="Answering")
     expect(mark).to_have_count(2)
@@ -86,9 +90,8 @@ def test_stop_ends_the_answer_of_the_chat_that_is_shown(server: FakeServer, page
 
 def test_prompt_that_is_read_goes_on_while_another_chat_is_shown(server: FakeServer, page: Page) -> None:
     server.has_progress = True
-    page.reload()
-    ask(page, "one")
-    wait_for_end(page)
+    reload(page)
+    ask_and_wait(page, "one")
     server.may_go_on.clear()
     new_chat(page)
     ask(page, "two")
@@ -106,8 +109,7 @@ def test_prompt_that_is_read_goes_on_while_another_chat_is_shown(server: FakeSer
 def test_failure_in_a_chat_that_is_not_shown_keeps_its_question(server: FakeServer, page: Page) -> None:
     request = ask_unheard(page, "one")
     new_chat(page)
-    ask(page, "two")
-    wait_for_end(page)
+    ask_and_wait(page, "two")
     request.abort()
     expect(page.get_by_role("img", name="Answering")).to_have_count(0)
     expect(page.get_by_role("alert")).to_be_hidden()
@@ -132,15 +134,14 @@ def test_question_without_an_answer_is_not_sent_with_the_next_one(server: FakeSe
 
 def test_file_goes_to_the_chat_that_it_was_dropped_on(server: FakeServer, page: Page) -> None:
     """Regression: it went to the chat that was shown when the file had been read."""
-    ask(page, "one")
-    wait_for_end(page)
+    ask_and_wait(page, "one")
     page.evaluate(
         """() => {
             const read = File.prototype.arrayBuffer, gate = new Promise(resolve => { window.goOn = resolve; });
             File.prototype.arrayBuffer = async function () { await gate; return read.call(this); };
         }"""
     )
-    page.set_input_files("#file", {"name": "a.txt", "mimeType": "text/plain", "buffer": TEXT.encode()})
+    attach(page, "a.txt")
     new_chat(page)
     page.evaluate("window.goOn()")
     expect(page.locator("#announcement")).to_have_text("a.txt was added.")
@@ -175,14 +176,12 @@ def test_chats_of_earlier_versions_can_be_continued(server: FakeServer, page: Pa
             };
         })"""
     )
-    page.reload()
+    reload(page)
     expect(page.locator("#chats .chat-name")).to_have_text(["zero"])
-    ask(page, "one")
-    wait_for_end(page)
-    page.reload()
+    ask_and_wait(page, "one")
+    reload(page)
     expect(page.locator(".turn .text")).to_have_text(["zero", "Yes.", "one", "You said: one <b>so</b> & so."])
     page.get_by_role("button", name="Edit").nth(1).click()
-    ask(page, "two")
-    wait_for_end(page)
+    ask_and_wait(page, "two")
     kept: Any = page.evaluate(KEPT)
     assert [message["content"] for message in kept[0]["messages"][::2]] == ["zero", "two"]

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from page_actions import TEXT, ask, attach, attach_and_wait, documents, reload, until, wait_for_end
+from page_actions import ask_and_wait as finish
 from page_server import MODEL, FakeServer
 from playwright.sync_api import Browser, BrowserContext, Page, expect
-from test_chat_page import TEXT, ask, attach, documents, wait_for_end
 
 pytestmark = pytest.mark.browser
 
@@ -42,11 +43,6 @@ def turns(page: Page) -> Any:
     return page.locator(".turn .text")
 
 
-def finish(page: Page, question: str) -> None:
-    ask(page, question)
-    wait_for_end(page)
-
-
 # -- what both have asked ----------------------------------------------------------------------------------------------
 
 
@@ -61,7 +57,7 @@ def test_questions_of_two_tabs_in_one_chat_are_all_kept(server: FakeServer, open
     every = [text for question in ("one", "two", "three") for text in (question, SAID.format(question))]
     for page in (first, second):  # the first one too, without a reload
         expect(turns(page)).to_have_text(every)
-    second.reload()
+    reload(second)
     expect(turns(second)).to_have_text(every)
     contents = [message["content"] for message in server.bodies[-1]["messages"]]
     assert contents[::2] == ["one", "two", "three"]  # the model is told of all
@@ -97,7 +93,7 @@ def test_tab_that_is_closed_leaves_an_answer_to_continue(server: FakeServer, ope
     server.may_go_on.clear()
     ask(first, "a b c d e f g h i j k l m n")
     expect(second.locator(".answer .figures").last).to_have_text("being answered in another tab")
-    expect(turns(second).last).to_contain_text("You said: a b c", timeout=10_000)
+    expect(turns(second).last).to_contain_text("You said: a b c")
     first.close(run_before_unload=True)
     expect(second.locator(".answer .figures").last).to_have_text("interrupted")
     expect(second.get_by_role("button", name="Continue")).to_be_visible()
@@ -149,7 +145,7 @@ def test_deleted_chat_does_not_come_back(server: FakeServer, open_tab: OpenTab) 
     expect(deaf.get_by_role("alert")).to_have_text("This chat was deleted in another tab.")
     finish(hearing, "two")
     for page in (first, deaf):
-        page.reload()
+        reload(page)
         expect(page.locator(titles)).to_have_text(["two"])
 
 
@@ -177,8 +173,7 @@ def test_chat_deleted_in_another_tab_ends_its_answer(server: FakeServer, open_ta
     wait_for_end(first)
     expect(first.locator(".turn")).to_have_count(0)
     for page in (first, second):
-        page.reload()
-        expect(page.locator("#model")).to_have_text(MODEL)
+        reload(page)
         expect(page.locator("#chats .chat-name")).to_have_count(0)
 
 
@@ -187,17 +182,17 @@ def test_chat_deleted_in_another_tab_ends_its_answer(server: FakeServer, open_ta
 
 def test_documents_of_two_tabs_are_all_kept(server: FakeServer, open_tab: OpenTab) -> None:
     first = open_tab()
-    attach(first, "a.txt")
+    attach_and_wait(first, "a.txt")
     expect(first.locator("#chats .chat-name")).to_have_count(1)
     deaf, hearing = open_tab(is_deaf=True), open_tab()
-    attach(first, "b.txt")
+    attach_and_wait(first, "b.txt")
     expect(documents(hearing)).to_have_count(2)
     expect(documents(deaf)).to_have_count(1)
     deaf.get_by_role("button", name="Remove a.txt").click()
     attach(deaf, "c.txt")
     for page in (deaf, hearing):
         expect(documents(page)).to_have_text([re.compile("b.txt.*6,300 tokens"), re.compile("c.txt.*6,300 tokens")])
-    deaf.reload()
+    reload(deaf)
     expect(documents(deaf)).to_have_text([re.compile("b.txt"), re.compile("c.txt")])
     finish(hearing, "one")
     assert server.bodies[0]["messages"][0]["content"].count(TEXT) == 2
@@ -205,7 +200,7 @@ def test_documents_of_two_tabs_are_all_kept(server: FakeServer, open_tab: OpenTa
 
 def test_documents_of_a_new_chat_outlive_the_chat_they_come_from(server: FakeServer, open_tab: OpenTab) -> None:
     first = open_tab()
-    attach(first)
+    attach_and_wait(first)
     finish(first, "one")
     second = open_tab()
     second.get_by_role("button", name="New chat").first.click()
@@ -213,15 +208,14 @@ def test_documents_of_a_new_chat_outlive_the_chat_they_come_from(server: FakeSer
     delete(first)
     expect(first.locator(".turn")).to_have_count(0)
     finish(second, "two")
-    second.reload()
+    reload(second)
     expect(documents(second)).to_have_text([re.compile("report.txt.*6,300 tokens")])
 
 
 def test_question_right_after_the_last_document_was_removed_is_asked(server: FakeServer, open_tab: OpenTab) -> None:
     """Regression: the empty chat was taken from the store, and the question came to a chat that seemed deleted."""
     page = open_tab()
-    attach(page)
-    expect(documents(page)).to_have_text([re.compile("6,300 tokens")])
+    attach_and_wait(page)
     page.evaluate(
         """() => {
             document.querySelector("#documents button").click();
@@ -232,9 +226,17 @@ def test_question_right_after_the_last_document_was_removed_is_asked(server: Fak
     expect(turns(page)).to_have_text(["one", SAID.format("one")])
     wait_for_end(page)
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "one"}]
-    page.reload()
+    reload(page)
     expect(turns(page)).to_have_text(["one", SAID.format("one")])
     expect(documents(page)).to_have_count(0)
+
+
+def shown_settings(page: Page) -> list[str]:
+    """The dialog has the settings of the moment when it was opened."""
+    page.get_by_role("button", name="Settings").click()
+    values = [page.get_by_label(label).input_value() for label in ("Seed", "Top-p")]
+    page.get_by_role("button", name="Cancel").click()
+    return values
 
 
 def test_settings_of_two_tabs_add_up(server: FakeServer, open_tab: OpenTab) -> None:
@@ -246,9 +248,6 @@ def test_settings_of_two_tabs_add_up(server: FakeServer, open_tab: OpenTab) -> N
         page.get_by_role("button", name="Done").click()
         expect(page.get_by_role("dialog")).to_be_hidden()
     for page in (first, second):
-        page.get_by_role("button", name="Settings").click()
-        expect(page.get_by_label("Seed")).to_have_value("1")
-        expect(page.get_by_label("Top-p")).to_have_value("1")
-        page.get_by_role("button", name="Cancel").click()
+        until(page, lambda page=page: shown_settings(page) == ["1", "1"])
         finish(page, "one")
         assert (server.bodies[-1]["seed"], server.bodies[-1]["top_p"]) == (1, 1)

@@ -17,7 +17,7 @@ from conftest import CONTEXT, KEY
 MODULES = Path(__file__).parent / "node_modules"
 REPOSITORY = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.clients
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(1800)]  # three sessions of a slow agent at most
 from_npm = pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
 # The package of these two that suits every machine has several times the size
 for_x64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="package.json has this agent for x86-64 only")

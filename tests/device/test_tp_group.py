@@ -11,7 +11,7 @@ from nanovllm.device import tp_group
 from nanovllm.device.cuda import SharedMemory, UnsupportedDriverError
 from nanovllm.device.tp_group import Inboxes, TPGroup
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 120.0
 
 
 class LikeNccl:

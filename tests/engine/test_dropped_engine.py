@@ -36,7 +36,7 @@ def pools(llm: LLM) -> list[Any]:
 def assert_threads_end(before: set[threading.Thread]) -> None:
     for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("nanovllm") or thread.name == "cpu-attention":
-            thread.join(30)
+            thread.join(120)
             assert not thread.is_alive(), thread.name
 
 

@@ -17,12 +17,15 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from integrity import check_scheduler
+from run_threads import in_threads
 from tiny_engines import KINDS, finish_all
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import startup
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
+from nanovllm.executor.base import LaunchedStep
 from nanovllm.plan.kv_spec import BlockState
 from nanovllm.utils.interrupt import deferred_interrupt
 
@@ -62,7 +65,7 @@ def idle(request: pytest.FixtureRequest) -> Iterator[None]:
     while not engine.is_finished():
         engine.step()
     assert was_idle
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     stats = engine.stats()
     assert stats["num_running"] == stats["num_waiting"] == 0
     kind = "cpu" if engine.config.enable_cpu_offload else "gpu"
@@ -435,24 +438,21 @@ def test_stats_count(llm: LLM) -> None:
     assert after["num_decode_tokens"] - before["num_decode_tokens"] == 11
 
 
-def test_block_states_can_be_read_while_a_step_runs(llm: LLM) -> None:
-    stop, seen, errors = threading.Event(), set(), []
+def test_block_states_can_be_read_while_a_step_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[int] = set()
+    wait_for = llm.engine.executor.wait_for
 
     def watch() -> None:
-        try:
-            while not stop.wait(0.001):
-                states = llm.block_states()
-                assert len(states) == 20
-                seen.update(states)
-        except BaseException as error:
-            errors.append(error)
+        states = llm.block_states()
+        assert len(states) == 20
+        seen.update(states)
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    def watch_and_wait(step: LaunchedStep) -> None:
+        in_threads(watch)  # this one is in a turn of the engine
+        wait_for(step)
+
+    monkeypatch.setattr(llm.engine.executor, "wait_for", watch_and_wait)
     llm.generate([[7] * 1100, [8] * 700], GREEDY, use_tqdm=False)
-    stop.set()
-    watcher.join()
-    assert not errors
     assert {BlockState.FREE, BlockState.RESIDENT, BlockState.WRITTEN} <= seen
     missing = {BlockState.STREAMED, BlockState.CPU_ATTENDED} & seen
     assert bool(missing) == llm.config.enable_cpu_offload
@@ -480,7 +480,7 @@ def test_open_ended_answers_that_outgrow_the_pool_have_the_tokens_of_a_large_one
                 finished |= engine.step().finished
                 num_running.append(engine.stats()["num_running"])
             assert engine.stats()["num_preemptions"] >= 3 * (num_cpu_blocks == 6)
-            engine.scheduler.check_integrity()
+            check_scheduler(engine.scheduler)
             texts.append([finished[request_id]["token_ids"] for request_id in ids])
             assert all(output["finish_reason"] == "length" for output in finished.values())
     assert texts[0] == texts[1]

@@ -17,6 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from integrity import check_scheduler
 from run_threads import in_threads
 from tiers import RUNS_ALL
 from tiny_engines import KINDS
@@ -162,7 +163,7 @@ def test_detokenizer_raises_only_its_request_ends(model: Path, kind: str, ahead:
         assert 4 <= len(answer) <= 6 if reads else len(answer) == GREEDY.max_tokens
         for i in (0, 2):
             assert finished[ids[i]]["token_ids"] == expected[i]["token_ids"] and "error" not in finished[ids[i]]
-        llm.scheduler.check_integrity()
+        check_scheduler(llm.scheduler)
         again = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [output["token_ids"] for output in again] == [output["token_ids"] for output in expected]
 
@@ -188,7 +189,7 @@ def test_nan_logits_end_their_request_with_an_error(model: Path, kind: str, ahea
             list(llm.stream([4, unused, 6], GREEDY))
         again = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [output["token_ids"] for output in again] == [output["token_ids"] for output in expected]
-        llm.scheduler.check_integrity()
+        check_scheduler(llm.scheduler)
 
 
 # -- a start that fails ------------------------------------------------------------------------------------------------
@@ -342,7 +343,7 @@ def test_ctrl_c_at_any_line_leaves_the_engine_consistent_or_closed(model: Path, 
             assert is_double and num_steps < 10, f"Ctrl-C before line {line} left requests behind"
             llm.step()
             num_steps += 1
-        llm.scheduler.check_integrity()
+        check_scheduler(llm.scheduler)
         assert [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)] == expected
     assert bool(num_closed) == is_double
     llm.close()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from integrity import check_scheduler
 from tiny_models import write_tiny_model
 from virtual_clock import VirtualClock
 
@@ -118,7 +119,7 @@ def make_engine(
 def engine(setup: EngineSetup, request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine = make_engine(setup, request.param)
     yield engine
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     assert not engine.has_requests and not engine.scheduler.has_unfinished
 
 
@@ -195,7 +196,7 @@ def test_answers_are_passed_on_before_a_long_step_is_launched(setup: EngineSetup
     assert turns[2][1] == ("launch", "wait")
     finished = finish(engine, outbox)
     assert [finished[i]["finish_reason"] for i in (answering, long_ones[1])] == ["length", "length"]
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     engine.close()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from integrity import check_scheduler
 from run_threads import in_threads
 
 from nanovllm import LLM, SamplingParams
@@ -20,7 +21,7 @@ KINDS = {
     "offload": {"enable_cpu_offload": True, "num_gpu_blocks": 4, "num_cpu_blocks": 30, "kvcache_block_size": 256},
 }
 PROMPTS = ["Hello world", "The quick", "x", "abc " * 100]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LIMIT_S = 120  # of a wait that only bounds a hang
 
 
 def greedy(max_tokens: int = 12) -> SamplingParams:
@@ -62,7 +63,7 @@ def test_begin_waits_for_the_turn_of_another_thread_and_for_nothing_else() -> No
     time.sleep(0.05)
     order.append("this")
     turns.end()
-    thread.join(10)
+    thread.join(LIMIT_S)
     assert order == ["this", "other"]
 
 
@@ -76,7 +77,7 @@ def test_begin_ends_without_a_turn_once_its_condition_comes_true() -> None:
     assert not got_turn
     ready.set()
     turns.end()
-    thread.join(10)
+    thread.join(LIMIT_S)
     assert got_turn == [False]
 
 
@@ -93,13 +94,14 @@ def test_begin_that_needs_a_turn_gets_it_before_one_that_does_not() -> None:
     threads = [threading.Thread(target=needs_turn) for _ in range(2)]
     for thread in threads:
         thread.start()
-    time.sleep(0.05)
+    while len(turns._queue) < 2:
+        time.sleep(0.001)
     turns.end()
     assert turns.begin(done.is_set)  # both others were there before
     order.append("not needed")
     turns.end()
     for thread in threads:
-        thread.join(10)
+        thread.join(LIMIT_S)
     assert order == ["needed", "needed", "not needed"]
 
 
@@ -119,8 +121,8 @@ def test_end_wakes_the_next_in_the_queue_whoever_waits_beside_it() -> None:
         thread.start()
         time.sleep(0.05)
     turns.end()
-    needing.join(10)
-    waiting.join(10)
+    needing.join(LIMIT_S)
+    waiting.join(LIMIT_S)
     assert order == ["needed", False]
 
 
@@ -142,7 +144,7 @@ def test_call_raises_those_who_wait_are_woken() -> None:
     time.sleep(0.05)
     with pytest.raises(IndexError):
         turns.end()
-    thread.join(10)
+    thread.join(LIMIT_S)
     assert got_turn == [True]
 
 
@@ -171,7 +173,7 @@ def test_thread_that_is_interrupted_at_the_head_of_the_queue_wakes_the_next() ->
             time.sleep(0.001)
     turns.end()
     for thread in threads:
-        thread.join(10)
+        thread.join(LIMIT_S)
     assert got_turn == [True]
 
 
@@ -188,7 +190,7 @@ def llm(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield engine
         if engine.engine.closed_because is None:
             assert engine.is_finished()
-            engine.scheduler.check_integrity()
+            check_scheduler(engine.scheduler)
 
 
 def test_generate_chat_and_stream_in_several_threads_get_their_own_answers(llm: LLM) -> None:
@@ -228,10 +230,11 @@ def test_add_and_abort_from_threads_while_another_steps(llm: LLM) -> None:
         rng = random.Random(which)
         for _ in range(20):
             prompt = rng.randrange(len(PROMPTS))
-            request_id = llm.add_request(PROMPTS[prompt], greedy(16))
+            is_aborted = rng.random() < 0.5
+            request_id = llm.add_request(PROMPTS[prompt], greedy(1500 if is_aborted else 16))
             added[request_id] = prompt
             time.sleep(rng.random() / 200)
-            if rng.random() < 0.5 and llm.abort(request_id):
+            if is_aborted and llm.abort(request_id):
                 asked_to_end.add(request_id)
         still_adding[which] = False
 
@@ -248,9 +251,9 @@ def test_add_and_abort_from_threads_while_another_steps(llm: LLM) -> None:
         answer = expected[added[request_id]]
         if output["finish_reason"] == "abort":
             assert request_id in asked_to_end
-            assert output["token_ids"] == answer[: len(output["token_ids"])]
+            assert output["token_ids"][:16] == answer[: len(output["token_ids"])]
         else:
-            assert output["token_ids"] == answer
+            assert output["token_ids"][:16] == answer
 
 
 def test_generate_whose_request_another_thread_aborts_returns_it_with_the_others(llm: LLM) -> None:
@@ -303,17 +306,16 @@ def test_step_and_close_come_between_the_steps_of_a_generate_in_another_thread(l
     while not llm.stats()["num_running"]:
         time.sleep(0.001)
     for _ in range(5):
-        before = llm.stats()["num_steps"]
         llm.step()
-        assert llm.stats()["num_steps"] - before < 100  # the other thread may have had some before the call
+        assert not llm.is_finished()
     (request_id,) = llm.scheduler.sequences
     llm.abort(request_id)
-    thread.join(10)
+    thread.join(LIMIT_S)
     assert not thread.is_alive() and not errors
     thread = threading.Thread(target=generate, daemon=True)
     thread.start()
     while not llm.stats()["num_running"]:
         time.sleep(0.001)
     llm.close()
-    thread.join(10)
+    thread.join(LIMIT_S)
     assert not thread.is_alive() and "it is closed" in str(errors[0])

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import pytest
 from checked_engine import WORKS_AHEAD, CheckedLLM, Reference, cache_options, greedy
 from cpu_splits import splitting
 from dense_model import random_prompt
-from rank_processes import NOTICED_WITHIN_S, is_gone, worker_pids_of
+from integrity import check_scheduler
+from rank_processes import is_gone, wait_until, worker_pids_of
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import EngineError, WorkerDiedError
@@ -64,22 +64,23 @@ def test_two_ranks_edit_and_score_as_one_does(reference: Reference) -> None:
 
 
 @pytest.mark.slow
-def test_interrupted_ranks_are_usable_and_a_killed_one_is_an_error_within_seconds(reference: Reference) -> None:
+def test_interrupted_ranks_are_usable_and_a_killed_one_is_an_error(reference: Reference) -> None:
     """Ctrl-C reaches the whole terminal: the worker gets the signal too."""
     llm = LLM(str(reference.directory), device="cpu", **TWO_RANKS, **cache_options(3))
     (worker,) = worker_pids_of(llm.engine.executor)
     expected = llm.generate([PROMPTS[4]], greedy(), use_tqdm=False)[0]["token_ids"]
 
     def press_ctrl_c() -> None:
+        wait_until(lambda: llm.stats()["num_running"] > 0)
         os.kill(worker, signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
-    timer = threading.Timer(0.3, press_ctrl_c)
-    timer.start()
+    presser = threading.Thread(target=press_ctrl_c)
     with pytest.raises(KeyboardInterrupt):
+        presser.start()
         llm.generate(PROMPTS[:4], greedy(6000), use_tqdm=False)
-    timer.join()
-    llm.scheduler.check_integrity()
+    presser.join()
+    check_scheduler(llm.scheduler)
     assert llm.is_finished()
     assert llm.generate([PROMPTS[4]], greedy(), use_tqdm=False)[0]["token_ids"] == expected
 
@@ -87,11 +88,9 @@ def test_interrupted_ranks_are_usable_and_a_killed_one_is_an_error_within_second
     for _ in range(5):
         llm.step()
     os.kill(worker, signal.SIGKILL)
-    start_s = time.monotonic()
     with pytest.raises(WorkerDiedError, match="rank 1 died with signal SIGKILL"):
         while True:
             llm.step()
-    assert time.monotonic() - start_s < NOTICED_WITHIN_S
     with pytest.raises(EngineError):
         llm.step()
     llm.close()

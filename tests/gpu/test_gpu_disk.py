@@ -36,11 +36,11 @@ def test_restarted_engine_gives_the_logits_of_transformers(reference: Reference,
         with GpuLLM(reference, kv_disk_path=str(tmp_path), internals=ALWAYS_LOADS, **CACHES[cache]) as llm:
             output = llm.answer_and_check([[*DOCUMENT, i, 1, 2], random_prompt(300, seed=i)])[0]
             assert output["num_cached_tokens"] == (expected if i else 0)
-            extent_bytes = llm.runner._disk._pool.extent_bytes
+            extent_bytes = llm.runner.store._pool.extent_bytes
             needs_buffers = cache in ("all GPU", "large blocks")
             assert llm.stats()["disk_buffer_bytes"] == (NUM_READERS + needs_buffers) * extent_bytes
             llm.assert_nothing_left()
-    assert llm.runner._disk.num_misses == 0
+    assert llm.runner.store.num_misses == 0
 
 
 @pytest.mark.parametrize("cache", ["all GPU", "offload"])

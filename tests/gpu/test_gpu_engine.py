@@ -18,6 +18,7 @@ import torch
 from checked_engine import OFFLOAD, Reference, cache_options, greedy, small_staging
 from dense_model import random_prompt
 from gpu_llm import GpuLLM
+from integrity import check_scheduler
 from offload_workload import BLOCK, prompts_of
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny_model
@@ -228,7 +229,7 @@ def test_ten_thousand_requests_leave_memory_where_it_was(reference: Reference, o
         serve(llm, 10_000)
         assert footprint(llm) == before
         assert resident_host_bytes() - host_bytes < MAX_HOST_GROWTH_BYTES
-        llm.scheduler.check_integrity()
+        check_scheduler(llm.scheduler)
 
 
 @pytest.mark.slow
@@ -309,7 +310,7 @@ def test_any_number_of_slots_gives_the_tokens_of_all_gpu(reference: Reference, n
             if num_step == 9:
                 llm.abort(ids[2])
             finished |= llm.step().finished
-            llm.scheduler.check_integrity()
+            check_scheduler(llm.scheduler)
         assert set(finished) == set(ids) and llm.stats()["num_preemptions"] >= 1
         for request_id, prompt in zip(ids, prompts, strict=True):
             if request_id != ids[2]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from integrity import check_scheduler
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
@@ -81,7 +82,7 @@ def test_random_workload_never_uses_more_than_promised(name: str, utilization: f
         peak = serve_at_random(llm, seed=len(name), num_waves=6)
         print(f"{name} at {utilization}: {peak / GIB:.2f} of {utilization * total / GIB:.2f} GiB")
         assert peak <= utilization * total, f"{peak / GIB:.2f} GiB of {utilization * total / GIB:.2f} GiB"
-        llm.scheduler.check_integrity()
+        check_scheduler(llm.scheduler)
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -8,6 +8,7 @@ import random
 from typing import Any, TypeAlias
 
 import pytest
+from integrity import check_scheduler
 
 from nanovllm import LLM, SamplingParams
 
@@ -48,7 +49,7 @@ def answers(llm: LLM) -> Answers:
     again: Any = llm.generate([prompt(9000, 0)], params, use_tqdm=False)[0]
     assert again["num_cached_tokens"] > 8000
     outputs: list[Any] = [*(finished[request_id] for request_id in ids), again]
-    llm.scheduler.check_integrity()
+    check_scheduler(llm.scheduler)
     return [
         (
             output["token_ids"],

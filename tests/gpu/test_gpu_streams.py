@@ -27,6 +27,7 @@ from checked_engine import OFFLOAD, Reference, greedy
 from cpu_splits import RandomSplit
 from dense_model import random_prompt
 from gpu_llm import GpuLLM
+from integrity import check_scheduler
 from offload_workload import BLOCK, RESUMED, prompts_of, serve_resumed
 
 from nanovllm import LLM
@@ -369,7 +370,7 @@ def soak(llm: GpuLLM, seconds: float, seed: int) -> list[tuple[list[int], list[i
                 answers.append((prompt, output["token_ids"]))
         num_steps += 1
         if num_steps % 200 == 0:
-            llm.scheduler.check_integrity()
+            check_scheduler(llm.scheduler)
             assert engine.num_wrong_tokens.tolist() == [0, 0, 0], f"seed {seed}, after {num_steps} steps"
             llm.plans.clear()
             llm.logits.clear()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from checked_engine import Reference, cache_options, greedy, small_staging
 from gpu_llm import GpuLLM
+from integrity import check_scheduler
 from offload_workload import BLOCK, prompts_of
 from run_threads import in_threads
 
@@ -78,7 +79,7 @@ def test_engine_serves_while_another_starts_in_another_thread(reference: Referen
 
     with plain_llm(reference, 24, gpu_memory_utilization=0.4, enable_prefix_caching=False) as llm:
         in_threads(lambda: serve(llm), start)
-        llm.scheduler.check_integrity()
+        check_scheduler(llm.scheduler)
 
 
 @pytest.mark.multi_gpu

@@ -26,7 +26,6 @@ from triton.runtime.jit import JITFunction
 from nanovllm import kernels
 from nanovllm.attention.base import PartialAttention, RunningMerge
 from nanovllm.attention.triton_backend import TritonBackend
-from nanovllm.capabilities.shadow.shadow_spec import ShadowSpec
 from nanovllm.device.kernel_target import KNOWN_TARGETS, KernelTarget
 from nanovllm.kernels import (
     decode,
@@ -45,6 +44,7 @@ from nanovllm.kernels import (
 )
 from nanovllm.kernels.sampling_tensors import NUM_EDIT_COLUMNS, EditTensors, SamplingTensors
 from nanovllm.kernels.state_tensors import DeltaWeights, LayerStates, StateSave
+from nanovllm.plan.shadow_spec import ShadowSpec
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 

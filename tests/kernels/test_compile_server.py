@@ -123,9 +123,9 @@ def processes_of(session: int) -> dict[int, str]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 200
     while not condition():
-        assert time.monotonic() < deadline_s, "nothing happened for a minute"
+        assert time.monotonic() < deadline_s, "nothing happened"
         time.sleep(0.02)
 
 

@@ -7,7 +7,7 @@ import torch
 from interpreter import INTERPRETED, needs_triton, on_device
 
 from nanovllm.capabilities.shadow.memory import dequantize_page, quantize_page
-from nanovllm.capabilities.shadow.shadow_spec import SHADOW_BITS, ShadowSpec
+from nanovllm.plan.shadow_spec import SHADOW_BITS, ShadowSpec
 
 pytestmark = needs_triton
 NUM_SMS = 4 if INTERPRETED else 132

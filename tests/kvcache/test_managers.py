@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from content_model import Simulation, tokens
+from integrity import check_kv, check_ring
 from random_workloads import GRAIN, odd_drafter
 
 from nanovllm.errors import RequestError
@@ -364,7 +365,7 @@ def test_hybrid_check_integrity_notices(fault: str) -> None:
     simulation.check_integrity()
     FAULTS[fault](kv, kv.blocks[seq.block_table[-1]], next(block for block in kv.blocks if block.ring_slot < 0))
     with pytest.raises(AssertionError):
-        kv.check_integrity(simulation.sequences)
+        check_kv(kv, simulation.sequences)
 
 
 # -- SlotRing --------------------------------------------------------------------------------------------------------
@@ -387,7 +388,7 @@ def test_ring_takes_free_slots_and_then_the_least_recently_used_ones_and_homes_a
     blocks[3].num_running = 1
     ring.update_state(blocks[3])
     assert ring.find_unread_slots(blocks[12:17]) == [0, 1, 2, 5, 4]
-    ring.check_integrity()
+    check_ring(ring)
 
 
 def test_ring_gives_up_what_is_free_then_idle_then_read_and_never_what_is_kept() -> None:
@@ -398,7 +399,7 @@ def test_ring_gives_up_what_is_free_then_idle_then_read_and_never_what_is_kept()
     blocks[1].being_written = True
     for block in blocks[:3]:
         ring.update_state(block)
-    ring.check_integrity()
+    check_ring(ring)
     given = []
     while (slot := next(iter(ring.find_unread_slots(blocks[4:])), ring.find_read_slot(blocks[4]))) is not None:
         given.append(slot)
@@ -407,7 +408,7 @@ def test_ring_gives_up_what_is_free_then_idle_then_read_and_never_what_is_kept()
             ring.free_slot_of(held)
         taken = HybridBlock(slot, pinned_in_step=True)
         ring.assign_slot(slot, taken)
-        ring.check_integrity()
+        check_ring(ring)
     assert given == [3, 2, 0] and ring.num_available == 0
     assert ring.find_unread_slots(blocks[4:]) == []
     ring.free_slot_of(blocks[4])  # holds no slot: nothing to do

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 from content_model import Simulation, longest_prefix_left, tokens
+from integrity import check_pool
 
 from nanovllm.kvcache.block_manager import BlockManager
 from nanovllm.kvcache.block_pool import HASH_BYTES, Block, BlockPool, PrefixIndex, PrefixMatch, contiguous_ranges
@@ -135,10 +136,10 @@ def test_pool_check_integrity_notices(fault: str) -> None:
     pool = filled_pool(seq)
     hold_all(pool, other)
     pool.match(make_sequence(tokens(13)))
-    pool.check_integrity([seq, other])
+    check_pool(pool, [seq, other])
     POOL_FAULTS[fault](pool, seq.block_table, other.block_table)
     with pytest.raises(AssertionError):
-        pool.check_integrity([seq, other])
+        check_pool(pool, [seq, other])
 
 
 # -- grains that several blocks hold ---------------------------------------------------------------------------------
@@ -218,7 +219,7 @@ def test_index_matches_an_oracle_of_whole_prefixes_whatever_the_hash(name: str) 
             pool.register(seq, len(prompt))
             oracle.register(seq, block_size, grain)
             held.append(seq)
-            pool.check_integrity(held)
+            check_pool(pool, held)
         assert num_matched > 1000
 
 
@@ -375,7 +376,7 @@ def test_head_of_the_queue_without_room_is_matched_once(kind: str) -> None:
     waiting = simulation.add([*document, 7], max_tokens=2)
     with (
         mock.patch.object(PrefixIndex, "_search", autospec=True, side_effect=PrefixIndex._search) as search,
-        mock.patch.object(PrefixIndex, "check_integrity"),  # which searches too
+        mock.patch("integrity.check_index"),  # which searches too
         mock.patch("content_model.longest_prefix_left"),
     ):
         for _ in range(100):

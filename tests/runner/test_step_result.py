@@ -22,9 +22,8 @@ def test_seconds_are_those_of_the_gpu_whenever_the_host_looks() -> None:
     assert third.token_ids() == [0]
     assert first.seconds() is None
     seconds = second.seconds()
-    assert seconds is not None and 1e-3 < seconds < 0.1
     waited = third.seconds()  # the GPU has waited for this one
-    assert waited is not None and 0.3 < waited < 1.0
+    assert seconds is not None and waited is not None and 1e-3 < seconds < 0.3 < waited
 
 
 def test_seconds_on_a_cpu_are_those_between_the_ends_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 from content_model import EOS, Simulation, expected_answer
+from integrity import check_scheduler
 from random_workloads import GRAIN, odd_drafter
 
 from nanovllm.errors import RequestError
@@ -407,7 +408,7 @@ def test_check_integrity_notices(fault: str) -> None:
     else:
         simulation.scheduler.waiting[0].status = SequenceStatus.RUNNING
     with pytest.raises(AssertionError):
-        simulation.scheduler.check_integrity()
+        check_scheduler(simulation.scheduler)
 
 
 def test_so_many_sequences_that_guesses_gain_little_make_none() -> None:

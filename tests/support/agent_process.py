@@ -6,7 +6,7 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 NOTE = "The word is kumquat-4711.\n"
 DEAD_PROXY = "http://127.0.0.1:9"  # for what an agent asks of the internet; nothing listens there
 

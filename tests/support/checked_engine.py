@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from integrity import check_scheduler
 from simulated_streams import SimulatedStreams, TrackedAttention, TrackedBackend, tracked_fill
 from tiny_models import reference_model
 
@@ -203,7 +204,7 @@ class CheckedLLM(LLM):
         return sum(plan.num_tokens for plan in self.plans)
 
     def assert_nothing_left(self) -> None:
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         stats = self.stats()
         kind = "cpu" if self.config.enable_cpu_offload else "gpu"
         assert stats[f"num_{kind}_blocks"] == stats[f"num_free_{kind}_blocks"]

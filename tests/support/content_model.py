@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
+from integrity import check_scheduler
 from simulated_disk import SimulatedDisk
 
 from nanovllm.capabilities.draft_head.pages import HeadStep, PageCopies, PageCopy
@@ -484,7 +485,7 @@ class Simulation:
             speculator=speculator,
             max_step_rows=max(max_num_seqs, 1 + max_guesses),
             step_bound=step_bound,
-            disk=None if self.disk is None else self.disk.tier,
+            store=None if self.disk is None else self.disk.tier,
         )
         self.sequences: list[Sequence] = []
         self.in_flight: tuple[StepPlan, list[int]] | None = None
@@ -598,7 +599,7 @@ class Simulation:
 
     def check_integrity(self) -> None:
         scheduler = self.scheduler
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         for queue in (scheduler.running, scheduler.waiting):
             order = [seq.seq_id for seq in queue]
             assert order == sorted(set(order)), f"not in order of arrival: {order}"

@@ -11,6 +11,7 @@ from typing import Any
 
 from checked_engine import CheckedLLM, Reference, cache_options, greedy
 from dense_model import random_prompt
+from integrity import check_scheduler
 from server_process import PRELOADED
 
 from nanovllm import LLM
@@ -42,7 +43,7 @@ def forget_all(llm: LLM) -> None:
 
 
 def wait_until_stored(llm: LLM) -> None:
-    disk = llm.scheduler.disk
+    disk = llm.scheduler.store
     assert disk is not None
     while disk.num_pending:
         time.sleep(0.001)
@@ -61,7 +62,7 @@ def states_below(path: Path) -> list[Path]:
 def slow_reads(llm: LLM) -> threading.Event:
     """Let reads wait for the event that is returned."""
     may_read = threading.Event()
-    store = llm.runner._disk.store
+    store = llm.runner.store.store
     read = store.read
 
     def slow_read(*args: Any) -> bool:
@@ -112,8 +113,8 @@ def ask_amid_damage(llm: LLM, path: Path, questions: Sequence[Any], num_files: i
         output = ask(llm, questions[i])
         assert output["token_ids"] == expected[i] and output["finish_reason"] == "length"
         num_hits.add(output["num_cached_tokens"])
-        llm.runner._disk.store.refresh()
-    llm.scheduler.check_integrity()
+        llm.runner.store.store.refresh()
+    check_scheduler(llm.scheduler)
     return num_hits
 
 

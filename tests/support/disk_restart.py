@@ -13,6 +13,7 @@ import time
 from typing import Any, NamedTuple
 
 import torch
+from integrity import check_scheduler
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.setup import Internals
@@ -68,10 +69,10 @@ def run(model: str, path: str, prompt_tokens: int, engines: list[dict[str, Any]]
             answers = []
             for prompt in prompts:
                 answers.append(answer(llm, prompt))
-                while llm.scheduler.disk.num_pending:  # type: ignore[union-attr]
+                while llm.scheduler.store.num_pending:  # type: ignore[union-attr]
                     time.sleep(0.01)
             stats = llm.stats()
-            llm.scheduler.check_integrity()
+            check_scheduler(llm.scheduler)
             counts = (int(stats[f"num_disk_{name}"]) for name in ("failures", "misses", "stored_bytes"))
             results.append(Result(answers, *counts))
     return results

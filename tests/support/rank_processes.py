@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-NOTICED_WITHIN_S = 5.0
+LIMIT_S = 120.0  # of a wait that only bounds a hang
 
 
 def worker_pids_of(executor: Any) -> list[int]:
@@ -21,7 +21,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = NOTICED_WITHIN_S) -> bool:
+def wait_until(condition: Callable[[], bool], timeout_s: float = LIMIT_S) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)

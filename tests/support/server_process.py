@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-LIMIT_S = 60
+LIMIT_S = 200
 ENGINE = {"device": "cpu", "max_model_len": 4096, "num_kvcache_blocks": 64, "max_num_batched_tokens": 512}
 PRELOADED = [  # a server's imports until it is ready; modules that do not exist are skipped
     *(
@@ -59,7 +59,7 @@ class ServerProcess:
         """The exit status. No other process of its session may be left."""
         self.process.join(LIMIT_S)
         assert self.process.exitcode is not None, "the server has not ended"
-        deadline_s = time.monotonic() + 5
+        deadline_s = time.monotonic() + LIMIT_S
         while processes_of_session(self.process.pid):
             assert time.monotonic() < deadline_s, "processes are left"
             time.sleep(0.05)

@@ -17,7 +17,7 @@ class _Exchange:
     """Every rank gives a tensor and gets all of them, in rank order."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = Barrier(size, timeout=30)
+        self.barrier = Barrier(size, timeout=240)
         self.parts: list[torch.Tensor] = [torch.empty(0)] * size
 
     def swap(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:

@@ -37,6 +37,7 @@ from nanovllm.capabilities.disk.disk_moves import (
 )
 from nanovllm.kvcache.block_manager import KVCacheManager
 from nanovllm.plan.sequence import Sequence, SequenceStatus
+from nanovllm.schedule.prompt_store import PromptStore
 
 STALL_S = 10.0  # a load is cancelled if no extent arrives for this time
 _RANK_CELLS = 4  # see DiskBoard
@@ -86,7 +87,7 @@ class _PrefixLoad:
     arrived_s: float  # when the newest extent arrived, or when the load began
 
 
-class DiskTier:
+class DiskTier(PromptStore):
     def __init__(
         self,
         keys: Container[bytes],
@@ -170,7 +171,7 @@ class DiskTier:
             seq.num_submitted_tokens = end
 
     @property
-    def num_waiting(self) -> int:
+    def num_waiting(self) -> int:  # type: ignore[override]
         """Number of sequences that wait for a load, or have not been taken back after it."""
         is_loading = self._load is not None and self._load.seq is not None
         return len(self._waiting) + is_loading + len(self._ready)
@@ -202,7 +203,7 @@ class DiskTier:
         return DiskMoves(stores, loads, self._num_loads)
 
     @property
-    def num_pending(self) -> int:
+    def num_pending(self) -> int:  # type: ignore[override]
         """Extents that the slowest rank still has to write."""
         return self._num_stores - int(self.board.num_stored.min())
 
@@ -213,6 +214,9 @@ class DiskTier:
             "num_cancelled_disk_loads": self.num_cancelled_loads,
             "num_waiting_for_disk": self.num_waiting,
         }
+
+    def close(self) -> None:
+        self.board.close()
 
     # -- loads ---------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,7 +48,6 @@ from nanovllm.capabilities.disk.disk_moves import (
     DISK_GRAIN_TOKENS,
     NUM_READERS,
     DiskMoves,
-    DiskSetup,
     Extent,
     document_disk_bytes,
     prefix_key,
@@ -59,6 +58,7 @@ from nanovllm.device.devices import current_device
 from nanovllm.offload.pinned_memory import HostBuffer
 from nanovllm.offload.streams import Event, Stream, Streams
 from nanovllm.plan.kv_spec import KVCacheSpec
+from nanovllm.runner.companion_memory import RankStore
 
 CLOSE_S = 5.0  # time limit for the extents that `close` still has to write
 MEASURE_S = 1.0  # time limit for measuring the disk
@@ -210,7 +210,7 @@ class _ExtentLoad:
     is_given_up: bool = False  # nothing more is copied to its places
 
 
-class DiskWorker:
+class DiskWorker(RankStore):
     """Works on submissions in order, on stores and loads concurrently. Any number of submissions may be open."""
 
     def __init__(
@@ -490,15 +490,6 @@ def _read_file(path: Path) -> int:
         while size := file.readinto(piece):
             num_bytes += size
     return num_bytes
-
-
-def open_worker(
-    setup: DiskSetup, pool: KVPool, identity: Mapping[str, object], rank: int, num_ranks: int
-) -> DiskWorker:
-    """Open the cache and start the threads. `identity`: all that K and V depend on, in words and numbers."""
-    board = DiskBoard(num_ranks, setup.num_places, setup.board)
-    store = DiskStore(Path(setup.path), setup.limit_bytes, pool.least_bytes, identity, setup.model)
-    return DiskWorker(store, pool, board, rank)
 
 
 # -- which weights ---------------------------------------------------------------------------------------------------

@@ -258,12 +258,3 @@ class RecurrentStates(Companion):
             "num_state_loads": self.num_loads,
             "num_state_saves": self.num_saves,
         }
-
-    def check_integrity(self, running: Seq[Sequence]) -> None:
-        assert self._held.keys() == {seq.seq_id for seq in running}, "slots belong to others than those who run"
-        slots = [*self._free, *self._borrowed, *(held.slot for held in self._held.values())]
-        assert sorted(slots) == list(range(1, self.num_slots)), "a state slot is lost or used twice"
-        for seq in running:
-            held = self._held[seq.seq_id]
-            assert held.num_tokens <= seq.num_computed_tokens, f"sequence {seq.seq_id} has a state ahead of its tokens"
-        self.snapshots.check_integrity(self.pool.index.prefix_ids())

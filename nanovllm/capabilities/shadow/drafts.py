@@ -12,8 +12,8 @@ from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, Pa
 from nanovllm.capabilities.cpu_attention.queue import CpuRows
 from nanovllm.capabilities.shadow.memory import Shadow
 from nanovllm.capabilities.shadow.pages import DraftKeys
-from nanovllm.capabilities.shadow.shadow_spec import ShadowSpec
 from nanovllm.models.decoder import CausalLM
+from nanovllm.plan.shadow_spec import ShadowSpec
 from nanovllm.plan.step_limits import draft_graph_sizes
 from nanovllm.plan.step_plan import DraftTimes, StepPlan
 from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory, LayerMemoryOf

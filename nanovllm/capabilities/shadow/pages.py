@@ -1,4 +1,4 @@
-"""ShadowPages: which pages of the shadow hold which blocks. See capabilities/shadow/shadow_spec.py."""
+"""ShadowPages: which pages of the shadow hold which blocks. See plan/shadow_spec.py."""
 
 from collections import OrderedDict
 from collections.abc import Sequence as Seq

@@ -85,7 +85,7 @@ def test_measured_split_is_one_that_an_engine_can_use(tmp_path: Path) -> None:
     with LLM(str(tmp_path), internals=splitting(300), **options) as llm:
         runner, offload = llm.runner, llm.runner.offload
         offload.link_byte_per_s = LINK_BYTE_PER_S
-        without_link = runner.measure(measure_split)
+        without_link = runner.apply(measure_split)
         assert without_link.link_byte_per_s is None
         split = with_rates(without_link, runner, offload, runner.memory.cpu)
         assert split.link_byte_per_s and split.link_byte_per_s > 0 and split.idle_s > 0

@@ -29,9 +29,9 @@ def difference(flag: torch.Tensor, number: int) -> int:
 
 
 def wait_until(is_met: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
+    end_s = time.monotonic() + 120
     while not is_met():
-        assert time.monotonic() < end_s, "nothing happened within 60 s"
+        assert time.monotonic() < end_s, "nothing happened"
         time.sleep(1e-4)
 
 
@@ -302,4 +302,4 @@ if os.fork() == 0:
     sys.exit(3)
 sys.exit(os.waitstatus_to_exitcode(os.wait()[1]) - 3)
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0

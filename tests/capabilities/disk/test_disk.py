@@ -28,10 +28,12 @@ from disk_engines import (
     states_below,
     wait_until_stored,
 )
+from integrity import check_scheduler
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.capabilities.disk.disk_moves import PAUSE_S
+from nanovllm.capabilities.disk.start import measure_disk
 from nanovllm.capabilities.disk.store import REFRESH_S, check_extent
 from nanovllm.capabilities.disk.tier import STALL_S
 from nanovllm.capabilities.disk.worker import KVPool
@@ -44,7 +46,7 @@ from nanovllm.errors import ConfigError
 def test_closed_engine_keeps_none_of_its_kv_cache(path: Path, cache: str) -> None:
     """The disk's threads kept the cache, so the next engine of a process found no room on the GPU."""
     llm = LLM("demo", device="cpu", kv_disk_path=str(path), **CACHES[cache])
-    k_cache = weakref.ref(llm.runner.memory.disk_pool()._caches[0])
+    k_cache = weakref.ref(llm.runner.memory.whole_cache[0])
     ask(llm, list(range(200)) * 5)
     llm.close()
     gc.collect()
@@ -150,7 +152,7 @@ def test_disk_that_hangs_holds_neither_requests_nor_blocks(
         llm.answer_and_check([QUESTIONS[0]])
         wait_until_stored(llm)
         forget_all(llm)
-        may_read, disk, now_s = slow_reads(llm), llm.scheduler.disk, 1000.0
+        may_read, disk, now_s = slow_reads(llm), llm.scheduler.store, 1000.0
         disk._clock = lambda: now_s
         waiting = llm.add_request(QUESTIONS[1], greedy())
         llm.step()
@@ -188,7 +190,7 @@ def test_aborted_load_gives_its_blocks_back(reference: Reference, path: Path) ->
                 llm.step()
             assert llm.stats()["num_waiting_for_disk"] == 3
             assert all(llm.abort(request_id) for request_id in (ids[0], ids[2]))
-            llm.scheduler.check_integrity()
+            check_scheduler(llm.scheduler)
             may_read.set()
             finished = llm.finish_all()
             assert [finished[request_id]["finish_reason"] for request_id in ids] == ["abort", "length", "abort"]
@@ -226,7 +228,7 @@ def test_prefix_is_loaded_only_from_the_measured_length_on(
         with CheckedLLM(model, internals=Internals(least_load_tokens=least_tokens), **options) as llm:
             assert llm.answer_and_check([QUESTIONS[0]])[0]["num_cached_tokens"] == cached
     with CheckedLLM(model, **options) as llm:
-        rates = llm.runner.measure_disk()
+        rates = llm.runner.apply(measure_disk)
         assert rates.num_tokens == 300 and rates.prompt_s > 0 and rates.read_byte_per_s > 0
         llm.answer_and_check([QUESTIONS[0]])
         llm.assert_nothing_left()
@@ -276,7 +278,7 @@ def test_two_engines_share_a_path(model: Reference, options: dict[str, Any]) -> 
     with LLM(model.directory, **options) as first, LLM(model.directory, **options) as second:
         ask(first, DOCUMENT)
         wait_until_stored(first)
-        second.runner._disk.store.refresh()  # as its thread does every two seconds
+        second.runner.store.store.refresh()  # as its thread does every two seconds
         assert ask(second, DOCUMENT)["num_cached_tokens"] == HIT
 
 
@@ -293,7 +295,7 @@ def test_busy_engine_sees_what_another_one_changes(reference: Reference, path: P
             passed_s += REFRESH_S / 4
 
     with LLM(reference.directory, **options) as busy, LLM(reference.directory, **options) as other:
-        busy.runner._disk._clock = lambda: time.monotonic() + passed_s
+        busy.runner.store._clock = lambda: time.monotonic() + passed_s
         ask(other, DOCUMENT)
         wait_until_stored(other)
         stay_busy(busy)

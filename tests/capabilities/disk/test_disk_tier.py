@@ -11,6 +11,7 @@ import torch
 from content_model import ContentError, ContentRunner, Simulation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from integrity import check_kv
 from odd_drafters import KINDS
 from random_workloads import GRAIN, dense_manager, dense_operations, dense_schedule, dense_states, odd_drafter, play
 from simulated_disk import SimulatedDisk
@@ -192,7 +193,7 @@ def make_ranks() -> Iterator[Callable[..., TwoRanks]]:
 
     yield make
     for ranks in made:
-        ranks.kv.check_integrity(ranks.tier.holders)
+        check_kv(ranks.kv, ranks.tier.holders)
         ranks.board.close()
 
 
@@ -282,7 +283,7 @@ def test_load_that_lacks_a_state_or_an_extent_is_followed_by_one_to_an_earlier_s
     ranks.end_load(1, num_loaded=9, missing=missing)
     moves = ranks.tier.next_moves()
     assert moves is not None and [extent.is_state for extent in moves.loads] == loads
-    ranks.kv.check_integrity(ranks.tier.holders)
+    check_kv(ranks.kv, ranks.tier.holders)
     ranks.end_load(2, num_loaded=len(loads))
     ranks.tier.next_moves()
     assert ranks.tier.take_ready() == [seq] and ranks.kv.num_known_tokens(seq) == 2 * sum(not each for each in loads)

@@ -15,20 +15,14 @@ from nanovllm import LLM, SamplingParams, StructuredOutputs
 from nanovllm.capabilities.shadow import memory as shadow
 from nanovllm.capabilities.shadow.drafts import MAX_TIMED_CPU_PAGES
 from nanovllm.capabilities.shadow.pages import DraftKeys, ShadowFills
-from nanovllm.capabilities.shadow.shadow_spec import (
-    NO_SHADOW,
-    SHADOW_BITS,
-    ShadowSize,
-    ShadowSpec,
-    auto_shadows,
-    divide_memory,
-)
+from nanovllm.capacity.division import NO_SHADOW, ShadowSize, auto_shadows, divide_memory
 from nanovllm.config import Config
 from nanovllm.engine.setup import Internals
 from nanovllm.entrypoints.demo.haystack import build_haystack
 from nanovllm.errors import ConfigError
 from nanovllm.models.retrieval_model import build_retrieval_model
 from nanovllm.plan.kv_spec import KVCacheSpec
+from nanovllm.plan.shadow_spec import SHADOW_BITS, ShadowSpec
 from nanovllm.plan.step_plan import find_payload
 from nanovllm.runner.step_runner import NUM_TIMED_STEPS
 

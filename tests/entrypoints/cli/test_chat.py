@@ -223,7 +223,7 @@ class Terminal:
 
     def end(self) -> int:
         try:
-            return self.process.wait(timeout=60)
+            return self.process.wait(timeout=240)
         finally:
             self.process.kill()
             os.close(self._keyboard)
