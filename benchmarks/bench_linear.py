@@ -32,7 +32,10 @@ EXPERTS = {"experts gate_up": (128, 1536, 2048), "experts down": (128, 2048, 768
 NUM_CHOSEN = 8
 CACHE_BYTES = 256 * 2**20  # more than any GPU's cache
 FEW_ROWS_TILES = [kernels.FewRowsTile(*sizes) for sizes in itertools.product((8, 16), (4, 8, 16), (1, 2, 3, 4, 8))]
-TILES = [kernels.Tile(*sizes) for sizes in itertools.product((16, 32, 64, 128), (64, 128, 256), (4, 8), (3, 4), (1, 4))]
+TILES = [
+    kernels.ManyRowsTile(*sizes)
+    for sizes in itertools.product((16, 32, 64, 128), (64, 128, 256), (4, 8), (3, 4), (1, 4))
+]
 
 
 def make_weight(num_rows: int, size: int, name: str) -> torch.nn.Parameter | PackedWeight:

@@ -24,5 +24,5 @@ def test_resolve_device_one_gpu_for_several_ranks_is_refused() -> None:
     for ranks in (TWO_RANKS, TWO_RANKS | {"distributed_executor_backend": "ray"}):
         with pytest.raises(ConfigError, match="=2 needs more GPUs than the 1 that this process sees"):
             resolve_device(Config(model="m", **ranks))
-        with pytest.raises(ConfigError, match=r"device='cuda:1' .*: each rank has a GPU of its own; give device="):
+        with pytest.raises(ConfigError, match=r"device='cuda:1' .*: each rank needs a separate GPU; give device="):
             resolve_device(Config(model="m", device="cuda:1", **ranks))
