@@ -1,5 +1,4 @@
-"""The device that an engine runs on: choose it, make it current, measure its memory, and clean up after a failed start.
-"""
+"""The device that an engine runs on: choose it, make it current, measure its memory, and clean up after a failed start."""
 
 import os
 import traceback

@@ -1,13 +1,13 @@
-"""devices_from_ray: devices for the ranks of an engine that Ray gives to nobody else meanwhile.
+"""devices_from_ray: devices for the ranks of an engine, reserved so that Ray gives them to no other job.
 
 Ray only counts. The ranks are ordinary processes (processes.py) on this machine. This module is loaded only where Ray
 is chosen.
 
-An actor or a task has been given its GPUs, and the ranks use those. A script has been given none, so a placement group
-reserves them. It uses the Ray that its process is connected to. If there is none, the engine calls `ray.init`, which
-connects to the cluster that RAY_ADDRESS or `ray start` name, or starts Ray on this machine. The namespace tells later
-who called `ray.init`: the last engine of the process disconnects what an engine has connected, and never what the
-caller has. If an engine started Ray, Ray ends with that.
+An actor or a task has been given GPUs, and the ranks use these GPUs. A script has been given none, so a placement group
+reserves them, in the Ray that the script's process is connected to. If there is no such Ray, the engine calls
+`ray.init`, which connects to the cluster that RAY_ADDRESS or `ray start` names, or starts Ray on this machine. The
+namespace later shows who called `ray.init`: the last engine of the process disconnects a connection that an engine
+made, but never the caller's connection. If an engine started Ray, disconnecting also ends Ray.
 """
 
 import os
@@ -26,16 +26,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nanovllm.errors import ConfigError
 from nanovllm.executor.processes import threads_per_rank
 
-RESERVE_TIMEOUT_S = 30.0  # an engine that was closed just now gives its GPUs back within seconds
+RESERVE_TIMEOUT_S = 30.0  # an engine that was closed just now releases its GPUs within seconds
 _NAMESPACE = "nanovllm"
 _NODE_LABEL = "ray.io/node-id"  # Ray labels every node with its id
 
 
 @contextmanager
 def devices_from_ray(device_type: str, size: int, timeout_s: float = RESERVE_TIMEOUT_S) -> Iterator[list[torch.device]]:
-    """A device for each of `size` ranks, reserved as long as the block runs. `device_type`: "cuda" or "cpu".
+    """Yield a device for each of `size` ranks, reserved for the duration of the block. `device_type`: "cuda" or "cpu".
 
-    Raises ConfigError if this machine has too few, or if they are not free within the timeout.
+    Raises ConfigError if this machine has too few devices, or if they are not free within the timeout.
     """
     if ray.is_initialized() and _is_in_ray():
         gpu_ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
@@ -61,10 +61,10 @@ def _devices(device_type: str, size: int, gpu_ids: Sequence[str]) -> list[torch.
 
 
 def visible_devices(gpu_ids: Sequence[str], visible: str | None) -> list[torch.device]:
-    """The devices that torch knows by Ray's ids of GPUs.
+    """Return torch's devices for Ray's ids of GPUs.
 
     `visible` is the process's CUDA_VISIBLE_DEVICES: it names the GPUs that the process sees, by the same ids, in the
-    order in which torch counts them. None: the process sees all. Raises ConfigError if it does not see one of them.
+    order in which torch counts them, or is None if the process sees all. Raises ConfigError if a GPU is not visible.
     """
     devices = []
     visible_ids = [] if visible is None else visible.split(",")
@@ -84,7 +84,7 @@ def visible_devices(gpu_ids: Sequence[str], visible: str | None) -> list[torch.d
 
 @contextmanager
 def _reserved(device_type: str, size: int, timeout_s: float) -> Iterator[list[str]]:
-    """Reserve room for all ranks on this machine, and yield the ids of the GPUs. Ray frees it when the process ends.
+    """Reserve resources for all ranks on this machine, and yield the ids of the GPUs. Ray frees them with the process.
 
     A rank on a GPU needs the GPU and a CPU to drive it; on a CPU, as many CPUs as it has threads.
     """
@@ -114,9 +114,10 @@ def _reserved(device_type: str, size: int, timeout_s: float) -> Iterator[list[st
 
 
 def _gpu_ids_of(group: PlacementGroup, num_gpus: int) -> list[str]:
-    """The GPUs of a bundle are the same as long as the group exists, so a task that takes them all can tell them.
+    """Return the GPUs of a bundle, by a task that takes them all. They stay the same for as long as the group exists.
 
-    The task is a lambda because Ray sends those as code. The process that runs it need not import this package.
+    The task is a lambda because Ray sends lambdas as code, so the process that runs the task need not import this
+    package.
     """
     task = ray.remote(lambda: ray.get_runtime_context().get_accelerator_ids()["GPU"])
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
@@ -125,7 +126,7 @@ def _gpu_ids_of(group: PlacementGroup, num_gpus: int) -> list[str]:
 
 
 def _is_in_ray() -> bool:
-    """Return True if this process is an actor or runs a task, rather than being a script that uses Ray."""
+    """Return True if this process is an actor or runs a task, and False if it is a script that uses Ray."""
     context = ray.get_runtime_context()
     return context.get_actor_id() is not None or context.get_task_id() is not None
 
@@ -133,8 +134,8 @@ def _is_in_ray() -> bool:
 def _join_ray() -> None:
     """Make sure that this process uses Ray.
 
-    Linux ends the processes of a Ray that was started here with the thread that started them, so a thread that stays
-    does it. Ray leaves the handlers of signals alone there, too.
+    Linux ends the processes of a Ray that was started here with the thread that started them, so a thread that never
+    ends starts Ray. In a thread other than the main thread, Ray also leaves signal handlers alone.
     """
     if ray.is_initialized():
         return
@@ -169,7 +170,7 @@ def has_reservations() -> bool:
 
 
 def _name_prefix() -> str:
-    """Names of the reservations of this job, which is a script with all that it has started."""
+    """Prefix of the names of this job's reservations. A job is a script with all processes that it has started."""
     return f"nanovllm-{ray.get_runtime_context().get_job_id()}-"
 
 

@@ -1,4 +1,4 @@
-"""ModelRunner: one rank's model and KV cache. It decides nothing: every rank runs the same plans as they are.
+"""ModelRunner: one rank's model and KV cache. It decides nothing: every rank runs the same plans unchanged.
 
 On a GPU, start-up measures the memory that a rank needs besides KV blocks (`profile_memory`), and compiles all kernels.
 """
@@ -98,12 +98,12 @@ class ModelRunner:
         """Build this rank's part of the model and load its weights from `directory`."""
         self.config, self.model_config, self.spec, self.tp, self.device = config, model_config, spec, tp, device
         self._make_offload_engine, self._make_cpu_part = make_offload_engine, make_cpu_part
-        self._memory: KVMemory | None = None  # None: before `allocate_kv_cache` and after `close`
-        self._steps: StepRunner | None = None  # exists as long as the memory does
-        self._disk: DiskWorker | None = None  # None: no KV is kept on disk
+        self._memory: KVMemory | None = None  # None before `allocate_kv_cache` and after `close`
+        self._steps: StepRunner | None = None  # exists as long as the memory
+        self._disk: DiskWorker | None = None  # None if no KV is stored on disk
         self.phases = Phases()
-        self.compile_server: CompileServer | None = None  # gets ready while the weights are loaded; until `close`
-        self.triton_start: TritonStart | None = None  # likewise
+        self.compile_server: CompileServer | None = None  # starts while the weights are loaded; None after `close`
+        self.triton_start: TritonStart | None = None  # prepares Triton while the weights are loaded
         if device.type == "cuda":
             self.compile_server = start_compile_server(config, model_config, tp.size, kernel_target.target_of(device))
             self.triton_start = TritonStart()
@@ -139,10 +139,12 @@ class ModelRunner:
         self.model.eval()
         self._weights_identity = weights_identity(self.model) if config.kv_disk_path is not None else ""
         self.num_heads = model_config.num_heads // tp.size  # query heads of this rank
-        self._unbuilt: Iterator[LibraryPlan] | None = None  # None before the first is built
+        self._unbuilt: Iterator[LibraryPlan] | None = None  # None before the first plan is built
 
     def close_compile_server(self, is_complete: bool = False) -> None:
-        """Nothing is compiled from here on. `is_complete`: all kernels that this engine needs have been."""
+        """End the server. Nothing is compiled from now on. `is_complete`: all kernels that this engine needs are
+        compiled.
+        """
         if self.compile_server is not None:
             self.compile_server.close(is_complete)
             self.compile_server = None
@@ -161,19 +163,19 @@ class ModelRunner:
 
     @property
     def graphs(self) -> GraphSet | None:
-        """None: every step is launched kernel by kernel."""
+        """The CUDA graphs, or None if every step is launched kernel by kernel."""
         return None if self._steps is None else self._steps.graphs
 
     @property
     def offload(self) -> OffloadEngine | None:
-        """The engine that moves the blocks; None without offload."""
+        """The engine that copies the blocks, or None without offload."""
         return None if self._memory is None else self._memory.offload
 
     @on_own_device
     def measure_kv_room(
         self, num_cpu_blocks: int, most_gpu_blocks: int, companions: Sequence[CompanionSetup]
     ) -> tuple[int, str]:
-        """The bytes that every rank has for KV on its GPU, and a description of this rank's memory.
+        """Measure the bytes that every rank has for KV on its GPU. Also returns a description of this rank's memory.
 
         On a GPU, this runs the largest steps and captures the largest graphs that an engine of up to `most_gpu_blocks`
         blocks can need.
@@ -189,21 +191,21 @@ class ModelRunner:
         return int(self.tp.all_gather(available).min()), room
 
     def launch_attention_kernels(self, num_tokens: int) -> None:
-        """AttentionBackend.launch_kernels for chunks of up to `num_tokens` tokens."""
+        """Call AttentionBackend.launch_kernels for chunks of up to `num_tokens` tokens."""
         k_cache, _ = self.memory.cache
         self.backend.launch_kernels(self._queries(num_tokens), k_cache[0])
         for companion in self.memory.companions:
             companion.launch_kernels(self._queries(1), self.memory.cache, self.max_model_len)
 
     def library_plans(self) -> Sequence[LibraryPlan]:
-        """AttentionBackend.library_plans for the chunks that steps can hold."""
+        """Return AttentionBackend.library_plans for the chunks that steps can hold."""
         max_query_len = min(self.config.max_num_batched_tokens, self.max_model_len)
         return self.backend.library_plans(self._queries(1), self.spec.num_kv_heads, max_query_len, self.max_model_len)
 
     @on_own_device
     @torch.inference_mode()
     def build_next_plan(self) -> bool:
-        """Build the next of `library_plans`, for the thread that calls. Returns False if there is none left."""
+        """Build the next of `library_plans`, for the calling thread. Returns False if no plan is left."""
         if self._unbuilt is None:
             self._unbuilt = iter(self.library_plans())
         plan = next(self._unbuilt, None)
@@ -211,12 +213,12 @@ class ModelRunner:
             return False
         try:
             plan.build()
-        except RuntimeError as error:  # such as too little memory; no prompt may ever need this plan
+        except RuntimeError as error:  # such as too little memory; perhaps no prompt will ever need this plan
             logger.debug("a plan is left until a prompt needs it: %s", error)
         return True
 
     def max_split_bytes(self) -> int:
-        """AttentionBackend.max_split_bytes of this model."""
+        """Return AttentionBackend.max_split_bytes of this model."""
         return self.backend.max_split_bytes(self._queries(1))
 
     def _queries(self, num_tokens: int) -> torch.Tensor:
@@ -242,7 +244,7 @@ class ModelRunner:
             self._steps = StepRunner(self.model, self._memory, self.tp, drafts)
 
     def drop_kv_cache(self) -> None:
-        """Release the part on the GPU, so that it can be allocated in other sizes."""
+        """Release the cache on the GPU, so that it can be allocated in other sizes."""
         self.steps.drafts = ModelDrafts()
         self.memory.drop()
 
@@ -250,7 +252,7 @@ class ModelRunner:
 
     @on_own_device
     def capture_graphs(self, num_gpu_blocks: int) -> None:
-        """Capture the CUDA graphs that decode steps replay from here on. Needs an allocated KV cache."""
+        """Capture the CUDA graphs that decode steps replay from now on. Needs an allocated KV cache."""
         start_bytes = used_bytes()
         with self.phases("graphs"):
             graphs = self.make_graphs(num_gpu_blocks)
@@ -258,7 +260,9 @@ class ModelRunner:
         logger.info("captured decode graphs (%s), %s", graphs, format_bytes(used_bytes() - start_bytes))
 
     def make_graphs(self, num_gpu_blocks: int) -> GraphSet:
-        """Make the graphs for a cache of `num_gpu_blocks` blocks, still to be captured. Steps use them from here on."""
+        """Make the graphs for a cache of `num_gpu_blocks` blocks, still to be captured. Steps use the graphs from now
+        on.
+        """
         buffers = GraphBuffers(
             max_num_rows=max_step_rows(self.config, num_gpu_blocks),
             max_num_tokens=self.config.max_num_batched_tokens,
@@ -301,7 +305,7 @@ class ModelRunner:
     @on_own_device
     @torch.inference_mode()
     def open_disk(self, setup: DiskSetup) -> DiskStore:
-        """Open the cache on disk. What it holds belongs to this rank's weights and layout, and to no others."""
+        """Open the cache on disk. Its content is valid only for this rank's weights and layout."""
         spec, model = self.spec, self.model_config
         with self.phases("KV on disk"):
             identity = {
@@ -314,7 +318,7 @@ class ModelRunner:
                 "states": [list(part.shape[1:]) for part in self.memory.stored_parts],
             }
             self._disk = open_worker(setup, self.memory.disk_pool(), identity, self.tp.rank, self.tp.size)
-            # The threads refer to the KV cache: without this, both would outlive an engine that is dropped
+            # The threads refer to the KV cache: without this finalizer, both would outlive an engine that is dropped
             weakref.finalize(self, self._disk.abandon).atexit = False
         return self._disk.store
 
@@ -326,8 +330,8 @@ class ModelRunner:
     def freeze_objects(self) -> None:
         """Exempt all objects that exist now from garbage collection, until `close`.
 
-        The tuples that steps make trigger a full collection every few hundred steps. It would take 0.2 s each time to
-        go through all objects of torch and transformers, which are never freed anyway.
+        The tuples that steps make trigger a full collection every few hundred steps. Each collection would take 0.2 s
+        to go through all objects of torch and transformers, which are never freed anyway.
         """
         gc.collect()
         gc.freeze()
@@ -337,11 +341,11 @@ class ModelRunner:
     @on_own_device
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepResult:
-        """Enqueue the step. On the CPU it has run when this returns; on a GPU it may still be running. Hot."""
+        """Enqueue the step. On the CPU the step has run when this returns; on a GPU it may still be running. Hot."""
         return self.steps.launch(plan)
 
     def start_report(self) -> StartReport:
-        """Report to the engine, once this rank has started."""
+        """Make the report to the engine, once this rank has started."""
         return StartReport(
             needs_rope_lens=self.model.needs_rope_lens,
             link_byte_per_s=None if self.offload is None else self.offload.link_byte_per_s,
@@ -362,7 +366,7 @@ class ModelRunner:
                 torch.cuda.synchronize()
             if self._disk is not None:
                 self._disk.close()
-        finally:  # a GPU that has failed cannot finish, but the memory must be released all the same
+        finally:  # a failed GPU cannot finish, but the memory must be released nevertheless
             self.close_compile_server()
             self.reset_graphs()
             if self._memory is not None:
@@ -374,15 +378,16 @@ class ModelRunner:
                 gc.unfreeze()
 
 
-# -- memory besides the KV cache, on a GPU -----------------------------------------------------------------------------
+# -- memory other than the KV cache, on a GPU --------------------------------------------------------------------------
 
 
 def profile_memory(
     runner: ModelRunner, num_cpu_blocks: int, most_gpu_blocks: int, companions: Sequence[CompanionSetup]
 ) -> MemoryProfile:
-    """Measure with a cache of one block, which all sequences share and which is dropped at the end.
+    """Measure memory with a cache of one block, which all sequences share and which is dropped at the end.
 
-    `most_gpu_blocks`: the largest number of blocks that the engine could use. `companions`: as small as they can be.
+    `most_gpu_blocks`: the largest number of blocks that the engine could use. `companions`: of the smallest possible
+    size.
     """
     config, spec = runner.config, runner.spec
     runner.allocate_kv_cache(KVCacheSizes(1, num_cpu_blocks), companions)
@@ -397,7 +402,7 @@ def profile_memory(
         _compile_kernels(runner, steps, most_gpu_blocks)
         with runner.phases("largest step"):
             step_bytes = reserved_by(lambda: [runner.launch(plan) for plan in steps])
-            step_bytes += runner.max_split_bytes()  # a shorter step may need them, and these steps may not
+            step_bytes += runner.max_split_bytes()  # a shorter step may need the bytes even if these steps do not
     with runner.phases("graphs"):
         graph_bytes = 0 if config.enforce_eager else _measure_graph_bytes(runner, most_gpu_blocks)
     runner.drop_kv_cache()
@@ -415,9 +420,9 @@ def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_bl
     """Compile in parallel all kernels that prompts, chunks, sampling and decode graphs launch, so that no request waits
     for a compilation. Meanwhile the libraries of the backends are initialised.
 
-    The kernels that take longest to compile come first. Short steps come before long ones, for which the backend's
-    library has to be initialised: most kernels are known by then. Building the library's plans fills the time until all
-    are compiled.
+    The kernels that take longest to compile come first. Short steps come before long steps, for which the backend's
+    library has to be initialised: by then, most kernels have been found. Building the library's plans fills the time
+    until all kernels are compiled.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -431,7 +436,7 @@ def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_bl
     )
     num_tokens = max(seq.num_tokens for plan in steps for seq in plan.sequences)
     model = runner.model.config
-    if model.experts is not None or model.quantization is not None:  # the more tokens, the larger the tiles
+    if model.experts is not None or model.quantization is not None:  # more tokens use larger tiles
         most_tokens = max(plan.num_tokens for plan in steps)
         if model.experts is None:
             most_tokens = min(most_tokens, MAX_PACKED_ROWS)
@@ -459,9 +464,10 @@ def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_bl
 
 
 def _measure_graph_bytes(runner: ModelRunner, most_gpu_blocks: int) -> int:
-    """Capture the largest sizes of each kind, whose memory the others share. What these need on top is an estimate.
+    """Capture the largest sizes of each kind, whose memory the other sizes share. The rest of their memory is
+    estimated.
 
-    Kernels and workspaces that the captures load stay in use, so they are not counted here.
+    Kernels and workspaces that the captures load stay in use and are not counted here.
     """
     graphs = runner.make_graphs(most_gpu_blocks)
     graphs.capture_largest()
