@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.server_process import make_tokenizer
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
-from nanovllm.kvcache.block_pool import Block, BlockPool, PrefixMatch
+from nanovllm.kvcache.block_pool import KVCacheBlock, BlockPool, PrefixMatch
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
@@ -107,7 +107,7 @@ def test_take_all_blocks_of_a_pool_full_of_prefixes(benchmark: Any, num_blocks: 
     seq = make_sequence(0, num_blocks, max_tokens=1)
 
     def full_pool() -> tuple[tuple[BlockPool], dict[str, Any]]:
-        pool = BlockPool([Block(i) for i in range(num_blocks)], 1, 1, enable_prefix_caching=True)
+        pool = BlockPool([KVCacheBlock(i) for i in range(num_blocks)], 1, 1, enable_prefix_caching=True)
         seq.block_table, seq.num_registered_tokens = [pool.allocate().block_id for _ in range(num_blocks)], 0
         pool.register(seq, num_blocks)
         for block in pool.blocks:

@@ -189,7 +189,9 @@ class CudnnBackend(AttentionBackend):
     def _attend_causal(
         self, q_THD: torch.Tensor, kv: SequenceKV, first: int, last: int, scale: float
     ) -> PartialAttention:
-        """Attend causally. The first query is token `first`. Tokens from `last` on are padding that no real query sees."""
+        """Attend causally. The first query is token `first`. Tokens from `last` on are padding that no
+        real query sees.
+        """
 
         def history() -> RunningMerge:
             return self._attend_keys(q_THD, kv, first, scale, num_more_parts=1)

@@ -196,7 +196,9 @@ def _attend_dense(
 def _attend_fused_cpu(
     q_THD: torch.Tensor, k_SKD: torch.Tensor, v_SKD: torch.Tensor, scale: float, causal: bool
 ) -> PartialAttention:
-    """Call torch's fused kernel with kv heads as the batch, and each group's heads as heads that share keys (stride 0)."""
+    """Call torch's fused kernel with kv heads as the batch, and each group's heads as heads that share
+    keys (stride 0).
+    """
     num_queries, num_heads, head_dim = q_THD.shape
     num_keys, num_kv_heads, _ = k_SKD.shape
     group = num_heads // num_kv_heads

@@ -1,4 +1,6 @@
-"""The device that an engine runs on: choose it, make it current, measure its memory, and clean up after a failed start."""
+"""The device that an engine runs on: choose it, make it current, measure its memory, and clean up after
+a failed start.
+"""
 
 import os
 import traceback

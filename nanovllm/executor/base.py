@@ -39,7 +39,9 @@ class LaunchedStep(Protocol):
         return None
 
     def layer_times(self) -> LayerTimes | None:
-        """Return times of the link and the CPU on rank 0, or None if the step was not timed. Called after `token_ids`."""
+        """Return times of the link and the CPU on rank 0, or None if the step was not timed. Called
+        after `token_ids`.
+        """
         return None
 
     def logprobs(self) -> StepLogprobs:
@@ -70,7 +72,7 @@ class Runner(Protocol):
     def measure(self, measurement: Callable[[Any], Result]) -> Result:
         """Run `measurement` on this rank's runner, and return its result.
 
-        A capability measures its speed with decode steps like those that requests run. Needs an allocated KV cache
+        A capability measures its speed with decode steps as requests run them. Needs an allocated KV cache
         and, unless steps are launched kernel by kernel, captured graphs.
         """
         ...

@@ -271,7 +271,7 @@ def _worker_main(job: Job, rank: int, segment: Segment, control: Connection, rep
         tp = connect(join_store(job.port), rank, len(job.devices), job.devices[rank])
         runner = pickle.loads(job.make_runner)(tp)
         reports.send((READY, ""))
-        receiver = Receiver(segment, control)
+        receiver = CallReceiver(segment, control)
         while True:
             try:
                 call: Call = receiver.receive()
@@ -325,7 +325,7 @@ class Sender:
                 self._unanswered.append(connection)
 
 
-class Receiver:
+class CallReceiver:
     def __init__(self, segment: Segment, connection: Connection) -> None:
         self._segment = memoryview(segment).cast("B")
         self._connection = connection

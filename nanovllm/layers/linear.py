@@ -56,7 +56,9 @@ class HasWeightShards(Protocol):
 def new_weight(
     part_sizes: Sequence[int], num_columns: int, *, dtype: torch.dtype, quantization: Quantization | None
 ) -> Weight:
-    """Make the weight of a layer with parts of these sizes, such as q, k and v. On a GPU a quantized weight is packed."""
+    """Make the weight of a layer with parts of these sizes, such as q, k and v. On a GPU a quantized
+    weight is packed.
+    """
     device = torch.get_default_device()
     if quantization is None or device.type != "cuda":
         return new_parameter(sum(part_sizes), num_columns, dtype=dtype)

@@ -57,7 +57,9 @@ class Router(nn.Module):
         return experts, weights / weights.sum(dim=-1, keepdim=True) if self.norms else weights, shared.sigmoid()
 
     def _linear(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, hidden_size] -> fp32 [T, features]: products of 16-bit numbers are exact in fp32, and are summed in fp32."""
+        """[T, hidden_size] -> fp32 [T, features]: products of 16-bit numbers are exact in fp32, and are
+        summed in fp32.
+        """
         is_few = len(x) <= MAX_ROUTER_ROWS and self.weight.shape[1] % 8 == 0
         if x.is_cuda and x.dtype != torch.float32 and is_few:
             from nanovllm.kernels.small_linear import small_linear

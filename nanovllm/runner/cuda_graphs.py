@@ -35,7 +35,9 @@ from nanovllm.utils.progress import progress_bar
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream for all captures on a device. cuBLAS keeps a 32 MiB workspace for every stream it has seen."""
+    """Return the one stream for all captures on a device. cuBLAS keeps a 32 MiB workspace for every
+    stream it has seen.
+    """
     return new_stream(device)
 
 

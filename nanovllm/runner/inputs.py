@@ -78,7 +78,9 @@ def pad_tables(tables: Sequence[Sequence[int]], num_columns: int) -> np.ndarray:
 def build_inputs(
     plan: StepPlan, block_size: int, group_blocks: int, companion_columns: tuple[np.ndarray, ...] = ()
 ) -> StepInputs:
-    """Compute the inputs of a step, on the host. A streamed group has up to `group_blocks` blocks. Hot: once per step."""
+    """Compute the inputs of a step, on the host. A streamed group has up to `group_blocks` blocks. Hot:
+    once per step.
+    """
     steps = plan.sequences
     query_lens = np.array([step.num_tokens for step in steps], dtype=np.int64)
     context_lens = np.array([step.num_paged_keys for step in steps], dtype=np.int64)

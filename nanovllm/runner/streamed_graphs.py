@@ -232,7 +232,9 @@ class StreamedDecodeGraphs(StepGraphs):
         self.result.merge(self.memory.backend, cpu.results(size))
 
     def replay(self, inputs: StepInputs, cpu_rows: CpuRows | None = None) -> torch.Tensor:
-        """See StepGraphs. Between the pieces, replay makes the same calls as a step that is launched kernel by kernel."""
+        """See StepGraphs. Between the pieces, replay makes the same calls as a step that is launched
+        kernel by kernel.
+        """
         num_rows = len(inputs.input_ids)
         size = self.size_for(num_rows)
         self.buffers.fill_decode(inputs, size)

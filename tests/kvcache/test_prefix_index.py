@@ -11,7 +11,7 @@ import xxhash
 from content_model import Simulation, longest_prefix_left, tokens
 
 from nanovllm.kvcache.block_manager import BlockManager
-from nanovllm.kvcache.block_pool import HASH_BYTES, Block, BlockPool, PrefixIndex, PrefixMatch, contiguous_ranges
+from nanovllm.kvcache.block_pool import HASH_BYTES, BlockPool, KVCacheBlock, PrefixIndex, PrefixMatch, contiguous_ranges
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -23,7 +23,7 @@ def make_sequence(token_ids: list[int], max_tokens: int = 4, seq_id: int = 0, ha
 
 def filled_pool(seq: Sequence, num_blocks: int = 8, block_size: int = 4, grain: int = 2) -> BlockPool:
     """A pool in which `seq` holds blocks for all its tokens."""
-    pool = BlockPool([Block(i) for i in range(num_blocks)], block_size, grain, enable_prefix_caching=True)
+    pool = BlockPool([KVCacheBlock(i) for i in range(num_blocks)], block_size, grain, enable_prefix_caching=True)
     hold_all(pool, seq, block_size)
     return pool
 
@@ -80,7 +80,7 @@ def test_take_hands_out_the_least_recently_used_block_and_the_tail_of_a_prompt_b
 
 
 def test_retain_counts_and_only_the_last_release_frees() -> None:
-    pool = BlockPool([Block(0)], 4, 4, enable_prefix_caching=True)
+    pool = BlockPool([KVCacheBlock(0)], 4, 4, enable_prefix_caching=True)
     block = pool.allocate()
     pool.retain(block)
     pool.release(block)
@@ -92,7 +92,7 @@ def test_retain_counts_and_only_the_last_release_frees() -> None:
 
 
 def test_take_without_a_free_block_is_refused() -> None:
-    pool = BlockPool([Block(0)], 4, 4, enable_prefix_caching=True)
+    pool = BlockPool([KVCacheBlock(0)], 4, 4, enable_prefix_caching=True)
     pool.allocate()
     with pytest.raises(AssertionError, match="no free block"):
         pool.allocate()
@@ -104,7 +104,7 @@ def test_index_block_size_that_is_not_a_multiple_of_the_grain_is_refused() -> No
 
 
 def test_prefix_caching_off_registers_and_matches_nothing() -> None:
-    pool = BlockPool([Block(i) for i in range(4)], 4, 2, enable_prefix_caching=False)
+    pool = BlockPool([KVCacheBlock(i) for i in range(4)], 4, 2, enable_prefix_caching=False)
     hold_all(pool, make_sequence(tokens(9)))
     assert len(pool.index) == 0
     assert pool.match(make_sequence(tokens(9))) == PrefixMatch()
@@ -194,7 +194,7 @@ def test_index_matches_an_oracle_of_whole_prefixes_whatever_the_hash(name: str) 
     """Sequences share what they match, as the managers let them, and blocks are evicted in any order."""
     rng = random.Random(0)
     for block_size, grain in ((4, 2), (2, 2), (6, 2)):
-        pool = BlockPool([Block(i) for i in range(12)], block_size, grain, enable_prefix_caching=True)
+        pool = BlockPool([KVCacheBlock(i) for i in range(12)], block_size, grain, enable_prefix_caching=True)
         pool.index = PrefixIndex(block_size, grain, hash_bytes=HASHES[name])
         oracle = PrefixOracle()
         held: list[Sequence] = []
@@ -263,7 +263,7 @@ def test_discard_forgets_the_content_and_hands_the_block_out_next() -> None:
 
 def pool_with_gaps() -> tuple[BlockPool, list[Sequence]]:
     """40 blocks of 4 tokens: those of four sequences in turn, of two blocks each time; the last 8 are unused."""
-    pool = BlockPool([Block(i) for i in range(40)], 4, 4, enable_prefix_caching=True)
+    pool = BlockPool([KVCacheBlock(i) for i in range(40)], 4, 4, enable_prefix_caching=True)
     sequences = [make_sequence(tokens(32, start=2000 * i), seq_id=i) for i in range(4)]
     for _ in range(4):
         for seq in sequences:
@@ -293,7 +293,7 @@ def test_choose_chunk_gets_spare_blocks_and_then_the_least_recently_used() -> No
 
 def test_choose_long_chunk_gets_the_longest_stretches_of_spare_blocks() -> None:
     """Regression: a 131K prompt after 256 short requests got their blocks, hardly two of which are neighbours."""
-    pool = BlockPool([Block(i) for i in range(80)], 4, 4, enable_prefix_caching=True)
+    pool = BlockPool([KVCacheBlock(i) for i in range(80)], 4, 4, enable_prefix_caching=True)
     taken = [pool.allocate() for _ in range(40)]
     for block in taken[::2]:
         pool.release(block)

@@ -18,7 +18,7 @@ from tiers import examples
 
 from nanovllm.capabilities.shadow.pages import DraftKeys, ShadowFills
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
-from nanovllm.kvcache.block_pool import Block, PrefixIndex
+from nanovllm.kvcache.block_pool import KVCacheBlock, PrefixIndex
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.step_slots import HybridBlock, StepSlots
 from nanovllm.plan.sequence import Sequence, TokenIds
@@ -281,19 +281,19 @@ def unchained_hash(index: PrefixIndex, seq: Sequence, grain_idx: int) -> int:
     return hash(tuple(seq.token_ids[grain_idx * index.grain : (grain_idx + 1) * index.grain])) & (2**63 - 1)
 
 
-def register_one_grain_more(index: PrefixIndex, seq: Sequence, blocks: list[Block], end: int) -> None:
+def register_one_grain_more(index: PrefixIndex, seq: Sequence, blocks: list[KVCacheBlock], end: int) -> None:
     REGISTER(index, seq, blocks, min(end + index.grain, len(seq.block_table) * index.block_size))
 
 
 def find_by_tokens_alone(
     index: PrefixIndex, grain_hash: int, parent_id: int, token_ids: TokenIds, start: int = 0
-) -> Block | None:
+) -> KVCacheBlock | None:
     """Behind any prefix."""
     blocks = [index._newest[prefix_id] for prefix_id in index._prefix_ids.get(grain_hash, ())]
     return next((block for block in blocks if block.token_ids[start : start + len(token_ids)] == token_ids), None)
 
 
-def remove_all_holders(index: PrefixIndex, prefix_id: int, grain_hash: int, block: Block) -> None:
+def remove_all_holders(index: PrefixIndex, prefix_id: int, grain_hash: int, block: KVCacheBlock) -> None:
     if index._newest.pop(prefix_id, None) is not None:
         index._forget_id(prefix_id, grain_hash)
     index._older.pop(prefix_id, None)

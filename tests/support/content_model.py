@@ -20,7 +20,7 @@ from nanovllm.capabilities.shadow.pages import DraftKeys, ShadowFills, ShadowPag
 from nanovllm.capabilities.speculation.drafters import Drafter
 from nanovllm.capabilities.speculation.speculator import Speculator
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
-from nanovllm.kvcache.block_pool import Block, BlockPool
+from nanovllm.kvcache.block_pool import BlockPool, KVCacheBlock
 from nanovllm.kvcache.companion import Companion
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.plan.sequence import Sequence, SequenceStatus
@@ -528,7 +528,7 @@ class Simulation:
     def _hook_pool(self) -> None:
         take = self.pool.allocate
 
-        def hooked_take(block: Block | None = None) -> Block:
+        def hooked_take(block: KVCacheBlock | None = None) -> KVCacheBlock:
             self._taken_hashes.update((block or self.pool.next_free_block).grain_hashes)
             return take(block)
 

@@ -15,7 +15,7 @@ from fastapi.exception_handlers import http_exception_handler
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from nanovllm.entrypoints.server.page import add_page, kv_router
-from nanovllm.kvcache.block_pool import Block
+from nanovllm.kvcache.block_pool import KVCacheBlock
 from nanovllm.plan.kv_spec import BlockState
 
 if TYPE_CHECKING:  # playwright is an extra
@@ -57,7 +57,7 @@ class FakeEngine:
         self.states = bytes(64)
         self.device = SimpleNamespace(type="cuda")
         self.tokenizer = SimpleNamespace(chat_template="")
-        self.blocks = [Block(block_id) for block_id in range(64)]
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(64)]
         self.scheduler = SimpleNamespace(kv=SimpleNamespace(pool=SimpleNamespace(blocks=self.blocks)))
         self.counters: dict[str, Any] = {
             "block_size": 256,

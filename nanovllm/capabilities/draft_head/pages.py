@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.kvcache.block_pool import Block
+from nanovllm.kvcache.block_pool import KVCacheBlock
 from nanovllm.kvcache.companion import Companion, GpuBlockOf
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import SequenceStep
@@ -58,7 +58,7 @@ class HeadPages(Companion):
     def begin_step(self) -> None:
         self._copies.clear()
 
-    def copy_prefix(self, source: Block, target: Block, num_tokens: int) -> None:
+    def copy_prefix(self, source: KVCacheBlock, target: KVCacheBlock, num_tokens: int) -> None:
         self._copies.append(PageCopy(source.block_id, target.block_id, num_tokens))
 
     def plan_step(self, placed: Seq[tuple[Sequence, int]], gpu_block: GpuBlockOf) -> PageCopies | None:

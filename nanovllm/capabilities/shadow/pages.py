@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from nanovllm.kvcache.block_pool import Block
+from nanovllm.kvcache.block_pool import KVCacheBlock
 from nanovllm.kvcache.companion import Companion, GpuBlockOf
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import SequenceStep
@@ -75,7 +75,7 @@ class ShadowPages(Companion):
         """
         self.num_spared_blocks = num_spared_blocks
         # Least recently used first. A block that has been allocated anew has forgotten its page
-        self._blocks: OrderedDict[int, Block | None] = OrderedDict.fromkeys(range(num_pages))
+        self._blocks: OrderedDict[int, KVCacheBlock | None] = OrderedDict.fromkeys(range(num_pages))
         self._may_find = True  # False: all pages are those of owned blocks
         self._pages: dict[int, _Pages] = {}  # by seq_id
         self._resident: list[PageFill] = []  # fills of the step
@@ -94,7 +94,7 @@ class ShadowPages(Companion):
             written.update(seq.block_table[start // size : ceil_div(start + num_tokens, size)])
             num_blocks += ceil_div(seq.num_tokens, size)
 
-        def gpu_block_before(block: Block) -> int | None:
+        def gpu_block_before(block: KVCacheBlock) -> int | None:
             return None if block.block_id in written else gpu_block(block)
 
         for seq, _ in placed:

@@ -178,7 +178,7 @@ class Acceptance:
         self._num_tried = self._num_tried * self._decay + min(num_guesses, num_accepted + 1)
 
 
-class Pace:
+class DraftPace:
     """The acceptance of one sequence's guesses of one kind, and its rests.
 
     Sequences whose guesses gained nothing rest. All of them try again in the same steps, because a step with guesses
@@ -217,7 +217,7 @@ class Pace:
 class _Answer:
     """A sequence's paces by kind of guesses, and what its passes have brought lately."""
 
-    paces: dict[str, Pace] = field(default_factory=dict)
+    paces: dict[str, DraftPace] = field(default_factory=dict)
     num_tokens: float = 0.0
     seconds: float = 0.0
 
@@ -280,14 +280,14 @@ class Speculator(Proposer):
             return True
         return self.times.is_measured(load) and not self._pace(drafter, seq, load).rests(self.times.num_steps)
 
-    def _pace(self, drafter: Drafter, seq: Sequence, load: Load) -> Pace:
+    def _pace(self, drafter: Drafter, seq: Sequence, load: Load) -> DraftPace:
         kind, paces = drafter.kind(seq), self._answers[seq.seq_id].paces
         if kind not in paces:
             prior, common = PRIORS.get(kind, PRIOR_ACCEPTANCE), self._common_acceptance(kind).estimate
             if load.num_seqs <= NUM_FEW:
-                paces[kind] = Pace(prior, (prior + common) / 2)
+                paces[kind] = DraftPace(prior, (prior + common) / 2)
             else:
-                paces[kind] = Pace(common, common)
+                paces[kind] = DraftPace(common, common)
         return paces[kind]
 
     def _common_acceptance(self, kind: str) -> Acceptance:

@@ -16,7 +16,7 @@ from tiers import examples
 from nanovllm.capabilities.draft_head.pages import HeadStep, PageCopies, PageCopy
 from nanovllm.capabilities.recurrent.places import RecurrentStates, SnapshotSave, StateStep
 from nanovllm.kvcache.block_manager import BlockManager
-from nanovllm.kvcache.block_pool import Block, PrefixIndex, PrefixMatch
+from nanovllm.kvcache.block_pool import KVCacheBlock, PrefixIndex, PrefixMatch
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.snapshots import Snapshots
 from nanovllm.plan.step_plan import SequenceStep, StepPlan
@@ -293,7 +293,7 @@ def test_content_model_faulty_state_is_noticed(fault: str) -> None:
     pytest.fail("not noticed")
 
 
-def match_anywhere(index: PrefixIndex, blocks: list[Block], num_tokens: int) -> PrefixMatch:
+def match_anywhere(index: PrefixIndex, blocks: list[KVCacheBlock], num_tokens: int) -> PrefixMatch:
     """A hit that ends where blocks end."""
     full, num_partial = divmod(num_tokens, index.block_size)
     partial = blocks[full].block_id if num_partial else None

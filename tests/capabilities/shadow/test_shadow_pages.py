@@ -1,7 +1,7 @@
 """ShadowPages: a page goes with the content of its block, and is read once it has been filled."""
 
 from nanovllm.capabilities.shadow.pages import PageFill, ShadowFills, ShadowPages
-from nanovllm.kvcache.block_pool import Block, BlockPool
+from nanovllm.kvcache.block_pool import BlockPool, KVCacheBlock
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -15,7 +15,7 @@ def make_sequence(seq_id: int, block_table: list[int]) -> Sequence:
     return seq
 
 
-def make_pages(num_pages: int, blocks: list[Block]) -> ShadowPages:
+def make_pages(num_pages: int, blocks: list[KVCacheBlock]) -> ShadowPages:
     pages = ShadowPages(num_pages)
     pages.join(BlockPool(blocks, BLOCK_SIZE, BLOCK_SIZE, enable_prefix_caching=True))
     return pages
@@ -39,7 +39,7 @@ def num_used(pages: ShadowPages) -> float | None:
 
 
 def test_page_is_found_until_its_block_gets_other_tokens() -> None:
-    blocks = [Block(i, ref_count=1) for i in range(3)]
+    blocks = [KVCacheBlock(i, ref_count=1) for i in range(3)]
     pages = make_pages(3, blocks)
     first, second = make_sequence(0, [0, 1]), make_sequence(1, [0, 2])
     assert fill(pages, first) == resident(0, 1) and read(pages, first) == (0, 1)
@@ -51,7 +51,7 @@ def test_page_is_found_until_its_block_gets_other_tokens() -> None:
 
 
 def test_page_of_a_streamed_block_is_read_from_the_next_step_on() -> None:
-    pages = make_pages(2, [Block(0, ref_count=2)])
+    pages = make_pages(2, [KVCacheBlock(0, ref_count=2)])
     both = make_sequence(0, [0]), make_sequence(1, [0])
     assert fill(pages, *both, gpu_block_id=-1) == ShadowFills((), ((0, 0),)) and pages.streams_all
     assert not any(pages.can_draft(seq) or read(pages, seq) for seq in both)
@@ -60,7 +60,7 @@ def test_page_of_a_streamed_block_is_read_from_the_next_step_on() -> None:
 
 
 def test_blocks_are_left_out_from_the_first_without_a_page_on() -> None:
-    blocks = [Block(i, ref_count=1) for i in range(2)]
+    blocks = [KVCacheBlock(i, ref_count=1) for i in range(2)]
     pages = make_pages(1, blocks)
     first, second = make_sequence(0, [0]), make_sequence(1, [1])
     assert fill(pages, first, gpu_block_id=None) is None and not pages.has_pages(first)
@@ -73,7 +73,7 @@ def test_blocks_are_left_out_from_the_first_without_a_page_on() -> None:
 
 def test_spared_blocks_fill_no_pages_until_the_slots_are_too_few() -> None:
     pages = ShadowPages(4, num_spared_blocks=3)
-    pages.join(BlockPool([Block(i, ref_count=1) for i in range(4)], BLOCK_SIZE, BLOCK_SIZE, True))
+    pages.join(BlockPool([KVCacheBlock(i, ref_count=1) for i in range(4)], BLOCK_SIZE, BLOCK_SIZE, True))
     first, second = make_sequence(0, [0]), make_sequence(1, [1])
     assert fill(pages, first) is None
     assert fill(pages, first, second) == resident(0, 1)
