@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.server_process import make_tokenizer
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
-from nanovllm.kvcache.block_pool import KVCacheBlock, BlockPool, PrefixMatch
+from nanovllm.kvcache.block_pool import BlockPool, KVCacheBlock, PrefixMatch
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan

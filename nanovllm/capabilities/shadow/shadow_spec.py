@@ -1,9 +1,9 @@
 """ShadowSpec: a copy of the KV in 2 to 4 bits, which stays on the GPU and serves drafts only.
 
 A page of the shadow holds one full KV block. Keys are quantized per channel, in groups of 64 tokens, because their
-outliers are in a few channels. Values are quantized per token, in groups of channels (KIVI, arXiv 2402.02750). With 3
-bits, keys have 4 and values 2, because errors of keys matter more. A number is (2^bits + code) * scale + offset, with
-scale and offset in fp16.
+outliers are in a few channels. Values are quantized per token, in groups of channels (KIVI, arXiv 2402.02750). With
+"3 bits", keys have 4 bits and values 2, because errors of keys matter more. A number is (2^bits + code) * scale +
+offset, with scale and offset in fp16.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, num_state_slots
 SHADOW_BITS = (4, 3, 2)
 KEY_GROUP = 64  # tokens of a channel that share a scale
 SLICE_TOKENS = 16  # tokens whose codes have the same place in their words
-LEAST_SLOTS = 32  # slots that the shadow leaves room for with speculation="auto", if their number is not given
+LEAST_SLOTS = 32  # slots that the shadow leaves room for with speculation="auto", if num_gpu_blocks is not given
 NUM_SHADOWED_SEQS = 2  # with speculation="auto", the shadow holds at most this many sequences of max_model_len
 
 
@@ -25,7 +25,7 @@ class ShadowSpec:
     """Shape of the shadow of one rank."""
 
     bits: int
-    page_size: int  # tokens; that of a KV block
+    page_size: int  # tokens, as many as in a KV block
     num_layers: int
     num_kv_heads: int  # on this rank
     head_dim: int
@@ -68,7 +68,7 @@ class ShadowSpec:
 
     @property
     def key_scale_words(self) -> int:
-        """Words for the scales of a page's keys. Their offsets take as many."""
+        """Words for the scales of a page's keys. The offsets take the same number."""
         return self.page_size // KEY_GROUP * self.head_dim // 2
 
     @property
@@ -77,12 +77,12 @@ class ShadowSpec:
 
     @property
     def head_words(self) -> int:
-        """Words of a page in one layer and head: codes of K, codes of V, scales and offsets of K, those of V."""
+        """Words of a page in one layer and head: codes of K and V, scales and offsets of K and V."""
         return self.key_words + self.value_words + 2 * (self.key_scale_words + self.value_scale_words)
 
     @property
     def page_bytes(self) -> int:
-        """A page in all layers."""
+        """Bytes of a page in all layers."""
         return self.num_layers * self.num_kv_heads * self.head_words * 4
 
 
@@ -97,17 +97,17 @@ NO_SHADOW = ShadowSize(0, 0)
 
 
 def wants_shadow(config: Config, spec: KVCacheSpec) -> bool:
-    """Return True if drafts read a shadow where there is room for it: a draft head takes its place."""
+    """Return True if drafts read a shadow if there is room for it. A draft head replaces the shadow."""
     return config.wants_shadow and not spec.has_draft_head
 
 
 def auto_shadows(
     config: Config, spec: KVCacheSpec, room_bytes: int, *, given: int, num_cpu_blocks: int, max_model_len: int
 ) -> Iterator[ShadowSize]:
-    """Yield the shadows that speculation="auto" can choose from with offload, the preferred one first.
+    """Yield the shadows that speculation="auto" can choose from with offload, the preferred shadow first.
 
-    Each leaves room for the given slots or, if none are given, for LEAST_SLOTS or max_num_seqs of them, whichever is
-    less. Each holds one sequence of max_model_len or more, because drafts that miss keys are often wrong.
+    Each shadow leaves room for the given slots or, if none are given, for the smaller of LEAST_SLOTS and max_num_seqs
+    slots. Each holds at least one sequence of max_model_len, because drafts that miss keys are often wrong.
     """
     free_bytes = room_bytes - (given or _least_slots(config)) * spec.block_bytes
     if config.shadow_memory_gb is not None:
@@ -121,7 +121,7 @@ def auto_shadows(
 
 
 def _least_slots(config: Config) -> int:
-    """The fewest slots that a shadow leaves if their number is not given. The engine needs two to start."""
+    """Return the fewest slots that a shadow leaves if num_gpu_blocks is not given. The engine needs two to start."""
     return max(2, min(LEAST_SLOTS, config.max_num_seqs))
 
 
@@ -138,11 +138,11 @@ def divide_memory(
     """Divide the memory of a GPU between KV blocks, the shadow and the slots of states.
 
     States get the room that the given blocks leave, or else at most half of the room. `given`: number of blocks that
-    the user asks for, 0 for as many as fit, of which no more than `useful` are. The blocks may be too few to start
-    with, and the pages may be none. `shadow`: the planner's choice. It gets fewer pages if start-up finds less room
-    than the planner estimated, because the given blocks, or else `_least_slots`, come first.
-    If `shadow` is None, its size depends on the room: with offload the shadow should hold all CPU blocks, and if the
-    slots are not given, it gets half of the room for that. Without offload, there is a page for each block.
+    the user asks for, or 0 for the largest number that fits, up to `useful`. The result may have too few blocks to
+    start with, and no pages. `shadow`: the planner's choice. It gets fewer pages if start-up finds less room than the
+    planner estimated, because the given blocks, or else `_least_slots`, come first.
+    If `shadow` is None, its size depends on the room: with offload the shadow should hold all CPU blocks, and if
+    num_gpu_blocks is not given, it gets half of the room for pages and slots. Without offload, each block has a page.
     """
     num_slots = 0
     if spec.states is not None:
