@@ -4,8 +4,8 @@
     python -m benchmarks.bench_linear --tiles --rows 1 16 # every tile of the kernels, to choose the defaults
     python -m benchmarks.bench_linear --experts           # the experts of Qwen3-30B-A3B
 
-Calls are timed in a graph of calls over copies of the weight, so that the GPU's cache holds none of it. The last line
-is JSON.
+Calls are timed in a graph of calls over copies of the weight, so that the GPU's cache holds none of the weight. The
+last line is JSON.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def num_bytes(weight: Packed) -> int:
 
 
 def graph_us(calls: Sequence[Callable[[], object]]) -> float:
-    """Microseconds of a call in a graph of them; NaN if a tile does not fit."""
+    """Microseconds of a call in a graph of calls, or NaN if a tile does not fit."""
     try:
         for call in calls:
             call()

@@ -184,9 +184,7 @@ def compiling_in(threads: Executor, server: CompileServer | None) -> Iterator[No
         _compiled.reset(token)
 
 
-# A kernel launched with `launch_pdl` (programmatic dependent launch) may start while its predecessor in the stream is
-# still running: once each of the predecessor's programs has called `let_next_start` or ended. An ordinary kernel starts
-# only A kernel launched with `launch_pdl` (programmatic dependent launch) may start while its predecessor in the stream
+# A kernel launched with `launch_pdl` (programmatic dependent launch) may start while its predecessor in the stream
 # still runs: once each of the predecessor's programs has called `let_next_start` or ended. An ordinary kernel starts
 # only once all programs of the predecessor have ended and their writes are flushed. `wait_for_previous` waits for that
 # point. So everything before the wait overlaps with the predecessor: the launch, address arithmetic, and loads of

@@ -160,23 +160,23 @@ class KVCacheManager(ABC):
         """
         if not self.pool.has_room_for(seq, self.num_watermark_blocks):
             return None
-        holder = copy.copy(seq)
+        owner = copy.copy(seq)
         num_blocks = self._num_blocks(num_tokens)
-        holder.block_table = list(self.pool.match(seq).whole_blocks[:num_blocks])
-        holder.num_registered_tokens = len(holder.block_table) * self.block_size
-        for block_id in holder.block_table:
+        owner.block_table = list(self.pool.match(seq).whole_blocks[:num_blocks])
+        owner.num_registered_tokens = len(owner.block_table) * self.block_size
+        for block_id in owner.block_table:
             self.pool.retain(self.pool.blocks[block_id])
-        for block in self.pool.choose_free_blocks(num_blocks - len(holder.block_table)):
+        for block in self.pool.choose_free_blocks(num_blocks - len(owner.block_table)):
             self._empty(block)
-            holder.block_table.append(self.pool.allocate(block).block_id)
-        return holder
+            owner.block_table.append(self.pool.allocate(block).block_id)
+        return owner
 
-    def fill(self, holder: Sequence, num_tokens: int) -> None:
+    def fill(self, owner: Sequence, num_tokens: int) -> None:
         """Called when the blocks of the owner from `hold` are filled. Prompts can match its `num_tokens` tokens from
         now on.
         """
-        self.pool.register(holder, num_tokens)
-        for block_id in reversed(holder.block_table):
+        self.pool.register(owner, num_tokens)
+        for block_id in reversed(owner.block_table):
             self.pool.release(self.pool.blocks[block_id])
 
     def _empty(self, block: KVCacheBlock) -> None:  # noqa: B027  # only a manager with slots needs it

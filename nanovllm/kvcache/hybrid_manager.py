@@ -325,14 +325,14 @@ class HybridKVCacheManager(KVCacheManager):
     def _empty(self, block: KVCacheBlock) -> None:
         self.ring.free_slot_of(self.blocks[block.block_id])
 
-    def fill(self, holder: Sequence, num_tokens: int) -> None:
-        first = holder.num_registered_tokens // self.block_size
-        for i, block_id in enumerate(holder.block_table[first:], first):
+    def fill(self, owner: Sequence, num_tokens: int) -> None:
+        first = owner.num_registered_tokens // self.block_size
+        for i, block_id in enumerate(owner.block_table[first:], first):
             block = self.blocks[block_id]
             block.num_tokens = min(self.block_size, max(0, num_tokens - i * self.block_size))
             block.num_offloaded_tokens = block.num_tokens
             block.is_kept = self.keeps_first_blocks and i == 0
-        super().fill(holder, num_tokens)
+        super().fill(owner, num_tokens)
 
     def num_stored_tokens(self, block_id: int) -> int:
         return self.blocks[block_id].num_offloaded_tokens

@@ -250,7 +250,6 @@ class Speculator(Proposer):
 
     Draft tokens that cost no drafting are also compared with the answer where other draft tokens were verified instead.
     So a drafter that erred once is asked again as soon as it would have been right.
-    drafter that erred once is asked again as soon as it would have been right.
     """
 
     can_propose = True
