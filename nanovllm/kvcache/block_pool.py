@@ -123,9 +123,8 @@ class PrefixIndex:
         self._unused_ids = itertools.count()
         self._prefix_ids: dict[int, tuple[int, ...]] = {}  # by hash; several ids only if hashes collide
         self._newest: dict[int, KVCacheBlock] = {}  # by prefix id: the block that registered the grain last
-        self._older: dict[
-            int, OrderedDict[int, KVCacheBlock]
-        ] = {}  # all other blocks with the grain, oldest first; no entry if none
+        # All other blocks with the grain, oldest first; no entry if none
+        self._older: dict[int, OrderedDict[int, KVCacheBlock]] = {}
         self._last_search: _Search | None = None
 
     def __len__(self) -> int:
