@@ -255,6 +255,6 @@ class StepLoop:
         is_told = False
         while store.num_pending and (waited_s := time.monotonic() - start_s) < STORE_ALL_S:
             if waited_s > 1 and not is_told:
-                logger.info("writing %d pieces of prompts before the end", store.num_pending)
+                logger.info("closing: %d pieces of prompts still have to be written", store.num_pending)
                 is_told = True
             time.sleep(MASK_PAUSE_S)

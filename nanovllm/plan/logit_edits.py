@@ -87,7 +87,7 @@ NO_BIASES = Biases.of([], 0.0)
 class RowEdits(NamedTuple):
     """The edits of one row that can differ from the edits of the sequence's other rows."""
 
-    biases: Biases = NO_BIASES  # change seldom, so many rows share one object
+    biases: Biases = NO_BIASES  # change seldom, so rows share one object
     allowed: TokenMask | None = None  # or None if every token is allowed
 
     @property

@@ -151,8 +151,8 @@ class DiskStore:
         self.path, self.limit_bytes = path, limit_bytes
         if limit_bytes < least_bytes:
             raise ConfigError(
-                f"kv_disk_gb={limit_bytes / 2**30:g} holds no {DISK_GRAIN_TOKENS} tokens of this model, which take "
-                f"{format_bytes(least_bytes)}; raise kv_disk_gb"
+                f"kv_disk_gb={limit_bytes / 2**30:g} is too small for {DISK_GRAIN_TOKENS} tokens of this model, which "
+                f"take {format_bytes(least_bytes)}; raise kv_disk_gb"
             )
         self.fingerprint = fingerprint_of(identity)
         self.folder = path / self.fingerprint.hex()
@@ -238,7 +238,7 @@ class DiskStore:
                     raise MissError(f"it has {found} bytes instead of {size}")
                 os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_SEQUENTIAL)
                 if _transfer(os.preadv, file.fileno(), [memoryview(head), *payload]) != size:
-                    raise MissError("it has become shorter")
+                    raise MissError("it was truncated while it was read")
             header = Header.unpack(bytes(head))
             if header.fingerprint != self.fingerprint:
                 raise MissError("it belongs to another model")
@@ -254,7 +254,10 @@ class DiskStore:
         except OSError as error:
             if time.monotonic() > self._read_error_at_s + PAUSE_S:
                 about = f"{path} cannot be read ({error.strerror})"
-                logger.warning("KV on disk: %s; its tokens are computed. The next %.0f s log no more", about, PAUSE_S)
+                logger.warning(
+                    "KV on disk: %s; its tokens are computed. For %.0f s, further read errors are not logged",
+                    *(about, PAUSE_S),
+                )
                 self._read_error_at_s = time.monotonic()
         else:
             self.touch(extent)

@@ -301,7 +301,7 @@ class DiskWorker(RankStore):
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._num_to_store:
-            logger.warning("KV on disk: %d extents were not written before the end", self._num_to_store)
+            logger.warning("KV on disk: closed before %d extents were written", self._num_to_store)
         self._pool.close()
         if any(thread.is_alive() for thread in self._threads):
             logger.warning("KV on disk: the disk does not answer")
@@ -339,7 +339,7 @@ class DiskWorker(RankStore):
             logger.exception(
                 "KV on disk: %s could not be %s; its tokens are computed when they are needed. This is a bug: please "
                 "report it with this traceback. Later failures are only counted, as num_disk_failures in stats(). If "
-                "that number keeps growing, the disk is of no use here: leave out kv_disk_path",
+                "that number keeps growing, KV on disk does not work here: leave out kv_disk_path",
                 *(extent.key.hex(), action),
             )
 

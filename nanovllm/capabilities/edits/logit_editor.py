@@ -44,7 +44,7 @@ class LogitEditor:
         ends = sorted(token_id for token_id in end_token_ids if token_id < vocab_size)
         self._biases = Biases.of(list(bias), list(bias.values()))
         self._first_biases = Biases.joined([self._biases, Biases.of(ends, _FORBID)])
-        assert isinstance(rules.bad_words, BadWords | None), f"{rules.bad_words} are not bad words"
+        assert isinstance(rules.bad_words, BadWords | None), f"{rules.bad_words} is not a BadWords"
         self._bad_words = rules.bad_words
         self._bad_words_state = 0
         self._num_followed = 0  # tokens of the answer that led to self._bad_words_state
