@@ -213,7 +213,7 @@ class _EngineThread(threading.Thread):
     def _end_start(self, thread_id: int) -> None:
         """Interrupt the start if it is still running, and wait until the start has released everything."""
         if not self._starting.done():
-            # Only the main thread receives signals, so raise in the engine's thread what Ctrl-C raises in the main one
+            # Only the main thread receives signals, so raise what Ctrl-C raises there in the engine's thread, too
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(KeyboardInterrupt))
         self.stop()
         self.join()

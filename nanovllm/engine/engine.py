@@ -1,4 +1,4 @@
-"""Engine: token ids in, token ids out. It never sees text, and it reaches the ranks only through the Executor.
+"""Engine: token ids in, token ids out. The engine handles no text, and calls the ranks only through the Executor.
 
 The StepLoop runs the steps (step_loop.py). Each request has a Receiver, which puts the results into the outbox of the
 call that waits for them. Every request ends with an output in its outbox, unless the engine fails or is closed first.

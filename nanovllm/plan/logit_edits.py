@@ -1,4 +1,4 @@
-"""LogitEdits: the edits of one sequence's logits in one step, which are part of the plan. An Editor makes them.
+"""LogitEdits: the edits of one sequence's logits in one step, as part of the step's plan. An Editor makes the edits.
 
 A row of logits is edited in this order, which is vLLM's:
 

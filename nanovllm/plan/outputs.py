@@ -1,4 +1,4 @@
-"""Results of the engine: the outputs of ended requests, the results of steps, and who receives them."""
+"""Results of the engine: the outputs of ended requests, the results of steps, and the Receivers of results."""
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq

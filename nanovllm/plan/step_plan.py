@@ -1,4 +1,4 @@
-"""The plan of one step: everything the ranks must do, in integers. Rank 0 makes it and pickles it to the others."""
+"""The plan of one step: everything the ranks must do, in integers. Rank 0 makes the plan and sends it to all ranks."""
 
 from dataclasses import dataclass
 from functools import cached_property

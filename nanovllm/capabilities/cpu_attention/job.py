@@ -35,7 +35,7 @@ class TokenSpan(NamedTuple):
 
 
 class RowSpans(NamedTuple):
-    """Consecutive query rows that attend to the same tokens. Rows without spans see no key: out 0, lse -inf."""
+    """Consecutive query rows that attend to the same tokens. Rows without spans attend to no key: out 0, lse -inf."""
 
     num_rows: int
     spans: tuple[TokenSpan, ...]
