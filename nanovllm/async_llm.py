@@ -1,13 +1,13 @@
-"""AsyncLLM: an LLM for asyncio. One thread owns the engine; any number of tasks wait for their own answers.
+"""AsyncLLM: an LLM for asyncio. One thread owns the engine, and any number of tasks wait for answers.
 
     engine thread                                   event loop
     starts the engine
     steps while there are requests          --->    Dispatcher: gives each stream its part
     sleeps on a condition otherwise         <---    submit, abort
 
-All requests share one outbox. After a step the thread hands its content to the event loop (request_stream.py) and goes
-on with the next step without waiting. The thread that runs the steps also starts the engine, because cuDNN keeps the
-plans that the start builds for the thread that has built them.
+All requests share one outbox. After a step, the engine thread hands the outbox's content to the event loop
+(request_stream.py) and starts the next step without waiting. The thread that runs the steps also starts the engine,
+because start-up builds cuDNN plans, which only the thread that built them can use.
 """
 
 import asyncio
@@ -31,22 +31,23 @@ from nanovllm.request_stream import Dispatcher, RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request_check import Prompt
 
-CHECK_INTERVAL_S = 1.0  # interval at which an idle engine makes sure that all its ranks are alive
+CHECK_INTERVAL_S = 1.0  # interval at which an idle engine checks that all its ranks are alive
 
 
 class AsyncLLM:
-    """An LLM whose requests are awaited.
+    """An LLM for use with asyncio.
 
         async with AsyncLLM("path/to/model") as engine:
             async for update in engine.generate("Hello", SamplingParams(temperature=0)):
                 print(update.text, end="")
 
-    The constructor takes the arguments of LLM and raises the same errors. It blocks until the engine can answer.
-    `llm` is the LLM. Its methods may be called, too, but `generate`, `chat` and `stream` block their thread.
+    The constructor takes the arguments of LLM and raises the same errors. The constructor blocks until the engine can
+    answer. `llm` is the LLM. Its methods may be called, too, but `generate`, `chat` and `stream` block their thread.
 
-    All requests are made on one event loop. Another loop can follow when that one is closed or no request is open.
+    All requests must be made on one event loop. After that loop is closed, or while no request is open, requests may be
+    made on another loop.
 
-    After an error inside a step, open and later requests raise an EngineError. `failure` then holds it.
+    After an error inside a step, open and later requests raise an EngineError, which is also in `failure`.
     """
 
     def __init__(self, model: str | Path, *, internals: Internals = Internals(), **options: Any) -> None:
@@ -65,7 +66,7 @@ class AsyncLLM:
         return self.failure is not None
 
     async def wait_for_failure(self) -> EngineError:
-        """Wait until the engine fails, and return why. Waits forever if it is closed without a failure."""
+        """Wait until the engine fails, and return the error. Never returns if the engine is closed before it fails."""
         self._bind_loop()
         if self.failure is None:
             await self._thread.failed.wait()
@@ -73,7 +74,7 @@ class AsyncLLM:
         return self.failure
 
     def close(self) -> None:
-        """Abort open requests, end the thread, and close the LLM. Blocks for up to one step. Closing twice is fine.
+        """Abort open requests, end the thread, and close the LLM. Blocks for up to one step. Closing twice is allowed.
 
         Each open answer gets a last update with finish_reason "abort".
         """
@@ -103,7 +104,7 @@ class AsyncLLM:
         """Answer one prompt or several, and yield the updates as they arrive.
 
         The arguments and errors are the same as in `submit`. Leaving the loop early aborts the answers that have not
-        ended. If the task may keep the generator alive after that, close it (`contextlib.aclosing`).
+        ended, once the generator is closed. Use `contextlib.aclosing` if the task may keep the generator alive.
         """
         stream = await self.submit(prompts, sampling_params, with_tokens=with_tokens)
         try:
@@ -121,14 +122,15 @@ class AsyncLLM:
     ) -> RequestStream:
         """Queue one prompt or several, and return the stream of their updates, which the caller has to close.
 
-        prompts: as in LLM.generate. Each has `n` answers; the index of answer i to prompt p is p * n + i.
-        sampling_params: for all prompts, or a list with one for each, all of the same `n`; None means SamplingParams().
-        with_tokens: False to leave token_ids and logprobs out of all updates but the last. Raises RequestError, and
-        queues nothing, if any prompt could never run. Raises EngineError if the engine has failed or is closed.
+        prompts: as in LLM.generate. Each prompt has `n` answers; the index of answer i to prompt p is p * n + i.
+        sampling_params: one for all prompts, or a list with one per prompt, all with the same `n`. None means
+        SamplingParams(). with_tokens: if False, only the last update of an answer has token ids and log-probabilities
+        (in its `output`). Raises RequestError, and queues nothing, if any prompt could never run. Raises EngineError if
+        the engine has failed or is closed.
         """
         self._check_open()
         self._bind_loop()
-        # A long text takes a second to tokenize, and a large grammar to compile
+        # In a thread: tokenizing a long text, or compiling a large grammar, takes a second
         sequences = await asyncio.to_thread(self.llm.make_sequences, prompts, sampling_params)
         stream = RequestStream([answers[0] for answers in sequences], self._abort)
         try:
@@ -143,21 +145,21 @@ class AsyncLLM:
         return stream
 
     def _add(self, seq: Sequence, receiver: Receiver) -> int:
-        """Queue one answer and return its request id. Called on the loop, and so before any of its results arrive."""
+        """Queue one answer and return its request id. Called on the loop, so no result arrives before this returns."""
         with self._thread.changed:
-            self._check_open()  # after `close` the thread aborts all open requests, and no other one may follow
+            self._check_open()  # after `close` the thread aborts all open requests, and no request may be added
             try:
                 request_id = self.llm.engine.add_sequence(seq, receiver)
             except EngineError:
                 raise
-            except Exception as error:  # a call that changes the scheduler failed, which has closed the engine
+            except Exception as error:  # changing the scheduler has failed, so the engine has closed itself
                 raise _engine_error(error) from error
             finally:
                 self._thread.changed.notify()
         return request_id
 
     def _abort(self, request_ids: Iterable[int]) -> None:
-        """End answers whose consumer has left. Their outputs are dropped."""
+        """End answers whose consumer has left, and drop their outputs."""
         for request_id in request_ids:
             if self._dispatcher.remove(request_id):
                 self.llm.engine.abort(request_id)
@@ -169,7 +171,7 @@ class AsyncLLM:
             raise EngineError("the engine is closed; make a new one")
 
     def _bind_loop(self) -> None:
-        """Make the running loop the one that the thread hands results to."""
+        """Let the thread hand results to the running event loop from now on."""
         if self._dispatcher.is_bound:
             return
         for request_id in self._dispatcher.bind():
@@ -178,27 +180,27 @@ class AsyncLLM:
 
 
 class _EngineThread(threading.Thread):
-    """The thread that starts the engine and runs its steps, and what it shares with the event loop.
+    """The thread that starts the engine and runs its steps, and the state that the thread shares with the event loop.
 
-    The thread does not refer to the AsyncLLM. So an AsyncLLM that is dropped without `close` is collected, which stops
-    the thread, and then the engine is collected, too.
+    The thread does not refer to the AsyncLLM. So an AsyncLLM that is dropped without `close` is garbage-collected. Its
+    finalizer stops the thread, and then the engine is collected, too.
     """
 
     def __init__(self, make_llm: Callable[[], LLM]) -> None:
         super().__init__(name="nanovllm-engine", daemon=True)
         self.outbox = Outbox()
         self.failure: EngineError | None = None
-        self.failed = asyncio.Event()  # of the loop that was bound last
-        self.changed = threading.Condition()  # guards `is_closing`; notified if there may be work
+        self.failed = asyncio.Event()  # belongs to the event loop that was bound last
+        self.changed = threading.Condition()  # guards `is_closing`; notified when there may be work
         self.is_closing = False
         self._make_llm = make_llm
         self._starting: Future[LLM] = Future()
 
     def start_engine(self) -> LLM:
-        """Start the thread, wait until it has started the engine, and return its LLM. Raises the errors of the start.
+        """Start the thread, wait until the engine has started, and return the LLM. Raises the errors of the start.
 
-        Ctrl-C, or any other exception while this waits, interrupts the start, and is raised when the start has released
-        everything. A second Ctrl-C ends this wait.
+        Ctrl-C, or any other exception while this method waits, interrupts the start. The exception is raised after the
+        start has released everything. A second Ctrl-C ends the wait at once.
         """
         try:
             self.start()
@@ -209,18 +211,18 @@ class _EngineThread(threading.Thread):
             raise
 
     def _end_start(self, thread_id: int) -> None:
-        """Wait until a start that has failed, or is interrupted now, has released everything."""
+        """Interrupt the start if it is still running, and wait until the start has released everything."""
         if not self._starting.done():
-            # Only the main thread receives signals. This raises here what Ctrl-C would raise in the main thread
+            # Only the main thread receives signals, so raise what Ctrl-C raises there in the engine's thread, too
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(KeyboardInterrupt))
         self.stop()
         self.join()
-        if self._starting.done() and self._starting.exception() is None:  # it had just ended
+        if self._starting.done() and self._starting.exception() is None:  # the start ended before the interrupt
             self._starting.result().close()
-        del self._starting  # its exception refers to this thread
+        del self._starting  # breaks a cycle: the future's exception refers to this thread
 
     def stop(self) -> None:
-        """Let the thread abort open requests and end. Does not wait for it."""
+        """Let the thread abort open requests and end. Does not wait for the thread."""
         with self.changed:
             self.is_closing = True
             self.changed.notify()

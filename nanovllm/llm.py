@@ -1,4 +1,4 @@
-"""LLM: what users call. It combines an engine, which works on token ids, with the text on both sides of it."""
+"""LLM: the class that users call. Combines an engine, which works on token ids, with tokenizing and detokenizing."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ from nanovllm.text.frontend import Message, TextFrontend
 from nanovllm.text.request_check import Prompt
 from nanovllm.utils import progress_bar
 
-# Entry points take these from here: what an engine finds on this machine, and the type of LLM's `internals`
+# Entry points import from this module alone: the LLM, the search for devices, and the type of LLM's `internals`
 __all__ = ["LLM", "Internals", "find_machine", "resolve_device"]
 
 
@@ -34,30 +34,29 @@ class LLM:
 
     Several threads may use one LLM. Their requests share steps, and each call returns only its own outputs. On a GPU,
     steps are fastest in the thread that made the LLM: in any other thread, cuDNN builds a plan (30 ms) for each size of
-    long chunks when it is first needed. After an error inside a step the engine runs nothing more, and later calls
-    raise an EngineError that names the cause.
+    long chunks on first use. After an error inside a step the engine runs nothing more, and later calls raise an
+    EngineError that names the cause.
     """
 
     def __init__(self, model: str | Path, *, internals: Internals = Internals(), **options: Any) -> None:
-        """`model` is a directory, a hub name, a preset or "demo" for the built-in model. `options` are the fields of
-        Config.
+        """Start an engine. model: a directory, a hub name, a preset or "demo" for the built-in model.
 
-        Raises ConfigError for invalid options and when the engine does not fit in memory, and CheckpointError when the
-        model cannot be read. If this raises, all workers have been stopped and all memory has been released.
-        `internals` is for tests.
+        options: the fields of Config. internals: for tests. Raises ConfigError for invalid options and when the engine
+        does not fit in memory, and CheckpointError when the model cannot be read. After any exception, all workers have
+        been stopped and all memory has been released.
         """
         setup = prepare(model, options, internals)
         self.config, self.model_config, self.max_model_len = setup.config, setup.model_config, setup.max_model_len
-        self.sampling_defaults: dict[str, Any] = {}  # recommended by the model, not chosen by the user
+        self.sampling_defaults: dict[str, Any] = {}  # recommended by the model
         if self.config.generation_config == "auto":
             self.sampling_defaults = read_sampling_defaults(setup.directory)
         self.text = TextFrontend(self.model_config, None if self.config.skip_tokenizer_init else setup.directory)
         self.tokenizer = self.text.tokenizer
         self._outbox = Outbox()  # outputs of requests from `add_request`; `step` returns them
-        self.engine = start_engine(setup, self.text.end_token_ids)  # last: after this only `close` stops it
+        self.engine = start_engine(setup, self.text.end_token_ids)  # last, because a running engine must be closed
 
     def close(self) -> None:
-        """Stop the workers and release all memory. The engine cannot be used afterwards; closing twice is fine."""
+        """Stop the workers and release all memory. The LLM cannot be used afterwards. Closing twice is allowed."""
         self.engine.close()
 
     def __enter__(self) -> "LLM":
@@ -84,8 +83,8 @@ class LLM:
         model recommends other values in its generation_config.json (see get_default_sampling_params). With n > 1, each
         output is the output of the prompt's first answer, and its "outputs" has the outputs of all n answers.
 
-        Raises RequestError if any of the prompts could never run; no prompt has been queued then. Ctrl-C aborts these
-        requests and leaves the engine usable, unless a second Ctrl-C interrupts it in the middle of a step.
+        Raises RequestError, and queues no prompt, if any of the prompts could never run. Ctrl-C aborts the requests of
+        this call and leaves the engine usable, unless a second Ctrl-C interrupts the engine in the middle of a step.
         """
         sequences = self.make_sequences(prompts, sampling_params)
         outbox = Outbox()
@@ -106,7 +105,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several. A conversation is a list of {"role": ..., "content": ...}.
 
-        The model's chat template turns it into a prompt. sampling_params: as in `generate`, except that None means
+        The model's chat template makes the prompt. sampling_params: as in `generate`, except that None means
         `get_default_sampling_params()`. Raises RequestError as `generate` does, and for a model that cannot chat.
         """
         if sampling_params is None:
@@ -114,10 +113,10 @@ class LLM:
         return self.generate(self.text.encode_chat(messages), sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the values that the model's generation_config.json recommends, and defaults for all others.
+        """Return the values that the model's generation_config.json recommends, and defaults for all other values.
 
-        With generation_config="none", every value is SamplingParams' default. A max_tokens of the file is shortened to
-        what fits in the context after a prompt.
+        With generation_config="none", every value is SamplingParams' default. A max_tokens that the file recommends is
+        lowered, for each prompt, to the room that the prompt leaves in the context.
         """
         return SamplingParams(**self.sampling_defaults)
 
@@ -134,7 +133,7 @@ class LLM:
     ) -> list[list[Sequence]]:
         """Make the sequences of all answers to each prompt, without queueing them. Arguments: as in `generate`.
 
-        Raises RequestError if any of them could never run.
+        Raises RequestError if any of the prompts could never run.
         """
         requests = self.text.make_requests(prompts, sampling_params)
         return [self.engine.make_sequences(request) for request in requests]
@@ -148,13 +147,13 @@ class LLM:
         return seq
 
     def _queue(self, seq: Sequence, outbox: Outbox) -> int:
-        """Queue a sequence, whose text and output go to `outbox`, and return its request id."""
+        """Queue a sequence and return its request id. Its text and output are delivered to `outbox`."""
         return self.engine.add_sequence(seq, self.text.receiver(outbox, seq.params, seq.token_ids))
 
     def _collect(self, outbox: Outbox, num_requests: int, use_tqdm: bool) -> dict[int, RequestOutput]:
         """Run until all requests have ended, and return their outputs by request id.
 
-        Meanwhile a progress bar shows how many have ended, and the rates in tokens per second.
+        Meanwhile a progress bar shows the number of ended requests, and the rates in tokens per second.
         """
         outputs: dict[int, RequestOutput] = {}
         rates = {"Prefill": 0.0, "Decode": 0.0}
@@ -173,7 +172,7 @@ class LLM:
         return outputs
 
     def _link_figures(self) -> dict[str, str]:
-        """Return the progress bar's figures since the engine's start (see `stats`); none until blocks are missed."""
+        """Return the progress bar's figures on offload since the start (see `stats`), or {} before the first miss."""
         if not self.config.enable_cpu_offload:
             return {}
         stats = self.stats()
@@ -189,7 +188,7 @@ class LLM:
         return figures
 
     def _guess_figures(self) -> dict[str, str]:
-        """Return the progress bar's figures for guesses; none until there are any."""
+        """Return the progress bar's figures on draft tokens, or {} before the first draft token."""
         if self.config.speculation_method == "off":
             return {}
         stats = self.stats()
@@ -202,9 +201,9 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the answer's text piece by piece, as it is generated.
 
-        This checks the request, and the first step of the iterator queues it. Leaving the loop early aborts the
-        request. Raises RequestError for a request that can never run or has no text, and EngineError if the request
-        fails.
+        The call checks the request, and the first step of the iterator queues the request. Leaving the loop early
+        aborts the request. Raises RequestError for a request that can never run or has no text, and EngineError if the
+        request fails.
         """
         params = sampling_params or SamplingParams()
         self.text.check_stream(params)
@@ -228,20 +227,20 @@ class LLM:
     # -- single requests and steps -------------------------------------------------------------------------------
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
-        """Queue a request and return its id. Raises RequestError, and changes nothing, if it can never run."""
+        """Queue a request and return its id. Raises RequestError, and queues nothing, if the request can never run."""
         return self._queue(self._make_sequence(prompt, sampling_params), self._outbox)
 
     def abort(self, request_id: int) -> bool:
-        """End a request, now or as soon as the step in progress ends. Returns False if it has ended or is unknown.
+        """End a request, now or when the step in progress ends. Returns False if the request has ended or is unknown.
 
-        The request still gets an output, which holds what was generated and has finish_reason "abort".
+        The request still gets an output, with the tokens generated until then and finish_reason "abort".
         """
         return self.engine.abort(request_id)
 
     def step(self) -> StepOutput:
-        """Run the next step, and return what is new since the last call for the requests from `add_request`.
+        """Run the next step, and return all new results of the requests from `add_request` since the last call.
 
-        On a GPU, this returns the tokens of the step before, because the engine works one step ahead. Raises
+        On a GPU, `step` returns the tokens of the previous step, because the engine works one step ahead. Raises
         EngineError if a worker has died, an earlier step has failed, or the engine is closed.
         """
         output = self.engine.step(self._outbox)
@@ -256,10 +255,10 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Return counters since the start, and present rates. Names end in their units. Raises EngineError if the
-        engine has failed or is closed. A rate or a share is None while there is nothing to compute it from.
+        engine has failed or is closed. A rate or a share is None before its first measurement.
 
-        num_prefill_tokens           tokens of prompts that were computed
-        num_decode_tokens            tokens of answers, without the first token of each
+        num_prefill_tokens           prompt tokens that were computed
+        num_decode_tokens            tokens of answers, without the first token of each answer
 
         With offload, for rank 0:
         link_byte_per_s              the rate of the link, measured at start-up
@@ -267,26 +266,26 @@ class LLM:
         link_share                   load_byte_per_s / link_byte_per_s
         cpu_attention                the CPU's kernel and its number of threads, or None if CPU attention is disabled
         cpu_attention_byte_per_s     the rate of the CPU while the link is busy, from start-up and decode steps
-        cpu_load_byte_per_s          as load_byte_per_s, for the bytes that the CPU attended to
+        cpu_load_byte_per_s          bytes that the CPU attended to per second of decode steps that missed blocks
 
         With speculation:
-        num_guesses                  tokens that were guessed
-        num_accepted_guesses         guesses that were right; all after the first wrong guess count as wrong
+        num_guesses                  draft tokens
+        num_accepted_guesses         accepted draft tokens; all draft tokens after a wrong one count as rejected
         guess_acceptance             num_accepted_guesses / num_guesses
-        tokens_per_pass              mean number of tokens from a step with guesses
+        tokens_per_pass              mean number of tokens from a verification step
         drafters                     by drafter: num_guesses, num_accepted_guesses, and accepted_by_position: the share
-                                     of steps that accepted the first guess, the second guess and so on
-        num_shadow_pages             KV blocks that the shadow has room for; left out without a shadow
-        num_used_shadow_pages        KV blocks in the shadow; left out without a shadow
+                                     of steps that accepted the first draft token, the second draft token and so on
+        num_shadow_pages             KV blocks that the shadow has room for; absent without a shadow
+        num_used_shadow_pages        KV blocks in the shadow; absent without a shadow
 
         With recurrent layers:
         num_state_slots              states that the GPU has room for
         num_snapshots                states that CPU memory has room for
-        num_used_snapshots           states in CPU memory, for prompts that begin alike and for preempted sequences
+        num_used_snapshots           states in CPU memory, for prompts with a common prefix and preempted sequences
         num_state_loads              sequences that began with a state from CPU memory
-        num_state_saves              states that were saved there
+        num_state_saves              states that were saved to CPU memory
 
-        With KV on disk, in extents: K and V of 256 tokens, or a state:
+        With KV on disk. An extent is K and V of 256 tokens, or a state:
         num_disk_hit_tokens          tokens of prompts whose K and V were read from disk
         num_disk_hit_states          states that were read from disk
         num_waiting_for_disk         requests that wait for extents
@@ -301,17 +300,19 @@ class LLM:
         num_disk_evictions           files that rank 0 has removed
         num_disk_failures            extents that a bug kept from being stored or loaded; the log has the first bug
         num_extents_to_store         extents that wait to be written
-        num_dropped_extents          extents that were left out instead of written
+        num_dropped_extents          extents that were dropped instead of written
         disk_buffer_bytes            CPU memory of the buffers for reading and, with the KV cache on a GPU, for writing
         """
         return self.engine.stats()
 
     def block_states(self) -> bytes:
-        """Return where every KV block is and what the last step did with it: one byte (BlockState) per block.
+        """Return the BlockState of every KV block, one byte per block: where the block is, and what the last step did
+        with the block.
 
-        With offload the blocks are in the order of CPU memory; without, in the order of GPU memory. Any thread may
-        call this at any time. It does not wait, so while a step is being planned, some blocks are shown before it and
-        some after. It takes about 0.1 ms for 1,000 blocks. Raises EngineError if the engine has failed or is closed.
+        With offload, the blocks are in the order of CPU memory; without offload, in the order of GPU memory. Any thread
+        may call this method at any time. The call does not wait: while a step is being planned, the result may show
+        some blocks before and some after planning. Takes about 0.1 ms for 1,000 blocks. Raises EngineError if the
+        engine has failed or is closed.
         """
         return self.engine.block_states()
 
@@ -322,7 +323,7 @@ class LLM:
 
     @property
     def plan(self) -> CapacityPlan:
-        """The memory this engine takes and the bounds on its speed, updated with what start-up measured."""
+        """The engine's memory use and the bounds on its speed, updated with start-up's measurements."""
         return self.engine.setup.plan
 
     @property

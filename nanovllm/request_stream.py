@@ -1,15 +1,17 @@
 """RequestStream: the updates of one request, from the engine's thread to the task that waits for them.
 
     engine thread                                   event loop
-    Dispatcher.hand_over  --------------------->    _dispatch: merges what has arrived, wakes some consumers
-    Dispatcher.wait_until_passed_on  ---------->    _hurry: no rests until all is passed on
+    Dispatcher.hand_over  --------------------->    _dispatch: merges the new results, wakes some consumers
+    Dispatcher.wait_until_passed_on  ---------->    _hurry: no rests until all results are passed on
 
-The thread does not wait for consumers, except before and after long steps. What a consumer has not taken yet is merged
-into one update per answer, so a slow consumer delays no other one and takes no more memory than its answers.
+The engine's thread does not wait for consumers, except before and after long steps. Results that a consumer has not
+taken yet are merged into one update per answer. So a slow consumer delays no other consumer, and its updates take no
+more memory than its answers.
 
-The loop and the engine's thread share Python's global lock. With hundreds of streams, passing on each token by itself
-would slow the engine down. A dispatch therefore wakes only a few consumers at a time, in turn, and then the loop rests
-three times as long as they took. A few streams do not notice; with many, each gets several tokens at a time.
+The loop and the engine's thread share Python's global lock. With hundreds of streams, passing on each token separately
+would slow the engine down. A dispatch therefore wakes only a few consumers, in turn, and then the loop rests for three
+times the duration of the dispatch. With few streams, each token is still passed on at once; with many streams, each
+stream gets several tokens at a time.
 """
 
 import asyncio
@@ -25,21 +27,22 @@ from nanovllm.errors import EngineError
 from nanovllm.plan.outputs import LogprobList, RequestOutput, StepOutput, TextSource, TokenLogprobs
 from nanovllm.plan.sequence import Sequence
 
-MAX_PASSING_S = 0.02  # longest wait of the engine's thread for consumers to take what has arrived
+MAX_PASSING_S = 0.02  # longest wait of the engine's thread for consumers to take their updates
 MAX_WOKEN = 16  # consumers per dispatch
-MAX_FIRST_WOKEN = 12  # consumers per dispatch that wait for their first update, if there are others
-REST_RATIO = 3.0  # length of the rest after a dispatch, relative to the dispatch: it gets a quarter of the time at most
+MAX_FIRST_WOKEN = 12  # of these, consumers that wait for their first update, if others wait, too
+REST_RATIO = 3.0  # duration of the rest relative to the dispatch before it: dispatching takes a quarter of the time
 MAX_REST_S = 0.1
 
 
 @dataclass
 class RequestUpdate:
-    """News of one answer. `index`: its index among the answers of the request.
+    """New results of one answer.
 
-    - text: the new text, or "". It can lag behind the tokens, because the end of the text is held back while it may
-      still change.
-    - token_ids, logprobs: the new tokens, and one entry of logprobs for each if the request asked for them.
-    - output: the answer's output, in its last update; None before.
+    - index: the answer's index among the answers of the request.
+    - text: the new text, or "". The text can arrive later than its tokens, because the end of the text is held back
+      while the next tokens may still change it.
+    - token_ids, logprobs: the new tokens, and one entry of logprobs per token if the request set logprobs.
+    - output: the answer's output in its last update, or None in all earlier updates.
     """
 
     index: int
@@ -47,17 +50,17 @@ class RequestUpdate:
     token_ids: list[int] = field(default_factory=list)
     logprobs: LogprobList[TokenLogprobs] = field(default_factory=LogprobList)
     output: RequestOutput | None = None
-    text_source: TextSource | None = field(default=None, repr=False)  # where the text comes from when it is taken
+    text_source: TextSource | None = field(default=None, repr=False)  # `take` reads the text from it
 
     def take(self) -> bool:
-        """Fill in the text. Returns False if there is nothing new."""
+        """Fill in the text. Returns False if the update has nothing new."""
         if self.text_source is not None:
             self.text = self.text_source.read_text()
         return bool(self.text or self.token_ids or self.output is not None)
 
 
 class StreamObserver(Protocol):
-    """Is told what happens to the answers of a stream, even before the consumer takes the update."""
+    """Gets notified of new results of a stream's answers, before the consumer takes the update."""
 
     def updated(self, index: int) -> None:
         """Note that an answer has something new. Hot."""
@@ -66,35 +69,35 @@ class StreamObserver(Protocol):
         """Note that an answer has ended."""
 
     def closed(self, num_open: int) -> None:
-        """Note that these answers get no more updates: the consumer has left, or the engine has failed."""
+        """Note that `num_open` answers get no more updates: the consumer has left, or the engine has failed."""
 
 
 class RequestStream:
     """The updates of a request, for one consumer: an async iterator that ends after the last update of each answer.
 
-    Close it in the end; what has not finished by then is aborted. Use it only on the event loop that it was made on.
-    Raises EngineError if the engine fails. `observer` may be set as soon as the stream is made.
+    Close the stream in the end: closing aborts the answers that have not ended. Use the stream only on the event loop
+    that made it. Raises EngineError if the engine fails. `observer` may be set at any time.
     """
 
     def __init__(self, sequences: list[Sequence], abort: Callable[[list[int]], None]) -> None:
-        """`sequences`: one for each prompt, which tells how far the prompt has been computed. `abort`: ends the
-        requests with these ids.
+        """sequences: one for each prompt, whose state shows how far the prompt has been computed. abort: a function
+        that ends the requests with the given ids.
         """
         self.sequences = sequences
         self.observer: StreamObserver | None = None
-        self.wakes_at_ends = False  # instead of for every update
-        self.has_begun = False  # the consumer has been woken
+        self.wakes_at_ends = False  # True to wake the consumer only when an answer ends, not for every update
+        self.has_begun = False  # True once the consumer has been woken
         self._abort = abort
         self._indices: dict[int, int] = {}  # request id -> index, for the answers that have not ended
-        self._updates: dict[int, RequestUpdate] = {}  # by index; not taken by the consumer yet
+        self._updates: dict[int, RequestUpdate] = {}  # by index; updates that the consumer has not taken yet
         self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None  # the consumer waits for it
+        self._waiter: asyncio.Future[None] | None = None  # the future that the consumer awaits, if any
 
     def __aiter__(self) -> "RequestStream":
         return self
 
     async def __anext__(self) -> RequestUpdate:
-        """Return the next update of any answer. It holds everything that has arrived for this answer."""
+        """Return the next update of any answer. The update holds all results that have arrived for the answer."""
         while True:
             while self._updates:
                 update = self._updates.pop(next(iter(self._updates)))
@@ -118,7 +121,7 @@ class RequestStream:
         return [output for index in sorted(ended) if (output := ended[index]) is not None]
 
     def close(self) -> None:
-        """Abort the answers that have not ended. Closing twice is fine."""
+        """Abort the answers that have not ended. Closing twice is allowed."""
         self._abort(list(self._indices))
         self._tell_closed()
         self._indices.clear()
@@ -127,11 +130,11 @@ class RequestStream:
     # -- called on the event loop --------------------------------------------------------------------------------
 
     def expect(self, request_id: int, index: int) -> None:
-        """Wait for an answer that has been queued."""
+        """Expect updates of a queued answer."""
         self._indices[request_id] = index
 
     def update_of(self, request_id: int) -> RequestUpdate:
-        """Return the update that the consumer will take next of this answer, to be added to. Hot."""
+        """Return the answer's update that the consumer will take next, for adding new results to it. Hot."""
         index = self._indices[request_id]
         update = self._updates.get(index)
         if update is None:
@@ -147,7 +150,7 @@ class RequestStream:
             self.observer.finished(output)
 
     def fail(self, error: Exception) -> None:
-        """Let the consumer raise `error`, once it has taken what is there. The answers are not aborted."""
+        """Let the consumer raise `error` after it has taken all waiting updates. The answers are not aborted."""
         self._error = error
         self._tell_closed()
         self._indices.clear()
@@ -165,7 +168,7 @@ class RequestStream:
 
 
 class Dispatcher:
-    """Gives each stream its part of the results. Used on the event loop that was bound last, except where noted."""
+    """Gives each stream its results. Used on the event loop that was bound last, except where noted."""
 
     def __init__(
         self,
@@ -175,25 +178,25 @@ class Dispatcher:
         max_rest_s: float = MAX_REST_S,
         max_passing_s: float = MAX_PASSING_S,
     ) -> None:
-        """`rests`: asked after each dispatch; returns True if the loop should rest."""
+        """rests: called after each dispatch; returns True if the loop should rest."""
         self._rests, self._rest_ratio, self._max_rest_s = rests, rest_ratio, max_rest_s
         self._max_passing_s = max_passing_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[int, RequestStream] = {}  # by request id
-        self._to_begin: dict[RequestStream, None] = {}  # streams to wake for their first update, in this order
-        self._to_wake: dict[RequestStream, None] = {}  # the others, after them
-        self._is_dispatching = False  # or resting after it
-        self._resting: asyncio.TimerHandle | None = None  # ends the rest
-        self._is_hurried = False  # the thread waits until all is passed on, so there are no rests
-        self._is_passed_on = threading.Event()  # set when the consumers have taken all that has arrived
+        self._to_begin: dict[RequestStream, None] = {}  # streams to wake for their first update, in order
+        self._to_wake: dict[RequestStream, None] = {}  # streams to wake for a later update, in order
+        self._is_dispatching = False  # True during a dispatch and the rest after it
+        self._resting: asyncio.TimerHandle | None = None  # the timer that ends the rest
+        self._is_hurried = False  # True while the engine's thread waits for consumers, so the loop does not rest
+        self._is_passed_on = threading.Event()  # set when the consumers have taken all results
         self._is_passed_on.set()
         self._lock = threading.Lock()  # guards `_arrived`
-        self._arrived: list[StepOutput] = []  # handed over, not dispatched yet
+        self._arrived: list[StepOutput] = []  # results that were handed over, but not dispatched yet
 
     # -- the engine's thread -------------------------------------------------------------------------------------
 
     def hand_over(self, content: StepOutput) -> None:
-        """Let the loop dispatch this, together with all that arrives before it does. Hot."""
+        """Let the loop dispatch `content`, together with all results that arrive before the dispatch. Hot."""
         if not (content.text_sources or content.new_tokens or content.finished):
             return
         with self._lock:
@@ -204,7 +207,7 @@ class Dispatcher:
             self.call_on_loop(self._begin_dispatch)
 
     def wait_until_passed_on(self) -> None:
-        """Wait a short time until the consumers have taken what was handed over. The loop does not rest until then."""
+        """Wait a short time until the consumers have taken all results. The loop does not rest until then."""
         if not self._is_passed_on.is_set():
             self.call_on_loop(self._hurry)
             if not self._is_passed_on.wait(self._max_passing_s):
@@ -212,18 +215,18 @@ class Dispatcher:
 
     def call_on_loop(self, callback: Callable[[], None]) -> None:
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop has been closed, and its consumers with it
+            with suppress(RuntimeError):  # the loop has been closed, so its consumers are gone
                 self._loop.call_soon_threadsafe(callback)
 
     # -- streams -------------------------------------------------------------------------------------------------
 
     @property
     def is_bound(self) -> bool:
-        """True if results are handed to the running loop."""
+        """Return True if results are handed to the running loop."""
         return asyncio.get_running_loop() is self._loop
 
     def bind(self) -> list[int]:
-        """Hand results to the running loop from here on. Returns the abandoned requests of a loop that was closed.
+        """Hand results to the running loop from now on. Returns the abandoned requests of a loop that was closed.
 
         Raises RuntimeError if there are open requests on another loop.
         """
@@ -236,7 +239,7 @@ class Dispatcher:
             self._arrived.clear()
             self._is_passed_on.set()
         if old_loop is not None and not old_loop.is_closed():
-            for stream in chain(self._to_begin, self._to_wake):  # all they wait for has arrived
+            for stream in chain(self._to_begin, self._to_wake):  # their answers have ended
                 old_loop.call_soon_threadsafe(stream.wake)
         self._to_begin.clear()
         self._to_wake.clear()
@@ -245,20 +248,20 @@ class Dispatcher:
         return abandoned
 
     def add(self, request_id: int, stream: RequestStream) -> None:
-        """Pass the results of this request to this stream until it ends. Without a stream they are dropped."""
+        """Pass the request's results to the stream until the request ends. Results without a stream are dropped."""
         self._streams[request_id] = stream
 
     def remove(self, request_id: int) -> bool:
-        """Drop the results of a request from here on. Returns False if it was not open."""
+        """Drop the results of a request from now on. Returns False if the request was not open."""
         return self._streams.pop(request_id, None) is not None
 
     def fail(self, message: str) -> None:
-        """Make the consumers of all open requests raise an EngineError once they have taken what has arrived."""
+        """Make the consumers of all open requests raise an EngineError after they have taken all waiting updates."""
         self._merge_arrived()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(EngineError(message))
-        for stream in chain(self._to_begin, self._to_wake):  # also those that have ended
+        for stream in chain(self._to_begin, self._to_wake):  # including streams whose answers have ended
             stream.wake()
         self._to_begin.clear()
         self._to_wake.clear()
@@ -271,7 +274,7 @@ class Dispatcher:
             self._dispatch()
 
     def _dispatch(self) -> None:
-        """Merge what has arrived into the updates of its streams, and wake the next consumers. Hot."""
+        """Merge the new results into the updates of their streams, and wake the next consumers. Hot."""
         self._is_dispatching = True
         start_s = time.thread_time()
         try:
@@ -281,10 +284,10 @@ class Dispatcher:
                 self._to_wake.pop(stream, None)
                 stream.wake()
         finally:
-            asyncio.get_running_loop().call_soon(self._rest, start_s)  # after these consumers
+            asyncio.get_running_loop().call_soon(self._rest, start_s)  # runs after the woken consumers
 
     def _next_consumers(self) -> list[RequestStream]:
-        """Return the streams to wake now: first updates before all others, which always get some places."""
+        """Return the streams to wake now. Streams with a first update come first, but leave some places to others."""
         num_first = min(len(self._to_begin), MAX_FIRST_WOKEN)
         others = list(islice(self._to_wake, MAX_WOKEN - num_first))
         return [*islice(self._to_begin, MAX_WOKEN - len(others)), *others]
@@ -322,9 +325,9 @@ class Dispatcher:
         return bool(self._to_begin or self._to_wake or self._arrived)
 
     def _rest(self, start_s: float) -> None:
-        """Leave the engine's thread time for its steps, then go on."""
+        """Leave the engine's thread time for its steps, then continue."""
         if not self.is_bound:
-            return  # another loop has followed
+            return  # another loop has been bound
         with self._lock:
             if not self._has_more:
                 self._is_passed_on.set()
@@ -335,7 +338,7 @@ class Dispatcher:
         self._resting = asyncio.get_running_loop().call_later(rest_s, self._end_rest)
 
     def _hurry(self) -> None:
-        """Pass on all that has arrived without a rest, because the engine's thread waits for it."""
+        """Pass on all results without a rest, because the engine's thread waits until all are passed on."""
         if not self.is_bound:
             return
         self._is_hurried = self._has_more

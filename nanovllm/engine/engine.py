@@ -1,4 +1,4 @@
-"""Engine: token ids in, token ids out. It never sees text, and it reaches the ranks only through the Executor.
+"""Engine: token ids in, token ids out. The engine handles no text, and calls the ranks only through the Executor.
 
 The StepLoop runs the steps (step_loop.py). Each request has a Receiver, which puts the results into the outbox of the
 call that waits for them. Every request ends with an output in its outbox, unless the engine fails or is closed first.
@@ -35,14 +35,14 @@ from nanovllm.utils.interrupt import deferred_interrupt
 class Turns:
     """Lets one thread at a time run a step of the engine. Other threads queue calls for it, or wait for outputs.
 
-    A step takes from a millisecond to a second, so no thread holds a lock while one runs. `lock` guards only short
+    A step takes from a millisecond to a second, so no thread holds a lock while a step runs. `lock` guards only short
     sections: beginning and ending a turn, queueing calls, and delivering outputs. A thread that waits for outputs is
     woken after every step, and takes the next turn itself if its outputs have not arrived. A thread that needs a turn,
     for example to close the engine, goes before the threads that wait for outputs.
     """
 
     def __init__(self) -> None:
-        # Reentrant: any allocation may run the garbage collector, which may close an abandoned stream; closing it
+        # Reentrant: any allocation may run the garbage collector, which may close an abandoned stream. Closing a stream
         # aborts its request, which takes this lock
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)  # `with lock` is safe from Ctrl-C, `with _changed` is not
@@ -86,7 +86,7 @@ class Turns:
     def call(self, function: Callable[[], None]) -> None:
         """Call `function`, which changes the engine's state, now or at the end of the turn in progress.
 
-        It runs with the lock held, and perhaps in another thread.
+        The call runs with the lock held, and perhaps in another thread.
         """
         with self.lock:
             self._calls.append(function)
@@ -95,7 +95,7 @@ class Turns:
                 self._make_calls()
 
     def _make_calls(self) -> None:
-        """Make all queued calls, including any that these add, and end the turn, even if one of them raises."""
+        """Make all queued calls, including calls that they add, and end the turn, even if a call raises."""
         try:
             while self._calls:
                 self._calls.popleft()()
@@ -108,8 +108,9 @@ Result = TypeVar("Result")
 
 
 class Engine:
-    """Runs requests of token ids. Once it has failed or is closed, add_sequence, step, next_output and stats raise
-    EngineError.
+    """Runs requests of token ids.
+
+    Once the engine has failed or is closed, add_sequence, step, next_output and stats raise EngineError.
     """
 
     def __init__(
@@ -147,24 +148,25 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """True if a request has not ended yet."""
+        """Return True if a request has not ended yet."""
         return bool(self._steps.receivers)
 
     @property
     def has_work(self) -> bool:
-        """True if a request has not ended, or if a long step is planned, which runs even if its requests end."""
+        """Return True if a request has not ended, or if a long step is planned, which runs even if its requests end."""
         return self._steps.has_work
 
     @property
     def is_next_to_long_step(self) -> bool:
-        """True if a long step has just ended, or is planned. Pass on what has arrived before the next turn.
+        """Return True if a long step has just ended or is planned. Pass on all new tokens before the next turn.
 
-        Answers have already waited for a step that has ended. Launching a planned one holds up everything else.
+        After a long step, answers have already waited long for their tokens. Before a long step, the launch would delay
+        their tokens.
         """
         return self._steps.is_next_to_long_step
 
     def make_sequences(self, request: Request) -> list[Sequence]:
-        """Make the sequences of all answers to a request. They are not queued, and share what they can.
+        """Make the sequences of all answers to a request, without queueing them. The sequences share the prompt.
 
         Raises RequestError if the request is too long for the engine.
         """
@@ -245,7 +247,9 @@ class Engine:
         return self._fetch_after_step(outbox)
 
     def next_output(self, outbox: Outbox) -> StepOutput:
-        """Return what has arrived in `outbox`. If it is empty, run a step first, or wait for another thread's."""
+        """Return what has arrived in `outbox`. If the outbox is empty, run a step first, or wait for another thread's
+        step.
+        """
         return self._fetch_after_step(outbox, unless=lambda: bool(outbox))
 
     def _fetch_after_step(self, outbox: Outbox, unless: Callable[[], bool] | None = None) -> StepOutput:
@@ -255,7 +259,7 @@ class Engine:
             return outbox.fetch()
 
     def check_ranks(self) -> None:
-        """Raise EngineError if a rank has died. For the time between requests, when no step would notice."""
+        """Raise EngineError if a rank has died. Called between requests, when no step would notice a dead rank."""
         self._in_turn(partial(self._run, self.executor.check))
 
     def _in_turn(self, call: Callable[[], Result], unless: Callable[[], bool] | None = None) -> Result | None:
@@ -316,7 +320,7 @@ class Engine:
 
     @contextmanager
     def _closed_by_errors(self) -> Iterator[None]:
-        """Refuse all further use after any exception: it is unknown which of the planned K and V were written."""
+        """Refuse all further use after any exception, because planned K and V may not have been written."""
         try:
             yield
         except BaseException as error:

@@ -28,23 +28,23 @@ from nanovllm.utils.memory import available_host_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Internals:
-    """Parts of an engine that tests replace and users leave alone.
+    """Parts of an engine that only tests replace.
 
-    These are not options of `Config`. They let a test reach, on a CPU and with a tiny model, what otherwise takes a GPU
-    or a long prompt, without patching any module:
+    Internals are not options of `Config`. With internals, a test can run code that otherwise needs a GPU or a long
+    prompt, on a CPU and with a tiny model, without patching any module:
 
         LLM(model, device="cpu", internals=Internals(works_ahead=True, staging=StagingSizes(256, 2)))
 
     `make_offload_engine` is called on every rank, so with several ranks it must be picklable.
     """
 
-    works_ahead: bool | None = None  # launch a step before the tokens of the last one are back; None: unless on a CPU
+    works_ahead: bool | None = None  # see EngineSetup.works_ahead; None for True on a GPU and False on a CPU
     staging: StagingSizes = StagingSizes()
     make_offload_engine: OffloadEngineFactory = make_offload_engine
-    cpu_split: CpuSplit | None = None  # instead of the one that start-up measures
-    least_load_tokens: int | None = None  # instead of the length from which on, by measurement, loading from disk pays
-    drafters: tuple[Drafter, ...] | None = None  # instead of those that `speculation` names, unless it is off
-    always_guesses: bool = False  # as many guesses as allowed, regardless of their cost
+    cpu_split: CpuSplit | None = None  # replaces the split that start-up measures
+    least_load_tokens: int | None = None  # replaces the measured prefix length from which loading from disk pays
+    drafters: tuple[Drafter, ...] | None = None  # replace the drafters that `speculation` names, unless it is off
+    always_guesses: bool = False  # propose as many draft tokens as allowed, regardless of their cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,21 +53,21 @@ class EngineSetup:
 
     config: Config  # as the user gave it
     model_config: ModelConfig
-    directory: Path | None  # the checkpoint's; None for a preset
+    directory: Path | None  # of the checkpoint, or None for a preset
     max_model_len: int  # tokens
-    device: torch.device  # rank 0's; where Ray places the ranks, one of the same kind
+    device: torch.device  # of rank 0; if Ray places the ranks, a device of the same kind
     plan: CapacityPlan
     internals: Internals
 
     @property
     def works_ahead(self) -> bool:
-        """True if the engine launches a step before the tokens of the last one are back."""
+        """Return True if the engine launches a step before the tokens of the previous step are back."""
         chosen = self.internals.works_ahead
         return self.device.type != "cpu" if chosen is None else chosen
 
 
 def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals = Internals()) -> EngineSetup:
-    """Decide and check everything about an engine. The arguments are those of LLM.
+    """Decide and check everything about an engine. The arguments are the same as LLM's.
 
     Raises ConfigError for invalid options, for a model or a device that cannot run, and for an engine that does not
     fit in memory; CheckpointError for a model that cannot be read.
@@ -83,7 +83,7 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     device = resolve_device(config)
     _check_parts(config, model_config, device)
     machine = find_machine(replace(config, device=str(device)))
-    named = replace(config, model=str(model))  # not the path of the built-in model's files
+    named = replace(config, model=str(model))  # the plan shows the user's name, not the path of the built-in model
     plan = make_plan(named, model_config, machine, staging=internals.staging)
     check_start(plan)
     return EngineSetup(
@@ -98,9 +98,9 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
 
 
 def _check_parts(config: Config, model_config: ModelConfig, device: torch.device) -> None:
-    """Raise ConfigError if the attention backend or the CPU threads that are asked for are not available.
+    """Raise ConfigError if the requested attention backend or CPU threads are not available.
 
-    Checked here so that the error comes before any process is started or any weight loaded.
+    Called before any process is started or any weight is loaded.
     """
     dtype = getattr(torch, dtype_name(config, model_config))
     find_backend(config.attn_backend, device, dtype, model_config.head_dim, enforce_eager=config.enforce_eager)
@@ -113,7 +113,7 @@ def find_machine(config: Config, *, measures_cpu: bool = False) -> Machine:
     """Describe this machine for a plan. A GPU's rates are looked up by its name (capacity/machine.py).
 
     If there is no GPU and `config` does not ask for the CPU, assume an H200, so that users can plan for a machine that
-    they do not have yet. measures_cpu: where there is a GPU, measure the rate of CPU memory, too.
+    they do not have yet. measures_cpu: on a machine with a GPU, also measure the rate of CPU memory.
     """
     if config.device == "cpu":
         return Machine.cpu(available_host_bytes())

@@ -50,10 +50,10 @@ logger = logging.getLogger("nanovllm")
 
 
 def start_engine(setup: EngineSetup, end_token_ids: Sequence[int]) -> Engine:
-    """Start the ranks, load the model and allocate the KV cache. `end_token_ids` are the tokens that end an answer.
+    """Start the ranks, load the model and allocate the KV cache. end_token_ids: the tokens that end an answer.
 
-    Raises ConfigError if the engine turns out not to fit in memory. If this raises, all workers have been stopped and
-    all memory has been released.
+    Raises ConfigError if the engine turns out not to fit in memory. After any exception, all workers have been stopped
+    and all memory has been released.
     """
     executor: Executor | None = None
     try:
@@ -134,9 +134,9 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
 
 
 def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
-    """Return the numbers of blocks that the user gave, or as many as fit. Raises ConfigError if they do not fit.
+    """Return the number of blocks that the user gave, or as many as fit. Raises ConfigError if they do not fit.
 
-    On the CPU, memory is not reserved in advance, so the given numbers are not checked against it.
+    On the CPU, memory is not reserved in advance, so the given number is not checked against the free memory.
     """
     config, plan, spec = setup.config, setup.plan, setup.plan.spec
     name, least = ("num_gpu_blocks", 2) if config.enable_cpu_offload else ("num_kvcache_blocks", 1)
@@ -161,7 +161,7 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
             num_bytes -= sizes.num_state_slots * spec.states.slot_bytes
         fitting = max(0, num_bytes) // spec.block_bytes if given else sizes.num_gpu_blocks
         if fitting < max(given, least):
-            # Another start may measure some MiB more: how its threads take turns decides where memory lies
+            # Leave a reserve: another start may measure some MiB more, because memory fragments differently
             advised = max(least, (num_bytes - GPU_RESERVE_BYTES) // spec.block_bytes)
             lower = f"lower {name} to {advised}" if fitting >= least else "lower kvcache_block_size"
             if draft_bytes:
@@ -181,14 +181,14 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
 
 
 def _max_num_seqs(config: Config, spec: KVCacheSpec, sizes: KVCacheSizes) -> int:
-    """The most sequences that run together: each needs a slot for its state if the model keeps one."""
+    """Return the most sequences that run together. With recurrent layers, each sequence needs a state slot."""
     if spec.states is None:
         return config.max_num_seqs
     return min(config.max_num_seqs, max_stateful_seqs(config, spec.states, sizes.num_state_slots))
 
 
 def _make_speculator(setup: EngineSetup, executor: Executor, kv: KVCacheManager) -> Speculator | None:
-    """Make the speculator, and measure a draft if there can be any. Returns None without speculation."""
+    """Make the speculator, and time a draft if a drafter runs the model. Returns None without speculation."""
     config, internals = setup.config, setup.internals
     if config.speculation_method == "off":
         return None
@@ -211,7 +211,7 @@ def _make_speculator(setup: EngineSetup, executor: Executor, kv: KVCacheManager)
 
 
 def _make_step_bound(setup: EngineSetup, times: ChunkTimes, link_byte_per_s: float | None) -> StepBound | None:
-    """Make the bound; None if steps may take any time. If the link's rate is unknown, streaming counts as free."""
+    """Make the bound, or return None if steps may take any time. If the link's rate is unknown, streaming is free."""
     if setup.config.max_step_ms is None:
         return None
     spec = setup.plan.spec
@@ -225,7 +225,10 @@ def _chunk_times(setup: EngineSetup) -> ChunkTimes:
 
 
 def _open_disk(setup: EngineSetup, executor: Executor, kv: KVCacheManager) -> DiskTier | None:
-    """Open the cache on disk on all ranks, and find out from which length on loading pays. None without a cache."""
+    """Open the cache on disk on all ranks, and measure from which prefix length on loading pays.
+
+    Returns None without a cache on disk.
+    """
     config = setup.config
     if config.kv_disk_path is None:
         return None
@@ -244,7 +247,7 @@ def _open_disk(setup: EngineSetup, executor: Executor, kv: KVCacheManager) -> Di
 
 
 def _least_load_tokens(setup: EngineSetup, executor: Executor) -> int:
-    """Return the length from which on a prefix is loaded. On a CPU that is always faster than computing."""
+    """Return the shortest prefix, in tokens, that is loaded. On a CPU, loading is always faster than computing."""
     plan, spec = setup.plan, setup.plan.spec
     if setup.internals.least_load_tokens is not None:
         return setup.internals.least_load_tokens
@@ -263,7 +266,7 @@ def _least_load_tokens(setup: EngineSetup, executor: Executor) -> int:
 
 
 def companion_setups(spec: KVCacheSpec, sizes: KVCacheSizes) -> list[CompanionSetup]:
-    """What the ranks allocate for the companions of the KV cache, in the order of `_make_companions`."""
+    """Return what the ranks allocate for the companions of the KV cache, in the order of `_make_companions`."""
     setups: list[CompanionSetup] = []
     if sizes.num_pages:
         setups.append(ShadowSetup(sizes.num_pages, sizes.shadow_bits))
@@ -275,16 +278,19 @@ def companion_setups(spec: KVCacheSpec, sizes: KVCacheSizes) -> list[CompanionSe
 
 
 def smallest_sizes(spec: KVCacheSpec, num_cpu_blocks: int, shadow_bits: int) -> KVCacheSizes:
-    """Sizes to profile memory with. All sequences use block 0, page 0 and slot 0. `shadow_bits`: 0 without a shadow."""
+    """Return the sizes to profile memory with. All sequences use block 0, page 0 and slot 0.
+
+    shadow_bits: 0 without a shadow.
+    """
     num_state_slots = int(spec.states is not None)
     return KVCacheSizes(1, num_cpu_blocks, int(shadow_bits > 0), shadow_bits, num_state_slots)
 
 
 def _make_companions(config: Config, sizes: KVCacheSizes, spec: KVCacheSpec) -> list[Companion]:
-    """Make what follows the blocks and sequences of the KV cache."""
+    """Make the companions, which follow the blocks and sequences of the KV cache."""
     companions: list[Companion] = []
     if sizes.num_pages:
-        # With "auto", drafts over slots that hold every key are not worth a shadow
+        # With "auto", the shadow gains little while the GPU slots hold every key
         num_spared_blocks = sizes.num_gpu_blocks if config.speculation_method == "auto" else 0
         companions.append(ShadowPages(sizes.num_pages, num_spared_blocks if config.enable_cpu_offload else 0))
     if sizes.num_state_slots:

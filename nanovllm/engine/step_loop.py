@@ -1,10 +1,10 @@
 """StepLoop: plan a step, launch it on every rank, and give its tokens to the scheduler and the receivers.
 
-A step is planned and launched; then the tokens of the step before it go back to the scheduler. On a GPU the host thus
-works one step ahead. On the CPU, launching a step also runs it, so its own tokens go back at once.
+A step is planned and launched; then the scheduler gets the tokens of the previous step. On a GPU, the host thus works
+one step ahead. On the CPU, launching a step also runs the step, so the scheduler gets the step's tokens at once.
 
-Each request has a Receiver. It reads the request's tokens, may end the request because of them, and puts the results
-into the outbox of the call that waits for them (text/detokenizer.py).
+Each request has a Receiver (text/detokenizer.py). The Receiver reads the request's tokens, may end the request because
+of a token, and puts the results into the outbox of the call that waits for them.
 """
 
 import logging
@@ -28,18 +28,18 @@ logger = logging.getLogger("nanovllm")
 class LinkMeter:
     """Measures the rates at which decode steps that miss blocks bring in their keys.
 
-    The rates are the bytes that cross the link, and the bytes that the CPU attends to, divided by the time of the
-    steps. A step's time runs from the end of the step before to the end of the step. It counts only if both are decode
-    steps that miss blocks: then the time contains no prefill, and work that overlaps two steps is counted once. The
-    time includes moments in which the link is idle, because the rates show how much of the link decoding uses in
-    practice. Only pauses are left out (StepMeter).
+    The rates are the bytes that cross the link, and the bytes that the CPU attends to, divided by the duration of the
+    steps. The duration of a step runs from the end of the previous step to its end. A step counts only if it and the
+    previous step are decode steps that miss blocks: then the duration contains no prefill, and work that overlaps two
+    steps is counted once. Durations include moments in which the link is idle, because the rates show how much of the
+    link decoding uses in practice. Only pauses are left out (StepMeter).
     """
 
     def __init__(self, block_bytes: int, block_size: int) -> None:
         self._block_bytes, self._block_size = block_bytes, block_size
         self._num_link_tokens = self._num_cpu_tokens = 0
         self._seconds = 0.0
-        self._counts_last = False  # the step before was a decode step that misses blocks
+        self._counts_last = False  # True if the previous step was a decode step that misses blocks
 
     def step_ended(self, plan: StepPlan, seconds: float | None) -> None:
         """See StepMeter. Hot."""
@@ -52,7 +52,7 @@ class LinkMeter:
             self._seconds += seconds
 
     def stats(self, link_byte_per_s: float | None) -> dict[str, float | None]:
-        """Return the figures of LLM.stats that need `link_byte_per_s`, the link's measured rate."""
+        """Return the rates for LLM.stats. link_byte_per_s: the link's measured rate, or None if unknown."""
         if not self._seconds:
             return {"load_byte_per_s": None, "cpu_load_byte_per_s": None, "link_share": None}
         token_bytes_per_s = self._block_bytes / self._block_size / self._seconds
@@ -64,9 +64,9 @@ class LinkMeter:
         }
 
 
-PAUSE_S = 0.05  # a caller has paused if it stays away so long between two steps
-STORE_ALL_S = 60.0  # time limit for the extents that are still to be written when the engine is closed
-MASK_PAUSE_S = 0.5e-3  # between checks for masks that other threads compute, if there is nothing else to do
+PAUSE_S = 0.05  # the caller has paused if this time passes between two steps
+STORE_ALL_S = 60.0  # time limit for writing the remaining prompts when the engine is closed
+MASK_PAUSE_S = 0.5e-3  # interval between checks for masks that other threads compute, if no step can run
 
 
 class _InFlight(NamedTuple):
@@ -88,19 +88,19 @@ class StepLoop:
         works_ahead: bool,
         delivering: AbstractContextManager[Any],
     ) -> None:
-        """works_ahead: launch a step before the tokens of the last one are back. delivering: held while outboxes
-        change.
+        """works_ahead: launch a step before the tokens of the previous step are back. delivering: a lock that is held
+        while outboxes change.
         """
         self.receivers: dict[int, Receiver] = {}
         self._executor, self._scheduler, self._works_ahead = executor, scheduler, works_ahead
         self._meters, self._delivering = list(meters), delivering
         self._in_flight: _InFlight | None = None
-        # The next step, if it is planned but not launched yet. It must run even if all its requests are aborted: the
-        # prefix index and the slots count on what it writes and moves.
+        # The next step, if it is planned but not launched yet. A planned step must run even if all its requests are
+        # aborted, because the KV cache manager already counts on what the step writes and moves.
         self._planned: StepPlan | None = None
-        self._ended_long = False  # the step committed last was long
-        self._had_no_requests = True  # since the last launch
-        self._last_turn_s = 0.0  # when a thread ended a step
+        self._ended_long = False  # True if the last committed step was long
+        self._had_no_requests = True  # True if there were no requests at some time since the last launch
+        self._last_turn_s = 0.0  # time at which `advance` last returned
         self._num_steps = self._num_prefill_tokens = self._num_decode_tokens = 0
 
     @property
@@ -114,10 +114,11 @@ class StepLoop:
         return self._planned is not None or self._ended_long
 
     def advance(self) -> None:
-        """Launch the next step and commit the one before it; without working ahead, commit the one just launched.
+        """Launch the next step and commit the previous step; without working ahead, commit the step just launched.
 
-        If a sequence guesses, the step before is committed first, because guesses follow the newest token. Also commit
-        first, and end the turn, before a slow launch, so that callers get their tokens before it.
+        If a sequence gets draft tokens, commit the previous step first, because draft tokens follow the newest token.
+        Before a slow launch, also commit the previous step first, and end the turn, so that callers get their tokens
+        before the launch.
         """
         follows_pause = self._has_paused()
         has_answers = self._in_flight is not None and self._in_flight.plan.has_samples
@@ -140,7 +141,7 @@ class StepLoop:
             store = self._scheduler.store
             is_loading = bool(store.num_waiting or store.holders)
             assert self._scheduler.waits_for_masks or is_loading, "requests are waiting, but none of them can run"
-            self._had_no_requests = True  # for the meters, this is a pause, too
+            self._had_no_requests = True  # waiting counts as a pause for the meters
             time.sleep(MASK_PAUSE_S)
         if not self._works_ahead:
             self._in_flight, launched = launched, None
@@ -149,7 +150,7 @@ class StepLoop:
         self._last_turn_s = time.perf_counter()
 
     def _move_stored(self) -> None:
-        """Let the ranks move prompts between memory and their store. All planned steps have been launched."""
+        """Let the ranks move prompts between memory and their store. All planned steps must have been launched."""
         if (moves := self._scheduler.store.next_moves()) is not None:
             self._executor.call(Runner.move, moves)
 
@@ -191,9 +192,10 @@ class StepLoop:
             self._had_no_requests = True
 
     def _read(self, num_new: dict[int, int], logprobs: Mapping[int, PositionLogprobs], seq: Sequence) -> None:
-        """Let the receiver read a sequence's new token, and end the sequence if it says so. Hot.
+        """Let the receiver read a sequence's new token, and end the sequence if the receiver wants to end it. Hot.
 
-        `logprobs`: by seq_id, of all tokens that the step has sampled for a sequence.
+        num_new: the number of new tokens by seq_id, updated here. logprobs: by seq_id, the log-probabilities of all
+        tokens that the step has sampled.
         """
         seq_id = seq.seq_id
         number = num_new.get(seq_id, 0)
@@ -204,18 +206,18 @@ class StepLoop:
             return
         if seq.finish_reason is None:
             self._scheduler.finish(seq, ending.finish_reason, ending.error)
-        elif seq.finish_reason != "error":  # both ended it at this token; the receiver's reason is the more precise
+        elif seq.finish_reason != "error":  # scheduler and receiver end at this token; the receiver's reason is exact
             seq.finish_reason, seq.error = ending
 
     def _count_tokens(self, plan: StepPlan, num_new: Mapping[int, int]) -> None:
-        """Count the step's prompt tokens and the tokens that answers got after their first, in all and by caller."""
+        """Count the step's prompt tokens, and its answer tokens except first tokens, in total and for each caller."""
         for step in plan.sequences:
             receiver = self.receivers.get(step.seq_id)
             if receiver is None:
                 continue  # aborted while the step ran
             content, num_tokens = receiver.outbox.content, num_new.get(step.seq_id, 0)
             if step.num_tokens > step.num_sampled or step.position < step.num_prompt_tokens:
-                num_computed = step.num_tokens - step.num_guesses  # which may follow the last token of a prompt
+                num_computed = step.num_tokens - step.num_guesses  # draft tokens may follow the last prompt token
                 content.num_prefill_tokens += num_computed
                 self._num_prefill_tokens += num_computed
                 num_tokens = max(0, num_tokens - 1)
@@ -223,7 +225,7 @@ class StepLoop:
             self._num_decode_tokens += num_tokens
 
     def deliver(self, seq: Sequence) -> None:
-        """Put what is new in a sequence into its outbox. `delivering` must be held."""
+        """Put a sequence's new tokens and its output into its outbox. `delivering` must be held."""
         self.receivers[seq.seq_id].deliver(seq)
         if seq.finish_reason is not None:
             del self.receivers[seq.seq_id]
@@ -237,7 +239,7 @@ class StepLoop:
         }
 
     def wait_for_last(self) -> None:
-        """Wait for the step in flight, and drop its tokens. Nothing is launched afterwards."""
+        """Wait for the step in flight, and drop its tokens. No step may be launched afterwards."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             with suppress(EngineError):  # if a rank died in this step, the GPU would wait for it forever
@@ -245,7 +247,7 @@ class StepLoop:
 
     def store_all(self) -> None:
         """Wait until the prompts that have been computed are stored, before the engine is closed."""
-        if self._planned is not None:  # what was planned has not been computed
+        if self._planned is not None:  # the K and V of the planned step have not been computed
             return
         store = self._scheduler.store
         self._move_stored()
@@ -253,6 +255,6 @@ class StepLoop:
         is_told = False
         while store.num_pending and (waited_s := time.monotonic() - start_s) < STORE_ALL_S:
             if waited_s > 1 and not is_told:
-                logger.info("writing %d pieces of prompts before the end", store.num_pending)
+                logger.info("closing: %d pieces of prompts still have to be written", store.num_pending)
                 is_told = True
             time.sleep(MASK_PAUSE_S)

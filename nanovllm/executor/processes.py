@@ -268,7 +268,7 @@ def _worker_main(job: Job, rank: int, segment: Segment, control: Connection, rep
         tp = connect(join_store(job.port), rank, len(job.devices), job.devices[rank])
         runner = pickle.loads(job.make_runner)(tp)
         reports.send((READY, ""))
-        receiver = CallReceiver(segment, control)
+        receiver = MessageReceiver(segment, control)
         while True:
             try:
                 call: Call = receiver.receive()
@@ -322,7 +322,9 @@ class Sender:
                 self._unanswered.append(connection)
 
 
-class CallReceiver:
+class MessageReceiver:
+    """A worker's end of the channel: receives the messages of rank 0's Sender."""
+
     def __init__(self, segment: Segment, connection: Connection) -> None:
         self._segment = memoryview(segment).cast("B")
         self._connection = connection

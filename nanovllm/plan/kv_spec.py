@@ -7,9 +7,9 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.utils.arithmetic import ceil_div
 
-# Fraction of the blocks that admission leaves free, so that running sequences can grow for a while. Without it a newly
-# admitted sequence is soon preempted when the others need their next blocks, and must compute its prompt again. A
-# sequence that runs alone may use all blocks.
+# Fraction of the blocks that admission leaves free, so that running sequences can grow for a while. If admission left
+# no blocks free, a newly admitted sequence would soon be preempted when other sequences need their next blocks, and
+# would have to recompute its prompt. A sequence that runs alone may use all blocks.
 WATERMARK = 0.03
 
 
@@ -47,30 +47,30 @@ class StagingSizes:
     """Sizes of the groups in which the keys of one layer are streamed."""
 
     group_tokens: int = 8192  # keys of one streamed partial attention, in whole blocks; at least one block
-    num_groups: int = 3  # one is attended while the next ones are being filled
+    num_groups: int = 3  # attention reads one group while the next groups are being filled
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec:
-    """Shape of a state: what the recurrent layers of one rank keep of a sequence (see kernels/state_tensors.py).
+    """Shape of the recurrent state of one sequence on one rank (see kernels/state_tensors.py).
 
-    A slot on the GPU and a snapshot in CPU memory hold a state, and the inputs of the last guesses. A slot also has
-    what the draft head yielded for the last tokens.
+    A slot on the GPU and a snapshot in CPU memory hold a state and the inputs of the last draft tokens. A slot also
+    holds the draft head's outputs for the last tokens.
     """
 
-    num_layers: int  # recurrent ones
+    num_layers: int  # recurrent layers
     conv_channels: int
-    conv_tokens: int  # inputs of the convolution that are kept: its width - 1
+    conv_tokens: int  # inputs of the convolution that the state holds: the convolution's width - 1
     num_value_heads: int
     key_head_dim: int
     value_head_dim: int
     itemsize: int  # bytes per element of the convolution's inputs; the matrices are in fp32
     max_guesses: int
-    draft_size: int = 0  # numbers that the draft head yields for a token; 0 without one
+    draft_size: int = 0  # numbers in the draft head's output for a token, or 0 without a draft head
 
     @property
     def input_size(self) -> int:
-        """Numbers that a token gives the recurrence of a layer."""
+        """Return how many numbers per token enter the recurrence of a layer."""
         return self.conv_channels + 2 * self.num_value_heads
 
     @property
@@ -101,15 +101,15 @@ class StateSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """Shape of the KV cache of one rank, and of its states."""
+    """Shape of the KV cache of one rank, and of the recurrent states."""
 
-    num_layers: int  # attention layers; without offload, that of the draft head is one more
+    num_layers: int  # attention layers, including the draft head's layer unless offload is on
     block_size: int  # tokens
     num_kv_heads: int  # on this rank
     head_dim: int
     itemsize: int  # bytes per element
     staging: StagingSizes = StagingSizes()
-    states: StateSpec | None = None  # None: no layer is recurrent
+    states: StateSpec | None = None  # or None if no layer is recurrent
 
     @property
     def layer_block_bytes(self) -> int:
@@ -126,7 +126,10 @@ class KVCacheSpec:
         return self.states is not None and self.states.draft_size > 0
 
     def draft_bytes(self, num_cpu_blocks: int) -> int:
-        """K and V of the draft head on the GPU, with offload: a page for each CPU block. Else blocks contain them."""
+        """Return the size of the draft head's K and V on the GPU with offload: one page for each CPU block.
+
+        Without offload, the blocks contain the draft head's K and V.
+        """
         return num_cpu_blocks * self.layer_block_bytes if self.has_draft_head else 0
 
     @property
@@ -142,26 +145,26 @@ class KVCacheSpec:
 
 @dataclass(frozen=True)
 class KVCacheSizes:
-    """Blocks on the GPU, in CPU memory with offload, pages of the shadow, and places of states, as measured at start-up
-    or set by the user.
-    """
+    """Numbers of GPU blocks, CPU blocks, shadow pages and recurrent states, measured at start-up or set by the user."""
 
     num_gpu_blocks: int
     num_cpu_blocks: int = 0  # 0 without offload
-    num_pages: int = 0  # in the shadow; 0 without one
+    num_pages: int = 0  # of the shadow, or 0 without a shadow
     shadow_bits: int = 0
-    num_state_slots: int = 0  # on the GPU, with slot 0, which belongs to nobody; 0 if no layer is recurrent
-    num_snapshots: int = 0  # states kept in CPU memory
+    num_state_slots: int = 0  # on the GPU, including the scratch slot 0; 0 if no layer is recurrent
+    num_snapshots: int = 0  # states in CPU memory
 
 
 def dtype_name(config: Config, model: ModelConfig) -> str:
-    """The dtype of weights, activations and KV: "float32", "bfloat16" or "float16"."""
+    """Return the dtype of weights, activations and KV: "float32", "bfloat16" or "float16"."""
     return model.torch_dtype if config.dtype == "auto" else config.dtype
 
 
 def uses_draft_head(config: Config, model: ModelConfig) -> bool:
-    """Return True if the checkpoint's draft head is loaded. Blocks from disk lack its K and V. Where "auto" leaves it
-    out for lack of memory, the plan's model has none.
+    """Return True if the checkpoint's draft head is loaded.
+
+    "auto" does not load the draft head with KV on disk, because blocks from disk lack the draft head's K and V. If
+    "auto" drops the draft head for lack of memory, the plan's ModelConfig has no draft head.
     """
     return config.speculation_method == "mtp" or (
         config.speculation_method == "auto" and model.has_mtp and config.kv_disk_path is None
@@ -171,7 +174,7 @@ def uses_draft_head(config: Config, model: ModelConfig) -> bool:
 def kv_cache_spec(
     config: Config, model: ModelConfig, tp_size: int, staging: StagingSizes = StagingSizes()
 ) -> KVCacheSpec:
-    """Shape of the KV cache on each of `tp_size` ranks."""
+    """Return the shape of the KV cache on each of `tp_size` ranks."""
     itemsize = 4 if dtype_name(config, model) == "float32" else 2
     return KVCacheSpec(
         num_layers=model.num_attention_layers + (uses_draft_head(config, model) and not config.enable_cpu_offload),
@@ -202,43 +205,44 @@ def _state_spec(config: Config, model: ModelConfig, tp_size: int, itemsize: int)
 
 
 def num_spare_state_slots(config: Config, states: StateSpec) -> int:
-    """State slots beyond those of running sequences and slot 0: SAVE_SLOTS, and one for drafts by the model itself.
+    """Count the state slots besides slot 0 and one slot per running sequence.
 
-    More of both are possible while fewer sequences run.
+    They are SAVE_SLOTS with prefix caching, and one for drafting with the model itself. While fewer sequences run,
+    their unused slots serve both purposes, too.
     """
     model_drafts = not states.draft_size and (config.wants_shadow or config.speculation_method == "resident")
     return SAVE_SLOTS * config.enable_prefix_caching + int(model_drafts)
 
 
 def max_stateful_seqs(config: Config, states: StateSpec, num_state_slots: int) -> int:
-    """Number of sequences that can run together with so many state slots."""
+    """Return how many sequences can run together with `num_state_slots` state slots."""
     return num_state_slots - 1 - num_spare_state_slots(config, states)
 
 
 def num_state_slots(config: Config, states: StateSpec, room_bytes: int) -> int:
-    """Slots for max_num_seqs sequences, or as many as there is room for, but at least enough for one sequence."""
+    """Return the number of state slots for max_num_seqs sequences, or as many as fit, but enough for one sequence."""
     others = 1 + num_spare_state_slots(config, states)
     return max(others + 1, min(others + config.max_num_seqs, room_bytes // states.slot_bytes))
 
 
-SAVE_SLOTS = 2  # for states in the middle of chunks, beside those of sequences that could run but do not
-SNAPSHOT_TOKENS = 8192  # a prompt leaves a snapshot of its state in each multiple of this
+SAVE_SLOTS = 2  # slots for states in the middle of chunks, in addition to slots that no running sequence uses
+SNAPSHOT_TOKENS = 8192  # prefill takes a snapshot of the state at each multiple of this many tokens
 
 
 class BlockState(IntEnum):
-    """State of a KV block, for display only: where it is, and what the last step did with it.
+    """State of a KV block, for display only: where the block is, and what the last step did with the block.
 
-    Where two states would fit, the later one counts. So a block is STREAMED if a step streams one part of it and leaves
-    the other to the CPU.
+    If two states apply, the later one in this list wins: a block is STREAMED if a step streams one part of the block
+    and the CPU attends to the rest.
     """
 
-    FREE = 0  # holds nothing, or nothing that a request could use
-    CACHED = 1  # no request owns it, but a new prompt can match its tokens; with offload, it is in CPU memory only
-    WAITING = 2  # a request owns it; it is in CPU memory only, and the last step did not read it
-    RESIDENT = 3  # on the GPU; with offload, some request owns it or a new prompt can match it
-    CPU_ATTENDED = 4  # the CPU attended to it in the last step, where it lies
+    FREE = 0  # empty, or holds nothing that a request could use
+    CACHED = 1  # no request owns the block, but a new prompt can match it; with offload, it is in CPU memory only
+    WAITING = 2  # a request owns the block; it is in CPU memory only, and the last step did not read it
+    RESIDENT = 3  # on the GPU; with offload, some request owns the block or a new prompt can match it
+    CPU_ATTENDED = 4  # in the last step, the CPU attended to the block in CPU memory
     STREAMED = 5  # copied to the GPU for the last step, layer by layer
-    WRITTEN = 6  # the last step wrote to it, or the next step will
+    WRITTEN = 6  # the last step wrote to the block, or the next step will
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,5 +250,5 @@ class StartReport:
     """Rank 0's report on its start-up."""
 
     needs_rope_lens: bool  # True if the keys of a sequence can depend on the length of its prompt
-    link_byte_per_s: float | None  # host to device, measured; None without offload and on a CPU
-    phases: str  # the time of each phase, for the log
+    link_byte_per_s: float | None  # measured from host to device, or None without offload or on a CPU
+    phases: str  # the duration of each phase, for the log

@@ -1,4 +1,4 @@
-"""LogitEdits: the edits of one sequence's logits in one step, which are part of the plan. An Editor makes them.
+"""LogitEdits: the edits of one sequence's logits in one step, as part of the step's plan. An Editor makes the edits.
 
 A row of logits is edited in this order, which is vLLM's:
 
@@ -8,8 +8,8 @@ A row of logits is edited in this order, which is vLLM's:
    and otherwise multiplied by it. Then `frequency` times the number of the token's occurrences in the answer, and
    `presence` if there is an occurrence, are subtracted.
 
-When a step is planned, the host may not know the newest tokens: the one that the last step is still sampling, and
-draft tokens. They are among the step's own inputs, so the ranks count them.
+When a step is planned, the host may not know the newest tokens: the token that the last step is still sampling, and
+draft tokens. The unknown tokens are inputs of the step, so the ranks count them.
 
 Editor and TokenConstraint are interfaces. LogitEditor (capabilities/edits/) and TokenMatcher (text/structured.py)
 implement them.
@@ -46,7 +46,7 @@ def packed_mask(bits: npt.NDArray[np.bool_]) -> TokenMask:
 class Penalties(NamedTuple):
     """Penalties of one sequence, and the tokens that the host knows, without this step's draft tokens.
 
-    The prompt is a mask because it can have as many distinct tokens as the vocabulary.
+    The prompt's tokens are a mask because a prompt can contain every token of the vocabulary.
     """
 
     repetition: float
@@ -54,7 +54,7 @@ class Penalties(NamedTuple):
     presence: float
     prompt_mask: TokenMask | None  # or None if repetition is 1
     token_ids: np.ndarray  # int32 [N], the distinct tokens of the answer
-    counts: np.ndarray  # int32 [N], the number of occurrences of each
+    counts: np.ndarray  # int32 [N], how often each of `token_ids` occurs in the answer
 
 
 NO_PENALTIES = Penalties(1.0, 0.0, 0.0, None, np.zeros(0, np.int32), np.zeros(0, np.int32))
@@ -63,7 +63,7 @@ NO_PENALTIES = Penalties(1.0, 0.0, 0.0, None, np.zeros(0, np.int32), np.zeros(0,
 class Biases(NamedTuple):
     """Numbers that are added to some logits of a row, -inf to forbid a token. A token may occur more than once.
 
-    Rows often share one object. A step then carries it once.
+    Rows often share one Biases object. A step then carries the object once.
     """
 
     token_ids: np.ndarray  # int32 [N]
@@ -71,7 +71,7 @@ class Biases(NamedTuple):
 
     @classmethod
     def of(cls, token_ids: list[int], values: float | list[float]) -> "Biases":
-        """`values`: one for all tokens, or one for each."""
+        """Make biases from one value for all tokens, or one value for each token."""
         found = cls(*(np.empty(len(token_ids), dtype) for dtype in (np.int32, np.float32)))
         found.token_ids[:], found.values[:] = token_ids, values
         return found
@@ -87,7 +87,7 @@ NO_BIASES = Biases.of([], 0.0)
 class RowEdits(NamedTuple):
     """The edits of one row that can differ from the edits of the sequence's other rows."""
 
-    biases: Biases = NO_BIASES  # they change seldom, and many rows share them
+    biases: Biases = NO_BIASES  # change seldom, so rows share one object
     allowed: TokenMask | None = None  # or None if every token is allowed
 
     @property
@@ -106,51 +106,51 @@ class LogitEdits(NamedTuple):
 class TokenConstraint(Protocol):
     """The state of one answer that must match a grammar.
 
-    It belongs to the thread that runs the engine: no two calls may overlap. Preempting a sequence does not change its
-    answer, so the constraint stays as it is.
+    Only the thread that runs the engine calls a constraint: no two calls may overlap. Preempting a sequence does not
+    change its answer, so preemption leaves the constraint unchanged.
     """
 
     error: str | None
-    """Why the answer cannot go on, such as a limit on the time of a mask, or None. With an error, the request ends with
-    finish_reason "error".
+    """Why the answer cannot go on (for example, computing a mask exceeded its time limit), or None. With an error, the
+    request ends with finish_reason "error".
     """
 
     @property
     def is_finished(self) -> bool:
-        """True if the answer is complete: it has an end token, or nothing but an end token could follow.
+        """Return True if the answer is complete: it has an end token, or only an end token could follow.
 
         The request then ends with finish_reason "stop", even with ignore_eos or before min_tokens.
         """
 
     @property
     def is_ready(self) -> bool:
-        """True if the next mask is known or takes little time. Otherwise another thread has begun to compute the mask,
-        and the sequence waits for a later step.
+        """Return True if the next mask is known or quick to compute. Otherwise another thread has begun to compute the
+        mask, and the sequence waits for a later step.
         """
 
     @property
     def is_slow(self) -> bool:
-        """True if masks take much time. The sequence then gets no draft tokens, because each needs a mask."""
+        """Return True if masks are slow to compute. The sequence then gets no draft tokens: each would need a mask."""
 
     def accept(self, token_id: int) -> bool:
         """Advance by the answer's next token.
 
         Returns False, and changes nothing but perhaps `error`, if the token is not allowed or there is an error. The
-        request then ends with finish_reason "error". That happens only if a mask was not applied, or if `masks_for`
-        set `error`.
+        request then ends with finish_reason "error". A token is refused only if a mask was not applied, or if
+        `masks_for` set `error`.
         """
 
     def masks_for(self, guesses: list[int]) -> list[TokenMask]:
         """Return the masks of the tokens that may follow 0, 1, ..., len(guesses) of the draft tokens.
 
-        Does not advance. From the first draft token on that is not allowed or ends the answer, the rows allow every
-        token: what is sampled there does not count, because the draft token is rejected or the request has ended. Rows
-        also allow every token if there is an `error`; then `accept` returns False.
+        Does not advance. From the first draft token that is not allowed or that ends the answer, the masks allow every
+        token: tokens sampled with these masks are discarded, because the draft token is rejected or the request has
+        ended. The masks also allow every token if there is an `error`; `accept` then returns False.
         """
 
 
 class AnswerRules(NamedTuple):
-    """The parameters of a request that are given as text, as rules on tokens."""
+    """Rules on tokens, made from those parameters of a request that users give as text."""
 
     bad_words: object | None = None  # a BadWords (capabilities/edits/bad_words.py)
     make_constraint: Callable[[], TokenConstraint] | None = None  # a new one for each answer
@@ -169,14 +169,14 @@ class Editor(Protocol):
 
     @property
     def needs_all_tokens(self) -> bool:
-        """True if the host must know all tokens before a sampled one, so that no step can be planned ahead."""
+        """Return True if the host must know all earlier tokens to edit logits, so no step can be planned ahead."""
 
     def edits(self, token_ids: Sequence[int], *, has_pending: bool, guesses: Sequence[int]) -> LogitEdits | None:
         """Return the edits of a step that samples after the last token and after each draft token, or None if the step
         changes no logits. Hot: once per sequence and step.
 
-        token_ids: all tokens that the host knows. has_pending: one more token precedes the draft tokens.
+        token_ids: all tokens that the host knows. has_pending: True if one more token precedes the draft tokens.
         """
 
     def forbids_all(self, token_ids: Sequence[int]) -> bool:
-        """Return True if no token may follow these, which are all tokens of the sequence."""
+        """Return True if no token may follow `token_ids`, which are all tokens of the sequence."""

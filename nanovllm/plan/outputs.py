@@ -1,4 +1,4 @@
-"""Results of the engine: the outputs of ended requests, the results of steps, and who receives them."""
+"""Results of the engine: the outputs of ended requests, the results of steps, and the Receivers of results."""
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -17,10 +17,10 @@ class Logprob(NamedTuple):
 
     logprob: float  # natural log
     rank: int  # 1 for the most likely token
-    text: str | None  # the token's text; None without a tokenizer
+    text: str | None  # the token's text, or None without a tokenizer
 
 
-# One position: token id -> Logprob. First the position's own token, then the most likely ones in order.
+# One position: token id -> Logprob. First the token at the position, then the most likely tokens in order.
 TokenLogprobs: TypeAlias = dict[int, Logprob]
 
 _PART_POSITIONS = 100  # positions whose dicts are made at once
@@ -29,7 +29,7 @@ Entry = TypeVar("Entry", bound=TokenLogprobs | None)
 
 
 class PositionLogprobs(NamedTuple):
-    """N positions: their own tokens, and the K most likely ones of each. Logarithms are natural."""
+    """N positions: the token at each position, and the K most likely tokens there. Logarithms are natural."""
 
     token_ids: np.ndarray  # int64 [N]
     logprobs: np.ndarray  # float32 [N]
@@ -38,7 +38,7 @@ class PositionLogprobs(NamedTuple):
     top_logprobs: np.ndarray  # float32 [N, K]
 
     def part(self, start: int, end: int, num_top: int | None = None) -> "PositionLogprobs":
-        """Positions start to end - 1, with the `num_top` most likely tokens of each, or all."""
+        """Return positions start to end - 1, with the `num_top` most likely tokens of each, or with all K if None."""
         token_ids, logprobs, ranks, top_ids, top_logprobs = (array[start:end] for array in self)
         return PositionLogprobs(token_ids, logprobs, ranks, top_ids[:, :num_top], top_logprobs[:, :num_top])
 
@@ -46,7 +46,7 @@ class PositionLogprobs(NamedTuple):
         return PositionLogprobs(*(array.copy() for array in self))
 
     def as_dicts(self, text_of: TextOf) -> list[TokenLogprobs]:
-        """Return what users see. Takes 10 us a position with 20 most likely tokens."""
+        """Return the dicts that users see. Takes 10 us per position with the 20 most likely tokens."""
         dicts = []
         for own_id, own_logprob, own_rank, top_ids, top_logprobs in zip(*(a.tolist() for a in self), strict=True):
             found = {own_id: Logprob(own_logprob, own_rank, text_of(own_id))}
@@ -57,15 +57,15 @@ class PositionLogprobs(NamedTuple):
 
 
 class LogprobList(Seq[Entry]):
-    """One entry for each of several tokens in a row.
+    """Log-probabilities of consecutive tokens, one entry for each token.
 
-    It holds arrays, and makes the dicts for whoever reads it, so that the engine's thread need not. Going through it
-    makes a few at a time and keeps none; the first index makes and keeps all.
+    The list holds arrays and makes the dicts when the list is read, so that the engine's thread need not make them.
+    Iteration makes a few dicts at a time and stores none. The first access by index makes and stores all dicts.
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self._entries: list[Any] = list(entries)
-        self._arrays: list[tuple[PositionLogprobs, TextOf]] = []  # for the tokens after these
+        self._arrays: list[tuple[PositionLogprobs, TextOf]] = []  # for the tokens after self._entries
 
     def add(self, positions: PositionLogprobs, text_of: TextOf) -> None:
         self._arrays.append((positions, text_of))
@@ -102,7 +102,10 @@ class StepLogprobs(NamedTuple):
     prompt: PositionLogprobs | None = None
 
     def by_sequence(self, plan: StepPlan) -> dict[int, PositionLogprobs]:
-        """The sampled tokens' by seq_id, for the sequences that asked for them, in order of position."""
+        """Return the log-probabilities of sampled tokens by seq_id, in order of position.
+
+        Only sequences that asked for log-probabilities have an entry.
+        """
         if self.sampled is None:
             return {}
         found = {}
@@ -114,7 +117,7 @@ class StepLogprobs(NamedTuple):
         return found
 
     def of_prompts(self, plan: StepPlan) -> Iterator[tuple[int, PositionLogprobs]]:
-        """The prompt tokens', with the seq_id of each sequence of which the step has scored some."""
+        """Yield the seq_id and the log-probabilities of each sequence of which the step has scored prompt tokens."""
         if self.prompt is None:
             return
         first = 0
@@ -139,20 +142,21 @@ class _RareOutput(TypedDict, total=False):
 class RequestOutput(_RareOutput):
     """The output of a request that has ended.
 
-    - text: the decoded token_ids, up to the stop string or end token. Ends in U+FFFD if max_tokens or an abort cuts a
-      character in two. None with detokenize=False or if the model has no tokenizer.
-    - finish_reason: "stop" (an end token or a stop string), "length" (max_tokens), "abort" or "error". The last two
-      keep what was generated before.
+    - text: the decoded token_ids, up to the stop string or end token. The text ends in U+FFFD if max_tokens or an abort
+      cuts a character in two. None with detokenize=False or if the model has no tokenizer.
+    - finish_reason: "stop" (an end token or a stop string), "length" (max_tokens), "abort" or "error". With "abort" and
+      "error", the output has the tokens generated until then.
     - num_cached_tokens: prompt tokens found in the prefix cache.
-    - ttft_s: seconds from arrival to the first token, None if there was none.
-    - tpot_s: mean seconds between tokens, None for fewer than two.
+    - ttft_s: seconds from arrival to the first token, or None without a token.
+    - tpot_s: mean seconds between tokens, or None for fewer than two tokens.
     - error: what happened; present only with finish_reason "error".
-    - error_cause: "request" if the request's own parameters left no way to go on, else "engine"; present with `error`.
-    - logprobs: those of each token of token_ids; present only if the request asked for them.
-    - prompt_logprobs: those of each token of the prompt, None for the first; present only if the request asked for
-      them, and only as far as the prompt was computed. Both are lists from an LLM. From an AsyncLLM they are
-      LogprobLists, which make their entries when they are read.
-    - outputs: all answers of a request with n > 1, which this one is the first of.
+    - error_cause: "request" if the request's own parameters made the request fail, otherwise "engine"; present with
+      `error`.
+    - logprobs: the log-probabilities of each token of token_ids; present only if the request set logprobs.
+    - prompt_logprobs: the log-probabilities of each prompt token, None for the first token; present only if the request
+      set prompt_logprobs. If the request ends before its whole prompt is computed, the list ends early. An LLM returns
+      `logprobs` and `prompt_logprobs` as lists; an AsyncLLM returns LogprobLists, which make their entries when read.
+    - outputs: all answers of a request with n > 1; this output is the first of them.
     """
 
     text: str | None
@@ -167,25 +171,25 @@ class RequestOutput(_RareOutput):
 
 @dataclass
 class NewTokens:
-    """Tokens that a request has got. `logprobs` has one entry per token if the request asked for them, else none."""
+    """New tokens of a request. `logprobs` has one entry per token, or is empty if the request set no logprobs."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: LogprobList[TokenLogprobs] = field(default_factory=LogprobList)
 
 
 class TextSource(Protocol):
-    """The text of one answer. It decodes the tokens when somebody reads it."""
+    """The text of one answer. Tokens are decoded when the text is read."""
 
     def read_text(self) -> str:
-        """Return what is new since the last call. Any thread may call it."""
+        """Return the text that is new since the last call. Any thread may call this method."""
 
 
 @dataclass
 class StepOutput:
     """Results of one or more steps, by request id, which is the `seq_id` of the request's Sequence.
 
-    `text_sources` has those of the requests that got a token, and `new_tokens` the tokens themselves of requests whose
-    Receiver was asked for them.
+    text_sources: the TextSource of each request that got a token. new_tokens: the new tokens of each request whose
+    Receiver was made with `with_tokens`.
     """
 
     finished: dict[int, RequestOutput] = field(default_factory=dict)
@@ -196,9 +200,9 @@ class StepOutput:
 
     @cached_property
     def texts(self) -> dict[int, str]:
-        """The new text of each request that got a token, decoded when this is first read.
+        """Return the new text of each request that got a token. The first access decodes the text.
 
-        Text can be held back for a while (see Detokenizer), so it need not be that of these tokens.
+        The Detokenizer may hold text back for a while, so the text need not match the tokens in `new_tokens`.
         """
         return {request_id: source.read_text() for request_id, source in self.text_sources.items()}
 
@@ -211,7 +215,7 @@ class StepOutput:
 class Outbox:
     """Collects the outputs of one caller's requests until that caller fetches them.
 
-    The engine's lock must be held to add to it or to fetch from it (Turns in engine.py).
+    The engine's lock must be held to add to an outbox or to fetch from an outbox (Turns in engine.py).
     """
 
     def __init__(self) -> None:
@@ -222,13 +226,13 @@ class Outbox:
         return bool(self.content.text_sources or self.content.new_tokens or self.content.finished)
 
     def fetch(self) -> StepOutput:
-        """Everything since the last call."""
+        """Return everything that has arrived since the last call."""
         content, self.content = self.content, StepOutput()
         return content
 
 
 def request_output(seq: Sequence, text: str | None) -> RequestOutput:
-    """The output of an ended sequence. `text` is its whole answer, None without a tokenizer."""
+    """Return the output of an ended sequence. `text` is the whole answer, or None without a tokenizer."""
     assert seq.finish_reason is not None, f"sequence {seq.seq_id} has not ended"
     token_ids = seq.output_token_ids
     ttft_s = tpot_s = None
@@ -252,7 +256,7 @@ def request_output(seq: Sequence, text: str | None) -> RequestOutput:
 
 
 def with_answers(outputs: list[RequestOutput]) -> RequestOutput:
-    """The output of a prompt with these answers: the first one's, which lists all of them if there are several."""
+    """Return the output of a prompt: the first answer's output, with all answers in `outputs` if there are several."""
     if len(outputs) == 1:
         return outputs[0]
     first = outputs[0].copy()
@@ -283,8 +287,8 @@ class Receiver:
     """
 
     def __init__(self, outbox: Outbox, with_tokens: bool = False, text_of: TextOf = lambda token_id: None) -> None:
-        """`with_tokens`: deliver the ids of new tokens as they arrive, and not only in the output at the end.
-        `text_of`: for log-probabilities.
+        """with_tokens: deliver the ids of new tokens as they arrive, not only in the output at the end.
+        text_of: returns the texts of tokens for log-probabilities.
         """
         self.outbox = outbox
         self._with_tokens = with_tokens
@@ -294,25 +298,25 @@ class Receiver:
         self._prompt_logprobs = LogprobList[TokenLogprobs | None]([None])
 
     def read_prompt(self, logprobs: PositionLogprobs) -> None:
-        """Read the log-probabilities of the prompt's next tokens. Like `read`, it must not raise."""
+        """Read the log-probabilities of the prompt's next tokens. Like `read`, this method must not raise."""
         self._prompt_logprobs.add(logprobs.copy(), self._text_of)
 
     def read(self, seq: Sequence, logprobs: PositionLogprobs | None = None) -> Ending | None:
-        """Read the sequence's new token, if it got a valid one. Returns why the request must end now, or None.
+        """Read the sequence's new token, if it got a valid token. Returns why the request must end now, or None.
 
-        `logprobs`: the token's, if the request asks for them. Called for each token that a step has yielded, while the
-        GPU runs the next step, and without the lock. It must not raise, because an exception here would fail the step
-        and so end the engine. Hot.
+        logprobs: the new token's log-probabilities, or None if the request did not ask for them. Called for each
+        verified token of a step, without the lock, while the GPU runs the next step. Must not raise, because an
+        exception here would fail the step and close the engine. Hot.
         """
         if logprobs is not None and seq.error is None:
-            logprobs = logprobs.copy()  # otherwise the arrays of the whole step would stay in memory
+            logprobs = logprobs.copy()  # a view would keep the arrays of the whole step in memory
             self._logprobs.add(logprobs, self._text_of)
             if self._with_tokens:
                 self._new_logprobs.add(logprobs, self._text_of)
         return None
 
     def deliver(self, seq: Sequence) -> None:
-        """Put what was read into the outbox, and the output if the sequence has ended. Called under the lock. Hot."""
+        """Put the new tokens into the outbox, and the output if the sequence has ended. Called under the lock. Hot."""
         if self._with_tokens:
             self._deliver_tokens(seq)
         if seq.finish_reason is not None:
@@ -331,5 +335,5 @@ class Receiver:
             self._num_delivered_tokens += len(new_token_ids)
 
     def whole_text(self) -> str | None:
-        """The answer of a request that has ended; None for a receiver that makes no text."""
+        """Return the answer of a request that has ended, or None for a receiver that does not decode."""
         return None

@@ -1,4 +1,4 @@
-"""Request: a prompt and the parameters of its answers. Sequence: one of these answers from arrival to end."""
+"""Request: a prompt and the parameters of its answers. Sequence: one answer to a prompt, from arrival to end."""
 
 import time
 from array import array
@@ -17,13 +17,13 @@ TokenIds: TypeAlias = "array[int]"  # int64, so that hashes and model inputs can
 
 @dataclass(frozen=True)
 class Request:
-    """A request that has been checked. TextFrontend.make_request makes it from what users give.
+    """A request that has been checked. TextFrontend.make_request makes a Request from the user's arguments.
 
-    From here on, the token ids are neither checked again nor changed, and only a Sequence that appends to them copies
-    them.
+    After that, the token ids are neither checked again nor changed. A Sequence copies the token ids before it appends
+    to them.
     """
 
-    token_ids: TokenIds  # of the prompt; at least one
+    token_ids: TokenIds  # the prompt, at least one token
     params: SamplingParams  # for `n` answers
     rules: AnswerRules = NO_RULES
     cache_salt: str | None = None  # only requests with equal salts share KV
@@ -36,13 +36,13 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """A prompt and its answer so far. It holds all state of the answer, as integers.
+    """A prompt and its answer so far. A Sequence holds all state of the answer, as integers.
 
-    Until the first token of the answer arrives, `token_ids` is the array of the Request. So the answers to one prompt
-    take its memory once while they wait, and a prompt is copied at a moment when its prefill has taken far longer.
+    Until the first token of the answer arrives, `token_ids` is the array of the Request. So all answers to one prompt
+    share one array while they wait, and the copy, made after prefill, takes little time compared with prefill.
 
     num_computed_tokens never exceeds num_tokens. `num_pending_tokens` counts tokens that planned steps are still
-    sampling: they have a position but no id yet, so num_tokens includes them and token_ids does not.
+    sampling. A pending token has a position but no id yet, so num_tokens includes the token and token_ids does not.
 
     `seq_id` is the same number as the `request_id` that users of the engine see.
     """
@@ -58,30 +58,30 @@ class Sequence:
         self.max_tokens = params.max_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.sampling = SamplingRow.make(params, seed)
-        self.editor: Editor | None = None  # or None if the logits stay as they are
-        self.num_scored_tokens = 1  # with prompt_logprobs: those that planned steps compute; the first token has none
+        self.editor: Editor | None = None  # or None if the logits are not edited
+        self.num_scored_tokens = 1  # prompt tokens scored by planned steps, and the first token, which has no score
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
         self.error: str | None = None  # what happened, if finish_reason is "error"
         self.error_cause: ErrorCause = "engine"
-        self.has_end_token = False  # its last token is one that ends answers, and not part of the text
+        self.has_end_token = False  # True if the last token ended the answer and is not part of the text
 
         self.num_pending_tokens = 0
-        self.pending_row = -1  # row of the newest pending token among those that its step samples
-        self.num_pending_guesses = 0  # guesses that a planned step verifies; they decide how many tokens there will be
+        self.pending_row = -1  # row of the newest pending token among the sampled tokens of its step
+        self.num_pending_guesses = 0  # draft tokens that a planned step verifies, and may reject
         self.num_computed_tokens = 0  # tokens whose K/V are in the cache once all planned steps have run
-        self.num_hit_tokens: int | None = None  # prompt tokens found in the prefix cache; None before admission
+        self.num_hit_tokens: int | None = None  # prompt tokens found in the prefix cache, or None before admission
 
-        self.num_queued_tokens = self.num_prompt_tokens  # tokens it had to compute when it last began to wait
+        self.num_queued_tokens = self.num_prompt_tokens  # uncomputed tokens when the sequence last began to wait
 
         # Owned by the KV cache manager.
         self.block_table: list[int] = []
         self.hash_salt = hash_salt  # sequences with different salts never share blocks
         self.grain_hashes: list[int] = []
         self.num_registered_tokens = 0
-        self.disk_keys: list[bytes] = []  # of prefixes of 0, 1, 2, ... extents (capabilities/disk/disk_moves.py)
+        self.disk_keys: list[bytes] = []  # keys of prefixes of 0, 1, 2, ... extents (capabilities/disk/disk_moves.py)
         self.num_submitted_tokens = 0  # tokens that were submitted to be written to disk
-        self.num_disk_tokens = 0  # K and V that were in memory or on disk, without gaps, when it waited for the disk
+        self.num_disk_tokens = 0  # tokens whose K and V were in memory or on disk, without gaps, before the disk load
 
         self.arrival_s = time.perf_counter()
         self.first_token_s: float | None = None
@@ -89,7 +89,7 @@ class Sequence:
 
     @property
     def is_preempted(self) -> bool:
-        """Return True if it waits for the second time, because it was preempted."""
+        """Return True if the sequence was preempted and waits to run again."""
         return self.status is SequenceStatus.WAITING and self.num_hit_tokens is not None
 
     @property
@@ -111,23 +111,26 @@ class Sequence:
 
     @property
     def waits_for_token(self) -> bool:
-        """True if the next token can be planned only when the pending one has arrived."""
+        """Return True if the next token can be planned only after the pending token has arrived."""
         return self.editor is not None and self.editor.needs_all_tokens and self.num_pending_tokens > 0
 
     @property
     def waits_for_mask(self) -> bool:
-        """True if all tokens are known, but not yet the mask of what may follow them."""
+        """Return True if the sequence's constraint is still computing the mask of the tokens that may follow."""
         return self.editor is not None and self.editor.constraint is not None and not self.editor.constraint.is_ready
 
     @property
     def can_use_prefix_cache(self) -> bool:
-        """True if prompt tokens may be left uncomputed. Scoring a token takes the logits of the one before it."""
+        """Return True if cached prompt tokens may be skipped.
+
+        Prompt log-probabilities need the logits of every prompt token, so a prompt with prompt_logprobs skips none.
+        """
         return self.params.prompt_logprobs is None
 
     @property
     def max_kv_tokens(self) -> int:
-        """The most tokens whose K/V this request can need. The last sampled token is not among them: it is never an
-        input.
+        """Return the most tokens whose K/V this request can need. The last sampled token needs no K/V: it is never a
+        model input.
         """
         return self.num_prompt_tokens + self.max_tokens - 1
 
@@ -144,7 +147,7 @@ class Sequence:
         assert self.num_pending_tokens > 0, f"sequence {self.seq_id} has no pending token"
         assert position == len(self.token_ids), f"sequence {self.seq_id} got token {position} out of order"
         if position == self.num_prompt_tokens:
-            self.token_ids = self.token_ids[:]  # the request's array stays as it is
+            self.token_ids = self.token_ids[:]  # do not append to the request's array
         self.token_ids.append(token_id)
         self.num_pending_tokens -= 1
         self.last_token_s = time.perf_counter()

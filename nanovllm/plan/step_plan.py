@@ -1,4 +1,4 @@
-"""The plan of one step: everything the ranks must do, in integers. Rank 0 makes it and pickles it to the others."""
+"""The plan of one step: everything the ranks must do, in integers. Rank 0 makes the plan and sends it to all ranks."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +12,7 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class SlotLoad(NamedTuple):
-    """A copy of the first tokens of a CPU block to a slot, in every layer. From this step on the block is resident."""
+    """A copy of the first tokens of a CPU block to a slot, in every layer. The block is resident from this step on."""
 
     cpu_block_id: int
     ring_slot: int
@@ -39,8 +39,8 @@ class SlotOffload(NamedTuple):
 class StreamedGroup(NamedTuple):
     """Full CPU blocks that are copied to one staging group and attended to in one call.
 
-    `tables[row]`: the blocks, as indices into `cpu_block_ids`, that sequence `row` of the step attends to. The CPU
-    attends to the last `num_cut_tokens` tokens of the last block; they are not copied.
+    `tables[row]` lists the blocks, as indices into `cpu_block_ids`, that sequence `row` of the step attends to. The
+    last `num_cut_tokens` tokens of the last block are not copied, because the CPU attends to them.
     """
 
     cpu_block_ids: tuple[int, ...]
@@ -61,7 +61,7 @@ class StreamedGroup(NamedTuple):
 
 
 class CpuSpan(NamedTuple):
-    """Tokens start..end-1 of a CPU block, which the CPU attends to where they lie."""
+    """Tokens start..end-1 of a CPU block, which the CPU attends to without copying them."""
 
     cpu_block_id: int
     start: int
@@ -69,15 +69,15 @@ class CpuSpan(NamedTuple):
 
 
 class StepPayload(Protocol):
-    """What a companion (kvcache/companion.py) does in a step. Its half on each rank finds the payload by its type."""
+    """Work of a companion (kvcache/companion.py) in a step. Each rank's half of the companion looks it up by type."""
 
     @property
     def acts_by_layer(self) -> bool:
-        """True if the payload acts between the parts of a layer, so no graph of all layers can run the step."""
+        """Return True if the payload acts between the parts of a layer, so no graph of all layers can run the step."""
 
 
 class SequencePayload(Protocol):
-    """What a companion does for a sequence of a step."""
+    """Work of a companion for one sequence of a step."""
 
     def in_draft(self, draft: "SequenceStep", step: "SequenceStep", i: int) -> "SequenceStep":
         """Return draft number `i` of `step` as the companion changes it (see StepPlan.draft_rows)."""
@@ -95,10 +95,11 @@ def find_payload(payloads: tuple[Any, ...], kind: type[P]) -> P | None:
 class KVMoves:
     """Moves between CPU memory and the GPU in a step. Without offload, there are only payloads.
 
-    Everything takes effect in this order. First the flushes: they copy evicted blocks out before anything overwrites
-    their slots. Then, in each layer, the loads, the storing of the new K/V, the copies, the offloads, attention over
-    the paged keys, and attention over the streamed groups. Concurrently with the last two, the CPU attends to
-    `cpu_spans`, a tuple for each sequence of the step, or none at all. A payload says when it takes effect.
+    The moves take effect in this order. First come the flushes, which copy evicted blocks to CPU memory before anything
+    overwrites their slots. Each layer then runs the loads, the storing of the new K/V, the copies, the offloads,
+    attention over the paged keys, and attention over the streamed groups. Concurrently with attention on the GPU, the
+    CPU attends to `cpu_spans`, which is empty or has a tuple for each sequence of the step. The type of a payload
+    documents when the payload takes effect.
     """
 
     flushes: tuple[SlotOffload, ...] = ()
@@ -112,26 +113,26 @@ class KVMoves:
 
     @property
     def brings_in_keys(self) -> bool:
-        """True if a sequence attends to keys that are not on the GPU."""
+        """Return True if a sequence attends to keys that are not on the GPU."""
         return bool(self.streamed or self.cpu_spans)
 
     @property
     def acts_by_layer(self) -> bool:
-        """True if a payload acts between the parts of a layer."""
+        """Return True if a payload acts between the parts of a layer."""
         return any(payload.acts_by_layer for payload in self.payloads)
 
 
 class SamplingRow(NamedTuple):
     """Parameters for sampling a sequence's tokens. The seed and a token's position alone determine the noise.
 
-    The other fields have the names of SamplingParams. The sampler gets one array for each field, in this order, of
-    float32 or int64 numbers, and one of positions (kernels/sampling_tensors.py).
+    All fields except `seed` have the names of SamplingParams. The sampler gets one float32 or int64 array for each
+    field, in this order, and an array of positions (kernels/sampling_tensors.py).
     """
 
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0  # 0 or -1: off
-    top_p: float = 1.0  # 1: off
-    min_p: float = 0.0  # 0: off
+    temperature: float = 0.0  # 0 for greedy sampling
+    top_k: int = 0  # disabled if 0 or -1
+    top_p: float = 1.0  # disabled if 1
+    min_p: float = 0.0  # disabled if 0
     seed: int = 0
 
     @classmethod
@@ -140,22 +141,22 @@ class SamplingRow(NamedTuple):
 
 
 class PromptScores(NamedTuple):
-    """Prompt tokens whose log-probabilities a step computes: those that follow its tokens from number `start` on."""
+    """Prompt tokens whose log-probabilities a step computes: each follows one of the step's tokens from `start` on."""
 
-    start: int
-    target_ids: np.ndarray  # int64 [N], the tokens that follow
-    num_logprobs: int  # most likely tokens to report for each
+    start: int  # index among the sequence's tokens in the step
+    target_ids: np.ndarray  # int64 [N], the tokens to score
+    num_logprobs: int  # number of most likely tokens to report at each position
 
 
 class LayerTimes(NamedTuple):
-    """Means over the layers of a step that were timed, on rank 0."""
+    """Means over the timed layers of a step, on rank 0."""
 
-    link: tuple[float, float] | None  # tokens of a streamed group, and seconds; None if none was timed
-    cpu_s: float | None  # seconds of the CPU's attention in a layer, or None if none was timed
+    link: tuple[float, float] | None  # tokens and seconds of a streamed group, or None if no group was timed
+    cpu_s: float | None  # seconds of the CPU's attention in a layer, or None if no layer was timed
 
 
 class DraftTimes(NamedTuple):
-    """Seconds of a draft, measured at start-up: with no keys but the newest, and for each further one."""
+    """Duration of a draft in seconds, measured at start-up: base_s + key_s * number of keys."""
 
     base_s: float = 0.0
     key_s: float = 0.0
@@ -164,26 +165,26 @@ class DraftTimes(NamedTuple):
 class SequenceStep(NamedTuple):
     """The new tokens of one sequence and where its paged keys are.
 
-    The paged keys are all keys of the sequence except those that are streamed or that the CPU attends to. `block_table`
-    lists the gpu_block_ids that hold them. The last `num_tokens` of the `num_paged_keys` keys are those of the new
-    tokens; the blocks before them may be in any order. All blocks before those of the new tokens are full.
+    The paged keys are all keys of the sequence except streamed keys and keys that the CPU attends to. `block_table`
+    lists the gpu_block_ids that hold the paged keys. The last `num_tokens` of the `num_paged_keys` keys belong to the
+    new tokens. All blocks before the new tokens' blocks are full, and may be in any order.
 
-    With speculation the last `num_guesses` new tokens are guesses, and the step samples after each of them too. An id
-    of -1 among them is drafted by the ranks before the step's own pass.
+    With speculation, the last `num_guesses` new tokens are draft tokens, and the step also samples after each draft
+    token. The ranks draft the tokens with id -1 before they run the step.
     """
 
     seq_id: int
     token_ids: np.ndarray  # int64 [num_tokens]; -1 for a token that the previous step is still sampling, or a draft
-    position: int  # the first new token's
+    position: int  # of the first new token
     num_prompt_tokens: int
     block_table: tuple[int, ...]
     num_paged_keys: int
-    sampling: SamplingRow | None  # None: the prompt continues in a later step
-    previous_row: int = -1  # row of the previous step whose sampled token is this step's last token
+    sampling: SamplingRow | None  # or None if the prompt continues in a later step
+    previous_row: int = -1  # row of the previous step that samples this step's last token
     num_guesses: int = 0
-    num_drafts: int = 0  # tokens that the ranks draft one after another, of which those with id -1 become guesses
+    num_drafts: int = 0  # tokens that the ranks draft one after another; each replaces an id of -1, or is discarded
     edits: LogitEdits | None = None
-    num_logprobs: int | None = None  # most likely tokens to report beside each sampled one; None: no log-probabilities
+    num_logprobs: int | None = None  # most likely tokens to report per sampled token, or None for no log-probabilities
     scores: PromptScores | None = None
     payloads: tuple[SequencePayload, ...] = ()
 
@@ -193,12 +194,14 @@ class SequenceStep(NamedTuple):
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the step samples: the one after each guess, and the one before the first guess."""
+        """Count the tokens that the step samples: one after each draft token, and one for the first draft token's
+        position.
+        """
         return 0 if self.sampling is None else 1 + self.num_guesses
 
     @property
     def sampled_position(self) -> int:
-        """The position of the first token that the step samples."""
+        """Return the position of the first token that the step samples."""
         return self.position + len(self.token_ids) - self.num_guesses
 
     def payload(self, kind: type[P]) -> P | None:
@@ -216,11 +219,11 @@ class SequenceStep(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step, the same on every rank: the sequences in the order of their rows, and what moves.
+    """One step, the same on every rank: the sequences in the order of their rows, and the moves of K and V.
 
-    The step's sampled tokens are in the order of the sequences that sample, and in order of position for each of them.
-    All steps run in the order in which they were planned, because a plan builds on the K/V and the sampled tokens of
-    the plans before it.
+    The step's sampled tokens are in the order of the sequences that sample, and in order of position for each sequence.
+    All steps run in the order in which they were planned, because a plan relies on the K/V and the sampled tokens of
+    all earlier plans.
     """
 
     sequences: tuple[SequenceStep, ...]
@@ -236,7 +239,7 @@ class StepPlan:
 
     @cached_property
     def is_decode(self) -> bool:
-        """True if every sequence samples after each of its tokens."""
+        """Return True if every sequence samples after each of its tokens."""
         return all(seq.num_tokens == seq.num_sampled for seq in self.sequences)
 
     @cached_property
@@ -245,7 +248,7 @@ class StepPlan:
 
     @property
     def has_pending(self) -> bool:
-        """True if the ids of some tokens are known only on the device: sampled by the last step, or drafted."""
+        """Return True if only the device knows the ids of some tokens: sampled by the last step, or drafted."""
         return any(seq.previous_row >= 0 or seq.num_drafts for seq in self.sequences)
 
     @property
@@ -261,18 +264,18 @@ class StepPlan:
         return any(seq.scores is not None for seq in self.sequences)
 
     def draft_rows(self) -> list[list[int]]:
-        """For each draft that precedes the step's own pass, the rows of the sequences that take part.
+        """Return, for each draft that the ranks run before the step, the rows of the sequences that draft a token.
 
-        The drafted tokens follow the sampled ones in the step's result, in this order.
+        In the step's result, the drafted tokens follow the sampled tokens, in this order.
         """
         num_drafts = max((seq.num_drafts for seq in self.sequences), default=0)
         return [[row for row, seq in enumerate(self.sequences) if seq.num_drafts > i] for i in range(num_drafts)]
 
     def verified_tokens(self, token_ids: list[int]) -> list[list[int]]:
-        """For each row, return the sampled tokens up to the first that differs from the guess at its position.
+        """For each row, return the sampled tokens up to the first that differs from the draft token at its position.
 
-        A sampled token after a wrong guess follows a text that the sequence does not have. `token_ids` are the step's
-        result: the sampled tokens, and then the drafted ones.
+        Tokens sampled after a wrong draft token are discarded. token_ids: the step's result, which is the sampled
+        tokens followed by the drafted tokens.
         """
         if not self.has_guesses:
             ids = iter(token_ids)
@@ -286,7 +289,7 @@ class StepPlan:
         return tokens
 
     def _guesses(self, drafted: list[int]) -> list[list[int]]:
-        """Each row's guesses, with the drafted tokens in their places."""
+        """Return each row's draft tokens, with the tokens that the ranks drafted in place of -1."""
         guesses, drafts = [step.guesses for step in self.sequences], iter(drafted)
         for i, rows in enumerate(self.draft_rows()):
             for row in rows:

@@ -1,7 +1,7 @@
-"""PromptStore: K and V of prompts outside of memory, as the scheduler and the step loop use them.
+"""PromptStore: a store of prompts' K and V outside of memory, as the scheduler and the step loop use it.
 
-The base class stores nothing. A store has a half on each rank (RankStore in runner/companion_memory.py), which gets
-what `next_moves` returns.
+The base class stores nothing. Each rank has the other half of a store (RankStore in runner/companion_memory.py), which
+executes the moves that `next_moves` returns.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from nanovllm.plan.sequence import Sequence
 
 
 class PromptStore:
-    num_waiting = 0  # sequences that wait for a load, or have not been taken back after it
+    num_waiting = 0  # sequences that wait for a load, or that `take_ready` has not returned yet
     num_pending = 0  # pieces that the slowest rank still has to write
 
     def wait_for_load(self, seq: Sequence) -> bool:
@@ -22,7 +22,7 @@ class PromptStore:
         return []
 
     def forget(self, seq: Sequence) -> bool:
-        """Drop a sequence that was aborted. Returns True if the sequence waited here."""
+        """Drop a sequence that was aborted. Returns True if the sequence was waiting for a load."""
         return False
 
     def may_overtake(self, seq: Sequence) -> bool:
@@ -30,25 +30,25 @@ class PromptStore:
         return True
 
     def store(self, seq: Sequence) -> None:
-        """Store what a running sequence has computed. Called when the first token after its prompt has arrived, and
+        """Store the computed K and V of a running sequence. Called when the first token of the answer has arrived, and
         when the sequence ends.
         """
 
     @property
     def holders(self) -> list[Sequence]:
-        """The owners of blocks that are being loaded."""
+        """Return the owners of blocks that are being loaded."""
         return []
 
     def next_moves(self) -> Any | None:
-        """Take in what the ranks have loaded, and return what they are to move next, or None if there is nothing.
+        """Process the loads that the ranks have ended, and return the next moves of the ranks, or None without moves.
 
         Called when all planned steps have been launched.
         """
         return None
 
     def stats(self) -> dict[str, float | None]:
-        """Counters for LLM.stats()."""
+        """Return counters for LLM.stats()."""
         return {}
 
     def close(self) -> None:
-        """Called after the ranks have ended."""
+        """Release the store. Called after the ranks have ended."""

@@ -1,8 +1,9 @@
-"""PromptsUnderway: finds a prompt that is being computed and begins with the same tokens as a waiting prompt.
+"""PromptsUnderway: finds a running prompt that is being computed and begins with the same tokens as a waiting prompt.
 
-A waiting prompt can use the K and V of another one as soon as a step that computes them is planned. With recurrent
-layers it also needs a state, which it can use only in the step after. If it started at once, it would compute tokens
-that the other prompt is computing. So the scheduler lets it wait for the other prompt, its *leader*.
+A waiting prompt can use the K and V of a running prompt as soon as a step that computes the K and V is planned. With
+recurrent layers, the waiting prompt also needs a state, which is usable only one step later. A waiting prompt that
+started at once would compute the same tokens again. So the scheduler lets the waiting prompt wait for the running
+prompt, its *leader*.
 """
 
 from bisect import bisect_left
@@ -14,31 +15,33 @@ from nanovllm.plan.sequence import Sequence, SequenceStatus
 
 
 class Leader(NamedTuple):
-    """A running prompt that has not computed all of the `num_common_tokens` with which a waiting one begins, too.
+    """A running prompt that shares its first `num_common_tokens` tokens with a waiting prompt, and has not computed all
+    of them.
 
-    The step being planned computes its tokens `start` to `end` - 1; none if it has not been placed in the step.
+    The step being planned computes the leader's tokens `start` to `end` - 1. The range is empty if the step does not
+    run the leader.
     """
 
     seq: Sequence
-    num_common_tokens: int  # whole grains of the prefix index
+    num_common_tokens: int  # a multiple of the prefix index's grain
     start: int
     end: int
 
 
 class PromptsUnderway:
-    """The running prompts, found by the hash of each of their grains. A hash stands for all tokens up to its grain.
+    """The running prompts, indexed by the hashes of their grains. A grain's hash covers all tokens up to its end.
 
-    If hashes collide, a prompt may wait for a prompt that does not help it, but only while that prompt runs.
+    If hashes collide, a prompt may wait for a running prompt without a common prefix, until the running prompt ends.
     """
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv, self._pool = kv, kv.pool
         self._prompts: dict[int, tuple[Sequence, set[int]]] = {}  # by seq_id, with the hashes of the prompt's grains
         self._by_hash: dict[int, dict[int, Sequence]] = {}  # by hash, then by seq_id
-        self._chunks: dict[int, tuple[int, int]] = {}  # by seq_id: tokens that the step being planned computes
+        self._chunks: dict[int, tuple[int, int]] = {}  # by seq_id: start and end of the chunk in the step being planned
 
     def begin_step(self) -> None:
-        """Forget the prompts that have been computed."""
+        """Begin to plan a step, and forget the prompts that have been computed."""
         self._chunks.clear()
         grain = self._pool.index.grain
         for seq, _ in list(self._prompts.values()):
@@ -46,7 +49,7 @@ class PromptsUnderway:
                 self.remove(seq)
 
     def placed(self, seq: Sequence, num_tokens: int) -> None:
-        """The step being planned computes the next `num_tokens` tokens of a prompt."""
+        """Note that the step being planned computes the next `num_tokens` tokens of a prompt."""
         start, grain = seq.num_computed_tokens, self._pool.index.grain
         self._chunks[seq.seq_id] = start, start + num_tokens
         num_grains = len(seq.token_ids) // grain
@@ -57,7 +60,7 @@ class PromptsUnderway:
                 self._by_hash.setdefault(grain_hash, {})[seq.seq_id] = seq
 
     def remove(self, seq: Sequence) -> None:
-        """The prompt has been computed, or the sequence does not run any more."""
+        """Forget a prompt that has been computed, or whose sequence no longer runs."""
         self._chunks.pop(seq.seq_id, None)
         for grain_hash in self._prompts.pop(seq.seq_id, (seq, set()))[1]:
             prompts = self._by_hash[grain_hash]
@@ -66,7 +69,10 @@ class PromptsUnderway:
                 del self._by_hash[grain_hash]
 
     def leader(self, seq: Sequence) -> Leader | None:
-        """Find the leader of a waiting prompt: of those with the most common tokens, the one that is furthest."""
+        """Find the leader of a waiting prompt: the running prompt with the most common tokens.
+
+        Among several, the leader is the prompt with the most computed tokens.
+        """
         if not self._by_hash or not seq.can_use_prefix_cache:
             return None
         index = self._pool.index

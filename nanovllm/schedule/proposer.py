@@ -1,4 +1,4 @@
-"""Proposer: where the scheduler gets draft tokens from. The base class proposes none."""
+"""Proposer: proposes draft tokens to the scheduler. The base class proposes none."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -8,14 +8,14 @@ from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_limits import MAX_VERIFYING_ROWS
 from nanovllm.plan.step_plan import StepPlan
 
-DRAFTED = -1  # in place of a guess: the ranks draft it
+DRAFTED = -1  # id of a draft token that the ranks have yet to draft
 
 
 class Guesses(NamedTuple):
-    """Tokens that a sequence may continue with."""
+    """Draft tokens of a sequence, in order of position."""
 
     token_ids: tuple[int, ...] = ()
-    num_drafts: int = 0  # tokens that the ranks draft; those in the places of DRAFTED become guesses
+    num_drafts: int = 0  # tokens that the ranks draft; each replaces a DRAFTED id, or is discarded
 
     def first(self, num_guesses: int) -> "Guesses":
         if not self.token_ids:
@@ -23,7 +23,7 @@ class Guesses(NamedTuple):
         return Guesses(self.token_ids[:num_guesses], min(self.num_drafts, num_guesses))
 
     def without_drafts(self) -> "Guesses":
-        """Return the guesses before the first one that would have to be drafted."""
+        """Return the draft tokens before the first token that the ranks would have to draft."""
         known = self.token_ids
         return Guesses(known[: known.index(DRAFTED)] if DRAFTED in known else known)
 
@@ -33,10 +33,10 @@ NO_GUESSES = Guesses()
 
 @dataclass(frozen=True)
 class Load:
-    """Steps that take about as long are equal."""
+    """The amount of work in a step. Loads of steps with about the same duration compare equal."""
 
     num_seqs: int
-    magnitude: int  # the number of binary digits of the number of keys
+    magnitude: int  # bit length of num_keys
     num_keys: int = field(compare=False)
 
 
@@ -45,42 +45,42 @@ def load_of(num_seqs: int, num_keys: int) -> Load:
 
 
 class StepMeter(Protocol):
-    """Learns from how long steps take."""
+    """Learns from the durations of steps."""
 
     def step_ended(self, plan: StepPlan, seconds: float | None) -> None:
-        """Take in a step. Called for every step, in order. Hot.
+        """Record a step. Called for every step, in order. Hot.
 
-        `seconds`: see LaunchedStep. None after a pause, when the GPU was idle because there were no requests, or
-        because nobody called for the next step.
+        seconds: the duration (see LaunchedStep), or None after a pause, in which the GPU was idle because there were no
+        requests or because the caller was late to ask for the next step.
         """
 
 
 class Proposer:
-    can_propose = False  # False: the other methods need not be asked
+    can_propose = False  # if False, the scheduler need not call the other methods
 
     def add(self, seq: Sequence) -> None:
-        """A request was added."""
+        """Note that a request was added."""
 
     def forget(self, seq: Sequence) -> None:
-        """The request has ended."""
+        """Note that the request has ended."""
 
     def wants_to_guess(self, seq: Sequence, load: Load) -> bool:
-        """Return True if the sequence would guess if its newest token were known. `load`: of the next step."""
+        """Return True if the sequence would get draft tokens once its newest token is known. load: the next step's."""
         return False
 
     def guess(self, seq: Sequence, max_guesses: int, load: Load) -> Guesses:
-        """Return up to `max_guesses` guesses. `load`: of the step. All tokens of the sequence are known."""
+        """Return up to `max_guesses` draft tokens. load: the step's. All tokens of the sequence must be known."""
         return NO_GUESSES
 
     def verified(self, seq: Sequence, num_guesses: int, token_ids: Seq[int]) -> None:
-        """The step has verified guesses. `token_ids`: the tokens that the sequence got."""
+        """Note that a step has verified `num_guesses` draft tokens. token_ids: the tokens that the sequence got."""
 
     def meters(self) -> Seq[StepMeter]:
-        """What learns from the times of steps."""
+        """Return the proposer's meters of the durations of steps."""
         return ()
 
     def stats(self) -> dict[str, Any]:
-        """Counters for LLM.stats()."""
+        """Return counters for LLM.stats()."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Divides with rounding up, and writes sizes as text."""
+"""Integer division that rounds up, and sizes as text."""
 
 
 def ceil_div(dividend: int, divisor: int) -> int:
@@ -7,7 +7,7 @@ def ceil_div(dividend: int, divisor: int) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return the number in the largest binary unit up to GiB in which it is at least 1, such as `4.70 GiB`."""
+    """Return the size in the largest binary unit, up to GiB, that gives at least 1, for example `4.70 GiB`."""
     for unit in ("B", "KiB", "MiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.2f} {unit}"

@@ -1,7 +1,7 @@
-"""Automaton of Aho and Corasick: follows a text symbol by symbol, and finds the sequences that its end could begin.
+"""Aho-Corasick automaton: reads a text symbol by symbol, and finds which sequences the end of the text could begin.
 
-A state is a number and stands for the longest beginning of a sequence that the text ends with; 0 is the empty one. A
-step takes constant time on average over a text, regardless of the number and lengths of the sequences.
+A state is a number and stands for the longest prefix of a sequence that is a suffix of the text. State 0 is the empty
+prefix. A step takes constant time on average over a text, regardless of the number and lengths of the sequences.
 """
 
 from collections.abc import Container, Hashable, Iterable
@@ -11,14 +11,14 @@ Symbol = TypeVar("Symbol", bound=Hashable)
 
 
 class Automaton(Generic[Symbol]):
-    """sequences: none of them empty."""
+    """The automaton of some sequences, none of which may be empty."""
 
     def __init__(self, sequences: Iterable[Iterable[Symbol]]) -> None:
         self.children: list[dict[Symbol, int]] = [{}]
         self.depths = [0]  # state -> number of symbols
-        self.paths = [self._add(sequence) for sequence in sequences]  # states of the beginnings, the empty one first
-        self.shorter = [0] * len(self.children)  # state -> the next shorter beginning with the same end
-        self.states = [0]  # by depth
+        self.paths = [self._add(sequence) for sequence in sequences]  # states of the prefixes, from the empty prefix on
+        self.shorter = [0] * len(self.children)  # state -> the longest proper suffix that is a state (failure link)
+        self.states = [0]  # by increasing depth
         for state in self.states:
             for symbol, following in self.children[state].items():
                 self.shorter[following] = self.step(self.shorter[state], symbol) if state else 0
@@ -35,9 +35,9 @@ class Automaton(Generic[Symbol]):
         return path
 
     def links(self, marked: Container[int]) -> list[int]:
-        """Return a link for each state, to its longest proper end in `marked`, or 0 if there is none.
+        """Return a link for each state to its longest proper suffix in `marked`, or 0 if no proper suffix is marked.
 
-        Following the links from a state visits all its marked ends.
+        Following the links from a state visits all its marked suffixes.
         """
         links = [0] * len(self.states)
         for state in self.states[1:]:

@@ -1,4 +1,4 @@
-"""Lets Ctrl-C interrupt between steps, never inside one, and SIGTERM end a program in order."""
+"""Signal handling: Ctrl-C interrupts between steps, never inside a step, and SIGTERM ends a program in order."""
 
 import signal
 import sys
@@ -18,7 +18,7 @@ class HeldInterrupts:
 
     @contextmanager
     def second_acts_at_once(self) -> Iterator[None]:
-        """Let a second Ctrl-C end work that may hang. Later ones are held, so that cleaning up can finish."""
+        """Let a second Ctrl-C end work that may hang. Further Ctrl-Cs are held, so that cleaning up can finish."""
         self.second_is_due = True
         try:
             yield
@@ -31,7 +31,7 @@ def deferred_interrupt() -> Iterator[HeldInterrupts]:
     """Hold SIGINT back until the end of the block, then raise KeyboardInterrupt.
 
     A step that is interrupted halfway would leave copies and counters inconsistent. Only the main thread receives
-    signals; in other threads this does nothing.
+    signals; in other threads, `deferred_interrupt` does nothing.
     """
     held = HeldInterrupts()
     if threading.current_thread() is not threading.main_thread():
@@ -58,7 +58,7 @@ def deferred_interrupt() -> Iterator[HeldInterrupts]:
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM clean up like an error, with exit status 143."""
+    """Let SIGTERM raise SystemExit, so that the program cleans up and ends with exit status 143."""
 
     def end(signum: int, frame: FrameType | None) -> NoReturn:
         sys.exit(128 + signum)

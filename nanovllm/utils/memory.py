@@ -1,4 +1,4 @@
-"""Measures the host memory that this process can still use."""
+"""The host memory that this process can still use."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,8 @@ def _read_int(path: str) -> int | None:
 
 
 def available_host_bytes(cgroup_files: Sequence[tuple[str, str]] = CGROUP_FILES) -> int:
-    """Return the bytes that can still be allocated, on the machine or within the container's limit, whichever is less.
+    """Return the bytes that can still be allocated: the lesser of the machine's free memory and the room below the
+    container's limit.
 
     A container's usage includes its page cache. Inactive pages can be reclaimed, so they count as available.
     """

@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, NamedTuple, get_args
 
 MAX_INT32 = 2**31 - 1  # positions, lengths and block tables are int32 on the device
-MAX_SHOWN_CHARS = 200  # an error message repeats so much of a value
+MAX_SHOWN_CHARS = 200  # most characters of a value that an error message repeats
 _NOUNS = {
     bool: "True or False",
     int: "an integer",
@@ -31,13 +31,13 @@ def option(
     most: float | None = None,
     hash: bool = True,
 ) -> Any:
-    """Return a field with these entries in its metadata.
+    """Return a dataclass field with the arguments in its metadata.
 
-    help: the option's meaning. It names other options by their fields.
-    group: the heading that the option is listed under.
-    choices: all values that the option can have, if they are few.
-    least, above, most: limits of a number. `above` itself is too small. An integer is at most MAX_INT32 by default.
-    hash: False for a value that cannot be hashed; the hash of the dataclass then leaves it out.
+    help: the option's meaning. The text refers to other options by their field names.
+    group: the heading under which the option is listed.
+    choices: all allowed values, or None if the values are not enumerable.
+    least, above, most: limits of a number. `above` is exclusive. By default, an integer is at most MAX_INT32.
+    hash: False for an unhashable value, which the hash of the dataclass then ignores.
     """
     entries = {"help": help, "group": group, "choices": choices, "least": least, "above": above, "most": most}
     metadata = {name: entry for name, entry in entries.items() if entry is not None}
@@ -50,7 +50,7 @@ def help_of(options: type, name: str) -> str:
 
 
 class _Rule(NamedTuple):
-    """The values that a field can have. `kinds` is empty where the class checks the type itself."""
+    """The allowed values of a field. `kinds` is empty if the class itself checks the type."""
 
     name: str
     kinds: tuple[type, ...]
@@ -88,8 +88,9 @@ def _rules(options: type) -> tuple[_Rule, ...]:
 def check_options(options: object, error: type[Exception], owner: str = "") -> None:
     """Raise `error` for the first field with a wrong type, an unknown choice, or a number outside its limits.
 
-    A type is checked if it consists of bool, int, float, str, dict and None; the class itself checks the others.
-    An integer passes for a float, a boolean does not pass for a number, and NaN is outside all limits.
+    A type is checked if it is a union of some of bool, int, float, str, dict and None; the class itself checks fields
+    of other types. An integer is accepted as a float, a boolean is not accepted as a number, and NaN is outside all
+    limits.
 
     owner: prefix of the field's name in the message, such as "SamplingParams.".
     """
@@ -114,7 +115,7 @@ def _is_a(value: object, kinds: tuple[type, ...]) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return `value` as an error message repeats it: cut off if it is long."""
+    """Return the text of `value` for an error message, truncated to MAX_SHOWN_CHARS."""
     try:
         text = repr(value)
     except ValueError:  # Python does not write integers of more than 4300 digits

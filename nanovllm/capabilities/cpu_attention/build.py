@@ -1,9 +1,9 @@
-"""The variants of the compiled kernels: which of them this processor can run, and how source/attention.cpp is compiled.
+"""The variants of the compiled kernels: which variants this processor can run, and how to compile source/attention.cpp.
 
-A library is compiled when it is first needed (kernels.py) and stays in the user's cache, under a name that changes with
-the sources and the flags. `python -m nanovllm.capabilities.cpu_attention.build` compiles all variants, for instance
-for an image that other machines run. It may run where nothing else is installed, so this module imports the standard
-library only. All variants are for x86-64. On other processors, without AVX2, or without a compiler the engine uses
+A library is compiled on first use (kernels.py) and cached in the user's cache folder, under a name that contains a hash
+of the sources and the flags. `python -m nanovllm.capabilities.cpu_attention.build` compiles all variants, for instance
+for a container image. The command may run where no other package is installed, so this module imports the standard
+library only. All variants are for x86-64. On other processors, without AVX2, or without a compiler, the engine uses
 TorchKernel.
 """
 
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from nanovllm.utils import user_cache
 
 SOURCES = Path(__file__).parent / "source"
-MAIN_SOURCE = SOURCES / "attention.cpp"  # includes the others
+MAIN_SOURCE = SOURCES / "attention.cpp"  # includes all other sources
 FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")
 CPUINFO = Path("/proc/cpuinfo")
@@ -56,7 +56,7 @@ def missing_flags(variant: InstructionSet, cpu: set[str]) -> list[str]:
 
 
 def library_path(variant: InstructionSet) -> Path:
-    """Path of the variant's library in the user's cache. It contains a hash of the sources and flags."""
+    """Return the path of the variant's library in the user's cache. The name has a hash of the sources and flags."""
     key = hashlib.sha256(" ".join((*FLAGS, *variant.compile_flags)).encode())
     for source in sorted(SOURCES.iterdir()):
         key.update(source.read_bytes())
@@ -64,7 +64,7 @@ def library_path(variant: InstructionSet) -> Path:
 
 
 def cpu_flags() -> set[str]:
-    """The instructions of this processor; empty if Linux does not list them under `flags`."""
+    """Return the instruction sets of this processor, or an empty set if Linux does not list them under `flags`."""
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:
@@ -84,7 +84,7 @@ def find_compiler() -> list[str] | None:
 
 
 def compile_variant(variant: InstructionSet) -> str | None:
-    """Compile one library into the cache. Returns None, or the error and its remedy."""
+    """Compile one library into the cache. Returns the error and its remedy, or None if there is no error."""
     compiler = find_compiler()
     if compiler is None:
         wanted = os.environ.get("CXX") or ", ".join(COMPILERS)
@@ -108,7 +108,7 @@ def compile_variant(variant: InstructionSet) -> str | None:
 
 
 def main() -> int:
-    """Compile every variant and say what happened. Returns 1 if none can be compiled."""
+    """Compile every variant and print the results. Returns 1 if no variant can be compiled."""
     if not is_x86():
         print(f"cpu attention: nothing to build for {platform.machine()}; the torch kernel will be used")
         return 0

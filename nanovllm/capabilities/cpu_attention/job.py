@@ -1,8 +1,8 @@
-"""One step's attention on the CPU: what it reads and writes, how its tokens are divided among the threads, and the
-interface of the kernels.
+"""AttentionJob: one step's attention on the CPU, and how its tokens are divided among threads. CpuKernel: the interface
+of the kernels.
 
-A kernel owns threads. It attends to one job at a time, either immediately (`attend`) or in a server, which waits for
-each job's queries. So the thread that launches the GPU's work never waits for the CPU.
+A kernel owns threads, and runs one job at a time: either while the caller waits (`attend`) or in a server (`serve`). A
+server waits for the queries of each job. So the thread that launches the GPU's work never waits for the CPU.
 
 Legend: L layers, N blocks, P tokens per block, T query rows, H query heads, K kv heads, D head dim.
 """
@@ -19,11 +19,11 @@ import torch
 
 from nanovllm.offload.streams import CpuServer
 
-TILE_TOKENS = 64  # TILE in source/vectors.h, which scores this many tokens together
-_MAX_CHUNK_TOKENS = 1024  # larger only if the chunks' partial results would exceed MAX_SCRATCH_BYTES otherwise
+TILE_TOKENS = 64  # TILE in source/vectors.h: tokens that are scored together
+_MAX_CHUNK_TOKENS = 1024  # exceeded only to keep the chunks' partial results below MAX_SCRATCH_BYTES
 MAX_SCRATCH_BYTES = 32 * 2**20  # exceeded only if a single chunk for each span already takes (almost) this much
 MAX_QUEUED_JOBS = 2048  # CAPACITY in source/server.h
-FAR_AHEAD = 2**30  # a closed server counts this many jobs after its newest one as done
+FAR_AHEAD = 2**30  # a closed server marks this many jobs after its newest job as done
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype in source/vectors.h
 
 
@@ -35,7 +35,7 @@ class TokenSpan(NamedTuple):
 
 
 class RowSpans(NamedTuple):
-    """Consecutive query rows that attend to the same tokens. Rows without spans see no key: out 0, lse -inf."""
+    """Consecutive query rows that attend to the same tokens. Rows without spans attend to no key: out 0, lse -inf."""
 
     num_rows: int
     spans: tuple[TokenSpan, ...]
@@ -71,13 +71,13 @@ class CJob(ctypes.Structure):
 
 
 class AttentionJob:
-    """A step's attention on the CPU. Every layer reads the same tokens of its own pool and uses the same buffers.
+    """A step's attention on the CPU. All layers share the buffers, and read the same tokens, each from its own pool.
 
-    `k_cache` and `v_cache` are [L, N, P, K, D], `q_THD` and `out_THD` have their dtype, `lse_HT` is fp32, and all are
-    contiguous and in CPU memory. Any number of threads may run a job, but only one layer at a time.
+    `k_cache` and `v_cache` are [L, N, P, K, D], `q_THD` and `out_THD` have the dtype of the caches, `lse_HT` is fp32,
+    and all five are contiguous and in CPU memory. Any number of threads may run a job, but only one layer at a time.
 
-    `scratch` is fp32 memory for the partial results. If it is too small, the job allocates new memory. Jobs that never
-    run at the same time may share their scratch, such as the jobs of one kernel.
+    `scratch` is fp32 memory for the partial results. If `scratch` is too small, the job allocates new memory. Jobs that
+    never run concurrently, such as the jobs of one kernel, may share their scratch.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class AttentionJob:
         lse_HT: torch.Tensor,
         rows: Sequence[RowSpans],
         scale: float,
-        num_threads: int,  # among which the tokens are divided
+        num_threads: int,  # threads to divide the tokens among
         scratch: torch.Tensor | None = None,
     ) -> None:
         self.k_cache, self.v_cache = k_cache, v_cache
@@ -111,7 +111,7 @@ class AttentionJob:
 
     @property
     def scratch(self) -> torch.Tensor:
-        """The memory for partial results. Another job may get it as its `scratch`."""
+        """Return the memory for partial results. Another job may get this memory as its `scratch`."""
         return self._scratch
 
     def _check(self) -> None:
@@ -134,7 +134,7 @@ class AttentionJob:
         for row in self.rows:
             for first, num in row.spans:
                 assert first >= 0 and num > 0 and first + num <= pool_tokens, (
-                    f"span of {num} tokens at {first} does not lie in the pool of {pool_tokens} tokens"
+                    f"span of {num} tokens at {first} exceeds the pool of {pool_tokens} tokens"
                 )
 
     def _make_c_job(self) -> CJob:
@@ -191,12 +191,12 @@ def divide(rows: Sequence[RowSpans], num_threads: int, max_partial_rows: int) ->
     threads finish at about the same time. A chunk has at least one tile and at most 1,024 tokens, or the rest of its
     span.
 
-    A chunk yields a partial result for each of its rows. If there would be more than `max_partial_rows` of them, chunks
-    get longer in proportion to their rows, up to a whole span. If even whole spans yield more than three quarters of
-    `max_partial_rows`, a quarter is reserved for dividing long spans of few rows.
+    A chunk yields a partial result for each of its rows. If the chunks would yield more than `max_partial_rows` partial
+    rows, chunks get longer in proportion to their rows, up to a whole span. If even whole spans yield more than three
+    quarters of `max_partial_rows`, one quarter is reserved for dividing long spans of few rows.
     """
     left = sum(span.num_tokens for row in rows for span in row.spans)
-    # Chunks of r * t tokens for each range of r rows yield at most left / t partial rows, and r more for each span.
+    # If each range of r rows has chunks of r * t tokens, they yield at most left / t partial rows, and r more per span
     num_least = sum(row.num_rows * len(row.spans) for row in rows)
     tokens_per_row = left / max(max_partial_rows - num_least, max_partial_rows // 4, 1)
     shares = 2 * num_threads * TILE_TOKENS
@@ -209,7 +209,7 @@ def divide(rows: Sequence[RowSpans], num_threads: int, max_partial_rows: int) ->
         for first_token, num_tokens in spans:
             end = first_token + num_tokens
             while first_token < end:
-                # min() and ceil_div() would take most of the time of a job of thousands of short spans
+                # Inlined: for thousands of short spans, calls of min() and ceil_div() would take most of the time
                 size = TILE_TOKENS * (1 + (left - 1) // shares)
                 if size > _MAX_CHUNK_TOKENS:
                     size = _MAX_CHUNK_TOKENS
@@ -232,7 +232,7 @@ def _tiles(num_tokens: float) -> int:
 
 
 class CpuKernel(ABC):
-    """Attention of a few query rows to keys in CPU memory, on `num_threads` threads. It is a CpuWorker."""
+    """A CpuWorker: attention of a few query rows to keys in CPU memory, on `num_threads` threads."""
 
     name: str
     num_threads: int
@@ -240,7 +240,7 @@ class CpuKernel(ABC):
 
     @abstractmethod
     def attend(self, job: AttentionJob, layer: int) -> None:
-        """Write out_THD and lse_HT of the job. Returns when they are complete. Releases the interpreter lock."""
+        """Compute out_THD and lse_HT of the job. Returns when both are complete. Releases the interpreter lock."""
 
     @abstractmethod
     def serve(self, flags: torch.Tensor) -> CpuServer:

@@ -1,6 +1,6 @@
-"""The compiled kernels (source/), through ctypes, and the choice of the kernel that attends on the CPU.
+"""The compiled kernels (source/), called through ctypes, and the choice of the kernel that attends on the CPU.
 
-No Python runs between a job's submission and its end in a compiled kernel.
+A compiled kernel runs a job, from its submission to its end, without Python.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ KERNEL_NAMES = (*(variant.name for variant in build.INSTRUCTION_SETS), TorchKern
 logger = logging.getLogger("nanovllm")
 
 _MAX_HEAD_DIM = 256
-_AWAKE_NS = 1_000_000  # time for which threads stay awake after a job; the next layer follows sooner
+_AWAKE_NS = 1_000_000  # time for which threads spin after a job; the next layer's job comes sooner
 
 _SIGNATURES = {
     "nanovllm_open": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
@@ -47,11 +47,11 @@ class UnusableLibraryError(RuntimeError):
 
 
 class NotBuiltError(UnusableLibraryError):
-    """A library cannot be compiled or loaded here. The message has the remedy."""
+    """A library cannot be compiled or loaded here. The message names the remedy."""
 
 
 def load_library(variant: InstructionSet) -> ctypes.CDLL:
-    """Load the variant's library. Compiles it first if it is not in the user's cache. Raises NotBuiltError."""
+    """Load the variant's library. Compiles the library first if it is not in the user's cache. Raises NotBuiltError."""
     path = build.library_path(variant)
     if not path.exists() and (problem := build.compile_variant(variant)):
         raise NotBuiltError(problem)
@@ -66,7 +66,7 @@ def load_library(variant: InstructionSet) -> ctypes.CDLL:
 
 
 def why_unfit(head_dim: int, dtype: torch.dtype) -> str | None:
-    """Return why no machine has a compiled kernel for such a KV cache, or None if there is one."""
+    """Return why no compiled kernel supports such a KV cache, or None if the compiled kernels support it."""
     if dtype not in DTYPE_CODES:
         return f"the compiled kernels are for float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
     if head_dim % 16 or not 0 < head_dim <= _MAX_HEAD_DIM:
@@ -75,7 +75,7 @@ def why_unfit(head_dim: int, dtype: torch.dtype) -> str | None:
 
 
 class _Engine:
-    """A library's threads."""
+    """The threads of a library."""
 
     def __init__(self, library: ctypes.CDLL, cpus: Sequence[int], is_pinned: bool, stays_awake: bool) -> None:
         self.library = library
@@ -91,19 +91,19 @@ class _Engine:
 
 
 def _close_engine(library: ctypes.CDLL, handle: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked process has none of the threads, and would wait for them forever
+    if os.getpid() == pid:  # the threads do not exist in a forked process, which would wait for them forever
         library.nanovllm_close(handle)
 
 
 class CompiledKernel(CpuKernel):
-    """One variant of the compiled kernel, with one thread for each of `cpus`. Threads stay on their cpu if `is_pinned`.
-    In `attend` the caller's thread takes the place of the first thread.
+    """One variant of the compiled kernel, with one thread for each of `cpus`. Each thread stays on its cpu if
+    `is_pinned`. In `attend`, the caller's thread does the work of the first thread.
     """
 
     def __init__(
         self, variant: InstructionSet, cpus: Sequence[int], is_pinned: bool = True, stays_awake: bool = True
     ) -> None:
-        """Raises UnusableLibraryError. The caller has checked that the processor can run the variant."""
+        """Start the threads. Raises UnusableLibraryError. The processor must support the variant's instructions."""
         assert cpus, "a kernel needs at least one cpu"
         self.name, self.num_threads = variant.name, len(cpus)
         self._engine = _Engine(load_library(variant), cpus, is_pinned, stays_awake)
@@ -114,7 +114,7 @@ class CompiledKernel(CpuKernel):
         self._engine.library.nanovllm_attend(self._engine.handle, job.c_job, layer)
 
     def read(self, memory: torch.Tensor) -> None:
-        """Read every byte once, which bounds the rate of any kernel. For benchmarks."""
+        """Read every byte once. Benchmarks time this call, because reading bounds the rate of any kernel."""
         assert self._engine.is_open and memory.is_contiguous(), "the kernel is closed, or the tensor is not contiguous"
         self._engine.library.nanovllm_read(self._engine.handle, memory.data_ptr(), memory.nbytes)
 
@@ -126,8 +126,8 @@ class CompiledKernel(CpuKernel):
 
 
 class CompiledServer:
-    """A thread of the library, on the first cpu if threads are pinned. It shares the kernel's other threads with
-    `attend`.
+    """A thread of the library, on the first cpu if threads are pinned. The server and `attend` share the kernel's other
+    threads.
     """
 
     def __init__(self, engine: _Engine, flags: torch.Tensor) -> None:
@@ -141,7 +141,7 @@ class CompiledServer:
         self._end = weakref.finalize(self, _end_server, engine, self._handle, flags, os.getpid())
 
     def submit(self, job: AttentionJob, layer: int, number: int) -> None:
-        """Hot: once per layer."""
+        """See CpuServer. Hot: once per layer."""
         assert self._end.alive and self._engine.is_open, "the server is closed"
         _check(job, layer)
         if not self._engine.library.nanovllm_submit(self._handle, job.c_job, layer, number):
@@ -154,7 +154,7 @@ class CompiledServer:
 
 
 def _end_server(engine: _Engine, handle: int, flags: torch.Tensor, pid: int) -> None:
-    """`flags` is an argument so that it lives as long as the thread that reads it."""
+    """End the server's thread. `flags` is an argument so that the tensor lives as long as the thread that reads it."""
     if engine.is_open and os.getpid() == pid:
         engine.library.nanovllm_end_server(engine.handle, handle)
 
@@ -178,16 +178,16 @@ def choose_kernel(
 ) -> CpuKernel:
     """Open the kernel `name`, or the best kernel that can run here, with one thread for each of `cpus`.
 
-    `head_dim`, `dtype`: of the KV cache. `is_pinned`: each thread stays on its cpu; otherwise the threads run on any
-    cpu that the process may use. `stays_awake`: the threads spin for a while after each job, since the next layer
-    follows soon; False if other threads need the cpus between two layers.
+    head_dim, dtype: of the KV cache. is_pinned: True to keep each thread on its cpu, False to let the threads run on
+    any cpu that the process may use. stays_awake: True to let the threads spin for a while after each job, because the
+    next layer's job comes soon; False if other threads need the cpus between two layers.
 
     Compiles the kernel on first use, and logs a warning if a faster kernel cannot be compiled. Raises ConfigError if
     the kernel `name` cannot run here.
     """
     if name not in (None, *KERNEL_NAMES):
         raise ConfigError(f"there is no CPU attention kernel {name!r}; choose one of {', '.join(KERNEL_NAMES)}")
-    reasons: list[str] = []  # not the exceptions, which would keep the caller's frame alive, and the engine with it
+    reasons: list[str] = []  # messages, because exceptions would keep the caller's frame, and so the engine, alive
     not_built: list[str] = []
     for kernel_name in KERNEL_NAMES if name is None else (name,):
         try:

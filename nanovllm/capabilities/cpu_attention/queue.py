@@ -1,16 +1,17 @@
 """CpuAttention: attention on the CPU to keys that are not on the GPU.
 
-In each layer the queries are copied to CPU memory and the results are read from there: a few KiB, where the keys would
-be MiB. All of it is enqueued, so the host waits for nothing.
+In each layer the queries are copied to CPU memory and the results are copied back. Queries and results take a few KiB,
+the keys would take MiB. The copies and the attention are enqueued, so the host never waits.
 
 Stream edges:
   E11  query in CPU memory -> attended  compute -> cpu  query_ready
   E12  attended -> merged               cpu -> compute  attended
 No other edge is needed:
 - Compute waits for the results of every layer (E12), so the next layer may use the same buffers.
-- The CPU attends only to blocks without a slot. Before compute uses the slot that such a block had, it waits until the
-  block has been copied out (E4, or E5 and E1), and the query comes after that wait.
-- A block is written (E3) only from what compute stored in a later step, after the results of this step.
+- The CPU attends only to blocks without a slot. Compute uses a block's former slot only after it has waited until the
+  block has been copied out (E4, or E5 and E1). Compute produces the query after this wait, so the block is complete in
+  CPU memory when the CPU attends.
+- A block is written (E3) only with K and V that compute stores in a later step, after the results of this step.
 """
 
 from collections import deque
@@ -28,7 +29,7 @@ from nanovllm.runner.step_result import TimedPieces
 
 
 class RowBuffers(NamedTuple):
-    """Queries and results of up to N rows, [N, H, D], and their LSE, H x N fp32 values."""
+    """Queries and results of up to N rows, [N, H, D], and the results' LSE, H x N fp32 values."""
 
     q: torch.Tensor
     out: torch.Tensor
@@ -42,14 +43,14 @@ class RowBuffers(NamedTuple):
 class CpuAttention:
     """The CpuPart of an engine with CPU attention. StepJobs and GraphJobs make the calls of a step.
 
-    Queries and results are in CPU memory, pinned for a GPU, whose kernels read and write them there. Copy engines would
-    first finish the copies of whole blocks.
+    Queries and results are in CPU memory. With a GPU the memory is pinned, and kernels of the GPU read and write it.
+    Copy engines would be too slow, because they would first finish the queued copies of whole blocks.
     """
 
     def __init__(
         self, kernel: CpuKernel, offload: OffloadEngine, *, num_heads: int, max_rows: int, is_pinned: bool
     ) -> None:
-        """`num_heads`: query heads of this rank. `max_rows`: query rows of the largest step."""
+        """num_heads: query heads of this rank. max_rows: query rows of the largest step."""
         self.kernel, self.max_rows, self.streams = kernel, max_rows, offload.streams
         self._stream = self.streams.cpu(kernel)
         self._timer = WorkTimer(self.streams, self._stream)
@@ -59,11 +60,11 @@ class CpuAttention:
         self._host_rows = RowBuffers(*(rows.pin_memory() if is_pinned else rows for rows in host))
         self._device_rows = RowBuffers(*(self.streams.on_device(rows) for rows in self._host_rows))
         self._jobs: deque[tuple[AttentionJob, Event]] = deque()  # jobs that may still be running
-        self._last_job: tuple[tuple[CpuRows, float, int], AttentionJob] | None = None  # with make_job's arguments
+        self._last_job: tuple[tuple[CpuRows, float, int], AttentionJob] | None = None  # make_job's arguments and result
 
     @property
     def name(self) -> str:
-        """The kernel and its number of threads."""
+        """Return the name of the kernel and its number of threads."""
         return f"{self.kernel.name} kernel, {self.kernel.num_threads} threads"
 
     def step(self, rows: CpuRows, scale: float) -> "StepJobs":
@@ -84,8 +85,9 @@ class CpuAttention:
     # -- the calls of a step -------------------------------------------------------------------------------------
 
     def make_job(self, rows: CpuRows, scale: float, num_padding_rows: int = 0) -> AttentionJob:
-        """A step's attention, for queries in this order and then padding rows that see no key. Most steps have the
-        arguments of the step before, and get its job.
+        """Return a step's attention job, for queries in the order of `rows` followed by padding rows without keys.
+
+        Most steps have the same arguments as the previous step, and reuse its job.
         """
         while self._jobs and self.streams.is_done(self._jobs[0][1]):
             self._jobs.popleft()
@@ -117,28 +119,28 @@ class CpuAttention:
         )
 
     def put_query(self, q_THD: torch.Tensor) -> None:
-        """Enqueue on compute the copy of the query to CPU memory. Hot: once per layer."""
+        """Enqueue the copy of the query to CPU memory on the compute stream. Hot: once per layer."""
         self.streams.compute.copy_by_kernel(self._device_rows.q[: len(q_THD)], q_THD)
 
     def launch(self, job: AttentionJob, layer: int, query_ready: Event) -> None:
-        """Attend once `query_ready` is done. Hot: once per layer."""
-        self._stream.wait(query_ready)  # E11: query is there -> attended
+        """Enqueue the attention of a layer, to run after `query_ready`. Hot: once per layer."""
+        self._stream.wait(query_ready)  # E11: query in CPU memory -> attended
         start = self._timer.begin()
         attended = self._stream.attend(job, layer)
         if start is not None:
-            self._stream.wait(attended)  # not an edge: a stream waits for its own work, so that its end can be timed
+            self._stream.wait(attended)  # not an edge: the stream waits for its own work, to time the end of the work
             self._timer.end(start, 0)
         if self._jobs and self._jobs[-1][0] is job:
             self._jobs.pop()
         self._jobs.append((job, attended))
 
     def wait_for_results(self) -> None:
-        """Compute may read the results of the layer that was launched last. Hot: once per layer."""
+        """Let the compute stream wait for the results of the layer that was launched last. Hot: once per layer."""
         _, attended = self._jobs[-1]
         self.streams.compute.wait(attended)  # E12: attended -> merged
 
     def result_rows(self, num_rows: int) -> PartialAttention:
-        """The results of `num_rows` rows on the device. They change with every layer."""
+        """Return the results of `num_rows` rows on the device. Every layer overwrites them."""
         return self._device_rows.results(num_rows)
 
 
@@ -162,14 +164,14 @@ class StepJobs:
 class GraphJobs:
     """The CpuGraphs of CpuAttention.
 
-    An event in the pieces marks the arrival of the query, so the CPU attends concurrently with the paged call. Steps
-    in which the CPU has no keys copy the query needlessly.
+    The graphs record an event after the copy of the query, so the CPU attends concurrently with the paged attention. In
+    steps in which the CPU has no keys, the graphs copy the query needlessly.
     """
 
     def __init__(self, cpu: CpuAttention, scale: float) -> None:
         self.cpu, self.scale = cpu, scale
         self._query_ready = cpu.streams.graph_event()
-        self._job: AttentionJob | None = None  # the step's; None if the CPU attends to no key in it
+        self._job: AttentionJob | None = None  # of the current step, or None if the CPU has no keys in the step
 
     def capture_query(self, q_BHD: torch.Tensor) -> None:
         self.cpu.put_query(q_BHD)

@@ -1,4 +1,4 @@
-"""One rank's attention on the CPU: its kernel, its threads, and the rates of link and CPU while both are busy."""
+"""Start-up of CPU attention on one rank: opens the kernel, and measures the rates of link and CPU with both busy."""
 
 import logging
 import threading
@@ -28,18 +28,18 @@ from nanovllm.plan.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep,
 from nanovllm.runner.cpu_part import CpuPart, CpuRows, NoCpuPart
 from nanovllm.runner.model_runner import ModelRunner
 
-MAX_QUERIES = 512  # in a step in which the CPU attends, unless max_num_seqs is larger
+MAX_QUERIES = 512  # most queries of a step in which the CPU attends, unless max_num_seqs is larger
 NUM_TIMED_STEPS = 8
-NUM_QUERIES = (1, 4, 8, 16, 32, MAX_VERIFYING_ROWS)  # measured queries of one sequence; more than 1 verify draft tokens
-LINK_S = 0.04  # time that the link is kept busy
-JOB_S = 0.004  # duration of a timed call of the CPU's kernel, long against its start and end
-FIRST_JOB_BYTES = 2**24  # read by the first call, whose time says how large a job of JOB_S is
+NUM_QUERIES = (1, 4, 8, 16, 32, MAX_VERIFYING_ROWS)  # numbers of queries of a sequence to measure the CPU's rate with
+LINK_S = 0.04  # time for which the link is kept busy
+JOB_S = 0.004  # duration of a timed call of the CPU's kernel, long compared with the overhead of a call
+FIRST_JOB_BYTES = 2**24  # bytes that the first call reads; its duration gives the size of a job of JOB_S
 
 logger = logging.getLogger("nanovllm")
 
 
 def make_cpu_attention(config: Config, offload: OffloadEngine, num_heads: int, tp: TPGroup) -> CpuPart:
-    """Start attention on the CPU as the options say. `num_heads`: query heads of this rank.
+    """Start attention on the CPU according to the options. num_heads: query heads of this rank.
 
     Raises ConfigError for too many threads, and if CPU attention is required and the driver does not allow it.
     """
@@ -68,9 +68,9 @@ def make_cpu_attention(config: Config, offload: OffloadEngine, num_heads: int, t
 
 
 def measure_split(runner: ModelRunner) -> CpuSplit | None:
-    """Measure the split for the slowest rank; None if CPU attention is disabled. All ranks call this together.
+    """Measure the split for the slowest rank, or return None if CPU attention is disabled. All ranks call together.
 
-    Without a GPU there is no link, so nothing is measured and the CPU attends to everything.
+    Without a GPU there is no link, so nothing is measured and the CPU attends to all keys.
     """
     offload, cpu = runner.memory.offload, runner.memory.cpu
     if offload is None or not isinstance(cpu, CpuAttention):
@@ -111,8 +111,8 @@ def with_rates(split: CpuSplit, runner: ModelRunner, offload: OffloadEngine, cpu
 def _measure_idle_s(runner: ModelRunner) -> tuple[float, float]:
     """Time decode steps in which the CPU attends to a single token.
 
-    Returns the time of a step over its number of layers, which is how long the CPU idles in each layer, and the time of
-    the job in a layer.
+    Returns the duration of a step divided by the number of layers, which is how long the CPU is idle in each layer, and
+    the duration of the job in a layer.
     """
     token = np.zeros(1, dtype=np.int64)
     step = SequenceStep(0, token, 0, num_prompt_tokens=1, block_table=(0,), num_paged_keys=1, sampling=SamplingRow())
@@ -130,14 +130,14 @@ def _measure_idle_s(runner: ModelRunner) -> tuple[float, float]:
 def measure_together(
     offload: OffloadEngine, cpu: CpuAttention, meet: Callable[[], object]
 ) -> tuple[float, tuple[CpuRate, ...]]:
-    """Copy from the pool to staging buffers and attend to the pool at the same time. Call it before the first step.
+    """Copy from the pool to staging buffers while the CPU attends to the pool. Must be called before the first step.
 
-    Returns the link's rate in bytes per second while the CPU attends with one query, and the CPU's rates. `meet`
-    returns when every rank has called it, so that ranks on one machine measure at the same time. Overwrites staging
-    buffers.
+    Returns the link's rate in bytes per second while the CPU attends with one query, and the CPU's rates. meet: a
+    barrier of all ranks, so that ranks on one machine measure concurrently. Overwrites staging buffers.
     """
     rates = [_measure(offload, cpu, num_queries, meet) for num_queries in NUM_QUERIES]
-    # Fewer queries are never slower. If other work disturbed a measurement, those with more queries show it.
+    # Fewer queries are never slower, so each rate is at least every rate with more queries. A lower measurement was
+    # disturbed by other work.
     at_least = [max(cpu_rate for _, cpu_rate in rates[i:]) for i in range(len(rates))]
     return rates[0][0], tuple(map(CpuRate, NUM_QUERIES, at_least))
 
@@ -145,8 +145,8 @@ def measure_together(
 def _measure(
     offload: OffloadEngine, cpu: CpuAttention, num_queries: int, meet: Callable[[], object]
 ) -> tuple[float, float]:
-    """The rates of the link and of the CPU, each while the other is busy."""
-    layers = cycle(range(offload.spec.num_layers))  # another layer in each call, so that no cache helps
+    """Return the rates of the link and of the CPU while both are busy."""
+    layers = cycle(range(offload.spec.num_layers))  # a different layer in each call, so that the keys are not cached
     stopping = threading.Event()
 
     def seconds_of(job: AttentionJob) -> float:
@@ -155,7 +155,7 @@ def _measure(
         return time.perf_counter() - start_s
 
     def attend_until_stopped(job: AttentionJob) -> float:
-        """Attend at least once, and finish what has begun. Returns the mean seconds of a call."""
+        """Attend at least once, until `stopping` is set. Returns the mean seconds of a call."""
         times = [seconds_of(job)]
         while not stopping.is_set():
             times.append(seconds_of(job))
@@ -185,7 +185,7 @@ def _measure(
 def _make_job(
     offload: OffloadEngine, cpu: CpuAttention, num_queries: int, num_bytes: float
 ) -> tuple[AttentionJob, int]:
-    """A job of one sequence that reads about `num_bytes` of the pool's first blocks, and how many it reads."""
+    """Return a job of one sequence that reads about `num_bytes` of the pool's first blocks, and the exact number."""
     spec, num_blocks = offload.spec, offload.k_cache_cpu.shape[1]
     token_bytes = spec.layer_block_bytes // spec.block_size
     num_tokens = min(num_blocks * spec.block_size, max(64, int(num_bytes / token_bytes)))
@@ -195,7 +195,7 @@ def _make_job(
 
 
 def _copies(offload: OffloadEngine) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless pairs of target and source, which read the pool from end to end again and again."""
+    """Yield endless pairs of target and source, which read the whole pool again and again."""
     source, target = offload.k_cache_cpu.view(-1), offload.k_staging.view(-1)
     size = min(COPY_BYTES // source.element_size(), source.numel(), target.numel())
     for start in cycle(range(0, source.numel() - size + 1, size)):

@@ -10,28 +10,31 @@ from nanovllm.errors import ConfigError
 _CGROUP_V2 = "/sys/fs/cgroup/cpu.max"  # "quota period"; the quota is "max" if there is no limit
 _CGROUP_V1 = ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us")
 _NODES = "/sys/devices/system/node"
-_MANY_CPUS = 8  # a rank with this many cpus leaves two to the threads that drive the GPU, otherwise one
+_MANY_CPUS = 8  # from this many cpus on, a rank leaves two cpus to the threads that drive the GPU, otherwise one
 
 
 class AttentionCpus(NamedTuple):
-    """One cpu for each thread."""
+    """One cpu for each attention thread."""
 
     cpus: tuple[int, ...]
-    is_pinned: bool  # each thread stays on its cpu; otherwise only the number of cpus counts
+    is_pinned: bool  # True if each thread stays on its cpu; otherwise only the number of cpus matters
 
 
 def available_cpus() -> list[int]:
-    """The cpus that this process may use, ascending. A quota may allow the time of fewer."""
+    """Return the cpus that this process may use, ascending. A quota may allow less cpu time than these cpus have."""
     return sorted(os.sched_getaffinity(0))
 
 
 def attention_cpus(num_threads: int | None, rank: int, num_ranks: int, numa_node: int | None = None) -> AttentionCpus:
-    """The cpus of this rank's attention threads. Ranks get disjoint cpus if there are enough for all.
+    """Return the cpus of this rank's attention threads. Ranks get disjoint cpus if there are enough cpus.
 
-    `num_threads`: None to leave one or two of the rank's cpus to the threads that drive the GPU. Each rank owns a share
-    of the cpus of every memory node. Its cpus on `numa_node`, the GPU's node, are taken first, except for the spare
-    ones. A container's quota limits the number of threads. With a quota threads are not pinned, since other containers
-    would choose the same cpus. Raises ConfigError for more threads than the rank has cpus.
+    num_threads: the number of threads, or None to use all cpus of the rank but one or two, which are left to the
+    threads that drive the GPU. numa_node: the memory node of the GPU.
+
+    Each rank owns a share of the cpus of every memory node. The rank's cpus on `numa_node` are used first, except the
+    cpus left to the threads that drive the GPU. A container's quota limits the number of threads. With a quota, threads
+    are not pinned, because other containers would choose the same cpus. Raises ConfigError for more threads than the
+    rank has cpus.
     """
     assert 0 <= rank < num_ranks, f"rank {rank} of {num_ranks}"
     available, quota = available_cpus(), _quota_cpus()
@@ -55,8 +58,8 @@ def attention_cpus(num_threads: int | None, rank: int, num_ranks: int, numa_node
             f"{num_threads} threads for attention on the CPU, but the engine may use {num_cpus} cpus{of_rank}; "
             f"set 1 to {num_cpus} threads, or allow it more cpus (taskset, the limit of the container)"
         )
-    # The threads that drive the GPU should be near it, so the spare cpus are on the nearest node. On each node the last
-    # cpus are taken first, because the system tends to use the first cpus.
+    # The threads that drive the GPU should be near the GPU, so the spare cpus are on the nearest node. On each node the
+    # last cpus are used first, because the system tends to use the first cpus.
     spare = cpus[:num_spare]
     in_order = [cpu for share in shares for cpu in reversed(share) if cpu not in spare] + spare[::-1]
     return AttentionCpus(tuple(sorted(in_order[:num_threads])), is_pinned)
@@ -67,7 +70,7 @@ def _share(cpus: Sequence[int], rank: int, num_ranks: int) -> Sequence[int]:
 
 
 def _quota_cpus() -> int | None:
-    """Number of cpus that the container's quota is worth, rounded down, or None without a quota."""
+    """Return the container's quota in cpus, rounded down, or None without a quota."""
     for text in (_read(_CGROUP_V2), " ".join(map(_read, _CGROUP_V1))):
         words = text.split()
         if len(words) == 2 and all(word.isdigit() for word in words):  # v1 writes -1 for no limit
@@ -77,7 +80,7 @@ def _quota_cpus() -> int | None:
 
 
 def _nodes_of(available: Sequence[int]) -> dict[int, Sequence[int]]:
-    """The available cpus of each memory node. If the system does not list all of them, everything is node 0."""
+    """Return the available cpus of each memory node. If the system does not list every cpu, all cpus are on node 0."""
     nodes: dict[int, Sequence[int]] = {}
     for path in Path(_NODES).glob("node[0-9]*"):
         on_node = {cpu.name for cpu in path.glob("cpu[0-9]*")}

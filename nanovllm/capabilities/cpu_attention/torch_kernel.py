@@ -1,6 +1,7 @@
 """TorchKernel: attention on the CPU in plain torch, the reference for the compiled kernels.
 
-It serves where no compiled kernel can run: without a compiler, on other processors, and for other head dims and dtypes.
+TorchKernel is used where no compiled kernel can run: without a compiler, on processors other than x86-64 with AVX2, and
+for head dims and dtypes that the compiled kernels do not support.
 """
 
 import os
@@ -24,7 +25,7 @@ _POLL_S = 50e-6
 
 @torch.inference_mode()
 def attend(job: AttentionJob, layer: int) -> None:
-    """Attend to each span by itself and merge the results, on torch's threads."""
+    """Attend to each span separately and merge the results, on torch's threads."""
     assert 0 <= layer < len(job.k_cache), f"layer {layer} of {len(job.k_cache)}"
     k_SKD, v_SKD = job.k_cache[layer].flatten(0, 1), job.v_cache[layer].flatten(0, 1)
     first_row = 0
@@ -73,7 +74,7 @@ def _torch_threads(num_threads: int) -> Iterator[None]:
 
 
 class _Shared:
-    """What a server shares with its thread. The thread must not keep the server itself alive."""
+    """The state that a server shares with its thread. The thread must not keep the server itself alive."""
 
     def __init__(self, flags: torch.Tensor) -> None:
         self.flags = flags.numpy()  # keeps the tensor alive
@@ -85,14 +86,14 @@ class _Shared:
 
 
 class TorchServer:
-    """The CpuServer of TorchKernel, a Python thread.
+    """The CpuServer of TorchKernel: a Python thread.
 
-    If a job raises, its out is NaN and its lse is 0 when flags[1] is set, so that no older result is merged in its
-    place. The next `submit` or `close` raises the exception.
+    If a job raises, the thread sets the job's out to NaN and its lse to 0 before it sets flags[1], so that no older
+    result is merged instead. The next `submit` or `close` raises the exception.
     """
 
     def __init__(self, flags: torch.Tensor, num_threads: int, cpus: list[int] | None) -> None:
-        """`cpus`: where the thread and its OpenMP threads run, or None for anywhere."""
+        """Start the thread. cpus: the cpus of the thread and its OpenMP threads, or None for any cpu."""
         check_flags(flags)
         flags.zero_()
         self._shared = _Shared(flags)
@@ -133,15 +134,15 @@ def _end(shared: _Shared, thread: threading.Thread) -> None:
 @torch.inference_mode()
 def _serve(shared: _Shared, num_threads: int, cpus: list[int] | None) -> None:
     if cpus is not None:
-        with suppress(OSError):  # a cpu that is gone: run anywhere
-            os.sched_setaffinity(0, cpus)  # of this thread, and of the OpenMP threads that it starts
+        with suppress(OSError):  # if a cpu is gone, run on any cpu
+            os.sched_setaffinity(0, cpus)  # applies to this thread, and to the OpenMP threads that it starts
     torch.set_num_threads(num_threads)
     while _serve_next(shared):
         pass
 
 
 def _serve_next(shared: _Shared) -> bool:
-    """Wait for a job and for its queries, and attend. Returns False if the server is closing."""
+    """Wait for a job and its queries, then attend. Returns False if the server is closing."""
     entry = shared.queue.get()
     while not shared.is_closing and entry is not None:
         job, layer, number = entry
@@ -153,7 +154,7 @@ def _serve_next(shared: _Shared) -> bool:
         except BaseException as error:
             shared.error = shared.error or error
             job.out_THD.fill_(torch.nan)
-            job.lse_HT.zero_()  # so that NaN has a weight in every merge
+            job.lse_HT.zero_()  # a finite LSE gives the NaN a weight in every merge
         shared.flags[1] = number
         shared.room.release()
         return True

@@ -1,4 +1,4 @@
-"""The start of the cache on disk on a rank. Start-up runs each function here on every rank (Runner.apply)."""
+"""Start-up of the cache on disk. Each public function of this module runs on every rank (Runner.apply)."""
 
 import time
 import weakref
@@ -15,25 +15,28 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup_steps import prompt_step
 from nanovllm.utils import __version__
 
-TIMED_PROMPT_TOKENS = 4096  # of the prompt that is computed to compare with reading from disk
+TIMED_PROMPT_TOKENS = 4096  # length of the prompt that is timed to compare computing with reading from disk
 
 
 class UnopenedStore(RankStore):
-    """Knows which weights the rank has. Their hash takes memory that the KV cache does not leave."""
+    """The rank's store until the cache is opened. Holds the hash of the rank's weights.
+
+    Hashing the weights takes GPU memory, so it must be done before the KV cache takes all free memory.
+    """
 
     def __init__(self, weights: str) -> None:
         self.weights = weights
 
 
 def identify_weights(runner: ModelRunner) -> None:
-    """Called before the KV cache is allocated."""
+    """Hash the rank's weights. Called before the KV cache is allocated."""
     runner.store = UnopenedStore(weights_identity(runner.model))
 
 
 def open_disk(setup: DiskSetup, runner: ModelRunner) -> DiskStore:
-    """Open the cache. What it holds belongs to this rank's weights and layout, and to no others.
+    """Open the cache for the extents of this rank's weights and layout.
 
-    Returns the store, which contains the keys of the extents that this rank finds. Raises ConfigError if the cache
+    Returns the store, which contains the keys of the extents that this rank has found. Raises ConfigError if the cache
     cannot be opened.
     """
     spec, memory, tp = runner.spec, runner.memory, runner.tp
@@ -52,13 +55,13 @@ def open_disk(setup: DiskSetup, runner: ModelRunner) -> DiskStore:
         board = DiskBoard(tp.size, setup.num_places, setup.board)
         store = DiskStore(Path(setup.path), setup.limit_bytes, pool.least_bytes, identity, setup.model)
         worker = runner.store = DiskWorker(store, pool, board, tp.rank)
-        # The threads refer to the KV cache: without this, both would outlive an engine that is dropped
+        # The threads refer to the KV cache. Without the finalizer, both would outlive an engine that is dropped
         weakref.finalize(runner, worker.abandon).atexit = False
     return store
 
 
 def measure_disk(runner: ModelRunner) -> DiskRates:
-    """Time the computing of a prompt and the reading of extents, by the slowest rank."""
+    """Measure the rates of computing a prompt and of reading extents, each on the slowest rank."""
     assert isinstance(runner.store, DiskWorker), "open_disk comes first"
     num_tokens = min(TIMED_PROMPT_TOKENS, runner.config.max_num_batched_tokens, runner.max_model_len)
     with runner.phases("KV on disk"):

@@ -1,25 +1,25 @@
 """DiskStore: extents, of KV and of recurrent states, as files, shared by any number of processes.
 
-    PATH/lock                        held while it changes which files there are; holds the bytes in use
-    PATH/<fingerprint>/model.json    what the fingerprint stands for
+    PATH/lock                        locked while files are added or removed; contains the number of bytes in use
+    PATH/<fingerprint>/model.json    the data that the fingerprint is a hash of
     PATH/<fingerprint>/<key>.kv      an extent: a header, then the payload
-    PATH/<fingerprint>/<n>.tmp       an extent that a process is writing, and has locked
+    PATH/<fingerprint>/<n>.tmp       an extent that a process is writing; the process holds a lock on the file
 
-The directory is the index. A file gets its name only after its data is on the disk, and a rename is atomic. So
-whenever a process is killed, the files that have names are whole, and opening needs no repair: it only removes the
-temporary files of writers that are gone. A process that reads a file while another one removes it still gets all of its
-data.
+The directory is the index. A file gets its final name only after its data is on the disk, and a rename is atomic. So
+even if a process is killed at any time, every file with a final name is whole. Opening needs no repair: it only removes
+the temporary files of processes that have ended. A process that reads a file while another process removes the file
+still gets all of its data.
 
 Every file is checked before it is used. The header repeats the fingerprint, the key, the parent's key and the token
-ids, and both header and payload have a checksum (xxhash). A file that differs in any way from what its reader expects
-is a miss: it is logged and removed, and its tokens are computed.
+ids, and both header and payload have a checksum (xxhash). If a file differs in any way from what its reader expects,
+the file is a miss: it is logged and removed, and its tokens are computed.
 
-The fingerprint stands for everything besides the tokens that K and V depend on: the weights, the model's config, the
-dtype, the layout, the version of the package, and FORMAT. Each rank has a different fingerprint, because it has
+The fingerprint is a hash of everything besides the tokens that K and V depend on: the weights, the model's config, the
+dtype, the layout, the version of the package, and FORMAT. Each rank has a different fingerprint, because each rank has
 different weights.
 
-The limit applies to everything below the path. A process that needs room removes the files that were used least
-recently, whichever process wrote them. The time of last use is a file's mtime.
+The limit applies to all files below the path together. A process that needs room removes the files that were used least
+recently, regardless of which process wrote them. The time of last use is a file's mtime.
 """
 
 import errno
@@ -55,13 +55,13 @@ from nanovllm.utils.arithmetic import format_bytes
 FORMAT = 3  # the files' format, part of the fingerprint
 FINGERPRINT_BYTES = 16
 REFRESH_S = 2.0  # interval at which to look for files of other processes
-EVICTED_SHARE = 0.05  # share of the limit that is freed at once, because finding the oldest files means listing all
+EVICTED_SHARE = 0.05  # share of the limit that is freed at once, because eviction has to list all files
 _MAGIC = b"NANOVKV\n"
 _FIELDS = struct.Struct(f"<8sIQ{FINGERPRINT_BYTES}s{KEY_BYTES}s{KEY_BYTES}s16sI")
 _CHECKSUM_BYTES = 8
 _TOTAL_BYTES = 8
 _FOLDER = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
-_EXTENT = re.compile(r"((?:[0-9a-f]{2})+)\.kv")  # any format, so that old ones are evicted
+_EXTENT = re.compile(r"((?:[0-9a-f]{2})+)\.kv")  # files of any format, so that files of old formats are evicted
 _TEMPORARY = re.compile(r"[0-9]+-[0-9]+\.tmp")
 _MAX_PARTS = 512  # in one call of preadv or pwritev; Linux allows 1024
 
@@ -89,7 +89,7 @@ class Header(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> "Header":
-        """Raises MissError for anything but a whole header."""
+        """Parse a header. Raises MissError for anything but a whole header."""
         if len(data) != DISK_HEADER_BYTES or not data.startswith(_MAGIC):
             raise MissError("it is not an extent")
         _, version, num_bytes, fingerprint, key, parent, checksum, num_tokens = _FIELDS.unpack_from(data)
@@ -116,7 +116,10 @@ def _checksum(parts: Seq[memoryview]) -> bytes:
 
 
 def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, parts: Seq[memoryview]) -> int:
-    """preadv or pwritev of all parts from the file's start on. Returns the number of bytes until the file's end."""
+    """Read or write all parts from the start of the file. Returns the number of transferred bytes.
+
+    call: os.preadv or os.pwritev. Stops early at the end of the file.
+    """
     left, position = list(parts), 0
     while left:
         num_bytes = call(fd, left[:_MAX_PARTS], position)
@@ -131,24 +134,25 @@ def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, parts:
 
 
 class DiskStore:
-    """The extents of one fingerprint below a path, and the limit of everything below it.
+    """The extents of one fingerprint below a path, and the limit on the size of all files below the path.
 
     One thread at a time may write. Any thread may ask whether a key is known, but a known file may turn out to be
     damaged, or to have been removed by another process.
     """
 
     def __init__(self, path: Path, limit_bytes: int, least_bytes: int, identity: Mapping[str, Any], model: str) -> None:
-        """`least_bytes`: size of the files of DISK_GRAIN_TOKENS tokens. `identity`: everything that K and V depend on
-        besides the tokens, as JSON. `model`: a name for people; not part of the identity.
+        """Open the extents of `identity`: JSON data with everything besides the tokens that K and V depend on.
+
+        least_bytes: size of the files of DISK_GRAIN_TOKENS tokens. model: a name for people, not part of the identity.
 
         Raises ConfigError if the path cannot be used, or if the limit is below `least_bytes`. A read-only path is used
-        for reading.
+        for reading only.
         """
         self.path, self.limit_bytes = path, limit_bytes
         if limit_bytes < least_bytes:
             raise ConfigError(
-                f"kv_disk_gb={limit_bytes / 2**30:g} holds no {DISK_GRAIN_TOKENS} tokens of this model, which take "
-                f"{format_bytes(least_bytes)}; raise kv_disk_gb"
+                f"kv_disk_gb={limit_bytes / 2**30:g} is too small for {DISK_GRAIN_TOKENS} tokens of this model, which "
+                f"take {format_bytes(least_bytes)}; raise kv_disk_gb"
             )
         self.fingerprint = fingerprint_of(identity)
         self.folder = path / self.fingerprint.hex()
@@ -157,7 +161,7 @@ class DiskStore:
         self._cannot_write_until: float = 0.0  # by time.monotonic
         self._listed_mtime_ns = -1  # the folder's mtime when its files were last listed
         self._lock = Lock(path)
-        self._read_error_at_s = -math.inf  # by time.monotonic: when an error of reading was last logged
+        self._read_error_at_s = -math.inf  # by time.monotonic: time at which a read error was last logged
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._make_folder({"model": model, **identity})
@@ -180,7 +184,7 @@ class DiskStore:
                 written.write_text(json.dumps(description, indent=1), encoding="utf-8")
                 written.rename(about)
 
-    # -- what there is -------------------------------------------------------------------------------------------
+    # -- known extents -------------------------------------------------------------------------------------------
 
     def __contains__(self, key: object) -> bool:
         return key in self._known
@@ -196,23 +200,25 @@ class DiskStore:
             if mtime_ns != self._listed_mtime_ns:
                 names = os.listdir(self.folder)
                 self._known = {bytes.fromhex(match[1]) for name in names if (match := _EXTENT.fullmatch(name))}
-                is_settled = time.time() - mtime_ns / 1e9 > REFRESH_S  # else the clock may not tell a change after this
+                is_settled = time.time() - mtime_ns / 1e9 > REFRESH_S  # a very new mtime may not show a later change
                 self._listed_mtime_ns = mtime_ns if is_settled else -1
 
     @property
     def total_bytes(self) -> int:
-        """Bytes in use below the path when they were last read. Does not wait for the disk, which may hang."""
+        """Return the bytes in use below the path when this process last read them. Does not access the disk, which may
+        hang.
+        """
         return self._lock.last_total
 
     def _file(self, key: bytes) -> Path:
         return self.folder / f"{key.hex()}.kv"
 
     def sample(self, num_extents: int) -> list[Path]:
-        """Return the files of some extents."""
+        """Return the paths of up to `num_extents` extents."""
         return [self._file(key) for key in islice(self._known, num_extents)]
 
     def touch(self, extent: Extent) -> None:
-        """Record the time at which an extent was used."""
+        """Record the time at which an extent was used, as the file's mtime."""
         with suppress(OSError):
             os.utime(self._file(extent.key), (extent.used_s, extent.used_s))
 
@@ -232,7 +238,7 @@ class DiskStore:
                     raise MissError(f"it has {found} bytes instead of {size}")
                 os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_SEQUENTIAL)
                 if _transfer(os.preadv, file.fileno(), [memoryview(head), *payload]) != size:
-                    raise MissError("it has become shorter")
+                    raise MissError("it was truncated while it was read")
             header = Header.unpack(bytes(head))
             if header.fingerprint != self.fingerprint:
                 raise MissError("it belongs to another model")
@@ -248,7 +254,10 @@ class DiskStore:
         except OSError as error:
             if time.monotonic() > self._read_error_at_s + PAUSE_S:
                 about = f"{path} cannot be read ({error.strerror})"
-                logger.warning("KV on disk: %s; its tokens are computed. The next %.0f s log no more", about, PAUSE_S)
+                logger.warning(
+                    "KV on disk: %s; its tokens are computed. For %.0f s, further read errors are not logged",
+                    *(about, PAUSE_S),
+                )
                 self._read_error_at_s = time.monotonic()
         else:
             self.touch(extent)
@@ -260,15 +269,16 @@ class DiskStore:
 
     @property
     def is_paused(self) -> bool:
-        """True if writing pauses, because the disk was full or failed, or cannot be written at all."""
+        """Return True if nothing is written now, because the disk was full or failed, or because it is read-only."""
         return time.monotonic() < self._cannot_write_until
 
     def write(self, extent: Extent, payload: Seq[memoryview], is_valid: Callable[[], bool]) -> bool:
-        """Store an extent. After this has returned True, not even a power failure loses it.
+        """Store an extent durably: if `write` returns True, the extent survives even a power failure.
 
-        `is_valid` is called after the payload has been read. It returns False if the payload may have changed
-        meanwhile. Returns False, with nothing stored, if the payload is not valid, if only extents that were used later
-        could make room, and if the disk is full or fails. A failure is logged, and writing pauses.
+        is_valid: called after the payload has been read; returns False if the payload may have changed meanwhile.
+
+        Returns False, and stores nothing, if the payload is not valid, if only removing more recently used extents
+        could make room, or if the disk is full or fails. A failure is logged, and writing pauses.
         """
         if self.is_paused:
             return False
@@ -294,7 +304,7 @@ class DiskStore:
                     return False
                 os.fdatasync(fd)
                 with self._lock:
-                    if path.exists():  # another process has written the same
+                    if path.exists():  # another process has written the same extent
                         self._lock.total -= size
                     temporary.rename(path)
             finally:
@@ -311,9 +321,9 @@ class DiskStore:
         return True
 
     def _reserve(self, num_bytes: int, used_s: float) -> tuple[int, Path] | None:
-        """Make room, and a locked file of this size. Returns its descriptor and path.
+        """Make room, and create a locked temporary file of this size. Returns the file's descriptor and path.
 
-        Returns None if only extents that were used later could make room.
+        Returns None if only removing extents that were used after `used_s` could make room.
         """
         path = self.folder / f"{os.getpid()}-{time.time_ns()}.tmp"
         with self._lock:
@@ -334,14 +344,17 @@ class DiskStore:
         return fd, path
 
     def _give_back(self, temporary: Path, num_bytes: int) -> None:
-        """Remove the temporary file, which is still locked, unless it has got its name."""
+        """Remove the temporary file, which is still locked, unless it has been renamed."""
         with suppress(OSError), self._lock:
             if temporary.exists():
                 temporary.unlink()
                 self._lock.total -= num_bytes
 
     def _evict(self, most_bytes: int, used_s: float) -> int:
-        """Remove extents that were used before `used_s`, to less than `most_bytes`. Returns the bytes in use."""
+        """Remove extents that were used before `used_s`, until less than `most_bytes` are in use.
+
+        Returns the bytes in use, which are more if too few extents are that old.
+        """
         listing = list_extents(self.path, removes_left_over=True)
         removed = prune(listing, most_bytes - int(EVICTED_SHARE * self.limit_bytes), used_s)
         self.num_evicted += len(removed)
@@ -353,7 +366,7 @@ class DiskStore:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder survive a power failure."""
+    """Make new file names in a folder survive a power failure."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -364,18 +377,18 @@ def _sync(folder: Path) -> None:
 class Lock:
     """Excludes other threads and processes while files are added or removed. The lock's file holds the bytes in use.
 
-    If a process is killed between a change and the new total, the total is wrong by that file until the files are
-    listed again, when a process opens the cache or makes room in it.
+    If a process is killed after it has added or removed a file and before it has written the new total, the total is
+    wrong until a process opens the cache or makes room in it, because both list all files.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path / "lock"
         self._threads = threading.Lock()
         self._fd = -1
-        self.last_total = 0  # bytes in use when this object read or wrote them last
+        self.last_total = 0  # bytes in use when this object last read or wrote the total
 
     def __enter__(self) -> None:
-        """Raises OSError if the path is read-only."""
+        """Take the lock. Raises OSError if the path is read-only."""
         self._threads.acquire()
         try:
             if self._fd < 0:
@@ -393,7 +406,7 @@ class Lock:
 
     @property
     def total(self) -> int:
-        """Bytes in use. Only for the holder of the lock."""
+        """The bytes in use. Only for the owner of the lock."""
         self.last_total = int.from_bytes(os.pread(self._fd, _TOTAL_BYTES, 0), "little")
         return self.last_total
 
@@ -403,7 +416,7 @@ class Lock:
         os.pwrite(self._fd, self.last_total.to_bytes(_TOTAL_BYTES, "little"), 0)
 
     def read_total(self) -> int:
-        """Return the bytes in use. Needs no lock."""
+        """Return the bytes in use, without taking the lock."""
         try:
             self.last_total = int.from_bytes(self._file.read_bytes()[:_TOTAL_BYTES], "little")
         except OSError:
@@ -417,11 +430,11 @@ class Lock:
                 self._fd = -1
 
 
-# -- all that is below a path ----------------------------------------------------------------------------------------
+# -- all files below a path ------------------------------------------------------------------------------------------
 
 
 class StoredExtent(NamedTuple):
-    """A file that holds an extent, not opened."""
+    """The path, size and time of use of an extent's file, which has not been opened."""
 
     path: Path
     num_bytes: int
@@ -446,7 +459,7 @@ class Listing(NamedTuple):
 
 
 def list_folders(path: Path) -> list[Path]:
-    """The folders of all fingerprints. Raises ConfigError if the path is not a folder."""
+    """Return the folders of all fingerprints. Raises ConfigError if the path is not a folder."""
     try:
         names = sorted(name for name in os.listdir(path) if _FOLDER.fullmatch(name))
     except OSError as error:
@@ -455,9 +468,9 @@ def list_folders(path: Path) -> list[Path]:
 
 
 def list_extents(path: Path, folders: Seq[Path] | None = None, *, removes_left_over: bool = False) -> Listing:
-    """List what is below the path, or in some of its folders.
+    """List the extents below the path, or in some of its folders.
 
-    `removes_left_over`: remove the files of writers that are gone. The caller then holds the lock.
+    removes_left_over: remove the temporary files of processes that have ended. The caller must then hold the lock.
     """
     extents, busy_bytes = [], 0
     for folder in list_folders(path) if folders is None else folders:
@@ -472,7 +485,7 @@ def list_extents(path: Path, folders: Seq[Path] | None = None, *, removes_left_o
 
 
 def _remove_left_over(path: str) -> bool:
-    """Remove a temporary file unless its writer lives. Returns True if it is gone."""
+    """Remove a temporary file unless its writer is still running. Returns True if the file was removed."""
     fd = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -485,9 +498,9 @@ def _remove_left_over(path: str) -> bool:
 
 
 def prune(listing: Listing, most_bytes: int, used_s: float = math.inf) -> list[StoredExtent]:
-    """Remove the extents that were used least recently, until `most_bytes` are left. Returns the removed extents.
+    """Remove the least recently used extents until `most_bytes` are left. Returns the removed extents.
 
-    `used_s`: keep extents that were used at this time or later.
+    used_s: do not remove extents that were used at this time or later.
     """
     num_bytes, removed = listing.num_bytes, []
     for extent in sorted(listing.extents, key=lambda extent: extent.used_s):
@@ -500,7 +513,7 @@ def prune(listing: Listing, most_bytes: int, used_s: float = math.inf) -> list[S
 
 
 def remove_file(path: Path, lock: Lock) -> None:
-    """Remove a damaged extent, so that it will be written again. Does nothing if the path is read-only."""
+    """Remove a damaged extent, so that it can be written again. Does nothing if the path is read-only."""
     with suppress(OSError), lock:
         num_bytes = path.stat().st_size
         path.unlink()
@@ -508,9 +521,9 @@ def remove_file(path: Path, lock: Lock) -> None:
 
 
 def remove_extents(path: Path, most_bytes: int = 0, folders: Seq[Path] | None = None) -> tuple[int, int]:
-    """Remove the extents that were used least recently, until the extents in `folders` have `most_bytes`.
+    """Remove the least recently used extents in `folders` until `most_bytes` are left there.
 
-    Returns the number of files and of bytes that were removed. Engines may use the files meanwhile.
+    Returns the number of removed files and their size in bytes. Engines may use the cache meanwhile.
     """
     chosen = list_folders(path) if folders is None else folders
     lock = Lock(path)
@@ -522,7 +535,7 @@ def remove_extents(path: Path, most_bytes: int = 0, folders: Seq[Path] | None = 
 
 
 def check_extent(path: Path) -> Header:
-    """Return the header of a file. Raises MissError if any of its bytes is wrong."""
+    """Return the header of a file. Raises MissError if any byte of the file is wrong."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -1,19 +1,19 @@
-"""DiskTier: decides which prefixes are written to disk, and which are loaded from it.
+"""DiskTier: decides which prefixes are written to disk, and which prefixes are loaded from disk.
 
 The tier runs on rank 0 in the engine's thread, and works on integers and keys only. The DiskWorkers of all ranks move
-the bytes (worker.py). What always holds:
-- A prompt is written once it has been computed, and an answer when it ends. With recurrent layers only the extents
-  before the last state are written, because a prefix hit ends at a state.
-- A load fills free blocks, which then enter the prefix index like the blocks of a prompt that was computed. The
-  sequence waits for its load and is then admitted with a hit. Other sequences run meanwhile.
-- A load succeeds as a whole or not at all. If an extent is missing or damaged, the next load ends before it.
-- The blocks of a load belong to a holder, a sequence that never runs, until every rank has ended the load. A rank ends
-  a cancelled load at once, even if its disk hangs, because it reads files into separate buffers.
-- A store reads its block while the block may be given to another sequence. Each allocation of a block raises the
-  block's version. An extent whose block has another version once it has been read is dropped. So nothing ever waits
-  for a store.
+the bytes (worker.py). Invariants:
+- A prompt is written once it has been computed, and an answer when it ends. With recurrent layers, extents after the
+  last saved state are not written, because a prefix hit ends at a state and cannot use them.
+- A load fills free blocks, which then enter the prefix index like the blocks of a computed prompt. The sequence waits
+  for its load and is then admitted with a hit. Other sequences run meanwhile.
+- A load succeeds as a whole or not at all. If an extent is missing or damaged, the next load ends before the extent.
+- The blocks of a load belong to an owner, a sequence that never runs, until every rank has ended the load. A rank ends
+  a cancelled load at once, even if the rank's disk hangs, because files are read into separate buffers.
+- A block may be given to another sequence while a store reads the block. Each allocation of a block raises the block's
+  version. If the version has changed after the block was read, the extent is dropped. So no allocation waits for a
+  store.
 - Start-up decides from which length on a prefix is loaded (`least_load_tokens`). A disk that hangs later delays one
-  sequence for STALL_S; after the delay nothing is loaded for PAUSE_S.
+  sequence for STALL_S; after the delay, nothing is loaded for PAUSE_S.
 """
 
 import mmap
@@ -40,19 +40,19 @@ from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.schedule.prompt_store import PromptStore
 
 STALL_S = 10.0  # a load is cancelled if no extent arrives for this time
-_RANK_CELLS = 4  # see DiskBoard
+_RANK_CELLS = 4  # cells per rank on the DiskBoard
 
 
 class DiskBoard:
-    """Numbers that rank 0's engine thread and the disk threads of all ranks share: an array of int64.
+    """An array of int64 that rank 0's engine thread and the disk threads of all ranks share.
 
-    Reading and writing the board waits for nothing, and each cell has one writer. A rank writes `num_loaded` and
-    `missing` before `ended_load`. The board is a file without a name, so that no process can leave it over. All ranks
-    open it by rank 0's descriptor in /proc.
+    Reading and writing the board never waits, and each cell has one writer. A rank writes `num_loaded` and `missing`
+    before `ended_load`. The board is a file without a name, so that no file is left over when a process is killed. All
+    ranks open the file through rank 0's descriptor in /proc.
     """
 
     def __init__(self, num_ranks: int, num_places: int, address: str = "") -> None:
-        """`num_places`: blocks and snapshots. `address`: of the board to open; by default, a new one is made."""
+        """num_places: the number of blocks and snapshots. address: the board to open, or "" to make a new board."""
         self.address, self._fd = address, -1
         size = 1 + num_ranks * _RANK_CELLS + num_places
         if not address:
@@ -61,9 +61,9 @@ class DiskBoard:
             self.address = f"/proc/{os.getpid()}/fd/{self._fd}"
         with open(self.address, "r+b") as file:
             cells = np.frombuffer(mmap.mmap(file.fileno(), size * 8), dtype=np.int64)
-        self.cancelled_load = cells[:1]  # number of the newest load that is cancelled
-        # By rank: extents loaded of the newest load, one of its extents that is missing or -1, the newest load after
-        # which nothing more is copied, and extents that were written or dropped since the start.
+        self.cancelled_load = cells[:1]  # number of the newest cancelled load
+        # By rank: the count of loaded extents of the newest load; the index of a missing extent of the newest load, or
+        # -1; the number of the newest load that has ended; the count of extents written or dropped since the start
         ranks = cells[1 : 1 + num_ranks * _RANK_CELLS].reshape(num_ranks, _RANK_CELLS)
         self.num_loaded, self.missing, self.ended_load, self.num_stored = ranks.T
         self.versions = cells[1 + num_ranks * _RANK_CELLS :]  # by place
@@ -77,14 +77,14 @@ class DiskBoard:
 @dataclass(slots=True)
 class _PrefixLoad:
     number: int
-    seq: Sequence | None  # None once it is cancelled
-    holder: Sequence  # owns the blocks
-    start: int  # the first token to read; `end` if only the state is read
+    seq: Sequence | None  # the sequence that waits, or None once the load is cancelled
+    holder: Sequence  # the owner of the blocks
+    start: int  # the first token to read, or `end` if only the state is read
     end: int
-    keys: tuple[bytes, ...]  # of what is loaded
-    snapshot: int  # for the state; -1 if no layer is recurrent
-    num_loaded: int  # extents, when the tier last looked
-    arrived_s: float  # when the newest extent arrived, or when the load began
+    keys: tuple[bytes, ...]  # of the extents to load
+    snapshot: int  # place for the state, or -1 if no layer is recurrent
+    num_loaded: int  # number of loaded extents when the tier last looked
+    arrived_s: float  # time at which the newest extent arrived or the load began
 
 
 class DiskTier(PromptStore):
@@ -98,8 +98,10 @@ class DiskTier(PromptStore):
         grain: int = DISK_GRAIN_TOKENS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`keys`: the extents on disk that rank 0 knows. `least_load_tokens`: shorter prefixes are not loaded.
-        `grain`: tokens of an extent. Starts to count the versions of `kv`'s blocks and snapshots.
+        """Start to count the versions of `kv`'s blocks and snapshots.
+
+        keys: the keys of the extents on disk that rank 0 knows. least_load_tokens: length of the shortest prefix to
+        load. grain: tokens of an extent.
         """
         self.keys, self.kv, self.board = keys, kv, board
         self.least_load_tokens, self.grain, self._clock = least_load_tokens, grain, clock
@@ -107,17 +109,17 @@ class DiskTier(PromptStore):
         kv.pool.versions = board.versions[: len(kv.pool.blocks)]
         if self._snapshots is not None:
             self._snapshots.versions = board.versions[len(kv.pool.blocks) :]
-        self._waiting: deque[Sequence] = deque()  # for a load to begin
-        self._load: _PrefixLoad | None = None  # the one that the ranks work on
+        self._waiting: deque[Sequence] = deque()  # sequences whose loads have not begun
+        self._load: _PrefixLoad | None = None  # the load that the ranks work on
         self._ready: list[Sequence] = []  # sequences that no longer wait for a load
-        self._epoch_s = time.time() - time.perf_counter()  # start of the clock by which sequences arrive
-        self._paused_until_s = 0.0  # by the clock
+        self._epoch_s = time.time() - time.perf_counter()  # converts Sequence.arrival_s to time.time
+        self._paused_until_s = 0.0  # by `clock`
         self._num_loads = self._num_stores = 0
         self._stores: list[Extent] = []
-        self._lost: set[bytes] = set()  # keys that a rank found missing, and that were not stored again since
+        self._lost: set[bytes] = set()  # keys that a rank found missing, and that have not been stored again
         self.num_loaded_tokens = self.num_loaded_states = self.num_cancelled_loads = 0
 
-    # -- what the scheduler calls --------------------------------------------------------------------------------
+    # -- called by the scheduler ---------------------------------------------------------------------------------
 
     def wait_for_load(self, seq: Sequence) -> bool:
         """Begin to wait for a load if the disk has more of a prompt than memory. Otherwise return False."""
@@ -132,7 +134,7 @@ class DiskTier(PromptStore):
         return ready
 
     def forget(self, seq: Sequence) -> bool:
-        """Drop a sequence that was aborted. Returns True if it was here."""
+        """Drop a sequence that was aborted. Returns True if the sequence was waiting for a load."""
         if self._load is not None and self._load.seq is seq:
             self._load.seq, self.board.cancelled_load[0] = None, self._load.number
             return True
@@ -147,11 +149,11 @@ class DiskTier(PromptStore):
         return self._load is not None or not self._waiting or seq.seq_id < self._waiting[0].seq_id
 
     def store(self, seq: Sequence) -> None:
-        """Store what a running sequence has computed: its prompt, when the first token after it has arrived, and the
-        rest when the sequence ends.
+        """Store the computed K and V of a running sequence: the prompt when the first token of the answer has arrived,
+        and the answer when the sequence ends.
 
         Extents that are on disk are submitted, too, because other ranks may lack them, and to record their use. Prompts
-        that are scored are not stored, because they would not be read either.
+        with prompt_logprobs are not stored, because they would not be loaded either.
         """
         if seq.status is not SequenceStatus.RUNNING or not seq.can_use_prefix_cache:
             return
@@ -172,22 +174,22 @@ class DiskTier(PromptStore):
 
     @property
     def num_waiting(self) -> int:  # type: ignore[override]
-        """Number of sequences that wait for a load, or have not been taken back after it."""
+        """Count the sequences that wait for a load, or that `take_ready` has not returned yet."""
         is_loading = self._load is not None and self._load.seq is not None
         return len(self._waiting) + is_loading + len(self._ready)
 
     @property
     def holders(self) -> list[Sequence]:
-        """The owners of blocks that are being loaded."""
+        """Return the owners of blocks that are being loaded."""
         return [] if self._load is None else [self._load.holder]
 
-    # -- what the step loop calls --------------------------------------------------------------------------------
+    # -- called by the step loop ---------------------------------------------------------------------------------
 
     def next_moves(self) -> DiskMoves | None:
-        """Take in what the ranks have loaded, and return what they are to move next, or None if there is nothing.
+        """Process the loads that the ranks have ended, and return the next moves of the ranks, or None without moves.
 
-        Called when all planned steps have been launched: they may still use blocks that have been freed, and a rank
-        waits for what it has enqueued so far.
+        Called when all planned steps have been launched: the steps may still use freed blocks, so each rank finishes
+        its enqueued work before it executes the moves.
         """
         if self._load is not None:
             self._follow(self._load)
@@ -204,7 +206,7 @@ class DiskTier(PromptStore):
 
     @property
     def num_pending(self) -> int:  # type: ignore[override]
-        """Extents that the slowest rank still has to write."""
+        """Count the extents that the slowest rank still has to write."""
         return self._num_stores - int(self.board.num_stored.min())
 
     def stats(self) -> dict[str, float | None]:
@@ -222,11 +224,11 @@ class DiskTier(PromptStore):
 
     @property
     def _is_paused(self) -> bool:
-        """True if the disk has hung less than PAUSE_S ago."""
+        """Return True if the disk has hung less than PAUSE_S ago."""
         return self._clock() < self._paused_until_s
 
     def _find(self, seq: Sequence) -> tuple[int, int] | None:
-        """Return the first token to read and the end of a load for a prompt, or None if the prompt should not wait."""
+        """Return the start and end tokens of a load for a prompt, or None if a load would not help the prompt."""
         num_known = self.kv.num_known_tokens(seq)
         start = len(self.kv.pool.match(seq).whole_blocks) * self.kv.block_size
         end = start
@@ -240,11 +242,11 @@ class DiskTier(PromptStore):
         return (min(start, end), end) if end > num_known and end >= self.least_load_tokens else None
 
     def _begin_load(self) -> tuple[Extent, ...]:
-        """Begin the oldest load, if there is room for it."""
+        """Begin the load of the oldest waiting sequence, if there are free blocks. Returns the extents to read."""
         while self._waiting:
             seq = self._waiting[0]
             found = self._find(seq)
-            if found is None:  # the blocks may be in memory by now
+            if found is None:  # for instance, because another sequence has computed the same prefix meanwhile
                 self._ready.append(self._waiting.popleft())
                 continue
             start, end = found
@@ -264,11 +266,11 @@ class DiskTier(PromptStore):
         return ()
 
     def _follow(self, load: _PrefixLoad) -> None:
-        """Take in a load that has ended, and cancel one that no extent arrives for.
+        """Process the load if it has ended, and cancel it if no extent has arrived for STALL_S.
 
-        The blocks of a cancelled load are freed when all ranks have ended it.
+        The blocks of a cancelled load are freed when all ranks have ended the load.
         """
-        has_ended = bool((self.board.ended_load == load.number).all())  # first, so that the others are not older
+        has_ended = bool((self.board.ended_load == load.number).all())  # must be read before the other cells
         num_loaded = int(self.board.num_loaded.min())
         if has_ended:
             self._end(load, is_whole=num_loaded == len(load.keys))
@@ -281,7 +283,9 @@ class DiskTier(PromptStore):
             self._paused_until_s = self._clock() + PAUSE_S
 
     def _end(self, load: _PrefixLoad, *, is_whole: bool) -> None:
-        """Let prompts match what was loaded, if all of it was. Otherwise find a shorter load for the sequence."""
+        """Add the loaded blocks to the prefix index if the load is whole. Otherwise let the sequence wait for a shorter
+        load.
+        """
         self._load = None
         self.kv.fill(load.holder, load.end if is_whole else load.start)
         if self._snapshots is not None:
@@ -301,9 +305,10 @@ class DiskTier(PromptStore):
     # -- extents -------------------------------------------------------------------------------------------------
 
     def _extent(self, owner: Sequence, end: int, snapshot: int | None = None) -> Extent:
-        """Return the extent that ends before token `end`, in the owner's block, or the state there, in a snapshot.
+        """Return the K and V extent that ends before token `end` in the owner's blocks, or the extent of the state at
+        `end` in `snapshot`.
 
-        A state counts as used a little earlier than the extent.
+        A state gets a slightly earlier time of use than the K and V extent.
         """
         start, key = end - self.grain, self._key(owner, end)
         used_s = self._epoch_s + owner.arrival_s - start // self.grain * LATER_S
@@ -317,7 +322,7 @@ class DiskTier(PromptStore):
         return Extent(key, parent, token_ids, used_s, place, offset, int(self.board.versions[place]))
 
     def _key(self, seq: Sequence, num_tokens: int) -> bytes:
-        """Return the key of a prefix of whole extents. Each is computed once, because token ids never change."""
+        """Return the key of a prefix of whole extents. Each key is computed once, because token ids never change."""
         keys = seq.disk_keys
         if not keys:
             keys.append(root_key(seq.hash_salt))
@@ -339,6 +344,6 @@ class DiskTier(PromptStore):
         return self._snapshots.find(self.kv.pool.prefix_id(seq, num_tokens))
 
     def _is_in_memory(self, extent: Extent) -> bool:
-        """Return True if the place still holds the extent, in the memory that is written from."""
+        """Return True if the place still holds the whole extent, in CPU memory with offload."""
         is_same = bool(extent.version == self.board.versions[extent.place])
         return is_same and (extent.is_state or self.kv.num_stored_tokens(extent.place) >= extent.start + self.grain)

@@ -2,28 +2,29 @@
 
 Legend: L layers, N blocks, P tokens per block, G tokens per extent, K kv heads, D head dim.
 
-A payload is the extent's K in all layers, then its V: [2, L, G, K, D], or a state of the recurrent layers: the inputs
-of the convolution, then the matrices. Each reading thread has a separate buffer for one payload. It reads a file into
-the buffer, and copies the payload to its place after the whole file has been read and checked. So a disk that hangs
-holds buffers, but no block: a load that is given up ends at once, and its blocks can be used for something else.
-Extents are written directly from a cache in CPU memory, and through a buffer from a cache on the GPU. Buffers are
-pinned if the cache is on a GPU. States are always in CPU memory.
+The payload of an extent is either K in all layers followed by V in all layers, [2, L, G, K, D], or a state of the
+recurrent layers: the inputs of the convolution followed by the matrices. Each reading thread has a separate buffer for
+one payload. A reading thread reads a file into its buffer, and copies the payload to its place only after the whole
+file has been read and checked. So a disk that hangs blocks buffers, but no KV block: a load that is given up ends at
+once, and its blocks can be reused. Extents are written directly from a cache in CPU memory, and through a buffer from a
+cache on the GPU. Buffers are pinned if the cache is on a GPU. States are always in CPU memory.
 
-There is one copy per layer between a buffer and the GPU, of contiguous bytes. The driver refuses a single copy of all
+Between a buffer and the GPU, each layer is a separate copy of contiguous bytes. The driver refuses a single copy of all
 layers (copy_rows in device/cuda.py) for a cache in torch's expandable segments.
 
-The engine's thread only puts work into queues. A thread that takes work waits, on the host, until everything is done
-that was enqueued on the device before. So the thread sees what was written there, and overwrites nothing in use:
+The engine's thread only puts work into queues. A thread that takes work from a queue waits, on the host, until all
+device work that was enqueued before the submission is done. So the thread reads completed blocks, and overwrites no
+block in use:
   E13  written -> stored on disk         compute, d2h -> host   the events that come with each submission
   E14  last used -> loaded from disk     compute, d2h -> host   the same
-A block may be given to another sequence while it is being written to a file. Then its version has changed by the time
-it has been read, and the extent is dropped. Prompts can match what is loaded only after rank 0 has taken it in. Both
-edges and the versions serve snapshots, too, which the compute stream writes and reads.
+A block may be given to another sequence while the block is being written to a file. After reading the block, the thread
+then finds that its version has changed, and drops the extent. Prompts can match loaded blocks only after rank 0 has
+processed the load. Both edges and the versions also protect snapshots, which the compute stream writes and reads.
 
 The threads refer to the DiskWorker and its KVPool, but not to the engine. An engine that is dropped without `close`
 calls `abandon`, which ends the threads and releases the pool.
 
-`weights_identity` makes the part of the fingerprint that identifies the weights.
+`weights_identity` computes the part of the fingerprint that identifies the weights.
 """
 
 import ctypes
@@ -60,20 +61,20 @@ from nanovllm.offload.streams import Event, Stream, Streams
 from nanovllm.plan.kv_spec import KVCacheSpec
 from nanovllm.runner.companion_memory import RankStore
 
-CLOSE_S = 5.0  # time limit for the extents that `close` still has to write
+CLOSE_S = 5.0  # time limit for `close` to write the remaining extents
 MEASURE_S = 1.0  # time limit for measuring the disk
-POLL_S = 0.5e-3  # interval at which a thread looks whether the device is done
-CANCEL_POLL_S = 5e-3  # interval at which a running load looks whether it is cancelled
+POLL_S = 0.5e-3  # interval at which a thread checks whether the device is done
+CANCEL_POLL_S = 5e-3  # interval at which a running load checks whether it is cancelled
 WRITER_NICENESS = 15
-MAX_STORES = 8192  # extents that wait to be written; more are dropped
-_HASHED_WORDS = 2**22  # words of 4 bytes that are folded into one number, for weights on the GPU
+MAX_STORES = 8192  # most extents that wait to be written; further extents are dropped
+_HASHED_WORDS = 2**22  # words of 4 bytes that are folded into one number when weights on the GPU are hashed
 
 logger = logging.getLogger("nanovllm")
 
 
 class KVPool:
-    """The places of extents: a rank's caches [L, N, P, K, D] of all blocks, in CPU memory or on the GPU, and the
-    snapshots of states. Also the buffers between files and places.
+    """The places of extents, which are a rank's caches of all blocks, [L, N, P, K, D], in CPU memory or on the GPU, and
+    the snapshots of states. Also owns the buffers between files and places.
     """
 
     def __init__(
@@ -86,9 +87,9 @@ class KVPool:
         snapshots: Seq[torch.Tensor] = (),
         device: torch.device | None = None,
     ) -> None:
-        """`needs_buffers`: extents are also written through a buffer; by default, if the caches are on a GPU.
-        `snapshots`: the parts of all snapshots, in CPU memory; none if no layer is recurrent. `device`: the rank's;
-        by default, the device of the caches.
+        """needs_buffers: True to write extents through a buffer, or None to do so if the caches are on a GPU.
+        snapshots: the parts of all snapshots, in CPU memory, or () if no layer is recurrent. device: the rank's device,
+        or None for the device of the caches.
         """
         self._snapshots, self._num_blocks = tuple(snapshots), k_LNPKD.shape[1]
         self.state_bytes = sum(part[0].nbytes for part in snapshots)
@@ -106,7 +107,7 @@ class KVPool:
         self._of_thread = threading.local()
 
     def fence(self) -> list[Event]:
-        """Return events that are over once everything enqueued so far is done. Called by the engine's thread."""
+        """Return events that are over once all work enqueued so far is done. Called by the engine's thread."""
         events = []
         for stream in (self._streams.compute, self._streams.d2h):
             events.append(self._streams.event())
@@ -116,18 +117,18 @@ class KVPool:
     def is_over(self, fence: Iterable[Event]) -> bool:
         """Return True if all events are over.
 
-        The rank's GPU must be current: in a new thread another GPU may be, and the call would take memory there.
+        The call makes the rank's GPU current: in a new thread, another GPU may be current, and would lose memory.
         """
         with current_device(self._device):
             return all(self._streams.is_done(event) for event in fence)
 
     def num_bytes(self, extent: Extent) -> int:
-        """Size of an extent's payload."""
+        """Return the size of an extent's payload."""
         return self.state_bytes if extent.is_state else self.extent_bytes
 
     @property
     def least_bytes(self) -> int:
-        """Size of the smallest set of files that a prompt can use."""
+        """Return the size of the smallest set of files that a prompt can use."""
         return document_disk_bytes(DISK_GRAIN_TOKENS + 1, self.extent_bytes // DISK_GRAIN_TOKENS, self.state_bytes)
 
     def buffer(self, extent: Extent) -> list[memoryview]:
@@ -147,7 +148,7 @@ class KVPool:
                 ctypes.memmove(part.data_ptr(), source.data_ptr(), source.nbytes)
 
     def payload(self, extent: Extent) -> list[memoryview]:
-        """Return the memory that a file is written from: the extent's own, or this thread's buffer after filling it."""
+        """Return the memory to write a file from: the extent's place, or this thread's buffer after a copy to it."""
         parts = self._parts(extent)
         if self.needs_buffers and not extent.is_state:
             layers = self._buffer(extent).view(self._dtype).view(self._shape).flatten(0, 1)
@@ -156,9 +157,9 @@ class KVPool:
         return [_bytes_of(part) for part in parts]
 
     def _parts(self, extent: Extent) -> list[torch.Tensor]:
-        """The contiguous parts of an extent's place: [G, K, D] of K in each layer, then of V; or a state's parts.
+        """Return the contiguous parts of an extent's place: [G, K, D] for K in each layer, then for V.
 
-        Raises RuntimeError after `close`.
+        The parts of a state are the convolution's inputs and the matrices. Raises RuntimeError after `close`.
         """
         if self.is_closed:
             raise RuntimeError("the KV cache is closed")
@@ -168,7 +169,7 @@ class KVPool:
         return [layer for cache in self._caches for layer in cache[:, extent.place, extent.start : end].unbind(0)]
 
     def _copy(self, stream: Stream, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy (target, source) pairs between a buffer and the cache, and wait until they are copied."""
+        """Copy (target, source) pairs between a buffer and the cache, and wait until the copies are complete."""
         with current_device(self._device), torch.inference_mode():
             stream.copy_all(pairs)
             done = self._streams.event()
@@ -206,12 +207,12 @@ class _ExtentLoad:
     extents: Seq[Extent]
     number: int
     num_copied: int = 0
-    missing: int = -1  # an extent that cannot be loaded; the others are then of no use
-    is_given_up: bool = False  # nothing more is copied to its places
+    missing: int = -1  # index of an extent that cannot be loaded, which makes the whole load useless, or -1
+    is_given_up: bool = False  # if True, no further extent is copied to its place
 
 
 class DiskWorker(RankStore):
-    """Works on submissions in order, on stores and loads concurrently. Any number of submissions may be open."""
+    """Executes stores in order and loads in order, both concurrently. Any number of submissions may be queued."""
 
     def __init__(
         self,
@@ -221,19 +222,19 @@ class DiskWorker(RankStore):
         rank: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: for the times at which to look for files of other processes."""
+        """clock: decides when to look for files of other processes."""
         self.store, self._pool, self._board, self._rank = store, pool, board, rank
         self._clock = clock
         self._changed = threading.Condition()  # guards the queues, the running load and the counters
-        self._stores: deque[tuple[Seq[Extent], list[Event]]] = deque()  # with the events to wait for
+        self._stores: deque[tuple[Seq[Extent], list[Event]]] = deque()  # extents, and the events to wait for
         self._loads: deque[tuple[_ExtentLoad, list[Event]]] = deque()
-        self._reads: deque[Callable[[], None]] = deque()  # for the reading threads; they do not raise
+        self._reads: deque[Callable[[], None]] = deque()  # calls for the reading threads, which do not raise
         self._num_copying = 0  # threads that copy to the places of a load
         self._num_to_store = 0
-        self._close_at_s: float | None = None  # by time.monotonic; None while the worker is open
+        self._close_at_s: float | None = None  # by time.monotonic, or None while the worker is open
         self._read_s = self._write_s = 0.0
         self.num_stored_bytes = self.num_loaded_bytes = self.num_misses = self.num_dropped = self.num_failures = 0
-        # Daemons: a thread that waits for a disk that hangs must not keep the process from ending
+        # Daemons: a thread that waits for a hung disk must not keep the process from ending
         targets = {"write": self._write, "load": self._run_loads} | {
             f"read-{i}": self._read for i in range(NUM_READERS)
         }
@@ -245,7 +246,7 @@ class DiskWorker(RankStore):
             thread.start()
 
     def submit(self, moves: DiskMoves) -> None:
-        """Called by the engine's thread, when all planned steps have been launched. Does not wait."""
+        """Queue moves. Called by the engine's thread when all planned steps have been launched. Does not wait."""
         fence = self._pool.fence()
         with self._changed:
             stores = moves.stores[: MAX_STORES - self._num_to_store]
@@ -258,9 +259,9 @@ class DiskWorker(RankStore):
             self._changed.notify_all()
 
     def measure(self) -> float:
-        """Return the rate in bytes per second at which the reading threads read some of the extents that there are.
+        """Read some of the known extents with the reading threads, and return the rate in bytes per second.
 
-        Returns 0 if there are none, or if the disk delivers none within MEASURE_S.
+        Returns 0 if no extent is known, or if no file has been read within MEASURE_S.
         """
         files, num_bytes, begun_s = self.store.sample(4 * NUM_READERS), list[int](), time.perf_counter()
 
@@ -294,13 +295,13 @@ class DiskWorker(RankStore):
         }
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write the extents that wait, for at most `timeout_s`, end the threads and release the pool."""
+        """Write the queued extents for at most `timeout_s`, end the threads and release the pool."""
         self._end_at(time.monotonic() + timeout_s)
         deadline_s = time.monotonic() + timeout_s + 1
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._num_to_store:
-            logger.warning("KV on disk: %d extents were not written before the end", self._num_to_store)
+            logger.warning("KV on disk: closed before %d extents were written", self._num_to_store)
         self._pool.close()
         if any(thread.is_alive() for thread in self._threads):
             logger.warning("KV on disk: the disk does not answer")
@@ -308,9 +309,9 @@ class DiskWorker(RankStore):
         self.store.close()
 
     def abandon(self) -> None:
-        """End the threads as soon as they can, without waiting for them, and release the pool.
+        """Tell the threads to end, without waiting for them, and release the pool.
 
-        For an engine that was dropped: extents that have not been written are lost.
+        Called if an engine is dropped without `close`. Extents that have not been written are lost.
         """
         self._end_at(0.0)
         self._pool.close()
@@ -326,9 +327,8 @@ class DiskWorker(RankStore):
             time.sleep(POLL_S)
 
     def _count_failure(self, action: str, extent: Extent) -> None:
-        """Count the exception being handled, which neither the disk nor a file has caused, and log the first one.
-
-        The engine goes on without this extent. If every extent fails in the same way, one entry in the log is enough.
+        """Count the exception being handled, which neither the disk nor a file has caused. Log only the first such
+        exception, because every extent may fail in the same way. The engine continues without the extent.
         """
         if self._pool.is_closed:
             return  # the engine was dropped meanwhile
@@ -339,15 +339,15 @@ class DiskWorker(RankStore):
             logger.exception(
                 "KV on disk: %s could not be %s; its tokens are computed when they are needed. This is a bug: please "
                 "report it with this traceback. Later failures are only counted, as num_disk_failures in stats(). If "
-                "that number keeps growing, the disk is of no use here: leave out kv_disk_path",
+                "that number keeps growing, KV on disk does not work here: leave out kv_disk_path",
                 *(extent.key.hex(), action),
             )
 
     # -- the writing thread --------------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        """Store what is submitted. Look for files of other processes every REFRESH_S, even with much to store."""
-        with suppress(OSError):  # on Linux a thread has a separate priority; steps go first
+        """Store submitted extents. Every REFRESH_S, even between extents, look for files of other processes."""
+        with suppress(OSError):  # on Linux each thread has its own priority; steps have a higher priority than writing
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
         refresh_at_s = self._clock() + REFRESH_S
 
@@ -376,14 +376,14 @@ class DiskWorker(RankStore):
                 is_done = False
                 try:
                     is_done = self._store(extent)
-                except Exception:  # a bug; the engine must not notice
+                except Exception:  # a bug, which must not stop the engine
                     self._count_failure("stored", extent)
                 with self._changed:
                     self._num_to_store -= 1
                     self._count_stored(1, num_dropped=not is_done)
 
     def _count_stored(self, num_extents: int, *, num_dropped: int) -> None:
-        """Count extents that need not be written any more, because they are on disk or dropped."""
+        """Count extents that no longer wait to be written, because they are on disk or dropped."""
         self.num_dropped += num_dropped
         self._board.num_stored[self._rank] += num_extents
 
@@ -397,7 +397,8 @@ class DiskWorker(RankStore):
             self.store.touch(extent)
             return True
         begun_s = time.perf_counter()
-        is_useful = not extent.is_state or prefix_key(extent.key) in self.store  # the extent may have found no room
+        # A state is useless without its prefix, whose last extent may not have been stored for lack of room
+        is_useful = not extent.is_state or prefix_key(extent.key) in self.store
         if not is_useful or not is_valid() or self.store.is_paused:
             return False
         if not self.store.write(extent, self._pool.payload(extent), is_valid):
@@ -422,10 +423,10 @@ class DiskWorker(RankStore):
             self._board.ended_load[self._rank] = load.number
 
     def _load(self, load: _ExtentLoad) -> None:
-        """Let the reading threads load all extents. Give up if one is missing, or if the load is cancelled.
+        """Let the reading threads load all extents. Give up if an extent is missing, or if the load is cancelled.
 
-        When this returns, nothing more is copied to the places of the load. Files that are still being read then stay
-        in the buffers of their threads.
+        After this method returns, nothing is copied to the places of the load. Files that are still being read then
+        stay in the buffers of the reading threads.
         """
         board, rank = self._board, self._rank
         board.num_loaded[rank], board.missing[rank] = 0, -1
@@ -450,14 +451,14 @@ class DiskWorker(RankStore):
                     return
                 read = self._reads.popleft()
             read()
-            del read  # the load
+            del read  # releases the load, which `read` refers to
 
     def _read_extent(self, load: _ExtentLoad, extent_idx: int) -> None:
         extent, was_read, was_copied = load.extents[extent_idx], False, False
         try:
             was_read = self.store.read(extent, self._pool.buffer(extent))
             was_copied = was_read and self._copy_in(load, extent)
-        except Exception:  # a bug; the engine must not notice
+        except Exception:  # a bug, which must not stop the engine
             self._count_failure("loaded", extent)
         with self._changed:
             self.num_misses += not was_read
@@ -469,7 +470,7 @@ class DiskWorker(RankStore):
             self._changed.notify_all()
 
     def _copy_in(self, load: _ExtentLoad, extent: Extent) -> bool:
-        """Copy this thread's buffer to its place, unless the load was given up. Returns True if it has been copied."""
+        """Copy this thread's buffer to the extent's place, unless the load was given up. Returns True if copied."""
         with self._changed:
             if load.is_given_up:
                 return False
@@ -492,11 +493,11 @@ def _read_file(path: Path) -> int:
     return num_bytes
 
 
-# -- which weights ---------------------------------------------------------------------------------------------------
+# -- the identity of the weights -------------------------------------------------------------------------------------
 
 
 def weights_identity(model: torch.nn.Module) -> str:
-    """A hash of a rank's parameters and packed weights, as they are on its device. Reads them once."""
+    """Return a hash of a rank's parameters and packed weights, as stored on the device. Reads every weight once."""
     state = xxhash.xxh3_128()
     for name, tensor in sorted(model.state_dict().items()):
         state.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -507,10 +508,9 @@ def weights_identity(model: torch.nn.Module) -> str:
 
 
 def _folded(data: torch.Tensor) -> torch.Tensor:
-    """Fold bytes into one number per part: a sum modulo 2^64, in which each word has a different odd factor.
+    """Fold bytes into one number per part: a sum of the part's words modulo 2^64, each times a different odd factor.
 
-    The device computes the sums in less time than a step. Parts that differ have equal sums with a probability of
-    2^-64.
+    The device computes the sums in less time than a step. Different parts have equal sums with a probability of 2^-64.
     """
     words = (F.pad(data, (0, -len(data) % 4)) if len(data) % 4 else data).view(torch.int32)
     generator = torch.Generator(data.device).manual_seed(0)

@@ -1,7 +1,8 @@
-"""BadWords: the strings that an answer must not contain, as masks of the tokens that would complete one of them.
+"""BadWords: masks that forbid the tokens which would complete one of the strings that an answer must not contain.
 
-An answer can spell a string with many sequences of tokens, so the strings are matched against the bytes of the text,
-which an Automaton follows. A token is forbidden in a state if its bytes, read from there, complete a string:
+An answer can spell a string with many sequences of tokens, so the strings are matched against the bytes of the text. An
+Automaton reads the bytes. A token is forbidden in a state of the Automaton if reading the token's bytes from that state
+completes a string:
 
 - tokens that contain a whole string are forbidden in every state;
 - after the first part of a string, tokens that begin with the rest of the string are forbidden.
@@ -20,11 +21,11 @@ import numpy.typing as npt
 from nanovllm.plan.logit_edits import TokenMask, packed_mask
 from nanovllm.utils.automaton import Automaton
 
-MAX_KEPT_MASKS = 256  # for each list of bad words
+MAX_KEPT_MASKS = 256  # most cached masks for each list of bad words
 
 
 class TokenTable:
-    """The bytes of all tokens, sorted, so that tokens with the same beginning are next to each other."""
+    """The bytes of all tokens, sorted, so that tokens with a common prefix are next to each other."""
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self.token_bytes = token_bytes
@@ -39,7 +40,7 @@ class TokenTable:
         self._num_longer = [int(np.count_nonzero(lens > position)) for position in range(self.max_len)]
 
     def beginning_with(self, prefix: bytes) -> tuple[int, int]:
-        """Return the range of the sorted tokens that begin with `prefix`, a part of UTF-8 text that is not empty."""
+        """Return the range of the sorted tokens that begin with `prefix`, a non-empty part of UTF-8 text."""
         start = bisect_left(self._sorted, prefix)
         end = bisect_left(self._sorted, prefix[:-1] + bytes([prefix[-1] + 1]), start)  # UTF-8 has no byte 255
         return start, end
@@ -53,9 +54,9 @@ class TokenTable:
     def reaching(
         self, following: npt.NDArray[np.int32], is_end: npt.NDArray[np.bool_], symbols: bytes
     ) -> npt.NDArray[np.bool_]:
-        """Return, for each token, True if its bytes lead from state 0 through a state of `is_end`.
+        """Return, for each token, True if its bytes lead from state 0 through a state of which `is_end` is True.
 
-        following: int32 [states, symbols]. symbols: the symbol of each byte.
+        following: the next state, int32 [states, symbols]. symbols: the symbol of each byte.
         """
         text = np.frombuffer(self._joined.translate(symbols), np.uint8)
         states = np.zeros(len(self._by_len), np.int32)
@@ -69,18 +70,17 @@ class TokenTable:
 
 
 class BadWords:
-    """Made once for all answers that have the same strings. Used by the engine's thread.
+    """The bad words of a request. Answers with the same strings share one object. Only the engine's thread uses it.
 
-    A token takes time in proportion to its bytes, however many strings there are.
+    Following a token takes time proportional to the token's bytes, regardless of the number of strings.
     """
 
     def __init__(
         self, words: Sequence[bytes], table: TokenTable, vocab_size: int, silent: Collection[int] = ()
     ) -> None:
-        """words: UTF-8, none of them empty. vocab_size: the model's; `table` may have more or fewer tokens.
-
-        silent: tokens that add nothing to the text, such as special tokens that are left out of it. A silent token is
-        forbidden only if a string is its whole text.
+        """words: the strings in UTF-8, none of them empty. vocab_size: of the model; `table` may have more or fewer
+        tokens. silent: tokens that add nothing to the text, such as skipped special tokens. A silent token is forbidden
+        only if its whole text is one of the strings.
         """
         self._table, self._silent = table, frozenset(silent)
         self._vocab_size = vocab_size
@@ -93,11 +93,11 @@ class BadWords:
         self._speaks = np.ones_like(self._always)
         self._speaks[listed] = False
         self._named = [token_id for token_id in listed if table.token_bytes[token_id] in words]
-        self._masks: OrderedDict[int, TokenMask] = OrderedDict()  # by state; the last used ones are last
+        self._masks: OrderedDict[int, TokenMask] = OrderedDict()  # by state, least recently used first
         self._first = self._find_mask(np.zeros(0, np.int64))
 
     def _build(self, words: Sequence[bytes], num_symbols: int) -> None:
-        """Make the automaton, and a table of its steps."""
+        """Make the automaton, and the table of its transitions."""
         automaton = Automaton(word.translate(self._symbols) for word in words)
         whole = {path[-1] for path in automaton.paths}
         self._is_end = np.array(automaton.links(whole)) > 0
@@ -117,7 +117,7 @@ class BadWords:
         found: dict[int, set[tuple[int, int]]] = {}
         for word, path in paths.items():
             if self._is_end[path[1:-1]].any():
-                continue  # it contains another one, which is found first
+                continue  # the word contains another word, which is found first
             for i in range(max(1, len(word) - self._table.max_len), len(word)):
                 start, end = of_rest(word[i:])
                 if start < end:
@@ -125,7 +125,7 @@ class BadWords:
         return {state: np.array([*ranges], np.int64) for state, ranges in found.items()}
 
     def follow(self, state: int, token_id: int) -> int:
-        """Return the state after one more token of the answer, which begins with state 0. Hot."""
+        """Return the state after one more token of the answer. An answer begins in state 0. Hot."""
         if token_id in self._silent or token_id >= len(self._table.token_bytes):
             return state
         for symbol in self._table.token_bytes[token_id].translate(self._symbols):
@@ -133,7 +133,7 @@ class BadWords:
         return state
 
     def mask(self, state: int) -> TokenMask:
-        """Return the tokens that complete no string in this state. Hot: once per row. Equal states share a mask."""
+        """Return the mask of the tokens that complete no string in the state. Hot: once per row. Masks are cached."""
         if state not in self._masks:
             if len(self._masks) == MAX_KEPT_MASKS:
                 self._masks.popitem(last=False)
@@ -155,5 +155,5 @@ class BadWords:
 
     @property
     def forbids_all(self) -> bool:
-        """Return True if no answer can have a first token."""
+        """Return True if every token is forbidden as the first token of an answer."""
         return not self._first.any()

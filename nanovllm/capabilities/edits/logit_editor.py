@@ -34,7 +34,7 @@ class LogitEditor:
         vocab_size: int,
         rules: AnswerRules = NO_RULES,
     ) -> None:
-        """`end_token_ids`: tokens that end the answer, which min_tokens forbids at first."""
+        """end_token_ids: the tokens that end the answer. They are forbidden until the answer has min_tokens tokens."""
         self._make_constraint = rules.make_constraint
         self.constraint = rules.make_constraint and rules.make_constraint()
         self._num_prompt_tokens = len(prompt)
@@ -44,10 +44,10 @@ class LogitEditor:
         ends = sorted(token_id for token_id in end_token_ids if token_id < vocab_size)
         self._biases = Biases.of(list(bias), list(bias.values()))
         self._first_biases = Biases.joined([self._biases, Biases.of(ends, _FORBID)])
-        assert isinstance(rules.bad_words, BadWords | None), f"{rules.bad_words} are not bad words"
+        assert isinstance(rules.bad_words, BadWords | None), f"{rules.bad_words} is not a BadWords"
         self._bad_words = rules.bad_words
         self._bad_words_state = 0
-        self._num_followed = 0  # tokens of the answer that led to this state
+        self._num_followed = 0  # tokens of the answer that led to self._bad_words_state
         self._penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self._prompt_mask = token_mask(prompt, vocab_size) if params.repetition_penalty != 1 else None
         self._counts = _TokenCounts() if self._penalties != NO_PENALTIES[:3] else None
@@ -62,7 +62,7 @@ class LogitEditor:
         return cls(params, prompt, end_token_ids, vocab_size, rules) if edits or penalizes else None
 
     def for_another_answer(self) -> "LogitEditor":
-        """See Editor. The two editors share all that is large."""
+        """See Editor. The two editors share all large objects."""
         assert self._num_followed == 0, "an answer has begun"
         other = copy.copy(self)
         other.constraint = self._make_constraint and self._make_constraint()
@@ -93,7 +93,7 @@ class LogitEditor:
         return None if is_empty else LogitEdits(penalties, int(has_pending), rows)
 
     def _masks(self, token_ids: Seq[int], has_pending: bool, guesses: Seq[int]) -> list[TokenMask]:
-        """List the tokens that the constraint and the bad words allow in each row; [] without these."""
+        """Return each row's mask of the tokens that the constraint and the bad words allow, or [] without both."""
         masks = [] if self.constraint is None else self.constraint.masks_for(list(guesses))
         if self._bad_words is None:
             return masks
@@ -119,7 +119,7 @@ class LogitEditor:
 
 
 class _TokenCounts:
-    """Counts of the tokens of an answer. Adding one takes O(1)."""
+    """Counts of the tokens of an answer. Adding a token takes O(1)."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -129,7 +129,7 @@ class _TokenCounts:
     def add(self, token_ids: Seq[int]) -> None:
         for token_id in token_ids:
             place = self._places.setdefault(token_id, len(self._places))
-            if place == len(self._counts):  # double the room
+            if place == len(self._counts):  # double the size of the arrays
                 self._token_ids, self._counts = (
                     np.concatenate([array, np.zeros_like(array)]) for array in (self._token_ids, self._counts)
                 )
@@ -138,5 +138,5 @@ class _TokenCounts:
         self.num_tokens += len(token_ids)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens and their counts. The counts are a copy, because a plan never changes."""
+        """Return the tokens and their counts. The counts are copied, because a plan must not change later."""
         return self._token_ids[: len(self._places)], self._counts[: len(self._places)].copy()

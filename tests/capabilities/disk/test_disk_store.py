@@ -265,7 +265,7 @@ def test_extent_of_another_process_is_found_and_its_eviction_is_a_miss(store: Di
 
 
 def test_limit_that_holds_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"kv_disk_gb=.* holds no 256 tokens of this model.*raise kv_disk_gb"):
+    with pytest.raises(ConfigError, match=r"kv_disk_gb=.* is too small for 256 tokens of this model.*raise kv_disk_gb"):
         DiskStore(tmp_path, FILE_BYTES - 1, FILE_BYTES, {}, "m")
     with pytest.raises(ConfigError, match=r"kv_disk_path=.* cannot be used \(Not a directory\)"):
         open_store(Path("/dev/null/kv"))
