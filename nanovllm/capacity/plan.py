@@ -69,7 +69,7 @@ class CapacityPlan:
     num_sequences: int
     num_gpu_blocks: int  # the slots with offload, or the whole cache without offload
     num_cpu_blocks: int  # 0 without offload
-    num_pages: int = 0  # pages of the shadow; 0 without one
+    num_pages: int = 0  # pages of the shadow; 0 without a shadow
     shadow_bits: int = 0
     num_state_slots: int = 0  # including the scratch slot 0; 0 if no layer is recurrent
     num_snapshots: int = 0  # states in CPU memory

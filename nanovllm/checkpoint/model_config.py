@@ -172,7 +172,7 @@ class ExpertsConfig:
 
     num_experts: int
     num_experts_per_token: int
-    intermediate_size: int  # one expert's
+    intermediate_size: int  # of one expert
     norm_topk_prob: bool  # divide the weights of the chosen experts by their sum
     layers: tuple[int, ...]  # the layers with a sparse MLP; all other layers have a dense MLP
     shared_size: int = 0  # features of the expert that every token uses, scaled by a gate; 0 without such an expert

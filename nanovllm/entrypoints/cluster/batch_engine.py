@@ -130,7 +130,7 @@ class JobFailedError(EngineError):
 class TryCount:
     """Counts failed tries, of a unit or of a start, in a file of the output folder, because a try may end its process.
 
-    The file has a line for each try: the reason why the try failed, or nothing if the process died without giving one.
+    The file has a line for each try: the reason why the try failed, or nothing if the process died without a reason.
     """
 
     def __init__(self, path: Path) -> None:

@@ -84,7 +84,7 @@ class Gate:
             self._num_held_bytes -= held.num_bytes
 
     def _check_access(self, scope: Scope) -> None:
-        """Raise Refusal for a request that is refused whatever its body is. Note the salt of the API key."""
+        """Raise Refusal for a request that is refused for any body. Store the salt of the API key."""
         if self.is_draining:
             raise Refusal(503, "draining", "the server is stopping; ask again later", retry_after_s=1)
         names = {name for name, _ in scope["headers"]}

@@ -235,8 +235,8 @@ class _ValueScan:
     """A search for the end of a value between tags in a growing text, which reads each character a few times at most.
 
     A value may contain tags. So a tag ends the value only in one of two cases: a closing tag is followed by another tag
-    of the call or by the end of the answer, or the tag is that of another parameter of the tool, before which the model
-    has left out a closing tag. In JSON, tags inside strings do not count.
+    of the call or by the end of the answer, or the tag begins another parameter of the tool, because the model has left
+    out the closing tag. In JSON, tags inside strings do not count.
     """
 
     def __init__(self, names: Collection[str], is_json: bool) -> None:
