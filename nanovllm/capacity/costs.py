@@ -1,10 +1,11 @@
 """Costs of a model, computed from its shapes: memory, arithmetic, and blocks that cross the link.
 
-Everything is per GPU unless its docstring says otherwise. This is arithmetic only: it loads neither torch nor weights.
+All figures are per GPU unless a docstring says otherwise. This module is arithmetic only and loads neither torch nor
+weights.
 
 `DeviceMemory` lists the memory of an engine part by part. The weights, the KV blocks, the staging groups and the logits
-of the decode graphs are exact, because they follow from shapes. The rest is estimated with the constants below. They
-were fitted to the memory use of six engines of Qwen3-0.6B and Qwen3-8B on an H200 (`python -m
+of the decode graphs are exact, because they follow from shapes. The other parts are estimated with the constants below,
+which were fitted to the memory use of six engines of Qwen3-0.6B and Qwen3-8B on an H200 (`python -m
 benchmarks.device_memory`; docs/log/2026-11-21.md has the figures). A constant marked as assumed was never measured.
 """
 
@@ -42,12 +43,12 @@ NUM_WORKSPACES = 2  # torch keeps one per stream that calls cuBLAS: the capturin
 WORKSPACE_BYTES = 32 * MIB  # with compute capability 9.0 and above
 OLD_WORKSPACE_BYTES = 8320 * 2**10  # below 9.0
 GRAPH_NODE_BYTES = 2**10  # one kernel of an instantiated graph; 10 to 20 MiB for all graphs of an engine
-GRAPH_POOL_BYTES = 4 * MIB  # two pages of torch's allocator; the activations of a pool's graphs come on top
+GRAPH_POOL_BYTES = 4 * MIB  # two pages of torch's allocator, in addition to the activations of the pool's graphs
 NODES_PER_LAYER = 10  # kernels: 2 norms, 4 products, rotation, attention and its merge, SiLU
 NODES_BESIDE_LAYERS = 12  # embedding, cos and sin, last norm, head, sampler
 COPIES_PER_CUT = 3  # query, result and log-sum-exp, at each cut of a streamed graph
 NODES_PER_GROUP = 3  # attention, its merge, the merge into the result
-MIXED_NODES_PER_LAYER = 4  # more, in steps with chunks: their attention and its merge, and which result counts
+MIXED_NODES_PER_LAYER = 4  # additional kernels in steps with chunks: attention, merge, and choice of the result
 INPUT_BYTES_PER_ROW = 8 * 14  # token, position, cell, lengths and sampling parameters of a sequence
 MIXED_INPUT_BYTES_PER_TOKEN = 8 * 6  # the same for a token of a step with chunks
 ALLOCATOR_SHARE = 0.4  # memory that torch's allocator cannot reuse for other sizes or streams, relative to activations
@@ -57,17 +58,17 @@ ALLOCATOR_SHARE = 0.4  # memory that torch's allocator cannot reuse for other si
 
 
 def itemsize(config: Config, model: ModelConfig) -> int:
-    """Bytes of one weight, or of one element of K or V."""
+    """Return the bytes of one weight, or of one element of K or V."""
     return kv_cache_spec(config, model, tp_size=1).itemsize
 
 
 class _Size(NamedTuple):
     """The size and the format of a linear weight."""
 
-    rows: tuple[int, ...]  # output features of each layer that is stacked in it
+    rows: tuple[int, ...]  # output features of each layer that is stacked in the weight
     columns: int
-    split: str | None  # what ranks share, as in Linear
-    num_experts: int  # that have such a weight, or 0 if every token uses it
+    split: str | None  # the features that ranks share, as in Linear
+    num_experts: int  # number of experts with this weight, or 0 if every token uses the weight
     quantization: Quantization | None
 
     @property
@@ -75,7 +76,7 @@ class _Size(NamedTuple):
         return sum(self.rows) * self.columns
 
     def num_bytes(self, itemsize: int) -> float:
-        """Size of the weight as the GPU keeps it.
+        """Return the size of the weight on a GPU.
 
         A quantized weight has packed codes, and 4 bytes for each block that shares a scale: an fp32 scale (e4m3), or a
         scale and a zero of 16 bits each (integers).
@@ -91,8 +92,8 @@ class _Size(NamedTuple):
 class _Weights(NamedTuple):
     """Some of a model's weights."""
 
-    sizes: Mapping[_Size, int]  # how many linear weights have each size
-    num_others: int  # numbers in norms, biases and other small tensors, which are never quantized
+    sizes: Mapping[_Size, int]  # size -> number of linear weights with this size
+    num_others: int  # number of elements in norms, biases and other small tensors, which are never quantized
 
 
 @lru_cache(maxsize=64)  # a plan asks thousands of times
@@ -111,7 +112,7 @@ def _weights(model: ModelConfig, part: str) -> _Weights:
 
 
 def packing_problem(config: Config, model: ModelConfig) -> str | None:
-    """Return the reason why a GPU cannot keep one of the quantized weights packed, or None if it can keep them all."""
+    """Return the reason why a GPU cannot keep a quantized weight packed, or None if all weights can be packed."""
     for size in _weights(model, "layers").sizes:
         num_columns = size.columns // (config.tensor_parallel_size if size.split == "columns" else 1)
         if size.quantization is not None and (problem := size.quantization.packing_problem(num_columns)):
@@ -120,9 +121,11 @@ def packing_problem(config: Config, model: ModelConfig) -> str | None:
 
 
 def _num_used(model: ModelConfig, size: _Size, num_tokens: int | None) -> float:
-    """Return how many weights of this size in a layer a step of `num_tokens` tokens uses; by default, all.
+    """Return how many weights of this size in a layer a step of `num_tokens` tokens uses, or all if `num_tokens` is
+    None.
 
-    If each token has C of E experts, and all experts are as likely, a step uses E (1 - (1 - C / E)^T) on average.
+    If each token has C of E experts, and all experts are equally likely, a step of T tokens uses E (1 - (1 - C / E)^T)
+    experts on average.
     """
     if model.experts is None or not size.num_experts:
         return 1
@@ -132,7 +135,7 @@ def _num_used(model: ModelConfig, size: _Size, num_tokens: int | None) -> float:
 
 
 def _token_params(model: ModelConfig) -> float:
-    """Return how many numbers in the weights of all layers one token uses, over all GPUs."""
+    """Return the number of weight elements in all layers that one token uses, over all GPUs."""
     sizes, num_others = _weights(model, "layers")
     return num_others + sum(count * _num_used(model, size, 1) * size.num_params for size, count in sizes.items())
 
@@ -140,8 +143,8 @@ def _token_params(model: ModelConfig) -> float:
 def _weight_bytes(
     model: ModelConfig, part: str, itemsize: int, num_tokens: int | None = None, *, is_packed: bool = True
 ) -> float:
-    """Size of the weights of a part of ModelLayout that a step of `num_tokens` tokens uses, over all GPUs; by default,
-    of all its weights.
+    """Return the size of the weights of a part of ModelLayout that a step of `num_tokens` tokens uses, or of all the
+    part's weights if `num_tokens` is None, over all GPUs.
     """
     sizes, num_others = _weights(model, part)
     total: float = num_others * itemsize
@@ -152,27 +155,28 @@ def _weight_bytes(
 
 
 def _layers_bytes(config: Config, model: ModelConfig, num_tokens: int | None = None, *, is_packed: bool) -> float:
-    """Size of the weights in all layers, and in the draft head if it is used, over all GPUs."""
+    """Return the size of the weights in all layers, and in the draft head if it is used, over all GPUs."""
     parts = ("layers", "mtp") if uses_draft_head(config, model) else ("layers",)
     return sum(_weight_bytes(model, part, itemsize(config, model), num_tokens, is_packed=is_packed) for part in parts)
 
 
 def weight_bytes(config: Config, model: ModelConfig, *, is_packed: bool) -> int:
-    """Size of all weights, split evenly over the GPUs.
+    """Return the size of all weights, split evenly over the GPUs.
 
-    `is_packed`: linear weights stay quantized, as on a GPU. On a CPU they are loaded as values in the model's dtype.
+    is_packed: whether linear weights stay quantized, as on a GPU. On a CPU, quantized weights are loaded as values in
+    the model's dtype.
     """
     ends = _weight_bytes(model, "ends", itemsize(config, model))
     return int(_layers_bytes(config, model, is_packed=is_packed) + ends) // config.tensor_parallel_size
 
 
 def layer_bytes(config: Config, model: ModelConfig, num_tokens: int) -> int:
-    """Activations that a step of `num_tokens` tokens holds at the peak of a layer.
+    """Return the size of the activations of a step of `num_tokens` tokens at the peak of a layer.
 
     - In attention: q, two parts and a piece of a third, and in fp32 the merged result and three log-sum-exps.
     - In a recurrent layer: input and output of the convolution, the output in fp32, too, the gate and the result.
     - In the MLP of MAX_MLP_TOKENS tokens at a time: gate, up and their product. With experts also the output of each
-      expert; on a CPU, where one expert may have all tokens, its input and output, and the sum in fp32.
+      expert; on a CPU, where one expert may have all tokens, the input and output of one expert, and the sum in fp32.
     - In both: two hidden states and two residuals, of this layer and of the previous one, and the cosines and sines of
       the rotation in fp32.
     """
@@ -194,8 +198,8 @@ def layer_bytes(config: Config, model: ModelConfig, num_tokens: int) -> int:
 
 
 def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max_num_rows: int) -> int:
-    """Activations that the largest step holds at its peak: in a layer, or at the head, where each of the `max_num_rows`
-    sequences that one step can sample has a row of logits.
+    """Return the size of the activations of the largest step at its peak, which is in a layer or at the head. At the
+    head, each of the `max_num_rows` sequences that one step can sample has a row of logits.
     """
     num_tokens = min(config.max_num_batched_tokens, max_num_rows * max_model_len)
     at_head = itemsize(config, model) * (
@@ -205,13 +209,13 @@ def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max
 
 
 def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
-    """Floating-point operations of one prompt of T tokens.
+    """Return the floating-point operations of one prompt of T tokens.
 
-    That is 2 per weight and token, 2 products of T^2 / 2 in causal attention, in each recurrent layer 3 products of a
-    token with the matrix of each head, which is read, updated and read again, and one row of the head. The last layer
-    computes K and V for all tokens, but everything else only for the last token, which is not counted. With a draft
-    head, the last layer computes all tokens, and the draft head is the one that computes only K and V. The draft head
-    also joins its two inputs.
+    The sum has 2 operations per weight and token, 2 products of T^2 / 2 in causal attention, in each recurrent layer 3
+    products of a token with the matrix of each head, which is read, updated and read again, and one row of the head.
+    The last layer computes K and V for all tokens, but everything else only for the last token, which is not counted.
+    With a draft head, the last layer computes everything for all tokens, and the draft head computes only its joined
+    inputs, K and V for all tokens.
     """
     has_head = uses_draft_head(config, model)
     num_layers = model.num_layers - 1 + has_head
@@ -228,9 +232,9 @@ def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
 
 
 def token_keys(model: ModelConfig) -> int:
-    """Return the number of keys that a token attends to in the time of its linear layers, at the same rate.
+    """Return the number of keys for which attention takes a token as many operations as the linear layers.
 
-    A layer does 2 operations per weight and token, and an attention layer 4 per head, element of the head dim, token
+    A layer has 2 operations per weight and token. Attention has 4 operations per head, element of the head dim, token
     and key.
     """
     token_params = _token_params(model) / model.num_attention_layers
@@ -240,10 +244,11 @@ def token_keys(model: ModelConfig) -> int:
 def decode_bytes(
     config: Config, model: ModelConfig, num_sequences: int, num_keys: int, kv_bytes_per_token: int
 ) -> float:
-    """Bytes read from GPU memory in one step: every weight that the step uses, except the embedding, and all keys and
-    values, once each. Quantized weights are read packed. States are read and written. A draft head runs once.
+    """Return the bytes that one step reads from GPU memory: every weight that the step uses, except the embedding, and
+    all keys and values, once each. Quantized weights are read packed. States are read and written. A draft head runs
+    once.
 
-    `num_keys`: the keys of all sequences together.
+    num_keys: the number of keys of all sequences together.
     """
     weights = _layers_bytes(config, model, num_sequences, is_packed=True)
     weights += model.hidden_size * model.vocab_size * itemsize(config, model)
@@ -253,7 +258,9 @@ def decode_bytes(
 
 
 def head_draft_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_sequences: int, num_keys: int) -> float:
-    """Bytes that a draft by the draft head reads: the head's weights, the output head, and the keys of one layer."""
+    """Return the bytes that the draft head reads for one draft token per sequence: the weights of the draft head, the
+    output head, and the keys of one layer.
+    """
     size = itemsize(config, model)
     weights = _weight_bytes(model, "mtp", size, num_sequences)
     weights += model.hidden_size * model.vocab_size * size
@@ -261,22 +268,20 @@ def head_draft_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_
 
 
 def num_full_blocks(context: int, block_size: int) -> int:
-    """Return how many of a sequence's blocks precede the one that holds the newest of its `context` tokens."""
+    """Return the number of blocks before the block that holds the newest of a sequence's `context` tokens."""
     return (context - 1) // block_size
 
 
 def num_missing_blocks(context: int, block_size: int, num_slots: int, num_sequences: int = 1) -> int:
-    """Return the fewest blocks that must cross the link to compute one token of each sequence.
-
-    That is the number of full blocks minus the number of slots that are not write slots.
+    """Return the fewest blocks that must cross the link to compute one token of each sequence: the number of full
+    blocks minus the number of slots that are not write slots.
     """
     return max(0, num_sequences * num_full_blocks(context, block_size) - (num_slots - num_sequences))
 
 
 def num_prefill_loaded_blocks(context: int, block_size: int, num_slots: int, chunk_tokens: int) -> int:
-    """Return the fewest blocks that must cross the link for one prompt.
-
-    For each chunk that is the number of blocks before it, minus the number of slots that the chunk does not write.
+    """Return the fewest blocks that must cross the link for one prompt: the sum over all chunks of the number of
+    blocks before the chunk minus the number of slots that the chunk does not write.
     """
     start = num_loaded = 0
     while start < context:
@@ -296,7 +301,7 @@ class DeviceMemory:
     """Peak memory use on each GPU or, on a CPU, of the process."""
 
     weight_bytes: int
-    kv_bytes: int  # all blocks: the slots, or without offload the whole cache
+    kv_bytes: int  # all blocks: the slots with offload, or the whole cache without offload
     shadow_bytes: int
     state_bytes: int  # all slots of states
     draft_bytes: int  # K and V of the draft head, with offload
@@ -315,7 +320,7 @@ class DeviceMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Everything, estimates included."""
+        """The sum of all parts, including estimates."""
         return sum(getattr(self, field.name) for field in fields(self))
 
     @property
@@ -334,7 +339,7 @@ def device_memory(
     state_bytes: int = 0,
     draft_bytes: int = 0,
 ) -> DeviceMemory:
-    """Memory use of an engine with `num_gpu_blocks` blocks on each GPU."""
+    """Return the memory use of an engine with `num_gpu_blocks` blocks on each GPU."""
     num_rows, is_gpu = max_step_rows(config, num_gpu_blocks), machine.gpu_bytes is not None
     has_graphs = is_gpu and not config.enforce_eager
     activations = activation_bytes(config, model, max_model_len, num_rows)
@@ -356,10 +361,11 @@ def device_memory(
 
 
 def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_rows: int) -> int:
-    """Size of the graphs' static inputs, and of the hidden states that graphs return: graphs of steps with chunks, and
-    with a draft head all graphs.
+    """Return the size of the graphs' static inputs and of the hidden states that graphs return. Graphs of steps with
+    chunks return hidden states, and with a draft head all graphs.
 
-    With offload, the pieces of a streamed step pass on the query, the fp32 result and the log-sum-exp.
+    With offload, the inputs include the query, the fp32 result and the log-sum-exp between the pieces of a streamed
+    step.
     """
     size = itemsize(config, model)
     table_bytes = 4 * ceil_div(max_model_len, config.block_size)
@@ -377,17 +383,18 @@ def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_row
 
 
 class _GraphKind(NamedTuple):
-    sizes: Sequence[object]  # one graph for each
+    sizes: Sequence[object]  # one graph for each size
     num_nodes: int  # kernels in a graph
-    num_pools: int = 1  # of torch's allocator
+    num_pools: int = 1  # memory pools of torch's allocator
 
 
 def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows: int) -> int:
-    """Size of all graphs, and of the activations of the largest graph of each kind, which its pool keeps.
+    """Return the size of all graphs, and of the activations of the largest graph of each kind, which stay in the kind's
+    memory pool.
 
-    With speculation there are graphs that verify draft tokens, and with a shadow or a draft head graphs that draft.
-    With offload, graphs in pieces and graphs of the staging groups run streamed steps. If no layer is recurrent, a last
-    kind runs steps with chunks of prompts.
+    With speculation there are graphs for verification steps, and with a shadow or a draft head graphs that draft. With
+    offload, graphs in pieces and graphs of the staging groups run streamed steps. If no layer is recurrent, graphs of
+    the last kind run steps with chunks of prompts.
     """
     whole, verifies = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS, config.max_guesses > 0
     kinds = [_GraphKind(graph_sizes(num_rows), whole)]

@@ -1,10 +1,10 @@
-"""Machine: the memory and the rates that bound an engine, and the table of GPUs that a plan can be made for.
+"""Machine: the memory and the rates that bound an engine, and the table of GPUs for which a plan can be made.
 
 The table's rates are from the vendor's data sheets and architecture papers: memory bandwidth, and dense bf16 arithmetic
 on tensor cores with fp32 accumulation, which GeForce cards do at half the rate of fp16 accumulation. No kernel reaches
-these peaks. Only the H200's rates are measured (docs/planning.md, "The formulas"); they are lower than the 4.8 TB/s
-and 989 TFLOP/s of its data sheet. The memory is the total that CUDA reports, as quoted in public bug reports. It is
-less than the name says, and varies a little with the driver and with ECC.
+these peaks. Only the H200's rates are measured (docs/planning.md, "The formulas"); the measured rates are lower than
+the 4.8 TB/s and 989 TFLOP/s of the data sheet. The memory is the total that CUDA reports, as quoted in public bug
+reports. This total is less than the card's nominal memory, and varies a little with the driver and with ECC.
 
 Only the H200's link was measured, at 54.6 of the 63.0 GB/s of PCIe 5 x16. Other links are projected to reach the same
 fraction of their peak.
@@ -48,7 +48,7 @@ class Gpu:
 
     @property
     def host(self) -> str:
-        """The kind of machine that such a GPU is usually in: a key of CPU_GB_PER_S."""
+        """The kind of machine that this GPU usually runs in: a key of CPU_GB_PER_S."""
         if self.link == "NVLink-C2C":
             return "Grace"
         return "desktop" if "GeForce" in self.cuda_names[0] else "server"
@@ -89,9 +89,9 @@ TOO_OLD = {"V100": (7, 0), "T4": (7, 5)}
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU that a user calls `name`; case, spaces and "NVIDIA GeForce RTX" do not matter.
+    """Return the GPU that a user calls `name`; case, spaces and "NVIDIA GeForce RTX" do not matter.
 
-    Raises ConfigError if the GPU is too old, or if it is not in the table; the message then lists the known names.
+    Raises ConfigError for a GPU that is too old or not in the table; the message then lists the known names.
     """
     wanted = _key(name)
     for gpu in GPUS:
@@ -110,7 +110,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def gpu_of_cuda_name(name: str) -> Gpu | None:
-    """The GPU whose CUDA name is `name`; None if it is not in the table."""
+    """Return the GPU whose CUDA name is `name`, or None if the table does not have the GPU."""
     return next((gpu for gpu in GPUS if name.removeprefix("NVIDIA ") in gpu.cuda_names), None)
 
 
@@ -126,7 +126,7 @@ def _key(name: str) -> str:
 class Machine:
     """One GPU and its host.
 
-    The GPU fields are None when running on the CPU, which has no separate device memory. Rates are None if unknown.
+    The GPU fields are None when running on the CPU, which has no separate device memory. Unknown rates are None.
     Every rate has a field that names its source.
     """
 
@@ -140,7 +140,7 @@ class Machine:
     link_source: str = ""
     cpu_byte_per_s: float | None = None  # from CPU memory, read by the links and the CPU together
     cpu_source: str = ""
-    rates_source: str = ""  # where the memory and arithmetic rates come from
+    rates_source: str = ""  # the source of the memory and arithmetic rates
 
     @classmethod
     def cpu(cls, host_bytes: int) -> "Machine":
@@ -148,7 +148,7 @@ class Machine:
 
     @classmethod
     def gpu(cls, host_bytes: int, gpu: Gpu = H200, name: str | None = None) -> "Machine":
-        """A GPU from the table, on a host with `host_bytes` of memory available."""
+        """Return a machine with a GPU of the table and `host_bytes` of available CPU memory."""
         measured = f"measured on an {gpu.name}" if gpu.is_measured else None
         return cls(
             name=name or gpu.name,
@@ -166,15 +166,15 @@ class Machine:
 
     @classmethod
     def found_gpu(cls, host_bytes: int, cuda_name: str, gpu_bytes: int, capability: tuple[int, int]) -> "Machine":
-        """This machine's GPU: its own memory, and the rates from the table if the GPU is in it."""
+        """Return this machine, with the memory of its GPU and the rates of the table if the table has the GPU."""
         known = gpu_of_cuda_name(cuda_name)
         machine = cls(name=cuda_name, host_bytes=host_bytes) if known is None else cls.gpu(host_bytes, known, cuda_name)
         return replace(machine, gpu_bytes=gpu_bytes, capability=capability)
 
     def with_link(self, byte_per_s: float | None, source: str) -> "Machine":
-        """This machine with another link rate, or unchanged if `byte_per_s` is None."""
+        """Return this machine with another link rate, or unchanged if `byte_per_s` is None."""
         return self if byte_per_s is None else replace(self, link_byte_per_s=byte_per_s, link_source=source)
 
     def with_cpu(self, byte_per_s: float | None, source: str) -> "Machine":
-        """This machine with another rate of CPU memory, or unchanged if `byte_per_s` is None."""
+        """Return this machine with another rate of CPU memory, or unchanged if `byte_per_s` is None."""
         return self if byte_per_s is None else replace(self, cpu_byte_per_s=byte_per_s, cpu_source=source)

@@ -1,9 +1,9 @@
 """CapacityPlan: memory, speed bounds and the number of sequences that fit, known before anything is allocated.
 
-`make_plan` decides how many blocks an engine gets on a machine, and so makes its plan. A plan has three uses. The
-engine does not start if `plan_check.check_start` refuses its plan. With offload, the engine logs `plan_summary` once it
-has measured the link rate. `nanovllm plan` prints a plan without loading a model (entrypoints/planner/report.py). This
-is arithmetic only: it loads neither torch nor weights.
+`make_plan` makes the plan of an engine: it decides how many blocks the engine gets on a machine. A plan has three uses.
+The engine does not start if `plan_check.check_start` refuses the plan. With offload, the engine logs `plan_summary`
+after measuring the link rate. `nanovllm plan` prints a plan without loading a model (entrypoints/planner/report.py).
+This module is arithmetic only and loads neither torch nor weights.
 """
 
 from bisect import bisect_right
@@ -40,9 +40,9 @@ MAX_SNAPSHOT_BYTES = 4 * 2**30  # per rank; pinning them takes a second
 NUM_KEPT_PROMPTS = 64
 SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, for sizing a CPU pool
 AUTO_SHARE = 4  # with "auto" and offload, K and V of a draft head take at most 1/AUTO_SHARE of the room for KV
-# Bits of the shadow -> share of right drafts, measured with SmolLM2-135M on code and prose at temperature 0.7
+# Bits of the shadow -> acceptance rate of drafts, measured with SmolLM2-135M on code and prose at temperature 0.7
 SHADOW_ACCEPTANCE = {4: 0.96, 3: 0.91, 2: 0.76}
-MIN_SHADOW_GAIN = 1.5  # in the expected rate, which leaves out what a draft costs besides reading memory
+MIN_SHADOW_GAIN = 1.5  # in the expected rate, which counts only the memory that a draft reads and no other cost
 MAX_SHADOW_LOSS = 1.05  # in the expected rate, for a shadow that holds more sequences or has more bits
 
 
@@ -57,9 +57,9 @@ class Capacity(NamedTuple):
 class CapacityPlan:
     """Memory and speed bounds of an engine that runs `num_sequences` sequences together. Bytes are per GPU.
 
-    A bound is a number of tokens per second, over all sequences, that no schedule can exceed. It follows from the
-    bytes that must be moved or the arithmetic that must be done, and from the machine's rate for that. If a rate is
-    unknown, or nothing needs it, its bound is None.
+    A bound is a number of tokens per second, over all sequences, that no schedule can exceed. A bound is the quotient
+    of the machine's rate and the bytes that must be moved, or the arithmetic that must be done, per token. A bound is
+    None if the rate is unknown or nothing must be moved.
     """
 
     config: Config
@@ -68,13 +68,13 @@ class CapacityPlan:
     spec: KVCacheSpec  # the KV cache of one GPU
     context: int  # tokens of each sequence
     num_sequences: int
-    num_gpu_blocks: int  # slots, or without offload the whole cache
+    num_gpu_blocks: int  # the slots with offload, or the whole cache without offload
     num_cpu_blocks: int  # 0 without offload
-    num_pages: int = 0  # pages of the shadow; 0 without one
+    num_pages: int = 0  # pages of the shadow; 0 without a shadow
     shadow_bits: int = 0
     num_state_slots: int = 0  # including the scratch slot 0; 0 if no layer is recurrent
     num_snapshots: int = 0  # states in CPU memory
-    unused_draft_bytes: int = 0  # K and V of a draft head that "auto" leaves out because they would take too much
+    unused_draft_bytes: int = 0  # K and V of a draft head that speculation="auto" leaves out to save memory
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class CapacityPlan:
 
     @property
     def gpu_limit_bytes(self) -> int | None:
-        """GPU memory that the engine may use; None on a CPU."""
+        """The GPU memory that the engine may use, or None on a CPU."""
         if self.machine.gpu_bytes is None:
             return None
         return int(self.machine.gpu_bytes * self.config.gpu_memory_utilization)
@@ -150,7 +150,7 @@ class CapacityPlan:
 
     @property
     def num_missing_blocks(self) -> int:
-        """The fewest blocks that can cross the link in a decode step: full blocks - (slots - sequences)."""
+        """The fewest blocks that must cross the link in a decode step: full blocks - (slots - sequences)."""
         if not self.config.enable_cpu_offload:
             return 0
         return costs.num_missing_blocks(self.context, self.spec.block_size, self.num_gpu_blocks, self.num_sequences)
@@ -164,24 +164,24 @@ class CapacityPlan:
         return rate and rate / self.config.tensor_parallel_size
 
     def _missing_tok_per_s(self, byte_per_s: float | None) -> float | None:
-        """sequences x rate / missing bytes."""
+        """Return sequences x rate / missing bytes."""
         if not (byte_per_s and self.num_missing_blocks and self.machine.gpu_bytes is not None):
             return None
         return self.num_sequences * byte_per_s / (self.num_missing_blocks * self.spec.block_bytes)
 
     @property
     def link_decode_tok_per_s(self) -> float | None:
-        """The bound if all missing blocks cross the link, which reads CPU memory."""
+        """The bound of decode if all missing blocks cross the link, which reads CPU memory."""
         return self._missing_tok_per_s(least(self.machine.link_byte_per_s, self.cpu_byte_per_s))
 
     @property
     def link_and_cpu_decode_tok_per_s(self) -> float | None:
-        """The bound if the CPU attends to some blocks: link and CPU share the rate of CPU memory."""
+        """The bound of decode if the CPU attends to some blocks: link and CPU share the rate of CPU memory."""
         return None if self.config.cpu_attention == "off" else self._missing_tok_per_s(self.cpu_byte_per_s)
 
     @property
     def memory_decode_tok_per_s(self) -> float | None:
-        """sequences x GPU memory rate / (weights + all keys and values)."""
+        """The bound of decode by GPU memory: sequences x rate of GPU memory / (weights + all keys and values)."""
         if not self.machine.memory_byte_per_s:
             return None
         num_keys = self.num_sequences * self.context
@@ -197,16 +197,16 @@ class CapacityPlan:
 
     @property
     def expected_decode_tok_per_s(self) -> float | None:
-        """The bound of decode. With a shadow, SHADOW_ACCEPTANCE of its draft tokens are taken to be right."""
+        """The bound of decode. With a shadow, the bound assumes that SHADOW_ACCEPTANCE of the drafts are accepted."""
         if not self.num_pages:
             return self.decode_tok_per_s
         return self.guessing_decode_tok_per_s(SHADOW_ACCEPTANCE[self.shadow_bits])
 
     def guessing_decode_tok_per_s(self, acceptance: float) -> float | None:
-        """The bound of decode with the best number of draft tokens in each step, if this share of them is right.
+        """Return the bound of decode with the best number of draft tokens in each step at this acceptance rate.
 
         A draft token takes the time in which the GPU reads the weights and the shadow, or the draft head; with other
-        drafters it takes no time. None without speculation, or if no bound of decode is known.
+        drafters a draft token takes no time. The bound is None without speculation, or if no bound of decode is known.
         """
         if not (self.config.max_guesses and self.decode_tok_per_s):
             return None
@@ -230,12 +230,12 @@ class CapacityPlan:
 
 
 def least(*bounds: float | None) -> float | None:
-    """Return the lowest of the bounds that are known, or None if none is."""
+    """Return the lowest of the known bounds, or None if no bound is known."""
     return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def plan_summary(plan: CapacityPlan) -> str:
-    """The main figures of a plan with offload in one line, for the engine's log."""
+    """Return the main figures of a plan with offload in one line, for the engine's log."""
     limit, link, decode = plan.gpu_limit_bytes, plan.machine.link_byte_per_s, plan.decode_tok_per_s
     parts = [
         f"slots: {plan.num_gpu_blocks} of {plan.spec.block_size} tokens, {format_bytes(plan.memory.kv_bytes)}",
@@ -269,9 +269,9 @@ def make_plan(
 ) -> CapacityPlan:
     """Plan an engine with these options that runs `num_sequences` sequences of `context` tokens together.
 
-    `context` defaults to max_model_len. `sizes`: the sizes that start-up has chosen, or None before it has chosen.
-    With speculation="auto" the plan's `model` may lack the draft head. Raises ConfigError if max_model_len exceeds what
-    the model's rope covers, and if the heads cannot be split evenly. plan_check.py checks everything else.
+    `context` defaults to max_model_len. sizes: the sizes that start-up has chosen, or None before start-up has chosen.
+    With speculation="auto" the plan's `model` may lack the draft head. Raises ConfigError if max_model_len exceeds the
+    length that the model's rope covers, and if the heads cannot be split evenly. plan_check.py checks everything else.
     """
     limit = max_model_len(config, model)
     if problem := heads_problem(config, model):
@@ -291,7 +291,7 @@ def make_plan(
     for name in ("shadow_bits", "shadow_memory_gb"):
         if spec.has_draft_head and getattr(config, name) is not None:
             raise ConfigError(
-                f"{name} has no effect: with speculation='auto' the draft head of {config.model} takes the place of a "
+                f"{name} has no effect: with speculation='auto' the draft head of {config.model} replaces the "
                 "shadow; leave it out, or use speculation='shadow'"
             )
     sizes = sizes or _sizes(config, model, machine, spec, limit, num_cpu_blocks)
@@ -315,7 +315,7 @@ def make_plan(
 def _spec_and_pool(
     config: Config, model: ModelConfig, machine: Machine, limit: int, staging: StagingSizes
 ) -> tuple[KVCacheSpec, int]:
-    """The shape of the KV cache, and the number of blocks in the CPU pool."""
+    """Return the shape of the KV cache, and the number of blocks in the CPU pool."""
     spec = kv_cache_spec(config, model, config.tensor_parallel_size, staging)
     return spec, _num_cpu_blocks(config, model, machine, spec, limit) if config.enable_cpu_offload else 0
 
@@ -335,10 +335,10 @@ def heads_problem(config: Config, model: ModelConfig) -> str | None:
 
 
 def _num_snapshots(config: Config, machine: Machine, spec: KVCacheSpec, num_blocks: int) -> int:
-    """Number of states that are kept in CPU memory: one for every SNAPSHOT_TOKENS tokens of a cache of `num_blocks`,
-    and one for the end of each of NUM_KEPT_PROMPTS prompts. The CPU pool comes first. Together the states take at most
-    MAX_SNAPSHOT_BYTES, or an eighth of the CPU pool if that is more. With a disk there is room for two states, because
-    one may be in use while another is read.
+    """Return the number of states in CPU memory: one for every SNAPSHOT_TOKENS tokens of a cache of `num_blocks`, and
+    one for the end of each of NUM_KEPT_PROMPTS prompts, within the memory that the CPU pool leaves. Together the states
+    take at most the larger of MAX_SNAPSHOT_BYTES and an eighth of the CPU pool. With a disk the number is at least two,
+    because one state may be in use while another state is read.
     """
     if spec.states is None or not config.enable_prefix_caching:
         return 0
@@ -350,11 +350,11 @@ def _num_snapshots(config: Config, machine: Machine, spec: KVCacheSpec, num_bloc
 
 
 def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, limit: int) -> int:
-    """Number of blocks in the CPU pool, where a block has the heads of all ranks.
+    """Return the number of blocks in the CPU pool, where a block has the heads of all ranks.
 
-    If the user left the size open, the pool runs two sequences of max_model_len together, or has one block per slot if
-    that is more. Slots beyond what two such sequences and max_num_seqs short ones can use are not counted, because
-    pinning memory takes time at start-up.
+    If the user left the size open, the pool has room for two sequences of max_model_len, or one block per slot if there
+    are more slots. Slots that neither the two long sequences nor max_num_seqs short sequences can use are not counted,
+    because pinning memory takes time at start-up.
     """
     if config.num_cpu_blocks is not None:
         return config.num_cpu_blocks
@@ -370,16 +370,17 @@ def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, spec: 
 
 
 def least_gpu_blocks(config: Config) -> int:
-    """The fewest blocks on the GPU that an engine can start with."""
+    """Return the fewest blocks on the GPU with which an engine can start."""
     return 2 if config.enable_cpu_offload else 1
 
 
 def _sizes(
     config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, limit: int, num_cpu_blocks: int
 ) -> KVCacheSizes:
-    """Return the blocks and pages that the user asks for, or an estimate of what start-up will have room for; at least
-    the fewest blocks that work. With speculation="auto" and offload, choose a shadow or none by the expected rate of
-    decode at max_model_len; if the machine's rates are unknown, the shadow takes at most 1/AUTO_SHARE of the slots.
+    """Return the numbers of blocks and pages that the user asks for, or an estimate of the numbers that start-up will
+    have room for, but at least the fewest blocks that work. With speculation="auto" and offload, choose a shadow or
+    none by the expected rate of decode at max_model_len; if the machine's rates are unknown, the shadow takes at most
+    1/AUTO_SHARE of the slots.
     """
     given, useful, room = _room(config, model, machine, spec, limit, num_cpu_blocks)
     divide = partial(divide_memory, config, spec, room, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)
@@ -424,8 +425,8 @@ def _sizes(
 def _room(
     config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, limit: int, num_cpu_blocks: int
 ) -> tuple[int, int, int]:
-    """The blocks on the GPU that the user asks for, the most that can be used, and an estimate of the bytes that
-    start-up will have for them, for states and for drafts.
+    """Return the number of blocks on the GPU that the user asks for, the largest number that can be used, and an
+    estimate of the bytes that start-up will have for blocks, states and drafts.
     """
     given = (config.num_gpu_blocks or 0) if config.enable_cpu_offload else max(config.num_kvcache_blocks, 0)
     useful = max_useful_blocks(config, limit)

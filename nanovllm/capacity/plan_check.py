@@ -1,7 +1,7 @@
 """Checks of a plan: the reasons why it cannot work, and the options to change. Arithmetic only.
 
-A reason names up to three options that the failed part depends on, the fastest first. They have not been planned, so
-one of them alone may not be enough.
+A reason names up to three options on which the failed part depends, the fastest first. The named options have not been
+planned, so one option alone may not be enough.
 """
 
 from dataclasses import replace
@@ -26,8 +26,8 @@ def check_start(plan: CapacityPlan) -> None:
     """Raise ConfigError if the engine cannot start. The message has the numbers, and options to change.
 
     Only exact sizes count here: the CPU pool, and on the GPU the weights, the KV blocks, the staging groups and the
-    graphs' logits. An engine that is too large only by estimate may still work; start-up runs the largest step to find
-    out.
+    graphs' logits. An engine that is too large only by estimate may still work; start-up finds out by running the
+    largest step.
     """
     problem = _order_problem(plan) or _pool_problem(plan) or _gpu_problem(plan, with_estimates=False)
     if problem := problem or _cpu_problem(plan):
@@ -35,9 +35,9 @@ def check_start(plan: CapacityPlan) -> None:
 
 
 def check_plan(plan: CapacityPlan) -> None:
-    """Raise ConfigError, like `check_start`, also if the engine cannot run the plan's sequences together.
+    """Raise ConfigError like `check_start`, and also if the engine cannot run the plan's sequences together.
 
-    Estimates count here too: everything that the plan's table marks with (!) is refused.
+    Estimates count here, too: every plan whose table has a mark (!) is refused.
     """
     problem = _order_problem(plan) or _packing_problem(plan) or _length_problem(plan)
     problem = problem or _pool_problem(plan) or _gpu_problem(plan, with_estimates=True)
@@ -108,7 +108,7 @@ def _blocks_option(plan: CapacityPlan) -> str:
 def _cpu_problem(plan: CapacityPlan) -> str | None:
     """Check the host's memory, which on a CPU the model, its cache and the CPU pool share.
 
-    A size that the user left open counts with the smallest value that works, because start-up will make it fit.
+    A size that the user left open counts with the smallest value that works, because start-up chooses a size that fits.
     """
     config, available = plan.config, plan.machine.host_bytes
     if plan.machine.gpu_bytes is not None:
@@ -200,7 +200,7 @@ def _sequences_remedies(plan: CapacityPlan, limit: str) -> str:
 
 
 def _either(*options: str | None) -> str:
-    """Name the first options that can be changed; without any, say so."""
+    """Name the first options that can be changed, or suggest another model if no option can be changed."""
     possible = [option for option in options if option is not None]
     return ", or ".join(possible[:MAX_REMEDIES]) or "use a smaller model, a shorter context or more memory"
 
@@ -224,7 +224,7 @@ def _more_room(plan: CapacityPlan) -> str | None:
 
 
 def _fewer_bits(plan: CapacityPlan) -> str | None:
-    """Quantize the weights to the fewest bits, if they have more now and a GPU can keep them packed."""
+    """Quantize the weights to the fewest bits, if the weights have more bits now and a GPU can keep them packed."""
     now = plan.model.quantization
     name, least = min(QUANTIZATIONS.items(), key=lambda each: each[1].bits)
     if plan.machine.gpu_bytes is None or (now is not None and (not now.is_online or now.bits <= least.bits)):
@@ -249,12 +249,12 @@ def _smaller_blocks(plan: CapacityPlan) -> str | None:
 
 
 def _given_gpu_blocks(plan: CapacityPlan) -> int:
-    """The number of blocks on the GPU that the user asks for, or 0 if start-up chooses it."""
+    """Return the number of blocks on the GPU that the user asks for, or 0 if start-up chooses the number."""
     return max(getattr(plan.config, _blocks_option(plan)) or 0, 0)
 
 
 def _num_fitting_gpu_blocks(plan: CapacityPlan) -> int:
-    """The number of blocks that fit the GPU together with everything else in the plan."""
+    """Return the number of blocks that fit on the GPU together with all other parts of the plan."""
     limit, memory = plan.gpu_limit_bytes, plan.memory
     if limit is None:
         return plan.num_gpu_blocks
@@ -262,7 +262,7 @@ def _num_fitting_gpu_blocks(plan: CapacityPlan) -> int:
 
 
 def _fewer_gpu_blocks(plan: CapacityPlan) -> str | None:
-    """Lower the number of blocks that the user asks for, if at least the fewest that work do fit."""
+    """Lower the number of blocks that the user asks for, if the fewest blocks that work fit."""
     num_fitting = _num_fitting_gpu_blocks(plan)
     if not _given_gpu_blocks(plan) or num_fitting < least_gpu_blocks(plan.config):
         return None
@@ -270,12 +270,12 @@ def _fewer_gpu_blocks(plan: CapacityPlan) -> str | None:
 
 
 def _needed_blocks(plan: CapacityPlan) -> int:
-    """The smallest pool, in blocks, that runs the plan's sequences together."""
+    """Return the smallest pool, in blocks, that runs the plan's sequences together."""
     return num_blocks_for(plan.num_sequences, ceil_div(plan.context, plan.spec.block_size))
 
 
 def _pool_block_bytes(plan: CapacityPlan) -> int:
-    """Size of a block in the CPU pools of all ranks together."""
+    """Return the size of a block in the CPU pools of all ranks together."""
     return plan.spec.block_bytes * plan.config.tensor_parallel_size
 
 

@@ -1,7 +1,7 @@
-"""A model's files: where they are, which of them are read, and which are downloaded from the hub.
+"""A model's files: their places, the files that are read, and the files that are downloaded from the hub.
 
-A model is a local directory, a hub name or a preset. A preset is only a config.json. The weights are the first of these
-that exists:
+A model is a local directory, a hub name or a preset. A preset is only a config.json. The weights are the first existing
+item of this list:
 
 1. the files that model.safetensors.index.json names
 2. model.safetensors
@@ -9,8 +9,9 @@ that exists:
 4. a single safetensors file of any other name
 
 Other safetensors files, such as adapters, consolidated.safetensors and files in subdirectories, are never read. An
-index may name only files in its own directory, so a checkpoint cannot make the engine read other files. Symbolic links
-in the directory are followed: the hub's cache consists of them, and those in a local directory were made by its owner.
+index may name only files in the index's directory, so a checkpoint cannot make the engine read other files. Symbolic
+links in the directory are followed: the hub's cache consists of symbolic links, and the owner of a local directory has
+made its links.
 
 `CONFIG_FILES` and `TOKENIZER_FILES` are downloaded from the hub. The weights, by rule 1 or 2, are downloaded only for
 an engine that reads them. Code in a checkpoint is never downloaded or run. Importing this module loads neither torch
@@ -44,7 +45,7 @@ _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
 
 def presets() -> dict[str, Path]:
-    """Preset name -> its config.json, from the installed package or else from the repository."""
+    """Return preset name -> path of config.json, in the installed package or else in the repository."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "presets", package.parent / "benchmarks" / "configs"):
         paths = sorted(folder.glob("*.json"))
@@ -54,7 +55,7 @@ def presets() -> dict[str, Path]:
 
 
 def find_model(model: str, fetched: tuple[str, ...] = CONFIG_FILES + TOKENIZER_FILES) -> tuple[Path, Path | None]:
-    """The path of config.json and its directory, which is None for a preset.
+    """Return the path of config.json and the model's directory, or None instead of the directory for a preset.
 
     fetched: the files to download for a hub name; by default all but the weights. Raises CheckpointError if the model
     is not found.
@@ -70,7 +71,7 @@ def find_model(model: str, fetched: tuple[str, ...] = CONFIG_FILES + TOKENIZER_F
             raise CheckpointError(f"model directory {model!r} does not exist; {remedy}")
         try:
             directory = _download(model, fetched)
-        except Exception as error:  # no network, an unknown name, a gated repository: its text says which
+        except Exception as error:  # no network, an unknown name or a gated repository; the error's text tells which
             raise CheckpointError(
                 f"model {model!r} is not a directory and could not be downloaded; {remedy}: {error}"
             ) from error
@@ -84,7 +85,7 @@ def find_model(model: str, fetched: tuple[str, ...] = CONFIG_FILES + TOKENIZER_F
 
 
 def _refuse_file(model: str) -> None:
-    """Raise CheckpointError for a model that is the name of a file, and not of the directory that a model is in."""
+    """Raise CheckpointError for a model that is the name of a file instead of a directory."""
     if model.lower().endswith(".gguf"):
         raise CheckpointError(f"model {model!r} is a file in GGUF: {_GGUF_REMEDY}")
     try:
@@ -102,9 +103,9 @@ def has_tokenizer(directory: Path | None) -> bool:
 
 
 def check_tokenizer(model: str, remedy: str, *, needs_template: bool = False) -> None:
-    """Raise CheckpointError for a model without a tokenizer, before anything else of it is loaded.
+    """Raise CheckpointError for a model without a tokenizer, before any part of the model is loaded.
 
-    remedy: what to do instead of adding one. needs_template: the tokenizer must have a chat template, too.
+    remedy: the alternative to adding a tokenizer. needs_template: the tokenizer must have a chat template, too.
     """
     _, directory = find_model(model)
     if not has_tokenizer(directory):
@@ -123,7 +124,7 @@ def check_tokenizer(model: str, remedy: str, *, needs_template: bool = False) ->
 
 
 def _stored_template(directory: Path) -> Any:
-    """Return the chat template. As in transformers, chat_template.jinja replaces the one in tokenizer_config.json."""
+    """Return the chat template. As in transformers, chat_template.jinja replaces tokenizer_config.json's template."""
     path, settings = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -134,13 +135,13 @@ def _stored_template(directory: Path) -> Any:
 
 
 def has_default_template(template: Any) -> bool:
-    """Return True for a chat template, or for several by name with one for conversations without tools."""
+    """Return True for a chat template, or for several named templates that include one for chats without tools."""
     template = template.get("default") if isinstance(template, dict) else template
     return isinstance(template, str) and bool(template.strip())
 
 
 def fetch_weights(model: str, directory: Path | None) -> None:
-    """Make sure that all files that `weight_files` returns exist. For a hub name they are downloaded.
+    """Make sure that all files of `weight_files` exist. For a hub name, missing files are downloaded.
 
     directory: as returned by `find_model`. Raises CheckpointError, as `weight_files` does.
     """
@@ -156,7 +157,7 @@ def fetch_weights(model: str, directory: Path | None) -> None:
 
 
 def weight_files(directory: Path | None) -> list[Path]:
-    """The safetensors files to read. Raises CheckpointError, with the remedy, if they are missing or ambiguous."""
+    """Return the safetensors files to read. Raises CheckpointError, with the remedy, for missing or ambiguous files."""
     if directory is None:
         raise CheckpointError("a preset has no weights; give a model directory, or load_format='dummy'")
     index = directory / INDEX_FILE
@@ -190,10 +191,10 @@ def weight_files(directory: Path | None) -> list[Path]:
 
 
 def stored_names(model: str, directory: Path | None) -> list[str] | None:
-    """The names of the tensors in the weights. If they are in a single file on the hub that is not downloaded yet, its
-    header is read there.
+    """Return the names of the tensors in the weights, or None if the hub does not answer or the files are malformed. If
+    the weights are a single file on the hub that is not downloaded yet, only the file's header is downloaded.
 
-    directory: as returned by `find_model`. None if the hub does not answer or the files are not what they should be.
+    directory: as returned by `find_model`.
     """
     try:
         if directory is not None and (directory / INDEX_FILE).is_file():
@@ -201,7 +202,7 @@ def stored_names(model: str, directory: Path | None) -> list[str] | None:
         if directory is not None and _local_directory(model) is None and not any(directory.glob("*.safetensors")):
             return _names_on_hub(model, directory.name)
         return [name for file in weight_files(directory) for name in _names_in(file)]
-    except (ValueError, KeyError, AttributeError, OSError, RecursionError):  # the loader says what is wrong
+    except (ValueError, KeyError, AttributeError, OSError, RecursionError):  # the loader reports the error
         return None
 
 
@@ -215,7 +216,7 @@ def _names_on_hub(model: str, revision: str) -> list[str] | None:
 
 
 def _names_in(file: Path) -> list[str]:
-    """The entries of the header of a safetensors file: its tensors, and perhaps "__metadata__"."""
+    """Return the entries of the header of a safetensors file: the file's tensors, and perhaps "__metadata__"."""
     with file.open("rb") as stream:
         num_bytes = int.from_bytes(stream.read(8), "little")
         if num_bytes > MAX_HEADER_BYTES:
@@ -245,8 +246,8 @@ def _indexed_names(index: Path) -> list[str]:
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index} names {name!r}, which is not a safetensors file beside it; weights are read from the "
-                "model's own directory only: move the file there and correct the index"
+                f"{index} names {name!r}, which is not a safetensors file in the same directory; weights are read from "
+                "the model's directory only: move the file there and correct the index"
             )
     if not names:
         raise CheckpointError(f"{index} names no files; download it again")
@@ -254,7 +255,7 @@ def _indexed_names(index: Path) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file. Raises CheckpointError, with the file's path, if there is none."""
+    """Return the JSON object in the file. Raises CheckpointError, with the file's path, if there is no JSON object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -267,7 +268,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _local_directory(model: str) -> Path | None:
-    """The directory `model`, or None if it is not one. An empty name does not mean the current directory."""
+    """Return the directory `model`, or None if there is none. An empty name does not mean the current directory."""
     try:
         directory = Path(model).expanduser()
         return directory if model and directory.is_dir() else None

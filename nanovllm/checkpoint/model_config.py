@@ -1,9 +1,9 @@
 """ModelConfig: the content of a checkpoint's config.json, with the defaults of transformers.
 
-Owns the list of supported settings. A setting outside it raises CheckpointError here, and no later code checks again.
-Each concern has one function, which either returns what ModelConfig needs or says what is not supported: the type of
-the weights `_weight_dtype`, their quantization quantization.py, the kinds of layers `_check_layers`, the MLP
-`_mlp_size`, the rope `_rope`. Importing this module loads neither torch nor transformers.
+This module owns the list of supported settings. Other settings raise CheckpointError here, and no later code checks
+them. Each concern has one function, which returns a value for ModelConfig or raises CheckpointError: `_weight_dtype`
+for the type of the weights, quantization.py for their quantization, `_layer_kinds` for the kinds of layers, `_mlp_size`
+for the MLP, `_rope` for the rope. Importing this module loads neither torch nor transformers.
 """
 
 import json
@@ -35,18 +35,18 @@ HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256)  # the kernels are tes
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The properties of an architecture that its config.json does not say.
+    """The properties of an architecture that are not in config.json.
 
     defaults: values of entries that a config.json leaves out, as in transformers' config classes. Using those classes
     would import most of transformers and torch's compiler, which takes up to 9 s in the first process on a machine.
 
-    qkv_bias, o_bias, mlp_bias: whether these layers have biases, or the entry of config.json that says so.
+    qkv_bias, o_bias, mlp_bias: whether these layers have biases, or the name of the entry of config.json that tells.
 
     recommended_yarn: max_position_embeddings -> the length from which YaRN extends, and the longest context for which
     the model's authors recommend it, from the model cards.
 
     is_hybrid: most layers are recurrent, the attention layers have an output gate and rotate part of a head, and norms
-    multiply by 1 + weight. fixed: entries that have to have one of these values if config.json has them.
+    multiply by 1 + weight. fixed: entry -> the values that are supported if config.json has the entry.
     """
 
     model_type: str  # as in config.json
@@ -172,21 +172,21 @@ class ExpertsConfig:
 
     num_experts: int
     num_experts_per_token: int
-    intermediate_size: int  # one expert's
+    intermediate_size: int  # of one expert
     norm_topk_prob: bool  # divide the weights of the chosen experts by their sum
-    layers: tuple[int, ...]  # the layers with a sparse MLP; the others have a dense one
-    shared_size: int = 0  # features of the expert that every token uses, scaled by a gate; 0 if there is none
+    layers: tuple[int, ...]  # the layers with a sparse MLP; all other layers have a dense MLP
+    shared_size: int = 0  # features of the expert that every token uses, scaled by a gate; 0 without such an expert
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
     """The recurrent layers: a causal convolution over q, k and v, then the gated delta rule (layers/delta_net.py)."""
 
-    num_key_heads: int  # the heads that q and k have
+    num_key_heads: int  # heads of q and of k
     num_value_heads: int
     key_head_dim: int
     value_head_dim: int
-    conv_kernel: int  # tokens that the convolution sees: its own and those before it
+    conv_kernel: int  # tokens that the convolution reads: the token itself and the preceding tokens
 
     @property
     def conv_channels(self) -> int:
@@ -216,13 +216,13 @@ class ModelConfig:
     rope: RopeConfig
     torch_dtype: str  # "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...]
-    quantization: Quantization | None = None  # the checkpoint's
+    quantization: Quantization | None = None  # the checkpoint's quantization
     experts: ExpertsConfig | None = None  # None if every MLP is dense
     layer_kinds: tuple[str, ...]  # one for each layer: "attention" or "recurrent"
     recurrent: RecurrentConfig | None = None  # None if every layer is attention
-    attention_gate: bool = False  # sigmoid gates multiply what attention yields
+    attention_gate: bool = False  # sigmoid gates multiply the output of attention
     norms_add_one: bool = False  # norms multiply by 1 + weight
-    has_mtp: bool = False  # the checkpoint has a head that drafts (MTPHead)
+    has_mtp: bool = False  # the checkpoint has a draft head (MTPHead)
 
     @property
     def num_attention_layers(self) -> int:
@@ -234,7 +234,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of a head that the rotary embedding rotates: the first ones."""
+        """Number of elements at the beginning of a head that the rotary embedding rotates."""
         return int(self.head_dim * self.rope.partial_rotary_factor)
 
     @property
@@ -252,14 +252,14 @@ class ModelConfig:
     def from_pretrained(
         cls, model: str, hf_overrides: Mapping[str, Any] | None = None
     ) -> tuple["ModelConfig", Path | None]:
-        """The config of a local directory, a preset or a hub name, and the directory with its weights.
+        """Return the config of a local directory, a preset or a hub name, and the directory of the weights.
 
         The directory is None for a preset, which has no weights. For a hub name all files but the weights are
-        downloaded or found in the cache; `fetch_weights` gets the weights.
+        downloaded or found in the cache; `fetch_weights` downloads the weights.
 
-        hf_overrides: entries that replace those of config.json (settings.py).
+        hf_overrides: entries that replace entries of config.json (settings.py).
 
-        Raises CheckpointError if the model is not found, and for a setting that is out of its range or unsupported.
+        Raises CheckpointError if the model is not found, and for a setting that is out of range or unsupported.
         Never runs code from the checkpoint and never asks for input on stdin.
         """
         config_path, directory = find_model(model)
@@ -267,17 +267,17 @@ class ModelConfig:
 
     @classmethod
     def without_weights(cls, model: str, hf_overrides: Mapping[str, Any] | None = None) -> "ModelConfig":
-        """The same config, but of a hub name only config.json and the list of its tensors are downloaded.
+        """Return the same config as `from_pretrained`, but download only config.json and the list of tensors.
 
-        So it lacks end tokens that only generation_config.json names.
+        So for a hub name, the config lacks end tokens that only generation_config.json names.
         """
         config_path, directory = find_model(model, ("config.json", INDEX_FILE))
         return _read_config(model, config_path, directory, hf_overrides)
 
     def quantized(self, name: str | None) -> "ModelConfig":
-        """This model, quantized to a format of QUANTIZATIONS while it is loaded; None leaves it as it is.
+        """Return this config with quantization to a format of QUANTIZATIONS at loading, or unchanged if `name` is None.
 
-        Raises ConfigError if its checkpoint is quantized already.
+        Raises ConfigError if the checkpoint is quantized already.
         """
         if name is not None and self.quantization is not None:
             raise ConfigError(
@@ -290,7 +290,7 @@ class ModelConfig:
 def _read_config(
     model: str, config_path: Path, directory: Path | None, hf_overrides: Mapping[str, Any] | None
 ) -> ModelConfig:
-    """Read and check config.json after the overrides. directory: where generation_config.json and weights may be."""
+    """Read and check config.json after the overrides. directory: the model's directory, or None for a preset."""
     given, outside = text_settings(read_json(config_path), hf_overrides, config_path)
     name = _architecture_name(given)
     check_settings(given, config_path)
@@ -350,8 +350,8 @@ def _with_defaults(
 ) -> dict[str, Any]:
     """Return the entries with the architecture's defaults. Null for a switch or for hidden_act counts as absent.
 
-    outside: entries outside `text_config`, which transformers ignores. Raises CheckpointError if one of them has
-    another value than the text part.
+    outside: entries outside `text_config`, which transformers ignores. Raises CheckpointError if an entry outside has
+    another value than the entry in the text part.
     """
     defaults = architecture.defaults
     if "head_dim" in given and given["head_dim"] is None and "head_dim" in defaults:
@@ -380,7 +380,7 @@ def _check_fixed(settings: Mapping[str, Any], architecture: Architecture) -> Non
 
 
 def _architecture_name(settings: Mapping[str, Any]) -> str:
-    """The architecture, if it is supported without running code from the checkpoint."""
+    """Return the architecture. Raises CheckpointError if it is not supported, or needs code from the checkpoint."""
     given = settings.get("architectures")
     name = given[0] if isinstance(given, list) and given else given
     model_type = settings.get("model_type")
@@ -402,7 +402,7 @@ def _architecture_name(settings: Mapping[str, Any]) -> str:
 
 
 def _weight_dtype(settings: Mapping[str, Any]) -> str:
-    """The type of the weights, or of those that are not quantized: one of DTYPES."""
+    """Return the type of the weights that are not quantized: one of DTYPES."""
     dtype = dtype_meaning(settings.get("dtype") or settings.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype} in config.json is not supported; use a checkpoint in {', '.join(DTYPES)}")
@@ -412,16 +412,16 @@ def _weight_dtype(settings: Mapping[str, Any]) -> str:
 def _layer_kinds(
     settings: Mapping[str, Any], architecture: Architecture, given_interval: int | None
 ) -> tuple[str, ...]:
-    """The kind of each layer. Attention has no window, and only hybrid architectures have recurrent layers.
+    """Return the kind of each layer. Attention has no window, and only hybrid architectures have recurrent layers.
 
-    given_interval: full_attention_interval in config.json, where the architecture has it.
+    given_interval: full_attention_interval in config.json, if the architecture has this entry.
     """
     remedy = "only full attention is supported; use a checkpoint without a sliding window"
-    # Qwen's files give a window and switch it off with use_sliding_window=false. Without that entry a window is used
+    # Qwen's files give a window and disable it with use_sliding_window=false. Without use_sliding_window it is enabled
     use, window = settings.get("use_sliding_window"), settings.get("sliding_window")
     if use or (window and use is None):
         raise CheckpointError(f"use_sliding_window={use}, sliding_window={window} is not supported: {remedy}")
-    if chunks := settings.get("dual_chunk_attention_config"):  # transformers ignores it, and differs on long prompts
+    if chunks := settings.get("dual_chunk_attention_config"):  # transformers ignores the entry; long prompts differ
         raise CheckpointError(
             f"dual_chunk_attention_config={chunks} is not supported; "
             "remove the entry from config.json to run plain attention"
@@ -456,7 +456,7 @@ def _layer_kinds(
 
 
 def _require_integers(settings: Mapping[str, Any], *names: str) -> None:
-    """Refuse null for entries that have no meaning then. Their ranges have been checked."""
+    """Refuse null for these entries. The ranges have been checked."""
     for name in names:
         if settings[name] is None:
             raise CheckpointError(f"{name}=None must be an integer; correct config.json")
@@ -493,13 +493,13 @@ def _num_mtp_layers(settings: Mapping[str, Any]) -> int:
 
 
 def _may_have_mtp_weights(model: str, directory: Path | None) -> bool:
-    """Return False if the files lack the draft head that config.json promises: some tools leave it out."""
+    """Return False if the files lack the draft head that config.json describes, because some tools leave it out."""
     names = stored_names(model, directory)
     return names is None or any(name.startswith("mtp.") for name in names)
 
 
 def _mlp_size(settings: Mapping[str, Any]) -> int:
-    """Features of the MLP, which is dense and gated with SiLU. Beside experts it is the one that every token uses."""
+    """Return the features of the dense MLP, or of the expert that every token uses. Both are gated with SiLU."""
     if settings["hidden_act"] != "silu":
         raise CheckpointError(
             f"hidden_act={settings['hidden_act']!r} is not supported; use a checkpoint with hidden_act='silu'"
@@ -533,7 +533,7 @@ def _experts(settings: Mapping[str, Any]) -> ExpertsConfig:
 
 
 def _num_heads(settings: Mapping[str, Any]) -> tuple[int, int]:
-    """Heads of q, and of k and v."""
+    """Return the number of heads of q, and of k and v."""
     heads = settings["num_attention_heads"]
     kv_heads = settings["num_key_value_heads"] or heads
     if heads % kv_heads:
@@ -544,7 +544,7 @@ def _num_heads(settings: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _head_dim(settings: Mapping[str, Any]) -> int:
-    """head_dim, which defaults to hidden_size / num_attention_heads."""
+    """Return head_dim, which defaults to hidden_size / num_attention_heads."""
     hidden_size, num_heads = settings["hidden_size"], settings["num_attention_heads"]
     head_dim: int = settings.get("head_dim") or hidden_size // num_heads
     if head_dim not in HEAD_DIMS:
@@ -558,7 +558,7 @@ def _head_dim(settings: Mapping[str, Any]) -> int:
 def _eos_token_ids(settings: Mapping[str, Any], directory: Path | None) -> tuple[int, ...]:
     """Return the end tokens in config.json and in the generation_config.json of `directory`, without duplicates.
 
-    directory: None to read config.json alone.
+    directory: the model's directory, or None to read config.json alone.
     """
     given, vocab_size = {"config.json": settings.get("eos_token_id")}, settings["vocab_size"]
     path = directory / GENERATION_CONFIG_FILE if directory else None
@@ -578,7 +578,7 @@ def _eos_token_ids(settings: Mapping[str, Any], directory: Path | None) -> tuple
 
 
 def _rope(settings: Mapping[str, Any], architecture: Architecture) -> RopeConfig:
-    """The rope, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (earlier versions)."""
+    """Return the rope, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier)."""
     entry = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     given = {name: value for name, value in entry.items() if value is not None}
     if given.get("type") and given.get("rope_type", given["type"]) != given["type"]:
@@ -605,7 +605,7 @@ def _rope(settings: Mapping[str, Any], architecture: Architecture) -> RopeConfig
     values |= {name: value for name, value in given.items() if name in names} | {"rope_type": rope_type}
     values["partial_rotary_factor"] = partial
     if rope_type == "dynamic":
-        values["original_max_position_embeddings"] = max_position  # transformers ignores the entry
+        values["original_max_position_embeddings"] = max_position  # transformers ignores the file's entry
     rope = RopeConfig(**values | {name: float(values[name]) for name in ("rope_theta", "factor") if name in values})
     for lower, upper in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
         if getattr(rope, lower) >= getattr(rope, upper):
@@ -616,7 +616,7 @@ def _rope(settings: Mapping[str, Any], architecture: Architecture) -> RopeConfig
 
 
 def rope_extension(model: ModelConfig, num_tokens: int) -> str:
-    """A remedy for an error message: `hf_overrides` with which the rope covers `num_tokens`, ready to be copied."""
+    """Return the remedy of an error message: an `hf_overrides` to copy, with which the rope covers `num_tokens`."""
     rope, max_position = model.rope, model.max_position_embeddings
     if rope.rope_type == "default":
         cards = ARCHITECTURES[model.architecture].recommended_yarn

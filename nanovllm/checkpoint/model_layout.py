@@ -1,7 +1,7 @@
-"""The table of a model's weights: their names in a checkpoint, their shapes, and how ranks share them.
+"""The table of a model's weights: their names in a checkpoint, their shapes, and their division among ranks.
 
-The decoder builds its modules from this table, the loader compares a checkpoint's tensors with it, and the planner sums
-it. A weight is written here and nowhere else. Importing this module loads no torch.
+The decoder builds its modules from this table, the loader compares a checkpoint's tensors with the table, and the
+planner sums the table's sizes. No other module lists weights. Importing this module loads no torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,8 +29,8 @@ class Linear:
     name: the decoder's name for the weight, such as model.layers.0.self_attn.qkv_proj. layers: the checkpoint's layers,
     such as q_proj, and the output features of each. columns: the input features.
 
-    split: what the ranks share, the output features (rows) or the input features (columns), or None if each rank has
-    the whole weight. num_experts: how many experts have these layers, or 0 for a weight that every token uses.
+    split: the features that are divided among ranks, "rows" (output) or "columns" (input), or None if each rank has
+    the whole weight. num_experts: the number of experts with these layers, or 0 for a weight that every token uses.
     """
 
     name: str
@@ -47,17 +47,17 @@ class Linear:
         return tuple(self.layers.values())
 
     def checkpoint_names(self) -> list[str]:
-        """Return the full names of the layers; with experts, first those of expert 0, then those of expert 1."""
+        """Return the full names of the layers; with experts, first all names of expert 0, then all of expert 1."""
         parent = self.name.rpartition(".")[0]
         parents = [f"{parent}.{expert}" for expert in range(self.num_experts)] if self.num_experts else [parent]
         return [f"{each}.{layer}".lstrip(".") for each in parents for layer in self.layers]
 
     def quantization(self, config: ModelConfig) -> Quantization | None:
-        """Return the checkpoint's format if it quantizes all of these layers, else None."""
+        """Return the checkpoint's format if all of these layers are quantized, else None."""
         return self._format(config, self.checkpoint_names())
 
     def first_expert_quantization(self, config: ModelConfig) -> Quantization | None:
-        """Return the same for the first expert alone. Asking for all experts of a model takes half a second."""
+        """Return the format of the first expert's layers, because checking all experts takes half a second."""
         return self._format(config, self.checkpoint_names()[: len(self.layers)])
 
     def _format(self, config: ModelConfig, names: list[str]) -> Quantization | None:
@@ -80,10 +80,10 @@ class ModelLayout(NamedTuple):
 
     ends: tuple[LayoutEntry, ...]  # the embedding, the last norm, and the output head unless it is tied
     layers: tuple[LayoutEntry, ...]  # of all layers, first to last
-    mtp: tuple[LayoutEntry, ...]  # the draft head's; empty if the checkpoint has none
+    mtp: tuple[LayoutEntry, ...]  # of the draft head; empty if the checkpoint has no draft head
 
     def linears(self) -> dict[str, Linear]:
-        """Return the linear weights by the decoder's names."""
+        """Return the linear weights by the names in the decoder."""
         return {weight.name: weight for part in self for weight in part if isinstance(weight, Linear)}
 
     def shapes(self, *, with_mtp: bool) -> dict[str, tuple[int, ...]]:
@@ -108,7 +108,7 @@ def _vocabulary(c: ModelConfig, name: str) -> Linear:
 
 
 def _mtp(c: ModelConfig) -> Iterator[LayoutEntry]:
-    """The draft head: a weight that joins its two inputs, and one layer of attention."""
+    """Yield the draft head: a weight that joins the two inputs, and one layer of attention."""
     yield Tensor("mtp.pre_fc_norm_embedding.weight", (c.hidden_size,))
     yield Tensor("mtp.pre_fc_norm_hidden.weight", (c.hidden_size,))
     yield Linear("mtp.fc", {"fc": c.hidden_size}, 2 * c.hidden_size, split="columns")
@@ -130,7 +130,7 @@ def _layer(c: ModelConfig, name: str, kind: str, *, is_sparse: bool) -> Iterator
 
 
 def _attention(c: ModelConfig, name: str) -> Iterator[LayoutEntry]:
-    """With gates, q_proj has the rows of each head and then the rows of its gate."""
+    """Yield the weights of attention. With gates, q_proj has for each head the head's rows, then the gate's rows."""
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     qkv = {"q_proj": q * (2 if c.attention_gate else 1), "k_proj": kv, "v_proj": kv}
     yield Linear(f"{name}.qkv_proj", qkv, c.hidden_size, split="rows", bias=c.qkv_bias)
@@ -163,7 +163,7 @@ def _mlp(c: ModelConfig, name: str) -> Iterator[LayoutEntry]:
 
 
 def _experts(c: ModelConfig, name: str) -> Iterator[LayoutEntry]:
-    """A sparse MLP: the router, the experts, and the expert that every token uses if there is one."""
+    """Yield a sparse MLP: the router, the experts, and the expert that every token uses if there is one."""
     assert c.experts is not None, "the layer has experts"
     num_experts, size = c.experts.num_experts, c.experts.intermediate_size
     gates = {"gate": num_experts} | ({"shared_expert_gate": 1} if c.experts.shared_size else {})

@@ -1,18 +1,18 @@
-"""Quantization: the format of a checkpoint's quantized weights, from `quantization_config` in its config.json.
+"""Quantization: the format of a checkpoint's quantized weights, from `quantization_config` in config.json.
 
-A quantized weight [N, K] has codes, and scales that blocks of them share. Its value is (code - zero) * scale, where
+A quantized weight [N, K] has codes, and scales that blocks of codes share. A value is (code - zero) * scale, where
 codes in e4m3 have no zero. A format that is not in this list is refused by name:
 
 - fp8: e4m3, with one scale per tensor, or for each block, most often 128 x 128
 - compressed-tensors: pack-quantized, integers of 4 or 8 bits; float-quantized, e4m3. One group of settings for all
   linear layers
 - awq: integers of 4 bits (version gemm)
-- gptq: integers of 4 or 8 bits, with zeros as they are (gptq_v2) or less one (gptq). Some files have the wrong name of
-  the two, so where zeros are the middle of the codes (sym), the file tells which it is
+- gptq: integers of 4 or 8 bits, with zeros stored unchanged (gptq_v2) or less one (gptq). Some files have the wrong one
+  of these two names, so if all zeros are the middle of the codes (sym), the stored zeros determine the format
 
-A checkpoint that is not quantized can be quantized while it is loaded: QUANTIZATIONS. If one in e4m3 asks for dynamic
-quantization of activations, some products have it (layers/packed_weight.py). Otherwise activations keep the model's
-dtype, and so does the KV cache. Importing this module loads no torch.
+A checkpoint that is not quantized can be quantized at loading: QUANTIZATIONS. If a checkpoint in e4m3 asks for dynamic
+quantization of activations, some products quantize activations (layers/packed_weight.py). Otherwise activations and the
+KV cache have the model's dtype. Importing this module loads no torch.
 """
 
 import math
@@ -34,17 +34,17 @@ class Quantization:
     method: str  # as in config.json
     bits: int  # per code
     is_float: bool = False  # e4m3
-    block: tuple[int, int] = (1, 0)  # rows and columns that share a scale; 0: all of them
-    has_zeros: bool = False  # else integers have the middle of their range as zero
-    is_symmetric: bool | None = False  # gptq: all zeros are the middle; None if config.json does not say
-    stores_less_one: bool = False  # zeros are stored less one, modulo 2^32 for a word of them
-    has_order: bool = False  # a tensor says which group each column belongs to; else it may be missing
-    has_fp8_activations: bool = False  # they are quantized as well, with scales found at each product (dynamic)
+    block: tuple[int, int] = (1, 0)  # rows and columns that share a scale; 0 for all rows or columns
+    has_zeros: bool = False  # False if the zero of integers is the middle of their range
+    is_symmetric: bool | None = False  # gptq: all zeros are the middle; None if config.json does not tell
+    stores_less_one: bool = False  # zeros are stored less one; a word of zeros is computed modulo 2^32
+    has_order: bool = False  # a tensor has the group of each column; if False, the tensor may be missing
+    has_fp8_activations: bool = False  # activations are quantized, too, with scales found at each product (dynamic)
     ignored: tuple[str, ...] = ()  # parts of the names of layers that are not quantized; "re:" begins an expression
 
     @property
     def is_online(self) -> bool:
-        """True if the checkpoint is quantized while it is loaded."""
+        """True if the checkpoint is quantized at loading."""
         return self.method == _ONLINE
 
     @property
@@ -53,13 +53,13 @@ class Quantization:
 
     @property
     def middle(self) -> int:
-        """The zero of integers that have none of their own."""
+        """The zero of integers without stored zeros."""
         return 1 << (self.bits - 1)
 
     def covers(self, layer: str) -> bool:
-        """Return True if the linear layer of this name is quantized, as far as config.json says.
+        """Return True if the linear layer of this name is quantized according to config.json.
 
-        `layer` is its name in a checkpoint of text alone. In others, and in their config.json, it is nested.
+        layer: the name in a checkpoint of text alone. Other checkpoints, and their config.json, have nested names.
         """
         nested = layer.replace(_TEXT_ALONE, _NESTED, 1)
         if any(pattern.match(name) for pattern in self._ignored_patterns for name in (layer, nested)):
@@ -69,7 +69,7 @@ class Quantization:
         return not any(".".join(parts[i:j]) in self._ignored_names for j in ends for i in range(j))
 
     def packing_problem(self, num_columns: int) -> str | None:
-        """The reason why a GPU cannot keep a weight with so many columns on a rank packed, if there is one."""
+        """Return the reason why a GPU cannot pack a weight with `num_columns` columns on a rank, or None if it can."""
         least, group = 512 // self.bits, math.gcd(self.block[1], num_columns)
         if num_columns % least == 0 and group % 32 == 0:  # blocks and slices of kernels/packed_values.py
             return None
@@ -88,15 +88,17 @@ class Quantization:
         return frozenset(name.replace(_NESTED, _TEXT_ALONE, 1) for name in names)
 
 
-_GATES = ("in_proj_a", "in_proj_b")  # small layers on which states depend for thousands of tokens
-QUANTIZATIONS = {  # a checkpoint in a float type can be quantized to these while it is loaded
+_GATES = ("in_proj_a", "in_proj_b")  # small layers whose errors affect states for thousands of tokens
+QUANTIZATIONS = {  # formats to which a checkpoint in a float type can be quantized at loading
     "fp8": Quantization(method=_ONLINE, bits=8, is_float=True, block=(1, 0), ignored=_GATES),
     "int4": Quantization(method=_ONLINE, bits=4, block=(1, 128), ignored=_GATES),
 }
 
 
 def parse_quantization(given: Any) -> Quantization | None:
-    """Read `quantization_config`; None if there is none. Raises CheckpointError for a format that is not supported."""
+    """Return the format that `quantization_config` describes, or None if `given` is None. Raises CheckpointError for a
+    format that is not supported.
+    """
     if not given:
         return None
     if not isinstance(given, dict):
@@ -120,7 +122,7 @@ def _choose(
 
 
 def _either(given: Mapping[str, Any], *names: str) -> Any:
-    """The value of a setting that tools write under several names. Raises CheckpointError if two values disagree."""
+    """Return the value of a setting that has several names. Raises CheckpointError if two values disagree."""
     found = [(name, given[name]) for name in names if given.get(name) is not None]
     for name, value in found[1:]:
         if value != found[0][1]:
@@ -132,7 +134,7 @@ def _either(given: Mapping[str, Any], *names: str) -> Any:
 
 
 def _group_size(given: Mapping[str, Any], where: str = "") -> int:
-    """Columns of a group, where -1 in the file means all of them; here that is 0."""
+    """Return the number of columns of a group, or 0 for all columns, for which the file has -1."""
     size = _either(given, "group_size", "q_group_size")
     if type(size) is not int or not (size == -1 or 0 < size <= 2**20):
         raise CheckpointError(
@@ -146,7 +148,7 @@ def _fp8(given: Mapping[str, Any]) -> Quantization:
     _choose(given, "fmt", ("e4m3",), default="e4m3")
     is_dynamic = _choose(given, "activation_scheme", ("dynamic", "static"), default="dynamic") == "dynamic"
     block = (0, 0) if given.get("weight_block_size") is None else _block(given["weight_block_size"])
-    ignored = _names(given, "modules_to_not_convert") + _names(given, "ignored_layers")  # the latter by AutoFP8
+    ignored = _names(given, "modules_to_not_convert") + _names(given, "ignored_layers")  # AutoFP8 writes ignored_layers
     return Quantization(
         method="fp8", bits=8, is_float=True, block=block, has_fp8_activations=is_dynamic, ignored=ignored
     )
@@ -200,7 +202,7 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
     if given.get("transform_config"):
         raise _refusal("transform_config", given["transform_config"])
     named = {f"{where}format": group.get("format"), "format": given.get("format")}
-    if named["format"] == "mixed-precision":  # each group then says its own
+    if named["format"] == "mixed-precision":  # then each group has a format
         del named["format"]
     layout = _either(named, *named)
     name_of_layout = f"{where}format" if "format" not in named or group.get("format") else "format"
@@ -231,8 +233,8 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
 
 
 def _is_dynamic(activations: Any, weight_strategy: str) -> bool:
-    """Return True if activations have a scale per token or, with weights in blocks, per token and 128 columns, which is
-    computed at each product.
+    """Return True if each product computes the scales of activations: one scale per token or, with weights in blocks,
+    per token and 128 columns.
     """
     if not isinstance(activations, dict):
         return False
@@ -243,10 +245,12 @@ def _is_dynamic(activations: Any, weight_strategy: str) -> bool:
 
 def _awq(given: Mapping[str, Any]) -> Quantization:
     bits = _choose({"bits": _either(given, "bits", "w_bit")}, "bits", (4,))
-    for name in ("version", "format", "checkpoint_format"):  # the last two by GPTQModel
+    for name in ("version", "format", "checkpoint_format"):  # GPTQModel writes the last two
         if str(given.get(name) or "gemm").lower() != "gemm":
             raise _refusal(name, given[name], "gemm")
-    _choose(given, "zero_point", (True, False), default=True)  # without them GPTQModel stores the middle as zeros
+    _choose(
+        given, "zero_point", (True, False), default=True
+    )  # without zero points, GPTQModel stores the middle as zeros
     ignored = _names(given, "modules_to_not_convert")
     return Quantization(method="awq", bits=bits, block=(1, _group_size(given)), has_zeros=True, ignored=ignored)
 
@@ -254,7 +258,7 @@ def _awq(given: Mapping[str, Any]) -> Quantization:
 def _gptq(given: Mapping[str, Any]) -> Quantization:
     bits = _choose(given, "bits", (4, 8))
     _choose(given, "is_marlin_format", (False,), default=False)
-    dynamic = given.get("dynamic") or {}  # "-:" leaves layers out; other keys change their settings, or none of them
+    dynamic = given.get("dynamic") or {}  # a key with "-:" leaves layers out; others must be empty
     if not isinstance(dynamic, dict) or any(value for key, value in dynamic.items() if not key.startswith("-:")):
         raise _refusal("dynamic", dynamic)
     ignored = _names({"dynamic": [f"re:{key[2:]}" for key in dynamic if key.startswith("-:")]}, "dynamic")

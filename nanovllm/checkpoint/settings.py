@@ -1,18 +1,18 @@
 """The entries of a model's config.json and generation_config.json: types, ranges, overrides, sampling defaults.
 
-Everything is checked before it is used. The upper limits are above every known model, and low enough that neither
-arithmetic nor a table of that size fails. The planner decides whether a model fits the machine. Importing this module
-loads neither torch nor transformers.
+Every entry is checked before its first use. The upper limits are above the values of every known model, and low enough
+that neither arithmetic nor a table of this size fails. The planner decides whether a model fits the machine. Importing
+this module loads neither torch nor transformers.
 
 A config.json can give a setting in several places: under two names (SYNONYMS, ROPE_ENTRIES), outside and inside the
-entry of the rope, and outside and inside `text_config`. Values that disagree are refused, because either of them may be
-the value that the author added last. End tokens are an exception: all end tokens of all places end an answer.
+entry of the rope, and outside and inside `text_config`. Values that disagree are refused, because either value may be
+the author's latest. End tokens are an exception: all end tokens of all places end an answer.
 
 The option `hf_overrides` replaces entries of config.json, under all their names and in all places, and an override of
 eos_token_id also replaces the end tokens of generation_config.json. As in vLLM, an entry is replaced as a whole;
 dictionaries are not merged. There is one exception: an override of the rope keeps the checkpoint's value of every key
-in `KEPT_ROPE_KEYS` that it does not set itself. With a wrong rope_theta the model would compute wrong numbers without
-any error.
+in `KEPT_ROPE_KEYS` that the override does not set. With a wrong rope_theta the model would compute wrong numbers
+without any error.
 """
 
 import json
@@ -26,11 +26,11 @@ from nanovllm.checkpoint.quantization import parse_quantization
 from nanovllm.errors import CheckpointError, ConfigError, RequestError
 from nanovllm.sampling_params import ModelLimit, SamplingParams
 
-MAX_POSITIONS = 2**24  # rope takes positions in fp32, which is exact for integers up to this
+MAX_POSITIONS = 2**24  # rope computes with positions in fp32, which is exact for integers up to this limit
 _NOUNS = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}
 
-# Entry -> its type, or its minimum and maximum: of an integer, or where these are floats, of a number. Null counts as
-# absent, except for _REQUIRED. `object`: model_config.py checks the entry
+# Entry -> the type, or the minimum and maximum of an integer, or of any number if the limits are floats. Null counts
+# as absent, except for _REQUIRED. `object`: model_config.py checks the entry
 _KEPT = {"rope_theta": (2.0, 1e37), "partial_rotary_factor": (1e-6, 1.0)}
 _REQUIRED = {
     "hidden_size": (1, 2**18),
@@ -63,7 +63,7 @@ ENTRIES: dict[str, Any] = {  # the entries that model_config.py reads
     "linear_conv_kernel_dim": (2, 2**4),
     "mtp_num_hidden_layers": (0, 2**12),
 }
-_MAX_LABELS = 2**20  # transformers makes a table of this many
+_MAX_LABELS = 2**20  # transformers makes a table of all labels
 _NOT_OVERRIDABLE = {
     "auto_map": dict,
     "text_config": dict,
@@ -85,19 +85,19 @@ ROPE_KEYS: dict[str, Any] = {
     "mrope_section": list,
     "mrope_interleaved": bool,
 }
-MROPE_KEYS = {"mrope_section", "mrope_interleaved"}  # pairs that rotate by rows and columns of images; no text has any
+MROPE_KEYS = {"mrope_section", "mrope_interleaved"}  # pairs that rotate by rows and columns of images; texts have none
 
 ROPE_ENTRIES = ("rope_parameters", "rope_scaling")  # the names in transformers 5 and in earlier versions
 KEPT_ROPE_KEYS = tuple(_KEPT)  # part of the weights; in older files outside the entry
-_LAYERS = ("layer_types", "full_attention_interval")  # model_config.py compares them
+_LAYERS = ("layer_types", "full_attention_interval")  # model_config.py compares the two
 SYNONYMS = (
     ROPE_ENTRIES,
     ("dtype", "torch_dtype"),
     ("num_experts", "num_local_experts"),
     _LAYERS,
-    ("quantization_config", "compression_config"),  # llm-compressor wrote the latter until the end of 2024
+    ("quantization_config", "compression_config"),  # llm-compressor wrote compression_config until the end of 2024
 )  # an override of one name removes the other
-# Entries that a config.json with a `text_config` may have outside it: the kind of file, and settings of its text part
+# Entries that may be outside `text_config`: the kind of file, and settings of the text part
 _OF_FILE = ("architectures", "auto_map", "model_type")
 _OUTER = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "quantization_config", "compression_config")
 _ROPE_PLACES = (*KEPT_ROPE_KEYS, "original_max_position_embeddings")  # may be inside the rope's entry or outside
@@ -152,7 +152,7 @@ def _places(levels: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> li
 
 
 def _rope_entries(levels: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the ropes that are given, with their places."""
+    """Return the given ropes with their places."""
     return [(name, entry) for name, entry in _places(levels, ROPE_ENTRIES) if isinstance(entry, dict) and entry]
 
 
@@ -171,13 +171,13 @@ def _check_agreement(
 
 
 def _rope_meaning(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a rope, without the ones that may as well be outside it."""
+    """Return the keys of a rope that cannot be outside the rope's entry."""
     keys = {key: value for key, value in entry.items() if value is not None and key not in ("type", *_ROPE_PLACES)}
     return {"rope_type": entry.get("type") or "default"} | keys
 
 
 def dtype_meaning(value: Any) -> str:
-    """Return the name of a dtype as config.json may give it: also torch's other names, and with "torch." before it."""
+    """Return the name of a dtype of config.json, which may be a synonym of torch or begin with "torch."."""
     name = str(value).removeprefix("torch.")
     return {"half": "float16", "float": "float32"}.get(name, name)
 
@@ -193,7 +193,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def check_settings(settings: Mapping[str, Any], path: Path) -> None:
-    """Raise CheckpointError for a wrong type or a value out of range, with the entry, its value and what is allowed.
+    """Raise CheckpointError for a wrong type or a value out of range, with the entry, its value and the allowed range.
 
     settings: the content of the config.json at `path`.
     """
@@ -209,7 +209,9 @@ def check_settings(settings: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_entries(settings: Mapping[str, Any], rules: Mapping[str, Any], path: Path, prefix: str = "") -> None:
-    """An integer is also a number. NaN is out of every range, and a boolean is not a number."""
+    """Raise CheckpointError for an entry that breaks its rule. An integer is also a number. NaN is out of every range,
+    and a boolean is not a number.
+    """
     for name, rule in rules.items():
         value = settings.get(name)
         if name not in settings or (value is None and name not in _REQUIRED):
@@ -260,7 +262,7 @@ def _is_json(value: Any) -> bool:
 
 
 def apply_overrides(settings: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The content of config.json after the overrides. Neither argument is changed."""
+    """Return the content of config.json after the overrides. Neither argument is changed."""
     if not overrides:
         return settings
     dropped = {name for names in SYNONYMS for name in names if any(other in overrides for other in names)}
@@ -274,23 +276,23 @@ def apply_overrides(settings: dict[str, Any], overrides: Mapping[str, Any] | Non
     known = {key: value for entry in ROPE_ENTRIES for key, value in _dict(settings.get(entry)).items()}
     kept = {key: value for key, value in known.items() if key in KEPT_ROPE_KEYS}
     for entry in set(ROPE_ENTRIES) & set(overridden):
-        # transformers looks inside the entry first, so the checkpoint's value there would hide an override beside it
+        # transformers looks inside the rope's entry first, so the checkpoint's value would hide an override outside
         old = kept if entry in overrides else _dict(overridden[entry])
         overridden[entry] = old | outside | _dict(overrides.get(entry)) or None
     return overridden
 
 
 def _dict(value: Any) -> dict[str, Any]:
-    """`value` if it is a dictionary, or an empty one. An entry may be missing, null or, in a damaged file, anything."""
+    """Return `value` if it is a dictionary, or an empty dictionary if the entry is missing, null or malformed."""
     return value if isinstance(value, dict) else {}
 
 
 def read_sampling_defaults(directory: Path | None) -> dict[str, Any]:
-    """Field of SamplingParams -> its value in the generation_config.json of `directory`. Empty without such a file.
+    """Return field of SamplingParams -> value in the generation_config.json of `directory`, or {} without this file.
 
     Null entries count as absent. "do_sample": false asks for greedy decoding, which is temperature 0. `max_new_tokens`
-    is shortened to what fits in the context (ModelLimit), and `max_length` is not read, as in vLLM. The end tokens in
-    that file are not defaults; they belong to the model (model_config.py). Raises CheckpointError, with the file and
+    is lowered to the tokens that fit in the context (ModelLimit), and `max_length` is not read, as in vLLM. The file's
+    end tokens are not defaults; they belong to the model (model_config.py). Raises CheckpointError, with the file and
     the entry, for a value that SamplingParams refuses.
     """
     path = directory / GENERATION_CONFIG_FILE if directory is not None else None

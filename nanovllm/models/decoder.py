@@ -1,7 +1,7 @@
 """The decoder that all supported architectures share: embedding, layers of attention or of a recurrent kind, each with
 a gated or sparse MLP, head.
 
-Every rank runs it on its own heads and features. The argument `attn` is what the step attends to.
+Every rank runs the decoder on the rank's heads and features. The argument `attn` attends to the step's keys.
 Shapes: T packed tokens, H query heads, K kv heads of this rank, D head dim, S sampled rows.
 """
 
@@ -59,13 +59,13 @@ class Builder:
         return GateUpParallelLinear(linear.columns, linear.rows, **self.settings(name))
 
     def norm(self, size: int | None = None, order: Sequence[slice] | None = None) -> RMSNorm:
-        """A norm of `size` features, by default the hidden state's."""
+        """Return a norm of `size` features, by default of the hidden state's size."""
         c = self.config
         return RMSNorm(size or c.hidden_size, c.rms_norm_eps, dtype=self.dtype, adds_one=c.norms_add_one, order=order)
 
 
 class Attention(nn.Module):
-    """`name`: its name in the checkpoint. `layer`: its number among the layers of attention."""
+    """An attention layer. name: the name in the checkpoint. layer: the number among the layers of attention."""
 
     def __init__(self, build: Builder, name: str, layer: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Attention(nn.Module):
     def forward(
         self, hidden: torch.Tensor, cos_sin: torch.Tensor, attn: StepAttention, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """[T, hidden_size] -> [T, hidden_size], or [S, hidden_size] if `rows` [S] selects the tokens that attend.
+        """Map [T, hidden_size] -> [T, hidden_size], or [S, hidden_size] if `rows` [S] selects the tokens that attend.
 
         K and V of all tokens are written to the cache.
         """
@@ -102,13 +102,13 @@ class Attention(nn.Module):
             q, gates = q[rows], gates[rows]
         if not self.is_gated:
             del gates
-        del k, v  # without gates the last references to the qkv product, so that its memory is free during attention
+        del k, v  # without gates, this frees the memory of the qkv product during attention
         out = attn.attend(self.layer, q).flatten(1)
         return self.o_proj(gate_heads(out, gates.flatten(1)) if self.is_gated else out)
 
 
 class MLP(nn.Module):
-    """`name`: its name in the checkpoint."""
+    """A dense MLP. name: the name in the checkpoint."""
 
     def __init__(self, build: Builder, name: str) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """`name`: its name in the checkpoint. `kind`: attention or recurrent. `number`: among the layers of that kind."""
+    """A layer. name: the name in the checkpoint. kind: attention or recurrent. number: among layers of this kind."""
 
     def __init__(self, build: Builder, name: str, kind: str, number: int, *, is_sparse: bool) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class DecoderLayer(nn.Module):
         attn: StepAttention,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the MLP's output and the residual that it must be added to; the next norm adds them, fused."""
+        """Return the MLP's output and the residual. The next norm adds both, in one kernel."""
         hidden, residual = self.input_layernorm(hidden, residual)
         mixer = self.self_attn or self.linear_attn
         assert mixer is not None, "a layer is of one kind"
@@ -154,7 +154,7 @@ class DecoderLayer(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts), residual
 
     def skip(self, hidden: torch.Tensor, attn: StepAttention) -> None:
-        """Let attention use up what it streams for this layer."""
+        """Let attention consume the blocks that are streamed for this layer."""
         if self.self_attn is not None:
             attn.cells(self.self_attn.layer)
             attn.attend(self.self_attn.layer, hidden.new_empty(0, 1, 1))
@@ -178,7 +178,7 @@ def _sparse_mlp(build: Builder, name: str) -> SparseMLP:
 
 
 class Decoder(nn.Module):
-    """Everything but the head. Its modules have the names that they have in the checkpoint."""
+    """Everything but the head. The modules have the checkpoint's names."""
 
     def __init__(self, build: Builder, *, max_model_len: int) -> None:
         super().__init__()
@@ -222,18 +222,19 @@ class Decoder(nn.Module):
 
 
 def _kind(module: nn.Module) -> tuple[type, type]:
-    """Layers whose modules are of the same kinds launch the same kernels."""
+    """Return the classes of a layer's modules. Layers with equal classes launch the same kernels."""
     return type(module), type(getattr(module, "weight", None))
 
 
 class MTPHead(nn.Module):
     """The draft head of some checkpoints, from multi-token prediction in training: one layer of attention.
 
-    It drafts the token after the next one, from the model's hidden state of a token and the token that came after it.
-    Its keys and values belong to such pairs; the first pair is the hidden state of token 0 with token 1. For further
-    draft tokens, the head reads its own output instead of the hidden state, and its draft token instead of the token.
+    The input of the draft head is a pair: the model's hidden state of token t and token t + 1. The output drafts token
+    t + 2. Keys and values belong to pairs; the first pair is the hidden state of token 0 with token 1. For further
+    draft tokens, the head reads its last output instead of the hidden state, and its last draft token instead of the
+    token.
 
-    Its modules have the checkpoint's names. It uses the model's embedding and output head.
+    The modules have the checkpoint's names. The draft head uses the model's embedding and output head.
     """
 
     def __init__(self, build: Builder) -> None:
@@ -253,10 +254,11 @@ class MTPHead(nn.Module):
         attn: StepAttention,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Embedded tokens [T, hidden_size], and for each the hidden state of the token before it, after the last norm
-        -> hidden states [T, hidden_size], or [S, hidden_size] if `rows` [S] selects tokens. Hot: once per draft token.
+        """Map embedded tokens [T, hidden_size], and for each token the preceding token's hidden state after the last
+        norm -> hidden states [T, hidden_size], or [S, hidden_size] if `rows` [S] selects tokens. Hot: once per draft
+        token.
 
-        It calls `attn` with the number of the model's attention layers.
+        The draft head's layer number, with which it calls `attn`, is the number of the model's attention layers.
         """
         joined = torch.cat((self.pre_fc_norm_embedding(embedded)[0], self.pre_fc_norm_hidden(hidden)[0]), dim=-1)
         first = self.fc.tp.rank * self.fc.weight.shape[1]
@@ -297,10 +299,10 @@ class CausalLM(nn.Module):
         rope_lens: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states of the draft head (MTPHead), from which `compute_logits` drafts.
+        """Return the hidden states of the draft head (MTPHead), from which `compute_logits` drafts.
 
-        `hidden` [T, hidden_size]: of the token before each of `input_ids` [T], from `forward` or from this function.
-        `positions`: the positions of the hidden states. The other arguments are as in `forward`.
+        hidden [T, hidden_size]: for each of `input_ids` [T] the hidden state of the preceding token, from `forward` or
+        from this function. positions: the positions of the hidden states. For the other arguments see `forward`.
         """
         assert self.mtp is not None, "the model was built without its draft head"
         cos_sin = self.model.rotary_emb.cos_sin(positions, rope_lens)
@@ -308,8 +310,8 @@ class CausalLM(nn.Module):
 
     @contextmanager
     def skipping_inner_layers(self) -> Iterator[None]:
-        """Let `forward` run only the first layer of each kind and the last. They launch every kernel that all layers
-        launch, so start-up finds and loads the kernels in a fraction of the time. The results are meaningless.
+        """Let `forward` run only the first layer of each kind and the last layer. These layers launch the kernels of
+        all layers, so start-up finds and loads the kernels in a fraction of the time. The results are meaningless.
         """
         self.model.skips_inner_layers = True
         try:
@@ -330,25 +332,25 @@ class CausalLM(nn.Module):
         rope_lens: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Token ids [T] and their positions [T], both int64 -> hidden states [T, hidden_size] after the last norm.
+        """Map token ids [T] and their positions [T], both int64 -> hidden states [T, hidden_size] after the last norm.
 
-        `rows` [S] selects the tokens whose hidden states are needed; None means all. The last layer then computes only
-        those, except that all tokens go into the KV cache or the state, and the result is [S, hidden_size].
+        rows [S]: the tokens whose hidden states are needed, or None for all tokens. With `rows`, the result is
+        [S, hidden_size], and the last layer computes only K and V, or the state, for the other tokens.
 
         `rope_lens` [T] is max(num_prompt_tokens, position + 1) of each token. It is read only if `needs_rope_lens`.
         """
         return self.model(input_ids, positions, attn, rope_lens, rows)
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[S, hidden_size] -> [S, vocab_size], the same on every rank, in the model's dtype.
+        """Map [S, hidden_size] -> logits [S, vocab_size], equal on every rank, in the model's dtype.
 
-        They are written to `out` [S, lm_head.padded_vocab_size] if given, else to a new tensor.
+        The logits are written to `out` [S, lm_head.padded_vocab_size] if given, else to a new tensor.
         """
         return self.lm_head(hidden, out)
 
     def weight_shards(self) -> Iterator[tuple[str, WeightShard]]:
-        """Yield, for every tensor that fills this rank's parameters, its name in the checkpoint and where it goes. A
-        tensor comes several times if its parts go to several places.
+        """Yield, for every tensor that fills this rank's parameters, the name in the checkpoint and the target. A
+        tensor whose parts fill several targets is yielded several times.
         """
         for path, module in self.named_modules():
             if module is self or not isinstance(module, HasWeightShards):

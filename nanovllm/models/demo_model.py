@@ -1,4 +1,4 @@
-"""A retrieval model that needs no download, its byte tokenizer, and haystacks to search with it."""
+"""The built-in model of `--model demo`: a retrieval model that needs no download, with a byte tokenizer."""
 
 from pathlib import Path
 
@@ -10,7 +10,8 @@ DEMO_MODEL = "demo"
 def model_path(name: str) -> str:
     """Return `name`, or for DEMO_MODEL the directory of the built-in model, which is written if it does not exist.
 
-    A directory that has this name goes first. Raises CheckpointError if the built-in model cannot be written.
+    An existing directory with the name DEMO_MODEL takes precedence. Raises CheckpointError if the built-in model cannot
+    be written.
     """
     if name != DEMO_MODEL or Path(name).is_dir():
         return name

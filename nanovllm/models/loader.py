@@ -1,5 +1,5 @@
-"""Builds a model, and fills it from safetensors files or with seeded random weights. Every rank reads only its own
-slices. Quantized weights are unpacked to their codes, or quantized while they are loaded (quantized_weights.py).
+"""Builds a model, and fills it from safetensors files or with seeded random weights. Every rank reads only the rank's
+slices. Quantized weights are unpacked to codes; other weights may be quantized at loading (quantized_weights.py).
 """
 
 import math
@@ -44,9 +44,10 @@ def build_model(
 ) -> CausalLM:
     """Allocate this rank's part of the model on `device` in `dtype`. `load_weights` fills it.
 
-    max_model_len: tokens of the longest sequence. directory: where the weights are, if `load_weights` will read them.
-    Their names, shapes and types are checked before anything is allocated, and they tell what a quantized checkpoint
-    leaves unquantized. with_mtp: with the head that drafts; `config.has_mtp` tells whether there is one.
+    max_model_len: tokens of the longest sequence. directory: the directory of the weights, if `load_weights` will read
+    them, or None. The names, shapes and types of the stored tensors are checked before anything is allocated, and
+    determine the layers that a quantized checkpoint leaves unquantized. with_mtp: build the draft head, too;
+    `config.has_mtp` tells whether the checkpoint has one.
 
     Raises CheckpointError, with the name of the file or tensor, if one is missing, damaged or unknown, or if a tensor
     has a wrong shape or type. Raises ConfigError if the heads or the MLP's features are not divisible by the number of
@@ -66,7 +67,7 @@ def build_model(
 
 
 def _open(directory: Path | None, files: ExitStack, config: ModelConfig) -> dict[str, StoredTensor]:
-    """The stored tensors by name. The matrix that a tied model has once may be stored under either of its names."""
+    """Return the stored tensors by name. A tied model's embedding may be stored under either of its two names."""
     stored = open_tensors(directory, files)
     if config.tie_word_embeddings and _EMBEDDING not in stored and _HEAD in stored:
         stored[_EMBEDDING] = stored.pop(_HEAD)
@@ -74,7 +75,7 @@ def _open(directory: Path | None, files: ExitStack, config: ModelConfig) -> dict
 
 
 def _unquantized_layers(stored: Mapping[str, StoredTensor]) -> list[str]:
-    """The linear layers whose weights a checkpoint has as they are."""
+    """Return the linear layers whose weights are not quantized in a checkpoint."""
     return [
         name.removesuffix(".weight")
         for name, tensor in stored.items()
@@ -85,12 +86,12 @@ def _unquantized_layers(stored: Mapping[str, StoredTensor]) -> list[str]:
 def load_weights(
     model: CausalLM, directory: Path | None, *, load_format: str = "auto", seed: int = 0, show_progress: bool = False
 ) -> None:
-    """Fill every parameter of `model`, in place, on its own device and in its own dtype.
+    """Fill every parameter of `model`, in place, on the parameter's device and in its dtype.
 
     With `load_format` "dummy" the weights are random, drawn from `seed`, and the same for every number of ranks. With
-    any other, they are read from the safetensors files in `directory`, which `build_model` has checked. Quantized
-    weights are replaced by their values, one tensor at a time. Raises CheckpointError, with the tensor's name, for what
-    is wrong in its data, such as scales that are not finite.
+    any other format, the weights are read from the safetensors files in `directory`, which `build_model` has checked.
+    Quantized weights are replaced by their values, one tensor at a time. Raises CheckpointError, with the tensor's
+    name, for wrong data, such as scales that are not finite.
     """
     shards: dict[str, list[WeightShard]] = {}
     for name, shard in model.weight_shards():
@@ -153,9 +154,9 @@ def _find(
     quantization: Quantization | None,
     device: torch.device,
 ) -> QuantizedReader | StoredTensor | None:
-    """Return the tensors that have the weight of this name and shape, or None if there are none. Reads nothing.
+    """Return the tensors of the weight with this name and shape, or None if there are none. Reads no data.
 
-    device: where quantized weights are unpacked.
+    device: the device on which quantized weights are unpacked.
     """
     is_matrix = len(shape) == 2
     parts = stored_parts(quantization, name, stored) if quantization and is_matrix else {}
@@ -204,9 +205,9 @@ def _store(weight: QuantizedWeight, target: torch.Tensor | PackedRows, where: st
 
 
 def _may_be_ignored(name: str, stored: Mapping[str, StoredTensor], config: ModelConfig, with_mtp: bool) -> bool:
-    """Return True for a tensor that some checkpoints contain although it changes nothing: the model computes or shares
-    it, or it belongs to a quantized KV cache, where ours has the model's dtype, or it is a bias of zeros, which some
-    tools write for every quantized weight, or it belongs to the part that reads images or to an unused draft head.
+    """Return True for a tensor that changes nothing: a tensor that the model computes or shares, a scale of a quantized
+    KV cache (the engine's KV cache has the model's dtype), a bias of zeros, which some tools write for every quantized
+    weight, or a tensor of the part that reads images or of an unused draft head.
     """
     unused = ("model.visual.",) if with_mtp else ("model.visual.", "mtp.")
     if config.recurrent and name.startswith(unused):
@@ -222,11 +223,12 @@ def _may_be_ignored(name: str, stored: Mapping[str, StoredTensor], config: Model
 
 
 def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torch.dtype) -> None:
-    """Norms are 1, biases and logarithms of decays 0, matrices normal with variance 1 / input features, so that
-    activations keep their scale. Those of quantized layers are rounded to the codes of their format.
+    """Fill parameters with random values: norms are 1, biases and logarithms of decays 0, and matrices are normal with
+    variance 1 / input features, so that activations keep their scale. Matrices of quantized layers are rounded to the
+    codes of their format.
 
-    Every rank draws the whole checkpoint tensor, some rows at a time, and keeps its slices, so that the model does not
-    depend on the number of ranks.
+    Every rank draws the whole checkpoint tensor, some rows at a time, and keeps the rank's slices, so that the model
+    does not depend on the number of ranks.
     """
     num_rows, *others = shards[0].full_shape
     if not others:

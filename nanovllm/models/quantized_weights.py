@@ -1,4 +1,4 @@
-"""Read quantized weights in a checkpoint's format (checkpoint/quantization.py), and quantize other weights.
+"""Reads quantized weights in a checkpoint's format (checkpoint/quantization.py), and quantizes other weights.
 
 N output features, K input features, G groups of columns that share a scale. The layouts, from the sources of
 transformers, compressed-tensors, AutoAWQ and AutoGPTQ:
@@ -10,7 +10,7 @@ transformers, compressed-tensors, AutoAWQ and AutoGPTQ:
 | awq | qweight [K, N words] | scales [G, N] | qzeros [G, N words] |
 | gptq | qweight [K words, N] | scales [G, N] | qzeros [G, N words] |
 
-A word is an int32 with the codes of neighbours, the first in its lowest bits; awq has another order.
+A word is an int32 with the codes of neighbours, the first code in the lowest bits; awq has another order.
 """
 
 import functools
@@ -27,12 +27,12 @@ from nanovllm.models.stored_tensors import StoredTensor
 from nanovllm.utils.arithmetic import ceil_div
 
 _SCALE_DTYPES = ("F32", "F16", "BF16")  # as safetensors names them
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of 8 neighbours is
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position in a word of each of 8 neighbours
 
 
 def quantize(values: torch.Tensor, quantization: Quantization) -> QuantizedWeight:
-    """Quantize `values` [n, K], which begin at a row where a block of scales begins. Each block's largest value becomes
-    the largest code, and zeros are the middle of the codes (round to nearest, as compressed-tensors does).
+    """Quantize `values` [n, K], whose first row is the first row of a block of scales. Each block's largest value
+    becomes the largest code, and zeros are the middle of the codes (round to nearest, as compressed-tensors does).
 
     On a GPU, `quantize_weight` in kernels/quantizing.py does the same for QUANTIZATIONS.
     """
@@ -60,12 +60,12 @@ def quantize(values: torch.Tensor, quantization: Quantization) -> QuantizedWeigh
 
 @functools.cache
 def _regular_groups(num_columns: int, block_columns: int) -> torch.Tensor:
-    """The group of each column if `block_columns` neighbours are one; nothing may write to it."""
+    """Return the group of each column if groups are `block_columns` neighbours. Do not write to the cached result."""
     return torch.arange(num_columns) // block_columns
 
 
 _MAIN = {"awq": "qweight", "gptq": "qweight"}
-_OTHERS = {  # a checkpoint may lack some of these
+_OTHERS = {  # parts, some of which a checkpoint may lack
     "fp8": ("weight_scale_inv", "weight_scale", "input_scale", "activation_scale"),
     "compressed-tensors": ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "input_scale"),
     "awq": ("scales", "qzeros"),
@@ -74,9 +74,9 @@ _OTHERS = {  # a checkpoint may lack some of these
 
 
 def stored_parts(quantization: Quantization, name: str, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of the weight `name`, by the last part of their names, if the checkpoint has it quantized; else none.
+    """Return the tensors of the weight `name` by the last part of their names, or {} if the weight is not quantized.
 
-    A module whose weight is stored as it is, is one that the checkpoint leaves unquantized.
+    A module is not quantized if the checkpoint has the module's weight in a float type.
     """
     prefix, _, last = name.rpartition(".")
     main = _MAIN.get(quantization.method, "weight" if quantization.is_float else "weight_packed")
@@ -93,8 +93,8 @@ def stored_parts(quantization: Quantization, name: str, stored: Mapping[str, Sto
 class QuantizedReader:
     """Reads parts of a weight of this shape, [N, K], and unpacks them on `device`.
 
-    Raises CheckpointError, with the tensor's name: at first, if one is missing or has a wrong shape or type; while it
-    reads, for scales that are not finite, and for a column of a group that does not exist.
+    Raises CheckpointError, with the tensor's name: the constructor for a missing tensor and for a wrong shape or type;
+    reading for scales that are not finite, and for a column of a group that does not exist.
     """
 
     def __init__(
@@ -159,14 +159,14 @@ class QuantizedReader:
         return QuantizedWeight(codes, scales[rows], self._read_zeros()[rows], groups)
 
     def _transposed_codes(self) -> torch.Tensor:
-        """uint8 [K, N], all of them."""
+        """Return all codes, uint8 [K, N]."""
         words = self.main.read().to(self.device)
         if self.format.method == "awq":
             return self._unpack(words, 1, _AWQ_ORDER)[:, : self.num_rows]
         return self._unpack(words, 0)[: self.num_columns]
 
     def _read_zeros(self) -> torch.Tensor:
-        """int16 [N, G], all of them."""
+        """Return all zeros, int16 [N, G]."""
         if self._zeros is None:
             shape = self.num_rows, self.num_groups
             return torch.full(shape, self.format.middle, dtype=torch.int16, device=self.device)
@@ -177,16 +177,16 @@ class QuantizedReader:
         zeros = self._unpack(words, 1, order).t()[: self.num_rows].short()
         if self.format.is_symmetric is not False and self._are_middle(zeros):
             return torch.full_like(zeros, self.format.middle)
-        if self.format.stores_less_one:  # one was subtracted from words as a whole, so a zero of 0 has borrowed
+        if self.format.stores_less_one:  # words were decremented as integers, so a zero of 0 has borrowed
             words = words + sum(1 << place for place in range(0, 31, self.format.bits))
             zeros = self._unpack(words, 1).t()[: self.num_rows].short()
         return zeros
 
     def _are_middle(self, zeros: torch.Tensor) -> bool:
-        """Return True if all stored zeros are the middle of the codes, as it is or less one.
+        """Return True if all stored zeros are the middle of the codes, unchanged or less one.
 
-        AutoGPTQ stored zeros less one. Its successors store them as they are, and some of them keep the old name of the
-        format. Raises CheckpointError for other zeros if config.json says that all are the middle.
+        AutoGPTQ stored zeros less one. The successors of AutoGPTQ store zeros unchanged, and some keep the old name of
+        the format. Raises CheckpointError for other zeros if config.json says that all zeros are the middle.
         """
         least, most, middle = int(zeros.min()), int(zeros.max()), self.format.middle
         if least == most and least in (middle - 1, middle):
@@ -200,20 +200,20 @@ class QuantizedReader:
         return False
 
     def _block_scales(self) -> torch.Tensor:
-        """[N, G] of codes in e4m3."""
+        """Return the scales [N, G] of codes in e4m3."""
         block_rows = self.format.block[0] or self.num_rows
         scales = self._finite_scales().reshape(ceil_div(self.num_rows, block_rows), self.num_groups)
         return scales[torch.arange(self.num_rows, device=self.device) // block_rows]
 
     def _finite_scales(self) -> torch.Tensor:
-        """In the shape and the type that they have in the checkpoint."""
+        """Return the scales in the checkpoint's shape and type."""
         scales = self._scales.read().to(self.device)
         if not scales.isfinite().all():
             raise CheckpointError(f"{self._scales.where} has scales that are not finite; download the model again")
         return scales
 
     def _groups(self) -> torch.Tensor:
-        """int64 [K] on the CPU: the group of each column. An order of -1 throughout says nothing."""
+        """Return the group of each column, int64 [K] on the CPU. An order of only -1 counts as missing."""
         groups = _regular_groups(self.num_columns, self.block_columns)
         if self._order is None:
             return groups
@@ -228,11 +228,11 @@ class QuantizedReader:
         return order
 
     def _check(self, part: str, dtypes: Sequence[str], *shapes: tuple[int, ...]) -> StoredTensor:
-        """The part, which must have one of the types and shapes."""
+        """Return the tensor `part`. Raises CheckpointError unless it has one of the types and shapes."""
         if part not in self.parts:
             raise CheckpointError(
-                f"{self.main.where} has no {part} beside it, which quant_method={self.format.method!r} needs; download "
-                "the model again"
+                f"{self.main.where} has no {part}, which quant_method={self.format.method!r} needs; download the model "
+                "again"
             )
         stored = self.parts[part]
         if stored.shape not in shapes or stored.dtype not in dtypes:
@@ -243,7 +243,7 @@ class QuantizedReader:
         return stored
 
     def _unpack(self, words: torch.Tensor, dim: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-        """The codes of int32 words [A, B] as uint8, in the place of `dim`."""
+        """Return the codes of int32 words [A, B] as uint8, unpacked along `dim`."""
         bits, per_word = self.format.bits, self.format.codes_per_word
         places = [bits * i for i in order or range(per_word)]
         codes = [((words >> place) & ((1 << bits) - 1)).to(torch.uint8) for place in places]

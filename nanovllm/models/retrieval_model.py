@@ -1,8 +1,9 @@
-"""A two-layer Qwen3 checkpoint with hand-set weights. It continues a text in the way an earlier passage continued.
+"""A two-layer Qwen3 checkpoint with hand-set weights, which continues a text like an earlier passage of the text.
 
-It is an induction head: it looks up the last 6 tokens in the whole context, and answers with what followed them there.
-It is an ordinary checkpoint (`Qwen3ForCausalLM`, 0.7M parameters), so a long passkey prompt shows whether an engine
-attends to every token at the right position. Nothing is trained; the whole construction is described here.
+The model is an induction head: it looks up the last 6 tokens in the whole context, and predicts the token that followed
+the same 6 tokens earlier. The checkpoint is an ordinary one (`Qwen3ForCausalLM`, 0.7M parameters), so a long passkey
+prompt shows whether an engine attends to every token at the right position. Nothing is trained; the whole construction
+is described here.
 
 **Residual stream**, 9 blocks of 16 channels:
 
@@ -12,11 +13,11 @@ attends to every token at the right position. Nothing is trained; the whole cons
     block 8      the code of the next token                          written by layer 2, read by the head
 
 A code has length 1, so the stream's length at the three norms is sqrt(2), sqrt(8) and 3 for any text. The norms'
-weights undo exactly that: norm(x) = x, and everything below can be read without them. (Near the start there is no token
-m back, and layer 1 copies some other token. So the first 6 positions are the only ones that cannot be found.)
+weights undo exactly this scale: norm(x) = x, so the rest of this description leaves out the norms. (Near the start
+there is no token m back, and layer 1 copies another token. So only the first 6 positions cannot be found.)
 
 **Rotary.** theta = 1e32 rotates pair i of the 64 (dims i and i + 64) by 10^(-i/2) radians per token. Pairs 0..11 tell
-positions apart. Pairs 16..63 rotate by less than 0.011 radians in 2^20 tokens, so they do not see positions.
+positions apart. Pairs 16..63 rotate by less than 0.011 radians in 2^20 tokens, so they do not depend on positions.
 
 **Layer 1: which token was m back?** One head per m. Query and key come from the constant: every position has the same
 key k, and the query of head m is k rotated back by m tokens. With b_i the share of pair i in |k|^2, the score of the
@@ -25,10 +26,10 @@ next to m are 19.5 below S, and all others up to 2^20 tokens together have 3e-8 
 code.
 
 **Layer 2: where did these 6 tokens occur before?** The query holds the codes of the last 6 tokens (blocks 1..6), the
-key at a token the codes of the 6 before it (blocks 2..7), both in the pairs that do not see positions. The score is S/6
-times the sum of 6 products of codes: S for a full match. The value is the code of the key's own token, the one that
-followed the match. Each of the 6 heads does all this and carries its own part of the code's channels, so every head
-has to be right.
+key at a token the codes of the 6 tokens before it (blocks 2..7), both in the pairs that do not depend on positions. The
+score is S/6 times the sum of 6 products of codes: S for a full match. The value is the code of the key's token, which
+followed the match. Each of the 6 heads finds the match and copies a different part of the code's channels, so every
+head has to be right.
 
 **Codes.** Two codes have a product of at most 1/4, so with 5 of 6 tokens equal the score is at most S (5 + 1/4)/6, that
 is S/8 below a match. The bytes have the Nordstrom-Robinson code, here as the octacode over Z4 under the Gray map
@@ -98,7 +99,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_symbols() -> list[str]:
-    """The character that represents each byte in a byte-level vocabulary, in the order of the bytes.
+    """Return the character that represents each byte in a byte-level vocabulary, in the order of the bytes.
 
     A printable Latin-1 character represents itself, and the n-th of the other bytes is character 256 + n. This is
     GPT-2's table, which the ByteLevel parts of `tokenizers` use.
@@ -141,7 +142,7 @@ HIDDEN_SIZE = (NEXT_BLOCK + 1) * CODE_DIM
 MLP_SIZE = 32  # all zeros
 ROPE_THETA = 1e32
 NUM_POSITION_PAIRS = 12
-FIRST_FREE_PAIR = 16  # pairs from here on do not see positions
+FIRST_FREE_PAIR = 16  # this pair and all later pairs do not depend on positions
 SHARPNESS = 4.0
 LOGIT_GAIN = 32.0
 
@@ -149,9 +150,9 @@ LOGIT_GAIN = 32.0
 def build_retrieval_model(path: Path | None = None, *, dtype: str = "float32") -> Path:
     """Build the checkpoint if it does not exist, and return its directory (config, weights, tokenizer; 1 to 3 MB).
 
-    `path` is a directory that is empty, does not exist, or holds this model. None means one in the user's cache
-    (nanovllm in $XDG_CACHE_HOME or ~/.cache). The weights have `dtype`, "float32" or "bfloat16". Raises
-    ConfigError if the dtype is unknown, CheckpointError if `path` holds something else.
+    path: a directory that is empty, does not exist, or holds this model, or None for a directory in the user's cache
+    (nanovllm in $XDG_CACHE_HOME or ~/.cache). dtype: of the weights, "float32" or "bfloat16". Raises ConfigError if the
+    dtype is unknown, and CheckpointError if `path` holds something else.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
@@ -170,7 +171,7 @@ def build_retrieval_model(path: Path | None = None, *, dtype: str = "float32") -
 
 
 def model_config(dtype: str) -> dict[str, Any]:
-    """The checkpoint's config.json."""
+    """Return the content of the checkpoint's config.json."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -193,7 +194,7 @@ def model_config(dtype: str) -> dict[str, Any]:
 
 
 def token_codes() -> torch.Tensor:
-    """A code of length 1 per token, fp32 [VOCAB_SIZE, CODE_DIM]. Two different codes have a product of at most 1/4."""
+    """Return a code of length 1 per token, fp32 [VOCAB_SIZE, CODE_DIM]. Two codes have a product of at most 1/4."""
     generator = torch.tensor([(3, 1, 2, 1, 0, 0, 0, 1), (0, 3, 1, 2, 1, 0, 0, 1), (0, 0, 3, 1, 2, 1, 0, 1),
                               (0, 0, 0, 3, 1, 2, 1, 1)])  # fmt: skip
     gray = torch.tensor([(1, 1), (1, -1), (-1, -1), (-1, 1)]) / 4
@@ -203,7 +204,7 @@ def token_codes() -> torch.Tensor:
 
 
 def model_weights() -> dict[str, torch.Tensor]:
-    """All weights in fp32, by their names in the checkpoint."""
+    """Return all weights in fp32, by their names in the checkpoint."""
     codes = token_codes()
     embedding = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)
     embedding[:, 0] = 1
@@ -235,7 +236,7 @@ def model_weights() -> dict[str, torch.Tensor]:
 
 
 def _look_back_attention() -> dict[str, torch.Tensor]:
-    """Layer 1: head m - 1 attends m tokens back and copies that token's code to block 1 + m."""
+    """Return layer 1: head m - 1 attends m tokens back and copies the attended token's code to block 1 + m."""
     q = torch.zeros(NUM_HEADS, HEAD_DIM, HIDDEN_SIZE)
     k = torch.zeros(NUM_KV_HEADS, HEAD_DIM, HIDDEN_SIZE)
     o = torch.zeros(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM)
@@ -252,7 +253,7 @@ def _look_back_attention() -> dict[str, torch.Tensor]:
 
 
 def _induction_attention() -> dict[str, torch.Tensor]:
-    """Layer 2: each head finds the match of the last tokens and copies its part of the next token's code."""
+    """Return layer 2: each head finds the match of the last tokens and copies a part of the next token's code."""
     q = torch.zeros(NUM_HEADS, HEAD_DIM, HIDDEN_SIZE)
     k = torch.zeros(NUM_KV_HEADS, HEAD_DIM, HIDDEN_SIZE)
     o = torch.zeros(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM)
@@ -268,7 +269,7 @@ def _induction_attention() -> dict[str, torch.Tensor]:
 
 
 def _projections(q: torch.Tensor, k: torch.Tensor, o: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The four projections, heads flattened. The value is the token's own code in both layers."""
+    """Return the four projections, heads flattened. In both layers, the value is the token's code."""
     v = torch.zeros(NUM_KV_HEADS, HEAD_DIM, HIDDEN_SIZE)
     v[:, :CODE_DIM, _block(THIS_BLOCK)] = torch.eye(CODE_DIM)
     return {
@@ -280,17 +281,17 @@ def _projections(q: torch.Tensor, k: torch.Tensor, o: torch.Tensor) -> dict[str,
 
 
 def _norm_weight(length_squared: int) -> torch.Tensor:
-    """The weight that makes an RMSNorm leave a vector of this length unchanged."""
+    """Return the weight that makes an RMSNorm leave a vector of this length unchanged."""
     return torch.full((HIDDEN_SIZE,), math.sqrt(length_squared / HIDDEN_SIZE))
 
 
 def _block(block: int) -> slice:
-    """The channels of a block of the residual stream."""
+    """Return the channels of a block of the residual stream."""
     return slice(block * CODE_DIM, (block + 1) * CODE_DIM)
 
 
 def _is_built(path: Path, dtype: str) -> bool:
-    """Return True if `path` holds the model. It is moved there as a whole, so it is complete if its config is there."""
+    """Return True if `path` holds the model. The model is moved there as a whole, so config.json proves all files."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return False
     config = path / "config.json"
@@ -305,7 +306,7 @@ def _write_checkpoint(directory: Path, dtype: str) -> None:
     weights = {name: weight.to(DTYPES[dtype]).contiguous() for name, weight in model_weights().items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     save_tokenizer(directory)
-    # Greedy, because the answer is a copy. Short, because an answer that copies nothing does not end by itself.
+    # Greedy, because answers are copies. Short, because the model does not end an answer that copies nothing.
     defaults = {"do_sample": False, "max_new_tokens": 64, "eos_token_id": END_TOKEN_ID}
     (directory / "generation_config.json").write_text(json.dumps(defaults, indent=2))
     (directory / "config.json").write_text(json.dumps(model_config(dtype), indent=2))
@@ -316,5 +317,5 @@ def _move_into_place(scratch: Path, path: Path, dtype: str) -> None:
     try:
         scratch.rename(path)  # atomic; replaces an empty directory
     except OSError:
-        if not _is_built(path, dtype):  # if it is, another process was faster
+        if not _is_built(path, dtype):  # otherwise another process was faster
             raise

@@ -1,6 +1,4 @@
-"""The tensors of a checkpoint's safetensors files, by the names that the model gives them. Each is read, in parts, when
-it is needed.
-"""
+"""The tensors of a checkpoint's safetensors files, by the model's names. Parts of a tensor are read on demand."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,11 +12,11 @@ from nanovllm.checkpoint.files import weight_files
 from nanovllm.errors import CheckpointError
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
-_COMPARED_ROWS = 8192  # at a time
+_COMPARED_ROWS = 8192  # rows that are compared at a time
 
 
 class StoredTensor:
-    """A tensor of a checkpoint, of which nothing is read until it is asked for."""
+    """A tensor of a checkpoint, whose data is read on demand."""
 
     def __init__(self, name: str, file: Path, tensors: Any) -> None:
         self.name, self.where = name, f"{name} in {file}"  # `where` is for error messages
@@ -40,7 +38,7 @@ class StoredTensor:
 
 
 def open_tensors(directory: Path | None, files: ExitStack) -> dict[str, StoredTensor]:
-    """The tensors of all files by name. Nothing is read yet."""
+    """Return the tensors of all files by name, without reading data."""
     stored: dict[str, StoredTensor] = {}
     for path in weight_files(directory):
         try:
@@ -59,7 +57,7 @@ def open_tensors(directory: Path | None, files: ExitStack) -> dict[str, StoredTe
 
 
 def _as_named_here(tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the tensor by its name in a checkpoint that has only a text part, and each expert by itself."""
+    """Yield the tensor under its name in a checkpoint of text alone, or each expert of a tensor of all experts."""
     name = tensor.name.replace("model.language_model.", "model.", 1)
     parent, _, last = name.rpartition(".")
     kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
@@ -79,7 +77,7 @@ def _as_named_here(tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
 
 
 class _OfExpert(StoredTensor):
-    """Some rows of one expert, in a tensor of all experts."""
+    """Some rows of one expert in a tensor of all experts."""
 
     def __init__(self, experts: StoredTensor, expert: int, rows: slice) -> None:
         self.name, self.where, self.dtype = experts.name, experts.where, experts.dtype

@@ -1,11 +1,11 @@
-"""Detokenizer: turns a growing answer into text, piece by piece, and cuts it off before a stop string.
+"""Detokenizer: turns a growing answer into text, piece by piece, and truncates the text before a stop string.
 
-A token's text can depend on its neighbours, so an update decodes the new tokens together with a few before them. Its
-cost does not depend on the length of the answer, nor on how much text is held back. (This does not use
-`tokenizers.decoders.DecodeStream`: its cost grows without bound while the text ends in U+FFFD, and it never returns
-the text that it still holds back at the end.)
+A token's text can depend on its neighbours, so an update decodes the new tokens together with a few preceding tokens.
+The cost of an update depends neither on the length of the answer nor on the length of the text that is held back.
+(`tokenizers.decoders.DecodeStream` is not used, because its cost grows without bound while the text ends in U+FFFD, and
+it never returns the text that it holds back at the end.)
 
-A TextReceiver is the Receiver of a request that has text: it decodes, and ends the request at a stop string.
+A TextReceiver is the Receiver of a request with text: it decodes tokens, and ends the request at a stop string.
 """
 
 import io
@@ -26,8 +26,8 @@ READER_TIMEOUT_S = 1.0
 REPLACEMENT = "\ufffd"  # decoders write this for bytes that are not a complete character
 MAX_WAITING_TOKENS = 8  # after this many, replacement characters count as text; a character has at most 4 bytes
 MAX_INCOMPLETE_CHARS = 3  # an incomplete character has at most 3 bytes; some decoders write one U+FFFD for each
-WINDOW_TOKENS = 16  # enough for these characters if each byte is a token, even if the window starts inside another one
-TEXT_TO_CLEAN_UP = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're"  # cleaning up removes some of its spaces
+WINDOW_TOKENS = 16  # enough for the incomplete characters if each byte is a token, even if the window splits another
+TEXT_TO_CLEAN_UP = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're"  # cleaning up removes some spaces of this text
 
 
 class TokenDecoder:
@@ -46,9 +46,10 @@ class TokenDecoder:
 
     @property
     def anchor(self) -> tuple[list[int], str]:
-        """Return a token to put before others, so that they are not at the start of a text, and its text. Cached.
+        """Return a list with a token to decode before other tokens, and the token's text. Cached.
 
-        Decoders may strip the space of a text's first word. The list is empty for a tokenizer without such a token.
+        Decoders may strip the space of a text's first word; after this token, other tokens are not at the start of a
+        text. The list is empty for a tokenizer without a suitable token.
         """
         if self._anchor is None:
             self._anchor = self._find_anchor()
@@ -90,7 +91,7 @@ class TokenDecoder:
             text_len = len(text)
             if REPLACEMENT in text:
                 self._broken.add(token_id)
-            # A decoder may strip a leading space. If the token is one, decoding it twice still leaves the second.
+            # A decoder may strip a leading space. If the token is a space, decoding two keeps the second space
             never_shows = text_len == 0 and not self.decode([token_id, token_id])
             self._text_lens[token_id] = None if never_shows else text_len
         return self._text_lens[token_id]
@@ -101,11 +102,11 @@ _DecodeBatch: TypeAlias = Callable[[list[list[int]]], list[str]]
 
 
 def _find_decode(tokenizer: Any, skip_special_tokens: bool) -> tuple[_Decode, _DecodeBatch]:
-    """Return the functions that decode one text and several texts: the tokenizer's, or the Rust tokenizer's, which
-    are much faster, if they give the same text.
+    """Return the functions that decode one text and several texts: the functions of the Rust tokenizer, which are much
+    faster, if they give the same text as the tokenizer's functions, and else the tokenizer's functions.
 
-    The texts differ if the class overrides `decode`, or if `clean_up_tokenization_spaces` takes effect. That depends on
-    the kind of tokenizer and on the release of transformers, so a sample is decoded.
+    The texts differ if the class overrides `decode`, or if `clean_up_tokenization_spaces` has an effect. The effect
+    depends on the kind of tokenizer and on the release of transformers, so a sample is decoded.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -128,7 +129,7 @@ def _find_decode(tokenizer: Any, skip_special_tokens: bool) -> tuple[_Decode, _D
 class StopStrings:
     """The strings that end an answer. All answers with the same strings share one object.
 
-    A state stands for the longest end of a text with which a stop string could begin. State 0: there is none.
+    A state stands for the longest suffix of a text with which a stop string could begin; state 0 for no such suffix.
     """
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
@@ -144,20 +145,20 @@ class StopStrings:
         return self._automaton.step(state, char)
 
     def num_begun(self, state: int) -> int:
-        """Return how many characters at the end of the text could begin a stop string."""
+        """Return the number of characters at the end of the text that could begin a stop string."""
         return self._automaton.depths[state]
 
     def num_found(self, state: int) -> int:
-        """Return the length of the longest stop string at the end of the text, 0 without one."""
+        """Return the length of the longest stop string at the end of the text, or 0 without a stop string."""
         return self._automaton.depths[state if state in self._whole else self._links[state]]
 
 
 class Detokenizer:
-    """The text of one answer: what it adds to the text of the prompt. Stop strings count only after its reasoning.
+    """The text that one answer adds to the text of the prompt. Stop strings count only after the answer's reasoning.
 
-    A piece contains only final text. An incomplete character is held back until the rest of it arrives. An ending that
-    could be the start of a stop string is held back until that is decided. The last token releases everything: if
-    `max_tokens` cuts a character in two, the answer ends in U+FFFD, just as if all its token ids were decoded at once.
+    A piece contains only final text. An incomplete character is held back until the rest of the character arrives. A
+    suffix that could begin a stop string is held back until the next characters decide. The last token releases all
+    text: if `max_tokens` splits a character, the answer ends in U+FFFD, as if all token ids were decoded at once.
     """
 
     def __init__(
@@ -170,12 +171,13 @@ class Detokenizer:
         min_tokens: int = 0,
         reasoning: ReasoningTags | None = None,
     ) -> None:
-        """`include_stop`: keep the stop string or end token that ends the answer in its text.
+        """include_stop: keep the stop string or end token that ends the answer in the answer's text.
 
-        `prompt`: its last tokens are decoded with the answer's first ones. A decoder may strip the space of the first
-        word of a text. A character that the prompt begins and the answer completes belongs to the answer.
+        prompt: the prompt's token ids, the last of which are decoded together with the answer's first tokens. A decoder
+        may strip the space of the first word of a text. A character that the prompt begins and the answer completes
+        belongs to the answer.
 
-        `min_tokens`: a stop string may begin only after the text of that many tokens.
+        min_tokens: a stop string may begin only after the text of the first `min_tokens` tokens.
         """
         self._decoder = decoder
         self._stop = stop
@@ -183,7 +185,7 @@ class Detokenizer:
         self._reasoning = ReasoningSplitter(reasoning)
         self._num_unstoppable_tokens = min_tokens  # from here on
         self._window, self._num_context_tokens = self._end_of_prompt(prompt)
-        # The newest visible tokens are decoded together. The first have been read, and are kept for those after them
+        # The newest visible tokens, which are decoded together. The first tokens are the context of the following ones
         self._num_read_chars = decoder.measure(self._window[: self._num_context_tokens])[0]  # of the window's text
         self._num_prompt_chars = self._num_read_chars
         has_part = self._num_context_tokens < len(self._window)
@@ -199,14 +201,14 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All pieces, joined."""
+        """The text of all pieces, joined."""
         return self._shown.getvalue()
 
     def update(self, new_token_ids: list[int], finished: bool, at_end_token: bool = False) -> str:
         """Add tokens to the answer, and return the text that became final. Hot.
 
-        `finished`: these are the last tokens. `at_end_token`: the very last one is an end token. If a stop string
-        appears, sets `stopped`; later updates then return no text.
+        finished: the new tokens are the last tokens of the answer. at_end_token: the last token is an end token. If a
+        stop string appears, set `stopped`; later updates then return no text.
         """
         if self.stopped:
             return ""
@@ -225,7 +227,7 @@ class Detokenizer:
     def _end_of_prompt(self, prompt: Seq[int]) -> tuple[list[int], int]:
         """Return the prompt's newest visible tokens, and the number of them before an incomplete character at the end.
 
-        Both are chosen so that there are as few replacement characters as possible.
+        The two are chosen to minimize the number of replacement characters.
         """
         visible: list[int] = []
         for token_id in reversed(prompt):
@@ -245,10 +247,10 @@ class Detokenizer:
         return visible[latest - num_more :], end - num_incomplete - (latest - num_more)
 
     def _read(self, token_ids: list[int], finished: bool) -> str:
-        """Add tokens to the window, and return the part of its text that is final and was not read before.
+        """Add tokens to the window, and return the part of the window's text that is final and was not read before.
 
-        A decoder may replace a whole run of bytes because of a single one. So tokens that make replacement characters
-        are added one by one: then only the newest can be incomplete.
+        A decoder may replace a whole run of bytes because of a single byte. So tokens that make replacement characters
+        are added one by one; then only the newest token can be incomplete.
         """
         text = self._decoder.decode(self._window + token_ids)
         if len(token_ids) > 1 and REPLACEMENT in text:
@@ -273,7 +275,7 @@ class Detokenizer:
                 self._open_prompt_text = None
             return text[start : self._num_read_chars]
         self._open_prompt_text = None
-        # These are too many tokens for one character, so the replacement characters are text, except perhaps the last.
+        # Too many tokens for one character, so the replacement characters are text, except perhaps the last one
         end = max(start, len(text) - min(num_waiting_chars, MAX_INCOMPLETE_CHARS))
         self._window, self._num_context_tokens = self._window[-WINDOW_TOKENS:], 0
         self._num_read_chars = max(0, self._decoder.measure(self._window)[0] - (len(text) - end))
@@ -282,7 +284,7 @@ class Detokenizer:
     def _context(self) -> tuple[list[int], int]:
         """Return the tokens to be decoded with the next ones, and the number of characters in their text.
 
-        The newest tokens are enough, unless they begin inside a character. Then those before them are kept, too.
+        The newest tokens are enough, unless they begin inside a character. Then the preceding tokens are kept, too.
         """
         new = self._window[self._num_context_tokens :] or self._window
         newest = new[-WINDOW_TOKENS:]
@@ -297,9 +299,9 @@ class Detokenizer:
         return newest, num_chars
 
     def _cut_at_stop(self, piece: str, finished: bool) -> str:
-        """Return what may be shown of the withheld text and the piece after it.
+        """Return the part that may be shown of the withheld text and the piece.
 
-        It ends before the first stop string, or before what could begin one.
+        The part ends before the first stop string, or before a suffix that could begin a stop string.
         """
         found: list[tuple[int, int]] = []  # where stop strings begin and end
         for end, char in enumerate(piece, start=len(self._withheld) + 1):
@@ -318,8 +320,8 @@ class Detokenizer:
 class TextReceiver(Receiver, TextSource):
     """Decodes when the text is read, in the reader's thread, and at the end.
 
-    So the engine's steps do not wait for the text, and a caller who wants only the whole answer decodes it once. Only a
-    request with stop strings, which may end at any token, decodes each token as it arrives.
+    So the engine's steps do not wait for the text, and the text of a caller who wants only the whole answer is decoded
+    once. Only a request with stop strings, which may end at any token, decodes each token on arrival.
     """
 
     def __init__(
@@ -333,7 +335,9 @@ class TextReceiver(Receiver, TextSource):
         self.detokenizer = detokenizer
         self._decodes_each = detokenizer.has_stop_strings
         self._new_token_ids: deque[int] = deque()  # not decoded yet; the engine's thread may append without the lock
-        self._lock = threading.Lock()  # guards the detokenizer and what follows, which the reader's thread uses, too
+        self._lock = (
+            threading.Lock()
+        )  # guards the detokenizer and the fields below, which the reader's thread uses, too
         self._piece = ""  # decoded, but not read yet
         self._failure: Ending | None = None
         self._is_whole = False  # nothing is held back for later tokens
@@ -369,17 +373,17 @@ class TextReceiver(Receiver, TextSource):
         return piece
 
     def whole_text(self) -> str:
-        # The caller holds the engine's lock, which a reader that holds this one may wait for: a garbage collection in
-        # its thread may close an abandoned stream
+        # The caller holds the engine's lock. A reader that holds `_lock` may wait for the engine's lock, because a
+        # garbage collection in the reader's thread may close an abandoned stream
         if self._lock.acquire(timeout=READER_TIMEOUT_S):
             try:
-                self._decode(finished=True)  # after an abort, what was held back is the end of the text
+                self._decode(finished=True)  # after an abort, the text that was held back ends the answer
             finally:
                 self._lock.release()
         return self.detokenizer.text
 
     def _decode(self, finished: bool = False, at_end_token: bool = False) -> None:
-        """Decode the new tokens. If that fails, the request ends with an error when its next token arrives."""
+        """Decode the new tokens. If decoding fails, the request ends with an error when its next token arrives."""
         token_ids = [self._new_token_ids.popleft() for _ in range(len(self._new_token_ids))]
         if (token_ids or finished) and not self._is_whole and self._failure is None:
             self._is_whole = finished

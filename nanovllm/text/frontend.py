@@ -1,4 +1,4 @@
-"""TextFrontend: turns prompts and conversations into token ids for the engine, and its token ids into text.
+"""TextFrontend: turns prompts and conversations into token ids for the engine, and the engine's token ids into text.
 
     text = TextFrontend(model_config, directory)
     engine = start_engine(setup, text.end_token_ids)
@@ -44,17 +44,17 @@ from nanovllm.text.request_check import (
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 from nanovllm.text.token_bytes import BYTES_OF_LETTERS, read_token_bytes
 
-# Where a text may be cut. Tokenizers in the style of GPT-2 split a text into words with a regular expression, and each
-# word has its own tokens. A cut is allowed where one word ends and another begins in any surrounding text, and where no
-# word before the cut would end differently if the text ended there:
+# Where a text may be cut. Tokenizers in the style of GPT-2 split a text into words with a regular expression, and
+# tokenize each word separately. A cut is allowed at a position between two words, if it is between two words in every
+# surrounding text, and if no word before the cut would end differently if the text ended at the cut:
 # - before a space, unless white space precedes it. In all patterns below, a space either starts a word or belongs to a
 #   word that consists of white space.
 # - before a full stop or comma of Chinese or Japanese that follows a Chinese or Japanese letter.
 # - in GPT-2's pattern, before a line feed that follows no white space; in the other patterns, where a line feed may
 #   belong to the punctuation before it, after the last line feed. In o200k, slashes may follow the line feed.
-# Only known patterns are cut because each pattern needs this proof: a pattern with `\b` or a look-behind would depend
-# on the text before the cut. NFC changes nothing across these cuts: space and line feed combine with nothing, and the
-# punctuation combines with nothing before it.
+# Texts are cut only for known patterns, because each pattern needs this proof: a pattern with `\b` or a look-behind
+# would depend on the text before the cut. NFC changes nothing across these cuts: space and line feed combine with
+# nothing, and the punctuation combines with nothing before it.
 _ANY_CUT = r"(?<=\S)(?= )|(?<=[\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5])(?=[\u3001\u3002\uff0c])"
 # Python's white space includes the white space of the tokenizers' regular expressions, so \S is safe in both patterns
 _GPT2_CUT = re.compile(_ANY_CUT + r"|(?<=\S)(?=\n)")
@@ -76,7 +76,7 @@ PATTERNS = {
 
 
 def find_cuts(tokenizer: Any) -> re.Pattern[str] | None:
-    """Return a pattern that matches, with no characters, where texts may be cut; None for an unknown tokenizer."""
+    """Return a pattern with empty matches at the positions of allowed cuts, or None for an unknown tokenizer."""
     from transformers import PreTrainedTokenizerFast
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -98,7 +98,7 @@ def find_cuts(tokenizer: Any) -> re.Pattern[str] | None:
 
 
 def _state(component: Any) -> dict[str, Any]:
-    """Return a part of a tokenizer as tokenizer.json describes it; empty if there is none."""
+    """Return tokenizer.json's description of a part of a tokenizer, or {} if the tokenizer lacks the part."""
     return json.loads(component.__getstate__()) if component is not None else {}
 
 
@@ -137,7 +137,7 @@ def _cuts_of(pre_tokenizer: dict[str, Any]) -> re.Pattern[str] | None:
     return _CUT if is_known else None
 
 
-MIN_CHARS = 20_000  # shorter texts are not cut; they take less than 10 ms to tokenize
+MIN_CHARS = 20_000  # shorter texts are not cut, because tokenizing them takes less than 10 ms
 PIECE_CHARS = 2_000
 MAX_BYTES = 64 * 2**20  # limit of the cached pieces, about 20 million characters
 _ENTRY_BYTES = 300  # the objects around a piece
@@ -147,12 +147,13 @@ class TextEncoder:
     """Encodes texts as `tokenizer.encode` does. One thread at a time may use it.
 
     The second question about a document finds the document's KV in the prefix cache, but tokenizing 131,072 tokens
-    again would take 0.4 s. So a long text is encoded in pieces, which are kept for the next text that has them. It is
-    cut where its parts encode to the same tokens as the whole (`find_cuts`). A piece ends at the first cut after
-    PIECE_CHARS characters, so two texts have the same pieces up to shortly before they differ.
+    again would take 0.4 s. So a long text is encoded in pieces, and the tokens of the pieces are cached. The text is
+    cut at positions where the pieces encode to the same tokens as the whole text (`find_cuts`). A piece ends at the
+    first cut after PIECE_CHARS characters, so two texts have the same pieces up to shortly before their first
+    difference.
 
-    Only texts with equal cache salts share pieces, as with KV. Otherwise the time that a request takes would tell what
-    others have asked.
+    As with KV, only texts with equal cache salts share pieces. Otherwise the time of a request would reveal the texts
+    of other clients.
     """
 
     def __init__(self, tokenizer: Any, *, min_chars: int = MIN_CHARS, piece_chars: int = PIECE_CHARS,
@@ -161,11 +162,11 @@ class TextEncoder:
         self._min_chars, self._piece_chars, self._max_bytes = min_chars, piece_chars, max_bytes
         self._cuts = find_cuts(tokenizer)
         self._around = _special_tokens_around(tokenizer) if self._cuts is not None else None
-        self._pieces: OrderedDict[tuple[bytes, str], TokenIds] = OrderedDict()  # the last used ones are last
+        self._pieces: OrderedDict[tuple[bytes, str], TokenIds] = OrderedDict()  # most recently used last
         self.num_bytes = 0  # the approximate size of `_pieces`
 
     def encode(self, text: str, *, add_special_tokens: bool = True, cache_salt: str | None = None) -> TokenIds:
-        """Return the tokens of a text. Raises what the tokenizer raises for lone surrogates."""
+        """Return the tokens of a text. Raises the tokenizer's error for lone surrogates."""
         if len(text) < self._min_chars or self._around is None or not self._encodes_whole_texts():
             return array("q", self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         first, last = self._around if add_special_tokens else ([], [])
@@ -208,7 +209,7 @@ class TextEncoder:
         yield text[start:]
 
     def _keep(self, salt: bytes, piece: str, token_ids: TokenIds) -> None:
-        """Keep a piece as the most recently used one, and drop the least recently used ones if there is no room."""
+        """Cache a piece as the most recently used one, and drop the least recently used pieces if there is no room."""
         if (salt, piece) not in self._pieces:
             self._pieces[salt, piece] = token_ids
             self.num_bytes += _num_bytes(piece, token_ids)
@@ -219,7 +220,7 @@ class TextEncoder:
 
 
 def _digest(cache_salt: str | None) -> bytes:
-    """Shorten a salt, which is kept with every piece. No salt gives no bytes."""
+    """Return a digest of a salt, to be stored with every piece, or no bytes without a salt."""
     if cache_salt is None:
         return b""
     return hashlib.blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest()
@@ -230,7 +231,7 @@ def _num_bytes(piece: str, token_ids: TokenIds) -> int:
 
 
 def _special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]] | None:
-    """Return the tokens that the tokenizer adds around a text, or None if it also changes the tokens of the text."""
+    """Return the tokens that the tokenizer adds around a text, or None if it also changes the text's tokens."""
     sample = "a"
     plain = tokenizer.encode(sample, add_special_tokens=False)
     whole = tokenizer.encode(sample, add_special_tokens=True)
@@ -241,10 +242,10 @@ def _special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]] | None
 
 
 def load_tokenizer(directory: Path | None) -> Any:
-    """Load the model's tokenizer. Returns None for a preset and for a directory without one.
+    """Load the model's tokenizer, or return None for a preset and for a directory without a tokenizer.
 
-    If there is a tokenizer.json, texts are encoded and decoded as this file says. Raises CheckpointError, which names
-    the file, if the tokenizer cannot be read. Never runs code from the checkpoint.
+    If there is a tokenizer.json, texts are encoded and decoded as described in this file. Raises CheckpointError, which
+    names the file, if the tokenizer cannot be read. Never runs code from the checkpoint.
     """
     if directory is None or not has_tokenizer(directory):
         return None
@@ -260,14 +261,14 @@ def load_tokenizer(directory: Path | None) -> Any:
         config = _plain_config(directory)
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, config=config)
-        except Exception:  # such as of a class whose vocabulary has another form than the file's
+        except Exception:  # for example, the class needs a vocabulary in another form than the file's
             if not (directory / "tokenizer.json").is_file():
                 raise
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory))
         tokenizer = _as_the_file_says(tokenizer, directory)
     except CheckpointError:
         raise
-    except Exception as error:  # transformers passes on what its parsers raise, which does not name the file
+    except Exception as error:  # transformers raises the errors of its parsers, which do not name the file
         for file in files:
             if file.suffix == ".json":
                 read_json(file)
@@ -280,9 +281,9 @@ def load_tokenizer(directory: Path | None) -> Any:
 
 
 def _check_token_ids(tokenizer: Any, directory: Path) -> None:
-    """Raise CheckpointError if tokens have other ids than a file gives them, or if there are no tokens for a text.
+    """Raise CheckpointError if a token's id differs from the id in a file, or if the vocabulary is empty.
 
-    transformers numbers added tokens anew where their ids do not continue the vocabulary, and a class that does not
+    transformers gives added tokens new ids if their ids do not continue the vocabulary, and a class that does not
     belong to vocab.json may make a tokenizer with an empty vocabulary.
     """
     known = tokenizer.get_vocab()
@@ -297,7 +298,7 @@ def _check_token_ids(tokenizer: Any, directory: Path) -> None:
                 )
     if not known.keys() - tokenizer.get_added_vocab().keys():
         raise CheckpointError(
-            f"the tokenizer in {directory} has no tokens besides its {len(known)} added ones; download its files "
+            f"the tokenizer in {directory} has no tokens except its {len(known)} added tokens; download its files "
             "again, or correct tokenizer_class in tokenizer_config.json"
         )
 
@@ -314,10 +315,10 @@ def _named_tokens(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _plain_config(directory: Path) -> Any:
-    """Return a config of the model's type with transformers' default sizes; None for a type that it does not know.
+    """Return a config of the model's type with transformers' default sizes, or None for a type unknown to transformers.
 
-    AutoTokenizer chooses the tokenizer's class by the config. A config from the file itself would check all sizes by
-    other rules than ours, and its errors would look like errors of the tokenizer's files.
+    AutoTokenizer chooses the tokenizer's class by the config. transformers would check the sizes of the file's config
+    by other rules than this engine, and its errors would look like errors of the tokenizer's files.
     """
     from transformers import CONFIG_MAPPING
 
@@ -334,13 +335,13 @@ def _plain_config(directory: Path) -> Any:
 
 
 def _as_the_file_says(tokenizer: Any, directory: Path) -> Any:
-    """Return a tokenizer that works as tokenizer.json says, if there is that file.
+    """Return a tokenizer that works as described in tokenizer.json, or `tokenizer` without this file.
 
-    transformers builds many tokenizers anew from `tokenizer_class` and `model_type`, and takes only the vocabulary from
-    the file. Where these names are wrong, such as LlamaTokenizerFast for a byte-level tokenizer, texts lose their
-    spaces or are split at other places. transformers knows some of these models by the names of their repositories,
-    which a directory does not have. The special tokens, the chat template, and the tokens that are put around a text
-    always come from transformers. Raises CheckpointError if transformers changes the file's tokenizer, too.
+    transformers rebuilds many tokenizers from `tokenizer_class` and `model_type`, and takes only the vocabulary from
+    the file. If these names are wrong, such as LlamaTokenizerFast for a byte-level tokenizer, texts lose their spaces
+    or are split at other positions. transformers corrects some wrong names by the name of the model's repository, which
+    a directory does not have. The special tokens, the chat template, and the tokens around a text always come from
+    transformers. Raises CheckpointError if transformers also changes the tokenizer that it reads from the file.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -371,7 +372,7 @@ _MODEL_OPTIONS = (
 
 
 def _differences(backend: Any, file: Any) -> list[str]:
-    """Return the parts in which a tokenizer differs from the tokenizer in the file, without the post-processor."""
+    """Return the parts, except the post-processor, in which a tokenizer differs from the tokenizer in the file."""
     different = [
         name
         for name in ("normalizer", "pre_tokenizer", "decoder")
@@ -389,10 +390,10 @@ def _differences(backend: Any, file: Any) -> list[str]:
 
 
 def _decode_by_token(backend: Any) -> None:
-    """Let a byte-level tokenizer decode each token by itself.
+    """Let a byte-level tokenizer decode each token separately.
 
-    Tokenizers that transformers exports from GGUF files join the tokens first. A single token that is not written in
-    the letters of bytes, such as an added one with a full-width bar, would then leave the whole text in these letters.
+    Tokenizers that transformers exports from GGUF files join the tokens first. Then a single token with a character
+    that stands for no byte, such as an added token with a full-width bar, would leave the whole text undecoded.
     """
     from tokenizers import decoders
 
@@ -407,7 +408,7 @@ def _decode_by_token(backend: Any) -> None:
 def end_token_ids(model_config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that end an answer: the end tokens in the model's configs, and the tokenizer's eos token.
 
-    The configs of some chat models name only the base model's end token. vLLM uses the tokenizer's too.
+    The configs of some chat models name only the base model's end token. vLLM uses the tokenizer's eos token, too.
     """
     token_ids = list(model_config.eos_token_ids)
     of_tokenizer = getattr(tokenizer, "eos_token_id", None)
@@ -416,8 +417,8 @@ def end_token_ids(model_config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
     return tuple(token_ids)
 
 
-MAX_BAD_WORDS = MAX_STOP_STRINGS = 16  # lists in the caches; all answers of a request have the same
-MAX_BAD_WORD_BYTES = 16_384  # in a request; they take up to 0.2 s to prepare, and a step at most 0.1 ms
+MAX_BAD_WORDS = MAX_STOP_STRINGS = 16  # lists in the caches; all answers of a request share one list
+MAX_BAD_WORD_BYTES = 16_384  # in a request; preparing this many takes up to 0.2 s, and a step at most 0.1 ms
 
 Message: TypeAlias = dict[str, Any]
 
@@ -428,10 +429,13 @@ class _BadWordFinder:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._decoder = TokenDecoder(tokenizer, skip_special_tokens=True)
-        self._table: TokenTable | None = None  # made for the first words
+        self._table: TokenTable | None = None  # made at the first use
 
     def find(self, words: tuple[str, ...], skips_special: bool, endings: tuple[int, ...]) -> BadWords:
-        """`endings`: tokens that end the answer and are not in its text. Raises RequestError for unusable words."""
+        """Return the BadWords of these words. Raises RequestError for unusable words.
+
+        endings: the tokens that end the answer and are not in the answer's text.
+        """
         for word in words:
             if REPLACEMENT in word or any("\ud800" <= char <= "\udfff" for char in word):
                 raise RequestError(
@@ -461,7 +465,9 @@ class _BadWordFinder:
 
 class TextFrontend:
     def __init__(self, model_config: ModelConfig, directory: Path | None) -> None:
-        """`directory` is None for a preset, which has no tokenizer. Raises CheckpointError if one cannot be read."""
+        """directory: the model's directory, or None for a preset, which has no tokenizer. Raises CheckpointError if the
+        tokenizer cannot be read.
+        """
         self.tokenizer = load_tokenizer(directory)
         self.end_token_ids = end_token_ids(model_config, self.tokenizer)
         self._vocab_size = model_config.vocab_size
@@ -492,9 +498,9 @@ class TextFrontend:
         return list(map(self.make_request, listed, params))
 
     def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """Check a prompt and its parameters. Raises RequestError for all that no engine of this model can run.
+        """Check a prompt and its parameters. Raises RequestError for a request that no engine of this model can run.
 
-        A long text can take a second to tokenize, and a grammar to compile.
+        Tokenizing a long text or compiling a grammar can take a second.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params has type {type(params).__name__}, expected SamplingParams")
@@ -513,7 +519,7 @@ class TextFrontend:
     ) -> TokenIds:
         """Return the token ids (int64) of a text, or a copy of token ids.
 
-        add_special_tokens: let the tokenizer add its special tokens to a text. cache_salt: the salt of the request.
+        add_special_tokens: let the tokenizer add special tokens to a text. cache_salt: the salt of the request.
         Raises RequestError for prompts of other types, for ids outside the vocabulary, and for text if the model has
         no tokenizer.
         """
@@ -531,7 +537,7 @@ class TextFrontend:
         try:
             with self._encode_lock:
                 token_ids = self._encoder.encode(text, add_special_tokens=add_special_tokens, cache_salt=cache_salt)
-        except (TypeError, UnicodeError) as error:  # lone surrogates, from os.fsdecode or half of a JSON escape
+        except (TypeError, UnicodeError) as error:  # lone surrogates, from os.fsdecode or from half of a JSON escape
             raise RequestError(
                 f"the prompt is not valid Unicode text; remove lone surrogates from it ({error})"
             ) from error
@@ -546,9 +552,9 @@ class TextFrontend:
         return token_ids
 
     def decode(self, token_ids: Iterable[int], *, after: Iterable[int] = ()) -> str:
-        """Return the text of tokens, special ones included. Raises RequestError as `encode_prompt` does.
+        """Return the text of tokens, including special tokens. Raises RequestError like `encode_prompt`.
 
-        `after`: the tokens before these; the last one is enough. Their text is left out.
+        after: the tokens before `token_ids`, whose text is left out; the last preceding token is enough.
         """
         before, listed = (check_token_ids(list(each), self._vocab_size).tolist() for each in (after, token_ids))
         if self.tokenizer is None:
@@ -590,9 +596,9 @@ class TextFrontend:
     def receiver(
         self, outbox: Outbox, params: SamplingParams, prompt: Sequence[int], with_tokens: bool = False
     ) -> Receiver:
-        """Make one request's Receiver. It decodes the tokens if the model has a tokenizer and `detokenize` is on.
+        """Make the Receiver of one answer, which decodes tokens if the model has a tokenizer and `detokenize` is on.
 
-        `prompt`: the prompt's token ids. `with_tokens`: it also delivers the ids of new tokens as they arrive.
+        prompt: the prompt's token ids. with_tokens: whether the Receiver also delivers the ids of new tokens.
         """
         if not self._decoders or not params.detokenize:
             return Receiver(outbox, with_tokens)
@@ -620,10 +626,10 @@ class TextFrontend:
         *,
         cache_salt: str | None = None,
     ) -> list[TokenIds]:
-        """Return the token ids of each conversation up to where the answer begins.
+        """Return the token ids of each conversation up to the beginning of the answer.
 
-        messages: one conversation or a list of them. cache_salt: the requests' salt. Raises RequestError as
-        `check_chat_template` does, and for messages that are malformed or that the template refuses.
+        messages: one conversation or a list of conversations. cache_salt: the requests' salt. Raises RequestError like
+        `check_chat_template`, and for messages that are malformed or that the template refuses.
         """
         self.check_chat_template()
         conversations = check_conversations(messages)

@@ -1,7 +1,7 @@
-"""GrammarWriter: writes what structured_outputs asks for as a grammar in llguidance's Lark language.
+"""GrammarWriter: writes structured_outputs as a grammar in llguidance's Lark language.
 
-It refuses what can be refused without compiling, and what llguidance does not check: the size of the text, and how deep
-references in a schema can nest.
+The writer refuses requests that can be refused without compiling, and limits what llguidance does not limit: the size
+of the text, and the depth of nested references in a schema.
 """
 
 import json
@@ -23,8 +23,8 @@ MAX_WHITESPACE = 64  # between two parts of JSON; without a limit, some models e
 MAX_REASON_CHARS = 300
 MAX_FAULTS = 5  # in a message
 
-# With forcing, a token that only one text can follow is replaced by the tokenizer's own split of that text. llguidance
-# would write out the whole text first: gigabytes for ((a{1000}){1000}){1000}. Without, masks hold every allowed token.
+# With forcing, if only one text can follow, the text is tokenized by the tokenizer. llguidance would write out the
+# whole text first: gigabytes for ((a{1000}){1000}){1000}. Without forcing, masks hold every allowed token.
 HEADER = '%llguidance {"no_forcing": true}\nstart: '
 _WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as models write tool calls
@@ -33,8 +33,8 @@ _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separato
 class GrammarWriter:
     """Writes the grammar of one request in the Lark language.
 
-    added_tokens: tokens that are part of a text. A tag that is one of them is matched as that token, because an added
-    token never matches a text, and the model would write it as a token.
+    added_tokens: the tokenizer's added tokens. A tag that is an added token is matched as a token, because an added
+    token never matches a text, and the model would write the tag as a token.
     relaxed: returns the rule of a schema, given its place in the request and its JSON text, without what a grammar
     cannot express.
     """
@@ -42,12 +42,12 @@ class GrammarWriter:
     def __init__(self, added_tokens: Mapping[str, int], relaxed: Callable[[str, str], str]) -> None:
         self._added_tokens, self._relaxed = added_tokens, relaxed
         self._rules = {"TEXT": r"/(.|\n)*/"}  # by name
-        self.schemas: list[Any] = []  # schemas that the answer must match to the letter
+        self.schemas: list[Any] = []  # schemas that the answer must match exactly
 
     def write(self, outputs: StructuredOutputs, reasoning: ReasoningTags | None) -> tuple[str, str, JsonPlaces | None]:
-        """Return the name of the field that is given, the grammar, and where the answer has JSON or None without any.
+        """Return the name of the given field, the grammar, and the places of JSON in the answer or None without JSON.
 
-        Raises RequestError for what can be refused without compiling it.
+        Raises RequestError for a request that can be refused without compiling the grammar.
         """
         kind, form = self._form(outputs)
         tagged = outputs.tagged_json
@@ -64,7 +64,7 @@ class GrammarWriter:
         return kind, grammar, _json_places(outputs, reasoning)
 
     def _form(self, outputs: StructuredOutputs) -> tuple[str, str]:
-        """Return the name of the field other than tagged_json that is given, and its rule; "" for none."""
+        """Return the name and the rule of the given field other than tagged_json, or "" and "" without such a field."""
         if outputs.json_object:
             return "json_object", self._json({"type": "object"}, whitespace_pattern=_WHITESPACE)
         if outputs.json is not None:
@@ -81,7 +81,7 @@ class GrammarWriter:
     def _reasoning(self, tags: ReasoningTags, has_free_text: bool) -> str:
         """Return a rule for the reasoning and the white space after it.
 
-        has_free_text: what follows begins with any text. Tags that are no tokens belong to that text.
+        has_free_text: any text may follow the reasoning. Tags that are not tokens belong to this text.
         """
         if has_free_text and not {tags.begin, tags.end} <= self._added_tokens.keys():
             return ""
@@ -106,10 +106,10 @@ class GrammarWriter:
         return f"({text} <[{','.join(others)}]>)*" if others else '""'
 
     def _tagged(self, tagged: TaggedJson, form: str, reasoning: ReasoningTags | None) -> str:
-        """Return the rule of an answer with tags, with one rule for each tag. `form`: of an answer without tags.
+        """Return the rule of an answer with tags, with one rule for each tag. form: the rule of an answer without tags.
 
-        The lexer takes the shortest text that ends in the trigger, so free text has none. Should the model spell the
-        trigger in letters, a tag must follow, too.
+        The lexer takes the shortest text that ends in the trigger, so free text contains no trigger. After a trigger
+        that the model has spelled in letters, a tag must follow, too.
         """
         is_alternative = tagged.is_required or bool(form)
         start = "" if is_alternative else tagged.trigger
@@ -138,7 +138,7 @@ class GrammarWriter:
             choices = " | ".join(self._literal(choice) or '""' for choice in value.choices)
             rule = f"{self._literal(value.begin)}({choices}) {self._literal(value.end)}"
         elif value.schema is None:
-            # The text may have no added tokens, so its end is in letters, too
+            # The text may not contain added tokens, so the closing tag is in letters, too
             self._rules["VALUE"] = _terminal(value_pattern)
             self._rules[f"VALUE_{number}"] = f"VALUE {json.dumps(value.end)}"
             self._rules[f"value_{number}[lazy]"] = f"VALUE_{number}"
@@ -150,7 +150,7 @@ class GrammarWriter:
         return rule if value.is_required else f"({rule})? "
 
     def _literal(self, text: str) -> str:
-        """Return strings of a grammar, each with a space after it: added tokens as tokens, the others as texts."""
+        """Return strings of a grammar, each followed by a space: added tokens as tokens, all other parts as texts."""
         tokens = [token for token in sorted(self._added_tokens, key=len, reverse=True) if token in text]
         pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
         return "".join(
@@ -158,10 +158,10 @@ class GrammarWriter:
         )
 
     def _json(self, schema: Any, place: str = "", **defaults: Any) -> str:
-        """Return the rule of a JSON schema. `place`: for the log. `defaults`: options of llguidance.
+        """Return the rule of a JSON schema. place: the schema's place, for the log. defaults: options of llguidance.
 
-        The options in the schema itself, under "x-guidance", take precedence. With "lenient" among them, the schema is
-        relaxed where a grammar cannot express it. Otherwise this raises RequestError.
+        The options in the schema itself, under "x-guidance", take precedence. With the option "lenient", the parts of
+        the schema that a grammar cannot express are left out. Otherwise such parts raise RequestError.
         """
         schema = _parse_schema(schema)
         if isinstance(schema, dict):
@@ -177,7 +177,7 @@ class GrammarWriter:
 
 
 def _json_places(outputs: StructuredOutputs, reasoning: ReasoningTags | None) -> JsonPlaces | None:
-    """Return where an answer has JSON, or None if it has none. The rest of it must not be mistaken for JSON."""
+    """Return the places of JSON in an answer, or None without JSON. Other text must not be mistaken for JSON."""
     at_start = outputs.json is not None or outputs.json_object
     begins, ends = [], []
     tags = outputs.tagged_json.tags if outputs.tagged_json is not None else ()
@@ -201,13 +201,13 @@ def refuse(faults: list[Fault]) -> None:
 
 
 def shown_faults(faults: list[Fault]) -> str:
-    """Return what is wrong with a schema, for a message."""
+    """Return a description of the first faults of a schema, for a message."""
     first = "; ".join(shortened(str(fault)) for fault in faults[:MAX_FAULTS])
     return f"{first}; and {len(faults) - MAX_FAULTS} more" if len(faults) > MAX_FAULTS else first
 
 
 def _terminal(pattern: str) -> str:
-    """Return a terminal that matches a regular expression, or any text if it is empty."""
+    """Return a terminal that matches a regular expression, or any text for an empty expression."""
     return f"/{pattern.replace('/', chr(92) + '/')}/" if pattern else "TEXT"
 
 
@@ -216,14 +216,15 @@ def text_without(
 ) -> str:
     """Return a regular expression, in Rust's syntax, of texts that do not contain any of `texts`.
 
-    Each of these begins with "<" and has no other. start: matches what comes before the first "<". continuations: text
-    -> what must follow it up to the next "<". Spelled out letter by letter, because the complement of a regular
-    expression takes llguidance a hundred times longer.
+    Each of `texts` begins with "<" and has no other "<". start: an expression for the text before the first "<".
+    continuations: text -> an expression for the characters that must follow the text up to the next "<". The result is
+    spelled out letter by letter, because the complement of a regular expression takes llguidance a hundred times
+    longer.
     """
     words = dict.fromkeys((text[1:] for text in texts), "") | {text[1:]: then for text, then in continuations.items()}
 
     def rest(begun: str) -> str:
-        """Return what can follow after "<" and `begun`."""
+        """Return an expression for the characters that may follow "<" and `begun`."""
         if begun in words:
             return words[begun]
         following = {word[len(begun)]: None for word in words if word.startswith(begun) and word != begun}
@@ -244,10 +245,10 @@ def _check_size(kind: str, num_chars: int) -> None:
 def _regex(regex: str) -> str:
     from llguidance import regex_to_lark
 
-    if (len(regex) - len(regex.rstrip("\\"))) % 2:  # regex_to_lark would drop it
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:  # regex_to_lark would drop an incomplete escape
         raise RequestError("structured_outputs.regex cannot be used: incomplete escape at its end; correct it")
     try:
-        return f"/{regex_to_lark(regex, 'd')}/"  # \d is 0 to 9 only, and not any digit of Unicode
+        return f"/{regex_to_lark(regex, 'd')}/"  # \d matches only 0 to 9, not every digit of Unicode
     except UnicodeEncodeError as error:
         raise RequestError(
             f"structured_outputs.regex is not valid Unicode text; remove {error.object[error.start]!r}"

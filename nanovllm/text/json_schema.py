@@ -1,15 +1,15 @@
 """Checks of JSON schemas: finds the parts that a grammar cannot express, by keyword and path.
 
-llguidance lacks some keywords of JSON Schema, and compiles references that never end. `find_faults` names both, and a
-schema that must be obeyed to the letter is then refused. From a schema that is only meant to help, `remove_faults`
-removes these parts. What is left admits every value that the whole schema admits.
+llguidance lacks some keywords of JSON Schema, and compiles endless references. `find_faults` names such keywords and
+references, with which a schema that must be matched exactly is refused. From a lenient schema, `remove_faults` removes
+such keywords and references. The remaining schema admits every value that the whole schema admits.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-# Keyword that llguidance lacks -> values with which it changes nothing
+# Keyword that llguidance lacks -> values with which the keyword changes nothing
 _LACKING: Mapping[str, tuple[Any, ...]] = {
     "$dynamicRef": (),
     "$recursiveRef": (),
@@ -29,7 +29,7 @@ _LACKING: Mapping[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
 }
 _NEEDS = {"if": ("then", "else"), "then": ("if",), "else": ("if",), "minContains": ("contains",)}
-_NEEDS["maxContains"] = _NEEDS["minContains"]  # without one of these, they mean nothing
+_NEEDS["maxContains"] = _NEEDS["minContains"]  # minContains and maxContains mean nothing without one of these keywords
 _FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
 )
@@ -64,7 +64,7 @@ class _Node(NamedTuple):
 def find_faults(schema: Any, pattern_fault: PatternFault = lambda pattern: None) -> list[Fault]:
     """Return the parts of a schema that a grammar cannot express. The schema consists of plain JSON values.
 
-    pattern_fault: returns why a regular expression cannot be used, or None.
+    pattern_fault: returns the reason why a regular expression cannot be used, or None.
     """
     return [fault for fault, _ in _faults(schema, pattern_fault)]
 
@@ -72,10 +72,10 @@ def find_faults(schema: Any, pattern_fault: PatternFault = lambda pattern: None)
 def remove_faults(schema: Any, pattern_fault: PatternFault) -> list[Fault]:
     """Remove the parts that a grammar cannot express from the schema, and return them."""
     removed = []
-    while found := _faults(schema, pattern_fault):  # without one part, others may be in order
+    while found := _faults(schema, pattern_fault):  # removing one part may correct other parts
         for fault, node in found:
             node.schema.pop(fault.keyword, None)
-            if fault.keyword == "patternProperties":  # alone, the other keyword would forbid these properties
+            if fault.keyword == "patternProperties":  # additionalProperties alone would forbid these properties
                 node.schema.pop("additionalProperties", None)
             removed.append(fault)
         remove_neutral_keywords(schema)
@@ -90,7 +90,7 @@ def remove_neutral_keywords(schema: Any) -> None:
 
 
 def remove_pattern_properties(schema: Any) -> list[Fault]:
-    """Remove all patternProperties from the schema, and return them. llguidance asks for patterns that are disjoint."""
+    """Remove all patternProperties from the schema, and return them. llguidance requires disjoint patterns."""
     removed = []
     for node in [*_nodes(schema)]:
         if node.schema.pop("patternProperties", None) is not None:
@@ -171,7 +171,7 @@ _ENDLESS = "leads back to itself in every value, so that no answer ends"
 
 
 def _uncountable(schema: Mapping[str, Any]) -> list[str]:
-    """Return the limits of the number of properties that llguidance cannot obey, as some properties are optional."""
+    """Return the limits of the number of properties, which llguidance supports only if no property is optional."""
     properties, required = schema.get("properties"), schema.get("required")
     required = required if isinstance(required, list) else []
     limits = {name: schema[name] for name in ("minProperties", "maxProperties") if isinstance(schema.get(name), int)}
@@ -185,7 +185,7 @@ def _uncountable(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _target(schema: Any, pointer: str) -> Any:
-    """Return what a JSON pointer into the schema stands for, or None if there is nothing."""
+    """Return the part of the schema at a JSON pointer, or None if there is no such part."""
     found = schema
     for part in unquote(pointer.removeprefix("#")).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
@@ -205,11 +205,12 @@ def _escaped(name: str) -> str:
 def _endless_references(schema: Any, nodes: list[_Node]) -> list[_Node]:
     """Return the schemas with a reference that no finite value matches.
 
-    A schema has finite values if one can be made of others that have some. This goes on until no more are found.
+    A schema has finite values if the parts that every value needs have finite values. The search repeats this rule
+    until it finds no further schemas with finite values.
     """
     known = {id(node.schema) for node in nodes}
-    needs: dict[int, list[list[int]]] = {}  # schema -> groups; of each, one schema must have finite values
-    users: dict[int, list[int]] = {}  # schema -> schemas that need it
+    needs: dict[int, list[list[int]]] = {}  # schema -> groups; one schema of each group must have finite values
+    users: dict[int, list[int]] = {}  # schema -> schemas that need this schema
     for node in nodes:
         groups = [[part] for part in _needed_parts(node.schema)]
         reference = node.schema.get("$ref")

@@ -1,7 +1,7 @@
-"""Limits the numbers in JSON that a model writes. Without limits, some models write digits and never stop.
+"""Limits the length of numbers in JSON that a model writes. Without a limit, some models write digits and never stop.
 
-llguidance has no such limits. So a NumberScan follows the bytes of an answer, and tells which tokens would make a
-number too long. It reads only JSON: `JsonPlaces` says where in the answer that is.
+llguidance has no limit on numbers. So a NumberScan follows the bytes of an answer, and masks the tokens that would make
+a number too long. A NumberScan reads only JSON, whose places in the answer are given by `JsonPlaces`.
 """
 
 import re
@@ -13,14 +13,14 @@ from nanovllm.sampling_params import ReasoningTags
 from nanovllm.text.reasoning import ReasoningSplitter
 
 MAX_DIGITS = 128  # in a row
-MAX_EXPONENT_DIGITS = 2  # with the limit above, no number overflows
+MAX_EXPONENT_DIGITS = 2  # with MAX_DIGITS, no number overflows
 _LONG_EXPONENT = re.compile(rb"(^|[0-9.])[eE][+-]?[0-9]{%d}" % (MAX_EXPONENT_DIGITS + 1))
 
 
 class JsonPlaces(NamedTuple):
-    """The places of JSON in an answer: after a text of `begins`, up to one of `ends` outside strings.
+    """The places of JSON in an answer: after a text of `begins`, up to a text of `ends` outside strings.
 
-    at_start: the answer begins with JSON. reasoning: may come before it.
+    at_start: the answer begins with JSON. reasoning: the tags of reasoning that may precede the answer, or None.
     """
 
     at_start: bool
@@ -33,7 +33,7 @@ class NumberMasks:
     """Masks of the tokens that can make a number too long."""
 
     def __init__(self, texts: Iterable[bytes], vocab_size: int) -> None:
-        """`texts`: of each token of the model's vocabulary."""
+        """texts: the text of each token of the model's vocabulary."""
         num_leading: list[int] = []  # digits at the start of each token
         is_long: list[bool] = []
         num_after_sign: list[int] = []
@@ -46,7 +46,7 @@ class NumberMasks:
         def mask(chosen: Iterable[bool]) -> TokenMask:
             return token_mask([token_id for token_id, is_chosen in enumerate(chosen) if is_chosen], vocab_size)
 
-        self.exponents = mask(is_long) if any(is_long) else None  # numbers in a token that overflow
+        self.exponents = mask(is_long) if any(is_long) else None  # tokens with a number that overflows
         self.digits = mask(count > 0 for count in num_leading)
         self.after_exponent = [  # by the number of the exponent's digits so far
             mask(
@@ -63,9 +63,9 @@ class NumberScan:
     def __init__(self, places: JsonPlaces) -> None:
         self._places, self._reasoning = places, ReasoningSplitter(places.reasoning)
         self._is_json, self._in_string, self._is_escaped = places.at_start, False, False
-        self._num_digits = 0  # in a row, up to here
+        self._num_digits = 0  # in a row, at the end of the text so far
         self._in_exponent = False
-        self._tail = b""  # as long as the longest text of the places
+        self._tail = b""  # the end of the text so far, as long as the longest text of the places
         texts = (*places.begins, *places.ends)
         self._num_tail_bytes = max(map(len, texts), default=0)
         self._last_bytes = frozenset(text[-1] for text in texts)
@@ -77,7 +77,7 @@ class NumberScan:
         return other
 
     def follow(self, text: bytes) -> None:
-        """Go on with the text of a token."""
+        """Read the text of the next token."""
         if not self._reasoning.is_in_answer:
             text = self._reasoning.split(text.decode("latin-1")).answer.encode("latin-1")
         for byte in text:

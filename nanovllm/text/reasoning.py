@@ -1,4 +1,4 @@
-"""ReasoningSplitter: divides a text that grows into its reasoning, which may come first, and the answer proper."""
+"""ReasoningSplitter: divides a growing text into the reasoning, which may come first, and the answer after it."""
 
 from copy import copy
 from typing import NamedTuple
@@ -11,7 +11,8 @@ _SPACE = " \t\r\n"
 class SplitText(NamedTuple):
     """A part of the text. Joined, the fields give the text that was read.
 
-    opening: the tag before the reasoning, and white space. closing: white space, the tag after it, and white space.
+    opening: the tag before the reasoning, and white space. closing: white space, the tag after the reasoning, and white
+    space.
     """
 
     opening: str = ""
@@ -21,17 +22,17 @@ class SplitText(NamedTuple):
 
 
 class ReasoningSplitter:
-    """Holds back what may belong to a tag or to the white space around a tag.
+    """Holds back text that may belong to a tag or to the white space around a tag.
 
-    Reasoning without an end tag is all reasoning.
+    Without a closing tag, the whole text after the opening tag is reasoning.
     """
 
     def __init__(self, tags: ReasoningTags | None) -> None:
-        """`tags`: or None if the text has no reasoning."""
+        """tags: the tags of the reasoning, or None if the text has no reasoning."""
         self._tags = tags
         self._is_inside = tags is not None and tags.has_begun
-        self._has_reasoning = False  # some of it has been returned
-        self._has_ended = False  # the reasoning
+        self._has_reasoning = False  # some reasoning has been returned
+        self._has_ended = False  # the reasoning has ended
         self._held: list[str] = []
         self.is_in_answer = tags is None  # the answer has begun
 
@@ -41,7 +42,7 @@ class ReasoningSplitter:
         return other
 
     def split(self, piece: str, is_last: bool = False) -> SplitText:
-        """Return the text that is decided by one more piece. Hot."""
+        """Return the text that the next piece decides. Hot."""
         if self.is_in_answer:
             return SplitText(answer=piece)
         self._held.append(piece)
@@ -83,6 +84,6 @@ def _cut(text: str, end: int) -> tuple[str, str]:
 
 
 def num_begun(text: str, tag: str) -> int:
-    """Return how many characters at the end of `text` could be the beginning of `tag`."""
+    """Return the number of characters at the end of `text` that could be the beginning of `tag`."""
     longest = min(len(text), len(tag) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(tag[:length])), 0)

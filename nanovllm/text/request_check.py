@@ -1,4 +1,4 @@
-"""Checks of the prompts and messages that users pass in. Bad ones raise RequestError; nothing changes the engine."""
+"""Checks of users' prompts and messages. Bad ones raise RequestError; no check changes the engine."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,8 +11,8 @@ import numpy as np
 from nanovllm.errors import RequestError
 from nanovllm.plan.sequence import TokenIds
 
-# A string, token ids, or as in vLLM a dict that holds one of them: {"prompt": str} or {"prompt_token_ids": token ids}.
-# A dict may also have a "cache_salt"
+# A string, token ids, or as in vLLM a dict: {"prompt": str} or {"prompt_token_ids": token ids}. A dict may also have a
+# "cache_salt"
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
@@ -32,7 +32,7 @@ def prompt_list(prompts: Any) -> list[Any]:
 
 
 def content_and_salt(prompt: Any) -> tuple[Any, str | None]:
-    """Return the text or the token ids of a prompt, and its cache salt. If a dict has both, the ids count, as in vLLM.
+    """Return the text or the token ids of a prompt, and its cache salt. As in vLLM, token ids precede text.
 
     Only prompts with equal salts share KV, and prompts without a salt share KV with each other.
     """
@@ -54,8 +54,8 @@ def content_and_salt(prompt: Any) -> tuple[Any, str | None]:
 def check_token_ids(prompt: Any, vocab_size: int) -> TokenIds:
     """Copy a prompt of token ids into a new array. Raises RequestError unless all are integers in the vocabulary.
 
-    `prompt` is a list, a tuple, a range, or a one-dimensional array of integers. It can have a million ids, so this
-    runs no Python code for each id.
+    prompt: a list, a tuple, a range, or a one-dimensional array of integers. A prompt can have a million ids, so this
+    function runs no Python code for each id.
     """
     if isinstance(prompt, array | np.ndarray):
         numbers = np.asarray(prompt)
@@ -80,7 +80,7 @@ def check_token_ids(prompt: Any, vocab_size: int) -> TokenIds:
 
 
 def are_in_vocabulary(token_ids: TokenIds, vocab_size: int) -> bool:
-    """Check both limits in one comparison: read as unsigned numbers, negative ids are huge."""
+    """Return True if all ids are from 0 to vocab_size - 1. As unsigned numbers, negative ids are huge."""
     return not token_ids or bool(np.frombuffer(token_ids, dtype=np.uint64).max() < vocab_size)
 
 
@@ -102,7 +102,7 @@ def _bad_token_id(prompt: Sequence[Any], vocab_size: int) -> RequestError:
 
 
 def check_conversations(messages: Any) -> list[list[Mapping[str, Any]]]:
-    """Check `messages`, which is one conversation or a list of them, and return it as a list of conversations."""
+    """Check `messages`, one conversation or a list of conversations, and return a list of conversations."""
     if not isinstance(messages, list | tuple):
         raise RequestError(f'messages has type {type(messages).__name__}, expected a list of {{"role", "content"}}')
     if not messages:
@@ -131,7 +131,7 @@ def _check_message(message: Any, name: str) -> None:
 def render_chat(
     tokenizer: Any, conversation: list[Mapping[str, Any]], template_options: Mapping[str, Any] = MappingProxyType({})
 ) -> str:
-    """Render the conversation with the model's chat template, by default up to where the answer begins.
+    """Render the conversation with the model's chat template, by default up to the beginning of the answer.
 
     template_options: tools, add_generation_prompt, and other arguments of the template.
     """

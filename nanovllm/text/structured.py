@@ -3,20 +3,21 @@
     compiler = GrammarCompiler(tokenizer, vocab_size, end_token_ids)
     constraint = TokenMatcher(compiler.compile(params.structured_outputs), params.ignore_eos)
 
-llguidance compiles the grammars and computes the masks. It is an extra, imported when a request first asks for it.
+llguidance compiles the grammars and computes the masks. llguidance is an extra that the first request with
+structured_outputs imports.
 
-Grammars may be made to harm, so LIMITS bound the time and memory of each compilation and each mask, and
-`GrammarWriter` checks what llguidance does not: the size of the text, and how deep references in a schema can nest. A
-grammar that exceeds a limit at the start of an answer is refused with a RequestError. One that exceeds it later ends
-that request with an error.
+Grammars may be hostile, so LIMITS bound the time and memory of each compilation and each mask, and `GrammarWriter`
+bounds what llguidance does not: the size of the text, and the depth of nested references in a schema. A grammar that
+exceeds a limit at the start of an answer is refused with a RequestError. If a grammar exceeds a limit later, the
+request ends with an error.
 
-llguidance builds the automaton of a grammar as masks need it, and all matchers of one Grammar share it under a lock
-of llguidance. Once a mask exceeds a limit, the automaton is useless, and all answers that use it end with an error. The
-next request with this grammar compiles it anew.
+llguidance extends the automaton of a grammar when a mask needs more of it, and all matchers of one Grammar share the
+automaton under a lock of llguidance. Once a mask exceeds a limit, the automaton is unusable, and all answers that use
+the automaton end with an error. The next request with the same grammar compiles the grammar again.
 
-Compilation and masks release the GIL; `accept` does not, and takes microseconds. Any thread may compile, but the
-engine's never does. If a grammar's masks are slow, other threads compute them while the answer pauses. A matcher
-belongs to one thread at a time.
+Compilation and masks release the GIL; `accept` holds the GIL for microseconds. Any thread except the engine's may
+compile. If a grammar's masks are slow, other threads compute the masks while the answer pauses. Only one thread at a
+time may use a matcher.
 """
 
 import json
@@ -54,19 +55,19 @@ LIMITS: Mapping[str, Any] = {
     "step_lexer_fuel": 50_000,  # for a mask
     "step_max_items": 5_000,  # for a mask
     "max_items_in_row": 2_000,
-    "max_lexer_states": 50_000,  # in a grammar, 1 to 2 kB each
+    "max_lexer_states": 50_000,  # of a grammar, 1 to 2 kB each
     "verbose_errors": False,
 }
-STACK_BYTES = 128 << 20  # for MAX_REFERENCE_DEPTH levels; a level was seen to take up to 4 kB
-SLOW_MASK_S = 0.5e-3  # CPU time. Most masks take 0.03 ms, but the limits above admit some of 30 ms
-NUM_SLOW_MASKS = 1000  # masks of the same grammar that are taken to be slow after a slow one
+STACK_BYTES = 128 << 20  # for MAX_REFERENCE_DEPTH levels; the largest observed level took 4 kB
+SLOW_MASK_S = 0.5e-3  # CPU time. Most masks take 0.03 ms, but within LIMITS a mask may take 30 ms
+NUM_SLOW_MASKS = 1000  # after a slow mask, this many masks of the same grammar count as slow
 NUM_MASK_THREADS = 2
 NO_ANSWER = "no answer matches it"
 NO_CONTINUATION = "no token of the model's vocabulary continues the answer as structured_outputs demands"
-# In llguidance's messages about its limits
+# Parts of llguidance's messages about its limits
 _IS_LIMIT = re.compile(r"too (many|large|complex|big|deep)|max is|limit|fuel", re.IGNORECASE)
 MAX_RELAXED = 256  # relaxed schemas in the cache
-MAX_PATTERNS_TRIED = 16  # of a schema that cannot be compiled, one by one
+MAX_PATTERNS_TRIED = 16  # patterns of a schema that are compiled one by one to find a fault
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +78,10 @@ class Vocabulary:
     def __init__(
         self, tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...], limits: Mapping[str, Any] = LIMITS
     ) -> None:
-        """`limits`: arguments of llguidance.LLParserLimits. Raises ValueError if the bytes of a token cannot be told.
+        """limits: arguments of llguidance.LLParserLimits. Raises ValueError if the bytes of a token cannot be found.
 
-        llguidance would read the bytes from the tokenizer's description, and misreads some. So it is given the bytes
-        that the tokenizer decodes.
+        llguidance would read the bytes from the tokenizer's description, and misread some. So llguidance is given the
+        bytes that the tokenizer decodes.
         """
         import llguidance
         from llguidance._tokenizer import TokenizerWrapper
@@ -111,7 +112,10 @@ class Vocabulary:
         return 0 <= token_id < self.vocab_size and is_allowed(self._text_tokens, token_id)
 
     def continuations(self, matcher: Any) -> TokenMask:
-        """Return the tokens that may follow, without end tokens; none if `matcher` has stopped. Releases the GIL."""
+        """Return the mask of tokens that may follow, without end tokens. Releases the GIL.
+
+        The mask is empty if `matcher` has stopped.
+        """
         words = np.empty(self._num_all_words, np.int32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         return words[: self._num_words] & self._text_tokens
@@ -125,7 +129,7 @@ class _KnownTokens:
     def __init__(self, tokenizer: Any, num_ids: int, end_token_ids: tuple[int, ...]) -> None:
         token_bytes = read_token_bytes(tokenizer, num_ids)
         added = {*tokenizer.get_added_vocab().values()}
-        # Tokens that no text matches. llguidance wants a name for each, and reads byte 255 as the mark of a name
+        # Tokens that match no text. llguidance needs a name for each, and reads byte 255 as the mark of a name
         self.special_token_ids = [i for i, each in enumerate(token_bytes) if i in added or each[:1] in (b"", b"\xff")]
         self.tokens = [
             f"<[{i}]>".encode() if each[:1] in (b"", b"\xff") else each for i, each in enumerate(token_bytes)
@@ -133,7 +137,7 @@ class _KnownTokens:
         self.eos_token_id = end_token_ids[0] if end_token_ids else tokenizer.eos_token_id
 
     def __call__(self, text: str) -> list[int]:
-        """Splitting texts into tokens is only needed with forcing."""
+        """Return no tokens, because llguidance needs the tokens of a text only with forcing."""
         return []
 
 
@@ -145,9 +149,9 @@ class Grammar:
     """A compiled grammar, from which the matchers of all answers start."""
 
     def __init__(self, vocabulary: Vocabulary, kind: str, text: str, places: JsonPlaces | None) -> None:
-        """`kind`: the field of StructuredOutputs that asks for it. `places`: where the answer has JSON, or None.
+        """kind: the field of StructuredOutputs with the grammar. places: the places of JSON in the answer, or None.
 
-        Raises RequestError if it cannot be used.
+        Raises RequestError if the grammar cannot be used.
         """
         self.places = places
         self.vocabulary = vocabulary
@@ -155,7 +159,7 @@ class Grammar:
         self._lock = threading.Lock()
         self._is_useless = False  # a mask has exceeded a limit
         self._initial = _matcher(vocabulary, text)
-        self._num_slow_masks = 0  # masks from now on that are taken to be slow
+        self._num_slow_masks = 0  # number of coming masks that count as slow
         first = self._initial.deep_copy()
         self.first_mask = self.continuations(first)  # finds what compilation does not
         reason = _error_of(first) or (None if self.first_mask.any() else "only the empty answer matches it")
@@ -167,22 +171,22 @@ class Grammar:
         return self._initial.deep_copy()
 
     def note_limit(self) -> None:
-        """Note that a mask has exceeded a limit of llguidance, so that this automaton is useless."""
+        """Record that a mask has exceeded a limit of llguidance, which makes the automaton unusable."""
         self._is_useless = True
 
     def renew(self) -> None:
-        """Compile the grammar anew if the automaton is useless."""
+        """Compile the grammar again if the automaton is unusable."""
         with self._lock:
             if self._is_useless:
                 self._initial, self._is_useless = _matcher(self.vocabulary, self._text), False
 
     @property
     def is_slow(self) -> bool:
-        """Return True if masks can take so long that the engine's thread should not compute them."""
+        """Return True if masks are too slow for the engine's thread."""
         return self._num_slow_masks > 0
 
     def continuations(self, matcher: Any) -> TokenMask:
-        """Call Vocabulary.continuations, and note how long it takes."""
+        """Call Vocabulary.continuations, and record whether the call is slow."""
         start_s = time.thread_time()
         mask = self.vocabulary.continuations(matcher)
         if time.thread_time() - start_s > SLOW_MASK_S:
@@ -199,8 +203,8 @@ def _matcher(vocabulary: Vocabulary, text: str) -> Any:
     """Compile a grammar to a matcher of llguidance. The matcher has an error if the grammar cannot be compiled.
 
     llguidance follows references by recursion, and a stack overflow would kill the process, so a thread with a stack of
-    STACK_BYTES compiles. The size of stacks is a setting of the process: other threads that start at this moment get a
-    deep one, too, which costs only address space.
+    STACK_BYTES compiles. The size of stacks is a setting of the process: other threads that start at the same moment
+    get a stack of this size, too, which costs only address space.
     """
     from llguidance import LLMatcher
 
@@ -214,12 +218,12 @@ def _matcher(vocabulary: Vocabulary, text: str) -> Any:
 
 
 def _error_of(matcher: Any) -> str | None:
-    """Return what llguidance complains about, or None if the matcher has no error."""
+    """Return llguidance's error, or None if the matcher has no error."""
     return _reason_of(matcher.get_error()) if matcher.is_error() else None
 
 
 def _reason_of(message: str) -> str:
-    """Return the line of a message that says what is wrong. The others quote the grammar, or are a stack trace."""
+    """Return the line of a message with the reason. All other lines quote the grammar or are a stack trace."""
     if message.startswith("NoExtension"):
         return NO_ANSWER
     lines = message.splitlines() or ["unknown error"]
@@ -231,12 +235,12 @@ def _reason_of(message: str) -> str:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. The first compilation also reads its vocabulary, which takes a second."""
+    """Compiles grammars for one tokenizer. The first compilation also reads the vocabulary, which takes a second."""
 
     def __init__(
         self, tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...], limits: Mapping[str, Any] = LIMITS
     ) -> None:
-        """`vocab_size` is the model's. It may be larger or smaller than the tokenizer's."""
+        """vocab_size: the size of the model's vocabulary, which may differ from the size of the tokenizer's."""
         self._make_vocabulary = partial(Vocabulary, tokenizer, vocab_size, end_token_ids, limits)
         self._lock = threading.Lock()
         added = {} if tokenizer is None else tokenizer.get_added_vocab()
@@ -245,14 +249,14 @@ class GrammarCompiler:
         self._make_grammar = lru_cache(MAX_GRAMMARS)(Grammar)
         self._relax = lru_cache(MAX_RELAXED)(_relax)
         self._vocabulary: Vocabulary | None = None
-        self._refusal: str | None = None  # why this tokenizer cannot be used
+        self._refusal: str | None = None  # the reason why this tokenizer cannot be used
         if tokenizer is None:
             self._refusal = "structured_outputs needs a tokenizer, but this model has none; leave it out"
 
     def compile(self, outputs: StructuredOutputs, reasoning: ReasoningTags | None = None) -> Grammar:
-        """Compile the grammar of an answer, before which there may be reasoning. Cached.
+        """Compile the grammar of an answer. Cached. reasoning: the tags of reasoning before the answer, or None.
 
-        Raises RequestError if llguidance is missing, or if it refuses the tokenizer or the grammar.
+        Raises RequestError if llguidance is missing, or refuses the tokenizer or the grammar.
         """
         vocabulary = self._read_vocabulary()
         writer = GrammarWriter(self._added_tokens, partial(self._relax, vocabulary))
@@ -285,9 +289,9 @@ class GrammarCompiler:
 
 
 def _relax(vocabulary: Vocabulary, place: str, text: str) -> str:
-    """Return the rule of a schema, as JSON text, without what a grammar cannot express. Log what that is.
+    """Return the rule of a schema, given as JSON text. Remove and log the parts that a grammar cannot express.
 
-    A schema that is wrong stays as it is, so that its rule cannot be compiled.
+    An invalid schema is not changed, so that its rule fails to compile.
     """
     schema = json.loads(text)
     options = schema.pop("x-guidance")
@@ -312,7 +316,9 @@ def _relax(vocabulary: Vocabulary, place: str, text: str) -> str:
 
 
 def _pattern_check(vocabulary: Vocabulary) -> Callable[[str], str | None]:
-    """Return a function that returns why a regular expression cannot be used. It tries only the first few."""
+    """Return a function that returns the reason why a regular expression cannot be used, or None. The function compiles
+    only the first MAX_PATTERNS_TRIED expressions.
+    """
     num_left = MAX_PATTERNS_TRIED
 
     def check(pattern: str) -> str | None:
@@ -325,7 +331,7 @@ def _pattern_check(vocabulary: Vocabulary) -> Callable[[str], str | None]:
 
 
 def _try(vocabulary: Vocabulary, rule: str) -> Any:
-    """Return a matcher of llguidance for a rule. It has an error if the rule cannot be compiled."""
+    """Return a matcher of llguidance for a rule. The matcher has an error if the rule cannot be compiled."""
     return _matcher(vocabulary, f"{HEADER}{rule}")
 
 
@@ -337,7 +343,7 @@ class TokenMatcher:
     """
 
     def __init__(self, grammar: Grammar, ignore_eos: bool) -> None:
-        """`ignore_eos`: allow no end token, so that the answer ends when nothing can follow."""
+        """ignore_eos: allow no end token, so that the answer ends when no token can follow."""
         self.error: str | None = None
         self._grammar, self._vocabulary = grammar, grammar.vocabulary
         self._may_use_end_tokens = bool(self._vocabulary.end_token_ids) and not ignore_eos
@@ -345,13 +351,13 @@ class TokenMatcher:
         self._numbers = None if grammar.places is None else NumberScan(grammar.places)
         self._has_ended = False
         self._following: TokenMask | None = grammar.first_mask  # tokens that may come next, or None if unknown
-        self._computing: Future[None] | None = None  # sets _following; it alone uses the matcher until it is done
+        self._computing: Future[None] | None = None  # sets _following; no other code uses the matcher until this ends
 
     @property
     def is_finished(self) -> bool:
-        """See TokenConstraint. Where the answer may end, this computes the next mask and keeps it.
+        """See TokenConstraint. If the answer may end here, this property computes the next mask and stores it.
 
-        If masks are slow, this only asks whether the grammar could go on, regardless of the vocabulary.
+        If masks are slow, this property only checks whether the grammar could continue, regardless of the vocabulary.
         """
         if self._has_ended or self.error is not None:
             return self._has_ended
@@ -402,7 +408,7 @@ class TokenMatcher:
     def _masks_after(self, guesses: list[int], mask: TokenMask) -> list[TokenMask]:
         """Return a mask for each draft token that is allowed and does not end the answer. May set `error`.
 
-        mask: the tokens that may come next.
+        mask: the mask of the tokens that may come next.
         """
         rows: list[TokenMask] = []
         numbers = None if self._numbers is None else self._numbers.copy()
@@ -416,11 +422,11 @@ class TokenMatcher:
             mask = self._with_end_tokens(self._limited(following, numbers))
             rows.append(mask)
         self._check()
-        if self.error is not None:  # a matcher keeps an error, and cannot take tokens back
+        if self.error is not None:  # a matcher with an error cannot roll back
             return []
         if rows:
             is_back = self._matcher.rollback(len(rows))
-            assert is_back, "llguidance cannot take tokens back"
+            assert is_back, "llguidance cannot roll back"
         return rows
 
     def _continuations(self) -> TokenMask:
@@ -434,7 +440,7 @@ class TokenMatcher:
         return self._following
 
     def _find_following(self) -> None:
-        """Set `_following`, and `error` if it cannot be found, or if the answer can neither end nor go on."""
+        """Set `_following`. Set `error` if the mask cannot be computed, or if the answer can neither end nor go on."""
         following = self._grammar.continuations(self._matcher)
         self._check()
         if self.error is None and not following.any() and not self._matcher.is_accepting():
@@ -456,17 +462,17 @@ class TokenMatcher:
         return is_forbidden and not is_allowed(self._continuations(), token_id)
 
     def _advance(self, token_id: int) -> bool:
-        """Let the matcher take the token. Returns False if the token is not allowed."""
+        """Advance the matcher by the token. Return False if the token is not allowed."""
         is_taken = bool(self._matcher.try_consume_tokens([token_id]))
         if not is_taken:
-            self._grammar.continuations(self._matcher)  # only a mask tells that the automaton is useless
+            self._grammar.continuations(self._matcher)  # only a mask shows that the automaton is unusable
             self._check()
         return is_taken
 
     def _with_end_tokens(self, following: TokenMask) -> TokenMask:
         """Add the end tokens if the answer may end here.
 
-        If nothing can follow and end tokens are not used, allow everything: the request ends before it counts.
+        If no token can follow and end tokens are not used, allow all tokens: the request ends before the mask is used.
         """
         if not self._matcher.is_accepting():
             return following

@@ -1,7 +1,7 @@
 """The bytes that each token adds to a text, read from what the tokenizer decodes.
 
-Grammars and bad words work on these bytes. They are not guessed from the kind of the tokenizer: each token is decoded
-after another one, and then all of them in random order.
+Grammars and bad words work on these bytes. The bytes are not derived from the kind of the tokenizer: each token is
+decoded after another token, and as a check all tokens are decoded in random order.
 """
 
 import random
@@ -13,13 +13,13 @@ from nanovllm.utils.arithmetic import ceil_div
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _RUN_TOKENS = 64
-_MIN_CHECKED = 1000  # tokens, repeated in a small vocabulary
+_MIN_CHECKED = 1000  # tokens that are checked; the tokens of a small vocabulary repeat
 
 
 def read_token_bytes(tokenizer: Any, num_ids: int) -> list[bytes]:
-    """Return the bytes of the tokens 0 to num_ids - 1, special tokens included; b"" for a token without text.
+    """Return the bytes of the tokens 0 to num_ids - 1, including special tokens. A token without text has no bytes.
 
-    Takes 0.3 s for 151,936 tokens. Raises ValueError, which names the token, if the bytes cannot be told.
+    Takes 0.3 s for 151,936 tokens. Raises ValueError, which names the token, if the bytes cannot be found.
     """
     decoder = TokenDecoder(tokenizer, skip_special_tokens=False)
     before, before_text = decoder.anchor
@@ -40,7 +40,7 @@ def _name(tokenizer: Any, token_id: int) -> str:
 
 
 def _broken_bytes(tokenizer: Any, token_id: int, text: str) -> bytes:
-    """Return the bytes of a token that has parts of characters, or U+FFFD itself. `text`: what it is decoded to."""
+    """Return the bytes of a token with parts of characters or with U+FFFD itself. text: the token's decoded text."""
     name = _name(tokenizer, token_id)
     candidates = [name.encode()]
     if match := _BYTE_TOKEN.fullmatch(name):
@@ -54,9 +54,9 @@ def _broken_bytes(tokenizer: Any, token_id: int, text: str) -> bytes:
 
 
 def _check_in_any_order(decoder: TokenDecoder, token_bytes: list[bytes]) -> None:
-    """Raise ValueError if tokens in random order are not decoded to their bytes, joined.
+    """Raise ValueError if tokens in random order are not decoded to their joined bytes.
 
-    Tokens that are parts of characters are left out: decoders differ in how they replace these.
+    Tokens that are parts of characters are left out, because decoders replace incomplete characters differently.
     """
     before, before_text = decoder.anchor
     whole = [token_id for token_id, each in enumerate(token_bytes) if REPLACEMENT not in each.decode(errors="replace")]
@@ -74,9 +74,9 @@ def _check_in_any_order(decoder: TokenDecoder, token_bytes: list[bytes]) -> None
 
 
 def _letters() -> dict[str, int]:
-    """Return the bytes of the letters with which byte-level tokenizers write them, as GPT-2 does.
+    """Return the byte of each letter with which byte-level tokenizers, such as GPT-2's, write bytes.
 
-    Printable characters of Latin-1 stand for themselves; the other bytes are the characters from U+0100 on, in order.
+    Printable characters of Latin-1 stand for themselves; the characters from U+0100 on stand for the other bytes.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

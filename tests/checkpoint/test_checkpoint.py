@@ -113,7 +113,8 @@ def test_index_that_leads_elsewhere_is_refused_before_a_model_is_built(
     for name in (f"{elsewhere}/x.safetensors", "../elsewhere/x.safetensors", "sub/../../elsewhere/x.st", *inside):
         write_index(model, name)
         with pytest.raises(
-            CheckpointError, match=r"index\.json names .*, which is not a safetensors file beside it; .* move"
+            CheckpointError,
+            match=r"index\.json names .*, which is not a safetensors file in the same directory; .* move",
         ):
             LLM(str(model), device="cpu", num_kvcache_blocks=2)
 
@@ -195,7 +196,7 @@ def test_hub_weights_that_cannot_be_had_are_refused_with_the_remedy(hub: Hub, mo
     with pytest.raises(CheckpointError, match=r"weights of model 'acme/facts' could not be downloaded: no network"):
         fetch_weights("acme/facts", directory)
     write_index(hub.snapshot, "../../other/model.safetensors")
-    with pytest.raises(CheckpointError, match="not a safetensors file beside it"):
+    with pytest.raises(CheckpointError, match="not a safetensors file in the same directory"):
         fetch_weights("acme/facts", directory)
 
 

@@ -1,4 +1,4 @@
-"""`nanovllm cache`: list the KV on disk, check it, and make room. Engines may use the folder meanwhile."""
+"""`nanovllm cache`: list, check, prune and remove the KV on disk. Engines may use the folder at the same time."""
 
 import argparse
 import json
@@ -32,10 +32,10 @@ examples:
 Exit status: 0 if all is well, 1 if verify finds damaged files, 2 for bad input.
 """
 ACTIONS = {
-    "list": "list the models whose KV is there, each with its id",
-    "verify": "read all files and compare them with their checksums; damaged ones are named and removed",
-    "prune": "remove what was used least recently, until --keep-gb are left",
-    "remove": "remove everything, or what belongs to one --id",
+    "list": "list the models whose KV is in the folder, each with its id",
+    "verify": "compare all files with their checksums; damaged files are named and removed",
+    "prune": "remove the least recently used files, until --keep-gb are left",
+    "remove": "remove all files, or the files of one --id",
 }
 
 
@@ -45,7 +45,7 @@ def add_cache_command(commands: Any) -> None:
     what = "; ".join(f"{name}: {meaning}" for name, meaning in ACTIONS.items())
     parser.add_argument("action", choices=tuple(ACTIONS), help=what)
     parser.add_argument("path", type=Path, metavar="PATH", help="the folder that engines were given as kv_disk_path")
-    parser.add_argument("--id", metavar="ID", help="only what belongs to this id; its first letters are enough")
+    parser.add_argument("--id", metavar="ID", help="only the files of this id; the id's first letters are enough")
     parser.add_argument("--keep-gb", type=float, metavar="X", help="GiB that prune leaves")
 
 
@@ -53,7 +53,7 @@ def run_cache(args: argparse.Namespace) -> int:
     path = args.path.expanduser()
     folders = _folders(path, args.id)
     if args.action == "prune" and args.keep_gb is None:
-        raise ConfigError("prune needs to know how much to leave; add --keep-gb, such as --keep-gb 20")
+        raise ConfigError("prune needs the number of GiB to keep; add --keep-gb, such as --keep-gb 20")
     if args.action != "prune" and args.keep_gb is not None:
         raise ConfigError(f"--keep-gb={args.keep_gb:g} has no meaning for {args.action}; leave it out, or use prune")
     if args.action == "list":
@@ -103,7 +103,7 @@ def _list(folders: list[Path]) -> None:
 
 
 def _about(folder: Path) -> dict[str, str]:
-    """Read the description that an engine leaves in the folder of its files."""
+    """Read the description that an engine has written into the folder of its files."""
     try:
         about = json.loads((folder / "model.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -120,7 +120,7 @@ def _verify(folders: list[Path]) -> int:
                 num_files += 1
                 num_bytes += extent.num_bytes
             except MissError as error:
-                if not extent.path.exists():  # an engine has removed it meanwhile
+                if not extent.path.exists():  # an engine has removed the file since the folder was listed
                     continue
                 num_damaged += 1
                 print(f"{extent.path}: {error}", file=sys.stderr)

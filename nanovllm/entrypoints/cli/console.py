@@ -1,9 +1,9 @@
 """Requests at a terminal: the progress and the text of one answer, and conversations.
 
-A conversation (`nanovllm chat`) lets every turn see the ones before it. At a terminal the program shows a prompt, and
-Ctrl-C stops an answer without ending the program. If stdin is a pipe, there is no prompt, and the first message that is
-refused ends the program. In both cases a message is a single line, or a block of lines between two QUOTES. The answers
-go to stdout and everything else to stderr.
+In a conversation (`nanovllm chat`), the prompt of a turn contains all earlier turns. At a terminal the program shows a
+prompt, and Ctrl-C stops an answer without ending the program. If stdin is a pipe, there is no prompt, and the first
+refused message ends the program. A message is a single line, or a block of lines between two QUOTES. The answers go to
+stdout and everything else to stderr.
 """
 
 import os
@@ -39,8 +39,8 @@ Ctrl-C   stops an answer; pressed twice at the prompt, it ends the program"""
 
 
 def choose_sampling(llm: "LLM", given: Mapping[str, Any], *, in_chat: bool) -> SamplingParams:
-    """Return the sampling parameters of a command. Each comes from the first source that has it: the flags that were
-    given, the model's generation_config.json, the defaults of SamplingParams.
+    """Return the sampling parameters of a command. Each parameter comes from the first source that has it: the given
+    flags, the model's generation_config.json, the defaults of SamplingParams.
 
     Values from the file are listed on stderr. In a chat, max_tokens is None by default, because the model ends answers.
     """
@@ -55,9 +55,9 @@ def choose_sampling(llm: "LLM", given: Mapping[str, Any], *, in_chat: bool) -> S
 def stream_answer(
     llm: "LLM", prompt: str | Sequence[int], params: SamplingParams, *, leave_bar: bool = True, stoppable: bool = False
 ) -> "RequestOutput":
-    """Run one request. Its progress goes to stderr until the first token; then its text goes to stdout.
+    """Run one request. The progress goes to stderr until the first token; then the text goes to stdout.
 
-    leave_bar: keep the progress bar on the screen. stoppable: Ctrl-C aborts the request, whose output then has
+    leave_bar: keep the progress bar on the screen. stoppable: Ctrl-C aborts the request, and the output has
     finish_reason "abort"; a second Ctrl-C may interrupt a step and break the engine, and then raises KeyboardInterrupt.
     Raises RequestError for a request that can never run.
     """
@@ -81,7 +81,7 @@ def stream_answer(
 
 
 def print_answers(llm: "LLM", prompt: "Prompt", params: SamplingParams) -> "list[RequestOutput]":
-    """Run a request with several answers, and print each under its number. They are generated together."""
+    """Run a request with several answers, which are generated together, and print each answer under its number."""
     (first,) = llm.generate([prompt], params)
     for number, output in enumerate(first["outputs"], start=1):
         print(f"[{number}]\n{output['text'] or ''}", flush=True)
@@ -101,7 +101,7 @@ def _steps(llm: "LLM", request_id: int, num_prompt_tokens: int, leave_bar: bool)
 
 
 def _stop(llm: "LLM", request_id: int) -> "RequestOutput | None":
-    """Abort a request and return its output, or None if the engine cannot go on."""
+    """Abort a request and return its output, or None if the engine has failed."""
     with suppress(EngineError):
         llm.abort(request_id)
         return llm.step().finished.get(request_id)
@@ -136,7 +136,7 @@ def escape_unencodable_output() -> None:
 
 
 def drop_closed_stdout() -> bool:
-    """Return True if stdout's reader is gone. Then drop the buffered rest, which Python would try to write at exit."""
+    """Return True if stdout's reader is gone. If so, drop the buffered output, which Python would write at exit."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)
     is_closed = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
@@ -155,13 +155,13 @@ class MessageReader:
         self.is_terminal = sys.stdin.isatty()
         self._num_lines = 0
         if self.is_terminal:
-            with suppress(ImportError):  # some builds of Python lack it; `input` then works without line editing
+            with suppress(ImportError):  # some builds of Python lack readline; `input` then has no line editing
                 import readline  # noqa: F401
 
     def read(self) -> str | None:
         """Return the next message, or None at the end of the input.
 
-        Raises RequestError for bytes that are not valid text, and for a block that is not closed.
+        Raises RequestError for bytes that are not valid text, and for a block without closing QUOTES.
         """
         line = self._read_line(">>> ")
         if line is None or not line.lstrip().startswith(QUOTES):
@@ -191,7 +191,7 @@ class MessageReader:
 
 
 class Conversation:
-    """The messages so far. A message that is refused, or stopped before its answer begins, is not added."""
+    """The messages so far. A message is not added if it is refused, or stopped before its answer begins."""
 
     def __init__(self, llm: "LLM", params: SamplingParams, system: str | None, *, stoppable: bool) -> None:
         self._llm = llm
@@ -206,12 +206,12 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Answer the user's message on stdout.
 
-        Raises RequestError if the conversation does not fit in the context with it, or if the chat template cannot
-        render it.
+        Raises RequestError if the conversation with this message does not fit in the context, or if the chat template
+        cannot render the message.
         """
         try:
             self._answer(text)
-        except KeyboardInterrupt:  # Ctrl-C just before or after the answer, or a second one that broke the engine
+        except KeyboardInterrupt:  # Ctrl-C just before or after the answer, or a second Ctrl-C that broke the engine
             if not self._stoppable:
                 raise
             with suppress(EngineError):
@@ -263,7 +263,7 @@ class Conversation:
 
 
 def run_chat(llm: "LLM", params: SamplingParams, system: str | None) -> int:
-    """Answer messages until the input ends. Returns the exit status."""
+    """Answer messages until the input ends, and return the exit status."""
     reader = MessageReader()
     conversation = Conversation(llm, params, system, stoppable=reader.is_terminal)
     if reader.is_terminal:
@@ -281,7 +281,7 @@ def run_chat(llm: "LLM", params: SamplingParams, system: str | None) -> int:
 
 
 def _next_message(reader: MessageReader) -> str | None:
-    """Read a message. At a terminal the first Ctrl-C only discards what was typed, to keep the conversation."""
+    """Read a message. At a terminal the first Ctrl-C only discards the typed text, to keep the conversation."""
     try:
         return reader.read()
     except KeyboardInterrupt:

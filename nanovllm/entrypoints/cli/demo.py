@@ -1,4 +1,4 @@
-"""`nanovllm demo`: find a passkey in a long prompt whose KV is mostly in CPU memory, then with all of it resident.
+"""`nanovllm demo`: find a passkey in a long prompt with most of the KV in CPU memory, then with all KV on the GPU.
 
 Torch is imported only when the demo runs, because `--help` reads DemoOptions.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PASSKEY_LEN = 12
 CHUNK_TOKENS = 4096  # small enough for several steps, so that the bar moves and most steps have history to stream
-NUM_BLOCKS = 40  # the prompt is cut into about this many
+NUM_BLOCKS = 40  # the prompt has about this many blocks
 SLOT_SHARE = 5  # one slot per 5 blocks, so that four fifths of the KV stay outside the slots
 
 _TEXT, _ENGINE = "the text", "the engine"  # groups of flags
@@ -33,7 +33,7 @@ class DemoOptions:
 
     num_tokens: int = option(40960, help="length of the prompt", group=_TEXT)
     depth: float = option(0.35, help="where the passkey is hidden, from 0 (start) to 1 (end)", group=_TEXT)
-    passkey: str | None = option(None, help="what to hide; by default, drawn from the seed", group=_TEXT)
+    passkey: str | None = option(None, help="the passkey; by default, drawn from the seed", group=_TEXT)
     seed: int = option(0, help="seed from which the passkey is drawn", group=_TEXT)
     num_gpu_blocks: int | None = option(
         None, help="slots, 2 or more; by default, a fifth of the prompt's blocks", group=_ENGINE
@@ -45,7 +45,7 @@ class DemoOptions:
 def run_demo(options: DemoOptions) -> int:
     """Run the demo and print its figures, the last line as JSON.
 
-    Returns the exit status, which is 0 if the passkey was found and both runs gave the same tokens.
+    Return the exit status, which is 0 if the passkey was found and both runs gave the same tokens.
     """
     from nanovllm.entrypoints.demo.haystack import build_haystack
     from nanovllm.models.retrieval_model import build_retrieval_model
@@ -101,7 +101,7 @@ def _run(
 ) -> tuple["RequestOutput", dict[str, Any]]:
     """Answer the prompt in a new engine. Return the output and its figures, with the counters of blocks if offloaded.
 
-    Slots, staging and CPU pool are allocated once, so their size is their peak.
+    Slots, staging and CPU pool are allocated once, so their sizes are also their peak sizes.
     """
     from nanovllm.llm import LLM
 
@@ -135,7 +135,7 @@ def _print_offload(figures: dict[str, Any]) -> None:
         f"{figures['num_cpu_tokens']:,} tokens attended to by the CPU, "
         f"{format_bytes(figures['num_loaded_bytes'])} loaded, {format_bytes(figures['num_offloaded_bytes'])} offloaded"
     )
-    print(f"  guesses  {figures['num_guesses']:,}, of which {figures['num_accepted_guesses']:,} were right")
+    print(f"  drafts   {figures['num_guesses']:,} tokens, {figures['num_accepted_guesses']:,} accepted")
     print(
         f"  memory   slots {format_bytes(figures['slot_bytes'])}, staging {format_bytes(figures['staging_bytes'])}, "
         f"CPU pool {format_bytes(figures['cpu_pool_bytes'])}"

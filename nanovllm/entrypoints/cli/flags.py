@@ -17,10 +17,10 @@ from nanovllm.errors import ConfigError, install_command
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.options import help_of
 
-RENAMED: dict[tuple[type, str], str] = {(SamplingParams, "seed"): "sampling_seed"}  # Config has the plain name
+RENAMED: dict[tuple[type, str], str] = {(SamplingParams, "seed"): "sampling_seed"}  # Config's seed has the flag --seed
 CPU_STEP_TOKENS = 512  # about a second with a small model; the progress bar and Ctrl-C wait for the end of a step
-# Fields of SamplingParams without a flag: several answers (but `generate` has them), other results than text, and what
-# no flag can hold
+# Fields of SamplingParams without a flag: several answers (except for `generate`), other results than text, and values
+# that no flag can hold
 PYTHON_ONLY = ("n", "detokenize", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs", "reasoning_tags")
 
 
@@ -34,8 +34,8 @@ def add_flags(
 ) -> None:
     """Add a flag for every field of the dataclass `options`, with the group and the help from the field's metadata.
 
-    A flag that is not given leaves the field's default in place. without: fields that get no flag. defaults: field ->
-    what the help says about its default, if the command sets its own. about: what the help says about each group.
+    Without the flag, the field has its default. without: fields that get no flag. defaults: field -> the help's text
+    about the default, if the command sets another default. about: group -> the help's text about the group.
     """
     shown = (field for field in fields(options) if field.name not in without)
     for title, members in groupby(shown, key=lambda field: field.metadata["group"]):
@@ -69,7 +69,7 @@ def name_flags(message: str, option_types: Sequence[type]) -> str:
     """
     for options in option_types:
         for field in fields(options):
-            if field.name not in message:  # which is far faster than the expressions
+            if field.name not in message:  # far faster than the regular expressions
                 continue
             flag = flag_name(options, field.name)
             end = r"(?![\w/-]|\.\w)" if "_" in field.name else "(?==)"
@@ -130,13 +130,13 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes no abbreviations, which new flags would make ambiguous, and reports an error in one line."""
+    """Accepts no abbreviated flags, because new flags would make them ambiguous, and reports an error in one line."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown flags first. Otherwise a misspelt flag is reported as the lack of the right one."""
+        """Refuse unknown flags first. Otherwise a misspelt required flag would be reported as missing."""
         if self._subparsers is None:
             given = list(sys.argv[1:] if args is None else args)
             for flag in given[: given.index("--")] if "--" in given else given:
@@ -155,7 +155,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Leaves room for most flags to have their help on the same line."""
+    """Indents help texts enough for most flags to have their help on the same line."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
@@ -169,7 +169,7 @@ def add_command(
     option_types: Sequence[type],
     epilog: str | None = None,
 ) -> argparse.ArgumentParser:
-    """Add a command that `run` runs. option_types: the classes whose fields its flags are."""
+    """Add a command that `run` runs. option_types: the classes whose fields are the command's flags."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=about, description=about, epilog=epilog, formatter_class=Formatter
     )
@@ -194,7 +194,7 @@ def add_engine_flags(
 
 
 def engine_options(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Return the fields of Config that the flags give, with the command line's own default for a CPU. Loads torch."""
+    """Return the fields of Config that the flags give, with the command line's step size for a CPU. Loads torch."""
     options = given_fields(args, Config)
     from nanovllm.llm import resolve_device
 
@@ -204,7 +204,7 @@ def engine_options(args: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def check_packages(user: str, names: Sequence[str], extra: str) -> None:
-    """Raise ConfigError if a package that `user`, a command or an option, needs from an extra is missing."""
+    """Raise ConfigError if a package of an extra is missing. user: the command or option that needs the packages."""
     for name in names:
         try:
             import_module(name)

@@ -1,9 +1,9 @@
 """The command line: `nanovllm demo`, `chat`, `generate`, `serve`, `batch`, `plan`, `verify` and `cache`.
 
 flags.py makes the flags, their defaults and their help from the fields of Config, SamplingParams, DemoOptions,
-ServerOptions, ServiceOptions, BatchOptions, PlanOptions and VerifyOptions. Nothing heavy is imported before a command
-runs, and neither are the packages of an extra, which `--help` does not need. demo.py, verify.py, cache.py and
-console.py have the commands of a terminal.
+ServerOptions, ServiceOptions, BatchOptions, PlanOptions and VerifyOptions. Heavy modules and the packages of an extra
+are imported only when a command runs, so that `--help` does not need them. demo.py, verify.py, cache.py and console.py
+implement the commands of a terminal.
 
 Bad input raises ConfigError, RequestError or CheckpointError, which `main` prints as one line. An exception that `main`
 does not catch is a bug and keeps its traceback.
@@ -65,7 +65,7 @@ if TYPE_CHECKING:  # --help must not load torch
     from nanovllm.entrypoints.cluster.batch_job import JobSummary
     from nanovllm.llm import LLM
 
-TEXT_ONLY = ("skip_tokenizer_init",)  # options that commands without token ids do not have
+TEXT_ONLY = ("skip_tokenizer_init",)  # options that commands for text do not have
 MAX_STEP_MS = 200.0  # a server's default, so that running answers keep their pace while a long prompt is read
 EXAMPLE = """\
 examples:
@@ -103,7 +103,7 @@ example, with the built-in model:
   printf '{"prompt": "The passkey is 4711.\\\\nThe passkey is", "max_tokens": 6}\\n' > prompts.jsonl
   nanovllm batch --model demo --input prompts.jsonl --output answers/
 
-Exit status: 0 if all rows have run, also if some have an error; 1 if engines fail again and again; 2 for bad input.
+Exit status: 0 if all rows have run, even if some have an error; 1 if engines fail repeatedly; 2 for bad input.
 """
 VERIFY_EXAMPLE = """\
 example, with the built-in model:
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     1: the plan cannot work, or the request or the engine failed. 2: bad input. 130: Ctrl-C. 141: stdout was closed.
     """
     args = _parser().parse_args(argv)
-    if getattr(args, "kv_disk_path", ""):  # engines in other processes run in other folders
+    if getattr(args, "kv_disk_path", ""):  # engines in other processes have other working directories
         args.kv_disk_path = str(Path(args.kv_disk_path).expanduser().absolute())
     logging.basicConfig(format="%(message)s")
     logging.getLogger("nanovllm").setLevel(logging.INFO)
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not drop_closed_stdout():
             raise
-        return 141  # as after SIGPIPE
+        return 141  # the status after SIGPIPE
 
 
 def _complain(args: argparse.Namespace, message: str) -> None:
@@ -187,7 +187,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """Print a plan to stdout. If it cannot work, the reason comes first, on stderr."""
+    """Print a plan to stdout. If the plan cannot work, print the reason to stderr first."""
     options, given = PlanOptions(**given_fields(args, PlanOptions)), given_fields(args, Config)
     if args.model is None and not options.fit:
         raise ConfigError("plan needs a model; add --model, or --fit for a list of what runs")
@@ -236,7 +236,7 @@ def _require_tokenizer(config: Config) -> None:
 
 
 def _open_llm(args: argparse.Namespace, *, needs_template: bool) -> "LLM":
-    """Start the engine that the flags ask for. Invalid flags are refused before torch is loaded."""
+    """Start the engine with the options of the flags. Invalid flags are refused before torch is loaded."""
     SamplingParams(**given_fields(args, SamplingParams))
     _config(args)
     remedy = "give LLM.generate lists of token ids in Python"
@@ -281,7 +281,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def load_engine(args: argparse.Namespace) -> "AsyncLLM":
-    """Start the engine in this process, or in a replica, on whose machine it then looks for GPUs and the model."""
+    """Start the engine in this process. A replica calls this function on its machine, which has the GPUs."""
     _require_tokenizer(_config(args))
     from nanovllm import AsyncLLM
 
@@ -289,7 +289,7 @@ def load_engine(args: argparse.Namespace) -> "AsyncLLM":
 
 
 def serving_options(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Return the engine's options. Steps are bounded unless the flags say otherwise. Loads torch."""
+    """Return the engine's options, with a bound on the time of steps unless the flags give one. Loads torch."""
     options = engine_options(args)
     return {"max_step_ms": MAX_STEP_MS} | dict(options) if options.get("chunked_prefill", True) else options
 
@@ -322,14 +322,14 @@ def _batch(args: argparse.Namespace) -> int:
     try:
         summary = run_job(job)
     except (KeyboardInterrupt, SystemExit):  # SIGTERM
-        print("\nThe parts that are finished stay; repeat the command to go on from there.", file=sys.stderr)
+        print("\nFinished parts are kept; repeat the command to compute the other parts.", file=sys.stderr)
         raise
     print(_describe(summary, time.perf_counter() - start_s, args.output), file=sys.stderr)
     return 0
 
 
 def _on_every_machine(model: str) -> str:
-    """Return the model's name, or its whole path because the engines run in other folders."""
+    """Return the model's name, or its absolute path because the engines have other working directories."""
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
@@ -415,18 +415,22 @@ def _add_batch(commands: Any) -> None:
         "--input", type=Path, nargs="+", required=True, metavar="FILE", help="files of JSON lines, or of Parquet"
     )
     required.add_argument(
-        "--output", type=Path, required=True, metavar="FOLDER", help="folder for the parts; a new one, or the job's own"
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="new folder for the parts, or the folder of the job",
     )
     add_flags(parser, BatchOptions)
     max_tokens = f"{SamplingParams.max_tokens}; for messages, no limit"
-    about = "For rows without such a column. The model's generation_config.json may change these defaults."
+    about = "For rows without the column. The model's generation_config.json may change these defaults."
     add_flags(parser, SamplingParams, without=PYTHON_ONLY, defaults={"max_tokens": max_tokens}, about=about)
     add_engine_flags(parser)
 
 
 def _add_plan(commands: Any) -> None:
     about = (
-        "show how much memory a run needs, how fast it can be at most, and whether it can work; "
+        "show the memory that a run needs, the bounds of its speed, and whether the run can work; "
         "reads only the model's config.json"
     )
     parser = add_command(commands, "plan", about, _plan, (Config, PlanOptions))
@@ -438,9 +442,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_verify(commands: Any) -> None:
-    about = (
-        "check that offload, CPU attention and draft tokens give the answers of the all-resident path on this machine"
-    )
+    about = "check that offload, CPU attention and draft tokens do not change answers on this machine"
     parser = add_command(commands, "verify", about, _verify, (Config, VerifyOptions), VERIFY_EXAMPLE)
     add_model_flag(parser.add_argument_group("what to check"))
     add_flags(parser, VerifyOptions)
@@ -448,9 +450,9 @@ def _add_verify(commands: Any) -> None:
 
 
 def _add_request_flags(parser: argparse.ArgumentParser, max_tokens: str, without: Sequence[str] = PYTHON_ONLY) -> None:
-    """Flags for the sampling parameters and the engine.
+    """Add the flags of the sampling parameters and of the engine.
 
-    max_tokens: what the command's help says about its default.
+    max_tokens: the help's text about the default of max_tokens.
     """
     about = "The model's generation_config.json may change these defaults."
     add_flags(parser, SamplingParams, without=without, defaults={"max_tokens": max_tokens}, about=about)

@@ -1,16 +1,17 @@
-"""`nanovllm verify`: check on this machine that every path of the engine answers like the one with all KV on the GPU.
+"""`nanovllm verify`: check on this machine that every path of the engine gives the answers of the reference path, which
+has all KV on the GPU.
 
-The prompt is a long text and then a quotation from it, which the model goes on with. Quotations come from all over the
-text, so each answer depends on other blocks, and most blocks have no slot. An answer is followed token by token: where
-a path takes another token than the reference, that counts, and the path goes on from the reference's tokens. So every
-log-probability is compared for equal prefixes.
+A prompt is a long text followed by a quotation from the text, which the model continues. The quotations come from all
+parts of the text, so the answers depend on different blocks, and most blocks have no slot. Answers are compared token
+by token: if a path takes another token than the reference, the difference is counted, and the path continues from the
+reference's tokens. So all log-probabilities are compared for equal prefixes.
 
-The root mean square of the differences in log-probability, answer by answer, must stay within a bound. In fp32 the
-bound is TIE, and all tokens must be equal, too, except where two are equally likely: if the reference's
-log-probabilities of both differ by less than TIE, either is right. In lower precision no two orders of summation give
-the same bits, and near ties are common. There the bound is NOISE times what the resident path differs from itself when
-its chunks end elsewhere, but at least ULPS and at most MAX_ULPS units in the last place. That does not prove equal
-tokens, but a block that is lost or wrong changes the quoted tokens by far more.
+For each answer, the root mean square of the differences in log-probability must stay within a bound. In fp32 the bound
+is TIE, and all tokens must be equal, except for ties: if the reference's log-probabilities of two tokens differ by less
+than TIE, both tokens are right. In lower precision, two orders of summation do not give the same bits, and near ties
+are common. So in lower precision the bound is NOISE times the difference between two resident runs with different
+chunks, but at least ULPS and at most MAX_ULPS units in the last place. This bound does not prove equal tokens, but a
+lost or wrong block changes the quoted tokens by far more.
 """
 
 import json
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM, Internals
     from nanovllm.plan.outputs import RequestOutput
 
-NUM_ANSWERS = 4  # quotations, the first of which is from the beginning of the text
+NUM_ANSWERS = 4  # quotations; the first quotation is from the beginning of the text
 QUOTED_TOKENS, ANSWER_TOKENS = 48, 32
-FILLER_TOKENS = 100  # another request's prompt, which moves the ends of the first one's chunks
+FILLER_TOKENS = 100  # the prompt of another request, which moves the ends of the first prompt's chunks
 TIE = 0.002
 NOISE, ULPS, MAX_ULPS = 3.0, 8.0, 64.0
 EPSILON = {"bfloat16": 2**-7, "float16": 2**-10}
-STEP_TOKENS = 2048  # several chunks, so that most have keys to stream
+STEP_TOKENS = 2048  # small enough for several chunks per prompt, so that most chunks have keys to stream
 NUM_TOKENS = 8192  # of the prompts, by default
 CHARS_PER_TOKEN = 12  # more than source code ever has
 MIN_TOKENS = (NUM_ANSWERS + 4) * BLOCK_SIZE_STEP  # a slot for each answer, and blocks without one
@@ -50,7 +51,7 @@ ENGINE_FLAGS = (  # fields of Config that the check does not choose itself
     "tensor_parallel_size",
     *("seed", "gpu_memory_utilization", "cpu_attention_threads"),
 )
-PATHS: Mapping[str, tuple[dict[str, Any], str]] = {  # options, and the counter of what only this path does
+PATHS: Mapping[str, tuple[dict[str, Any], str]] = {  # options, and the counter of the work that only this path does
     "link alone": ({"cpu_attention": "off"}, "num_missed_blocks"),
     "link and CPU": ({"cpu_attention": "on"}, "num_cpu_tokens"),
     "with guesses": ({"cpu_attention": "on", "speculation": "auto"}, "num_guesses"),
@@ -64,8 +65,8 @@ class VerifyOptions:
 
     num_tokens: int | None = option(
         None,
-        help=f"length of the prompts; longer ones test more blocks; by default {NUM_TOKENS}, or what the model takes "
-        "if that is less",
+        help=f"length of the prompts; longer prompts test more blocks; by default {NUM_TOKENS}, or the model's limit "
+        "if the limit is lower",
         group="the check",
         least=MIN_TOKENS,
     )
@@ -76,10 +77,10 @@ class VerifyOptions:
 
 @dataclass
 class Comparison:
-    """Some answers against the reference's."""
+    """The differences between some answers and the reference's answers."""
 
-    num_different: int = 0  # tokens, without ties
-    num_ties: int = 0  # tokens that differ, and are as likely as the reference's
+    num_different: int = 0  # different tokens, without ties
+    num_ties: int = 0  # different tokens that are as likely as the reference's
     answer_rms: list[float] = field(default_factory=list)  # RMS differences in log-probability
 
     @property
@@ -90,9 +91,9 @@ class Comparison:
 def run_verify(
     model: str, options: VerifyOptions, engine: Mapping[str, Any], internals: "Internals | None" = None
 ) -> int:
-    """Check all paths and print a report, the last line as JSON. Returns 0 if they agree, 1 if not.
+    """Check all paths and print a report, the last line as JSON. Return 0 if all paths agree, otherwise 1.
 
-    `engine`: fields of Config. `internals`: for tests, of the paths with offload.
+    engine: fields of Config. internals: the Internals of the paths with offload, for tests.
     """
     from nanovllm.llm import LLM, Internals
     from nanovllm.plan.kv_spec import dtype_name
@@ -125,7 +126,7 @@ def run_verify(
     pool = {"enable_cpu_offload": True, "num_cpu_blocks": num_blocks + 2 * NUM_ANSWERS}
     pool["num_gpu_blocks"] = max(NUM_ANSWERS + 1, num_blocks // 4)
     for name, (path, work) in PATHS.items():
-        chosen = replace(internals or Internals(), always_guesses=True)  # also where draft tokens gain nothing
+        chosen = replace(internals or Internals(), always_guesses=True)  # draft even if draft tokens gain nothing
         with LLM(model, internals=chosen, **common, **pool, **path) as llm:
             answers = ask(llm, prompts)
             found = compare(llm, prompts, reference, answers)
@@ -138,17 +139,17 @@ def run_verify(
 
 
 def _num_prompt_tokens(given: int | None, limit: int) -> int:
-    """Return the length of the prompts. Raises ConfigError if a model that takes `limit` tokens does not take them."""
+    """Return the length of the prompts. Raises ConfigError for prompts above `limit`, the model's maximum."""
     most = limit - ANSWER_TOKENS
     if most < MIN_TOKENS:
         raise ConfigError(
-            f"the model takes {limit} tokens, and this check needs {MIN_TOKENS} and {ANSWER_TOKENS} new ones; use "
+            f"the model takes {limit} tokens, and this check needs {MIN_TOKENS} and {ANSWER_TOKENS} new tokens; use "
             "another model, or extend its context with hf_overrides"
         )
     if given is not None and given > most:
         raise ConfigError(
-            f"num_tokens={given} and {ANSWER_TOKENS} new ones are more than the {limit} of the model; lower num_tokens "
-            f"to {most}"
+            f"num_tokens={given} and {ANSWER_TOKENS} new tokens are more than the model's limit of {limit}; lower "
+            f"num_tokens to {most}"
         )
     return min(NUM_TOKENS, most) if given is None else given
 
@@ -157,7 +158,7 @@ def _num_prompt_tokens(given: int | None, limit: int) -> int:
 
 
 def make_prompts(llm: "LLM", num_tokens: int) -> list[list[int]]:
-    """Return prompts that have all but their ends in common: a text, or without a tokenizer random tokens."""
+    """Return prompts of a text, or of random tokens without a tokenizer. The prompts differ only at their ends."""
     from nanovllm.entrypoints.demo.haystack import library_text  # loads torch
 
     num_text = num_tokens - QUOTED_TOKENS
@@ -178,7 +179,7 @@ def ask(
     filler: Sequence[int] = (),
     num_tokens: int = ANSWER_TOKENS,
 ) -> "list[RequestOutput]":
-    """Answer the first prompt, together with a prompt of `filler`'s tokens if there are any, then the other prompts.
+    """Answer the first prompt, concurrently with the prompt `filler` unless it is empty, and then the other prompts.
 
     Raises EngineError if a request fails.
     """
@@ -199,7 +200,7 @@ def ask(
 def compare(
     llm: "LLM", prompts: Sequence[list[int]], reference: "list[RequestOutput]", answers: "list[RequestOutput]"
 ) -> Comparison:
-    """Compare answers with the reference's, token by token, each after the reference's tokens before it."""
+    """Compare answers with the reference's token by token, for equal prefixes."""
     found = Comparison()
     for prompt, expected, answer in zip(prompts, reference, answers, strict=True):
         squares: list[float] = []
@@ -209,7 +210,9 @@ def compare(
                 expected_id = expected["token_ids"][position]
                 known, least = expected["logprobs"][position], min(entry.values())
                 logprob = known[expected_id].logprob
-                squares.append((entry.get(expected_id, least).logprob - logprob) ** 2)  # the least, or even less
+                squares.append(
+                    (entry.get(expected_id, least).logprob - logprob) ** 2
+                )  # an absent token is at most this likely
                 if token_id != expected_id:
                     is_tie = token_id in known and logprob - known[token_id].logprob < TIE
                     found.num_ties += is_tie
@@ -227,7 +230,7 @@ def compare(
 
 
 def _path(name: str, llm: "LLM", answer: "RequestOutput", work: str | None) -> dict[str, Any]:
-    """Print and return the rates of a path and their bounds. work: the counter of what only this path does."""
+    """Print and return the rates of a path and their bounds. work: the counter of the work that only this path does."""
     from nanovllm.llm import find_machine
 
     stats, known = llm.stats(), find_machine(llm.config)
@@ -260,12 +263,12 @@ def _path(name: str, llm: "LLM", answer: "RequestOutput", work: str | None) -> d
 def _judged(path: dict[str, Any], found: Comparison, bound: float, needs_equal: bool) -> dict[str, Any]:
     """Print how a path compares with the reference, and return its figures with the verdict.
 
-    `needs_equal`: its tokens must be equal, but for ties. A path that had nothing to do has not been checked.
+    needs_equal: whether tokens must be equal, except for ties. A path without work fails, because it was not checked.
     """
     is_checked = path.get("num_work") != 0
     agrees = is_checked and found.rms <= bound and not (needs_equal and found.num_different)
     tokens = "the same tokens" if not found.num_different else f"{found.num_different} other tokens"
-    tokens += f" but for {found.num_ties} ties" if found.num_ties else ""
+    tokens += f" except for {found.num_ties} ties" if found.num_ties else ""
     text = f"{tokens}; log-probabilities differ by {found.rms:.2g} of {bound:.2g} allowed"
     text = text if is_checked else "this path had nothing to do, so nothing was checked"
     print(f"  {path['path']:<13} {'agrees' if agrees else 'DIFFERS' if is_checked else 'FAILED'}: {text}", flush=True)
@@ -279,10 +282,10 @@ def _judged(path: dict[str, Any], found: Comparison, bound: float, needs_equal: 
 
 def _verdict(agrees: bool, bound: float, needs_equal: bool) -> str:
     if not agrees:
-        return "NOT verified: some path does not answer like the one with all KV on the GPU. Please report this."
+        return "NOT verified: a path gives other answers than the path with all KV on the GPU. Please report this."
     if not needs_equal:
         return (
-            f"Verified within {bound:.2g}: the paths differ by no more than rounding does. Only --dtype float32 can "
+            f"Verified within {bound:.2g}: the paths differ by no more than rounding. Only --dtype float32 can "
             "show that tokens are equal."
         )
-    return "Verified: every path takes the tokens of the one with all KV on the GPU."
+    return "Verified: every path takes the same tokens as the path with all KV on the GPU."

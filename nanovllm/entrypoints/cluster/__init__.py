@@ -1,12 +1,12 @@
-"""Several engines, on one machine or many: Ray places them, feeds them and restarts them.
+"""Several engines, on one machine or many: Ray places, feeds and restarts the engines.
 
 One engine has one GPU, or a tensor-parallel group of GPUs. `nanovllm batch` runs files through engines, and `nanovllm
-serve --num-replicas` serves several. Ray is an extra, which only this folder imports, and only when a command asks for
-several engines.
+serve --num-replicas` serves requests with several engines. Ray is an extra. Only this folder imports Ray, and only when
+a command asks for several engines.
 """
 
 import os
 
-# Otherwise a thread that Ray Data leaves behind would connect again, or start Ray, with its next call. Ray reads this
-# when it is imported.
+# Otherwise a thread that Ray Data does not end would connect again, or start Ray, with its next call. Ray reads this
+# variable when it is imported.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")

@@ -1,12 +1,12 @@
-"""BatchEngine: one engine of a job, in an actor of its own. It is given units and writes a part for each.
+"""BatchEngine: an actor that runs one engine of a job. The actor receives units and writes a part for each unit.
 
-Rows and answers stay in this process; only counts go back. A part is written under a scratch name and renamed, so that
-it is never seen half written, and a unit that runs twice writes the same part twice.
+Rows and answers stay in the actor's process; only counts are returned. A part is written under a scratch name and then
+renamed, so that no reader sees half a part. A unit that runs twice writes the same part twice.
 
-The engine starts when the first unit arrives, and sizes itself for its share of the machine. A refusal to start goes
-back as the unit's failure. If the engine fails, the process exits, and Ray starts another engine and hands it the same
-units. TryCount counts the failures of a unit. A unit that has failed twice runs alone; after its third failure its part
-is written with an error in each row, and the job goes on. Engines that do not start end the job.
+The engine starts when the first unit arrives, and sizes itself for its share of the machine. A refusal to start is
+returned as the unit's failure. If the engine fails, the process exits, and Ray starts another engine with the same
+units. TryCount counts the failures of a unit. A unit that has failed twice runs alone. After a unit's third failure,
+the unit's part is written with an error in each row, and the job continues. If engines do not start, the job ends.
 """
 
 import asyncio
@@ -40,10 +40,10 @@ from nanovllm.plan.outputs import RequestOutput
 from nanovllm.request_stream import RequestStream
 from nanovllm.text.request_check import Prompt
 
-NUM_UNITS = 2  # run together, so that the end of one overlaps with the beginning of the next
+NUM_UNITS = 2  # run concurrently, so that the end of one unit overlaps with the beginning of the next
 MAX_TRIES = 3  # failures of a unit before its rows get an error, and of a start before the job ends
-NUM_DOCUMENTS = 2  # are read together; more would push each other's KV out of the cache
-NUM_ROWS = 1024  # are in the engine together; the other rows of a huge document wait outside
+NUM_DOCUMENTS = 2  # read concurrently; more documents would evict each other's KV from the cache
+NUM_ROWS = 1024  # rows in the engine at a time; the other rows of a huge document wait
 
 
 class RowAnswerer:
@@ -62,8 +62,9 @@ class RowAnswerer:
     ) -> list[dict[str, Any]]:
         """Return the added columns of each row; a row that cannot run gets an error.
 
-        Rows without a document are submitted together. The first row of a document goes ahead of its others, so that
-        they find the document in the prefix cache. Raises EngineError if the engine fails.
+        Rows without a document are submitted together. The first row of a document is submitted before the document's
+        other rows, so that the other rows find the document in the prefix cache. Raises EngineError if the engine
+        fails.
         """
         added: list[dict[str, Any]] = [{} for _ in rows]
 
@@ -85,7 +86,7 @@ class RowAnswerer:
     async def _answer_row(
         self, row: Mapping[str, Any] | RequestError, place: RowPlace, begun: asyncio.Event | None
     ) -> dict[str, Any]:
-        """Answer one row, and set `begun` as soon as its prompt has been read or it has ended."""
+        """Answer one row, and set `begun` as soon as the row's prompt has been computed or the row has ended."""
         try:
             async with self._rows:
                 if isinstance(row, RequestError):
@@ -103,7 +104,7 @@ class RowAnswerer:
 
     async def _prompt(self, request: RowRequest) -> Prompt:
         if request.messages is None:
-            assert request.prompt is not None, "a request has one of both"
+            assert request.prompt is not None, "a request has messages or a prompt"
             return request.prompt
         (token_ids,) = await asyncio.to_thread(self._engine.llm.chat_token_ids, request.messages)
         return token_ids
@@ -123,13 +124,13 @@ async def _outputs(stream: RequestStream, begun: asyncio.Event) -> list[RequestO
 
 
 class JobFailedError(EngineError):
-    """Further engines would fail in the same way, so the job has to end."""
+    """The job has to end, because further engines would fail in the same way."""
 
 
 class TryCount:
-    """Counts the failed tries of one thing in a file of the output folder, because a try may end its process.
+    """Counts failed tries, of a unit or of a start, in a file of the output folder, because a try may end its process.
 
-    The file has a line for each try: the reason why the try failed, or nothing if the process died without giving one.
+    The file has a line for each try: the reason why the try failed, or nothing if the process died without a reason.
     """
 
     def __init__(self, path: Path) -> None:
@@ -160,7 +161,7 @@ class TryCount:
 
 @dataclass(frozen=True)
 class EngineJob:
-    """The part of a job that its engines need."""
+    """The part of a job that the job's engines need."""
 
     model: str
     options: Mapping[str, Any]  # fields of Config
@@ -172,7 +173,7 @@ class EngineJob:
     tensor_parallel_size: int
     find_machine: Callable[[Config], Machine]
     engines_per_node: int = 1
-    memory_bytes: int = 0  # of its machine's memory, that each engine may use
+    memory_bytes: int = 0  # memory of its machine that each engine may use
 
     def part_path(self, unit_idx: int) -> Path:
         return self.output / f"part-{unit_idx:0{self.num_part_digits}}{self.format.suffix}"
@@ -196,7 +197,7 @@ class BatchEngine:
         """Run the unit of `batch`, and return its counts. `failure` says why the job must end; "" if the unit ran."""
         unit_idx, unit = int(batch["unit"][0]), Unit(packed=batch["places"][0])
         counts = {"unit": unit_idx, "num_rows": len(unit), "num_errors": 0, "num_tokens": 0, "failure": ""}
-        counts["is_refusal"] = False  # the failure is the user's to mend
+        counts["is_refusal"] = False  # True for a failure that the user can correct
         try:
             counts |= await self._try_unit(unit_idx, unit)
         except JobFailedError as error:
@@ -210,7 +211,7 @@ class BatchEngine:
     async def _try_unit(self, unit_idx: int, unit: Unit) -> dict[str, int]:
         """Write the unit's part, and return its counts. After MAX_TRIES failures, every row of the part has an error.
 
-        An engine that dies takes all its units with it, so a unit's last try is alone in its engine.
+        An engine that dies ends all units that run in it, so a unit's last try runs alone.
         """
         tries = TryCount(self._job.scratch_path(unit_idx, "tries"))
         num_failed = len(tries.reasons())
@@ -238,7 +239,7 @@ class BatchEngine:
 
     @contextmanager
     def _counted(self, tries: TryCount) -> Iterator[None]:
-        """Count a try, and forget all of them if it succeeds. An error that the user cannot mend ends the process."""
+        """Count a try, and reset the count after a success. An error that the user cannot correct ends the process."""
         tries.begin()
         try:
             yield
@@ -251,9 +252,9 @@ class BatchEngine:
 
     @asynccontextmanager
     async def _turn(self, *, alone: bool) -> AsyncIterator[None]:
-        """Let NUM_UNITS units run concurrently, or one of them alone."""
+        """Wait until a unit may run: concurrently with NUM_UNITS - 1 other units, or alone."""
         num_turns = NUM_UNITS if alone else 1
-        async with self._entering:  # one unit at a time, or two would wait for turns that the other one holds
+        async with self._entering:  # one unit at a time, because two units could each hold the turns the other needs
             for _ in range(num_turns):
                 await self._free_turns.acquire()
         try:
@@ -299,9 +300,9 @@ class BatchEngine:
 def _keep_to_share_of_cpus(tensor_parallel_size: int, engines_per_node: int) -> None:
     """Let the engines on the GPUs of a machine use different cpus, above all for attention on the CPU.
 
-    Each of k engines takes every k-th cpu, and so some of every memory node. If k divides the number of cores, both
-    threads of a core go to the same engine. The engine's GPUs, which Ray lists in the environment, tell which share
-    is its own.
+    Each of k engines takes every k-th cpu, and so some cpus of every memory node. If k divides the number of cores,
+    both threads of a core go to the same engine. The engine's GPUs, which Ray lists in the environment, determine the
+    engine's share.
     """
     gpus = [int(number) for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if number.isdigit()]
     cpus = sorted(os.sched_getaffinity(0))

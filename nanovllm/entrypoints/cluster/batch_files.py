@@ -1,6 +1,6 @@
-"""The files of a job: its input, in either format, and the output folder with a part for each unit.
+"""The files of a job: the input, as JSON lines or Parquet, and the output folder with a part for each unit.
 
-_job.json in the output folder says what the job is, so that only the same job is resumed there.
+_job.json in the output folder describes the job, so that only the same job is resumed in the folder.
 """
 
 import fcntl
@@ -19,14 +19,14 @@ from nanovllm.errors import ConfigError, RequestError
 
 _ADDED_AS_KEYS = tuple(json.dumps(name).encode() for name in ALL_ADDED_COLUMNS)
 NAME = "_job.json"  # readers of a folder of Parquet files skip names that begin with an underscore
-# Options of the engine that its answers depend on; the others decide only where and how fast they are computed
+# Options of the engine on which answers depend; all other options change only the place and the speed of computing
 ANSWER_OPTIONS = ("dtype", "load_format", "hf_overrides", "generation_config", "seed", "max_model_len")
 
 
 class UnitRows(ABC):
     """The rows of one unit, read from the input files. `rows[i]` is a RequestError if the row cannot be read."""
 
-    suffix: ClassVar[str]  # the parts' file name suffix
+    suffix: ClassVar[str]  # the suffix of the parts' file names
 
     rows: Sequence[Mapping[str, Any] | RequestError]
 
@@ -43,7 +43,7 @@ class UnitRows(ABC):
     def scan(
         cls, path: Path, file_idx: int, document_column: str | None, digest: xxhash.xxh3_64
     ) -> Iterator[ScannedRow]:
-        """Yield the places of a file's rows, and update `digest` so that it changes with the file.
+        """Yield the places of a file's rows, and update `digest` with the file's content.
 
         Raises ConfigError for a file that cannot be used.
         """
@@ -63,12 +63,12 @@ def check_columns(names: Iterator[str] | Sequence[str], where: str) -> None:
 
 
 def document_key(document: Any) -> bytes:
-    """Return 16 bytes that stand for the value of the document column, which may be a whole text."""
+    """Return a hash (16 bytes) of the value of the document column, which may be a whole text."""
     return xxhash.xxh3_128_digest(repr(document).encode(errors="surrogatepass"))
 
 
 def replace_file(path: Path, scratch: Path) -> None:
-    """Move a finished file to its place in one step, so that a file with its name is always whole."""
+    """Rename a finished file to `path` in one step, so that a file at `path` is always whole."""
     with scratch.open("rb") as file:
         os.fsync(file.fileno())
     scratch.replace(path)
@@ -119,8 +119,8 @@ def _parse(line: bytes, where: str) -> dict[str, Any] | RequestError:
 def _look_into(line: bytes, where: str, document_column: str | None) -> bytes | None:
     """Check the columns of a row, and return the key of its document.
 
-    A row without the bytes of an added column's key is not parsed; inside a string, a quotation mark would have a
-    backslash before it.
+    A row that does not contain the bytes of an added column's key is not parsed. The same bytes inside a string would
+    have a backslash before the quotation mark.
     """
     if document_column is None and not any(key in line for key in _ADDED_AS_KEYS):
         return None
@@ -135,7 +135,7 @@ def _look_into(line: bytes, where: str, document_column: str | None) -> bytes | 
 def _dump(row: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can only write as an escape
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can only write as an escape
         return json.dumps(row).encode() + b"\n"
 
 
@@ -143,7 +143,7 @@ def _dump(row: Mapping[str, Any]) -> bytes:
 
 
 def open_output(output: Path, manifest: Mapping[str, Any]) -> None:
-    """Make the folder of a new job, or check that it is the folder of this one. Raises ConfigError if it is neither."""
+    """Make the folder of a new job, or check that the folder belongs to this job. Raises ConfigError if it does not."""
     path = output / NAME
     if path.is_file():
         _check_same(path, manifest)
@@ -161,14 +161,14 @@ def open_output(output: Path, manifest: Mapping[str, Any]) -> None:
 
 @contextmanager
 def held_alone(output: Path) -> Iterator[None]:
-    """Keep other commands out of the folder, as long as this process lives. Raises ConfigError if one is in it."""
+    """Lock the folder while this process runs. Raises ConfigError if another command has locked the folder."""
     with (output / NAME).open() as manifest:
         try:
             fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"output {str(output)!r} is in use by another command; wait for its end") from error
         except OSError:
-            pass  # its file system has no locks
+            pass  # the folder's file system has no locks
         yield
 
 

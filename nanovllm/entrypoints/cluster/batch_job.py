@@ -1,8 +1,8 @@
-"""run_job: `nanovllm batch`. Plans the units, starts an actor for each engine, and counts what they have done.
+"""run_job: `nanovllm batch`. Plans the units, starts an actor for each engine, and sums the counts that actors return.
 
-Ray Data feeds the actors. It replaces one that dies and runs its units again, without limit; BatchEngine limits the
-tries of a unit and of a start. The output folder alone records what is done, so a job that was interrupted goes on with
-the units that have no part.
+Ray Data feeds the actors. Ray Data replaces an actor that dies and runs the actor's units again, without limit;
+BatchEngine limits the tries of a unit and of a start. The output folder alone records the finished units, so an
+interrupted job continues with the units that have no part.
 """
 
 import logging
@@ -42,7 +42,7 @@ logger = logging.getLogger("nanovllm")
 
 FORMATS: Mapping[str, type[UnitRows]] = {".jsonl": JsonLinesRows, ".ndjson": JsonLinesRows, ".parquet": ParquetRows}
 OBJECT_STORE_BYTES = 200 << 20  # only units and counts pass through it
-MAX_UNSEEN_S = 60.0  # until a file that another machine has written is visible here; NFS may take half of that
+MAX_UNSEEN_S = 60.0  # wait for a file of another machine to become visible here; NFS may take half of this time
 NEVER = -1  # no limit for a unit, because long answers may take hours
 
 
@@ -72,7 +72,7 @@ class JobSummary(NamedTuple):
 def run_job(job: BatchJob) -> JobSummary:
     """Run the units that have no part yet.
 
-    Raises ConfigError for a job that cannot run, and EngineError if engines do not start, or Ray gives up.
+    Raises ConfigError for a job that cannot run, and EngineError if engines do not start or Ray fails.
     """
     paths = [path.resolve() for path in job.inputs]
     format = format_of(paths)
@@ -130,7 +130,7 @@ def _plan(job: BatchJob, paths: Sequence[Path], format: type[UnitRows]) -> tuple
 
 
 def format_of(paths: Sequence[Path]) -> type[UnitRows]:
-    """Return the format of the input. Raises ConfigError for a file of another kind, or if there are both."""
+    """Return the format of the input. Raises ConfigError for a file of another format, or for files of both formats."""
     for path in paths:
         if path.suffix not in FORMATS:
             raise ConfigError(
@@ -154,7 +154,7 @@ def _clean(output: Path) -> None:
 
 
 def _run_units(job: BatchJob, engine: EngineJob, todo: Mapping[int, Unit], summary: JobSummary) -> JobSummary:
-    """Run units on a cluster, and return `summary` with their errors and tokens."""
+    """Run units on a cluster, and return `summary` with the units' errors and tokens."""
     num_rows, num_before, num_errors, num_tokens = summary
     done: set[int] = set()
     # Connecting sets Ray's own handler of SIGTERM, which prints its stack
@@ -196,10 +196,10 @@ def _place(job: BatchJob, engine: EngineJob, num_units: int) -> tuple[EngineJob,
 
 
 def _check_part(engine: EngineJob, unit_idx: int) -> None:
-    """Raise ConfigError if a part that was written cannot be seen from here."""
+    """Raise ConfigError if a written part is not visible on this machine."""
     path = engine.part_path(unit_idx)
     deadline_s = time.monotonic() + MAX_UNSEEN_S
-    while not path.exists() and path.name not in os.listdir(path.parent):  # which makes NFS look again
+    while not path.exists() and path.name not in os.listdir(path.parent):  # listing the folder makes NFS look again
         if time.monotonic() < deadline_s:
             time.sleep(1)
             continue
@@ -212,14 +212,14 @@ def _check_part(engine: EngineJob, unit_idx: int) -> None:
 def _unit_results(
     engine_class: type[BatchEngine], engine: EngineJob, units: Mapping[int, Unit], needs: EngineNeeds, num_engines: int
 ) -> Generator[dict[str, Any], None, None]:
-    """Run the units, and yield what BatchEngine returns for each, in the order in which they end.
+    """Run the units, and yield the counts that BatchEngine returns for each, in the order in which the units end.
 
-    One task is one unit. Ray Data restarts an actor that dies, and runs its tasks again, without limit.
+    One task is one unit. Ray Data restarts an actor that dies, and runs the actor's tasks again, without limit.
     """
     logging.getLogger("ray.data").setLevel(logging.WARNING)
-    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # it warns that its bars are off
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # warns that progress bars are off
     context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False  # they count blocks; the job's own counts rows
+    context.enable_progress_bars = False  # Ray's bars count blocks; the job's bar counts rows
     context.print_on_execution_start = False
     context.execution_no_progress_timeout_s = NEVER
     items = [{"unit": unit_idx, "places": unit.packed} for unit_idx, unit in units.items()]
@@ -238,5 +238,5 @@ def _unit_results(
         yield from dataset.iter_rows()
     except RayError as error:
         raise EngineError(
-            f"Ray has given up: {error}\nRepeat the command to go on. All machines need the same nanovllm and Ray"
+            f"Ray has failed: {error}\nRepeat the command to resume. All machines need the same nanovllm and Ray"
         ) from error

@@ -1,4 +1,4 @@
-"""Rows of Parquet files, which must all have the same columns. The columns that are passed through keep their types."""
+"""Rows of Parquet files, which must all have the same columns. The output has the input's columns with their types."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from nanovllm.entrypoints.cluster.batch_rows import ADDED_FOR, PROMPT_COLUMNS, S
 from nanovllm.errors import ConfigError
 
 READ_ROWS = 1024  # rows decoded at a time, so that a row group of a million rows is never in memory as a whole
-FOOTER_BYTES = 2**20  # end of a file, with its metadata, that tells whether the file has changed
+FOOTER_BYTES = 2**20  # end of a file, hashed to detect changes, because it has the file's metadata
 
 _ANSWER = {"text": pa.string(), "token_ids": pa.list_(pa.int64()), "finish_reason": pa.string()}
 _POSITION = pa.list_(
@@ -45,7 +45,7 @@ class ParquetRows(UnitRows):
 
     @classmethod
     def check_together(cls, paths: Sequence[Path]) -> None:
-        """See UnitRows. Rows of different files can be in one part, so the files must have the same columns."""
+        """Raise ConfigError for files with different columns, because one part can have rows of several files."""
         first = _open(paths[0]).schema_arrow
         for path in paths[1:]:
             if not _open(path).schema_arrow.equals(first):

@@ -1,8 +1,8 @@
-"""The rows of a job: their division into units, their requests, and the columns that their answers add.
+"""The rows of a job: the division into units, the request of a row, and the columns that a row's answers add.
 
-A unit is the piece of work that an engine takes, and that runs again if the engine dies. The rows of a unit are written
-to one part of the output. The division depends on the input alone, so every run of a job has the same units, on any
-number of engines. A unit holds the places of its rows and not their content.
+A unit is a list of rows that an engine answers together, and answers again if the engine dies. The rows of a unit are
+written to one part of the output. The division into units depends on the input alone, so every run of a job has the
+same units, for any number of engines. A unit holds the places of its rows and not their content.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ from nanovllm.plan.outputs import RequestOutput, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs, token_id_keys
 
 MAX_UNIT_ROWS = 256
-MAX_UNIT_BYTES = 2**20  # read from the input; long prompts make small units, so that all engines get some
+MAX_UNIT_BYTES = 2**20  # read from the input; with long prompts, units have few rows, so that all engines get units
 NO_DOCUMENT = -1
 PROMPT_COLUMNS = ("prompt", "messages", "prompt_token_ids")
-MAX_ANSWERS = 1024  # to one row; an engine makes them all at once
+MAX_ANSWERS = 1024  # to one row; an engine generates all answers of a row together
 SAMPLING_COLUMNS = tuple(field.name for field in fields(SamplingParams))
-JSON_COLUMNS = ("messages", "logit_bias", "structured_outputs")  # may also be JSON text, which suits Parquet
+JSON_COLUMNS = ("messages", "logit_bias", "structured_outputs")  # may also be JSON text, which is easier in Parquet
 ADDED_COLUMNS = ("text", "token_ids", "finish_reason", "num_cached_tokens", "error")
 # Added column -> the sampling column that asks for it
 ADDED_FOR = {"outputs": "n", "token_logprobs": "logprobs", "prompt_token_logprobs": "prompt_logprobs"}
@@ -33,8 +33,8 @@ class RowPlace(NamedTuple):
     """The place of a row in the input, and its document."""
 
     file_idx: int
-    line: int  # lines of JSON or rows of Parquet before it in the file
-    offset: int  # bytes before it in a file of JSON lines; 0 for Parquet
+    line: int  # lines of JSON or rows of Parquet before the row in the file
+    offset: int  # bytes before the row in a file of JSON lines; 0 for Parquet
     document: int = NO_DOCUMENT  # counted from 0 in the order in which the documents appear in the input
 
 
@@ -48,7 +48,7 @@ class ScannedRow(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitLimits:
-    """Limits of a unit, which is closed before it exceeds one. A document's rows always stay together."""
+    """Limits of a unit. A unit ends before it exceeds a limit, but a document's rows always stay together."""
 
     max_rows: int = MAX_UNIT_ROWS
     max_bytes: int = MAX_UNIT_BYTES
@@ -147,15 +147,15 @@ def runs_of(places: Sequence[RowPlace]) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class RowDefaults:
-    """Settings for rows that have none of their own."""
+    """Settings for rows without the columns of these settings."""
 
     sampling: Mapping[str, Any]  # fields of SamplingParams that the flags gave
     recommended: Mapping[str, Any]  # from the model's generation_config.json; the flags take precedence
-    seed: int  # from which the seeds of rows are made
+    seed: int  # the rows' seeds are derived from this seed
 
 
 class RowRequest(NamedTuple):
-    """One of `messages`, a conversation, and `prompt`, in a form that `LLM.generate` takes, is not None."""
+    """A row's request: either `messages`, a conversation, or `prompt`, as LLM.generate takes it, is not None."""
 
     prompt: dict[str, Any] | None
     messages: list[Any] | None
@@ -173,7 +173,7 @@ def make_request(row: Mapping[str, Any], place: RowPlace, defaults: RowDefaults)
         if isinstance(given.get(name), str):
             given[name] = _parse_json(name, given[name])
     in_chat = prompts[0] == "messages"
-    sampling: dict[str, Any] = {"max_tokens": None} if in_chat else {}  # as in a chat: answers end by themselves
+    sampling: dict[str, Any] = {"max_tokens": None} if in_chat else {}  # in a chat, the model ends answers
     sampling |= {**defaults.recommended, **defaults.sampling}
     sampling |= {name: given[name] for name in SAMPLING_COLUMNS if name in given}
     if sampling.get("seed") is None:
@@ -191,7 +191,7 @@ def make_request(row: Mapping[str, Any], place: RowPlace, defaults: RowDefaults)
 
 
 def row_seed(seed: int, place: RowPlace) -> int:
-    """Return a seed for a row without one. Seeds are hashed because the answers of one row use consecutive seeds."""
+    """Return a seed for a row without a seed. Seeds are hashed because a row's answers use consecutive seeds."""
     digest = hashlib.blake2b(f"{seed} {place.file_idx} {place.line}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -210,7 +210,7 @@ def _conversation(messages: Any) -> list[Any]:
 
 
 def _without_nulls(struct: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop null fields: in Parquet all structs of a column have the same fields, and those that are absent are null."""
+    """Drop null fields. In Parquet all structs of a column have the same fields, and absent fields are null."""
     return {name: value for name, value in struct.items() if value is not None}
 
 
@@ -235,9 +235,8 @@ def _structured_outputs(wanted: Any) -> Any:
 
 
 def answer_columns(outputs: Sequence[RequestOutput], params: SamplingParams) -> dict[str, Any]:
-    """Return the columns of a row with these answers: ADDED_COLUMNS, and the columns of ADDED_FOR that it asks for.
-
-    If one of its answers failed, the row did.
+    """Return the columns of a row with these answers: ADDED_COLUMNS, and the columns of ADDED_FOR that the row asks
+    for. If an answer failed, return the columns of a row with an error.
     """
     for output in outputs:
         if output["finish_reason"] == "error":
@@ -263,7 +262,7 @@ def _answer(output: RequestOutput) -> dict[str, Any]:
 
 
 def _position(entry: TokenLogprobs | None) -> list[dict[str, Any]] | None:
-    """Return the position's own token, then the most likely tokens, or None for the first token of a prompt."""
+    """Return the token at a position, then the most likely tokens, or None for the first token of a prompt."""
     if entry is None:
         return None
     return [{"token_id": token_id, **each._asdict()} for token_id, each in entry.items()]

@@ -4,9 +4,9 @@ PrefixRouting chooses the replica. If the replica is lost before any text of its
 request is sent to another replica. Comments and progress events of a stream are not text. A request is sent again only
 once, because it may have ended the replica itself; after the second loss it ends with an error.
 
-In the replica, an AppCall gives the request to the application. A part of an answer costs the front 0.4 ms, whatever
-its length. So each call rests after a part, longer if more calls are open. During the rest the application waits, and a
-stream of events merges new tokens into fewer and longer chunks. The first part never waits.
+In the replica, an AppCall passes the request to the application. Each part of an answer costs the front 0.4 ms, for any
+length of the part. So each call pauses after a part, for longer if more calls are open. During the pause the
+application waits, and a stream of events merges new tokens into fewer and longer chunks. The first part never waits.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ from nanovllm.entrypoints.server.metrics import CONTENT_TYPE, PREFIX
 MAX_SENDS = 2
 RETRY_AFTER_S = 5.0  # about the time in which a small model is loaded
 REST_PER_CALL_S = 0.002  # at most 500 parts a second...
-MAX_REST_S = 0.25  # ...unless they would wait longer than this
-MIN_BEGINNING_BYTES = 256  # the prefill of a shorter beginning takes no time worth saving
+MAX_REST_S = 0.25  # ...unless a part would wait longer than this
+MIN_BEGINNING_BYTES = 256  # the prefill of a shorter beginning takes too little time to matter
 NUM_LOOKED_UP = 2
 MAX_BEGINNINGS = 1 << 16  # remembered at most: about 15 MB, and 5,000 prompts of 4 MB
 PASSED_ON = ("method", "path", "raw_path", "query_string", "root_path", "scheme", "http_version", "headers")
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 class WholeRequest:
     """An HTTP request that has been read whole. It can be pickled, and sent again.
 
-    cache_salt: of its API key, if there is one.
+    cache_salt: the cache salt of the request's API key, or None.
     """
 
     scope: dict[str, Any]
@@ -64,7 +64,7 @@ class WholeRequest:
 
 
 class ReplicaLostError(Exception):
-    """The replica that answered has ended, or its engine has failed. replica: its name, or None if it is not known."""
+    """The replica that answered has ended, or its engine has failed. replica: its name, or None if unknown."""
 
     def __init__(self, replica: str | None) -> None:
         super().__init__("the replica that answered has failed")
@@ -76,7 +76,7 @@ class Replicas(Protocol):
     def num_ready(self) -> int: ...
 
     def answer(self, request: WholeRequest, without: Collection[str]) -> AsyncGenerator[list[ASGIMessage], None]:
-        """Yield the messages of the answer, given by a replica that is not among `without`.
+        """Yield the messages of the answer of a replica that is not among `without`.
 
         Raises ReplicaLostError, and Refusal if no replica has taken the request in time.
         """
@@ -86,7 +86,7 @@ class Replicas(Protocol):
 
 
 class Front:
-    """`num_open`: requests that have not been answered. `refused` counts what the gate refuses."""
+    """Passes requests to replicas. `num_open` counts unfinished requests, and `refused` the gate's refusals."""
 
     def __init__(self, replicas: Replicas, model_name: str) -> None:
         self.num_open = 0
@@ -159,12 +159,12 @@ class Front:
 class _Reply:
     """Sends an answer to the client. The head waits for the first part of the body.
 
-    has_begun: part of the answer's text was sent, so no other replica may answer any more.
+    has_begun: a part of the answer's text was sent, so no other replica may answer.
     """
 
     def __init__(self, path: str, send: Send) -> None:
         self._path, self._send = path, send
-        self._head: ASGIMessage | None = None  # the answering replica's, if it has sent one
+        self._head: ASGIMessage | None = None  # the head that the answering replica has sent
         self._is_head_sent = self._is_event_stream = False
         self.has_begun = False
 
@@ -183,8 +183,8 @@ class _Reply:
         await self._send(message)
 
     async def end_with_error(self, error: ApiError, scope: Scope, receive: Receive) -> None:
-        """Answer with the error, or end a stream with an event. Any other answer that has begun stays incomplete, and
-        the server closes its connection.
+        """Send the error as the answer, or as the last event of a stream. Any other answer that has begun stays
+        incomplete, and the server closes its connection.
         """
         if not self._is_head_sent:
             await error.response(self._path)(scope, receive, self._send)
@@ -235,13 +235,13 @@ def join_metrics(texts: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class RequestKey:
-    """Hashes of a prompt's beginnings, which are 256 bytes long, 512, 1024 and so on.
+    """Hashes of a prompt's beginnings of 256 bytes, 512 bytes, 1024 bytes and so on.
 
-    Two requests about the same document agree in all hashes up to half of the document or more. A cache salt goes into
-    every hash, so requests that do not share KV do not share beginnings either.
+    Two requests about the same document have equal hashes of all beginnings up to at least half of the document. Every
+    hash includes the cache salt, so requests that do not share KV have different hashes.
 
     beginnings: the hash of each beginning, shortest first. text_hash: the hash of the whole prompt, or of its longest
-    beginning. is_sticky: the same replica answers all of these requests, however long its queue is.
+    beginning. is_sticky: one replica answers all requests with this key, for any length of the replica's queue.
     """
 
     beginnings: tuple[int, ...] = ()
@@ -250,12 +250,12 @@ class RequestKey:
 
 
 def request_key(method: str, path: str, body: bytes, key_salt: str | None) -> RequestKey:
-    """Return the key of an HTTP request. A malformed body has no beginnings; the replica will refuse it.
+    """Return the key of an HTTP request. A malformed body, which the replica will refuse, has no beginnings.
 
-    key_salt: the cache salt of the request's API key, if there is one.
+    key_salt: the cache salt of the request's API key, or None.
     """
     if method != "POST":
-        return RequestKey(is_sticky=True)  # so that the page at / shows one replica's cache, not a mixture
+        return RequestKey(is_sticky=True)  # so that the page at / shows the cache of one replica
     try:
         fields = json.loads(body)
         prompt = _prompt_bytes(path, fields)
@@ -295,7 +295,7 @@ def _prompt_bytes(path: str, fields: dict[str, Any]) -> bytes:
 
 
 def _chat_parts(fields: dict[str, Any]) -> Iterable[str]:
-    """Yield the parts from which the chat template makes the prompt, in its order: tools come first."""
+    """Yield the parts of the prompt in the usual order of chat templates, tools first."""
     if fields.get("tools"):
         yield json.dumps(fields["tools"])
     for message in fields["messages"]:
@@ -308,13 +308,13 @@ def _chat_parts(fields: dict[str, Any]) -> Iterable[str]:
 
 
 class PrefixRouting:
-    """Chooses the replica for a request, and remembers which replicas have read the beginnings of prompts.
+    """Chooses the replica for a request, and records which replicas have computed the beginnings of prompts.
 
-    A request goes to a replica that has read the beginning of its prompt, because the KV of the beginning is in the
-    prefix cache there. It goes elsewhere if the queue of that replica is too long; from then on, several replicas hold
-    the beginning. Only the two longest beginnings of a request are looked up. They cover at least a quarter of the
-    prompt, so a system prompt that all requests share does not draw all of them to one replica, unless it is most of
-    what they send.
+    A request is sent to a replica that has computed the beginning of the prompt, because the replica's prefix cache has
+    the KV of the beginning. If the replica's queue is too long, the request is sent to another replica, and then
+    several replicas hold the beginning. Only the two longest beginnings of a prompt are looked up. The two longest
+    beginnings cover at least a quarter of the prompt, so a common system prompt does not route all requests to one
+    replica, unless the system prompt is most of each prompt.
 
     Used in one thread. Replicas are named by strings; `queues` has the number of open requests of each.
     """
@@ -324,7 +324,7 @@ class PrefixRouting:
         self._holders: OrderedDict[int, set[str]] = OrderedDict()  # by beginning, the least recently used first
 
     def choose(self, key: RequestKey, queues: Mapping[str, int]) -> str:
-        """Return the replica for a request, and note that it reads the prompt. `queues` must not be empty."""
+        """Return the replica for a request, and record that the replica computes the prompt. `queues` is not empty."""
         replica = self._choose(key, queues)
         self._remember(key.beginnings, replica)
         return replica
@@ -362,7 +362,7 @@ def _shortest_queue(queues: Mapping[str, int], text_hash: int) -> str:
 
 
 def _preferred(replicas: Collection[str], text_hash: int) -> str:
-    """Choose by rendezvous hashing: a text keeps its replica while the replica exists and others come and go."""
+    """Choose by rendezvous hashing: a text keeps its replica when other replicas start or end."""
     return max(replicas, key=lambda replica: (xxhash.xxh3_64_intdigest(f"{text_hash} {replica}".encode()), replica))
 
 
@@ -370,7 +370,7 @@ def _preferred(replicas: Collection[str], text_hash: int) -> str:
 
 
 class PartInterval:
-    """The time that a call rests after each part of an answer. All calls of a replica share it."""
+    """The time for which a call pauses after each part of an answer. All calls of a replica share one PartInterval."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -414,18 +414,18 @@ class AppCall:
         scope = {"type": "http", "asgi": {"version": "3.0"}, "state": state, **self._request.scope}
         try:
             await self._app(scope, self._receive, self._send)
-        except Exception:  # a bug, which the application has answered as well as it still could
+        except Exception:  # a bug; the application has already sent an error, if it could
             logger.exception("nanovllm: the application raised an exception")
 
     async def _receive(self) -> ASGIMessage:
         if self._is_body_read:
-            await self._never.wait()  # a client that goes cancels the call
+            await self._never.wait()  # the front cancels the call if the client disconnects
         self._is_body_read = True
         return {"type": "http.request", "body": self._request.body, "more_body": False}
 
     async def _send(self, message: ASGIMessage) -> None:
         self._sent.append(message)
-        if message["type"] != "http.response.start":  # the front keeps the head until the body follows
+        if message["type"] != "http.response.start":  # the front holds the head until the first part of the body
             self._taken.clear()
             self._changed.set()
             await self._taken.wait()

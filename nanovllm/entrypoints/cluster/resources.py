@@ -1,7 +1,7 @@
-"""Several engines as the flags ask for them: their options, their share of the cluster, and the connection to Ray.
+"""The flags of several engines, the resources of each engine, and the connection to Ray.
 
-Engines that share a machine share its CPUs and its memory evenly. By default an engine would take most of the memory
-that is available when it starts. Only `connected` and `nodes_of_cluster` import Ray.
+Engines on one machine share the machine's CPUs and memory evenly. Without a share, an engine would take most of the
+memory that is available at its start. Only `connected` and `nodes_of_cluster` import Ray.
 """
 
 import logging
@@ -24,19 +24,19 @@ from nanovllm.utils.arithmetic import format_bytes
 from nanovllm.utils.options import check_options, option
 
 RAY_ADDRESS_HELP = (
-    "host:port of a running Ray cluster, or auto for the one that this machine is part of; by default, Ray is started "
-    "on this machine alone and ends with the command"
+    "host:port of a running Ray cluster, or auto for the cluster of this machine; by default, Ray is started on this "
+    "machine alone and ends with the command"
 )
 MAX_ENGINES = 10_000
 MAX_REPLICAS = 1024
 _HOST_AND_PORT = re.compile(r"[^/]+:[0-9]{1,5}")
 _JOB, _REPLICAS = "the job", "several engines (needs the extra ray)"  # groups of flags
 CONNECT_S = 10.0
-MAX_QUEUE_GAP = 16  # how much longer than the shortest queue a replica's may be before its cache no longer wins
+MAX_QUEUE_GAP = 16  # a replica with a cached prefix is not chosen if its queue exceeds the shortest by more than this
 ROUTER = "nanovllm.entrypoints.cluster.service.PrefixRouter"
 HEALTH_PERIOD_S = 2.0  # Serve replaces a replica after three bad answers
 HEALTH_TIMEOUT_S = 30.0
-DRAIN_CHECK_S = 0.5  # interval at which a replica that is being replaced checks for open answers
+DRAIN_CHECK_S = 0.5  # interval between a replaced replica's checks for open answers
 MAX_STARTS = 3  # attempts to start a replica
 MAX_SMALL_REQUESTS = 64  # open in one replica, besides those in its queue and its engine
 
@@ -56,16 +56,16 @@ class BatchOptions:
 
     num_engines: int | None = option(
         None,
-        help="engines that run at once, each on tensor_parallel_size GPUs; by default, as many as the cluster has GPUs "
-        "for, and one on a CPU",
+        help="number of concurrent engines, each on tensor_parallel_size GPUs; by default, engines on all GPUs of the "
+        "cluster, or one engine on a CPU",
         group=_JOB,
         least=1,
         most=MAX_ENGINES,
     )
     document_column: str | None = option(
         None,
-        help="column that names the document that a row asks about; one engine answers all rows of a document, one "
-        "after another, so that they share the document's KV",
+        help="column that names the document of a row; one engine answers all rows of a document, so that the rows "
+        "share the document's KV",
         group=_JOB,
     )
     ray_address: str | None = option(None, help=RAY_ADDRESS_HELP, group=_JOB)
@@ -83,16 +83,16 @@ class ServiceOptions:
 
     num_replicas: int | None = option(
         None,
-        help="number of engines that answer requests, each on a GPU of its own (or tensor_parallel_size GPUs); by "
-        "default, one engine in this process, without Ray",
+        help="number of engines that answer requests, each on one GPU (or on tensor_parallel_size GPUs); by default, "
+        "one engine in this process, without Ray",
         group=_REPLICAS,
         least=1,
         most=MAX_REPLICAS,
     )
     max_replicas: int | None = option(
         None,
-        help="start up to this many replicas while more than max_num_seqs requests are open for each, and end them "
-        "again; by default, num_replicas",
+        help="start up to this many replicas while more than max_num_seqs requests are open per replica, and end "
+        "idle replicas; by default, num_replicas",
         group=_REPLICAS,
         least=1,
         most=MAX_REPLICAS,
@@ -139,10 +139,10 @@ class Node(NamedTuple):
 
 @contextmanager
 def connected(address: str | None, object_store_bytes: int) -> Iterator[None]:
-    """Connect to the cluster at `address`, or start Ray on this machine, which ends with the block.
+    """Connect to the cluster at `address`, or start Ray on this machine, which is stopped at the end of the block.
 
-    object_store_bytes: size of Ray's object store, if it is started here. Raises ConfigError if no cluster answers at
-    the address, EngineError if Ray does not start here.
+    object_store_bytes: size of Ray's object store, if Ray is started on this machine. Raises ConfigError if no cluster
+    answers at the address, and EngineError if Ray does not start on this machine.
     """
     import ray
 
@@ -177,7 +177,7 @@ def nodes_of_cluster() -> list[Node]:
 
 
 def _check_answers(address: str) -> None:
-    """Raise ConfigError if nothing listens there. Ray itself would try for minutes, and then end the process."""
+    """Raise ConfigError if nothing listens at the address. Ray would try for minutes, and then end the process."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
@@ -197,10 +197,10 @@ class EngineNeeds:
     gpus: int
     cpus: int
     memory_bytes: int = 0
-    engines_per_node: int = 1  # on the machine that has most of them
+    engines_per_node: int = 1  # on the machine with the most engines
 
     def num_fitting(self, node: Node) -> int:
-        """Return how many such engines a machine has room for."""
+        """Return the number of engines with these needs for which a machine has room."""
         room = [(node.cpus, self.cpus), (node.gpus, self.gpus), (node.memory_bytes, self.memory_bytes)]
         return min(int(available // needed) for available, needed in room if needed)
 
@@ -211,14 +211,16 @@ class EngineNeeds:
 
 
 def default_num_engines(nodes: Sequence[Node], tensor_parallel_size: int, device: str) -> int:
-    """Return how many engines there are GPUs for, and at least one, so that the check can say what is missing."""
+    """Return the number of engines for which there are GPUs, or 1, so that `check_room` reports missing GPUs."""
     if device == "cpu":
         return 1
     return max(1, sum(int(node.gpus) // tensor_parallel_size for node in nodes))
 
 
 def choose_device(given: str, nodes: Sequence[Node]) -> str:
-    """Return cpu or cuda: as given, or cuda if the cluster has GPUs. Raises ConfigError for a particular GPU."""
+    """Return the given device, or by default cuda if the cluster has GPUs and cpu otherwise. Raises ConfigError for a
+    particular GPU.
+    """
     if given == "auto":
         return "cuda" if any(node.gpus for node in nodes) else "cpu"
     if ":" in given:
@@ -229,9 +231,9 @@ def choose_device(given: str, nodes: Sequence[Node]) -> str:
 def plan_placement(nodes: Sequence[Node], num_engines: int, tensor_parallel_size: int, device: str) -> EngineNeeds:
     """Plan the resources of each engine. Raises ConfigError if the cluster can never run all engines at once.
 
-    On GPUs, an engine has a CPU for itself and one for each rank. Without GPUs, the engines share all CPUs evenly,
+    On GPUs, an engine has one CPU and another CPU for each rank. Without GPUs, the engines share all CPUs evenly,
     because Ray lets an engine compute with as many threads as it has CPUs. The memory is the largest even share of the
-    machines with which all engines have room.
+    machines' memory with which all engines have room.
     """
     if device == "cuda":
         needs = EngineNeeds(gpus=tensor_parallel_size, cpus=1 + tensor_parallel_size)
@@ -250,7 +252,7 @@ def plan_placement(nodes: Sequence[Node], num_engines: int, tensor_parallel_size
 
 
 def check_room(needs: EngineNeeds, nodes: Sequence[Node], wanted: int, option: str = "num_engines") -> None:
-    """Raise ConfigError if the cluster can never run `wanted` engines at once. option: the flag that wants them."""
+    """Raise ConfigError if the cluster can never run `wanted` engines at once. option: the flag with this number."""
     fitting = _num_fitting(needs, nodes)
     if fitting < wanted:
         have = "; ".join(f"{n.cpus:g} CPUs, {n.gpus:g} GPUs, {format_bytes(n.memory_bytes)}" for n in nodes)
@@ -276,7 +278,7 @@ def sizes_within(memory_bytes: int, config: Config, machine: Machine) -> dict[st
     sizes: dict[str, Any] = {}
     if config.enable_cpu_offload:
         sizes = {"num_cpu_blocks": plan.num_cpu_blocks, "cpu_memory_gb": None}
-    if machine.gpu_bytes is None:  # the weights and all blocks are in the same memory, which fills up with use
+    if machine.gpu_bytes is None:  # weights and blocks share CPU memory, and the blocks' pages fill up with use
         name = "num_gpu_blocks" if config.enable_cpu_offload else "num_kvcache_blocks"
         sizes |= {name: plan.num_gpu_blocks, "kvcache_block_size": config.block_size}
     return sizes

@@ -1,11 +1,11 @@
-"""`nanovllm serve --num-replicas`: this process has the HTTP server, and Ray Serve runs the engines.
+"""`nanovllm serve --num-replicas`: this process runs the HTTP server, and Ray Serve runs the engines.
 
     this process    the port, connections, the gate (API keys, limits), the choice of a replica, the drain
-    Ray Serve       places the replicas, asks for their health, replaces them, scales them
+    Ray Serve       places, checks, replaces and scales the replicas
     replicas        an engine each, with the same HTTP application as a server of one engine
 
-Serve's own HTTP proxies are switched off. Behind them, the limits on connections and slow clients would not hold, and
-each part of an answer would pass through one more process.
+Serve's own HTTP proxies are disabled. With a proxy between the clients and this process, the limits on connections and
+slow clients would have no effect, and each part of an answer would pass through one more process.
 """
 
 import asyncio
@@ -60,12 +60,12 @@ from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.errors import EngineError
 from nanovllm.utils.interrupt import ended_by_sigterm
 
-LOCAL_OBJECT_STORE_BYTES = 512 << 20  # bodies and parts of answers above 100 KB pass through it
+LOCAL_OBJECT_STORE_BYTES = 512 << 20  # the object store has bodies and parts of answers above 100 KB
 UPDATE_INTERVAL_S = 0.5
-MAX_SILENCE_S = 30.0  # Serve's controller is restarted in less
+MAX_SILENCE_S = 30.0  # a restart of Serve's controller takes less time
 
 DEPLOYMENT = "EngineReplica"
-METRICS_TIMEOUT_S = 5.0  # a replica that does not answer in this time is left out
+METRICS_TIMEOUT_S = 5.0  # replicas that do not answer within this time are left out
 _NO_REPLICA = (DeploymentUnavailableError, ReplicaUnavailableError)
 
 logger = logging.getLogger(__name__)
@@ -76,8 +76,8 @@ def run_service(
 ) -> int:
     """Serve with replicas until a signal arrives, and return the exit status. Call it in the main thread.
 
-    load: makes an engine; it is called in each replica, so it must be importable there. The other arguments are those
-    of lifecycle.run_server. Raises ConfigError for what the cluster cannot run, EngineError if no replica starts.
+    load: makes an engine. Each replica imports and calls `load`. For the other arguments see lifecycle.run_server.
+    Raises ConfigError for options that the cluster cannot run, and EngineError if no replica starts.
     """
     check_engine(config)
     keep_messages_out("ray.serve")
@@ -97,7 +97,7 @@ def run_service(
 
 @contextmanager
 def _deployed(app: serve.Application, name: str, outlives_process: bool) -> Iterator[Any]:
-    """Yield the application's handle once its replicas are ready. At the end, delete the application if Ray goes on."""
+    """Yield the application's handle once all replicas are ready. Finally delete the application unless Ray ends."""
     serve.start(proxy_location="Disabled")
     try:
         yield _run(app, name)
@@ -109,7 +109,7 @@ def _deployed(app: serve.Application, name: str, outlives_process: bool) -> Iter
 def _run(app: serve.Application, name: str) -> Any:
     try:
         return serve.run(app, name=name, route_prefix=None)
-    except RuntimeError as error:  # Serve raises it if an application does not start
+    except RuntimeError as error:  # Serve raises RuntimeError if an application does not start
         raise EngineError(f"the replicas have not started: {_reason(name) or error}") from error
 
 
@@ -121,7 +121,7 @@ def _reason(app_name: str) -> str:
 
 
 def _replace_replicas(app: serve.Application, name: str) -> None:
-    """Begin a rolling update to the same application: Serve starts all replicas anew, some at a time."""
+    """Begin a rolling update to the same application: Serve restarts all replicas, some at a time."""
     target = serve.RunTarget(target=app, name=name, route_prefix=None)
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
@@ -140,7 +140,7 @@ def _application(
 class ServiceSite:
     """The front and its replicas, which implement lifecycle.Served.
 
-    replace_replicas: begins a rolling update, for which SIGUSR1 asks.
+    replace_replicas: begins a rolling update, after SIGUSR1.
     """
 
     def __init__(
@@ -148,14 +148,14 @@ class ServiceSite:
     ) -> None:
         self.gate = gate
         self._front, self._replicas, self._replace_replicas = front, replicas, replace_replicas
-        self._update: asyncio.Task[None] | None = None  # the rolling update that was asked for last
+        self._update: asyncio.Task[None] | None = None  # the latest rolling update
 
     @property
     def num_open(self) -> int:
         return self._front.num_open
 
     async def warm_up(self) -> None:
-        """Listen for SIGUSR1. The replicas themselves have warmed up when Serve calls them ready."""
+        """Listen for SIGUSR1. Replicas warm up before Serve reports them as ready."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._begin_update)
         await self._replicas.update()
 
@@ -191,7 +191,7 @@ class ServiceSite:
 class EngineReplica:
     """The actor that runs one engine and its HTTP application, without the server around it.
 
-    Ray Serve starts it, asks for its health, and ends it. The front (front.py) sends it requests.
+    Ray Serve starts, checks and ends the actor. The front (front.py) sends requests to the actor.
     """
 
     async def __init__(self, load: Callable[[], AsyncLLM], options: ServerOptions) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -205,7 +205,7 @@ class EngineReplica:
     async def answer(
         self, key: RequestKey, without: frozenset[str], request: WholeRequest
     ) -> AsyncGenerator[str | list[ASGIMessage], None]:
-        """Yield this replica's name, then the messages of the answer. `key` and `without` are for the router.
+        """Yield this replica's name, then the messages of the answer. Only the router reads `key` and `without`.
 
         Raises EngineError if the engine has failed, so that the front asks another replica.
         """
@@ -226,16 +226,16 @@ class EngineReplica:
         return self._app.state.service.metrics.render().decode()
 
     def check_health(self) -> None:
-        """Serve replaces a replica for which this raises."""
+        """Raise EngineError if the engine has failed. Serve then replaces the replica."""
         if self._engine.failure is not None:
             raise EngineError(str(self._engine.failure))
 
     async def abort(self) -> None:
-        """End all open answers early, with the text that they have."""
+        """End all open answers early, with their text so far."""
         await self._engine.aclose()
 
     async def __del__(self) -> None:  # Serve awaits it when the replica ends
-        if hasattr(self, "_engine"):  # it has loaded
+        if hasattr(self, "_engine"):  # False if loading has failed
             await self._engine.aclose()
 
 
@@ -256,7 +256,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the chosen replica, and then the others, which Serve tries if the first does not answer."""
+        """Return the chosen replica, then the others, which Serve tries if the chosen replica does not answer."""
         key, without = _routing_arguments(pending_request)
         queues = await self._queues(candidate_replicas)
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
@@ -264,12 +264,12 @@ class PrefixRouter(RequestRouter):
         if not eligible:
             return [candidate_replicas]
         chosen = by_name[self._routing.choose(key, eligible)]
-        # The next request may be routed before this one is sent. The replica reports its true number when it accepts.
+        # The next request may be routed before this request is sent. The replica reports the true number on acceptance
         self.replica_queue_len_cache.update(chosen.replica_id, eligible[chosen.replica_id.unique_id] + 1)
         return [[chosen], [replica for replica in candidate_replicas if replica is not chosen]]
 
     async def _queues(self, replicas: list[RunningReplica]) -> dict[str, int]:
-        """Return the number of open requests of each replica that answers. Serve keeps a number for 10 s."""
+        """Return the number of open requests of each replica that answers. Serve caches a number for 10 s."""
         cache = self.replica_queue_len_cache
         unknown = [replica for replica in replicas if cache.get(replica.replica_id) is None]
         await self._probe_queue_lens(unknown, 0)
@@ -289,7 +289,7 @@ def _routing_arguments(request: PendingRequest | None) -> tuple[RequestKey, froz
 
 
 class ServeReplicas:
-    """Implements front.Replicas. Belongs to one event loop. `num_ready` is as of the last `update`."""
+    """Implements front.Replicas, for one event loop. `num_ready` is the number at the last `update`."""
 
     def __init__(self, handle: Any, app_name: str, max_wait_s: float) -> None:
         self.num_ready = 0
@@ -297,7 +297,7 @@ class ServeReplicas:
         self._stream = handle.options(method_name="answer", stream=True)
 
     async def update(self) -> None:
-        """Ask Serve's controller how many replicas take requests. Raises what Ray raises if it does not answer."""
+        """Ask Serve's controller for the number of ready replicas. Raises Ray's errors if there is no answer."""
         status = await asyncio.to_thread(serve.status)
         app = status.applications.get(self._app_name)
         deployment = app.deployments.get(DEPLOYMENT) if app is not None else None
@@ -325,7 +325,7 @@ class ServeReplicas:
         except (RayError, EngineError) as error:
             raise ReplicaLostError(replica) from error
         finally:
-            response.cancel()  # does nothing to an answer that has ended
+            response.cancel()  # no effect on a finished answer
 
     async def metrics(self) -> list[str]:
         try:

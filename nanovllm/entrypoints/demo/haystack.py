@@ -1,9 +1,9 @@
-"""Long texts for the built-in model, with lines planted in them: haystacks around a passkey, and the page's example.
+"""Long texts for the built-in model that contain planted lines: haystacks around a passkey, and the page's example.
 
-A haystack is source code of Python's standard library around one line, and ends with the first words of that line, so
-the answer is its rest. The example is a year's log of a lighthouse, in which questions occur with their answers behind
-them. The model finds each character of an answer by the 6 characters before it, so no other line may contain one of
-these passages.
+A haystack is source code of Python's standard library around the planted line. The haystack ends with the first words
+of the planted line, so the answer is the rest of the planted line. The example is a year's log of a lighthouse, in
+which each planted line is a question followed by its answer. The model finds each character of an answer by the 6
+characters before it, so no other line may contain one of these passages of 6 characters.
 """
 
 import random
@@ -22,9 +22,9 @@ QUESTION = f"\nWhat is the passkey? {LEAD_IN}"
 
 
 def build_haystack(num_tokens: int, depth: float, passkey: str) -> str:
-    """A prompt of exactly `num_tokens` ASCII characters, each a token of the demo's tokenizer.
+    """Return a prompt of exactly `num_tokens` ASCII characters, each a token of the demo's tokenizer.
 
-    `depth` is the position of the line with the passkey, from 0 (first line) to 1 (last line before the question).
+    depth: the position of the line with the passkey, from 0 (first line) to 1 (last line before the question).
     The text is the same on every machine with the same version of Python. Raises RequestError if the depth is outside
     0..1, if there are too few tokens, or if the passkey is not printable ASCII or would make the same 6 characters
     occur twice.
@@ -50,14 +50,14 @@ def build_haystack(num_tokens: int, depth: float, passkey: str) -> str:
 
 
 def _passages(text: str) -> list[str]:
-    """All substrings of MATCH_TOKENS characters."""
+    """Return all substrings of MATCH_TOKENS characters."""
     return [text[start : start + MATCH_TOKENS] for start in range(len(text) - MATCH_TOKENS + 1)]
 
 
 def library_text(num_characters: int, forbidden: Sequence[str] = ()) -> str:
-    """Source code of Python's standard library, in whole lines without any of the `forbidden` passages.
+    """Return source code of Python's standard library, in whole lines without any of the `forbidden` passages.
 
-    The last line is cut so that the length is exact.
+    The last line is truncated so that the length is exact.
     """
     lines: list[str] = []
     num_missing = num_characters
@@ -113,7 +113,7 @@ class Example:
 
 
 def build_example(max_request_tokens: int) -> Example | None:
-    """Return an example of at most half of what a request may have; None if too little remains. A byte is a token."""
+    """Return an example of at most `max_request_tokens` / 2 bytes (= tokens), or None if that is too short."""
     num_tokens = min(LONGEST_EXAMPLE_TOKENS, max_request_tokens // 2)
     if num_tokens < SHORTEST_EXAMPLE_TOKENS:
         return None
@@ -131,7 +131,7 @@ def build_example(max_request_tokens: int) -> Example | None:
 
 
 def _entries() -> Iterator[str]:
-    """Yield lines without end, the same every time."""
+    """Yield lines without end, always the same lines."""
     tails = [f"{question[-MATCH_TOKENS:]} {answer}" for question, answer in _PLANTED.items()]
     forbidden = {passage for tail in tails for passage in _passages(tail)}
     draw, day = random.Random(1887), date(1887, 1, 1)

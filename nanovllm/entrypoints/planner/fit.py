@@ -1,7 +1,7 @@
 """The models, formats of weights and contexts that run on one GPU, with the options and bounds of each.
 
-Every entry is the plan of one sequence that `check_plan` accepts, of the fastest of SETTINGS that work. All figures of
-speed are projected: they are the plan's bounds, which no run exceeds.
+Every entry is a plan of one sequence that `check_plan` accepts, with the fastest of the SETTINGS that work. All figures
+of speed are projected: they are the plan's bounds, which no run exceeds.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,12 +32,12 @@ SETTINGS: tuple[dict[str, Any], ...] = tuple(
 DOC_GPUS = ("RTX 4060", "RTX 4070", "RTX 4080", "RTX 4090")  # 8, 12, 16 and 24 GB
 DOC_MODELS = ("qwen3-4b", "qwen3-8b", "qwen2.5-7b-1m", "qwen3-30b-a3b")
 DOC_HOST_GIB = 64
-ANSWER_TOKENS = 500  # after a prompt of the whole context, to compare plans by their time
+ANSWER_TOKENS = 500  # plans are compared by the time of an answer of this length to a prompt of the whole context
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A model that runs. `format`: of its linear weights."""
+    """A model that runs. format: the format of the model's linear weights."""
 
     model: str
     format: str
@@ -49,7 +49,7 @@ class Fit:
 
     @property
     def kv_bytes(self) -> int:
-        """Size of the KV cache of one context, in whole blocks."""
+        """The size of the KV cache of one context, in whole blocks."""
         spec = self.plan.spec
         return ceil_div(self.plan.context, spec.block_size) * spec.block_bytes
 
@@ -57,9 +57,9 @@ class Fit:
 def fits(
     machine: Machine, models: Iterable[str] = (), quantization: str | None = None, context: int | None = None
 ) -> list[Fit]:
-    """List everything that runs on `machine`. `models`, `quantization` and `context` limit the list; by default, it has
-    all presets, the checkpoint's own format and all of QUANTIZATIONS, and each of CONTEXTS that the model takes, or the
-    model's longest context if it takes none of them.
+    """List everything that runs on `machine`. `models`, `quantization` and `context` limit the list. By default, the
+    list has all presets, the checkpoint's format and all of QUANTIZATIONS, and each of CONTEXTS that the model
+    supports, or the model's longest context if that is shorter than all of CONTEXTS.
 
     Raises ConfigError if one of `models` does not take `context`.
     """
@@ -83,14 +83,14 @@ def fits(
 
 
 def _recommended_context(model: ModelConfig) -> int:
-    """Tokens of the longest context that the model's authors recommend with YaRN; 0 if they recommend none."""
+    """Return the longest context that the model's authors recommend with YaRN, or 0 without a recommendation."""
     _, recommended = ARCHITECTURES[model.architecture].recommended_yarn.get(model.max_position_embeddings, (0, 0))
     return recommended
 
 
 def _plans(name: str, model: ModelConfig, machine: Machine, context: int) -> Iterator[CapacityPlan]:
-    """The plans that work."""
-    if model.max_model_len_limit < context <= _recommended_context(model):  # memory and speed do not depend on the rope
+    """Yield the plans that work."""
+    if model.max_model_len_limit < context <= _recommended_context(model):  # the rope changes neither memory nor speed
         model = replace(model, max_position_embeddings=context)
     for settings in SETTINGS:
         with suppress(ConfigError):
@@ -100,15 +100,15 @@ def _plans(name: str, model: ModelConfig, machine: Machine, context: int) -> Ite
 
 
 def _request_s(plan: CapacityPlan) -> float:
-    """The least time of a request with a prompt of `context` tokens and an answer of ANSWER_TOKENS. A part whose bound
-    is not known counts as 0.
+    """Return the least time of a request with a prompt of `context` tokens and an answer of ANSWER_TOKENS. A part
+    without a known bound counts as 0.
     """
     num_tokens = plan.num_sequences * ANSWER_TOKENS
     return (first_token_s(plan) or 0.0) + num_tokens / (plan.expected_decode_tok_per_s or float("inf"))
 
 
 def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
-    """`found` as lines of text, with the options to repeat each."""
+    """Return a table of `found` as lines of text, with the options of each entry."""
     if machine.gpu_bytes is None:
         raise ConfigError("fit lists what runs on a GPU; leave out device='cpu'")
     title = (
@@ -138,15 +138,15 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
     common = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in COMMON.items())
     how = (
         f"every line needs {common}; add --max-model-len CONTEXT --max-num-batched-tokens STEP_TOKENS, "
-        "--quantization FORMAT unless it is the checkpoint's own, --enable-cpu-offload for offload, and for a context "
-        "beyond the model's own the --hf-overrides that plan prints for it"
+        "--quantization FORMAT unless it is the checkpoint's format, --enable-cpu-offload for offload, and for a "
+        "context beyond the model's limit the --hf-overrides that plan prints"
     )
     return "\n".join((title, *lines, how))
 
 
 def doc_table(models: Sequence[str] = DOC_MODELS) -> str:
-    """A table for the documents. It has the format with the most bits that keeps all KV on the GPU, or else the fastest
-    with offload, for each model on each of DOC_GPUS.
+    """Return a table for the documents. For each model on each of DOC_GPUS, the table has the format with the most bits
+    that keeps all KV on the GPU, or else the fastest format with offload.
     """
     lines = ["| GPU | model | " + " | ".join(f"{n:,} tokens" for n in CONTEXTS[:3]) + " |", "|" + "---|" * 5]
     return "\n".join(lines + [row for name in DOC_GPUS for model in models if (row := _doc_row(name, model))])

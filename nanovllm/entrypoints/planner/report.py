@@ -1,4 +1,4 @@
-"""The report of `nanovllm plan`: its options, the plan as a table, and the bounds that only reports show."""
+"""The report of `nanovllm plan`: the options, the plan as a table, and the bounds that only reports show."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,9 +14,9 @@ from nanovllm.plan.kv_spec import max_stateful_seqs
 from nanovllm.utils.arithmetic import format_bytes
 from nanovllm.utils.options import check_options, option
 
-ACCEPTANCES = (0.8, 0.9, 0.95, 0.98)  # shares of right draft tokens that the bound of decode is shown for
+ACCEPTANCES = (0.8, 0.9, 0.95, 0.98)  # acceptance rates of draft tokens for which the bound of decode is shown
 MAX_TOKENS = 10**9  # limit of a context, which bounds the loop over its chunks
-MAX_GB = 10**9  # limit of memory, and of a rate per second: beyond any machine
+MAX_GB = 10**9  # limit of memory, and of a rate per second, above any machine's
 _WORK, _MACHINE = "the work", "the machine, if not this one"  # groups
 
 Row: TypeAlias = tuple[str, str, str]  # (name, figure, remark)
@@ -36,26 +36,25 @@ class PlanOptions:
     sequences: int = option(1, help="number of sequences that run together", group=_WORK, above=0)
     fit: bool = option(
         False,
-        help="list the presets, formats and contexts that run on the GPU, with their options and projected bounds of "
-        "speed",
+        help="list the presets, formats and contexts that run on the GPU, with options and projected bounds of speed",
         group=_WORK,
     )
     gpu: str | None = option(
-        None, help="name of a GPU, such as 'RTX 4090'; by default, the one here or else an H200", group=_MACHINE
+        None, help="name of a GPU, such as 'RTX 4090'; by default, this machine's GPU, or an H200", group=_MACHINE
     )
     gpu_memory_gb: float | None = option(
-        None, help="memory of one GPU in GiB; by default, that of the GPU", group=_MACHINE, above=0, most=MAX_GB
+        None, help="memory of one GPU in GiB; by default, the GPU's memory", group=_MACHINE, above=0, most=MAX_GB
     )
     host_memory_gb: float | None = option(
         None,
-        help="available CPU memory in GiB; by default, what is available here",
+        help="available CPU memory in GiB; by default, the memory that is available on this machine",
         group=_MACHINE,
         above=0,
         most=MAX_GB,
     )
     link_gb_per_s: float | None = option(
         None,
-        help="rate from CPU memory to the GPU in GB/s (10^9 bytes); by default, the GPU's, measured or projected",
+        help="rate from CPU memory to the GPU in GB/s (10^9 bytes); by default, the GPU's rate, measured or projected",
         group=_MACHINE,
         above=0,
         most=MAX_GB,
@@ -63,7 +62,7 @@ class PlanOptions:
     cpu_gb_per_s: float | None = option(
         None,
         help="rate in GB/s at which the link and the CPU together read CPU memory; by default, measured if the GPU is "
-        "here, else that of the kind of machine that the GPU is usually in",
+        "in this machine, else the rate of a usual machine for the GPU",
         group=_MACHINE,
         above=0,
         most=MAX_GB,
@@ -75,8 +74,8 @@ class PlanOptions:
             find_gpu(self.gpu)
 
     def apply(self, machine: Machine) -> Machine:
-        """`machine` with these options applied. Raises ConfigError if the plan is for the CPU and an option describes a
-        GPU.
+        """Return `machine` with these options applied. Raises ConfigError if the plan is for the CPU and an option
+        describes a GPU.
         """
         named = {name: getattr(self, name) for name in ("gpu", "gpu_memory_gb", "link_gb_per_s", "cpu_gb_per_s")}
         if machine.gpu_bytes is None and (given := [name for name, value in named.items() if value is not None]):
@@ -95,8 +94,8 @@ class PlanOptions:
 
 
 def link_prefill_tok_per_s(plan: CapacityPlan) -> float | None:
-    """Bound of prompts that run one after the other, by the blocks that cross the link: for each chunk, the earlier
-    blocks that are not resident.
+    """Return the bound of prefill that the link sets, for prompts that run one after the other: for each chunk, all
+    earlier blocks that are not resident cross the link.
     """
     byte_per_s = least(plan.machine.link_byte_per_s, plan.cpu_byte_per_s)
     if not (byte_per_s and plan.config.enable_cpu_offload and plan.machine.gpu_bytes is not None):
@@ -109,37 +108,37 @@ def link_prefill_tok_per_s(plan: CapacityPlan) -> float | None:
 
 
 def flop_prefill_tok_per_s(plan: CapacityPlan) -> float | None:
-    """Bound of prompts by the GPU's arithmetic."""
+    """Return the bound of prefill that the GPU's arithmetic sets."""
     if not plan.machine.flop_per_s:
         return None
     return plan.context * plan.machine.flop_per_s / prefill_flop(plan.config, plan.model, plan.context)
 
 
 def prefill_tok_per_s(plan: CapacityPlan) -> float | None:
-    """The lowest bound of prompts, or None if no bound is known."""
+    """Return the lowest bound of prefill, or None if no bound is known."""
     return least(link_prefill_tok_per_s(plan), flop_prefill_tok_per_s(plan))
 
 
 def first_token_s(plan: CapacityPlan) -> float | None:
-    """The least time until the first token after a prompt of `context` tokens, or None if no bound is known."""
+    """Return the least time to the first token after a prompt of `context` tokens, or None if no bound is known."""
     rate = prefill_tok_per_s(plan)
     return plan.context / rate if rate else None
 
 
 def disk_states(plan: CapacityPlan) -> int:
-    """Number of states of recurrent layers that a document of `context` tokens leaves on disk."""
+    """Return the number of states of recurrent layers on disk for a document of `context` tokens."""
     return 0 if plan.spec.states is None else num_document_states(plan.context, _prefix_tokens(plan))
 
 
 def disk_bytes(plan: CapacityPlan) -> int:
-    """Size on disk of a document of `context` tokens, on all ranks."""
+    """Return the size on disk of a document of `context` tokens, on all ranks."""
     state_bytes = 0 if plan.spec.states is None else plan.spec.states.state_bytes
     of_rank = document_disk_bytes(plan.context, plan.kv_bytes_per_token, state_bytes, _prefix_tokens(plan))
     return of_rank * plan.config.tensor_parallel_size
 
 
 def _prefix_tokens(plan: CapacityPlan) -> int:
-    """Tokens that prefix hits are counted in."""
+    """Return the unit of prefix hits in tokens."""
     return BLOCK_SIZE_STEP if plan.config.enable_cpu_offload else plan.config.block_size
 
 
@@ -147,7 +146,7 @@ def _prefix_tokens(plan: CapacityPlan) -> int:
 
 
 def plan_table(plan: CapacityPlan) -> str:
-    """The plan, one figure per line. `~` marks an estimate, `(!)` a figure above its limit.
+    """Return the plan as text, one figure per line. `~` marks an estimate, `(!)` a figure above its limit.
 
     Bytes are per GPU, except for the CPU pool, which is counted for all ranks together.
     """
@@ -159,7 +158,7 @@ def plan_table(plan: CapacityPlan) -> str:
 
 
 def _memory_rows(plan: CapacityPlan) -> list[Row]:
-    """The parts of the GPU memory that are not empty, their sum, and the CPU pool."""
+    """Return the parts of the GPU memory that are not empty, the sum, and the CPU pool."""
     spec, memory, limit = plan.spec, plan.memory, plan.gpu_limit_bytes
     offload = plan.config.enable_cpu_offload
     blocks = f"{plan.num_gpu_blocks} of {spec.block_size} tokens, {format_bytes(spec.block_bytes)} each"
@@ -211,7 +210,7 @@ def _states_remark(plan: CapacityPlan) -> str:
 
 
 def _sequence_rows(plan: CapacityPlan) -> list[Row]:
-    """The sequences that fit, both of the plan's length and of one block, and the blocks that are missing."""
+    """Return the number of sequences that fit, of the plan's length and of one block, and of missing blocks."""
     long, short = plan.capacity(plan.context), plan.capacity(plan.spec.block_size)
     remark = f"of {plan.context:,} tokens at once, limited by {long.limit}"
     if plan.context > plan.spec.block_size:
@@ -224,7 +223,7 @@ def _sequence_rows(plan: CapacityPlan) -> list[Row]:
 
 
 def _bound_rows(plan: CapacityPlan) -> list[Row]:
-    """The machine's rates with their sources, and the bounds that follow from them, lowest first."""
+    """Return the machine's rates with their sources, and the bounds that follow from the rates, lowest first."""
     m = plan.machine
     rows = []
     if m.gpu_bytes is not None and plan.config.enable_cpu_offload:
@@ -243,7 +242,7 @@ def _bound_rows(plan: CapacityPlan) -> list[Row]:
     rows += _bound_row("decode", decode, remark)
     guessing = {f"at acceptance {a}": plan.guessing_decode_tok_per_s(a) for a in ACCEPTANCES}
     if shares := ", ".join(f"{rate_text(rate)} {share}" for share, rate in guessing.items() if rate is not None):
-        rows.append(("guesses", "", f"tok/s: {shares}, with up to {plan.config.max_guesses} a step"))
+        rows.append(("drafts", "", f"tok/s: {shares}, with up to {plan.config.max_guesses} a step"))
     rows += _bound_row("prefill", {"link": link_prefill_tok_per_s(plan), "arithmetic": flop_prefill_tok_per_s(plan)})
     if (first_s := first_token_s(plan)) is not None:
         rows.append(("first token", f">= {seconds_text(first_s)}", f"after a prompt of {plan.context:,} tokens"))
@@ -251,7 +250,7 @@ def _bound_rows(plan: CapacityPlan) -> list[Row]:
 
 
 def _bound_row(name: str, by_cause: Mapping[str, float | None], remark: str = "") -> list[Row]:
-    """The lowest of the bounds that are known, and all of them in the remark. Without any, no row."""
+    """Return a row with the lowest known bound, and all known bounds in the remark, or no row without a known bound."""
     known = sorted((rate, cause) for cause, rate in by_cause.items() if rate is not None)
     causes = ", ".join(f"{rate_text(rate)} by the {cause}" for rate, cause in known)
     remarks = "; ".join(text for text in (causes, remark) if text)

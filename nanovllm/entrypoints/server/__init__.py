@@ -1,8 +1,8 @@
-"""An HTTP server with OpenAI's API on top of AsyncLLM. It needs the packages of the extra `server`.
+"""An HTTP server with OpenAI's API on top of AsyncLLM. The server needs the packages of the extra `server`.
 
     app = make_app(engine, ServerOptions(served_model_name=("my-model",)))
 
-Importing this package loads none of them.
+Importing this package loads none of these packages.
 """
 
 from importlib import import_module

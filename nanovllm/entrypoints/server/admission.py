@@ -1,7 +1,8 @@
-"""Service: the state that all endpoints share. It passes requests to the engine, and limits how many wait and how long.
+"""Service: the state that all endpoints share. A Service submits requests to the engine, and limits how many answers
+wait and how long.
 
-An answer waits until its first token arrives. What runs is bounded by the engine itself (max_num_seqs). What one
-request can ask for is limited, too, so that no client keeps the server busy with a single body.
+An answer waits until its first token arrives. The engine itself limits the number of running answers (max_num_seqs).
+RequestLimits limits what one request can ask for, so that no client keeps the server busy with a single body.
 """
 
 import asyncio
@@ -37,22 +38,22 @@ from nanovllm.text.request_check import Prompt
 
 CHARS_PER_TOKEN = 16  # few texts have more; without a limit, tokenizing a text that cannot fit takes seconds
 MAX_N = 128  # answers to one prompt
-MAX_STOP = 64  # strings, each of which is looked for in every step
-MAX_LIST_ITEMS = 4096  # the limit of all other lists
-MIN_TOTAL_LOGPROBS = 1 << 22  # per request, about 60 bytes of JSON each; a longer context may have more
+MAX_STOP = 64  # stop strings; every step searches for each of them
+MAX_LIST_ITEMS = 4096  # in every other list
+MIN_TOTAL_LOGPROBS = 1 << 22  # per request, about 60 bytes of JSON each; longer contexts raise this limit
 MAX_RETRY_AFTER_S = 60.0
 _NEWEST_WAIT_SHARE = 0.1  # the newest wait's weight in the running mean
 TIES = {"float32": 0.002, "bfloat16": 0.25, "float16": 0.032}  # two units in the last place of a logit from 16 to 32
-MAX_CHECKS = 16  # answers that wait to be checked; while there are more, no others are drawn
+MAX_CHECKS = 16  # answers that wait to be checked; no more answers are drawn while the queue is full
 IDLE_S = 0.2  # time without open answers before a check begins
 _CHECK_SALT = "a check of an answer"
 Result = TypeVar("Result")
 
 
 class Service:
-    """Used on the event loop only. `num_waiting` counts answers without a first token, `num_open` those not ended.
+    """Used on the event loop only. `num_waiting` counts answers without a first token, `num_open` unfinished answers.
 
-    model_names: what clients may call the model. Answers carry the first. replica: see Metrics.
+    model_names: the names by which clients may call the model. Answers carry the first name. replica: see Metrics.
     """
 
     def __init__(self, engine: AsyncLLM, options: ServerOptions, replica: str | None = None) -> None:
@@ -76,7 +77,7 @@ class Service:
     def check_body(self, body: BaseModel) -> None:
         """Raise ApiError for a model that is not served, and Refusal for a body that asks for too much.
 
-        If the body names no model, it means the one that is served.
+        A body without a model's name means the model that is served.
         """
         name = vars(body)["model"]
         if name is not None and name not in self.model_names:
@@ -95,7 +96,7 @@ class Service:
         return salt
 
     def cache_salt(self, body: SamplingFields, request: Request) -> str | None:
-        """Join the salts of the API key and of the client. Requests share KV only if theirs are equal."""
+        """Join the salts of the API key and of the client. Requests share KV only if their joined salts are equal."""
         key_salt = self.key_salt(request)
         if key_salt is None or body.cache_salt is None:
             return key_salt or body.cache_salt
@@ -104,7 +105,7 @@ class Service:
     async def prepare(self, function: Callable[..., Result], *args: Any) -> Result:
         """Call a function that takes long if the prompt is long, before the request is submitted.
 
-        Meanwhile the request counts as one that waits. Raises Refusal like `submit`.
+        The request counts as waiting during the call. Raises Refusal like `submit`.
         """
         place = self._enter(1)
         try:
@@ -125,11 +126,10 @@ class Service:
     ) -> RequestStream:
         """Queue the prompts of a request, as AsyncLLM.submit does. Every request for an answer passes through here.
 
-        Prompts are token ids. max_tokens may be more than fits after a prompt: then the answer has what fits. param:
-        the field of the body that the prompts come from. Raises PromptTooLongError for a prompt that leaves no room for
-        an answer. Raises Refusal, and queues nothing, if too many answers wait already, or for too many
-        log-probabilities. The stream raises Refusal, and its answers are aborted, if none of them has begun after
-        `max_wait_s`.
+        Prompts are token ids. A max_tokens that does not fit after a prompt is lowered to what fits. param: the field
+        of the body that the prompts come from. Raises PromptTooLongError for a prompt that leaves no room for an
+        answer. Raises Refusal, and queues nothing, if too many answers wait already, or for too many log-probabilities.
+        If no answer of the stream has begun after `max_wait_s`, the stream raises Refusal and its answers are aborted.
         """
         with self._counted():
             self._limits.check_logprobs(prompts, params)
@@ -187,7 +187,7 @@ class Service:
 
 
 class _Place:
-    """One request's place in the queue. It observes the request's stream (StreamObserver)."""
+    """One request's place in the queue, which observes the request's stream (StreamObserver)."""
 
     def __init__(self, service: Service, num_answers: int) -> None:
         self._service = service
@@ -199,7 +199,7 @@ class _Place:
         service.num_open += num_answers
 
     def watch(self, stream: RequestStream, params: SamplingParams) -> None:
-        """Follow the stream, and end it if it does not begin in time."""
+        """Follow the stream, and end the stream if no answer begins in time."""
         stream.observer = self
         self._params = params
         loop = asyncio.get_running_loop()
@@ -270,7 +270,7 @@ class RequestLimits:
                 self._check_length("list_items", value, name, MAX_LIST_ITEMS)
 
     def _check_prompts(self, given: Any, param: str) -> None:
-        """The engine refuses too many token ids as well, but only after reading and perhaps decoding all of them."""
+        """Check the lengths of prompts before the engine does, which reads and perhaps decodes all token ids first."""
         is_list = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
         prompts = given if is_list else [given]
         self._check_length("list_items", prompts, param, MAX_LIST_ITEMS)
@@ -293,7 +293,7 @@ class RequestLimits:
             raise Refusal(400, "prompt_chars", message, param=param, code=CONTEXT_EXCEEDED)
 
     def check_logprobs(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        """All log-probabilities of a request are in memory at once, until its last answer has been sent."""
+        """Raise Refusal for too many log-probabilities: all of them are in memory until the last answer is sent."""
         longest, total = self._max_model_len, 0
         if params.logprobs is not None:
             total += (1 + params.logprobs) * len(prompts) * min(longest, params.max_tokens or longest)
@@ -314,24 +314,24 @@ class RequestLimits:
 class AnswerChecks:
     """Recomputes a share of the finished answers while the server is idle, and counts differences.
 
-    The check of an answer is a request whose prompt is the prompt and the answer. Its log-probabilities say which token
-    the model finds most likely at each place of the answer. All of that is computed anew, as a prompt: without cached
-    keys, draft tokens, the CPU's part of decode steps or their graphs. Only greedy answers without constraints and
-    penalties are checked, because only they take the most likely token. Another token is a difference, unless it is as
-    likely up to rounding (`TIES`).
+    A check is a request whose prompt is the answer's prompt followed by the answer. The log-probabilities of the check
+    give the most likely token at each position of the answer. The check recomputes everything as a prefill: without
+    cached keys, draft tokens, CPU attention or the graphs of decode steps. Only greedy answers without constraints and
+    penalties are checked, because only greedy answers take the most likely token. A token that is not the most likely
+    one is a difference, unless both are equally likely up to rounding (`TIES`).
 
     Used on the event loop only. If a request arrives during a check, the check is abandoned and repeated later.
     """
 
     def __init__(self, engine: AsyncLLM, metrics: Metrics, share: float, is_idle: Callable[[], bool]) -> None:
-        """`is_idle`: returns True if the server has no open answers."""
+        """is_idle: a function that returns True if the server has no open answers."""
         self._engine, self._metrics, self._share, self._is_idle = engine, metrics, share, is_idle
         self._tie = TIES[dtype_name(engine.llm.config, engine.llm.model_config)]
         self._queue: deque[RequestOutput] = deque()
         self._task: asyncio.Task[None] | None = None
 
     def answer_ended(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Draw whether to check an answer."""
+        """Decide at random whether to check an answer."""
         is_whole = output["finish_reason"] in ("stop", "length") and output["token_ids"]
         if is_whole and len(self._queue) < MAX_CHECKS and _is_plain(params) and random.random() < self._share:
             self._queue.append(output)
@@ -339,7 +339,7 @@ class AnswerChecks:
                 self._task = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
-        with suppress(EngineError):  # others report it
+        with suppress(EngineError):  # the requests' own streams report the error
             while self._queue:
                 await asyncio.sleep(IDLE_S)
                 if self._is_idle() and (is_same := await self._check(self._queue[0])) is not None:
@@ -347,7 +347,7 @@ class AnswerChecks:
                     self._metrics.answer_checked(is_same)
 
     async def _check(self, output: RequestOutput) -> bool | None:
-        """Return True if the answer has the most likely tokens, None if a request has come before that is known."""
+        """Return True if the answer has the most likely tokens, or None if a request interrupted the check."""
         token_ids, num_prompt = [*output["prompt_token_ids"], *output["token_ids"]], len(output["prompt_token_ids"])
         # The last token is not part of the prompt, because the longest answers leave no room for another
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=20, prompt_logprobs=1)
@@ -368,7 +368,7 @@ class AnswerChecks:
 
 
 def agrees(token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], tie: float) -> bool:
-    """Return True if each token is the most likely one at its place, or less likely by `tie` at most."""
+    """Return True if each token's log-probability is within `tie` of the most likely token's at the same position."""
     for token_id, entry in zip(token_ids, entries, strict=True):
         assert entry is not None, "only the first token of a prompt has no log-probability"
         best = max(known.logprob for known in entry.values())

@@ -1,7 +1,7 @@
 """Sends answers to clients, whole or as server-sent events, and stops when a client disconnects.
 
-A chunk's JSON is put together from parts made once per request, and only the new text is encoded. While the client or
-the event loop is busy, the stream merges updates, so a slow connection gets fewer and longer chunks.
+A chunk's JSON is joined from parts that are made once per request, and only the new text is encoded. While the client
+or the event loop is busy, the stream merges updates, so a slow connection gets fewer and longer chunks.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request_check import Prompt
 
 DONE = b"data: [DONE]\n\n"
-COMMENT = ": no new text yet\n"  # begins what is sent while there is nothing new; readers of events skip it
-PROGRESS = '], "prompt_progress": '  # begins the report of a prompt's progress; in a text its quotes would be escaped
+COMMENT = ": no new text yet\n"  # begins a keep-alive event; readers of events skip comments
+PROGRESS = '], "prompt_progress": '  # begins a report of progress; inside a text the quotes would be escaped
 MAX_SILENCE_S = 10.0
 PROGRESS_S = 0.5  # between two reports of a prompt's progress
 Result = TypeVar("Result")
@@ -43,7 +43,7 @@ PromptEntries: TypeAlias = Sequence[TokenLogprobs | None]
 
 
 class Answer(ABC, Generic[BodyT]):
-    """The response to one request: what completions and chats share."""
+    """The response to one request, with what completions and chats have in common."""
 
     id_prefix: str
     whole_object: str
@@ -54,7 +54,7 @@ class Answer(ABC, Generic[BodyT]):
 
     def __init__(self, service: Service, body: BodyT) -> None:
         self._service, self._body = service, body
-        self._begun: set[int] = set()  # indices of the answers of which something was streamed
+        self._begun: set[int] = set()  # indices of the answers that have streamed something
         self._num_answers = body.n or 1  # to each prompt
         self._fields = {
             "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
@@ -71,7 +71,7 @@ class Answer(ABC, Generic[BodyT]):
     async def respond(
         self, prompts: Sequence[Prompt], params: SamplingParams, cache_salt: str | None, receive: Receive
     ) -> Response:
-        """Queue the prompts, and return the response as events or as a whole.
+        """Queue the prompts, and return the response, streamed as events or whole.
 
         Log-probabilities can be megabytes, so their JSON is made in a thread. Raises Refusal like Service.submit.
         """
@@ -118,18 +118,18 @@ class Answer(ABC, Generic[BodyT]):
     def first_events(self) -> str:
         """Return the events that precede the first update.
 
-        They are sent together with it, so that until then another replica can still take over.
+        They are sent together with the first update, so that another replica can still take over before it.
         """
         return ""
 
     def waiting_events(self) -> str:
-        """Return events without text, for clients that take only events as a sign of life."""
+        """Return events without text, for clients that time out without events."""
         return f"{self._chunk_start}{self.empty_choice}{self._chunk_end}"
 
     def progress_event(self, stream: RequestStream, elapsed_s: float) -> str:
         """Return the event that says how much of the prompts is computed, in the form of llama.cpp's server.
 
-        Return "" if the client has not asked for it.
+        Return "" if the client has not asked for progress events.
         """
         if not self._body.return_progress:
             return ""
@@ -163,7 +163,7 @@ class Answer(ABC, Generic[BodyT]):
         """Return the JSON of the element of `choices` in each chunk of an update. Hot."""
 
     def _count(self, index: int, token_ids: Sequence[int], output: RequestOutput | None) -> None:
-        """Add new tokens to the usage. When an answer ends, add its cached tokens: once for each prompt."""
+        """Add new tokens to the usage. When a prompt's first answer ends, add the prompt's cached tokens."""
         self._num_completion_tokens += len(token_ids)
         if output is not None and index % self._num_answers == 0:
             self._num_cached_tokens += output["num_cached_tokens"]
@@ -197,7 +197,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return super().update_events(update)
 
     def _wanted(self, output: RequestOutput) -> RequestOutput:
-        """Return `output`, or for max_tokens=0, the output without the token that had to be generated."""
+        """Return `output`; for max_tokens=0, remove the one token that the engine had to generate."""
         if self._body.max_tokens != 0:
             return output
         return output | {"text": "", "token_ids": [], "logprobs": [], "finish_reason": "length"}
@@ -244,9 +244,10 @@ class CompletionAnswer(Answer[CompletionRequest]):
 def completion_logprobs(
     entries: Iterable[TokenLogprobs | None], num_top: int, *, first_text: str = "", offset: int = 0
 ) -> dict[str, Any]:
-    """One entry per token. The entry of a prompt's first token is None, and its text is `first_text`.
+    """Return OpenAI's form, with one entry per token. A prompt's first token has the entry None and the text
+    `first_text`.
 
-    offset: where the first token begins in the text.
+    offset: the position in the text at which the first token begins.
     """
     columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for entry in entries:
@@ -272,7 +273,7 @@ def chat_logprobs(entries: Iterable[TokenLogprobs], num_top: int) -> dict[str, A
 
 
 def prompt_logprobs(entries: PromptEntries, num_top: int) -> Iterator[dict[str, Any] | None]:
-    """vLLM's form: token id -> logprob, rank and text. An iterator, because a book's would take gigabytes."""
+    """Yield vLLM's form: token id -> logprob, rank and text. A list of a whole book's entries would take gigabytes."""
     for entry in entries:
         yield (
             None
@@ -285,14 +286,14 @@ def prompt_logprobs(entries: PromptEntries, num_top: int) -> Iterator[dict[str, 
 
 
 def _own_and_top(entry: TokenLogprobs, num_top: int) -> list[tuple[int, Logprob]]:
-    """Return the token itself, which comes first, and the most likely tokens."""
+    """Return the token itself, followed by the most likely tokens."""
     return [(token_id, each) for i, (token_id, each) in enumerate(entry.items()) if i == 0 or each.rank <= num_top]
 
 
 def _top_by_text(entry: TokenLogprobs, num_top: int) -> dict[str, float]:
     """Return the log-probabilities of the token itself and of the most likely tokens, by their texts.
 
-    Several tokens can have the same text, such as parts of a character. The most likely of them counts.
+    Several tokens can have the same text, such as parts of a character. The text gets the highest log-probability.
     """
     top: dict[str, float] = {}
     for token_id, each in _own_and_top(entry, num_top):
@@ -315,18 +316,18 @@ def _chat_token(token_id: int, logprob: Logprob) -> dict[str, Any]:
 
 
 class EventStream(Response):
-    """Sends the updates of a request as server-sent events, and closes its stream in the end.
+    """Sends the updates of a request as server-sent events, and finally closes the request's stream.
 
-    A long prompt is computed for minutes. Meanwhile an event without text every `silence_s` seconds keeps proxies and
-    clients from giving up; a comment is not enough for some clients. A client that has asked for it is told
-    how much of the prompt is computed, from the beginning to the end.
+    A long prompt is computed for minutes. Until the first token, an event without text every `silence_s` seconds keeps
+    proxies and clients from timing out; some clients ignore comments. A client that has asked for progress events gets
+    them from the beginning to the end of the prompt.
     """
 
     def __init__(self, stream: RequestStream, answer: Answer[Any], silence_s: float = MAX_SILENCE_S) -> None:
         self.status_code, self.background = 200, None
         self._stream, self._answer, self._silence_s = stream, answer, silence_s
         self._has_begun = False  # a token has arrived
-        self._start_s = self._sent_s = 0.0  # the stream's begin and the last send, by the loop's clock
+        self._start_s = self._sent_s = 0.0  # start of the stream and last send, by the loop's clock
         self.media_type = "text/event-stream"
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -353,7 +354,7 @@ class EventStream(Response):
 
     async def _show_life(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
-        with suppress(OSError):  # the client has gone, which others notice too
+        with suppress(OSError):  # the client has disconnected, which `while_connected` notices too
             while True:
                 progress = "" if self._has_begun else self._progress()
                 if (left_s := self._sent_s + (PROGRESS_S if progress else self._silence_s) - clock()) > 0:
@@ -367,7 +368,7 @@ class EventStream(Response):
         return self._answer.progress_event(self._stream, asyncio.get_running_loop().time() - self._start_s)
 
     async def _events(self) -> AsyncGenerator[str, None]:
-        """The status has been sent, so an error is an event, too."""
+        """Yield all events. An error becomes an event, because the status has been sent already."""
         try:
             if event := self._progress():
                 yield event
@@ -385,11 +386,11 @@ class EventStream(Response):
         except Exception as error:
             yield self._answer.error_events(api_error(error))
             if not isinstance(error, EngineError | ApiError):
-                raise  # a bug, which the server logs
+                raise  # a bug; the server logs the exception
 
 
 def is_sign_of_life(body: bytes) -> bool:
-    """Return True if this part of an event stream has nothing of the answer: an empty event, or a prompt's progress."""
+    """Return True if this part of an event stream has no part of the answer: an empty event or a progress event."""
     return body.startswith(COMMENT.encode()) or PROGRESS.encode() in body
 
 

@@ -1,4 +1,4 @@
-"""The HTTP application of one engine: its endpoints, and the Site, which is the application behind its gate.
+"""The HTTP application of one engine: its endpoints, and the Site, which puts the gate in front of the application.
 
 The endpoints turn a request into prompts and SamplingParams. answers.py makes the response.
 """
@@ -60,20 +60,21 @@ from nanovllm.plan.sequence import TokenIds
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request_check import Prompt, check_conversations, prompt_list, render_chat
 
-_RENDERED_NAMES = ("messages", "conversations")  # the tokenizer itself passes these on to the template
+_RENDERED_NAMES = ("messages", "conversations")  # the tokenizer itself gives these names to the template
 
 
 def make_app(engine: AsyncLLM, options: ServerOptions, replica: str | None = None) -> FastAPI:
     """Make the application: all endpoints over one engine, without the gate, which checks keys, bodies and connections.
 
-    The application does not own the engine: close that when the server has ended. `app.state.service` is its Service.
+    The application does not close the engine: the caller closes the engine after the server has ended.
+    `app.state.service` is the application's Service.
     replica: see Metrics. Raises ConfigError if `options` have no served_model_name.
     """
-    telemetry: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}  # it records users' values
+    telemetry: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}  # telemetry records users' values
     app = FastAPI(
         title="nanovllm",
         version=__version__,
-        docs_url=None,  # the pages of both load from other hosts
+        docs_url=None,  # both documentation pages load scripts from other hosts
         redoc_url=None,
         telemetry=telemetry,
         responses=ANY_ERRORS,
@@ -88,7 +89,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions, replica: str | None = Non
 
 
 class Site:
-    """The application of one engine behind its gate. Satisfies lifecycle.Served. The engine belongs to the caller."""
+    """The application of one engine with the gate in front. Satisfies lifecycle.Served. The caller owns the engine."""
 
     def __init__(self, engine: AsyncLLM, options: ServerOptions, keys: ApiKeys) -> None:
         app = make_app(engine, options)
@@ -112,8 +113,8 @@ class Site:
 
 
 async def warm_up(engine: AsyncLLM) -> None:
-    """Run one short request, so that the first client does not wait for what is made on first use."""
-    num_tokens = min(2, max(1, engine.llm.max_request_tokens - 1))  # two: a prefill and a decode
+    """Run one short request, so that the first client does not wait for lazy initialization."""
+    num_tokens = min(2, max(1, engine.llm.max_request_tokens - 1))  # 2 tokens need a prefill and a decode step
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     async for _ in engine.generate([[0]], params):
         pass
@@ -167,7 +168,7 @@ def add_answers(app: FastAPI, service: Service) -> None:
 
 
 def _as_chat(service: Service, body: ResponsesRequest | CountTokensRequest) -> ChatRequest:
-    """Return the chat that the body asks for. Its lists are limited before they are converted."""
+    """Return the chat that the body asks for. The lengths of the body's lists are checked before the conversion."""
     service.check_body(body)
     return body.as_chat()
 
@@ -204,7 +205,7 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def _texts(service: Service, prompts: list[str | list[int]]) -> list[str]:
-    """Return the texts of prompts that are echoed."""
+    """Return the texts of prompts for an echo."""
     return [prompt if isinstance(prompt, str) else service.llm.text.decode(prompt) for prompt in prompts]
 
 
@@ -220,17 +221,17 @@ def encode_messages(
 ) -> TokenIds:
     """Return the token ids of the body's messages.
 
-    Raises ApiError or RequestError for what the template cannot take.
+    Raises ApiError or RequestError for messages that the template refuses.
     """
     llm = service.llm
     llm.check_chat_template()
     options = dict(body.chat_template_kwargs or {})
-    # These belong to the tokenizer and not to the template, above all a template of the client's own
+    # These arguments are the tokenizer's and not the template's; above all, a client must not choose the template
     reserved = {*inspect.signature(llm.tokenizer.apply_chat_template).parameters, *_RENDERED_NAMES}
     if taken := sorted(reserved.intersection(options)):
         raise ApiError(f"chat_template_kwargs cannot set {', '.join(taken)}", param="chat_template_kwargs")
     effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
-    if effort is not None:  # a hint, which a template without reasoning does not look at
+    if effort is not None:  # a hint; templates without reasoning ignore this variable
         template = template_of(service)
         if "reasoning_effort" in template:
             options.setdefault("reasoning_effort", effort)
@@ -245,7 +246,7 @@ def encode_messages(
         return render_chat(llm.tokenizer, checked, options)
 
     text = render_messages(body.messages or (), template_of(service), render)
-    service.check_chars(len(text), "messages")  # tools and tool calls are part of it
+    service.check_chars(len(text), "messages")  # the text includes tools and tool calls
     return llm.text.encode_prompt(text, add_special_tokens=bool(body.add_special_tokens), cache_salt=cache_salt)
 
 
@@ -301,7 +302,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "created": service.started_s,
         "owned_by": "nanovllm",
         "max_model_len": service.llm.max_model_len,
-        "max_request_tokens": service.llm.max_request_tokens,  # fewer if the KV cache is smaller
+        "max_request_tokens": service.llm.max_request_tokens,  # fewer than max_model_len if the KV cache is smaller
     }
 
 

@@ -1,7 +1,7 @@
 """Unpacks the bodies of requests (Content-Encoding) and decodes their characters (charset).
 
-Unpacking stops at a limit, so a small body cannot take much memory. The number of its members or frames is limited as
-well, because even an empty one takes time.
+Unpacking stops at a limit, so a small body cannot take much memory. The number of a body's members or frames is limited
+as well, because even an empty frame takes time.
 """
 
 import codecs
@@ -12,11 +12,11 @@ from email.message import Message
 
 import zstandard
 
-MAX_ENCODINGS = 2  # one after the other
-MAX_FRAMES = 1024  # or members, as gzip calls them; each takes microseconds, even if it is empty
-PIECE_BYTES = 2**16  # what follows the end of a member is copied
+MAX_ENCODINGS = 2  # applied one after the other
+MAX_FRAMES = 1024  # gzip calls frames members; even an empty frame takes microseconds
+PIECE_BYTES = 2**16  # zlib copies the rest of the piece in which a member ends
 MAX_ZSTD_WINDOW_BYTES = 8 * 2**20  # what RFC 9659 allows for HTTP; a frame may ask for more memory than it holds text
-ZSTD_PIECE_BYTES = 512  # which unpack to at most 16 MiB
+ZSTD_PIECE_BYTES = 512  # a piece of this size unpacks to at most 16 MiB
 SUPPORTED_ENCODINGS = "gzip, deflate or zstd"
 _GZIP, _ZLIB_HEADER_BITS = 16 + zlib.MAX_WBITS, 0x0F
 # Other codecs, such as punycode, are not for text, or take time that grows with the square of its length
@@ -28,13 +28,13 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class UnknownEncodingError(ValueError):
-    """An encoding that the server does not know."""
+    """An encoding or a charset that the server does not support."""
 
 
 def encodings_of(headers: Headers) -> tuple[list[str], str | None]:
     """Return the names of a body's encodings in the order in which they were applied, and its charset.
 
-    The charset is None for UTF-8 and where none is given: JSON itself tells UTF-8, UTF-16 and UTF-32 apart.
+    The charset is None if the headers give none or UTF-8: JSON itself tells UTF-8, UTF-16 and UTF-32 apart.
     """
     encodings, charset = [], None
     for name, value in headers:
@@ -49,10 +49,10 @@ def encodings_of(headers: Headers) -> tuple[list[str], str | None]:
 
 
 def unpack(body: bytes, encodings: list[str], charset: str | None, max_bytes: int) -> bytes:
-    """Return the body in UTF-8. A body of more than `max_bytes` is cut, but still has more than that.
+    """Return the body in UTF-8. A body longer than `max_bytes` is truncated to a length that still exceeds `max_bytes`.
 
-    Raises UnknownEncodingError for an encoding or charset that is not known, and ValueError for a body that is not
-    valid in it.
+    Raises UnknownEncodingError for an unknown encoding or charset, and ValueError for a body that is not valid in its
+    encoding or charset.
     """
     if len(encodings) > MAX_ENCODINGS:
         raise UnknownEncodingError(f"the body has {len(encodings)} encodings, at most {MAX_ENCODINGS} are allowed")
@@ -89,10 +89,10 @@ def unpacked_headers(headers: Headers, num_bytes: int) -> list[tuple[bytes, byte
 
 
 def _unpack(body: bytes, encoding: str, most_bytes: int) -> bytes:
-    """Unpack the first `most_bytes`. Raises EOFError for a body that ends too early."""
+    """Unpack the first `most_bytes`. Raises EOFError for a truncated body."""
     if encoding in ("gzip", "x-gzip"):
         return _inflate(body, _GZIP, most_bytes)
-    if encoding == "deflate":  # with the header of zlib, as the standard says, or without, as some clients send it
+    if encoding == "deflate":  # the standard demands zlib's header, which some clients leave out
         has_header = len(body) >= 2 and body[0] & _ZLIB_HEADER_BITS == 8 and not int.from_bytes(body[:2], "big") % 31
         return _inflate(body, zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS, most_bytes)
     if encoding == "zstd":
@@ -118,7 +118,7 @@ def _inflate(body: bytes, window_bits: int, most_bytes: int) -> bytes:
 
 
 def _unpack_zstd(body: bytes, most_bytes: int) -> bytes:
-    """Unpack piece by piece, because the package cannot both limit its output and notice a body that ends too early."""
+    """Unpack piece by piece, because the package cannot both limit its output and detect a truncated body."""
     unpacked = bytearray()
     decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_BYTES)
     stream, num_frames = decompressor.decompressobj(), 1

@@ -1,7 +1,7 @@
 """A chat's answer: its text divided into reasoning, content and tool calls, in the form of one of three APIs.
 
 ChatAnswer has the form of OpenAI's chat completions. The APIs of responses (responses.py) and of messages (messages.py)
-have sequences of blocks instead, each with events of its own; BlockAnswer is what these two have in common.
+have sequences of blocks instead, each with separate events; BlockAnswer is what the two block APIs have in common.
 """
 
 import json
@@ -36,9 +36,10 @@ MAX_LEADING_TOKENS = 4  # white space before the tag of reasoning
 class ChatForm(NamedTuple):
     """The form in which the model writes its answers to one request.
 
-    call_format: how it writes tool calls; None if the request has no tools. has_reasoning: the template knows
-    reasoning. begins_in_reasoning: the prompt has opened it. reasoning_tags: the tokens that begin and end it, if each
-    is one token. is_alternative: the answer is either calls or a text of a given form, which may look like calls.
+    call_format: the model's format of tool calls, or None if the request has no tools. has_reasoning: the template
+    supports reasoning. begins_in_reasoning: the prompt ends with the opening tag of the reasoning. reasoning_tags: the
+    tokens that begin and end the reasoning, or None if a tag is not one token. is_alternative: the answer is either
+    calls or a text of a given form, which may look like calls.
     """
 
     call_format: CallFormat | None = None
@@ -54,15 +55,15 @@ class ChatForm(NamedTuple):
 
 
 def template_of(service: Service) -> str:
-    """Return the source of the model's chat template; of all, if it has several."""
+    """Return the source of the model's chat template, or of all templates if the model has several."""
     template = getattr(service.llm.tokenizer, "chat_template", None) or ""
     return "\n".join(template.values()) if isinstance(template, dict) else template
 
 
 def find_call_format(service: Service) -> CallFormat:
-    """Return how the model writes tool calls.
+    """Return the model's format of tool calls.
 
-    Raises ApiError if its template does not take tools, or if the format of its calls is not known.
+    Raises ApiError if the model's template does not take tools, or if the format of calls is not known.
     """
     template = template_of(service)
     if "tools" not in template:
@@ -84,7 +85,7 @@ def chat_form(service: Service, call_format: CallFormat | None, token_ids: Token
 
 
 def blame_tool(service: Service, params: SamplingParams, constraint: TaggedJson, body: ChatRequest) -> None:
-    """Raise ApiError about the first tool whose calls cannot be constrained by themselves."""
+    """Raise ApiError about the first tool whose calls alone cannot be constrained."""
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
     names = [tool.function.name for tool in body.offered_tools if named in (None, tool.function.name)]
     for name, tag in zip(names, constraint.tags, strict=True):
@@ -107,7 +108,7 @@ class ChatAnswer(Answer[ChatRequest]):
         self._form, self._num_top = form, body.top_logprobs or 0
         self._parsers: dict[int, CallParser] = {}  # by index of the answer
         self._splitters: dict[int, ReasoningSplitter] = {}
-        self._spaces: dict[int, list[str]] = {}  # white space that parsers would hold back, and search again each time
+        self._spaces: dict[int, list[str]] = {}  # white space that a parser would hold back and search each time
         self._with_calls: set[int] = set()  # indices of the answers that called a tool
         self._num_reasoning_tokens = 0
 
@@ -136,7 +137,7 @@ class ChatAnswer(Answer[ChatRequest]):
         }
 
     def _chunk_choices(self, update: RequestUpdate) -> list[str]:
-        """First the role, then a chunk for the text or for each tool call, then the reason of the end."""
+        """Return the role, then a chunk for the text or for each tool call, then the finish reason."""
         index, output = update.index, update.output
         choices = []
         if index not in self._begun:
@@ -148,7 +149,7 @@ class ChatAnswer(Answer[ChatRequest]):
         for delta in self._deltas(index, update.text, output):
             choices.append(_chunk_choice(index, _delta_json(delta), logprobs))
             logprobs = "null"
-        if logprobs != "null":  # the text of these tokens is held back
+        if logprobs != "null":  # the parser holds back the text of these tokens
             choices.append(_chunk_choice(index, '{"content": ""}', logprobs))
         if output is not None:
             choices.append(_chunk_choice(index, "{}", reason=f'"{self._finish_reason(index, output)}"'))
@@ -157,7 +158,7 @@ class ChatAnswer(Answer[ChatRequest]):
     def _deltas(self, index: int, text: str, output: RequestOutput | None) -> list[Delta]:
         """Return the reasoning, the contents and the tool calls that `text` adds to the message. Hot.
 
-        output: the answer's output if `text` is the end of the answer, else None.
+        output: the answer's output, or None if the answer goes on after `text`.
         """
         form, is_last = self._form, output is not None
         if form.call_format is None and not form.has_reasoning:
@@ -208,7 +209,7 @@ class ChatAnswer(Answer[ChatRequest]):
         return not ends.intersection(output["token_ids"][-1:])
 
     def _finish_reason(self, index: int, output: RequestOutput) -> str:
-        """Return "tool_calls" only if the model has ended its answer itself."""
+        """Return the finish reason, which is "tool_calls" only if the model has ended its answer itself."""
         reason = output["finish_reason"]
         return "tool_calls" if reason == "stop" and index in self._with_calls else reason
 
@@ -227,7 +228,7 @@ def _delta_json(delta: Delta) -> str:
 
 
 def _reasoning(text: str) -> dict[str, Any]:
-    """Return the reasoning under both names that clients look for."""
+    """Return the reasoning under the two names that clients look for."""
     return {"reasoning": text, "reasoning_content": text}
 
 
@@ -250,18 +251,18 @@ class AnswerBlock:
     block_id: str
     call_id: str = ""
     name: str = ""
-    pieces: list[str] = field(default_factory=list)  # one string would be copied for each token
+    pieces: list[str] = field(default_factory=list)  # appending to one string would copy the string for each token
 
     @property
     def text(self) -> str:
-        """Return the text of the block. The text of a call is its arguments."""
+        """Return the text of the block. The text of a tool call is the call's arguments."""
         return "".join(self.pieces)
 
 
 class BlockAnswer(ChatAnswer):
     """A chat answer as a sequence of blocks, each with events for its beginning, its pieces and its end.
 
-    The APIs of this form have one answer per request, and name the type of each event.
+    The APIs with blocks have one answer per request, and name the type of each event.
     """
 
     end = b""
@@ -273,7 +274,7 @@ class BlockAnswer(ChatAnswer):
 
     @abstractmethod
     def _body_of(self, output: RequestOutput | None) -> dict[str, Any]:
-        """Return the response with all blocks so far. `output` is None before its end."""
+        """Return the response with all blocks so far. output: the answer's output, or None before the answer's end."""
 
     @abstractmethod
     def _begun_events(self, block: AnswerBlock) -> list[dict[str, Any]]: ...
@@ -300,7 +301,7 @@ class BlockAnswer(ChatAnswer):
         return self._sse(self._add(update.text, update.output))
 
     def _add(self, text: str, output: RequestOutput | None) -> list[dict[str, Any]]:
-        """Add what `text` says to the blocks, and return the events of it. output: see _deltas."""
+        """Add `text` to the blocks, and return the events of the change. output: see _deltas."""
         events = []
         for delta in self._deltas(0, text, output):
             kind: BlockKind

@@ -1,8 +1,9 @@
-"""Renders the messages of a chat in a form that its template takes.
+"""Renders the messages of a chat in a form that the model's template accepts.
 
 Templates differ in what they refuse: a second system message, several calls in one message, arguments that are not a
-JSON object. Some templates leave system messages out without an error. So the messages are rendered as they were sent.
-Only if the template refuses them or leaves one out are they changed, by as few of the `CHANGES` as it needs.
+JSON object. Some templates leave system messages out without an error. The messages are first rendered as they were
+sent. Only if the template refuses the messages or leaves one out, the messages are changed, by the fewest `CHANGES`
+that the template needs.
 """
 
 import json
@@ -23,10 +24,11 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 def render_messages(messages: Sequence[Message], template: str, render: Render) -> str:
-    """Return the text of the messages, or of the least changed ones that the template takes as a whole.
+    """Return the text of the messages, changed as little as the template needs to accept and render all of them.
 
-    template: its source. If the template leaves out a system message in every form that it accepts, the text is that of
-    the first such form. Raises the RequestError about the messages as they were sent if it accepts none.
+    template: the template's source. If the template leaves out a system message in every form that it accepts, return
+    the text of the first accepted form. If the template accepts no form, raise the RequestError about the messages as
+    they were sent.
     """
     knows_developer = "developer" in template
     first_error: RequestError | None = None
@@ -49,8 +51,8 @@ def render_messages(messages: Sequence[Message], template: str, render: Render) 
 def _leaves_out_a_system_message(conversation: Conversation, text: str, render: Render) -> bool:
     """Return True if `text`, which the template has made of the conversation, lacks a system or developer message.
 
-    Templates may change what a message says, such as its white space. So if a message is not found in the text, all
-    are rendered once more with a mark in each.
+    Templates may change a message's content, such as the white space. So if a message is not found in the text, the
+    whole conversation is rendered once more with a mark in each message.
     """
     end, is_found = 0, True
     for message in conversation:  # in the order of the text, so that the time is linear in its length
@@ -73,10 +75,10 @@ def _leaves_out_a_system_message(conversation: Conversation, text: str, render: 
 
 
 def _forms(sent: Conversation) -> Iterator[Conversation]:
-    """Yield the conversation as it was sent, and then with each set of changes, without the later `CHANGES` first.
+    """Yield the conversation as it was sent, and then with each set of changes, sets without later `CHANGES` first.
 
-    So a change is made only if the earlier ones do not help without it. A message that is added to a conversation may
-    need one more change. It does not replace a change of the other messages by another one.
+    So a change is made only if the earlier `CHANGES` alone do not help. A message that is added to a conversation may
+    add a change, but never replaces the changes that the earlier messages needed.
     """
     tried: list[Conversation] = []
     for num in range(2 ** len(CHANGES)):
@@ -99,10 +101,11 @@ def _with_one_leading_system_message(messages: Conversation) -> Conversation:
 
 
 def _with_late_system_text_of_the_user(messages: Conversation) -> Conversation:
-    """Let the user say what later system and developer messages say, in their places.
+    """Turn later system and developer messages into the user's text, at the same position.
 
-    Such a text is joined to the user's message before it or after it. If there is neither, it becomes a message of the
-    user. No text comes between a call and its results. So the prompt up to a late message stays as it is in the cache.
+    A late message is joined to the user's message before or after it. If both neighbours have other roles, the late
+    message becomes a message of the user. No text comes between a call and its results. The prompt before a late
+    message does not change, so its KV stays cached.
     """
     changed, rest = _split_leading(messages)
     texts: list[str] = []  # of late messages that wait for the end of results, or for the user's next message
@@ -125,7 +128,7 @@ def _with_late_system_text_of_the_user(messages: Conversation) -> Conversation:
 
 
 def _with_object_arguments(messages: Conversation) -> Conversation:
-    """Make the arguments of each call an object: others become the value of its only entry."""
+    """Make the arguments of each call an object. Arguments of another type become the value of the only entry."""
 
     def changed(call: dict[str, Any]) -> dict[str, Any]:
         arguments = call["function"]["arguments"]
@@ -142,7 +145,7 @@ def _with_object_arguments(messages: Conversation) -> Conversation:
 def _with_single_calls(messages: Conversation) -> Conversation:
     """Put each call into a separate message, followed by its result.
 
-    The first of these messages keeps the text and the reasoning. Results that belong to none of the calls come last.
+    The first of the separate messages keeps the text and the reasoning. Results without a call come last.
     """
     changed: Conversation = []
     rest = list(messages)
@@ -175,7 +178,7 @@ def _with_system_text_in_the_question(messages: Conversation) -> Conversation:
 
 
 def _with_alternating_roles(messages: Conversation) -> Conversation:
-    """Join messages of the user that follow each other, and messages of the assistant that do and call nothing."""
+    """Join adjacent messages of the user, and adjacent messages of the assistant that call no tools."""
     changed: Conversation = []
     for message in messages:
         last = changed[-1] if changed else {"role": ""}
@@ -220,14 +223,16 @@ def _for_template(message: Message, index: int, knows_developer: bool) -> dict[s
         raise ApiError(f"messages[{index}] has tool_calls, which only the role 'assistant' can have", param="messages")
     if message.tool_calls:
         converted["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
-    if message.role != "user":  # an answer may be empty, and so may a result and a system message
+    if message.role != "user":  # answers, results and system messages may be empty
         content = content or ""
     converted["content"] = content
     return converted
 
 
 def _call_for_template(call: ToolCall) -> dict[str, Any]:
-    """Arguments that are not a JSON object stay a string: the model has written them, and should see what it wrote."""
+    """Return a call with its arguments as an object. Arguments that are not a JSON object stay the string that the
+    model wrote.
+    """
     arguments: Any = call.function.arguments
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):

@@ -1,9 +1,10 @@
-"""Errors: their answers, their description in /openapi.json, and their traces in the log.
+"""Errors: their responses, their description in /openapi.json, and their traces in the log.
 
-Their form is OpenAI's: {"error": {"message", "type", "param", "code"}}. For the Messages API the object has Anthropic's
-"type": "error", too, and the error one of Anthropic's types, by which its clients choose what to raise. Bad input is
-400, an unknown model or route 404, an engine that has failed 503, and a bug 500. Messages say what to change. They go
-to the client only, because they can quote what it sent. The log has an exception's type and where it was raised.
+A response has OpenAI's form: {"error": {"message", "type", "param", "code"}}. In the Messages API the object also has
+Anthropic's "type": "error", and the error has one of Anthropic's types, from which clients choose the exception to
+raise. Bad input is status 400, an unknown model or route 404, an engine that has failed 503, and a bug 500. Messages
+say what to change. Messages are sent to the client only, because they can quote the client's request. The log has an
+exception's type and where it was raised.
 """
 
 import json
@@ -39,19 +40,19 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 CLOSING = (401, 408, 413, 503)  # the rest of the body is not read, or the server is about to end
-CLIENT_CLOSED_REQUEST = 499  # never received; it shows in logs
+CLIENT_CLOSED_REQUEST = 499  # only for logs: no client receives this status
 UNREADABLE_JSON = (
     "the body cannot be read as JSON: it is not in UTF-8 and does not name another charset, is nested too deeply, "
     "or has a number with too many digits; correct it"
 )
-_OF_CALLS = "structured_outputs.tagged_json"  # its name in errors about tool calls
+_OF_CALLS = "structured_outputs.tagged_json"  # the parameter's name in errors about tool calls
 _BRANCH = re.compile(r"str|(list|dict)\[.*\]")  # pydantic adds this to an error's place in a union
 _LOGGERS = ("uvicorn.error", "uvicorn.asgi", "asyncio", "concurrent.futures")  # they log exceptions of requests
 _PARAM = re.compile(r"SamplingParams\.(\w+)")  # begins the message about a parameter
 
 
 class ApiError(Exception):
-    """A request that is answered with an error. `param` is the field of the body that is to blame."""
+    """A request that is answered with an error. param: the field of the body that caused the error."""
 
     def __init__(
         self,
@@ -86,8 +87,8 @@ class ApiError(Exception):
 class PromptTooLongError(ApiError):
     """A prompt that leaves no room for an answer.
 
-    Agents compact their history when they find one of these in an error: OpenAI's code, or the words of Anthropic's API
-    ("prompt is too long") or of vLLM ("maximum context length").
+    Agents compact their history when an error has OpenAI's code, or the words of Anthropic's API ("prompt is too
+    long") or of vLLM ("maximum context length").
     """
 
     def __init__(self, num_tokens: int, max_context_tokens: int, param: str) -> None:
@@ -96,7 +97,7 @@ class PromptTooLongError(ApiError):
 
 
 def too_long_message(comparison: str, max_context_tokens: int) -> str:
-    """Return the message about a prompt that is too long. comparison: its length and the limit."""
+    """Return the message about a prompt that is too long. comparison: the prompt's length and the limit."""
     return (
         f"prompt is too long: {comparison}; this server's maximum context length is {max_context_tokens} tokens, and "
         "an answer needs at least one; shorten the prompt"
@@ -106,7 +107,8 @@ def too_long_message(comparison: str, max_context_tokens: int) -> str:
 class Refusal(ApiError):
     """A request that the server refuses to protect itself. /metrics counts it under `reason`.
 
-    retry_after_s: when the client may ask again. closes: end the connection, as some statuses do anyway.
+    retry_after_s: seconds after which the client may ask again. closes: whether to close the connection, which the
+    statuses of CLOSING do in any case.
     """
 
     def __init__(
@@ -132,22 +134,22 @@ class Refusal(ApiError):
 
 
 def sse_error(body: str, path: str) -> str:
-    """Return the event with this error, in JSON. Anthropic's clients skip events without a name."""
+    """Return the event with this error, given as JSON. Anthropic's clients skip events without a name."""
     name = "event: error\n" if path.startswith(MESSAGES_PATH) else ""
     return f"{name}data: {body}\n\n"
 
 
 class ClientDisconnectedError(Exception):
-    """The client has gone."""
+    """The client has disconnected."""
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Make a response of ASCII only, so that no text of a client can make it fail to encode."""
+    """Make a response of ASCII characters, so that every text of a client can be encoded."""
     return Response(json.dumps(content), status, headers, media_type="application/json")
 
 
 def dumps_in_parts(content: Any) -> str:
-    """Dump as json.dumps does, but let other threads run: the log-probabilities of a book take seconds.
+    """Dump like json.dumps, but let other threads run: dumping the log-probabilities of a book takes seconds.
 
     An iterator is written as a list.
     """
@@ -177,7 +179,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def model_not_found(name: str, names: Iterable[str]) -> ApiError:
-    """names: the names of the models that exist."""
+    """Return the error for a model that does not exist. names: the names of the models that do."""
     message = f"the model {shown(name)} does not exist; this server has {' and '.join(map(repr, names))}"
     return ApiError(message, status=404, param="model", code="model_not_found")
 
@@ -194,7 +196,7 @@ def add_error_handlers(app: FastAPI) -> None:
             message = str(error.detail)
             if error.status_code in (404, 405):
                 message = f"{message}: {request.method} {shown(request.url.path)}"
-            elif error.status_code == 400:  # FastAPI's, about a body that json.loads cannot read
+            elif error.status_code == 400:  # FastAPI's error about a body that json.loads cannot read
                 message = UNREADABLE_JSON
             error = ApiError(message, status=error.status_code, headers=error.headers)
         return api_error(error).response(request.url.path)
@@ -205,7 +207,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _invalid_field(error: Mapping[str, Any]) -> ApiError:
-    """Return the error that tells a client what pydantic has found first in a body."""
+    """Return the error that tells a client the first problem that pydantic has found in a body."""
     kind, context = error["type"], error.get("ctx") or {}
     path = ""  # such as messages[0].role
     for part in error["loc"][1:]:
@@ -232,7 +234,7 @@ def _invalid_field(error: Mapping[str, Any]) -> ApiError:
 class ErrorDetails(BaseModel):
     message: str
     type: str
-    param: str | None  # the field of the body that is to blame
+    param: str | None  # the field of the body that caused the error
     code: str | None
 
 
@@ -277,13 +279,13 @@ ANSWERS: Responses = BODY_ERRORS | {
 
 
 def keep_messages_out(*more: str) -> None:
-    """Leave exceptions' messages out of this process' log, for the loggers `more`, too. May be called twice."""
+    """Leave exceptions' messages out of this process's log. more: further loggers' names. May be called twice."""
     for name in (*_LOGGERS, *more):
         logging.getLogger(name).addFilter(_strip_message)
 
 
 def _strip_message(record: logging.LogRecord) -> bool:
-    """Replace an exception's message in the record. As a filter, let every record pass."""
+    """Replace an exception's message in the record, and return True, with which a filter lets the record pass."""
     if record.exc_info and record.exc_info[1] is not None:
         error = record.exc_info[1]
         frames = "".join(traceback.format_tb(error.__traceback__))

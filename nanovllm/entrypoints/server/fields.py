@@ -1,12 +1,13 @@
 """The rule for the fields of request bodies, in all APIs and for every object inside a body.
 
 - A field that is null is the same as a field that is missing.
-- A field of `UNSUPPORTED` would change the answer, and the server does not implement it. Such a field is refused by
-  name unless it has a value that changes nothing.
+- A field of `UNSUPPORTED` would change the answer, but is not implemented. The server refuses such a field by name,
+  unless the value changes nothing.
 - A field with nearly the name of a known field, such as "temprature", is refused with the known name.
 - Every other unknown field is ignored, and the log names it once.
 
-A body can have millions of errors, and collecting them would take minutes and gigabytes. So a check ends at the first.
+A body can have millions of errors, and collecting all would take minutes and gigabytes. So a check ends at the first
+error.
 """
 
 import logging
@@ -21,16 +22,16 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 MAX_NAME_CHARS = 100  # of an unknown field's name, in a message
-MAX_KNOWN_CHARS = 40  # a longer name is not compared with the known ones
-MAX_BODY_VALUES = 1 << 17  # checking them takes a third of a second
-MAX_LOGGED_NAMES = 200  # clients choose the names, so their number has no other limit
-TWO_EDIT_CHARS = 8  # shorter names differ too easily from others in two characters
-ONE_EDIT_CHARS = 4  # and still shorter ones in one
+MAX_KNOWN_CHARS = 40  # a longer name is not compared with the known names
+MAX_BODY_VALUES = 1 << 17  # checking this many values takes a third of a second
+MAX_LOGGED_NAMES = 200  # clients choose the names, so the number of names has no other limit
+TWO_EDIT_CHARS = 8  # too many unrelated names shorter than this differ in two characters
+ONE_EDIT_CHARS = 4  # too many unrelated names shorter than this differ in one character
 
 logger = logging.getLogger(__name__)
 
-# Field of a request that changes the answer and is not implemented -> the values that change nothing, besides null. A
-# field that an API implements is not looked up here for this API.
+# Field of a request that changes the answer and is not implemented -> the values that change nothing, besides null.
+# Fields that an API implements are not looked up here.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     # OpenAI's APIs
     "audio": (),
@@ -101,7 +102,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "documents": ([],),
     "early_stopping": (False,),
     "ebnf": (),
-    "extra_body": ({},),  # whose entries the openai package puts into the body itself
+    "extra_body": ({},),  # the openai package puts the entries of extra_body into the body itself
     "guided_grammar": ("",),
     "include_reasoning": (True,),
     "length_penalty": (1,),
@@ -152,7 +153,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 _LENGTH, _STOP = ("max_tokens", "max_output_tokens"), ("stop", "stop_sequences")
 _FORM, _SYSTEM = ("response_format", "text", "output_config"), ("instructions", "system", "messages")
 _THINKING = ("thinking", "reasoning", "chat_template_kwargs", "reasoning_effort")
-# Field that is not supported -> the fields with this meaning, of which an object has one at most
+# Field that is not supported -> the fields with the same meaning; an object has at most one of these fields
 INSTEAD: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys((*_LENGTH, "max_completion_tokens", "max_new_tokens", "n_predict", "num_predict"), _LENGTH),
     **dict.fromkeys(_STOP, _STOP),
@@ -171,7 +172,7 @@ INSTEAD: Mapping[str, tuple[str, ...]] = {
 
 
 class _FirstError(FailFast):
-    """End of the check of a list at its first error. Hashable, which `|` between types asks for."""
+    """Ends the check of a list at its first error. Hashable, because `|` between types needs hashable metadata."""
 
     __hash__ = object.__hash__
 
@@ -181,7 +182,7 @@ Items: TypeAlias = Annotated[list[Item], _FirstError()]
 
 
 def refuse(param: str, message: str) -> PydanticCustomError:
-    """Return the error that a validator raises to blame the field `param`."""
+    """Return the error that a validator raises about the field `param`."""
     return PydanticCustomError("refused", "{message}", {"param": param, "message": message})
 
 
@@ -193,9 +194,9 @@ def printable(name: str) -> str:
 class Body(BaseModel):
     """A JSON object. The module's docstring says how unknown fields are treated.
 
-    NEUTRAL: field that is not implemented -> values that change nothing. It may also have fields of the class, and then
-    these values count as null. KINDS: `type` that is supported -> the fields that it needs. A message
-    about another type begins with `NOUN` and ends with `WHY_NOT`.
+    NEUTRAL: field that is not implemented -> values that change nothing. NEUTRAL may also name fields of the class,
+    whose neutral values count as null. KINDS: supported value of `type` -> the fields that an object of this type
+    needs. A message about another type begins with `NOUN` and ends with `WHY_NOT`.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -257,7 +258,7 @@ class Body(BaseModel):
 
 
 class WholeBody(Body):
-    """The body of a request. Checking a value in it takes microseconds, during which all other requests wait."""
+    """The body of a request, with a limit on the number of values: all other requests wait during the check."""
 
     @classmethod
     def _unsupported(cls) -> Mapping[str, tuple[Any, ...]]:
@@ -277,7 +278,7 @@ class WholeBody(Body):
 
 @lru_cache
 def own_names(kind: type[Body]) -> frozenset[str]:
-    """Return the names of the fields that the class has, as JSON has them."""
+    """Return the names that the class's fields have in JSON."""
     return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
@@ -293,7 +294,7 @@ def _is_same(value: Any, neutral: Any) -> bool:
 
 
 def _num_values(value: Any, limit: int) -> int:
-    """Count the objects, lists and other values in a JSON value, at most to `limit` + 1. Token ids do not count."""
+    """Count the objects, lists and other values in a JSON value, except token ids. Stop counting at `limit` + 1."""
     found, rest = 0, [value]
     while rest and found <= limit:
         found += 1
@@ -305,7 +306,7 @@ def _num_values(value: Any, limit: int) -> int:
     return found
 
 
-# -- names that are nearly known. difflib would take seconds for a body with 100,000 of them ---------------------------
+# -- misspelt names. difflib would take seconds for a body with 100,000 of them ----------------------------------------
 
 
 def _meant_name(kind: type[Body], name: str) -> str | None:
@@ -321,7 +322,7 @@ def _meant_name(kind: type[Body], name: str) -> str | None:
 
 @lru_cache
 def _shortened_names(kind: type[Body]) -> Mapping[str, str]:
-    """Each field's name, and what is left of it without one or two characters -> the name."""
+    """Return a map to each field's name from the name itself and from the name without one or two characters."""
     found: dict[str, str] = {}
     for name in sorted(own_names(kind)):
         plain = _plain(name)
@@ -342,9 +343,9 @@ _logged: set[tuple[str, str]] = set()
 
 
 def log_once(name: str, message: str) -> None:
-    """Log what is ignored, once for each name. message: with a %r for the name.
+    """Log once that `name` is ignored. message: a format with one %r for the name.
 
-    Clients choose the names, so only those are logged that can be names of an API, and a limited number of them.
+    Clients choose the names, so only names that an API could have are logged, up to a limited number.
     """
     if (message, name) in _logged or len(_logged) >= MAX_LOGGED_NAMES or not re.fullmatch(r"[\w.-]{1,64}", name, re.A):
         return

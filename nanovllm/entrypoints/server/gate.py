@@ -1,11 +1,13 @@
-"""Gate: the ASGI application around the server's own. It refuses requests before they cost any work.
+"""Gate: the ASGI application in front of the server's application. The gate refuses requests before they cost any work.
 
-In this order: requests after the server has begun to stop (503), whose length is ambiguous (400), for a host that is
-not ours (403), without a valid API key (401), and with a body that is too large (413), arrives too slowly (408), for
-which no memory is left (503), or whose encoding is unknown (415) or wrong (400). It reads a body whole, as the
-application would, unpacks it, and passes everything else on as it is, so that streamed answers are not slowed down.
+The gate refuses, in this order: requests after the server has begun to stop (503), with an ambiguous length (400), for
+the name of another host (403), without a valid API key (401), and with a body that is too large (413), arrives too
+slowly (408), does not fit into the memory for bodies (503), or has an unknown (415) or wrong (400) encoding. The gate
+reads and unpacks the whole body, as the application would. Everything else is passed on unchanged, so that streamed
+answers are not slowed down.
 
-Only digests of API keys are kept. All of them are compared, each in constant time, so the time tells nothing.
+Only digests of API keys are kept. A given key is compared with all digests, each in constant time, so the time of a
+comparison reveals nothing.
 """
 
 import asyncio
@@ -28,9 +30,9 @@ from nanovllm.entrypoints.server.page import FILES_PATH
 from nanovllm.errors import ConfigError
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
-OPEN_PATHS = ("/", "/health", "/version")  # need no key, nor do the page's files
-MAX_HELD_BODIES = 64  # the bodies of all open requests together are at most as large as so many of the largest
-CACHE_SALT = "cache_salt"  # the entry of the request's state that holds the salt of its key, with cache_salt_per_key
+OPEN_PATHS = ("/", "/health", "/version")  # need no key; the page's files need none either
+MAX_HELD_BODIES = 64  # the bodies of all open requests together may have this many times the size of the largest
+CACHE_SALT = "cache_salt"  # the entry of a request's state with the salt of its API key, if cache_salt_per_key is set
 HOST_REFUSED = (
     "this server has no API keys and listens on this machine only, so it answers no requests for another host; ask for "
     "localhost, set an API key, or name the origin in allowed_origins"
@@ -41,15 +43,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _HeldBody:
-    """The part of a request's body that is in memory."""
+    """The size of the part of a request's body that is in memory."""
 
     num_bytes: int = 0
 
 
 class Gate:
-    """`outermost`: the gate with the headers for pages of the allowed origins. Set `is_draining` when the server stops.
+    """Refuses or passes on each request. Set `is_draining` when the server stops.
 
-    on_refusal: called with the reason of each refusal, for the metrics.
+    outermost: the gate with the headers for pages of the allowed origins. on_refusal: a function that is called with
+    the reason of each refusal, for the metrics.
     """
 
     def __init__(
@@ -81,11 +84,11 @@ class Gate:
             self._num_held_bytes -= held.num_bytes
 
     def _check_access(self, scope: Scope) -> None:
-        """Raise Refusal for requests that are refused without a look at the body. Note the salt of the key."""
+        """Raise Refusal for a request that is refused for any body. Store the salt of the API key."""
         if self.is_draining:
             raise Refusal(503, "draining", "the server is stopping; ask again later", retry_after_s=1)
         names = {name for name, _ in scope["headers"]}
-        if {b"content-length", b"transfer-encoding"} <= names:  # RFC 9112, 6.1: two servers may read it as two requests
+        if {b"content-length", b"transfer-encoding"} <= names:  # RFC 9112, 6.1: a way to smuggle a second request
             message = "the request has both Content-Length and Transfer-Encoding; send one of them"
             raise Refusal(400, "framing", message, closes=True)
         for name, value in scope["headers"]:
@@ -94,7 +97,7 @@ class Gate:
         if not self._keys or scope["path"] in OPEN_PATHS or scope["path"].startswith(f"{FILES_PATH}/"):
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if scope["path"].startswith(MESSAGES_PATH) and not given:  # as Anthropic's clients send it
+        if scope["path"].startswith(MESSAGES_PATH) and not given:  # Anthropic's clients send the key in this header
             given = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
         if len(given) != 1 or not self._keys.accept(given[0]):
             problem = "the API key is wrong" if given else "the API key is missing"
@@ -103,12 +106,13 @@ class Gate:
             scope.setdefault("state", {})[CACHE_SALT] = self._keys.cache_salt(given[0])
 
     async def _read_body(self, scope: Scope, receive: Receive, held: _HeldBody) -> tuple[Scope, Receive]:
-        """Read the whole body, unpack it, and return a scope without its encoding and a `receive` that repeats it.
+        """Read and unpack the whole body. Return a scope without the body's encoding and a `receive` that returns the
+        unpacked body.
 
-        Raises Refusal if it is too large or slow, or cannot be unpacked.
+        Raises Refusal for a body that is too large, arrives too slowly, or cannot be unpacked.
         """
         lengths = [int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()]
-        self._check_size(max(lengths, default=0))  # the announced length need not be true
+        self._check_size(max(lengths, default=0))  # the announced length may be false
         try:
             whole = await asyncio.wait_for(self._whole_body(receive, held), self._options.max_receive_s)
         except asyncio.TimeoutError as error:
@@ -138,7 +142,7 @@ class Gate:
         return body
 
     async def _whole_body(self, receive: Receive, held: _HeldBody) -> bytes:
-        body = bytearray()  # and not a list of chunks, which can be a byte each
+        body = bytearray()  # not a list of chunks, because a chunk can be a single byte
         is_complete = False
         while not is_complete:
             message = await receive()
@@ -168,7 +172,7 @@ class Gate:
 
 
 def load_keys(options: ServerOptions) -> "ApiKeys":
-    """Read the keys, and warn if everyone in the network may ask. Raises ConfigError for a file that cannot be used."""
+    """Read the keys, and warn if everyone in the network may send requests. Raises ConfigError for an unusable file."""
     keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
     if not keys and not options.is_local:
         logger.warning(
@@ -182,10 +186,10 @@ def load_keys(options: ServerOptions) -> "ApiKeys":
 def read_api_keys(path: str | None, environment: Mapping[str, str]) -> list[str]:
     """Return the keys of the environment and of the file.
 
-    Raises ConfigError for a file or a variable without a usable key: a key that is present but empty would leave the
-    server open to everyone. The message leaves the key out.
+    Raises ConfigError for a file or a variable without a usable key: an empty key would leave the server open to
+    everyone. The message leaves the key out.
     """
-    found = []  # keys, and where each comes from
+    found = []  # each key with its origin
     if API_KEY_VARIABLE in environment:
         found.append((environment[API_KEY_VARIABLE].strip(), API_KEY_VARIABLE))
     if path is not None:
@@ -210,7 +214,7 @@ class ApiKeys:
         self._salt_secret = secrets.token_bytes(32)
 
     def __bool__(self) -> bool:
-        """Return True if there are keys. Without any, everyone may ask."""
+        """Return True if there are keys. Without keys, everyone may send requests."""
         return bool(self._digests)
 
     def accept(self, authorization: bytes) -> bool:
@@ -220,9 +224,9 @@ class ApiKeys:
         return any(matches)
 
     def cache_salt(self, authorization: bytes) -> str | None:
-        """Return a secret salt, which is the same for all requests with this key until the server ends.
+        """Return a secret salt, or None if there is only one key.
 
-        Return None if there is only one key.
+        All requests with this key have the same salt until the server ends.
         """
         if len(self._digests) == 1:
             return None

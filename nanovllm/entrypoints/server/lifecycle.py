@@ -4,15 +4,15 @@
     load, warm up           connections are refused until then
     serve                   until SIGTERM or SIGINT, or until the engine fails
     drain                   no new requests; the open ones get `drain_s` to finish
-    abort                   what is left gets its last event; connections that still do not end are cut
+    abort                   unfinished answers get their last event; connections that still do not end are cut
 
 A second signal ends the process at once. A step on the GPU cannot be interrupted, but the kernel frees everything.
 
-It also limits what a client can hold open, and for how long. Uvicorn closes connections only between requests. Here a
-connection ends, too, if the head of a request does not arrive in time, or if the client stops reading an answer that
-waits for it. Each of these has a timer of its own, so that thousands of idle connections cost nothing. The Gate limits
-the time of a body. Connections beyond the limit on open files get status 503 and are closed, so that files and the
-ranks' sockets can still be opened.
+This module also limits the number of open connections and their time. Uvicorn closes connections only between requests.
+Here a connection also ends if the head of a request does not arrive in time, or if the client stops reading an answer
+whose data waits. Each of these limits has a separate timer per connection, so thousands of idle connections cost
+nothing. The Gate limits the time of a body. Connections beyond the limit on open files get status 503 and are closed,
+so that files and the ranks' sockets can still be opened.
 """
 
 import asyncio
@@ -41,12 +41,12 @@ from nanovllm.errors import EngineError
 from nanovllm.utils.interrupt import ended_by_sigterm
 
 FAILED = 1  # exit status after the engine has failed; a supervisor should start the server again
-LINGER_S = 1.0  # after a failure: time for load balancers to see it, and for clients to read why
-LAST_EVENTS_S = 2.0  # for clients to take the last events
+LINGER_S = 1.0  # time after a failure in which load balancers can notice the failure and clients can read the error
+LAST_EVENTS_S = 2.0  # time for clients to receive the last events
 SWITCH_INTERVAL_S = 1e-4  # the engine's thread and the event loop wait for each other; Python's default is 5 ms
-KEEP_ALIVE_S = 60  # longer than clients keep idle connections, so that they do not meet one that is just closing
-MAX_FILES = 1 << 20  # where the system sets no limit
-SPARE_FILES = 64  # for everything but connections, beyond those that are open when the server starts
+KEEP_ALIVE_S = 60  # longer than clients keep idle connections, so no client sends a request while the server closes
+MAX_FILES = 1 << 20  # the limit if the system sets none
+SPARE_FILES = 64  # files other than connections that the server may open after its start
 REPORT_INTERVAL_S = 60.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -61,23 +61,23 @@ class Served(Protocol):
 
     @property
     def num_open(self) -> int:
-        """The number of answers that have not ended."""
+        """The number of unfinished answers."""
 
     async def warm_up(self) -> None:
-        """Prepare for the first request. Raises EngineError if nothing can be answered."""
+        """Prepare for the first request. Raises EngineError if no request can be answered."""
 
     async def wait_for_failure(self) -> EngineError:
         """Wait until no request can be answered any more, and return why."""
 
     async def abort(self) -> None:
-        """Give every open answer its last event. There are no further requests."""
+        """Give every open answer its last event. No request may follow."""
 
 
 def run_server(load: Callable[[], AsyncLLM], options: ServerOptions, bound: socket.socket) -> int:
     """Serve until a signal arrives or the engine fails, and return the exit status. Call it in the main thread.
 
-    load: makes the engine, which is closed in the end. bound: a socket that owns the port. Raises ConfigError for a
-    port or a key file that cannot be used, and what `load` raises.
+    load: makes the engine, which this function closes at the end. bound: a socket that owns the port. Raises
+    ConfigError for a port or a key file that cannot be used, and what `load` raises.
     """
     keep_messages_out()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -115,7 +115,7 @@ class _Server:
         limits = ConnectionLimits(options.max_receive_s, options.max_unread_s, num_files)
         config = uvicorn.Config(
             served.gate.outermost,
-            http=partial(Connection, limits=limits),  # type: ignore[arg-type]  # it only has to make protocols
+            http=partial(Connection, limits=limits),  # type: ignore[arg-type]  # any callable that makes protocols works
             lifespan="off",
             ws="none",
             log_config=None,
@@ -174,14 +174,14 @@ class _Server:
                 task.cancel()
 
     async def _announce(self) -> None:
-        """Say that the server is ready, once it listens."""
+        """Log that the server is ready, once the server listens."""
         while not self._uvicorn.started:
             await asyncio.sleep(0.01)
         name, url = self._options.served_model_name[0], url_of(self._socket)
         logger.info("nanovllm: %s is served at %s/v1, and a page to try it at %s/", name, url, url)
 
     async def _drain(self, served: "asyncio.Future[None]", failed: "asyncio.Future[EngineError]") -> None:
-        """Let the open requests finish. Returns when they have, at the limit, or when the engine fails."""
+        """Let the open requests finish. Return when all have finished, after `drain_s`, or when the engine fails."""
         num_open = self._served.num_open
         self._served.gate.is_draining = True
         logger.info("nanovllm: stopping; open answers: %d, which get %g s", num_open, self._options.drain_s)
@@ -189,14 +189,14 @@ class _Server:
         await asyncio.wait((served, failed), timeout=self._options.drain_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def _end(self, served: "asyncio.Future[None]") -> None:
-        """End what is still open. Each answer gets a last event, with what was generated so far."""
+        """End the open answers, each with a last event that has the tokens so far, and then the connections."""
         if self._served.num_open:
             logger.warning("nanovllm: aborting what is left; open answers: %d", self._served.num_open)
         self._uvicorn.should_exit = True
         await self._served.abort()
         await asyncio.wait((served,), timeout=LAST_EVENTS_S)
         for connection in list(self._uvicorn.server_state.connections):
-            connection.transport.abort()  # a client that does not read, or never sent its whole request
+            connection.transport.abort()  # the client does not read, or never sent its whole request
         await served
 
 
@@ -204,16 +204,19 @@ class _Server:
 
 
 def raise_file_limit() -> int:
-    """Let this process open as many files as the system allows it to, and return how many that are."""
+    """Raise the limit on open files to the system's hard limit, and return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # an unlimited hard limit can be more than the kernel takes
+    with suppress(ValueError, OSError):  # the kernel may refuse an unlimited hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
     return MAX_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 class ConnectionLimits:
-    """Limits on time and number. receive_s: for the head of a request. unread_s: for a client to take some data."""
+    """Limits on connections.
+
+    receive_s: seconds for the head of a request to arrive. unread_s: seconds for a client to read some data.
+    """
 
     def __init__(self, receive_s: float, unread_s: float, num_files: int) -> None:
         self.receive_s, self.unread_s = receive_s, unread_s
@@ -222,7 +225,7 @@ class ConnectionLimits:
         self._reported_s = float("-inf")
 
     def admits(self, num_connections: int) -> bool:
-        """Return True if so many connections may be open. If they may not, the log says so."""
+        """Return True if this many connections may be open. Otherwise log a warning."""
         if num_connections <= self.max_connections:
             return True
         now_s = time.monotonic()
@@ -237,17 +240,17 @@ class ConnectionLimits:
 
 
 class Connection(H11Protocol):
-    """Uvicorn's protocol on h11, with these limits.
+    """Uvicorn's protocol on h11, with ConnectionLimits.
 
-    Not the one on httptools, which uvicorn prefers where it is installed: it sends answers in chunks to clients that
-    speak HTTP/1.0.
+    Uvicorn's protocol on httptools, which uvicorn prefers if httptools is installed, is not used, because it sends
+    chunked answers to clients that speak HTTP/1.0.
     """
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*args, **options)
         self._limits = limits
-        self._timers: dict[str, asyncio.TimerHandle] = {}  # "head": awaited. "unread": the client is not reading
-        self._num_unread_bytes = 0  # when that timer was started
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # "head": awaits a request. "unread": awaits the client
+        self._num_unread_bytes = 0  # when the timer "unread" was started
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -283,7 +286,7 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def _watch_reader(self) -> None:
-        """Cut the connection if the client has stopped reading what waits for it."""
+        """Cut the connection if the client has stopped reading the data that waits."""
         self._stop("unread")
         self._num_unread_bytes = self.transport.get_write_buffer_size()
         if self._num_unread_bytes:

@@ -24,12 +24,12 @@ from nanovllm.entrypoints.server.protocol import (
 from nanovllm.plan.outputs import RequestOutput
 
 BILLING_HEADER = (
-    "x-anthropic-billing-header:"  # Claude Code's, which the model is not shown; it differs in each request
+    "x-anthropic-billing-header:"  # Claude Code's, removed from the prompt because each request has another value
 )
 
 
 class ContentBlock(Body):
-    """A part of a message. Its type says which of the fields it has."""
+    """A part of a message. The part's type determines the part's fields."""
 
     KINDS: ClassVar = {
         "text": ("text",),
@@ -107,10 +107,10 @@ class CountTokensRequest(WholeBody):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # the place of output_config.format in Anthropic's beta API
+    output_format: OutputFormat | None = None  # the name of output_config.format in Anthropic's beta API
 
     def as_chat(self) -> ChatRequest:
-        """Return the chat that this asks for. Raises RequestValidationError as the body of a chat would."""
+        """Return the chat that the body asks for. Raises RequestValidationError like the body of a chat."""
         return chat_request(**self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class CountTokensRequest(WholeBody):
 
 
 def _chat_messages(role: str, blocks: list[ContentBlock]) -> list[dict[str, Any]]:
-    """Return a chat's messages of one turn: the results of tools first, then the rest as one message."""
+    """Return a chat's messages of one turn: first the results of tools, then one message with the rest."""
     results = [
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": joined_text(block.content)}
         for block in blocks
@@ -228,7 +228,7 @@ class MessagesAnswer(BlockAnswer):
         }
 
     def _end(self, output: RequestOutput) -> tuple[str, str | None]:
-        """Return the reason of the end, and the stop sequence that was generated."""
+        """Return the stop reason, and the stop sequence that was generated or None."""
         if output["finish_reason"] != "stop":
             is_full = output["finish_reason"] == "length" and len(output["token_ids"]) < (self._body.max_tokens or 0)
             return "model_context_window_exceeded" if is_full else "max_tokens", None
@@ -237,7 +237,7 @@ class MessagesAnswer(BlockAnswer):
         if not self._is_at_stop_string(output):
             return "end_turn", None
         given = self._body.stop or ()
-        num_tokens = 4 * max(map(len, given), default=0)  # at most one for each byte
+        num_tokens = 4 * max(map(len, given), default=0)  # at most one token for each byte
         newest = [*output["prompt_token_ids"][-1:], *output["token_ids"][-num_tokens - 1 :]]
         end = self._service.llm.text.decode(newest[1:], after=newest[:1]) if given else ""
         found = next((each for each in given if each in end), None)
@@ -265,6 +265,6 @@ def _content(block: AnswerBlock) -> dict[str, Any]:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     try:
         given = json.loads(block.text or "{}")
-    except (ValueError, RecursionError):  # cut off, or an object in more objects than can be read
+    except (ValueError, RecursionError):  # the arguments are truncated or nested too deeply
         given = {}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": given}

@@ -21,7 +21,7 @@ PREFIX = "nanovllm:"
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
 
-# Entry of the engine's stats, name of its metric, help, and True for a counter
+# Entry of the engine's stats, name of the metric, help, and True for a counter
 _FIGURES = (
     ("num_running", "num_requests_running", "Answers in progress in the engine", False),
     ("num_waiting", "num_requests_waiting", "Answers that the engine has not begun, or has preempted", False),
@@ -39,7 +39,7 @@ _FIGURES = (
     ("num_used_snapshots", "num_used_state_snapshots", "States kept in CPU memory for later prompts", False),
     ("num_state_loads", "state_loads", "Answers that began with a state from CPU memory", True),
     ("num_state_saves", "state_saves", "States that were kept for later prompts", True),
-    ("num_hit_blocks", "resident_block_reads", "Blocks that steps read where they were, on the GPU", True),
+    ("num_hit_blocks", "resident_block_reads", "Blocks that steps read from GPU memory", True),
     ("num_missed_blocks", "streamed_block_reads", "Blocks that steps read from CPU memory", True),
     ("num_cpu_tokens", "cpu_attention_tokens", "Tokens whose keys the CPU attended to", True),
     ("num_loaded_bytes", "loaded_bytes", "Bytes copied to the GPU", True),
@@ -59,10 +59,10 @@ _FIGURES = (
     ("num_cancelled_disk_loads", "disk_cancelled_loads", "Loads that were cancelled because the disk hung", True),
     ("disk_read_byte_per_s", "disk_read_bytes_per_second", "Mean rate of reading", False),
     ("disk_write_byte_per_s", "disk_write_bytes_per_second", "Mean rate of writing", False),
-    ("num_guesses", "spec_decode_num_draft_tokens", "Tokens that were guessed", True),
-    ("num_accepted_guesses", "spec_decode_num_accepted_tokens", "Guesses that were right", True),
-    ("guess_acceptance", "spec_decode_draft_acceptance_rate", "Share of the guesses that were right", False),
-    ("tokens_per_pass", "spec_decode_tokens_per_pass", "Mean number of tokens of a step with guesses", False),
+    ("num_guesses", "spec_decode_num_draft_tokens", "Draft tokens", True),
+    ("num_accepted_guesses", "spec_decode_num_accepted_tokens", "Accepted draft tokens", True),
+    ("guess_acceptance", "spec_decode_draft_acceptance_rate", "Share of draft tokens that were accepted", False),
+    ("tokens_per_pass", "spec_decode_tokens_per_pass", "Mean number of tokens per verification step", False),
 )
 
 
@@ -72,8 +72,9 @@ logger = logging.getLogger(__name__)
 class Metrics(Collector):
     """Counts what the server answers and refuses, and reads the engine's stats when the metrics are rendered.
 
-    stats: of the engine; raises EngineError if it has failed. num_in_queue: answers that wait for their first token.
-    replica: the name of the engine if there are several; then every sample has it as a label.
+    stats: returns the engine's stats, or raises EngineError if the engine has failed. num_in_queue: returns the number
+    of answers that wait for their first token. replica: the engine's name, which labels every sample, or None if there
+    is only one engine.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Metrics(Collector):
         self._stats, self._num_in_queue = stats, num_in_queue
         self._registry = CollectorRegistry(auto_describe=False)
         self._labels = {"model_name": model_name} | ({} if replica is None else {"replica": replica})
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts, those in the prefix cache included")
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts, including cached tokens")
         self._generation_tokens = self._counter("generation_tokens", "Tokens of answers that have ended")
         self._cached_tokens = self._counter("prefix_cache_hits", "Tokens of prompts found in the prefix cache")
         self._finished = self._counter("request_success", "Answers that have ended", "finished_reason")
@@ -98,7 +99,7 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def _counter(self, name: str, about: str, *more_labels: str) -> Counter:
-        """Make a counter of this server. With more labels, each use gives the values of these labels."""
+        """Make a counter of this server. Each use of the counter gives the values of `more_labels`."""
         counter = Counter(PREFIX + name, about, [*self._labels, *more_labels], registry=self._registry)
         return counter if more_labels else counter.labels(**self._labels)
 
@@ -123,7 +124,7 @@ class Metrics(Collector):
             self._tpot_s.observe(output["tpot_s"])
 
     def answers_abandoned(self, num_answers: int) -> None:
-        """Count answers whose client has left, or that the server has given up, without their tokens."""
+        """Count answers whose client has disconnected, or that the server has aborted, without their tokens."""
         self._finished.labels(**self._labels, finished_reason="abort").inc(num_answers)
 
     def answer_checked(self, is_same: bool) -> None:
@@ -136,7 +137,7 @@ class Metrics(Collector):
     # -- the engine ----------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
-        """Called by prometheus_client. An engine that has failed has no stats."""
+        """Yield the engine's metrics, for prometheus_client. An engine that has failed has no stats."""
         yield self._metric(GaugeMetricFamily, "num_answers_in_queue", "Answers without a token", self._num_in_queue())
         try:
             stats = self._stats()
@@ -152,10 +153,8 @@ class Metrics(Collector):
 
     def _drafters(self, drafters: Mapping[str, Any]) -> Iterator[Metric]:
         labels = [*self._labels, "drafter"]
-        guesses = CounterMetricFamily(
-            PREFIX + "spec_decode_drafter_tokens", "Tokens guessed by a drafter", labels=labels
-        )
-        about = "Share of passes that kept a drafter's guess at this position"
+        guesses = CounterMetricFamily(PREFIX + "spec_decode_drafter_tokens", "Draft tokens of a drafter", labels=labels)
+        about = "Share of verification steps that accepted a drafter's token at this position"
         shares = GaugeMetricFamily(PREFIX + "spec_decode_acceptance_rate_per_pos", about, labels=[*labels, "position"])
         for name, figures in drafters.items():
             values = [*self._labels.values(), name]
@@ -171,14 +170,14 @@ class Metrics(Collector):
 
 
 def _usage(stats: Mapping[str, Any]) -> float:
-    """Return the share of the KV cache's blocks that requests use. With offload, the CPU holds all blocks."""
+    """Return the share of the KV cache's blocks that requests use. With offload, all blocks are in CPU memory."""
     place = "cpu" if "num_cpu_blocks" in stats else "gpu"
     num_blocks = stats.get(f"num_{place}_blocks", 0)
     return 1 - stats.get(f"num_free_{place}_blocks", 0) / num_blocks if num_blocks else 0.0
 
 
 async def log_throughput(stats: Callable[[], Mapping[str, Any]], interval_s: float = LOG_INTERVAL_S) -> None:
-    """Log a line every `interval_s` while the engine has work, and none while it is idle. Ends when it fails."""
+    """Log a line every `interval_s` while the engine has work. Return when the engine fails."""
     last = stats()
     while True:
         await asyncio.sleep(interval_s)

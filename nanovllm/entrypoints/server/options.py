@@ -1,4 +1,4 @@
-"""ServerOptions: the choices of a server's operator, apart from the engine's options. And the port to listen on.
+"""ServerOptions, the options of a server apart from the engine's options, and `bind`, which binds the server's port.
 
 The port is bound before anything is loaded, so that a port in use is known at once.
 """
@@ -24,16 +24,16 @@ class ServerOptions:
     """The flags of `nanovllm serve`. The `help` of each field says what it means. A bad value raises ConfigError."""
 
     host: str = option("127.0.0.1", help="address to listen on; 0.0.0.0 or :: for all networks", group=_SERVER)
-    port: int = option(8000, help="port to listen on; 0: any free one", group=_SERVER, least=0, most=65535)
+    port: int = option(8000, help="port to listen on, or 0 for any free port", group=_SERVER, least=0, most=65535)
     served_model_name: tuple[str, ...] = option(
         (),
-        help="names that clients may call the model by; answers carry the first; by default, the model's name, or "
-        "the last part of a directory's path",
+        help="names by which clients may call the model; answers carry the first name; by default, the model's name, "
+        "or the last part of a directory's path",
         group=_SERVER,
     )
     drain_s: float = option(
         30.0,
-        help="seconds that open requests get to finish after SIGTERM; then they are aborted",
+        help="seconds after SIGTERM in which open requests may finish; unfinished requests are then aborted",
         group=_SERVER,
         least=0,
         most=MAX_INT32,
@@ -41,8 +41,8 @@ class ServerOptions:
 
     verify_share: float = option(
         0.0,
-        help="share of the greedy answers, from 0 to 1, that are computed a second time while the server is idle, as "
-        "prompts; /metrics counts these checks and the answers that differ",
+        help="share of the greedy answers, from 0 to 1, that are recomputed as prompts while the server is idle; "
+        "/metrics counts these checks and the answers that differ",
         group=_SERVER,
         least=0,
         most=1,
@@ -51,32 +51,34 @@ class ServerOptions:
     api_key_file: str | None = option(
         None,
         help="file with one API key per line; lines that begin with # are comments. The environment variable "
-        "NANOVLLM_API_KEY can hold one more. Without either, everyone may ask",
+        "NANOVLLM_API_KEY can hold one more. Without any API key, everyone may send requests",
         group=_ACCESS,
     )
     allowed_origins: tuple[str, ...] = option(
-        (), help="origins whose pages may ask from a browser, such as https://example.org; *: all", group=_ACCESS
+        (),
+        help="origins whose pages may send requests from a browser, such as https://example.org, or * for all",
+        group=_ACCESS,
     )
     cache_salt_per_key: bool = option(
         True,
         help="with several API keys, reuse KV only between requests with the same key, so that neither timing nor "
-        "usage tells what others asked",
+        "usage reveals the prompts of other keys",
         group=_ACCESS,
     )
 
     max_queue: int = option(
         1024,
-        help="maximum number of answers that wait for their first token; beyond it, status 429",
+        help="maximum number of answers that wait for their first token; further requests get status 429",
         group=_LIMITS,
         least=1,
     )
-    max_wait_s: float = _limit(600.0, "seconds that a request may wait for its first token; then, status 503")
-    max_receive_s: float = _limit(60.0, "seconds that a client may take to send the head of a request, and its body")
+    max_wait_s: float = _limit(600.0, "seconds that a request may wait for its first token before status 503")
+    max_receive_s: float = _limit(60.0, "seconds that a client may take to send a request's head, and its body")
     max_unread_s: float = _limit(300.0, "seconds after which a client that stops reading its answer is cut off")
     max_body_mb: float = _limit(32.0, "maximum size of a body in MiB")
     max_prompt_chars: int | None = option(
         None,
-        help="maximum number of characters in a prompt, which is checked before it is tokenized; by default, 16 for "
+        help="maximum number of characters in a prompt, checked before the prompt is tokenized; by default, 16 for "
         "each token of max_model_len",
         group=_LIMITS,
         least=1,
@@ -99,10 +101,10 @@ class ServerOptions:
         return _is_loopback(self.host)
 
     def is_known_host(self, host: str) -> bool:
-        """Return True if a browser that sends this Host header has a page of ours, or of an allowed origin.
+        """Return True if a browser that sends this Host header shows a page of this server or of an allowed origin.
 
-        A page of another site can have the name of its own host resolve to 127.0.0.1, and then ask a local server as
-        if it were that host (DNS rebinding). Only the header tells.
+        Another site can let the name of its host resolve to 127.0.0.1, so that a browser lets the site's page send
+        requests to a local server (DNS rebinding). Only the Host header shows that the page is from another site.
         """
         if not self.is_local or "*" in self.allowed_origins:
             return True
@@ -131,7 +133,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that owns the port, but does not listen yet. Raises ConfigError if the port cannot be had."""
+    """Return a socket that owns the port, but does not listen yet. Raises ConfigError if the port cannot be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)

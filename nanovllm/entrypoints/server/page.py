@@ -1,12 +1,13 @@
-"""The page at /: documents, a chat about them, and the KV cache live, from /kvcache. The files are in page/.
+"""The page at /: documents, a chat about the documents, and a live view of the KV cache, from /kvcache. The files of
+the page are in page/.
 
-The page has no build step and loads nothing from other hosts; the Content-Security-Policy enforces the latter. Its own
-files must be served without an API key, because a browser cannot send one when it opens a page. The scripts send the
+The page has no build step. The Content-Security-Policy ensures that the page loads nothing from other hosts. The page's
+files must be served without an API key, because a browser cannot send a key when it opens a page. The scripts send the
 key that the user types with their requests to the API and to /kvcache.
 
-A snapshot of the cache costs about a millisecond for 8,192 blocks, and nothing is computed unless a page asks. All
-viewers share one snapshot for MIN_INTERVAL_S. It is made in the thread of the event loop, beside the engine's own:
-block_states and stats only read, and neither waits for a step.
+A snapshot of the cache costs about a millisecond for 8,192 blocks, and is made only when a page asks. All viewers share
+one snapshot for MIN_INTERVAL_S. The event loop's thread makes the snapshot while the engine's thread runs: block_states
+and stats only read, and neither waits for a step.
 """
 
 import base64
@@ -34,16 +35,16 @@ FILES_PATH = "/page"
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types 'none'",  # no text can become HTML, whatever a model writes
+    "require-trusted-types-for 'script'; trusted-types 'none'",  # no text of a model can become HTML
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # a browser asks each time if the file has changed (ETag)
+    "Cache-Control": "no-cache",  # a browser asks each time whether the file has changed (ETag)
 }
 
-ROOT_ID = ~0  # the empty prefix's id, for requests without a cache salt
+ROOT_ID = ~0  # the id of the empty prefix, for requests without a cache salt
 MIN_INTERVAL_S = 0.1  # at most ten snapshots a second
-RATE_WINDOW_S = 2.0  # rates are means over about this time; a step of a long prompt can take a second
-MAX_WINDOW_S = 10.0  # after a longer pause there is no recent rate
+RATE_WINDOW_S = 2.0  # a rate is the mean over about this time; a step of a long prompt can take a second
+MAX_WINDOW_S = 10.0  # after a longer pause no rate is shown
 
 
 class _PageFiles(StaticFiles):
@@ -54,7 +55,7 @@ class _PageFiles(StaticFiles):
 
 
 def add_page(app: FastAPI) -> None:
-    """Serve index.html at / and the other files below FILES_PATH. They hold nothing secret."""
+    """Serve index.html at / and the other files below FILES_PATH. The files contain nothing secret."""
     files = _PageFiles(directory=DIRECTORY)
     app.mount(FILES_PATH, files)
 
@@ -73,10 +74,10 @@ class KVView:
         self._engine, self._now_s = engine, now_s
         self._name = secrets.token_hex(4)  # tells replicas apart
         self._history: deque[tuple[float, dict[str, float]]] = deque()  # times and sums, oldest first
-        self._last: tuple[float, dict[str, Any]] | None = None  # when it was made, and the snapshot
+        self._last: tuple[float, dict[str, Any]] | None = None  # the last snapshot, after the time of its making
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state of the cache now, or less than MIN_INTERVAL_S ago. Raises EngineError if it has failed."""
+        """Return a snapshot of the cache, at most MIN_INTERVAL_S old. Raises EngineError if the engine has failed."""
         now_s = self._now_s()
         if self._last is None or now_s - self._last[0] >= MIN_INTERVAL_S:
             self._last = now_s, self._make(now_s)
@@ -107,13 +108,13 @@ class KVView:
     def locate(self, token_ids: list[int]) -> dict[str, Any]:
         """Return the blocks that hold the beginning of these tokens for later prompts, in order.
 
-        For display only: the engine may be about to change what a block holds. Blocks of another cache salt are not
-        found, nor are blocks of prompts whose keys depend on their length.
+        For display only: the engine may be about to overwrite a block. Blocks of another cache salt are not found, nor
+        are blocks of prompts whose keys depend on the length of the prompt.
         """
         wanted = array("q", token_ids)
         by_parent: dict[int, list[Any]] = {}  # blocks by the prefix before them
         for block in self._engine.scheduler.kv.pool.blocks:
-            if prefix_ids := tuple(block.prefix_ids):  # a copy, because the engine goes on
+            if prefix_ids := tuple(block.prefix_ids):  # a copy, because the engine's thread changes the original
                 by_parent.setdefault(prefix_ids[0], []).append(block)
         block_ids: list[int] = []
         parent_id, start = ROOT_ID, 0
@@ -128,7 +129,7 @@ class KVView:
             parent_id, start = prefix_ids[-1], start + len(held)
 
     def _rates(self, now_s: float, stats: dict[str, Any]) -> dict[str, float | None]:
-        """Return the rates since RATE_WINDOW_S ago, or since the oldest snapshot if that is later."""
+        """Return the mean rates over RATE_WINDOW_S, or since the oldest snapshot if all snapshots are more recent."""
         sums = {  # since the engine's start
             "decode_token_per_s": stats["num_decode_tokens"],
             "prefill_token_per_s": stats["num_prefill_tokens"],
@@ -151,12 +152,14 @@ class LocateRequest(BaseModel):
 
 
 def kv_router(engine: LLM) -> APIRouter:
-    """GET /kvcache: a JSON object (KVView). The application answers an EngineError with status 503.
-    POST /kvcache: which blocks hold the beginning of a prompt (KVView.locate).
-    GET /example: the Example that the page offers to try, null unless the model is the built-in one.
+    """Return the routes of the page's data.
 
-    If the server asks for API keys, include this router with the same check as the API: what the cache holds shows how
-    much others ask.
+    GET /kvcache: a JSON object (KVView). The application answers an EngineError with status 503.
+    POST /kvcache: the blocks that hold the beginning of a prompt (KVView.locate).
+    GET /example: the Example that the page offers to try, or null unless the model is the built-in one.
+
+    If the server asks for API keys, include this router with the same check as the API: the state of the cache reveals
+    the sizes of other clients' prompts.
     """
     router, view = APIRouter(), KVView(engine)
 

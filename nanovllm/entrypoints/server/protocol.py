@@ -1,8 +1,8 @@
-"""Bodies of requests, as OpenAI defines them, with vLLM's additional fields, and the SamplingParams they ask for.
+"""Bodies of requests, as OpenAI defines them, with vLLM's additional fields, and the SamplingParams of a body.
 
-fields.py has the rule for unknown fields. SamplingParams checks the numbers themselves. A field of SamplingFields that
-has the name of a sampling parameter sets it. Each parameter comes from the first of these that has it: the body, the
-model's generation_config.json, the defaults of OpenAI's API, which SamplingParams has.
+fields.py has the rule for unknown fields. SamplingParams checks the values. A field of SamplingFields with the name of
+a sampling parameter sets this parameter. Each parameter comes from the first source that has it: the body, the model's
+generation_config.json, the defaults of OpenAI's API, which are the defaults of SamplingParams.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ from nanovllm.sampling_params import (
     token_id_keys,
 )
 
-COMPLETION_MAX_TOKENS = 16  # as OpenAI
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 TEXT_ONLY = ", as the model reads only text"
 Salt: TypeAlias = Annotated[str, MinLen(1)]
 
@@ -58,7 +58,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    NEUTRAL: ClassVar = {"schema": ()}  # where other servers have it
+    NEUTRAL: ClassVar = {"schema": ()}  # other servers have the schema here
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -80,7 +80,7 @@ class StructuredOutputsField(Body):
 
 
 class SamplingFields(WholeBody):
-    """Fields that both kinds of completions take. None stands for the default, as if the field were missing."""
+    """Fields that both kinds of completions have. None stands for the default, as if the field were missing."""
 
     model: str | None = None
     stream: bool | None = None
@@ -137,7 +137,7 @@ class SamplingFields(WholeBody):
 
 
 class CompletionRequest(SamplingFields):
-    NEUTRAL: ClassVar = {"logprobs": (False,)}  # as chats have it
+    NEUTRAL: ClassVar = {"logprobs": (False,)}  # the value that chats may have
 
     prompt: PromptField
     echo: bool | None = None
@@ -157,7 +157,7 @@ class CompletionRequest(SamplingFields):
 
 
 class TextPart(Body):
-    KINDS: ClassVar = {  # input_text and output_text are the names that the Responses API has
+    KINDS: ClassVar = {  # input_text and output_text are the names in the Responses API
         **dict.fromkeys(("text", "input_text", "output_text"), ("text",)),
         "refusal": ("refusal",),
     }
@@ -173,7 +173,7 @@ def content_branch(content: Any) -> str:
     return "list[part]" if isinstance(content, list) else "str"
 
 
-# A string or a list of parts. The tags are left out of the place that an error names
+# A string or a list of parts. Errors leave the tags out of a field's path
 Content: TypeAlias = Annotated[
     Annotated[str, Tag("str")] | Annotated[Items[TextPart], Tag("list[part]")], Discriminator(content_branch)
 ]
@@ -204,7 +204,7 @@ class Message(Body):
     content: Content | None = None
     refusal: str | None = None
     name: str | None = None
-    reasoning: str | None = None  # another name for the next
+    reasoning: str | None = None  # another name of reasoning_content
     reasoning_content: str | None = None
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -220,7 +220,7 @@ class Function(Body):
 
     @model_validator(mode="after")
     def _check_name(self) -> "Function":
-        if not self.name or not self.name.isprintable():  # half of a surrogate pair is not printable either
+        if not self.name or not self.name.isprintable():  # a lone surrogate is not printable either
             message = f"the name of a tool is {printable(self.name)!r}; give it one of printable characters"
             raise refuse("name", message)
         return self
@@ -232,7 +232,7 @@ class Tool(Body):
 
 
 class OtherTool(Body):
-    """A tool that the model cannot be offered, such as a search that OpenAI's servers run. The log names its type."""
+    """A tool that the model cannot be offered, such as a search that OpenAI's servers run. Its type is logged."""
 
     type: str
 
@@ -279,7 +279,7 @@ def functions_of(tools: Sequence[Any] | None) -> list[Tool]:
 
 
 def choice_branch(choice: Any) -> str:
-    return "dict[NamedTool]" if isinstance(choice, dict | BaseModel) else "str"  # a model when it is dumped
+    return "dict[NamedTool]" if isinstance(choice, dict | BaseModel) else "str"  # pydantic dumps a BaseModel
 
 
 ToolChoice: TypeAlias = Annotated[
@@ -327,7 +327,7 @@ class ChatRequest(SamplingFields):
 
 
 def chat_request(**fields: Any) -> ChatRequest:
-    """Make the chat that a body of another API asks for. Raises RequestValidationError as the body of a chat would."""
+    """Make the chat that a body of another API asks for. Raises RequestValidationError like the body of a chat."""
     try:
         return ChatRequest.model_validate(fields)
     except ValidationError as error:
@@ -335,7 +335,7 @@ def chat_request(**fields: Any) -> ChatRequest:
 
 
 class TokenizeRequest(WholeBody):
-    """Either `prompt`, or `messages` and what belongs to them."""
+    """Either `prompt`, or `messages` and the other fields of a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -360,18 +360,18 @@ class DetokenizeRequest(WholeBody):
 
 # -- SamplingParams ----------------------------------------------------------------------------------------------------
 
-# In a schema: what a grammar cannot express is left out. The name is llguidance's
+# In a schema, llguidance's option to leave out what a grammar cannot express
 LENIENT: dict[str, Any] = {"x-guidance": {"lenient": True}}
-_CONVERTED = {"max_tokens", "logit_bias", "structured_outputs"}  # their values differ from those of the parameters
+_CONVERTED = {"max_tokens", "logit_bias", "structured_outputs"}  # the body's values are converted
 _COPIED = ({each.name for each in fields(SamplingParams)} & SamplingFields.model_fields.keys()) - _CONVERTED
 
 
 def call_constraint(body: ChatRequest, call_format: CallFormat) -> TaggedJson | None:
-    """Return the form that the answer's tool calls must have. None if the model is free: it may choose, no tool is
-    strict, it may call several, and an answer without calls has no form.
+    """Return the form that the answer's tool calls must have, or None if calls are optional, parallel calls are
+    allowed, no tool is strict, and an answer without calls has no form.
 
-    The arguments of a strict tool match its schema. If the answer must be a call, the arguments of every tool do. But
-    what a grammar cannot express is refused only in the schemas of strict tools.
+    The arguments of a strict tool match the tool's schema. If the answer must be a call, the arguments of every tool
+    match the tool's schema. A schema that a grammar cannot express is refused only for strict tools.
     """
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
     functions = [tool.function for tool in body.offered_tools if named in (None, tool.function.name)]
@@ -387,7 +387,7 @@ def call_constraint(body: ChatRequest, call_format: CallFormat) -> TaggedJson | 
             schemas.append(_arguments_schema(each) | LENIENT)
         elif call_format.is_json:
             schemas.append({"type": "object"})
-        else:  # the properties that the tool has
+        else:  # constrain only the names of the properties
             schemas.append((each.parameters or {}) | {"required": []} | LENIENT)
     names = [each.name for each in functions]
     tools = list(zip(names, schemas, strict=True))
@@ -413,7 +413,9 @@ def _arguments_schema(function: Function) -> dict[str, Any]:
 
 
 def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """For max_tokens=0, which asks only about the prompt, generate one token and discard it."""
+    """Return the sampling parameters of a completion. For max_tokens=0, which asks only about the prompt, one token is
+    generated and discarded.
+    """
     params = _common_params(body, defaults)
     params["max_tokens"] = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1
     params["logprobs"] = body.logprobs
@@ -428,9 +430,10 @@ def chat_params(
     calls: TaggedJson | None = None,
     reasoning: ReasoningTags | None = None,
 ) -> SamplingParams:
-    """`calls`: the form that tool calls must have, or None without a constraint. `reasoning`: how the answer may begin.
+    """Return the sampling parameters of a chat.
 
-    An answer that need not be a call is either calls or of the form that the body gives.
+    calls: the form that tool calls must have, or None without a constraint. reasoning: how the answer may begin. An
+    answer that need not be a call either consists of calls or matches the form that the body gives.
     """
     params = _common_params(body, defaults) | {"reasoning_tags": reasoning}
     if calls is not None:
@@ -451,7 +454,7 @@ def _common_params(body: SamplingFields, defaults: Mapping[str, Any]) -> dict[st
 
 
 def _structured_outputs(body: SamplingFields) -> StructuredOutputs | None:
-    """Return the pattern of the answer, which a body can give in one of five fields."""
+    """Return the constraint on the answer, which a body can give in one of five fields."""
     given: dict[str, Any] = {"response_format": _response_format(body.response_format)}
     if body.structured_outputs is not None:
         given["structured_outputs"] = body.structured_outputs.model_dump(exclude_none=True, by_alias=True)

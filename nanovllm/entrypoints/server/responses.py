@@ -51,7 +51,7 @@ ResponseContent: TypeAlias = Annotated[
 
 
 class ResponseFunction(Body):
-    NEUTRAL: ClassVar = {"function": (), "input_schema": ()}  # where other APIs have the function and its parameters
+    NEUTRAL: ClassVar = {"function": (), "input_schema": ()}  # other APIs have the function and its parameters here
 
     type: Literal["function"]
     name: str
@@ -61,12 +61,12 @@ class ResponseFunction(Body):
 
 
 class CustomTool(Body):
-    """A tool that takes a text of any form. The model is offered a function with this text as its only argument."""
+    """A tool that takes a text of any form. The model is offered a function with this text as the only argument."""
 
     type: Literal["custom"]
     name: str
     description: str | None = None
-    format: dict[str, Any] | None = None  # such as a grammar, which the model is told of
+    format: dict[str, Any] | None = None  # such as a grammar; the description that the model reads includes the format
 
 
 NamedResponseTool: TypeAlias = Annotated[
@@ -78,7 +78,7 @@ NamedResponseTool: TypeAlias = Annotated[
 
 
 class Namespace(Body):
-    """A group of tools. The model is offered each of them by the names of both."""
+    """A group of tools. The name that the model is offered for a tool joins the names of the group and of the tool."""
 
     type: Literal["namespace"]
     name: str
@@ -96,7 +96,7 @@ ResponseTool: TypeAlias = Annotated[
 
 
 class InputItem(Body):
-    """An item of a conversation. Its type says which of the fields it has."""
+    """An item of a conversation. The item's type determines the item's fields."""
 
     KINDS: ClassVar = {
         "message": ("role", "content"),
@@ -137,7 +137,7 @@ ResponseToolChoice: TypeAlias = Annotated[
 
 
 class TextFormat(Body):
-    NEUTRAL: ClassVar = {"json_schema": ()}  # where chats have it
+    NEUTRAL: ClassVar = {"json_schema": ()}  # chats have the schema here
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = "answer"
@@ -176,7 +176,7 @@ class ResponsesRequest(WholeBody):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: Items[str] | None = (
-        None  # entries that the server has nothing for, such as encrypted reasoning, are ignored
+        None  # entries that the server cannot provide, such as encrypted reasoning, are ignored
     )
 
     @model_validator(mode="after")
@@ -189,7 +189,7 @@ class ResponsesRequest(WholeBody):
         return self
 
     def as_chat(self) -> ChatRequest:
-        """Return the chat that this asks for. Raises RequestValidationError as the body of a chat would."""
+        """Return the chat that the body asks for. Raises RequestValidationError like the body of a chat."""
         tools = [{"type": "function", "function": offered.function} for offered in self.offered.values()]
         choice: Any = self.tool_choice
         if isinstance(choice, ResponseToolName):
@@ -217,7 +217,7 @@ class ResponsesRequest(WholeBody):
 
     @cached_property
     def offered(self) -> dict[str, "OfferedTool"]:
-        """The functions that the model is offered, by the names that it knows them by."""
+        """The functions that the model is offered, by the names in the prompt."""
         tools = list(self.tools or ())
         for item in self.input if isinstance(self.input, list) else ():
             tools += item.tools or ()
@@ -228,13 +228,13 @@ class ResponsesRequest(WholeBody):
                 for each in tool.tools:
                     if not isinstance(each, OtherTool):
                         found[_offered_name(each.name, tool.name)] = _offer(each, tool.name, about)
-                        about = None  # once is enough
+                        about = None  # the first tool of the namespace has the description
             elif not isinstance(tool, OtherTool):
                 found[tool.name] = _offer(tool, None, None)
         return found
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Return the messages of a chat. What the model said in one turn is one message."""
+        """Return the messages of a chat. The model's items of one turn become one message."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -263,7 +263,7 @@ class ResponsesRequest(WholeBody):
 
 
 class OfferedTool(NamedTuple):
-    """A function that the model is offered, and the tool of the client that it stands for."""
+    """A function that the model is offered, and the client's tool that the function stands for."""
 
     function: dict[str, Any]
     name: str
@@ -276,7 +276,7 @@ def _offered_name(name: str, namespace: str | None) -> str:
 
 
 def _offer(tool: ResponseFunction | CustomTool, namespace: str | None, about: str | None) -> OfferedTool:
-    """about: what the model is told of the namespace, before the tool's own description."""
+    """Return the function that stands for `tool`. about: the namespace's description, which precedes the tool's."""
     is_custom = isinstance(tool, CustomTool)
     texts = [text for text in (about, tool.description) if text]
     if isinstance(tool, CustomTool):
@@ -318,7 +318,7 @@ class ResponsesAnswer(BlockAnswer):
         return self._sse([{"type": f"response.{response['status']}", "response": response}])
 
     def error_events(self, error: ApiError) -> str:
-        first = self.first_events()  # which clients expect in any case
+        first = self.first_events()  # clients expect the first events of a failed stream, too
         response = self._body_of(None) | {"status": "failed"}
         response["error"] = {"code": error.code or "server_error", "message": error.message}
         details = {"code": error.code, "message": error.message, "param": error.param}
@@ -369,7 +369,7 @@ class ResponsesAnswer(BlockAnswer):
         }
 
     def _is_cut(self, block: AnswerBlock) -> bool:
-        """Return True if the answer has ended within this block, but not by itself."""
+        """Return True if the answer was cut off within this block."""
         output = self._output
         return output is not None and output["finish_reason"] != "stop" and block is self._blocks[-1]
 
@@ -389,7 +389,7 @@ class ResponsesAnswer(BlockAnswer):
         return [{"type": "response.output_item.added", **place, "item": item | {"content": []}}, added]
 
     def _piece_event(self, block: AnswerBlock, piece: str) -> dict[str, Any]:
-        """Return {} for a piece of a custom call, whose input is sent when it is complete."""
+        """Return the event of a piece, or {} for a piece of a custom call, whose input is sent when it is complete."""
         if self._is_custom(block):
             return {}
         return {"type": f"{_EVENTS[block.kind]}.delta", **self._place(block), "delta": piece}
@@ -423,7 +423,7 @@ class ResponsesAnswer(BlockAnswer):
         return f"{'ctc' if self._is_custom(block) else _PREFIXES[block.kind]}_{block.block_id}"
 
     def _place(self, block: AnswerBlock) -> dict[str, Any]:
-        """Return the place of a piece of a block, as its events give it."""
+        """Return the fields by which an event names the block."""
         place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "call":
             place["content_index"] = 0
@@ -449,7 +449,7 @@ class ResponsesAnswer(BlockAnswer):
 
 
 def _custom_input(arguments: str) -> str:
-    """Return the text that a custom tool is called with. Arguments that were cut off are returned as they are."""
+    """Return the text that a custom tool is called with. Truncated arguments are returned unchanged."""
     with suppress(ValueError, RecursionError):
         parsed = json.loads(arguments)
         if isinstance(parsed, dict) and isinstance(parsed.get("input"), str):

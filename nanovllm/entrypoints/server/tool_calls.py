@@ -1,13 +1,13 @@
-"""Tool calls: the form in which a model writes them, the grammar that holds it to that form, and the parsers that find
-calls and reasoning in its text while it arrives piece by piece.
+"""Tool calls: the formats in which models write calls, the grammar of each format, and the parsers that find calls and
+reasoning in a model's text while the text arrives piece by piece.
 
-Every text that the grammar admits is parsed to the calls that it has (test_call_grammars.py). Parsers also
-take what models write without a grammar, such as calls without closing tags.
+Every text that the grammar admits is parsed to the calls in the text (test_call_grammars.py). Parsers also accept what
+models write without a grammar, such as calls without closing tags.
 
 A call in JSON is returned when it is complete. A call between tags is returned as soon as its name is known, and its
 arguments follow one by one. Text that turns out not to be a call is returned as content, unchanged and in its place.
-Only the white space on either side of a call is lost, and a closing tag that is cut off at the end. The result does not
-depend on how the text was split, and the time is linear in its length.
+Only the white space on either side of a call is lost, and a closing tag that is truncated at the end. The result does
+not depend on the division of the text into pieces, and the time is linear in the length of the text.
 """
 
 import itertools
@@ -53,15 +53,15 @@ class CallFormat(NamedTuple):
     is_bare: bool  # True if a call at the start of the answer needs no opening
     argument_keys: tuple[str, ...]
     needs_arguments: bool  # without tags, an object that has only a name is an ordinary answer
-    is_json: bool = True  # else each argument has a tag of its own
+    is_json: bool = True  # False if each argument has a separate tag
 
     def constraint(
         self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, is_required: bool, is_single: bool
     ) -> TaggedJson:
         """Return the form of calls to these tools, each a name and the schema of its arguments.
 
-        is_required: the answer is a call. is_single: it has no more than one. Raises RequestError for names that cannot
-        be written in this format.
+        is_required: the answer must have a call. is_single: the answer must not have several calls. Raises RequestError
+        for names that cannot be written in this format.
         """
         names = tuple(name for name, _ in tools)
         opening, closing = ("", "") if self.is_bare else (f"{self.opening}\n", f"\n{self.closing}")
@@ -100,16 +100,16 @@ LLAMA = CallFormat("<|python_tag|>", "", ";", True, ("parameters", "arguments"),
 QWEN_TAGS = CallFormat("<tool_call>", "</tool_call>", "", False, (), False, is_json=False)
 
 _MARKS = (
-    (QWEN_TAGS, ("<function=",)),  # within the tags of the next
+    (QWEN_TAGS, ("<function=",)),  # before the next format, whose tags these templates contain, too
     (HERMES, ("<tool_call>", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")),
     (LLAMA, ("<|python_tag|>", '"parameters": dictionary', "LlamaForCausalLM")),
 )
 
 
 def call_format_of(template_and_architecture: str) -> CallFormat | None:
-    """Return how a model writes its calls, going by its chat template or, less surely, by its architecture.
+    """Return the format of a model's calls, found in the chat template or, less reliably, by the architecture.
 
-    Returns None for a format that is not known. The caller should then refuse requests with tools.
+    Return None for an unknown format. The caller should then refuse requests with tools.
     """
     for call_format, marks in _MARKS:
         if any(mark in template_and_architecture for mark in marks):
@@ -118,7 +118,7 @@ def call_format_of(template_and_architecture: str) -> CallFormat | None:
 
 
 def _list(value: Any) -> list[Any]:
-    """Return a part of a schema that nobody has checked, as a list."""
+    """Return a part of an unchecked schema as a list."""
     return value if isinstance(value, list) else []
 
 
@@ -135,7 +135,7 @@ def takes_text(schema: Any) -> bool:
 
 
 def _choices(schema: Any) -> tuple[str, ...]:
-    """Return the texts that an `enum` or a `const` allows, or nothing if it allows other values, too."""
+    """Return the texts that an `enum` or a `const` allows, or () if the schema allows other values, too."""
     if not isinstance(schema, dict):
         return ()
     choices = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
@@ -169,7 +169,7 @@ def _parameters(tool: str, schema: Mapping[str, Any]) -> tuple[TaggedValue, ...]
 def _value_pattern(schemas: Iterable[Mapping[str, Any]]) -> str:
     """Return a regular expression of texts in which the parser of calls to these tools finds no end of the value.
 
-    A closing tag is followed by more of its line or of the text, and not by another tag.
+    In such a text a closing tag is followed by more text, and not by another tag.
     """
     names = {name: None for schema in schemas for name in _list_of_names(schema) if can_be_in_tag(name)}
     return text_without([f"<parameter={name}>" for name in names], "[^<]*", dict.fromkeys(_AFTER, _GOES_ON))
@@ -186,7 +186,7 @@ def can_be_in_tag(name: str) -> bool:
 
 
 class ReasoningDelta(NamedTuple):
-    """More of the reasoning before the answer."""
+    """The next piece of the reasoning before the answer."""
 
     text: str
 
@@ -204,13 +204,13 @@ CallPart: TypeAlias = str | ToolCallDelta
 Delta: TypeAlias = CallPart | ReasoningDelta  # a string is content
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]  # a tool's name -> the JSON Schema of its arguments
 
-WINDOW_CHARS = 1000  # read at once; also the limit of a tag with the name of a function or a parameter
-MAX_INDENT_CHARS = 100  # before a tag, where the tool's parameters are not known
+WINDOW_CHARS = 1000  # characters that are read at once, and the longest tag of a function or a parameter
+MAX_INDENT_CHARS = 100  # before a tag of a tool whose parameters are not known
 _FUNCTION = re.compile(r"[ \t\r\n]*<function=([^>\n]+)>")
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
-_HEAD_END = re.compile(r"[>\n]")  # of the tag of a function or a parameter
+_HEAD_END = re.compile(r"[>\n]")  # ends the tag of a function or a parameter
 _IN_FUNCTION = ("<parameter=", "</parameter>", "</function>")
-# Closing tag of a format with tags -> the tags of which one follows, if it closes anything
+# Closing tag of a format with tags -> the tags, one of which follows a tag that closes something
 _AFTER = {
     "</parameter>": ("<parameter=", "</parameter>", "</function>", "</tool_call>", "<tool_call>", "<function="),
     "</function>": ("</tool_call>", "<tool_call>", "<function="),
@@ -232,22 +232,22 @@ _DECODER = json.JSONDecoder()
 
 
 class _ValueScan:
-    """A search for the end of a value between tags in a text that grows. It reads each character a few times at most.
+    """A search for the end of a value between tags in a growing text, which reads each character a few times at most.
 
-    A tag ends the value only if what follows is a tag of the call, too, so that a value can contain tags: a closing tag
-    before another tag or at the end of the answer, or the tag of another parameter of the tool, before which the model
-    has left out a closing tag. In JSON, tags inside strings do not count.
+    A value may contain tags. So a tag ends the value only in one of two cases: a closing tag is followed by another tag
+    of the call or by the end of the answer, or the tag begins another parameter of the tool, because the model has left
+    out the closing tag. In JSON, tags inside strings do not count.
     """
 
     def __init__(self, names: Collection[str], is_json: bool) -> None:
-        """`names`: the tool's parameters; empty if they are not known."""
+        """names: the names of the tool's parameters, empty if the parameters are not known."""
         self._names, self._is_json = names, is_json
-        self._position = 0  # the value does not end before
-        self._string_end = 0  # of the string that begins at `_position`; 0 outside strings
-        self._no_string_before = 0  # quotes up to here do not begin a string
+        self._position = 0  # the value does not end before this position
+        self._string_end = 0  # end of the string that begins at `_position`; 0 outside strings
+        self._no_string_before = 0  # quotes before this position do not begin a string
 
     def find(self, text: str, is_last: bool) -> int | None:
-        """Return where the value ends, or None if it goes on or more text is needed. is_last: no text follows."""
+        """Return the end of the value, or None if more text is needed. is_last: no text follows."""
         part = _JSON_PART if self._is_json else _TEXT_PART
         while found := part.search(text, self._position):
             self._position = found.start()
@@ -268,7 +268,7 @@ class _ValueScan:
         return None
 
     def _skip_string(self, text: str, is_last: bool) -> bool:
-        """Go on after the string. Return False if more text is needed."""
+        """Move the position after the string. Return False if more text is needed."""
         rest = _IN_STRING.match(text, self._string_end or self._position + 1)
         assert rest is not None, "the pattern matches an empty text"
         self._string_end = rest.end()
@@ -277,7 +277,7 @@ class _ValueScan:
             return False
         if end.startswith('"'):
             self._position = self._string_end + 1
-        else:  # strings in JSON have one line
+        else:  # a string in JSON has no line break
             self._no_string_before = self._string_end
             self._position += 1
         self._string_end = 0
@@ -315,18 +315,18 @@ def _is_open_tag(text: str, begin: str) -> bool:
 
 
 class CallParser:
-    """Parses one answer: `feed` it the text, then call `finish`. Both return what has become certain.
+    """Parses one answer. Call `feed` with each piece of the text, then `finish`; both return what has become certain.
 
-    One scanner finds the opening of a call. What follows depends on the format. An object in JSON is buffered until a
-    character follows that JSON has nowhere outside strings, and then decoded at once. Between tags, the arguments come
-    one by one, each as a whole. Models leave tags out: the closing tags of a parameter, a function or a call, and
+    One scanner finds the opening of a call. The rest depends on the format. A JSON object is buffered until the first
+    character that JSON cannot have outside strings, and then decoded at once. Between tags, the arguments are returned
+    one by one, each whole. Models leave out tags: the closing tags of a parameter, a function or a call, and
     <tool_call> before the function of a known tool.
     """
 
     def __init__(self, call_format: CallFormat, schemas: Schemas, *, is_alternative: bool = False) -> None:
-        """is_alternative: the answer is either calls of these tools or a text without calls.
+        """is_alternative: the answer consists either of calls of these tools or of text without calls.
 
-        So an answer that does not begin with a call has none.
+        With is_alternative, an answer that does not begin with a call has no calls.
         """
         self._format, self._schemas, self._is_alternative = call_format, schemas, is_alternative
         names = () if is_alternative or call_format.is_json else filter(can_be_in_tag, schemas)
@@ -334,10 +334,10 @@ class CallParser:
         self._longest = max(map(len, self._openings))
         self._opening = re.compile("|".join(map(re.escape, self._openings)))
         self._text = ""
-        self._unread: list[str] = []  # pieces of the text that come after `_text`, the next one last
+        self._unread: list[str] = []  # pieces of the text after `_text`, in reverse order
         self._advance = self._find_object if call_format.is_bare else self._find_opening
         self._has_ended = self._is_cut = False
-        self._object_begin = self._object_end = 0  # in `_text`: the end of the opening, and where the search goes on
+        self._object_begin = self._object_end = 0  # in `_text`: end of the opening, and start of the rest of the search
         self._is_in_string = False  # at `_object_end`
         self._name = self._parameter = ""
         self._num_calls = self._num_parameters = 0
@@ -346,12 +346,12 @@ class CallParser:
         self._deltas: list[CallPart] = []
 
     def feed(self, text: str) -> list[CallPart]:
-        """Return what is certain now that the answer goes on with `text`."""
+        """Add `text`, and return what has become certain."""
         self._put_back(text)
         return self._take()
 
     def finish(self, is_cut: bool = False) -> list[CallPart]:
-        """Return the rest, after the last text. A call between tags needs no end, unless the answer was cut off."""
+        """Return the rest, after the last text. A call between tags needs no end, unless the answer was truncated."""
         self._has_ended, self._is_cut = True, is_cut
         deltas = self._take()
         is_content = self._advance in (self._find_function, self._find_opening, self._pass_content)
@@ -361,11 +361,11 @@ class CallParser:
 
     @property
     def _is_last(self) -> bool:
-        """True if no text comes after `_text`."""
+        """True if no text follows `_text`."""
         return self._has_ended and not self._unread
 
     def _take(self) -> list[CallPart]:
-        """Parse what there is of the text, and return what was found."""
+        """Parse the text so far, and return the parts that were found."""
         while self._advance():
             pass
         while self._unread:
@@ -376,9 +376,9 @@ class CallParser:
         return deltas
 
     def _go_on(self, position: int, advance: Callable[[], bool]) -> None:
-        """Go on with another state at this position of the text.
+        """Continue with another state at this position of the text.
 
-        Each state copies what is left of the text. So if much of it was held back, most is put back to the unread text.
+        Each state copies the rest of the text. So most of a long rest is moved back to the unread text.
         """
         rest = self._text[position:]
         self._text, self._advance = rest[:WINDOW_CHARS], advance
@@ -389,7 +389,7 @@ class CallParser:
         self._unread += [text[start : start + WINDOW_CHARS] for start in reversed(starts)]
 
     def _return_content(self, end: int, advance: Callable[[], bool]) -> None:
-        """Return the text up to `end` as content. If the answer is either calls or text, it is text from here on."""
+        """Return the text up to `end` as content. With is_alternative, the rest of the answer is content, too."""
         content = self._text[:end]
         if content:
             self._deltas.append(content)
@@ -398,12 +398,12 @@ class CallParser:
         self._go_on(end, self._pass_content if is_text else advance)
 
     def _pass_content(self) -> bool:
-        """Return everything as content, after the answer turned out to be a text without calls."""
+        """Return everything as content, because the answer has turned out to be a text without calls."""
         self._return_content(len(self._text), self._pass_content)
         return False
 
     def _find_opening(self) -> bool:
-        """Return the content before an opening. The white space before it stays, as it may belong to a call."""
+        """Return the content before an opening, without the white space before the opening, which may be a call's."""
         found = self._opening.search(self._text)
         if found and self._is_alternative and not self._num_calls and self._text[: found.start()].strip(_SPACE):
             found = None
@@ -428,7 +428,7 @@ class CallParser:
         self._advance = self._find_object
 
     def _find_object(self) -> bool:
-        """Find the object after the opening. Return it as a call, or the opening as content."""
+        """Find the object after the opening. Return the object as a call, or the opening as content."""
         found = _NEXT.search(self._text, self._object_begin)
         begin = found.start() if found and found[0] == "{" else None
         is_open = found is None or (begin is not None and not self._reach_end(begin))
@@ -445,9 +445,9 @@ class CallParser:
         return True
 
     def _reach_end(self, begin: int) -> bool:
-        """Return True if the object is followed by a character that JSON has nowhere outside strings.
+        """Return True if the object is followed by a character that JSON cannot have outside strings.
 
-        It follows only the quotes, and reads each character once.
+        The search follows only quotes, and reads each character once.
         """
         text, end = self._text, max(begin, self._object_end)
         while True:
@@ -463,9 +463,9 @@ class CallParser:
             end += 1
 
     def _read_call(self, begin: int) -> tuple[ToolCallDelta | None, int]:
-        """Return the call that the object at `begin` describes, and where the object ends.
+        """Return the call that the object at `begin` describes, and the end of the object.
 
-        Return None for what is not an object, not a call, or cannot be passed on as JSON.
+        The call is None if there is no object, or the object is not a call or cannot be encoded as JSON.
         """
         try:
             call, end = _DECODER.raw_decode(self._text, begin)
@@ -482,7 +482,7 @@ class CallParser:
             }:
                 return None, begin
             dumped = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-            (name + dumped).encode()  # half of a surrogate pair cannot be encoded
+            (name + dumped).encode()  # a lone surrogate cannot be encoded
         except (ValueError, RecursionError):
             return None, begin
         return ToolCallDelta(self._num_calls, _new_call_id(), name, dumped), end
@@ -507,7 +507,7 @@ class CallParser:
     # -- arguments between tags ----------------------------------------------------------------------------------------
 
     def _find_function(self) -> bool:
-        """Begin the call, or find that the opening is content."""
+        """Begin the call, or return the opening as content if no function follows."""
         text = self._text.lstrip(_SPACE)
         rest = text.removeprefix(QWEN_TAGS.opening)
         found = _FUNCTION.match(rest, 0, WINDOW_CHARS)
@@ -533,7 +533,7 @@ class CallParser:
             self._scan = _ValueScan(self._properties().keys(), not takes_text(self._properties().get(found[1])))
             self._go_on(len(self._text) - len(text) + found.end(), self._find_value)
             return True
-        if text.startswith("</parameter>"):  # once too often
+        if text.startswith("</parameter>"):  # a superfluous closing tag
             self._text = text.removeprefix("</parameter>")
             return True
         if _is_open_tag(text, "<parameter=") or any(tag.startswith(text) for tag in _IN_FUNCTION):
@@ -573,7 +573,7 @@ class CallParser:
         is_open = is_begun or any(tag.startswith(rest) and rest != tag for tag in (QWEN_TAGS.closing, "<function="))
         if is_open and not self._is_last:
             return False
-        if is_open and not is_begun:  # what there is of a closing tag
+        if is_open and not is_begun:  # a truncated closing tag
             rest = ""
         elif not rest.startswith(QWEN_TAGS.closing):
             rest = self._text
@@ -586,7 +586,7 @@ class CallParser:
         return properties if isinstance(properties, Mapping) else {}
 
     def _json_value(self, parameter: str, text: str) -> str:
-        """Return a value as JSON: as a string, unless the schema allows none, or it does not fit."""
+        """Return a value as JSON: as a string, unless the schema allows no string or the value does not match."""
         if not takes_text(self._properties().get(parameter)):
             text = _PYTHON_VALUES.get(text.strip(_SPACE), text)
             with suppress(ValueError, RecursionError):

@@ -115,7 +115,7 @@ def test_verify_takes_what_the_model_allows_if_that_is_less_than_its_default() -
     """Regression: for a model of 8,192 tokens it refused its own default."""
     for limit, num_tokens in ((8192, 8192 - ANSWER_TOKENS), (4096, 4096 - ANSWER_TOKENS), (9000, 8192), (10**6, 8192)):
         assert _num_prompt_tokens(None, limit) == num_tokens
-    with pytest.raises(ConfigError, match=r"takes 2079 tokens, and this check needs 2048 and 32 new ones"):
+    with pytest.raises(ConfigError, match=r"takes 2079 tokens, and this check needs 2048 and 32 new tokens"):
         _num_prompt_tokens(None, 2079)
 
 
@@ -129,7 +129,7 @@ def test_verify_of_a_short_model_runs_and_says_how_long_it_takes(tiny: str, caps
 def test_verify_bad_input_exits_2(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
     for flags, message in (
         (["--num-tokens", "2047"], "--num-tokens=2047 must be 2048 or more"),
-        (["--num-tokens", "8192"], "are more than the 4096 of the model; lower --num-tokens to 4064"),
+        (["--num-tokens", "8192"], "are more than the model's limit of 4096; lower --num-tokens to 4064"),
         (["--device", "tpu"], "--device='tpu' is unknown"),
     ):
         assert main(["verify", "--model", tiny, *flags]) == 2
