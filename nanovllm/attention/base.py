@@ -86,7 +86,7 @@ class PagedBatch:
 
 
 class AttentionBackend(ABC):
-    """One way to run the kernels. Stateless but for tuning caches; backends/selection.py chooses one at start."""
+    """One way to run the kernels. Stateless but for tuning caches; attention/selection.py chooses one at start."""
 
     name: ClassVar[str]
     runs_in_graphs: ClassVar[bool] = True  # False: `attend` reads PagedBatch.host, which a CUDA graph does not have

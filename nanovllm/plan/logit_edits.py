@@ -145,7 +145,8 @@ class TokenConstraint(Protocol):
 
         Does not advance. From the first draft token on that is not allowed or ends the answer, the rows allow every
         token: what is sampled there does not count, because the draft token is rejected or the request has ended. Rows
-        also allow every token if there is an `error`; then `accept` returns False.
+        also allow every token if there is an `error`, or after a draft token whose mask cannot be computed. `accept`
+        then returns False for what is sampled there.
         """
 
 
