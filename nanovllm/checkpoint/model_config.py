@@ -2,7 +2,7 @@
 
 Owns the list of supported settings. A setting outside it raises CheckpointError here, and no later code checks again.
 Each concern has one function, which either returns what ModelConfig needs or says what is not supported: the type of
-the weights `_weight_dtype`, their quantization quantization.py, the kinds of layers `_check_layers`, the MLP
+the weights `_weight_dtype`, their quantization quantization.py, the kinds of layers `_layer_kinds`, the MLP
 `_mlp_size`, the rope `_rope`. Importing this module loads neither torch nor transformers.
 """
 

@@ -1,6 +1,6 @@
-"""The KV cache: `policy` decides, in integers and without torch; `transfer` moves the tensors.
+"""The KV cache: decides in integers, without torch, who owns which block. nanovllm/offload moves the tensors.
 
-Its three main classes can be imported from here: BlockManager, HybridKVCacheManager and OffloadEngine.
+The three main classes can be imported from here: BlockManager, HybridKVCacheManager and OffloadEngine.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ __all__ = ["BlockManager", "HybridKVCacheManager", "OffloadEngine"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on demand, so that the policy can be imported without torch."""
+    """Import on demand, so that the managers can be imported without torch."""
     if name == "OffloadEngine":
         from nanovllm.offload.offload_engine import OffloadEngine
 
