@@ -65,6 +65,7 @@ package: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,package]'
 	$(BIN)/python tests/package/check_package.py
 
+# Format, lint, types and import rules
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -75,13 +76,16 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The tables of docs/options.md, of GPUs in README and docs/planning.md, and the plans in docs/install.md
 docs: $(INSTALLED)
 	$(BIN)/python tests/package/doc_tables.py docs/options.md docs/planning.md README.md
 	$(BIN)/python tests/package/recipes.py
 
+# Time per call of the scheduler, the prefix lookup, the block pool, the detokenizer and the input arrays
 bench-micro: $(INSTALLED)
 	$(BIN)/python -m pytest benchmarks/micro --benchmark-only
 
+# Load on a server with the built-in model
 bench-serve: $(INSTALLED)
 	$(BIN)/python bench_serve.py --start "nanovllm serve --model demo --port {port}" \
 	    --concurrency 8 --num-requests 32 --max-tokens 200 --runs 3 $(ARGS)
@@ -100,6 +104,7 @@ fuzz: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,fuzz]'
 	$(BIN)/python -m benchmarks.fuzz_server $(ARGS)
 
+# GPU tests and all benchmarks; each target is printed as reached or missed.
 # PYTHON given here (make bench-gpu PYTHON=python3) is used as it is, without the virtual environment
 bench-gpu: $(if $(filter file,$(origin PYTHON)),$(INSTALLED))
 	$(GPU_PYTHON) -m benchmarks.run_all $(ARGS)

@@ -1,12 +1,12 @@
 """The long workload with the KV cache in CPU memory, compared with all-GPU and with transformers' offloaded cache.
 
 The link is measured first. Decode with offload is bound by the link's rate divided by the fewest bytes that must cross
-it per token; the fewest blocks are full blocks - (slots - write slots). Where the CPU attends to some of them, decode
-is bound by both rates together, as the last steps had them. --cpu-attention both measures with and without the CPU.
+the link per token; the fewest blocks are full blocks - (slots - write slots). If the CPU attends to some blocks, decode
+is bound by both rates together, as measured in the last steps. --cpu-attention both measures with and without the CPU.
 Prefill is bound by its arithmetic, and compared with the all-GPU engine in the same run.
-All of that is measured without speculation. --compare default adds an engine with the default options, which include
-speculation; how many of its drafts are right depends on the random weights.
---speculation measures decode against the share of right guesses, by an oracle (benchmarks/speculation.py).
+These figures are measured without speculation. --compare default adds an engine with the default options, which include
+speculation; the acceptance of its draft tokens depends on the random weights.
+--speculation measures decode by the acceptance of draft tokens, with an oracle (benchmarks/speculation.py).
 """
 
 import argparse
@@ -34,8 +34,8 @@ from benchmarks.common import (
 from benchmarks.reporting import Samples, report, run_options, versions
 from benchmarks.speculation import run_speculation
 from nanovllm import LLM, SamplingParams
-from nanovllm.capabilities.shadow.shadow_spec import SHADOW_BITS
 from nanovllm.capacity.costs import num_full_blocks, num_missing_blocks
+from nanovllm.plan.shadow_spec import SHADOW_BITS
 from nanovllm.utils.arithmetic import ceil_div
 
 SECOND_ANSWER_TOKENS = 256
@@ -64,7 +64,7 @@ def make_llm(args: argparse.Namespace, max_model_len: int, **options: Any) -> LL
 
 
 def num_prefill_tokens(args: argparse.Namespace, max_model_len: int) -> int:
-    """Length of the prompt. With --one-prompt it leaves room for the tokens that are decoded after it."""
+    """Length of the prompt. With --one-prompt it leaves room for the tokens that are decoded."""
     return max_model_len - (args.decode_tokens if args.one_prompt else 1)
 
 
@@ -94,7 +94,7 @@ def report_engine(times: PromptTimes, prefix: str) -> dict[str, Any]:
 def bench_offload(
     args: argparse.Namespace, ceilings: Ceilings, max_model_len: int, num_slots: int, cpu_attention: str
 ) -> dict[str, Any]:
-    """Measure the engine with `num_slots` slots: its rates, the bytes it moves per token, and the bounds."""
+    """Measure the engine with `num_slots` slots: its rates, the bytes copied per token, and the bounds."""
     pool: dict[str, Any] = {"num_cpu_blocks": (args.batch + 1) * ceil_div(max_model_len, args.block_size)}
     if args.cpu_memory_gb is not None:
         pool = {"cpu_memory_gb": args.cpu_memory_gb}
@@ -127,7 +127,7 @@ def bench_offload(
     result |= {"start_s": start_s, "num_missing_blocks": missing, "block_bytes": block_bytes}
     result |= {f"engine_{name}": stats[name] for name in ENGINE_FIGURES}
     if missing:
-        # each rank brings in its own heads over its own link, and attends to its own on the CPU
+        # each rank streams its heads over its own link, and attends to its heads on the CPU
         bound = args.batch * ceilings.link_byte_per_s / (missing * block_bytes)
         share = result["offload_decode_tok_per_s"] / bound
         result |= {"link_bound_decode_tok_per_s": bound, "link_share": share}
@@ -266,7 +266,9 @@ def main() -> None:
         help="measure decode with guesses instead, by an oracle whose guesses cost as much as this drafter's; "
         "--num-gpu-blocks 0: all on the GPU",
     )
-    parser.add_argument("--num-speculative-tokens", type=int, help="maximum guesses in a step; default: the engine's")
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, help="maximum draft tokens in a step; default: the engine's"
+    )
     parser.add_argument("--shadow-bits", type=int, choices=SHADOW_BITS, help="with --speculation shadow")
     args = parser.parse_args()
     compare = {name for name in args.compare.split(",") if name}

@@ -3,13 +3,13 @@
     python bench_serve.py --base-url http://127.0.0.1:8000 --rate 4 --json rate4.json
     python bench_serve.py --start "nanovllm serve --model demo --port {port}" --concurrency 8 --num-requests 32
 
-Workloads: `chats`, short ones, in closed loops (--concurrency) or at Poisson arrivals (--rate); `document`, one long
-text with many questions; `interference`, a long prompt that arrives beside running streams; `idle-connections`, idle or
-slow connections beside running streams; `overhead`, what HTTP adds to a small request.
+Workloads: `chats`, short chats, in closed loops (--concurrency) or at Poisson arrivals (--rate); `document`, one long
+text with many questions; `interference`, a long prompt that arrives while streams are running; `idle-connections`, idle
+or slow connections concurrent with running streams; `overhead`, what HTTP adds to a small request.
 
-Prompts are random words, counted in tokens by the server's /tokenize. Times are those that a client
-sees. Every rate stands beside its bound: the offered rate, or with --against-generate the rate of LLM.generate for the
-same requests. Needs aiohttp (the extra `bench`).
+Prompts are random words, counted in tokens by the server's /tokenize. Times are measured at the client. Every rate is
+printed with its bound: the offered rate, or with --against-generate the rate of LLM.generate for the same requests.
+Needs aiohttp (the extra `bench`).
 """
 
 import argparse
@@ -46,7 +46,7 @@ from benchmarks.serve_client import (
 from benchmarks.serve_streams import allow_files, measure_idle_connections, measure_interference
 from benchmarks.server_process import EngineProcess, ServerError, ServerProcess, get, write_model
 
-BUSY_CLIENT = 0.8  # share of a core above which the client may be what is measured
+BUSY_CLIENT = 0.8  # share of a core above which the client may be the bottleneck
 DOCUMENT_ANSWER_TOKENS, QUESTION_TOKENS = 32, 32
 OVERHEAD_PROMPT_TOKENS, OVERHEAD_ANSWER_TOKENS = 100, 8
 OVERHEAD_WARM_UPS = 10  # requests of each kind, before the first run
@@ -191,7 +191,7 @@ MEASURES: dict[str, Callable[[Bench], Awaitable[Json]]] = {
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options in `argv`, or of the command line. Options that do not fit together are refused."""
+    """Parse the options in `argv`, or of the command line. Options that contradict each other are refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     number: Json = {"type": _positive, "metavar": "N"}
@@ -211,11 +211,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--against-generate", action="store_true", help="chats: then run the same requests in LLM.generate")
     add("--document-tokens", default=100_000, **number, help="length of the long prompt")
     add("--questions", default=8, **number, help="questions about a document, in turn")
-    add("--streams", default=32, **number, help="streams that run beside something else")
+    add("--streams", default=32, **number, help="streams that run concurrently with the measured load")
     add("--stream-tokens", default=1024, **number, help="length of one answer of a stream, which then begins another")
     add("--window-s", type=float, default=3.0, metavar="S", help="time in which streams are watched")
     add("--short-after-s", type=float, default=0.25, metavar="S", help="seconds from the long prompt to a short one")
-    add("--short-requests", default=16, **number, help="maximum of short requests beside a long prompt")
+    add("--short-requests", default=16, **number, help="maximum of short requests during a long prompt")
     add("--idle-connections", default=1000, **number)
     add("--runs", default=5, **number)
     add("--no-warm-up", dest="warm_up", action="store_false", help="leave out the run that warms up")
@@ -247,7 +247,7 @@ def _positive(text: str) -> int:
 
 
 def gpu_name() -> str | None:
-    """The name of this machine's first GPU; None without one."""
+    """The name of this machine's first GPU, or None without a GPU."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -256,7 +256,7 @@ def gpu_name() -> str | None:
 
 
 def end(*_: object) -> None:
-    """End the program on SIGTERM, and with it the server. A second one must not disturb that; timeout(1) sends two."""
+    """End the program and the server on SIGTERM. A second SIGTERM must not disturb the end; timeout(1) sends two."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + signal.SIGTERM)
 
@@ -279,9 +279,9 @@ async def measure(args: argparse.Namespace, command: Sequence[str]) -> tuple[Jso
 def run(args: argparse.Namespace, stack: ExitStack) -> Json:
     """Start a server if asked to, measure, stop it, and compare with the engine if asked to."""
     if args.workload == "idle-connections":
-        allow_files(2 * args.idle_connections)  # the server inherits it
+        allow_files(2 * args.idle_connections)  # the server inherits the limit
     elif args.workload == "overhead":
-        # The server and the engine run in turns, and idle threads of one keep spinning for a while
+        # The server and the engine run in turns, and idle threads of each spin for a while
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     process = None
     result: Json = {}

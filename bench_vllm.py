@@ -35,7 +35,7 @@ class VLLM:
         )
 
     def seconds(self, prompts: list[list[int]], max_tokens: list[int], temperature: float = 0.0) -> float:
-        """Time to answer all prompts, each with exactly the given number of tokens."""
+        """Return the time to answer all prompts, each with exactly the given number of tokens."""
         common: dict[str, Any] = {"temperature": temperature, "ignore_eos": True, "detokenize": False}
         params = [self._vllm.SamplingParams(max_tokens=n, **common) for n in max_tokens]
         start_s = time.perf_counter()
@@ -85,7 +85,7 @@ def main() -> None:
     result = (
         run_options(args) | versions() | {"engine": "vllm", "start_to_first_token_s": time.perf_counter() - start_s}
     )
-    del result["backend"]  # it names one of our backends
+    del result["backend"]  # the field names one of our backends
     print(f"start to first token: {result['start_to_first_token_s']:.1f} s")
     vocab_size = ModelConfig.from_pretrained(args.model)[0].vocab_size
     if args.long:

@@ -40,7 +40,9 @@ class Workload(NamedTuple):
     context_len: int
 
     def rate(self, heads: tuple[int, int], seconds: float) -> tuple[str, float]:
-        """The rate by what bounds the work: TFLOP/s for many queries, TB/s of K and V for a few of each sequence."""
+        """The rate in the unit of its bound: TFLOP/s for many queries, TB/s of K and V for a few
+        queries per sequence.
+        """
         if self.query_len <= MAX_VERIFIED:
             return "tb_per_s", 2.0 * 2 * self.num_sequences * self.context_len * heads[1] * HEAD_DIM / seconds / 1e12
         visible = self.query_len * (self.context_len - self.query_len) + self.query_len * (self.query_len + 1) / 2
@@ -63,7 +65,7 @@ VERIFICATIONS = [Workload(f"{n} queries at {length}", 1, n, length) for length i
 
 
 def time_ms(device: torch.device, run: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds of a call; the first one, which compiles or plans, apart from the others."""
+    """Milliseconds of a call; the first call, which compiles or plans, is separate."""
     start_s = time.perf_counter()
     run()
     if device.type != "cuda":
@@ -87,7 +89,7 @@ def time_ms(device: torch.device, run: Callable[[], object]) -> dict[str, float]
 def make_inputs(
     work: Workload, heads: tuple[int, int], args: argparse.Namespace, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedBatch]:
-    """Random queries, both caches, and the batch."""
+    """Make random queries, both caches, and the batch."""
     blocks_each = ceil_div(work.context_len, args.block_size)
     num_blocks = blocks_each * work.num_sequences
     ids = torch.randperm(num_blocks) if args.order == "random" else torch.arange(num_blocks)
@@ -126,7 +128,7 @@ def bench_backends(
 
 
 def add_shares_of_flash(rows: list[Row]) -> dict[str, float]:
-    """Add each row's rate relative to flash-attn 2. Returns the smallest of each backend."""
+    """Add each row's rate relative to flash-attn 2. Returns the smallest relative rate of each backend."""
     flash_ms = {(row["model"], row["workload"]): row["median_ms"] for row in rows if row["backend"] == "flash"}
     others = [row for row in rows if row["backend"] != "flash" and (row["model"], row["workload"]) in flash_ms]
     smallest: dict[str, float] = {}

@@ -1,12 +1,12 @@
-"""Times attention on the CPU over keys in CPU memory, alone and, on a GPU machine, beside copies to the GPU.
+"""Times attention on the CPU over keys in CPU memory, alone and, on a GPU machine, concurrent with copies to the GPU.
 
     python benchmarks/bench_cpu_attention.py                     # every kernel that can run here, 2 GiB of K and V
     python benchmarks/bench_cpu_attention.py --kernel amx --threads 8,14 --rows 1,4,9
     python benchmarks/bench_cpu_attention.py --mib 8 --runs 5    # small: does it run?
 
-A rate counts K and V read once. The bound is plain reading of the same memory by as many threads. Beside the link,
-another thread keeps copying pinned memory to the GPU, and the rate of those copies is given as well. The last line is
-JSON.
+A rate counts K and V read once. The bound is plain reading of the same memory by the same number of threads. For the
+figures concurrent with the link, another thread keeps copying pinned memory to the GPU, and the rate of its copies is
+also given. The last line is JSON.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Link:
         self.gb_per_s = self._num_copies * self._target.numel() / (time.perf_counter() - self._start_s) / 1e9
 
     def _copy(self) -> None:
-        """Two groups of copies are always queued; a blocking event leaves the cpu to others."""
+        """Two groups of copies are always queued; a blocking event leaves the CPU to other threads."""
         sources = itertools.cycle(self._sources)
         events: list[torch.cuda.Event] = []
         with torch.cuda.stream(self._stream):
@@ -69,7 +69,7 @@ class Link:
 
 
 def fill(memory: torch.Tensor, dtype: torch.dtype) -> None:
-    """Random values. They repeat every few MiB, since making all of them would take long."""
+    """Random values that repeat every few MiB, since making all of them would take long."""
     values = torch.randn(min(2**21, memory.numel() // dtype.itemsize), dtype=torch.float32).to(dtype)
     pieces = memory.view(dtype).split(values.numel())
     for piece in pieces:
@@ -77,7 +77,7 @@ def fill(memory: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def make_job(memory: torch.Tensor, heads: str, head_dim: int, num_rows: int, dtype: str, num_threads: int) -> Any:
-    """A job over all of `memory`, half of it K and half V. Returns it with the bytes that it reads."""
+    """Make a job over all of `memory`, half K and half V. Returns the job and the bytes that it reads."""
     num_kv_heads, group = map(int, heads.split("x"))
     cells = memory.view(getattr(torch, dtype)).view(2, -1)
     num_blocks = cells.shape[1] // (BLOCK_SIZE * num_kv_heads * head_dim)
@@ -100,7 +100,7 @@ def make_job(memory: torch.Tensor, heads: str, head_dim: int, num_rows: int, dty
 
 
 def measure(work: Callable[[], object], num_bytes: int, num_runs: int, link: Link | None) -> dict[str, Any]:
-    """GB/s of `work` alone and beside the link, each after a warm-up, and of the link meanwhile."""
+    """GB/s of `work` alone and concurrent with the link, each after a warm-up, and of the link."""
     figures: dict[str, Any] = {}
     for prefix in ("", "beside_link_") if link else ("",):
         rates = []
@@ -121,7 +121,7 @@ def print_row(row: dict[str, Any]) -> None:
     if "reading_share" in row:
         rates.append(f"{row['reading_share']:4.0%} of reading")
     if "link_gb_per_s" in row:
-        rates.append(f"beside the link {row['beside_link_gb_per_s']:.1f}, the link {row['link_gb_per_s']:.1f}")
+        rates.append(f"concurrent with the link {row['beside_link_gb_per_s']:.1f}, the link {row['link_gb_per_s']:.1f}")
     print(what, *rates, flush=True)
 
 
@@ -175,7 +175,7 @@ def main() -> None:
         try:
             choose_kernel([0], name).close()
             names.append(name)
-        except ConfigError as error:  # it cannot run here, and says why
+        except ConfigError as error:  # the kernel cannot run here; the error says why
             print(error)
     if not names:
         parser.error("none of these kernels can run here")

@@ -4,7 +4,7 @@
     python -m benchmarks.bench_delta_net --heads 16 48      # of 27B: key heads and value heads
     python -m benchmarks.bench_delta_net --tiles            # other configurations of the kernel that passes states on
 
-Decode and verifying are captured over all layers, each with states of its own. The last line is JSON.
+Decode and verification steps are captured over all layers, each with separate states. The last line is JSON.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def captured_seconds(layers: Layers, rows: StateRows) -> float:
 
 
 def kernel_us(layers: Layers, rows: StateRows, config: PassConfig | None = None) -> dict[str, float]:
-    """Microseconds of each kernel of a layer."""
+    """Measure the microseconds of each kernel of a layer."""
     layers.run(rows, config, num_layers=1)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         layers.run(rows, config, num_layers=4)

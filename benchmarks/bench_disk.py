@@ -5,10 +5,10 @@
     python -m benchmarks.bench_disk --path /data/kv --restart --model qwen3-0.6b # random weights, on the GPU if any
     python -m benchmarks.bench_disk --path /data/kv --beside --model qwen3-0.6b  # rates while prompts are written
 
-Plain reading reads the files one after the other in pieces of 8 MiB. Both it and loading start without the files in the
-page cache. For a restart, an engine reads a document, is closed, and a new one answers another question about it. With
---beside, an engine that writes its prompts prefills and decodes documents, and an engine without a disk does too. The
-folder must not exist; it is removed at the end. The last line is JSON.
+Plain reading reads the files one after the other in pieces of 8 MiB. Both plain reading and loading start without the
+files in the page cache. For a restart, an engine reads a document and is closed, and a new engine answers another
+question about the document. With --beside, an engine that writes its prompts to disk reads documents and decodes, and
+an engine without a disk does the same. The folder must not exist; it is removed at the end. The last line is JSON.
 """
 
 import argparse
@@ -41,7 +41,7 @@ DECODE_TOKENS = 256
 
 
 class Files:
-    """Extents of random bytes in CPU memory, and the worker that moves them."""
+    """Extents of random bytes in CPU memory, and the worker that transfers them."""
 
     def __init__(self, path: Path, config: ModelConfig, num_bytes: int) -> None:
         spec = KVCacheSpec(
@@ -107,7 +107,7 @@ def time_files(path: Path, config: ModelConfig, num_bytes: int, num_runs: int) -
     try:
         result = {"num_bytes": files.num_bytes, "write_gb_per_s": files.gb_per_s(files.write)}
         plain, load = [], []
-        for run in range(num_runs + 1):  # the first is the warm-up
+        for run in range(num_runs + 1):  # the first run is the warm-up
             for rates, work in ((plain, files.read_plainly), (load, files.load)):
                 files.forget()
                 rates.append(files.gb_per_s(work))
@@ -132,7 +132,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def time_restart(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Time to the first token of the first reading, and after a restart, which loads only if that is faster."""
+    """Time to the first token of the first reading, and after a restart, which loads only if loading is faster."""
     options = engine_options(args) | {"kv_disk_path": str(path)}
     rng = random.Random(0)
     document = [rng.randrange(200) for _ in range(args.context)]
@@ -163,7 +163,7 @@ def time_beside(path: Path, args: argparse.Namespace) -> dict[str, Any]:
             for run in range(args.runs + 1):
                 document = [rng.randrange(200) for _ in range(args.context)]
                 output = llm.generate([document], greedy(DECODE_TOKENS), use_tqdm=False)[0]
-                if run:  # the first is the warm-up
+                if run:  # the first run is the warm-up
                     rates[f"{name}_prefill"].append(prefill_tok_per_s(output) or 0.0)
                     rates[f"{name}_decode"].append(decode_tok_per_s(output) or 0.0)
             if disk:

@@ -1,7 +1,7 @@
 """Compares decode steps with and without sampling filters: python -m benchmarks.bench_filters
 
 For 1, 64 and 512 sequences, one engine runs three cases in turn: no filters, top_k 20 with top_p 0.95 in every row, and
-the same filters in one row only. With random weights the logits are flatter than those of a trained model, so more
+the same filters in one row only. With random weights the logits are flatter than with a trained model, so more
 drawn tokens are rejected than in real use.
 """
 
@@ -42,7 +42,7 @@ def compare(llm: LLM, batch: int, num_runs: int) -> dict[str, float]:
     for run in range(num_runs + 1):
         for name, num_filtered in cases.items():
             seconds = time_steps(llm, batch, num_filtered, rng)
-            if run:  # the first warms up
+            if run:  # the first run warms up
                 times[name].append(1e3 * seconds)
     result = {f"{name}_ms_{batch}": statistics.median(values) for name, values in times.items()}
     for name in ("filtered", "one_filtered"):

@@ -4,8 +4,8 @@
     python -m benchmarks.bench_linear --tiles --rows 1 16 # every tile of the kernels, to choose the defaults
     python -m benchmarks.bench_linear --experts           # the experts of Qwen3-30B-A3B
 
-Calls are timed in a graph of calls over copies of the weight, so that the GPU's cache holds none of it. The last line
-is JSON.
+Calls are timed in a graph of calls over copies of the weight, so that the GPU's cache holds none of the weight. The
+last line is JSON.
 """
 
 import argparse
@@ -32,7 +32,10 @@ EXPERTS = {"experts gate_up": (128, 1536, 2048), "experts down": (128, 2048, 768
 NUM_CHOSEN = 8
 CACHE_BYTES = 256 * 2**20  # more than any GPU's cache
 FEW_ROWS_TILES = [kernels.FewRowsTile(*sizes) for sizes in itertools.product((8, 16), (4, 8, 16), (1, 2, 3, 4, 8))]
-TILES = [kernels.Tile(*sizes) for sizes in itertools.product((16, 32, 64, 128), (64, 128, 256), (4, 8), (3, 4), (1, 4))]
+TILES = [
+    kernels.ManyRowsTile(*sizes)
+    for sizes in itertools.product((16, 32, 64, 128), (64, 128, 256), (4, 8), (3, 4), (1, 4))
+]
 
 
 def make_weight(num_rows: int, size: int, name: str) -> torch.nn.Parameter | PackedWeight:
@@ -51,7 +54,7 @@ def num_bytes(weight: Packed) -> int:
 
 
 def graph_us(calls: Sequence[Callable[[], object]]) -> float:
-    """Microseconds of a call in a graph of them; NaN if a tile does not fit."""
+    """Microseconds of a call in a graph of calls, or NaN if a tile does not fit."""
     try:
         for call in calls:
             call()

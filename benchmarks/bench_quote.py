@@ -1,7 +1,8 @@
-"""Times quotes with and without guesses: `python -m benchmarks.bench_quote`.
+"""Times quotes with and without draft tokens: `python -m benchmarks.bench_quote`.
 
 The built-in model answers a question about a line that is hidden in source code, as in `nanovllm demo`, but the answer
-has 200 characters, and each is a token. Missing keys come over the link alone, unless --cpu-attention says otherwise.
+has 200 characters, each of which is a token. Missing keys come over the link alone, unless --cpu-attention says
+otherwise.
 """
 
 import argparse
@@ -21,7 +22,7 @@ QUOTE_TOKENS = 200
 
 
 def measure(args: argparse.Namespace, prompt: str, speculation: str) -> tuple[Samples, list[int], float | None]:
-    """Decode rates of the runs, the answer, and how many tokens a pass yielded."""
+    """Decode rates of the runs, the answer, and tokens per verification step."""
     with LLM(
         build_retrieval_model(dtype=args.dtype),
         device=args.device,
@@ -35,7 +36,7 @@ def measure(args: argparse.Namespace, prompt: str, speculation: str) -> tuple[Sa
     ) as llm:
         params = SamplingParams(temperature=0, max_tokens=QUOTE_TOKENS + 20, stop="\n")
         rates = []
-        for _ in range(args.runs + 1):  # the first also reads the prompt and compiles
+        for _ in range(args.runs + 1):  # the first run also reads the prompt and compiles
             (output,) = llm.generate([prompt], params, use_tqdm=False)
             assert output["tpot_s"] is not None
             rates.append(1 / output["tpot_s"])

@@ -49,7 +49,7 @@ def median_seconds(work: Callable[[], object]) -> float:
 
 
 def measure_ceilings() -> Ceilings:
-    """Measure them. The matrices are random, because matrix products run faster on zeros."""
+    """Measure the ceilings. The matrices are random, because matrix products run faster on zeros."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     matmul_s = median_seconds(lambda: a @ b)
     source, target = (torch.empty(2**32, device="cuda", dtype=torch.uint8) for _ in range(2))
@@ -89,7 +89,7 @@ FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_blo
 
 
 def model_of_length(model: str, max_model_len: int) -> str:
-    """`model`, or for a preset a directory with its config, which transformers and vLLM read, too.
+    """Return `model`, or for a preset a directory with its config, which transformers and vLLM can also read.
 
     The config allows `max_model_len` tokens; a preset's weights are random anyway. A preset's name followed by -fp8 is
     the model in the format of Qwen's checkpoints in fp8, whose activations are quantized as well.
@@ -120,7 +120,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 def serve(
     llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
 ) -> tuple[list[RequestOutput], list[float]]:
-    """Run the prompts together. Returns their outputs, and the end times of steps in which all only decoded."""
+    """Run the prompts together. Returns their outputs, and the end times of steps in which all prompts decoded."""
     each_params = params if isinstance(params, list) else [params] * len(prompts)
     for prompt, its_params in zip(prompts, each_params, strict=True):
         llm.add_request(prompt, its_params)
@@ -144,7 +144,7 @@ def time_decode(
 ) -> Samples:
     """Tokens per second of `batch` sequences decoding together, starting at `context_len` keys. Every prompt is new.
 
-    The time is that from the first to the last step in which all of them decode, so that no prefill is included.
+    The time runs from the first to the last step in which all sequences decode, so that no prefill is included.
     """
     rng = random.Random(seed)
     rates = []
@@ -167,7 +167,7 @@ class PromptTimes(NamedTuple):
 def time_prompts(llm: LLM, lengths: list[int], num_decoded: int, seed: int) -> PromptTimes:
     """Run, for each length, a new prompt with `num_decoded` output tokens, then a second question about it.
 
-    The second question is the same prompt with other last tokens. The first length warms up and is not counted.
+    The second question is the same prompt with different last tokens. The first length warms up and is not counted.
     """
     rng, vocab_size = random.Random(seed), llm.model_config.vocab_size
     prefill, decode, second_question = [], [], []

@@ -1,14 +1,14 @@
 """Compares an engine's GPU memory with its plan: python -m benchmarks.device_memory [CASE ...]
 
-Each case runs in its own process. The memory of that process is the decrease of free memory on the device since before
-it began, including CUDA's own memory, so nothing else may use the GPU meanwhile. It is read when CUDA has started, when
-the engine is ready, and after the engine has served requests: a prompt of nearly 40,960 tokens, or as many as fit, then
-two such prompts together, then many short ones, all sampled with filters. The plan is made before the engine starts, in
-the same way as by `nanovllm plan`.
+Each case runs in a separate process. The memory of the process is the decrease of free memory on the device since
+before the process began, including CUDA's own memory, so nothing else may use the GPU meanwhile. The memory is read
+when CUDA has started, when the engine is ready, and after the engine has served requests: a prompt of nearly 40,960
+tokens, or the longest that fits, then two such prompts together, then many short prompts, all sampled with filters. The
+plan is made before the engine starts, in the same way as by `nanovllm plan`.
 
 nanovllm/capacity/costs.py holds the constants of the estimates. To fit them: `cuda_bytes` is the context before
 anything is loaded. `unreserved_bytes` minus the context is graphs and kernels loaded later; the case `no-graphs` runs
-without graphs. `reserved_bytes` minus `allocated_peak_bytes` is what the allocator wastes.
+without graphs. `reserved_bytes` minus `allocated_peak_bytes` is the allocator's waste.
 """
 
 import argparse
@@ -46,7 +46,7 @@ LONG_PROMPT_TOKENS = 40_960
 
 
 def measure(case: str) -> dict[str, Any]:
-    """Run a case in its own process. Returns its figures, with `plan_error` = plan / measured - 1."""
+    """Run a case in a separate process. Returns its figures, with `plan_error` = plan / measured - 1."""
     free_bytes, _ = torch.cuda.mem_get_info()  # creates this process's context, which must not count for the engine
     command = [sys.executable, "-m", "benchmarks.device_memory", "--serve", case, "--free-bytes", str(free_bytes)]
     root = Path(__file__).resolve().parent.parent
@@ -115,7 +115,7 @@ def serve(llm: LLM, num_short_prompts: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"cases to run: {', '.join(CASES)}; default: all")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)  # in the process of one case
+    parser.add_argument("--serve", help=argparse.SUPPRESS)  # used in the process of a case
     parser.add_argument("--free-bytes", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--json", metavar="FILE", help="also write the last line to FILE")
     args = parser.parse_args()

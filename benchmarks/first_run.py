@@ -1,8 +1,8 @@
 """Times the first process on a machine, with all options at their defaults: python -m benchmarks.first_run
 
-It measures the seconds from the start of Python to the first token, and compares the first long prompt with the second,
-and the first run of 256 requests with later runs. It says how long each phase of the start took. `make bench-gpu` gives
-it an empty kernel cache. The files of Python and CUDA are cold too only if nothing has run on the machine yet.
+Measures the seconds from the start of Python to the first token, and compares the first long prompt with the second,
+and the first run of 256 requests with later runs. Prints the time of each phase of the start. `make bench-gpu` provides
+an empty kernel cache. The files of Python and CUDA are cold, too, only if nothing has run on the machine yet.
 """
 
 import argparse
@@ -19,7 +19,7 @@ NUM_STEADY_RUNS = 3  # the last of NUM_REQUEST_RUNS count as steady
 
 
 def seconds_since_process_start() -> float:
-    """Uses field 22 of /proc/self/stat: clock ticks from boot to the start of the process; see proc(5)."""
+    """Read field 22 of /proc/self/stat: clock ticks from boot to the start of the process; see proc(5)."""
     fields_from_third = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     started_s = int(fields_from_third[22 - 3]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s

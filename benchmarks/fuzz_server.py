@@ -2,10 +2,10 @@
 
     python -m benchmarks.fuzz_server [--seconds 150] [--json fuzz.json] [-- flags of schemathesis]
 
-No answer may have status 500, a status that /openapi.json does not name, or another form than it says, and whatever the
-schema forbids must be refused. After that the server must still answer correctly and end with status 0. Exits with 1 if
-anything is not so. tests/entrypoints/server/test_fuzz.py does the same for some seconds within `make test`, and
-reads streams.
+No answer may have a status of 500 or one that /openapi.json does not name, or a form other than the schema's, and every
+request that the schema forbids must be refused. Afterwards the server must still answer correctly and end with status
+0. Exits with 1 if one of these conditions fails. tests/entrypoints/server/test_fuzz.py does the same for some seconds
+within `make test`, and reads streams.
 """
 
 import argparse
@@ -28,10 +28,10 @@ PROMPT, ANSWER = "The passkey is 4711.\nThe passkey is", " 4711."
 
 
 def run_schemathesis(url: str, seconds: int, flags: Sequence[str]) -> int:
-    """Run it, and return its exit status: 0 without failures."""
+    """Run Schemathesis, and return its exit status: 0 without failures."""
     options = ["--checks", ",".join(CHECKS), "--continue-on-failure", "--max-time", str(seconds), "--warnings", "off"]
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", *options, *flags]
-    with tempfile.TemporaryDirectory() as directory:  # it writes what it has learned about the server
+    with tempfile.TemporaryDirectory() as directory:  # Schemathesis writes what it has learned about the server
         return subprocess.run(command, cwd=directory).returncode
 
 

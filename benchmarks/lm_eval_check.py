@@ -4,13 +4,13 @@
 
 Both backends, `local-completions` and `hf`, run the same tasks on the CPU in fp32, offline, with two
 models: the built-in one, which copies, and a random Qwen3 whose tokens are parts of words. Every log-likelihood must be
-the same within TOLERANCE for each token, every accuracy and every generated text exactly. Otherwise it exits with 1.
-Only where transformers finds two tokens equally likely, within TOLERANCE, may one text go on with the one and the other
-text with the other.
+be the same within TOLERANCE for each token, every accuracy and every generated text exactly; otherwise the check exits
+with 1. Only where transformers finds two tokens equally likely, within TOLERANCE, may the two texts continue with
+different tokens.
 
-The tasks are made of this project's own documents. Each prompt has a passage, which is followed by the first words of
-one of its sentences. Which of four continuations is right, and what follows, can be answered by a model that copies.
-The third task is the perplexity of a whole document, which is longer than the context.
+The tasks are made of this project's documents. Each prompt has a passage, followed by the first words of one of its
+sentences. A model that copies can tell which of four continuations is right, and what follows. The third task is the
+perplexity of a whole document, which is longer than the context.
 """
 
 import argparse
@@ -46,7 +46,7 @@ VOCAB_SIZE, NUM_TRAINED_TOKENS = 1024, 1000  # the random model's
 
 @dataclass(frozen=True)
 class Score:
-    """A metric of one task as both backends compute it."""
+    """A metric of one task, as computed by both backends."""
 
     model: str
     task: str
@@ -67,9 +67,9 @@ class Answers:
     model: str
     task: str
     num_answers: int
-    max_error_per_token: float | None  # for log-likelihoods; None for texts
+    max_error_per_token: float | None  # for log-likelihoods, or None for texts
     num_different: int
-    num_tied: int = 0  # texts that part where two tokens are equally likely; these are not counted as different
+    num_tied: int = 0  # texts that diverge where two tokens are equally likely; they do not count as different
 
 
 # -- tasks and a model -------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def _passages(markdown: str) -> Iterator[list[str]]:
 
 
 def _halves(sentence: str) -> tuple[str, str]:
-    """The second half begins with a space."""
+    """Split a sentence into two halves. The second half begins with a space."""
     words = sentence.split(" ")
     middle = len(words) // 2
     return " ".join(words[:middle]), " " + " ".join(words[middle:])
@@ -169,7 +169,7 @@ def write_random_model(directory: Path) -> Path:
 
 
 def evaluate(backend: str, tasks: list[Json], **model_args: Any) -> Json:
-    """lm_eval's results and samples."""
+    """Run lm_eval and return its results and samples."""
     import lm_eval
 
     found = lm_eval.simple_evaluate(
@@ -206,8 +206,8 @@ def compare_answers(
     num_tokens: Callable[[str], int],
     is_tied: Callable[[str, str], bool],
 ) -> Iterator[Answers]:
-    """One for each task. `num_tokens` counts the tokens of a text. `is_tied` says whether two texts part where the
-    reference finds two tokens equally likely.
+    """Compare both backends, one comparison per task. `num_tokens` counts the tokens of a text. `is_tied` tells whether
+    two texts diverge where the reference finds two tokens equally likely.
     """
     for task, samples in reference["samples"].items():
         others = {sample["doc_id"]: sample["resps"] for sample in found["samples"][task]}
@@ -230,9 +230,9 @@ def compare_answers(
 def parts_at_tie(
     logits_after: Callable[[list[int]], Sequence[float]], expected: Sequence[int], given: Sequence[int]
 ) -> bool:
-    """Return True if the tokens at which two answers, each with its prompt, part are equally likely.
+    """Return True if the tokens at which two answers, each with its prompt, diverge are equally likely.
 
-    False if one answer is the beginning of the other. logits_after: gives the logits of the token that follows others.
+    Return False if one answer is a prefix of the other. logits_after: returns the logits of the next token.
     """
     parting = next((i for i, (a, b) in enumerate(zip(expected, given, strict=False)) if a != b), None)
     if parting is None:

@@ -1,6 +1,6 @@
-"""The output of every benchmark: samples of a figure, the versions behind it, and the result as the last line.
+"""The output of every benchmark: samples of a figure, the versions that it depends on, and the result as the last line.
 
-Loads no torch, so that a load generator starts fast and runs without an engine beside it.
+Does not import torch, so that a load generator starts fast and needs no engine.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def versions() -> dict[str, str]:
     found = (
         subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
     )
-    # NANOVLLM_COMMIT names the commit if there is only a copy of the tree, without git.
+    # NANOVLLM_COMMIT names the commit if the tree is a copy without git.
     commit = os.environ.get("NANOVLLM_COMMIT") or found or "unknown"
     return {"python": platform.python_version(), "torch": metadata.version("torch"), "commit": commit}
 

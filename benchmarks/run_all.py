@@ -1,8 +1,8 @@
 """Runs every benchmark and then the GPU tests, each in its own process with a time limit. `make bench-gpu` runs it.
 
 Each benchmark's last line is written to benchmarks/results/NAME.json. The table printed last compares the results with
-the targets. A job that needs something this machine lacks is listed as skipped, with what it needs. The exit status is
-0 only if all other jobs ran successfully, whether or not they reached their targets.
+the targets. A job that needs something that this machine lacks is listed as skipped, with the reason. The exit status
+is 0 only if all other jobs ran successfully, whether or not they reached their targets.
 
     python -m benchmarks.run_all                            # all
     python -m benchmarks.run_all --only offload,start       # those with "offload" or "start" in their names
@@ -29,7 +29,7 @@ END_TIMEOUT_S = 15.0
 
 
 def count_gpus() -> int:
-    """Counts in another process, because a process that has used CUDA would hold memory on every GPU."""
+    """Count GPUs in another process, because a process that has used CUDA would hold memory on every GPU."""
     count = "import torch; print(torch.cuda.device_count())"
     return int(subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=True).stdout)
 
@@ -44,12 +44,12 @@ def why_skipped(job: Job, num_gpus: int) -> str | None:
 
 
 def run(job: Job) -> tuple[str, Json | None]:
-    """Run a job and print its output. Returns its status, which is "ok" or says what was wrong, and its result."""
+    """Run a job and print its output. Returns its status, which is "ok" or an error, and its result."""
     with tempfile.TemporaryDirectory() as scratch:
         env = os.environ | {name: value.format(scratch=scratch) for name, value in job.env}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
         pipe: Json = {"stdout": subprocess.PIPE, "text": True, "errors": "replace"}
-        # in a session of its own, so that processes it starts can be killed with it
+        # in a separate session, so that processes that the job starts can be killed with it
         process = subprocess.Popen(job.command, cwd=ROOT, env=env, start_new_session=True, **pipe)
         try:
             output, _ = process.communicate(timeout=job.timeout_s)
@@ -72,7 +72,9 @@ def run(job: Job) -> tuple[str, Json | None]:
 
 
 def end(process: subprocess.Popen[str]) -> str:
-    """End a job and all that it has started, and return its output. A job that started a server has time to end it."""
+    """End a job and all its processes, and return its output. A job that started a server gets time to
+    end the server.
+    """
     os.killpg(process.pid, signal.SIGTERM)
     try:
         return process.communicate(timeout=END_TIMEOUT_S)[0]
@@ -138,7 +140,7 @@ def main() -> int:
             print(f"{job.name:22} {job.num_gpus} GPU {job.timeout_s:5} s  {job}")
         return 0
     RESULTS.mkdir(exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the job in progress ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the job in progress also ends
     results, statuses = run_jobs(jobs, count_gpus())
     print()
     for job in jobs:

@@ -1,7 +1,8 @@
 """The client of `bench_serve.py`: requests to an OpenAI-compatible server, and the figures of its answers.
 
-While a load runs, the client only notes when which bytes arrive. It reads them afterwards, so that parsing long answers
-delays no other stream. aiohttp takes 14 to 19 us of CPU for an event, httpx 41 to 44 (docs/log/2026-11-23.md).
+While a load runs, the client only notes when which bytes arrive. The client parses the bytes afterwards, so that
+parsing long answers delays no other stream. aiohttp takes 14 to 19 us of CPU for an event, httpx 41 to 44
+(docs/log/2026-11-23.md).
 """
 
 import argparse
@@ -22,7 +23,7 @@ Json = dict[str, Any]
 Weighted = tuple[float, float]  # a value and its weight
 
 COMPLETIONS = "/v1/completions"
-NUM_DETAIL_CHARACTERS = 300  # limit of the server's words about an error
+NUM_DETAIL_CHARACTERS = 300  # limit of the server's error message
 KEEP_ALIVE_S = 2.0  # shorter than any server's, so that no request meets a connection that is being closed
 
 clock = time.perf_counter
@@ -40,16 +41,16 @@ class Answer:
     status: int = 0
     pieces: list[tuple[float, bytes]] = field(default_factory=list)  # parts of the body, and when they arrived
     error: str | None = None  # the kind of error, such as "http_429", "disconnected" or "stream_error"
-    detail: str = ""  # the server's words about it
+    detail: str = ""  # the server's error message
     event_s: list[float] = field(default_factory=list)  # when each event with tokens arrived
     event_tokens: list[float] = field(default_factory=list)  # the event's number of tokens
     num_output_tokens: float = 0
-    num_prompt_tokens: int = 0  # by the server's count, like the next
+    num_prompt_tokens: int = 0  # prompt tokens, by the server's count
     num_cached_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:
-        """Seconds to the first token. Only for answers that have one."""
+        """Seconds to the first token. Only for answers with a token."""
         return self.event_s[0] - self.sent_s
 
     @property
@@ -68,7 +69,7 @@ class Answer:
         return any(choice["text"] for _, event in self._events() for choice in event.get("choices", ()))
 
     def _events(self) -> Iterator[tuple[float, Json]]:
-        """The events that have arrived, each with the time of the piece that completed its line."""
+        """List the events that have arrived, each with the time of the piece that completed its line."""
         rest = b""
         for time_s, piece in self.pieces:
             *lines, rest = (rest + piece).split(b"\n")
@@ -110,7 +111,7 @@ class Answer:
             usage = event.get("usage") or usage
             for choice in event.get("choices", ()):
                 reason = choice.get("finish_reason") or reason
-                # an answer can be without text, if its only token is a special one
+                # an answer can have no text, if its only token is a special token
                 if choice["text"] or (choice.get("finish_reason") and not self.event_s):
                     self.event_s.append(time_s)
                     totals.append((event.get("usage") or {}).get("completion_tokens"))
@@ -136,7 +137,7 @@ class Client:
     """Sends requests to one server. Enter it in the event loop that uses it."""
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
-        """timeout_s: of one request, from its start to the end of its answer."""
+        """timeout_s: limit of one request, from its start to the end of its answer."""
         self.base_url, self._timeout_s = base_url, timeout_s
         self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
@@ -169,7 +170,7 @@ class Client:
             answer.error, answer.detail = "disconnected", str(error)
         except aiohttp.ClientError as error:
             answer.error, answer.detail = "malformed", str(error)
-        finally:  # also if it is cancelled
+        finally:  # also if the request is cancelled
             answer.end_s = clock()
         return answer
 
@@ -189,7 +190,7 @@ class WorkloadError(Exception):
 
 
 class Prompts:
-    """Random words that have about as many tokens as wanted by the server's tokenizer (/tokenize, as in vLLM)."""
+    """Makes random words with about the wanted number of tokens by the server's tokenizer (/tokenize, as in vLLM)."""
 
     def __init__(self, client: Client, model: str) -> None:
         self._client, self._model = client, model
@@ -260,7 +261,7 @@ SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def percentile(values: Iterable[Weighted], share: float) -> float:
-    """The smallest value such that it and those below it have this share of the weight."""
+    """The smallest value such that all values up to it have this share of the weight."""
     ordered = sorted(values)
     assert ordered, "a percentile of nothing"
     limit = share * sum(weight for _, weight in ordered) * (1 - 1e-12)  # sums of weights are rounded
@@ -280,7 +281,7 @@ def percentiles_ms(name: str, values_s: Sequence[Weighted]) -> Json:
 
 
 def load_figures(answers: Sequence[Answer]) -> Json:
-    """The figures of one run. Answers with an error have no part in rates and times.
+    """The figures of one run. Answers with an error do not count for rates and times.
 
     ttft: from the request to the first token. time_per_token: from one event to the next, divided by the tokens of the
     event and weighted with them. latency: of the whole request.
@@ -319,7 +320,7 @@ def over_runs(runs: Sequence[Json]) -> Json:
 
 
 def show(title: str, result: Json, *keys: str) -> None:
-    """Print these figures, as far as there are any, with their ranges over the runs."""
+    """Print the figures that exist, with their ranges over the runs."""
     print(title)
     for key in keys:
         if key in result:

@@ -1,6 +1,6 @@
-"""Streams that run all the time, and how they fare beside a long prompt or many idle connections.
+"""Streams that run all the time, and how a long prompt or many idle connections affect them.
 
-Their rates and their times per token in one window of time are compared with those in another.
+Rates and times per token of the streams in one time window are compared with another window.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ POLL_S = 0.005
 
 
 class Window(NamedTuple):
-    """A time during which the streams are watched."""
+    """A time window in which the streams are measured."""
 
     start_s: float
     end_s: float
@@ -47,10 +47,10 @@ async def _cancel(tasks: "list[asyncio.Task[None]]") -> None:
 
 
 class RunningStreams:
-    """Streams that run until they are cancelled. One whose answer ends begins another.
+    """Streams that run until they are cancelled. A stream whose answer ends begins another answer.
 
-    Steps take longer as contexts grow. So each stream begins at another point of an answer, and what it lacks is in its
-    prompt: the contexts are evenly distributed from the first token on, and their mean stays the same.
+    Steps take longer as contexts grow. So each stream begins at another point of an answer, with the missing part in
+    its prompt: contexts are evenly distributed from the first token on, and their mean stays the same.
 
     async with RunningStreams(bench, seed=0) as streams: ...
     """
@@ -94,7 +94,7 @@ class RunningStreams:
             answers.append(Answer())
             answer = await self._bench.client.ask(COMPLETIONS, body, answers[-1])
             has_end = b"[DONE]" in b"".join(piece for _, piece in answer.pieces[-2:])
-            if answer.status != 200 or not has_end:  # `read` would delay the other streams; it is called at the end
+            if answer.status != 200 or not has_end:  # `read` would delay the other streams, so it is called at the end
                 answer.read()
                 raise WorkloadError(f"a running stream failed: {answer.error} {answer.detail}")
             body = later
@@ -112,18 +112,18 @@ class RunningStreams:
         self.check()
         return Window(start_s, clock())
 
-    # the rest only after the streams have ended, because until then their answers have not been read
+    # the other figures only after the streams have ended, because answers are read at the end
 
     def tok_per_s(self, window: Window) -> float:
-        """Rate of all streams in the window."""
+        """The rate of all streams in the window."""
         return sum(self._tokens_in(window)) / (window.end_s - window.start_s)
 
     def num_steps(self, window: Window) -> int:
-        """The most tokens that any stream got in the window: without guesses, the engine's steps in it."""
+        """The most tokens that a stream got in the window: without draft tokens, the number of the engine's steps."""
         return round(max(self._tokens_in(window)))
 
     def gaps(self, window: Window) -> list[Weighted]:
-        """(seconds per token, tokens) of all events whose gap to the one before is in the window, at least in part.
+        """(seconds per token, tokens) of all events whose gap to the previous event overlaps the window.
 
         The time between two answers of a stream does not count.
         """
@@ -135,7 +135,7 @@ class RunningStreams:
         ]
 
     def _tokens_in(self, window: Window) -> list[float]:
-        """Tokens of each stream that came in the window."""
+        """Tokens of each stream that arrived in the window."""
         timed = [
             [pair for a in answers for pair in zip(a.event_s, a.event_tokens, strict=True)] for answers in self.answers
         ]
@@ -143,7 +143,7 @@ class RunningStreams:
 
 
 async def measure_interference(bench: Bench) -> Json:
-    """A long prompt arrives beside running streams, and short requests arrive one after the other while it is read."""
+    """Measure running streams while a long prompt is read and short requests arrive one after the other."""
     args = bench.args
     result = over_runs(
         [await interfere(bench, args.seed + run) for run in range(args.runs + args.warm_up)][args.warm_up :]
@@ -180,7 +180,8 @@ async def interfere(bench: Bench, seed: int) -> Json:
     if long.error is not None:
         raise WorkloadError(f"the long request failed: {long.error} {long.detail}")
     prefill = Window(long.sent_s, long.event_s[0])
-    shorts = [short for short in shorts if prefill.holds(short.sent_s)]  # also those that had to wait for its end
+    # Also chats that had to wait for the end of the prefill
+    shorts = [short for short in shorts if prefill.holds(short.sent_s)]
     if not shorts:
         raise WorkloadError(f"the long prompt took only {long.ttft_s:.2f} s; make it longer, or lower --short-after-s")
     gaps_before, gaps_after = streams.gaps(before), streams.gaps(after)
@@ -204,7 +205,7 @@ async def interfere(bench: Bench, seed: int) -> Json:
 # -- idle and slow connections -----------------------------------------------------------------------------------
 
 NUM_OPENING = 50  # connections at a time
-BYTES_PER_WINDOW = 3  # a slow connection reads so much while the streams are watched
+BYTES_PER_WINDOW = 3  # bytes that a slow connection reads while the streams are measured
 SPARE_FILES = 200
 PAUSE_S = 0.5  # after opening the connections, and after closing them
 
@@ -212,7 +213,7 @@ PAUSE_S = 0.5  # after opening the connections, and after closing them
 class IdleConnections:
     """Connections that stay open. A third sends nothing, a third a slow head, a third a slow body.
 
-    Each slow one sends a byte every `byte_interval_s`, and in this time they send one after the other.
+    Each slow connection sends a byte every `byte_interval_s`; the connections take turns within this time.
     """
 
     def __init__(self, base_url: str, num_connections: int, byte_interval_s: float) -> None:
@@ -258,7 +259,7 @@ class IdleConnections:
 
 
 def allow_files(num_files: int) -> None:
-    """Raise this process's limit of open files, which a server that it starts inherits."""
+    """Raise this process's limit of open files, which servers that it starts inherit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < num_files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(num_files, hard)), hard))

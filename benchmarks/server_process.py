@@ -1,4 +1,4 @@
-"""A server to be measured or checked, a model for it, and its engine without a server; each a process of its own."""
+"""A server to measure or check, a model for it, and its engine without a server; server and engine are processes."""
 
 import argparse
 import json
@@ -53,7 +53,7 @@ class ServerProcess:
             port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.words = [word.replace("{port}", str(port)) for word in shlex.split(command)]
-        if self.words[0] == "nanovllm":  # run this checkout's, with the same Python
+        if self.words[0] == "nanovllm":  # run the command of this checkout, with the same Python
             self.words[:1] = [sys.executable, "-m", "nanovllm"]
         if shutil.which(self.words[0]) is None:
             raise ServerError(f"there is no program {self.words[0]!r} to start a server with")
@@ -78,7 +78,7 @@ class ServerProcess:
         return time.perf_counter() - self._start_s
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """End the server with SIGTERM, or if that does not help with SIGKILL. Returns its exit status."""
+        """End the server with SIGTERM, and if it does not end, with SIGKILL. Returns its exit status."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -90,7 +90,7 @@ class ServerProcess:
 
 
 def get(url: str, api_key: str | None = None) -> Any:
-    """The JSON at `url`, or an empty object for other content; None for a status other than 200, or no answer."""
+    """Get the JSON at `url`, or an empty object for other content, or None without an answer of status 200."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:  # straight to the server, without a proxy
         with build_opener(ProxyHandler({})).open(Request(url, headers=headers), timeout=10) as response:
@@ -116,8 +116,8 @@ CHAT_TEMPLATE = (
 def write_model(preset: str, directory: Path) -> None:
     """Write a preset's config and a tokenizer as large as its vocabulary, but no weights (load_format dummy).
 
-    A preset has no tokenizer, and a machine without a network gets none from the hub. This one is trained on Python's
-    standard library, so that text costs a server what it costs with a real one.
+    A preset has no tokenizer, and a machine without a network gets none from the hub. This tokenizer is trained on
+    Python's standard library, so that text costs a server as much as with a real tokenizer.
     """
     config = json.loads(presets()[preset].read_text()) | {"max_position_embeddings": MAX_POSITIONS}
     directory.mkdir(parents=True, exist_ok=True)
@@ -129,9 +129,9 @@ def write_model(preset: str, directory: Path) -> None:
 
 
 def make_tokenizer(vocab_size: int, num_trained_tokens: int, sources: list[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer, trained on files, with exactly `vocab_size` tokens, the last of which ends a text.
+    """Train a byte-level BPE tokenizer on files, with exactly `vocab_size` tokens, the last of which ends a text.
 
-    Token ids beyond the trained ones are made-up words, so every token of a model with random weights has text.
+    Token ids beyond the trained ids are made-up words, so every token of a model with random weights has text.
     """
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -162,7 +162,7 @@ def _made_up_words() -> Iterator[str]:
 
 
 class EngineProcess:
-    """The engine of a server's command in a process of its own: LLM.generate instead of HTTP."""
+    """The engine of a server's command in a separate process: LLM.generate instead of HTTP."""
 
     def __init__(self, command: Sequence[str]) -> None:
         words = [sys.executable, "-m", "benchmarks.server_process", *command]
@@ -173,12 +173,14 @@ class EngineProcess:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._process.communicate()  # its stdin ends, and so does the process
+        self._process.communicate()  # the end of its stdin ends the process
 
     def run(self, requests: Sequence[Json]) -> float:
-        """Seconds of these requests together. Each has `prompt_token_ids`, `max_tokens` and `temperature`."""
+        """Return the seconds of these requests together. Each has `prompt_token_ids`, `max_tokens` and
+        `temperature`.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):  # it has ended, and so has its stdout
+        with suppress(BrokenPipeError):  # the process has ended, and so has its stdout
             print(json.dumps(requests), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
@@ -192,11 +194,11 @@ def serve_engine(command: list[str]) -> None:
     from nanovllm.entrypoints.cli.flags import add_engine_flags, add_model_flag, engine_options
 
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(STDERR, sys.stdout.fileno())  # other output must not come between the answers
+    os.dup2(STDERR, sys.stdout.fileno())  # other output must not mix with the answers
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add_model_flag(parser)
     add_engine_flags(parser)
-    args, _ = parser.parse_known_args(command)  # the server's own options are left out
+    args, _ = parser.parse_known_args(command)  # the server's options are ignored
     with LLM(args.model, **engine_options(args)) as llm:
         for requests in map(json.loads, sys.stdin):
             prompts = [request.pop("prompt_token_ids") for request in requests]

@@ -3,9 +3,9 @@
     python -m benchmarks.soak --requests 100000 --minutes 40 --json soak.json
     python -m benchmarks.soak --requests 500 -- --enable-cpu-offload --num-gpu-blocks 3 --num-cpu-blocks 40
 
-What follows `--` are flags of the server. Every request must end in the one way that its client expects, and seeded
+The flags after `--` go to the server. Every request must end in the one way that its client expects, and seeded
 requests must get the answers of an idle engine. Memory, file descriptors and threads of the server must be the same in
-the last tenth as in the second one. Exits with 1 if anything is not so.
+the last tenth of the run as in the second tenth. Exits with 1 if one of these conditions fails.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from nanovllm.sampling_params import StructuredOutputs
 
 Json = dict[str, Any]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-VOCAB_SIZE = 256  # the built-in model's
+VOCAB_SIZE = 256  # of the built-in model
 FEATURES: tuple[Json, ...] = (
     {},
     {"temperature": 0.8, "top_p": 0.9},
@@ -69,8 +69,8 @@ BAD_BODIES: tuple[bytes, ...] = (
 JSON_HEADERS = {"Content-Type": "application/json"}
 SMALL_POOL = ("--num-kvcache-blocks", "12", "--max-num-seqs", "12", "--max-num-batched-tokens", "256")
 NUM_SAMPLES = 100  # measurements of the server's memory, spread over the run
-MAX_RSS_GROWTH = 0.03  # from the second tenth to the last
-WARM_AFTER = 1000  # requests; a run whose second tenth comes earlier says nothing about memory
+MAX_RSS_GROWTH = 0.03  # from the second tenth of the run to the last
+WARM_AFTER = 1000  # requests; a run whose second tenth ends earlier proves nothing about memory
 TIMEOUT_S = 120.0
 
 
@@ -84,7 +84,7 @@ class Case:
 
 
 def make_cases(model: str, options: Json, num_cases: int, seed: int) -> list[Case]:
-    """Seeded requests of random lengths with all features, answered one by one by an engine of their own."""
+    """Seeded requests of random lengths with all features, answered one by one by a separate engine."""
     rng = random.Random(seed)
     with LLM(model, **options) as llm:
         return [_answered(llm, *_request(rng, FEATURES[i % len(FEATURES)])) for i in range(num_cases)]
@@ -93,7 +93,8 @@ def make_cases(model: str, options: Json, num_cases: int, seed: int) -> list[Cas
 def _request(rng: random.Random, features: Json) -> tuple[str, Json]:
     """Half of the prompts begin with the same lines, so that they share blocks.
 
-    No request is greedy: two continuations can be equally likely for the built-in model, and then rounding decides.
+    No request is greedy: two continuations can be equally likely for the built-in model, and then rounding decides
+    between them.
     """
     shared = "".join(f"line {i} of the text that many prompts share\n" for i in range(rng.choice((0, 0, 3, 20))))
     lines = (f"{rng.choice(('key', 'name', 'place'))} {rng.randrange(50)} is {rng.randrange(10**6)}" for _ in range(40))
@@ -117,7 +118,7 @@ def _answered(llm: LLM, path: str, body: Json) -> Case:
 
 
 def bad_request(rng: random.Random) -> tuple[str, bytes]:
-    """A body that is refused, and where it goes."""
+    """Make a body that the server refuses, and its path."""
     if rng.random() < 0.3:  # noise in place of values
         keys = ("prompt", "messages", "max_tokens", "stop", "n", "stream", "response_format", "tools")
         noise = (None, -1, 1e99, "", [], {}, [None], {"type": "?"}, "\u0000", True)
@@ -127,7 +128,7 @@ def bad_request(rng: random.Random) -> tuple[str, bytes]:
 
 
 def texts_of(path: str, payload: bytes, is_stream: bool, num_choices: int) -> list[str]:
-    """The texts of an answer's choices. Raises ValueError for an answer that did not end as it should."""
+    """Return the texts of an answer's choices. Raises ValueError for an answer with an unexpected end."""
     texts = [""] * num_choices
     reasons: list[str | None] = [None] * num_choices
     events = [json.loads(payload)] if not is_stream else _events(payload)
@@ -176,7 +177,9 @@ class Report:
     seconds: float = 0.0
 
     def growth(self) -> dict[str, float]:
-        """From the second tenth of the samples to the last one: of the RSS as a share, of the others as numbers."""
+        """Growth from the second tenth of the samples to the last tenth: of the RSS as a share, of
+        others as numbers.
+        """
         tenth = max(1, len(self.usage) // 10)
         early, late = (
             [statistics.median(values) for values in zip(*part, strict=True)]
@@ -186,7 +189,7 @@ class Report:
 
 
 class Client:
-    """Does one request after another, each in a random way, and notes how it ended."""
+    """Makes one request after another, each in a random way, and records how it ended."""
 
     def __init__(
         self, url: str, session: aiohttp.ClientSession, cases: Sequence[Case], report: Report, rng: random.Random
@@ -222,7 +225,7 @@ class Client:
                 parts.append(part)
                 await asyncio.sleep(pause_s)
         payload = b"".join(parts)
-        if response.status in (429, 503):  # the queue was full, which is an answer
+        if response.status in (429, 503):  # the queue was full, which is a valid answer
             return f"refused with {response.status}"
         assert response.status == 200, f"status {response.status}: {payload[:200]!r}"
         texts = texts_of(case.path, payload, "stream" in more, case.body.get("n", 1))
@@ -249,7 +252,7 @@ class Client:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {num_bytes}"
         writer.write(head.encode() + b"\r\n\r\n" + body)
         writer.close()
-        with suppress(OSError):  # the server was faster
+        with suppress(OSError):  # the server has closed the connection first
             await writer.wait_closed()
         return "left"
 
@@ -274,7 +277,7 @@ async def run_clients(url: str, pid: int, cases: Sequence[Case], args: argparse.
     start_s = time.monotonic()
     end_s = start_s + args.minutes * 60
     every = max(1, args.requests // NUM_SAMPLES)
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # every request has a connection of its own
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # every request has a separate connection
     async with aiohttp.ClientSession(connector=connector) as session:
 
         async def work(number: int) -> None:
@@ -307,7 +310,7 @@ async def _what_is_left(url: str, session: aiohttp.ClientSession) -> list[str]:
 
 
 def faults_of(report: Report, status: int) -> list[str]:
-    """Everything that is not as it should be."""
+    """List all violated conditions."""
     growth = report.growth()
     faults = report.faults.copy()
     if report.num_requests >= 10 * WARM_AFTER and growth["rss_share"] > MAX_RSS_GROWTH:

@@ -1,10 +1,11 @@
-"""Decode against the share of right guesses: `bench_offload.py --speculation` measures it.
+"""Decode by the acceptance of draft tokens: `bench_offload.py --speculation` measures it.
 
-Random weights say nothing about how often guesses are right, so an oracle guesses. It knows the answer, because the
-same engine has given it before without guesses, and errs with a given probability. With `resident`, `shadow` and `mtp`
-every guess also costs the draft that it would have taken, and a draft head follows all steps; with `prompt_lookup`
-guesses are free. How many there are, the engine decides as always. To make the answer robust against rounding, the
-embedding is scaled up until the model repeats its last token, which changes no shape and no work.
+Random weights say nothing about how often draft tokens are accepted, so an oracle proposes them. The oracle knows the
+answer, because the same engine has given the answer before without draft tokens, and errs with a given probability.
+With `resident`, `shadow` and `mtp` every draft token also costs the draft that it would have taken, and a draft head
+follows all steps; with `prompt_lookup` draft tokens are free. The engine decides on their number as always. To make the
+answer robust against rounding, the embedding is scaled up until the model repeats its last token, which changes no
+shape and no work.
 """
 
 import argparse
@@ -27,20 +28,20 @@ EMBEDDING_SCALE = 100.0
 
 
 class Oracle:
-    """Guesses the known answer, each token right with probability `acceptance`; None: guesses nothing."""
+    """Proposes the known answer, each token right with probability `acceptance`, or nothing if that is None."""
 
     name: ClassVar[str] = "oracle"
     costs_drafts: ClassVar[bool] = False
 
     def __init__(self, kind: str = name) -> None:
-        """`kind`: of the drafter whose guesses these stand for."""
+        """`kind`: of the drafter that the oracle replaces."""
         self._kind = kind
         self.acceptance: float | None = None
         self.answer: list[int] = []
         self._rng = random.Random(0)
 
     def forget(self, seq: Sequence) -> None:
-        """Nothing to forget."""
+        """Do nothing: there is nothing to forget."""
 
     def can_guess(self, seq: Sequence) -> bool:
         return self.acceptance is not None
@@ -58,7 +59,7 @@ class Oracle:
 
 
 class DraftingOracle(Oracle):
-    """Has each guess drafted as well, and ignores the drafts."""
+    """Makes the ranks draft for each draft token of the oracle, and ignores the drafts."""
 
     costs_drafts: ClassVar[bool] = True
 
@@ -80,7 +81,7 @@ def run_speculation(
     with make_llm(args, args.max_model_len, **options) as llm:
         make_repeating(llm)
         prompt = random_prompt(random.Random(1), args.max_model_len - longest, llm.model_config.vocab_size)
-        decode(llm, prompt, 4)  # the prompt is in the prefix cache from here on
+        decode(llm, prompt, 4)  # the prompt is in the prefix cache from now on
         plain, oracle.answer = decode(llm, prompt, 3 * args.decode_tokens)
         oracle.answer = oracle.answer[-1:] * longest
         points = [measure(llm, oracle, prompt, args.decode_tokens, plain, a) for a in ACCEPTANCES]
@@ -101,7 +102,7 @@ def run_speculation(
 
 @torch.no_grad()
 def make_repeating(llm: LLM) -> None:
-    """Let the model repeat its last token: the embedding outweighs all that the layers add, and is the head as well."""
+    """Let the model repeat its last token: the embedding, which is also the head, outweighs what the layers add."""
     model = llm.runner.model
     embedding = model.model.embed_tokens.weight.mul_(EMBEDDING_SCALE)
     model.lm_head.weight[: len(embedding)] = embedding
@@ -110,7 +111,7 @@ def make_repeating(llm: LLM) -> None:
 def measure(
     llm: LLM, oracle: Oracle, prompt: list[int], num_tokens: int, plain: float, acceptance: float
 ) -> dict[str, Any]:
-    """Decode with guesses of which this share is right, more tokens where that is faster."""
+    """Decode with draft tokens of which this share is right, and more tokens if decode is faster."""
     before = llm.stats()
     oracle.acceptance = acceptance
     rate, answer = decode(llm, prompt, num_tokens * (8 if acceptance >= 0.7 else 3))
@@ -136,7 +137,7 @@ def measure(
 
 
 def decode(llm: LLM, prompt: list[int], num_tokens: int) -> tuple[float, list[int]]:
-    """Tokens per second after the first one, and the answer."""
+    """Return the tokens per second after the first token, and the answer."""
     torch.cuda.synchronize()
     (output,), _ = serve(llm, [prompt], greedy(num_tokens))
     assert output["tpot_s"] is not None

@@ -20,21 +20,21 @@ class Job:
     command: tuple[str, ...]
     timeout_s: int = 600
     num_gpus: int = 1
-    needs: tuple[str, ...] = ()  # programs and Python modules that not every machine has
+    needs: tuple[str, ...] = ()  # programs and Python modules that some machines lack
     env: tuple[tuple[str, str], ...] = ()  # {scratch} is replaced by an empty folder that is removed afterwards
-    is_check: bool = False  # it passes or fails, and yields no figures
+    is_check: bool = False  # the job passes or fails, and yields no figures
 
     def __str__(self) -> str:
         return shlex.join([*(f"{name}={value}" for name, value in self.env), *self.command])
 
 
 def bench(name: str, arguments: str, *more: str, **options: Any) -> Job:
-    """A benchmark that this Python runs with `arguments`, divided at spaces, and `more`."""
+    """Make a benchmark that this Python runs with `arguments`, divided at spaces, and `more`."""
     return Job(name, (sys.executable, *arguments.split(), *more), **options)
 
 
 def by_backend(name: str, arguments: str) -> list[Job]:
-    """A benchmark with the backends that the engine chooses, with only our kernels, and with only flash-attn 2."""
+    """Make benchmarks with the backends that the engine chooses, with only our kernels, and with only flash-attn 2."""
     return [
         bench(name, arguments),
         bench(f"{name}-triton", f"{arguments} --backend triton"),
@@ -47,13 +47,13 @@ def guesses(name: str, arguments: str, **options: Any) -> Job:
 
 
 def offload(name: str, arguments: str, compare: str | None = "", **options: Any) -> Job:
-    """compare: with what else in the same run; None: with all that bench_offload.py compares by default."""
+    """compare: other engines in the same run, or None for the default of bench_offload.py."""
     more = () if compare is None else ("--compare", compare)
     return bench(f"offload-{name}", f"bench_offload.py {arguments}", *more, **options)
 
 
 def serving(name: str, options: str, arguments: str) -> Job:
-    """A workload of bench_serve.py on a server with these engine options and random weights."""
+    """Make a workload of bench_serve.py on a server with these engine options and random weights."""
     command = f"nanovllm serve --model {{model}} --load-format dummy --port {{port}} {options}"
     arguments = f"bench_serve.py --preset qwen3-0.6b {arguments} --start"
     return bench(f"serve-{name}", arguments, command, needs=SERVER_NEEDS)
@@ -67,8 +67,8 @@ def tests(name: str, arguments: str, marks: str, *more: str, before: tuple[str, 
 def sanitizer(tool: str) -> Job:
     """Run every Triton kernel once, at real sizes, under a tool of compute-sanitizer.
 
-    Each tensor gets its own allocation, because otherwise an access past its end would hit the allocator's memory and
-    not be noticed.
+    Each tensor gets a separate allocation, because otherwise an access past its end would hit the allocator's memory
+    unnoticed.
     """
     return tests(
         tool,
@@ -185,7 +185,7 @@ JOBS = [
 
 @dataclass(frozen=True)
 class Target:
-    """A promise: the figure `key` of the result of `job` is `bound` or more, or with `at_most` no more than that.
+    """A promise: the figure `key` of the result of `job` is at least `bound`, or with `at_most` at most `bound`.
 
     "a / b" as `job`, as `key` or as both is a ratio. "a:b" is the figure b within a. Signs are ignored.
     """
@@ -202,7 +202,7 @@ class Target:
         return self.job.split(" / ")
 
     def value(self, *results: Json) -> float:
-        """The figure in the results of `jobs`, in their order. Raises KeyError if it is missing."""
+        """Return the figure in the results of `jobs`, in the order of `jobs`. Raises KeyError if it is missing."""
         keys = self.key.split(" / ")
         values = []
         for result, key in ((results[0], keys[0]), (results[-1], keys[-1])):

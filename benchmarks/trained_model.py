@@ -1,22 +1,22 @@
-"""Guesses of a trained model on tasks that people have: how many are right, and what they gain.
+"""Draft tokens of a trained model on realistic tasks: their acceptance and their gain.
 
     python -m benchmarks.trained_model train /tmp/small-lm                    # 5 minutes and compiling
     python -m benchmarks.trained_model measure /tmp/small-lm --context 16384 --num-gpu-blocks 4
     python -m benchmarks.trained_model measure /tmp/small-lm --context 131072 --num-gpu-blocks 16 --tasks rewrite
 
-Random weights say nothing about how often guesses are right. So `train` trains a Qwen3 of 57 million parameters, whose
-tokens are bytes, on the Python sources of installed packages: first on short pieces, then on long sequences in which
-much is repeated. It writes an ordinary checkpoint without a tokenizer.
+Random weights say nothing about how often draft tokens are accepted. So `train` trains a Qwen3 of 57 million
+parameters, whose tokens are bytes, on the Python sources of installed packages: first on short pieces, then on long
+sequences with much repetition. It writes an ordinary checkpoint without a tokenizer.
 
-`measure` answers prompts made of the standard library, which is not trained on, once with each drafter:
+`measure` answers prompts from the standard library, which is not in the training data, once with each drafter:
 
     continue   a file that is cut off
     rewrite    a file once more with a few words renamed, after its beginning
     quote      a passage from the second half of the prompt, after its first 128 bytes
     far        the same, from the second eighth of the prompt
 
-Answers must be those without guesses. In bf16 a product with several rows is rounded differently, so answers that
-differ are counted; in fp32 (--dtype float32) one that differs is an error. The last line is JSON.
+Answers must be equal to the answers without draft tokens. In bf16 a product with several rows is rounded differently,
+so different answers are counted; in fp32 (--dtype float32) a different answer is an error. The last line is JSON.
 """
 
 import argparse
@@ -42,12 +42,12 @@ from benchmarks.reporting import Samples, report, run_options, versions
 from nanovllm import LLM, SamplingParams
 from nanovllm.utils.arithmetic import ceil_div
 
-END_TOKEN_ID = 256  # behind each file; a file's bytes are its other token ids
+END_TOKEN_ID = 256  # after each file; the other token ids are bytes
 VOCAB_SIZE = 320
-PACKAGES = ("torch", "transformers", "sympy", "numpy", "pandas", "scipy")  # those of them that are installed
+PACKAGES = ("torch", "transformers", "sympy", "numpy", "pandas", "scipy")  # the installed ones are used
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3"}
 SHORT_CONTEXT, LONG_CONTEXT, BATCH_TOKENS = 2048, 16384, 65536
-SHORT_SHARE = 0.65  # of the time
+SHORT_SHARE = 0.65  # share of the training time
 ROPE_THETA = 1e6
 CUE_TOKENS = 128
 WARM_UP_TOKENS = 64
@@ -89,7 +89,7 @@ def line_start(content: bytes, position: int) -> int:
 
 
 def renamed(rng: random.Random, content: bytes, num_words: int = 4) -> bytes:
-    """Return a copy in which up to `num_words` words that occur often have new names, made of two of its words."""
+    """Return a copy in which up to `num_words` words that occur often have new names, made of two words of the text."""
     word = re.compile(rb"[A-Za-z_]\w{3,}")
     fixed = {name.encode() for name in (*keyword.kwlist, "self")}
     candidates = sorted(w for w, count in Counter(word.findall(content)).items() if count >= 3 and w not in fixed)
@@ -181,7 +181,7 @@ def run_phase(
     minutes: float,
     rates: tuple[float, float],
 ) -> list[float]:
-    """Train with learning rates on a cosine from the first to the last one. Returns the losses in bits per byte."""
+    """Train with learning rates on a cosine from the first rate to the last. Returns the losses in bits per byte."""
     device = next(model.parameters()).device
     losses: list[float] = []
     start_s = time.perf_counter()
@@ -199,7 +199,7 @@ def run_phase(
         optimizer.zero_grad()
         losses.append(loss.item() / math.log(2))
         if len(losses) == 1:
-            start_s = time.perf_counter()  # it has compiled
+            start_s = time.perf_counter()  # the first step has compiled
     return losses
 
 
@@ -273,7 +273,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def measure_drafter(
     args: argparse.Namespace, drafter: str, prompts: dict[str, list[Tokens]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each task and temperature. The prefix cache keeps a prompt for its other temperatures."""
+    """Yield a row for each task and temperature. The prefix cache keeps a prompt for the other temperatures."""
     name, _, bits = drafter.partition("-")
     options: dict[str, Any] = {"speculation": name, "max_model_len": args.context, "max_num_seqs": 1}
     if bits:
@@ -298,7 +298,7 @@ def measure_drafter(
 
 
 def measure_answer(llm: LLM, prompt: Tokens, params: SamplingParams) -> dict[str, Any]:
-    """Return an answer, its rate after the first token, and what became of the guesses."""
+    """Return an answer, its rate after the first token, and the counts of draft tokens."""
     counted = ("num_passes", "num_guesses", "num_accepted")
     speculator: Any = llm.scheduler.speculator
     before = [getattr(speculator, name, 0) for name in counted]

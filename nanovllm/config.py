@@ -1,4 +1,4 @@
-"""Config: the engine's options as the user gave them. They are checked when the Config is made."""
+"""Config: the engine's options as the user gave them. The options are checked when the Config is made."""
 
 import re
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ DEFAULT_BLOCK_SIZE = 256
 GIVEN_SLOTS_BLOCK_SIZE = 4096
 SPECULATION = ("off", "prompt_lookup", "resident", "shadow", "mtp", "auto")
 MAX_GUESSES = 63
-# Left free beside all that was measured, for cuBLAS workspaces of more threads and gaps in the allocator's segments
+# Left free on top of the measured memory, for cuBLAS workspaces of more threads and gaps in the allocator's segments
 GPU_RESERVE_BYTES = 128 * 2**20
-DEFAULT_GUESSES = 15  # with them, the queries of a sequence fill one tile of the decode kernels
+DEFAULT_GUESSES = 15  # with 15 draft tokens, the queries of a sequence fill one tile of the decode kernels
 ATTENTION_BACKENDS = ("flash", "cudnn", "triton", "torch")
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
@@ -65,7 +65,7 @@ class Config:
     )
     hf_overrides: dict | None = option(
         None,
-        help="entries that replace those of the model's config.json, such as a different rope; "
+        help="entries that replace entries of the model's config.json, such as a different rope; "
         "a JSON object on the command line",
         group=_MODEL,
     )
@@ -157,7 +157,7 @@ class Config:
     cpu_attention: str = option(
         "auto",
         help="let the CPU attend to blocks in its memory while others are streamed, in steps in which no sequence has "
-        "more than 64 new tokens; auto: as far as that is faster; on: always to some; off: never",
+        "more than 64 new tokens; auto: where that is faster; on: always to some blocks; off: never",
         group=_OFFLOAD,
         choices=("auto", "on", "off"),
     )
@@ -179,7 +179,7 @@ class Config:
 
     max_step_ms: float | None = option(
         None,
-        help="longest step to aim for, in milliseconds: chunks of prompts are no longer than that, and those of long "
+        help="longest step to aim for, in milliseconds: chunks of prompts are no longer than that, and chunks of long "
         "prompts are spread so that running answers keep their pace; without it, chunks are as long as "
         "max_num_batched_tokens allows, which gives the most tokens per second",
         group=_SCHEDULING,
@@ -201,8 +201,8 @@ class Config:
     )
     num_speculative_tokens: int | None = option(
         None,
-        help=f"maximum guesses of a sequence in one step, 1 to {MAX_GUESSES}; there are fewer where fewer are faster; "
-        f"by default {MAX_GUESSES} with a shadow, else {DEFAULT_GUESSES}",
+        help=f"maximum draft tokens of a sequence in one step, 1 to {MAX_GUESSES}; fewer are used where that is "
+        f"faster; by default {MAX_GUESSES} with a shadow, else {DEFAULT_GUESSES}",
         group=_SCHEDULING,
         least=1,
         most=MAX_GUESSES,
@@ -280,7 +280,7 @@ class Config:
 
     @property
     def disk_bytes(self) -> int:
-        """Most bytes below kv_disk_path; 0 without it."""
+        """Most bytes below kv_disk_path, or 0 without kv_disk_path."""
         if self.kv_disk_path is None:
             return 0
         return int((DEFAULT_DISK_GB if self.kv_disk_gb is None else self.kv_disk_gb) * 2**30)
@@ -304,17 +304,17 @@ class Config:
 
     @property
     def speculation_method(self) -> str:
-        """The value of `speculation` in effect."""
+        """The method of `speculation` in effect."""
         return self.speculation or ("auto" if self.enable_cpu_offload else "off")
 
     @property
     def wants_shadow(self) -> bool:
-        """True if drafts read a copy of the KV in a few bits. With "auto" they do where that pays."""
+        """True if drafts may read a copy of the KV in a few bits. With "auto", start-up decides whether it pays."""
         return self.speculation_method == "shadow" or (self.speculation_method == "auto" and self.enable_cpu_offload)
 
     @property
     def max_guesses(self) -> int:
-        """Guesses of a sequence in one step; 0 without speculation."""
+        """Draft tokens of a sequence in one step; 0 without speculation."""
         if self.speculation_method == "off":
             return 0
         return self.num_speculative_tokens or (MAX_GUESSES if self.wants_shadow else DEFAULT_GUESSES)

@@ -13,10 +13,10 @@ from nanovllm.utils.options import MAX_INT32, check_options, option, shown
 # greedy to uniform; far outside them, 1 / temperature would overflow or underflow.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-10, 1e10
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # seeds are int64 on the device
-MAX_LOGPROBS = 20  # reported at each position, for the most likely tokens
+MAX_LOGPROBS = 20  # most likely tokens whose log-probabilities are reported at each position
 MAX_PENALTY = 2.0  # limit of presence and frequency penalties, as in OpenAI's API
 MAX_LOGIT_BIAS = 100.0  # as in OpenAI's API
-MAX_STOP_CHARS = 16_384  # limit of all stop strings together; so many take 15 ms to prepare
+MAX_STOP_CHARS = 16_384  # limit of all stop strings together; 16,384 characters take 15 ms to prepare
 
 INVALID_TOKEN = -1  # the sampler returns this instead of a token id if the logits hold NaN or infinity
 
@@ -29,8 +29,8 @@ def _require(condition: bool, name: str, value: object, limit: str, owner: str =
 
 
 class ModelLimit(int):
-    """A max_tokens that the model's generation_config.json recommends. Unlike a limit of the user's, it is shortened to
-    what fits in the context after a prompt.
+    """A max_tokens that the model's generation_config.json recommends. Unlike the user's max_tokens, it is reduced to
+    what fits into the context after a prompt.
     """
 
 
@@ -39,7 +39,7 @@ def _is_token_id(value: object) -> bool:
 
 
 def _as_strings(value: str | tuple[str, ...] | list[str] | None, name: str) -> tuple[str, ...]:
-    """Return the strings of an option that takes one, several or none."""
+    """Return the strings of an option that takes one string, several or none."""
     strings = (value,) if isinstance(value, str) else () if value is None else value
     are_strings = isinstance(strings, list | tuple) and all(isinstance(each, str) and each for each in strings)
     _require(are_strings, name, value, "a non-empty string or a list of them")
@@ -51,20 +51,20 @@ def _is_tag(value: object) -> bool:
 
 
 def _wrapped(seed: int) -> int:
-    """Return what `seed` overflows to in 64 bits."""
+    """Wrap `seed` around to a signed 64-bit integer."""
     return (seed - MIN_SEED) % 2**64 + MIN_SEED
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaggedJson:
-    """An answer with JSON between tags, such as tool calls. Each of `tags` is (begin, JSON schema, end). Instead of one
-    JSON value, there can be several with tags of their own, in this order.
+    """An answer with JSON between tags, such as tool calls. Each of `tags` is (begin, JSON schema, end). In place of
+    one JSON value, there can be several values with separate tags (TaggedValue), in the given order.
 
-    trigger: the answer is any text up to this string, with which every tag begins. Empty: what is not JSON between
-    tags is a text that does not begin with "{". is_required: the answer is nothing but JSON between tags, at least
-    once. is_single: at most once, at the end of the answer. separator: stands between two. names: of the tags, for the
-    log. text_pattern, value_pattern: regular expressions, in Rust's syntax, of the text outside tags and of each text
-    between tags of a value; empty for any text.
+    trigger: the answer is any text up to this string, with which every tag begins. If trigger is empty, the text
+    outside the tags does not begin with "{". is_required: the answer is nothing but JSON between tags, at least once.
+    is_single: JSON between tags occurs at most once, at the end of the answer. separator: stands between two tagged
+    values. names: of the tags, for the log. text_pattern, value_pattern: regular expressions, in Rust's syntax, of the
+    text outside tags and of each text between tags of a value; empty for any text.
     """
 
     tags: tuple[tuple[str, Mapping[str, Any] | tuple["TaggedValue", ...], str], ...]
@@ -78,9 +78,9 @@ class TaggedJson:
 
 
 class TaggedValue(NamedTuple):
-    """A value between tags of its own.
+    """A value between separate tags.
 
-    schema: of its JSON; None for a text, which is one of `choices` if there are any.
+    schema: the JSON schema of the value, or None for a text, which must be one of `choices` if there are any.
     """
 
     begin: str
@@ -104,7 +104,7 @@ class ReasoningTags(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
     """A constraint on the answer after its reasoning: one of the first four fields, which mean the same as in vLLM, or
-    tagged_json. If one of the four and tagged_json are given, the answer matches either of them.
+    tagged_json. If one of the four and tagged_json are given, the answer matches one or the other.
 
     json: a JSON schema, as a dict or as text. json_object: any JSON object. regex: a regular expression that the whole
     answer matches. choice: the strings of which the answer is one. tagged_json: JSON between tags.
@@ -144,23 +144,24 @@ class SamplingParams:
 
     The filters are applied in the same order as in transformers: temperature, top_k, top_p, min_p. top_p looks at the
     tokens that top_k kept, with their probabilities rescaled to add up to 1. Tokens exactly as likely as the k-th one
-    are kept too. If top_p cuts between equally likely tokens, it keeps those with lower ids. The most likely token is
-    never filtered out. Greedy requests ignore the filters.
+    are kept, too. If top_p cuts between equally likely tokens, it keeps the tokens with lower ids. The most likely
+    token is never filtered out. Greedy requests ignore the filters.
 
     skip_special_tokens, include_stop_str_in_output and detokenize mean the same as in vLLM. They affect only the text,
     never token_ids. A stop string can match a special token only with skip_special_tokens=False.
 
     Before the temperature and the filters, the logits are edited in vLLM's order: structured_outputs, logit_bias,
     bad_words and min_tokens forbid or favour tokens, then repetition_penalty divides positive logits and multiplies
-    negative ones of the tokens in prompt and answer, then frequency_penalty times the number of occurrences in the
-    answer, and presence_penalty for each token that occurs there, are subtracted. Greedy requests are edited too.
+    negative logits of the tokens in prompt and answer, then frequency_penalty times the number of occurrences in the
+    answer, and presence_penalty for each token that occurs there, are subtracted. The logits of greedy requests are
+    edited, too.
 
-    logprobs and prompt_logprobs are those of the model itself, before edits, temperature and filters. A request with
+    logprobs and prompt_logprobs are the model's own, before edits, temperature and filters. A request with
     prompt_logprobs computes its whole prompt, even if the prefix cache has it.
     """
 
     n: int = option(
-        1, help="number of answers; each has a seed of its own, counted up from `seed`", group=_GROUP, least=1
+        1, help="number of answers; answer i, counted from 0, uses the seed `seed` + i", group=_GROUP, least=1
     )
 
     temperature: float = option(1.0, help="sampling temperature; 0 always takes the most likely token", group=_GROUP)
@@ -197,7 +198,7 @@ class SamplingParams:
     ignore_eos: bool = option(False, help="continue past the model's end tokens", group=_GROUP)
     seed: int | None = option(
         None,
-        help="seed of this request; the same seed gives the same tokens, whatever else is in the batch; "
+        help="seed of this request; the same seed gives the same tokens in every batch; "
         "by default, derived from the engine's seed",
         group=_GROUP,
         least=MIN_SEED,
@@ -304,7 +305,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # a copy, so that nothing changes after this
 
     def per_answer(self) -> "list[SamplingParams]":
-        """Return the parameters of each of the n answers. If there is a seed, answer i has that seed plus i.
+        """Return the parameters of each of the n answers. If there is a seed, answer i has the seed plus i.
 
         Only the first answer reports prompt_logprobs, which are the same for all.
         """
@@ -316,13 +317,13 @@ class SamplingParams:
 
     @property
     def required_tokens(self) -> int | None:
-        """The number of tokens that there must be room for, or None if the answer takes the room that is left."""
+        """The number of tokens that need room, or None if the answer takes the remaining room."""
         return None if isinstance(self.max_tokens, ModelLimit) else self.max_tokens
 
     def within(self, num_free_tokens: int) -> "SamplingParams":
         """Return the parameters with a max_tokens that fits, unless the user gave one.
 
-        Raises RequestError if min_tokens is more than that.
+        Raises RequestError if min_tokens is more than fits.
         """
         if self.required_tokens is not None:
             return self
@@ -330,12 +331,14 @@ class SamplingParams:
         return self.with_max_tokens(max(1, min(wanted, num_free_tokens)))
 
     def with_max_tokens(self, max_tokens: int) -> "SamplingParams":
-        """Return the parameters with this limit. Raises RequestError if it is below min_tokens."""
+        """Return the parameters with this max_tokens. Raises RequestError if max_tokens is below min_tokens."""
         _require(self.min_tokens <= max_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
         return self._changed(max_tokens=max_tokens)
 
     def _changed(self, **valid: Any) -> "SamplingParams":
-        """Return a copy with other values. The rest is not checked again, as a logit_bias can be large."""
+        """Return a copy with other values. The other values are not checked again, because a logit_bias
+        can be large.
+        """
         changed = copy(self)
         for name, value in valid.items():
             object.__setattr__(changed, name, value)
@@ -345,7 +348,7 @@ class SamplingParams:
 def token_id_keys(biases: Any) -> Any:
     """Return the logit_bias of a JSON object, whose keys are strings, with integers as keys.
 
-    What is not a mapping of decimal numbers is returned as it is, for SamplingParams to refuse.
+    A value that is not a mapping of decimal numbers is returned unchanged, for SamplingParams to refuse.
     """
     if not isinstance(biases, Mapping):
         return biases

@@ -49,7 +49,7 @@ def decoding_scheduler(
 
 
 def step(scheduler: Scheduler) -> StepPlan:
-    """Plan a step and hand its tokens back."""
+    """Plan a step and process its tokens."""
     plan = scheduler.schedule()
     assert plan is not None
     scheduler.commit(plan, [7] * sum(step.sampling is not None for step in plan.sequences))
@@ -103,7 +103,7 @@ def test_prefix_lookup_40k_prompt(benchmark: Any, hashed: bool) -> None:
 
 @pytest.mark.parametrize("num_blocks", [5_000, 80_000])
 def test_take_all_blocks_of_a_pool_full_of_prefixes(benchmark: Any, num_blocks: int) -> None:
-    """Blocks are allocated least recently used first. The cost per block does not depend on their number."""
+    """Blocks are allocated least recently used first. The cost per block does not depend on the number of blocks."""
     seq = make_sequence(0, num_blocks, max_tokens=1)
 
     def full_pool() -> tuple[tuple[BlockPool], dict[str, Any]]:
@@ -175,7 +175,9 @@ def test_build_inputs(benchmark: Any, num_chunks: int, num_tokens: int, num_deco
 
 
 def plan_decode(kv: KVCacheManager, running: list[Sequence]) -> KVMoves:
-    """Plan a decode step of all `running` sequences. Repeated calls plan the same step, as nothing advances them."""
+    """Plan a decode step of all `running` sequences. Repeated calls plan the same step, because no
+    sequence advances.
+    """
     kv.begin_step(running)
     for seq in running:
         kv.place(seq, kv.num_placeable(seq, 1))
@@ -184,8 +186,8 @@ def plan_decode(kv: KVCacheManager, running: list[Sequence]) -> KVMoves:
 
 @pytest.mark.parametrize("slots", ["all GPU", "slots to spare", "slots all taken"])
 def test_plan_decode_step_of_256_short_sequences(benchmark: Any, slots: str) -> None:
-    """Sequences of 1,100 tokens in blocks of 256, all resident. The rest of the 4,500 slots is free, or holds blocks
-    that nobody reads.
+    """Sequences of 1,100 tokens in blocks of 256, all resident. The rest of the 4,500 slots are free, or hold blocks
+    that no sequence reads.
     """
     kv: KVCacheManager = BlockManager(6000, 256)
     if slots != "all GPU":
@@ -210,7 +212,7 @@ def test_plan_decode_step_of_a_131k_sequence(benchmark: Any) -> None:
 
 @pytest.mark.parametrize("shared", [0, 3000, 100_000], ids=["nothing shared", "system prompt", "document"])
 def test_plan_step_of_a_prompt_with_255_waiting(benchmark: Any, shared: int) -> None:
-    """Prompts that begin with the same tokens look for one that is being computed. The first has 200,000 more."""
+    """Prompts with a common prefix look for a prompt that is being computed. The first has 200,000 more tokens."""
     beginning = [_rng.randrange(VOCAB_SIZE) for _ in range(shared)]
     params = SamplingParams(max_tokens=9)
 

@@ -64,7 +64,7 @@ def compiler(tokenizer: PreTrainedTokenizerFast) -> GrammarCompiler:
 def test_masks_of_an_answer(
     benchmark: Any, tokenizer: Any, compiler: GrammarCompiler, name: str, num_guesses: int
 ) -> None:
-    """Guesses are all right: with them a call computes five masks at a time and then accepts five tokens."""
+    """All draft tokens are accepted: a call computes five masks at a time and then accepts five tokens."""
     outputs, text = CASES[name]
     token_ids = tokenizer.encode(text)
     grammar = compiler.compile(StructuredOutputs(**outputs))

@@ -1,4 +1,4 @@
-"""The interfaces of attention: which keys each query sees, partial results and how they are merged, backends, steps.
+"""The interfaces of attention: which keys each query sees, partial results and their merge, backends, steps.
 
 Legend: T packed query tokens, B sequences, H query heads, K kv heads, D head dim,
 N blocks of a cache, P tokens per block, M columns of a block table.
@@ -40,11 +40,11 @@ class PagedBatch:
     """The keys that the packed queries attend to: keys 0..context_len-1 of each sequence, through its block table.
 
     With `causal`, the queries of a sequence are its last `query_len` keys (aligned at the bottom right): query i of
-    n sees keys 0 .. context_len - n + i. Without, every query sees all `context_len` keys. A context_len of 0 means
-    the sequence sees no key here (out 0, lse -inf).
+    n sees keys 0 .. context_len - n + i. Without `causal`, every query sees all `context_len` keys. A context_len of 0
+    means the sequence sees no key here (out 0, lse -inf).
 
-    A sequence may have no query. Inside a CUDA graph there may be more rows than queries: what the rows that belong to
-    no sequence yield is unspecified.
+    A sequence may have no query. Inside a CUDA graph there may be more rows than queries; the results of rows that
+    belong to no sequence are unspecified.
     """
 
     cu_seqlens_q: torch.Tensor  # [B + 1] int32, on the device
@@ -61,9 +61,10 @@ class PagedBatch:
         return self.max_query_len == 1 and len(q_THD) == len(self.context_lens)
 
     def sequences(self, first: int, last: int) -> "PagedBatch":
-        """Sequences first..last-1 as a batch of their own. All but cu_seqlens_q are views. Needs `host`.
+        """Return sequences first..last-1 as a separate batch, whose tensors except cu_seqlens_q are views. Needs
+        `host`.
 
-        Every layer of a step asks for the same ones, so they are kept.
+        The batches are cached, because every layer of a step asks for the same sequences.
         """
         if (first, last) not in self._cuts:
             self._cuts[first, last] = self._cut(first, last)
@@ -86,7 +87,7 @@ class PagedBatch:
 
 
 class AttentionBackend(ABC):
-    """One way to run the kernels. Stateless but for tuning caches; attention/selection.py chooses one at start."""
+    """One way to run the kernels. Stateless except for tuning caches; selection.py chooses a backend at start-up."""
 
     name: ClassVar[str]
     runs_in_graphs: ClassVar[bool] = True  # False: `attend` reads PagedBatch.host, which a CUDA graph does not have
@@ -105,20 +106,20 @@ class AttentionBackend(ABC):
         batch: PagedBatch,
         scale: float,
     ) -> PartialAttention:
-        """Attention of the packed queries over the paged keys of `batch`, in their dtype, with LSE."""
+        """Attend with the packed queries to the paged keys of `batch`, in the queries' dtype. Returns the LSE, too."""
 
     @abstractmethod
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
-        """Attention over the keys of two or three parts, which are disjoint, computed in fp32 and returned in `dtype`.
+        """Merge two or three parts over disjoint keys, in fp32, into attention over all the keys, returned in `dtype`.
 
         The result may overwrite any of the parts. `merge_attention_outputs` has the formula.
         """
 
     def launch_kernels(self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor) -> None:
-        """Launch every Triton kernel that a chunk may need, whatever the lengths. Within `kernels.launch.compile_only`
-        this only starts to compile them, so that no prompt waits for it later.
+        """Launch every Triton kernel that a chunk of any length may need. Within `kernels.launch.compile_only` this
+        only starts to compile the kernels, so that no prompt waits for compilation later.
 
-        `q_THD`: queries of the longest chunk. `k_cache_NPKD`: a layer's keys, one block at least. Their values are
+        `q_THD`: queries of the longest chunk. `k_cache_NPKD`: a layer's keys, at least one block. All values are
         arbitrary. Backends without such kernels do nothing.
         """
         return
@@ -139,8 +140,8 @@ class AttentionBackend(ABC):
         return
 
     def max_split_bytes(self, q_THD: torch.Tensor) -> int:
-        """The most memory that a short chunk over a long history may take on top of what an equal chunk without history
-        takes, for the heads and dtype of `q_THD`.
+        """Return the most memory that a short chunk over a long history may take in addition to the memory of an equal
+        chunk without history, for the heads and dtype of `q_THD`.
         """
         return 0
 
@@ -148,8 +149,8 @@ class AttentionBackend(ABC):
 class StepAttention(HasLayerMemory, Protocol):
     """The attention of one step, an argument of `model(...)`. Layers call it in order.
 
-    An attention layer calls `cells`, then `attend`, with its number among the attention layers. Another layer calls
-    `layer_memory` with its number among the layers of its kind.
+    An attention layer calls `cells`, then `attend`, with its index among the attention layers. Another layer calls
+    `layer_memory` with its index among the layers of its kind.
     """
 
     def cells(self, layer: int) -> KVCells:
@@ -157,10 +158,10 @@ class StepAttention(HasLayerMemory, Protocol):
         ...
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        """Attention over all keys, including the new ones, which have been stored by now. Returns [T, H, D].
+        """Attend to all keys, including the new keys, which have been stored by now. Returns [T, H, D].
 
-        In the model's last layer q may hold only the rows whose result is wanted, [S, H, D]. Outside captures, q may be
-        empty in any layer, and is then returned as it is. Hot: once per layer.
+        In the model's last layer q may hold only the rows whose results are used, [S, H, D]. Outside captures, q may be
+        empty in any layer, and is then returned unchanged. Hot: once per layer.
         """
         ...
 
@@ -177,7 +178,8 @@ Merge: TypeAlias = Callable[[Sequence[PartialAttention], torch.dtype], PartialAt
 def merge_attention_outputs(
     o1_THD: torch.Tensor, lse1_HT: torch.Tensor, o2_THD: torch.Tensor, lse2_HT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint sets of keys: `(out [T, H, D], lse [H, T] fp32)`.
+    """Merge attention over two disjoint sets of keys into attention over their union: `(out [T, H, D], lse [H, T]
+    fp32)`.
 
     Computed in fp32 or better. `out` has the promoted dtype of o1 and o2, so a running result in fp32 stays fp32.
 
@@ -195,7 +197,7 @@ def merge_attention_outputs(
 
 
 def merge_parts(parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
-    """`AttentionBackend.merge` in plain torch: the reference for the fused kernels."""
+    """Implement `AttentionBackend.merge` in plain torch: the reference for the fused kernels."""
     (out_THD, lse_HT), *others = parts
     out_THD = out_THD.to(running_dtype(out_THD.dtype))
     for other in others:
@@ -212,17 +214,17 @@ class RunningMerge:
     """Attention over the keys of `num_parts` parts, which are added one after another.
 
     Up to PARTS_PER_MERGE - 1 parts wait to be merged together. The last merge writes the parts' own dtype, so the
-    number of parts must be known beforehand. Merging several at once gives what merging them in turn would. A single
-    part is the result as it is.
+    number of parts must be known beforehand. Merging several parts at once gives the same result as merging them in
+    turn. A single part is returned unchanged.
 
-    The running result takes as much memory as two parts, and it is first written while the parts it is made of still
-    exist. So where more than PARTS_PER_MERGE parts come, the first merge takes only two.
+    The running result takes as much memory as two parts, and it is first written while the parts that it merges still
+    exist. So with more than PARTS_PER_MERGE parts, the first merge takes only two.
     """
 
     def __init__(self, merge: Merge, num_parts: int) -> None:
         self._merge, self._num_left = merge, num_parts
-        self._num_merged = PARTS_PER_MERGE if num_parts <= PARTS_PER_MERGE else 2  # by the next merge
-        self._parts: list[PartialAttention] = []  # the running result, if there is one yet, and the parts that wait
+        self._num_merged = PARTS_PER_MERGE if num_parts <= PARTS_PER_MERGE else 2  # parts that the next merge takes
+        self._parts: list[PartialAttention] = []  # the running result, if any, and the parts that wait
 
     def add(self, part: PartialAttention) -> None:
         """Add a part, whose tensors a merge may overwrite. Hot: once per part."""
@@ -237,7 +239,7 @@ class RunningMerge:
             self._num_merged = PARTS_PER_MERGE
 
     def result(self) -> PartialAttention:
-        """The whole, in the dtype of the parts."""
+        """Return the merged attention, in the dtype of the parts."""
         assert not self._num_left, f"{self._num_left} parts are missing"
         (result,) = self._parts
         return result

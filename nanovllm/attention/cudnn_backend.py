@@ -1,14 +1,14 @@
 """Attention of long chunks by cuDNN, through torch; everything else by a paged backend (flash or triton).
 
-cuDNN takes contiguous keys and knows no block table: a sequence's adjacent blocks are viewed, others gathered. Its
-causal mask is aligned at the top left, so the causal square at the end of a sequence and the history before it are
-separate calls, merged.
+cuDNN takes contiguous keys and does not support block tables: adjacent blocks of a sequence are viewed, other blocks
+are gathered. cuDNN's causal mask is aligned at the top left, so the causal square at the end of a sequence and the
+history before the square are separate calls, whose results are merged.
 
-cuDNN builds a plan for every new pair of lengths (measured: 30 ms on average), and its own way around that costs 12% of
-its speed. So it is asked for few pairs, and start-up can build their plans. A chunk is cut into pieces of the sizes
-that CudnnLimits lists. The end of a chunk is padded to such a size, or it goes to the paged backend if it is short. The
-history is cut into parts of a power of two of keys. What is left, less than the smallest such part, lies at the front
-of the sequence and is one more part, by the paged backend.
+cuDNN builds a plan for every new pair of lengths (measured: 30 ms on average), and its option that avoids this costs
+12% of its speed. So the backend uses few pairs of lengths, whose plans start-up can build. A chunk is cut into pieces
+of the sizes that CudnnLimits lists. The end of a chunk is padded to such a size, or, if it is short, goes to the paged
+backend. The history is cut into parts whose number of keys is a power of two. The remainder, less than the smallest
+part, lies at the front of the sequence and is one more part, which the paged backend computes.
 
 The history is attended on the backend's side stream, concurrent with the square. Stream edges:
   E9   all enqueued so far -> history attended   compute -> side
@@ -36,29 +36,29 @@ from nanovllm.plan.step_limits import MIN_CAPABILITY
 
 @dataclass(frozen=True, kw_only=True)
 class CudnnLimits:
-    """Tests cut smaller."""
+    """Sizes of cuDNN calls. Tests use smaller ones."""
 
     query_sizes: tuple[int, ...] = (1024, 2048, 3072, 4096, 6144, 8192, 16384)  # per call; multiples of the first
-    max_padded_queries: int = 8192  # in a call whose queries are padded, which copies them
-    min_keys: int = 4096  # in a call without a mask; a power of two
-    max_keys: int = 32768  # in a call without a mask; a power of two
-    gather_bytes: int = GATHER_BYTES  # keys that are copied together, but always min_keys
+    max_padded_queries: int = 8192  # per call with padded queries, because padding copies them
+    min_keys: int = 4096  # per call without a mask; a power of two
+    max_keys: int = 32768  # per call without a mask; a power of two
+    gather_bytes: int = GATHER_BYTES  # keys that are copied together, but at least min_keys
 
     @property
     def min_queries(self) -> int:
-        """Shorter sequences go to the paged backend."""
+        """Number of queries below which a sequence goes to the paged backend."""
         return self.query_sizes[0]
 
     def sizes_of_pieces(self, num_queries: int) -> list[int]:
         """List the sizes of pieces of `num_queries` queries, ascending. A size beyond `num_queries` is padded.
 
-        At least half of the last `min_queries` queries of a piece are real ones.
+        At least half of the last `min_queries` queries of a piece are real.
         """
         rounded = (num_queries + self.min_queries // 2) // self.min_queries * self.min_queries
         return [n for n in self.query_sizes if n <= max(num_queries, min(rounded, self.max_padded_queries))]
 
     def key_sizes(self, max_context_len: int) -> list[int]:
-        """The sizes of calls without a mask for sequences of up to that length, the largest first."""
+        """The numbers of keys per call without a mask for sequences of up to that length, largest first."""
         exponents = range(self.min_keys.bit_length() - 1, min(self.max_keys, max_context_len).bit_length())
         return [1 << exponent for exponent in reversed(exponents)]
 
@@ -67,7 +67,7 @@ DEFAULT_LIMITS = CudnnLimits()
 
 
 class CudnnBackend(AttentionBackend):
-    """`paged` merges, decodes, and runs the short sequences and what cuDNN leaves of the long ones."""
+    """`paged` merges, decodes, runs short sequences, and runs the rest of long sequences that cuDNN does not take."""
 
     name: ClassVar[str] = "cudnn"
 
@@ -93,7 +93,7 @@ class CudnnBackend(AttentionBackend):
         return self.paged.merge(parts, dtype)
 
     def max_split_bytes(self, q_THD: torch.Tensor) -> int:
-        return 2 * self.paged.max_split_bytes(q_THD)  # each of the two streams has memory of its own
+        return 2 * self.paged.max_split_bytes(q_THD)  # the two streams do not share memory
 
     def launch_kernels(self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor) -> None:
         self.paged.launch_kernels(q_THD, k_cache_NPKD)
@@ -146,7 +146,7 @@ class CudnnBackend(AttentionBackend):
     def _attend_long(
         self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, causal: bool
     ) -> PartialAttention:
-        """One sequence, piece by piece of its queries."""
+        """Attend with the queries of one sequence, piece by piece."""
         num_queries = len(q_THD)
         result = None
         first = 0
@@ -160,7 +160,7 @@ class CudnnBackend(AttentionBackend):
             if result is None:
                 lse_HT = part.lse_HT.new_empty(part.lse_HT.shape[0], num_queries)
                 result = PartialAttention(torch.empty_like(q_THD), lse_HT)
-            # To its place at once: one piece exists beside the whole
+            # Copy each piece into the result at once, so that only one piece exists in addition to the result
             result.out_THD[first:last], result.lse_HT[:, first:last] = part
             del part  # before the next piece is made
             first = last
@@ -170,7 +170,9 @@ class CudnnBackend(AttentionBackend):
     def _attend_piece(
         self, q_THD: torch.Tensor, size: int, kv: SequenceKV, num_keys: int, scale: float, causal: bool
     ) -> PartialAttention:
-        """Queries padded to `size`, over the first `num_keys` keys of a sequence. 0: too few for cuDNN."""
+        """Attend with queries padded to `size` to the first `num_keys` keys of a sequence. A `size` of 0 means that the
+        queries are too few for cuDNN.
+        """
         if size == 0:
             return self._attend_paged(q_THD, kv, num_keys, scale, causal)
         num_queries = len(q_THD)
@@ -184,7 +186,9 @@ class CudnnBackend(AttentionBackend):
     def _attend_causal(
         self, q_THD: torch.Tensor, kv: SequenceKV, first: int, last: int, scale: float
     ) -> PartialAttention:
-        """The first query is token `first`. Tokens from `last` on are padding, which no real query sees."""
+        """Attend causally. The first query is token `first`. Tokens from `last` on are padding that no
+        real query sees.
+        """
 
         def history() -> RunningMerge:
             return self._attend_keys(q_THD, kv, first, scale, num_more_parts=1)
@@ -202,7 +206,8 @@ class CudnnBackend(AttentionBackend):
     def _side_by_side(
         self, device: torch.device, aside: Callable[[], RunningMerge], here: Callable[[], PartialAttention]
     ) -> tuple[RunningMerge, PartialAttention]:
-        """Run both. On a GPU `aside` runs on the side stream, so that each uses SMs that the other leaves idle.
+        """Run both functions, on a GPU concurrently: `aside` runs on the side stream, and each uses SMs that the other
+        leaves idle.
 
         Memory needs no further care. Each engine has its own backend, so only this engine uses the side stream, and it
         enqueues all its steps on one compute stream. A block of memory that was allocated on one of the two streams is
@@ -223,7 +228,7 @@ class CudnnBackend(AttentionBackend):
     def _attend_keys(
         self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, num_more_parts: int = 0
     ) -> RunningMerge:
-        """Every query sees keys 0..num_keys-1. The caller adds `num_more_parts`."""
+        """Attend with every query to keys 0..num_keys-1. The caller adds `num_more_parts` to the returned merge."""
         num_paged = num_keys % self.limits.min_keys
         spans = list(self._spans(kv, num_paged, num_keys))
         merged = RunningMerge(self.merge, num_parts=(num_paged > 0) + len(spans) + num_more_parts)
@@ -236,7 +241,7 @@ class CudnnBackend(AttentionBackend):
     def _attend_paged(
         self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, causal: bool
     ) -> PartialAttention:
-        """By the paged backend, over the first `num_keys` keys of a sequence."""
+        """Attend with the paged backend to the first `num_keys` keys of a sequence."""
         num_queries = len(q_THD)
         batch = PagedBatch(
             cu_seqlens_q=torch.arange(0, num_queries + 1, num_queries, dtype=torch.int32, device=q_THD.device),
@@ -250,12 +255,12 @@ class CudnnBackend(AttentionBackend):
         return self.paged.attend(q_THD, kv.k_cache_NPKD, kv.v_cache_NPKD, batch, scale)
 
     def _is_long(self, host: HostTables, seq: int, causal: bool) -> bool:
-        """Return True if cuDNN runs this sequence. Without a mask it may have too few keys for a call."""
+        """Return True if cuDNN runs this sequence. Without a mask the sequence may have too few keys for a call."""
         has_keys = causal or host.context_lens[seq] >= self.limits.min_keys
         return host.query_lens[seq] >= self.limits.min_queries and has_keys
 
     def _runs(self, host: HostTables, causal: bool) -> Iterator[tuple[int, int]]:
-        """Sequences `[first, last)`: a long one, or as many others as follow each other."""
+        """Yield ranges `[first, last)` of sequences: a single long sequence, or consecutive other sequences."""
         first = 0
         for seq in range(len(host.query_lens)):
             if self._is_long(host, seq, causal):
@@ -267,7 +272,7 @@ class CudnnBackend(AttentionBackend):
             yield first, len(host.query_lens)
 
     def _spans(self, kv: SequenceKV, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Cut tokens first..last-1, a multiple of min_keys, into spans of a power of two.
+        """Cut tokens first..last-1, a multiple of min_keys, into spans whose lengths are powers of two.
 
         Adjacent blocks that hold a whole span are viewed. Other spans are gathered, which bounds their size.
         """
@@ -284,7 +289,8 @@ class CudnnBackend(AttentionBackend):
     def attend_dense(
         self, q_THD: torch.Tensor, k_SKD: torch.Tensor, v_SKD: torch.Tensor, scale: float, causal: bool
     ) -> PartialAttention:
-        """One cuDNN call: every query sees every key, or, with `causal`, a square. cuDNN groups the heads (GQA) itself.
+        """Call cuDNN once: every query sees every key, or, with `causal`, a square. cuDNN groups the heads (GQA)
+        itself.
 
         A test on a CPU overrides this.
         """
@@ -297,17 +303,17 @@ class CudnnBackend(AttentionBackend):
 
 
 def _concatenate(parts: list[PartialAttention]) -> PartialAttention:
-    """The results of consecutive queries as one."""
+    """Concatenate the results of consecutive queries."""
     if len(parts) == 1:
         return parts[0]
     return PartialAttention(torch.cat([p.out_THD for p in parts]), torch.cat([p.lse_HT for p in parts], dim=1))
 
 
 def _pad(x: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """`x` and that many rows of zeros."""
+    """Append `num_rows` rows of zeros to `x`."""
     if num_rows == 0:
         return x
-    padded = x.new_empty(len(x) + num_rows, *x.shape[1:])  # F.pad would fill all of it before it copies
+    padded = x.new_empty(len(x) + num_rows, *x.shape[1:])  # F.pad would fill all of `padded` before copying
     padded[: len(x)] = x
     padded[len(x) :] = 0
     return padded

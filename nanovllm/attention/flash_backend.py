@@ -1,8 +1,9 @@
-"""Attention by flash-attn 2, where it is installed. The merge is our own kernel, and so is attention of a few queries
-per sequence, and of short chunks over a long history: flash-attn 2 does not share the keys of a paged cache among
-programs then.
+"""Attention by flash-attn 2, where it is installed.
 
-flash-attn marks a row that saw no key with lse +inf; it becomes -inf here.
+Our own kernels compute the merge, attention of a few queries per sequence, and attention of short chunks over a long
+history, because for these flash-attn 2 does not share the keys of a paged cache among programs.
+
+flash-attn gives a row that saw no key the lse +inf, which the backend changes to -inf.
 """
 
 import importlib.util
@@ -72,7 +73,8 @@ class FlashBackend(AttentionBackend):
             )
             out_THD, lse_HT = out_B1HD.squeeze(1), lse_BH1.squeeze(2).t()
         else:
-            # For a sequence without keys it writes its LSE outside of the result, into other tensors. So each has one.
+            # For a sequence without keys flash-attn writes the LSE outside of the result, into other tensors. So every
+            # sequence is given at least one key.
             cu_seqlens_k = torch.nn.functional.pad(batch.context_lens.clamp(min=1).cumsum(0, dtype=torch.int32), (1, 0))
             out_THD, lse_HT, _ = self.flash_attn.flash_attn_varlen_func(
                 q_THD,
@@ -87,7 +89,7 @@ class FlashBackend(AttentionBackend):
                 block_table=batch.block_tables,
                 return_attn_probs=True,
             )
-            if not batch.causal:  # with a mask a sequence has the keys of its queries at least
+            if not batch.causal:  # with a mask a sequence has at least the keys of its queries
                 token = torch.arange(len(q_THD), device=q_THD.device)
                 sequence = torch.bucketize(token, batch.cu_seqlens_q[1:], right=True)
                 no_key_T = batch.context_lens[sequence] == 0
@@ -114,8 +116,10 @@ def _gains_from_shared_keys(batch: PagedBatch) -> bool:
 
 @cache
 def _why_build_fails(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """flash-attn can be built without some head dims, or for another torch. It then refuses them, or it computes them
-    with a kernel for another head dim and returns garbage. So attend to a few tokens and compare.
+    """Return why the installed flash-attn computes wrong results, or None if it works.
+
+    flash-attn can be built without some head dims, or for another torch. It then refuses these head dims, or it uses a
+    kernel for another head dim and returns garbage. So attend to a few tokens and compare.
     """
     name = f"the installed flash_attn with {dtype} and head dim {head_dim}"
     try:
@@ -128,7 +132,7 @@ def _why_build_fails(device: torch.device, dtype: torch.dtype, head_dim: int) ->
 
 
 def _error_of_build(device: torch.device, dtype: torch.dtype, head_dim: int, query_lens: Sequence[int]) -> float:
-    """The largest error of out and LSE against plain torch in fp32; of two sequences, one of which fills two pages."""
+    """The largest error of out and LSE against plain torch in fp32, for two sequences, one of which fills two pages."""
     context_lens, tables = (300, 40), ((1, 0), (2, 2))
     generator = torch.Generator(device).manual_seed(0)
     q_THD, k_NPKD, v_NPKD = (

@@ -23,24 +23,24 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 def choose_backend(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, enforce_eager: bool
 ) -> AttentionBackend:
-    """Make and log the backend that `find_backend` names."""
+    """Create the backend that `find_backend` names, and log the choice."""
     chosen = find_backend(name, device, dtype, head_dim, enforce_eager=enforce_eager)
     if chosen != "cudnn":
         logger.info("attention backend: %s", chosen)
         return BACKENDS[chosen]()
     paged = _paged_beside_cudnn(device, dtype, head_dim)
-    assert paged is not None, "cudnn was found possible"
+    assert paged is not None, "cudnn can only be chosen together with a paged backend"
     logger.info("attention backend: cudnn for long chunks, %s for the rest", paged.name)
     return CudnnBackend(paged())
 
 
 def find_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, enforce_eager: bool) -> str:
-    """`name`, or for "auto" the fastest backend that can run here with these options.
+    """Return `name`, or for "auto" the fastest backend that can run here with these options.
 
-    A backend may take seconds to say whether it can run: flash-attn is imported and tried. So only those that decide
-    are asked, and all of them for the message of an error.
+    A backend may take seconds to find out whether it can run: flash-attn is imported and tried. So only the backends
+    that decide the choice are asked; all backends are asked only for an error message.
 
-    Raises ConfigError when `name` is unknown or cannot run, with the reason and the backends that can.
+    Raises ConfigError when `name` is unknown or cannot run, with the reason and the backends that can run.
     """
     if name == "auto":
         decisive = _preferred(device)
@@ -62,7 +62,7 @@ def find_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
 
 
 def _preferred(device: torch.device) -> Sequence[str]:
-    """Fastest first. cuDNN reaches twice flash-attn 2 on Hopper (658 and 373 TFLOP/s on an H200)."""
+    """List backends, fastest first. cuDNN reaches twice flash-attn 2 on Hopper (658 and 373 TFLOP/s on an H200)."""
     if device.type != "cuda":
         return ("torch",)
     is_hopper = kernel_target.target_of(device).capability[0] == 9
@@ -77,7 +77,7 @@ def _why_unavailable(
     if reason is not None:
         return reason
     if name == "cudnn" and _paged_beside_cudnn(device, dtype, head_dim) is None:
-        return "it needs flash or triton beside it, and neither can run"
+        return "it also needs flash or triton, and neither can run"
     if device.type == "cuda" and not enforce_eager and not backend.runs_in_graphs:
         return "CUDA graphs cannot capture it; set enforce_eager=True"
     return None
@@ -86,7 +86,7 @@ def _why_unavailable(
 def _paged_beside_cudnn(
     device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> type[FlashBackend] | type[TritonBackend] | None:
-    """The faster in decode first: 396 and 343 tok/s at 40,960 tokens on an H200."""
+    """Choose flash or triton, preferring the faster in decode: 396 and 343 tok/s at 40,960 tokens on an H200."""
     for backend in (TritonBackend, FlashBackend):
         if backend.why_unavailable(device, dtype, head_dim) is None:
             return backend

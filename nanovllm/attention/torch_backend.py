@@ -1,6 +1,6 @@
 """Attention in plain torch: the reference that every other backend is compared with. Runs everywhere.
 
-Legend: T query tokens of one sequence (all packed ones in `attend`), S its keys, H query heads, K kv heads,
+Legend: T query tokens of one sequence (all packed tokens in `attend`), S its keys, H query heads, K kv heads,
 G = H / K query heads per kv head, D head dim, N blocks of a cache, P tokens per block.
 
 Keys are never repeated for the heads that share them, and scores never exist beyond one bounded tile. On CPU torch's
@@ -17,22 +17,22 @@ import torch
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, RunningMerge, merge_parts
 from nanovllm.utils.arithmetic import ceil_div
 
-GATHER_BYTES = 16 << 20  # default bound on the keys copied together; the values take as much again
+GATHER_BYTES = 16 << 20  # default bound on the keys copied together; the values take the same amount
 
 
 @dataclass(frozen=True)
 class SequenceKV:
-    """One sequence's keys and values in the caches `[N, P, K, D]`, as contiguous tensors for kernels that know no block
-    table (M columns). Blocks that are adjacent in the cache are read where they lie; others are copied together first.
+    """One sequence's keys and values in the caches `[N, P, K, D]`, as contiguous tensors for kernels without block
+    tables (M columns). Blocks that are adjacent in the cache are viewed; other blocks are gathered into a copy.
     """
 
     k_cache_NPKD: torch.Tensor
     v_cache_NPKD: torch.Tensor
     table: Sequence[int]  # on the host
-    table_M: torch.Tensor  # the same on the device
+    table_M: torch.Tensor  # `table` on the device
 
     def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of tokens first..last-1, `[last - first, K, D]`: views when their blocks are adjacent."""
+        """Return K and V of tokens first..last-1, `[last - first, K, D]`: views if their blocks are adjacent."""
         block_size = self.k_cache_NPKD.shape[1]
         first_block, last_block = first // block_size, ceil_div(last, block_size)
         block_ids = self.table[first_block:last_block]
@@ -48,7 +48,7 @@ class SequenceKV:
         return span(self.k_cache_NPKD), span(self.v_cache_NPKD)
 
     def adjacent_end(self, first: int, last: int) -> int:
-        """Tokens `first` up to the returned one, at most `last`, lie in adjacent blocks."""
+        """Return the end, at most `last`, of the tokens from `first` on that lie in adjacent blocks."""
         block_size = self.k_cache_NPKD.shape[1]
         block_idx, last_block = first // block_size + 1, ceil_div(last, block_size)
         while block_idx < last_block and self.table[block_idx] == self.table[block_idx - 1] + 1:
@@ -58,8 +58,8 @@ class SequenceKV:
     def spans(self, num_tokens: int, min_view_tokens: int, gather_bytes: int) -> Iterator[tuple[int, int]]:
         """Cut tokens 0..num_tokens-1 into spans `[first, last)` to attend to in one call each.
 
-        A run of adjacent blocks of `min_view_tokens` or more is a span of its own, read where it lies; shorter runs
-        are gathered together, up to `gather_bytes` of keys.
+        A run of adjacent blocks with at least `min_view_tokens` tokens is a separate span, which is viewed; shorter
+        runs are gathered together, up to `gather_bytes` of keys.
         """
         _, block_size, num_kv_heads, head_dim = self.k_cache_NPKD.shape
         max_gather_tokens = gather_bytes // (num_kv_heads * head_dim * self.k_cache_NPKD.element_size())
@@ -81,10 +81,10 @@ class SequenceKV:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchLimits:
-    """Sizes of the pieces that a kernel is called with, and the kernel for a CPU. Tests cut smaller."""
+    """Sizes of the pieces that a kernel is called with, and the kernel for a CPU. Tests use smaller sizes."""
 
     score_tile_bytes: int = 128 << 20  # bound on the scores that exist at once, where torch has no fused kernel
-    min_view_tokens: int = 1024  # shorter runs of adjacent blocks are copied: a call for each costs more than the copy
+    min_view_tokens: int = 1024  # shorter runs of adjacent blocks are copied: separate calls cost more than the copy
     gather_bytes: int = GATHER_BYTES
     fused_on_cpu: bool = True  # False: tiles of scores, as on every other device
 
@@ -163,11 +163,11 @@ def flash_attn_with_lse(
 def _attend_sequence(
     q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, causal: bool, limits: TorchLimits
 ) -> PartialAttention:
-    """The keys before the causal square span by span, then the square. At least one query and one key."""
+    """Attend to the keys before the causal square, span by span, then to the square. At least one query and one key."""
     num_queries, num_heads, _ = q_THD.shape
     square_len = num_queries if causal and num_queries > 1 else 0
     history_len = num_keys - square_len
-    # A run worth viewing: copying it costs more than merging one more part
+    # View a run if copying it costs more than merging one more part
     min_view_tokens = max(limits.min_view_tokens, num_queries * num_heads // kv.k_cache_NPKD.shape[2])
     spans = list(kv.spans(history_len, min_view_tokens, limits.gather_bytes))
     merged = RunningMerge(merge_parts, num_parts=len(spans) + bool(square_len))
@@ -186,7 +186,7 @@ def _no_key_seen(q_THD: torch.Tensor) -> PartialAttention:
 def _attend_dense(
     q_THD: torch.Tensor, k_SKD: torch.Tensor, v_SKD: torch.Tensor, scale: float, causal: bool, limits: TorchLimits
 ) -> PartialAttention:
-    """Every query sees every key, or, with `causal`, a square (S = T). At least one query and one key."""
+    """Attend with every query to every key, or, with `causal`, to a square (S = T). At least one query and one key."""
     assert not causal or q_THD.shape[0] == k_SKD.shape[0], "the causal kernel takes squares"
     if q_THD.device.type == "cpu" and limits.fused_on_cpu:
         return _attend_fused_cpu(q_THD, k_SKD, v_SKD, scale, causal)
@@ -196,13 +196,15 @@ def _attend_dense(
 def _attend_fused_cpu(
     q_THD: torch.Tensor, k_SKD: torch.Tensor, v_SKD: torch.Tensor, scale: float, causal: bool
 ) -> PartialAttention:
-    """Torch's fused kernel with kv heads as its batch, and each group's heads as heads that share keys (stride 0)."""
+    """Call torch's fused kernel with kv heads as the batch, and each group's heads as heads that share
+    keys (stride 0).
+    """
     num_queries, num_heads, head_dim = q_THD.shape
     num_keys, num_kv_heads, _ = k_SKD.shape
     group = num_heads // num_kv_heads
     q_KGTD = q_THD.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     if num_queries == 1:
-        q_KGTD = q_KGTD.transpose(1, 2)  # the group as rows of one head: its keys are read once
+        q_KGTD = q_KGTD.transpose(1, 2)  # the group becomes rows of one head, so that its keys are read once
     kv_shape = (num_kv_heads, q_KGTD.shape[1], num_keys, head_dim)
     k, v = (x.transpose(0, 1).unsqueeze(1).expand(kv_shape) for x in (k_SKD, v_SKD))
     out_KGTD, lse_KGT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -217,7 +219,7 @@ def _attend_fused_cpu(
 def _attend_tiled(
     q_THD: torch.Tensor, k_SKD: torch.Tensor, v_SKD: torch.Tensor, scale: float, causal: bool, tile_bytes: int
 ) -> PartialAttention:
-    """Softmax in fp32 (fp64 stays), a tile of queries at a time."""
+    """Compute the softmax in fp32 (fp64 for fp64 inputs), a tile of queries at a time."""
     num_queries, num_heads, head_dim = q_THD.shape
     num_keys, num_kv_heads, _ = k_SKD.shape
     accumulate = torch.promote_types(q_THD.dtype, torch.float32)

@@ -50,7 +50,7 @@ class TritonBackend(AttentionBackend):
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         num_short, num_tokens = _leading_short(batch)
         if num_tokens > 0:
-            # A few queries would leave a tile of the other kernel nearly empty, and all their keys to one program
+            # In the prefill kernel, a few queries would leave a tile nearly empty and one program would read all keys
             short, chunks = batch.sequences(0, num_short), batch.sequences(num_short, len(batch.context_lens))
             parts = ((slice(0, num_tokens), short), (slice(num_tokens, None), chunks))
             lse = [
@@ -69,10 +69,10 @@ class TritonBackend(AttentionBackend):
         batch: PagedBatch,
         scale: float,
     ) -> torch.Tensor:
-        """By one kernel. Returns the LSE [H, T]."""
+        """Attend with one kernel. Returns the LSE [H, T]."""
         num_sms = kernel_target.target_of(q_THD.device).num_sms
         if batch.max_query_len > MAX_DECODE_QUERIES:
-            # In a graph, the longest chunk is planned for: others leave more of the GPU idle
+            # In a graph, plan for the longest chunk; shorter chunks leave more of the GPU idle
             planned, num_sequences = q_THD, len(batch.context_lens)
             if batch.host is None:
                 planned, num_sequences = q_THD[: batch.max_query_len], 1
@@ -92,7 +92,7 @@ class TritonBackend(AttentionBackend):
                 out_THD=out_THD,
                 num_splits=num_splits,
             )[1]
-        # A graph knows the longest context only; most are much shorter
+        # A graph knows only the longest possible context; most contexts are much shorter
         context_len = batch.max_context_len if batch.host is not None else batch.max_context_len // 4
         num_kv_heads = k_cache_NPKD.shape[2]
         _, num_tiles = self.decode.tile_rows(q_THD, num_kv_heads, batch.max_query_len)
@@ -112,7 +112,7 @@ class TritonBackend(AttentionBackend):
         )[1]
 
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
-        """Into the first part of that dtype, if there is one. Hot: once per merge."""
+        """Merge into the first part that has `dtype`, if there is one. Hot: once per merge."""
         out_THD = next((part.out_THD for part in parts if part.out_THD.dtype == dtype), None)
         if out_THD is None:
             out_THD = torch.empty(parts[0].out_THD.shape, dtype=dtype, device=parts[0].out_THD.device)
@@ -134,14 +134,14 @@ class TritonBackend(AttentionBackend):
 
 
 def _num_sequences(q_THD: torch.Tensor, batch: PagedBatch) -> int:
-    """Count the sequences with queries; in a graph, the fewest that can have them all, which have the most to gain from
-    sharing their keys among programs.
+    """Count the sequences with queries. In a graph, count the fewest sequences that can have all the queries, because
+    these gain the most from sharing their keys among programs.
     """
     return ceil_div(len(q_THD), batch.max_query_len) if batch.host is None else len(batch.context_lens)
 
 
 def _leading_short(batch: PagedBatch) -> tuple[int, int]:
-    """Count the sequences that have a few queries and come before the first longer one, and their tokens.
+    """Count the sequences with a few queries before the first longer sequence, and their tokens.
 
     The scheduler puts short sequences first. (0, 0) if all are short, or if sizes are not known.
     """

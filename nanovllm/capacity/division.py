@@ -22,17 +22,17 @@ NO_SHADOW = ShadowSize(0, 0)
 
 
 def wants_shadow(config: Config, spec: KVCacheSpec) -> bool:
-    """Return True if drafts read a shadow where there is room for it: a draft head takes its place."""
+    """Return True if drafts read a shadow if there is room for it. A draft head replaces the shadow."""
     return config.wants_shadow and not spec.has_draft_head
 
 
 def auto_shadows(
     config: Config, spec: KVCacheSpec, room_bytes: int, *, given: int, num_cpu_blocks: int, max_model_len: int
 ) -> Iterator[ShadowSize]:
-    """Yield the shadows that speculation="auto" can choose from with offload, the preferred one first.
+    """Yield the shadows that speculation="auto" can choose from with offload, the preferred shadow first.
 
-    Each leaves room for the given slots or, if none are given, for LEAST_SLOTS or max_num_seqs of them, whichever is
-    less. Each holds one sequence of max_model_len or more, because drafts that miss keys are often wrong.
+    Each shadow leaves room for the given slots or, if none are given, for the smaller of LEAST_SLOTS and max_num_seqs
+    slots. Each holds at least one sequence of max_model_len, because drafts that miss keys are often wrong.
     """
     free_bytes = room_bytes - (given or _least_slots(config)) * spec.block_bytes
     if config.shadow_memory_gb is not None:
@@ -46,7 +46,7 @@ def auto_shadows(
 
 
 def _least_slots(config: Config) -> int:
-    """The fewest slots that a shadow leaves if their number is not given. The engine needs two to start."""
+    """Return the fewest slots that a shadow leaves if num_gpu_blocks is not given. The engine needs two to start."""
     return max(2, min(LEAST_SLOTS, config.max_num_seqs))
 
 
@@ -63,11 +63,11 @@ def divide_memory(
     """Divide the memory of a GPU between KV blocks, the shadow and the slots of states.
 
     States get the room that the given blocks leave, or else at most half of the room. `given`: number of blocks that
-    the user asks for, 0 for as many as fit, of which no more than `useful` are. The blocks may be too few to start
-    with, and the pages may be none. `shadow`: the planner's choice. It gets fewer pages if start-up finds less room
-    than the planner estimated, because the given blocks, or else `_least_slots`, come first.
-    If `shadow` is None, its size depends on the room: with offload the shadow should hold all CPU blocks, and if the
-    slots are not given, it gets half of the room for that. Without offload, there is a page for each block.
+    the user asks for, or 0 for the largest number that fits, up to `useful`. The result may have too few blocks to
+    start with, and no pages. `shadow`: the planner's choice. It gets fewer pages if start-up finds less room than the
+    planner estimated, because the given blocks, or else `_least_slots`, come first.
+    If `shadow` is None, its size depends on the room: with offload the shadow should hold all CPU blocks, and if
+    num_gpu_blocks is not given, it gets half of the room for pages and slots. Without offload, each block has a page.
     """
     num_slots = 0
     if spec.states is not None:

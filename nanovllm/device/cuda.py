@@ -1,4 +1,4 @@
-"""CUDA calls that torch lacks: streams with one owner, pinned memory as a GPU tensor, copies of many rows, values in
+"""CUDA features that torch lacks: streams with one owner, pinned memory as a GPU tensor, copies of many rows, values in
 memory that a stream writes or waits for, and memory that processes share.
 """
 
@@ -32,7 +32,7 @@ def new_stream(device: torch.device, owner: object | None = None) -> torch.cuda.
 
 
 class _CudaArray:
-    """Bytes that torch takes for an array on the GPU: pinned memory has the same address there."""
+    """Pinned memory, presented to torch as an array on the GPU, where it has the same address."""
 
     def __init__(self, pinned: torch.Tensor) -> None:
         self.pinned = pinned  # the tensor made from this object keeps it alive
@@ -47,8 +47,8 @@ class _CudaArray:
 def pinned_view(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The memory of a contiguous pinned tensor as a tensor on the GPU, for kernels that read or write a few rows of it.
 
-    A copy of the same rows would wait its turn: the copy engine first finishes the large copies that were enqueued on
-    other streams, 0.2 ms each. Synchronize the two as if they were one tensor that two streams use.
+    A copy of the same rows would wait: the copy engine first finishes the large copies that were enqueued on other
+    streams, 0.2 ms each. Synchronize the two tensors like one tensor that two streams use.
     """
     assert pinned.is_contiguous() and pinned.is_pinned(), "the GPU can only reach contiguous pinned memory"
     view = torch.as_tensor(_CudaArray(pinned), device=device)
@@ -92,12 +92,12 @@ def copy_rows(stream: torch.cuda.Stream, dst: torch.Tensor, src: torch.Tensor) -
     """Enqueue dst <- src as one copy if the driver accepts it, otherwise row by row. Hot.
 
     Both are [R, ...] with equal shapes and dtypes, each row is contiguous, and host memory is pinned. For the host one
-    call is faster than R calls. torch has no such call: it would make a contiguous copy first.
+    call is faster than R calls. torch cannot enqueue such a copy as one call: it would make a contiguous copy first.
 
     The driver refuses copies of many rows whose GPU side lies in several physical allocations, and torch maps an
-    expandable segment from allocations of 20 MiB. So large tensors of rows far apart, like the layers of a KV cache,
-    may be refused: it refused 28 rows of 512 KiB. NVIDIA documents no limit. A copy of contiguous bytes may cross
-    these allocations. Rows above 64 KiB gain little from this call: make one copy for each of them instead.
+    expandable segment from allocations of 20 MiB. So the driver may refuse large tensors of rows far apart, like the
+    layers of a KV cache; it refused 28 rows of 512 KiB. NVIDIA documents no limit. A copy of contiguous bytes may
+    cross these allocations. Rows above 64 KiB gain little from this call: make one copy for each row instead.
     """
     row_bytes = dst[0].nbytes
     pitches = dst.stride(0) * dst.itemsize, src.stride(0) * src.itemsize
@@ -128,7 +128,7 @@ class UnsupportedDriverError(RuntimeError):
 
 @cache
 def _driver() -> tuple[Any, Any]:
-    """The driver's calls to write a value and to wait for one."""
+    """Return the driver's functions to write a value and to wait for a value."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         calls = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
@@ -140,18 +140,18 @@ def _driver() -> tuple[Any, Any]:
 
 
 def as_int32(number: int) -> int:
-    """The number, wrapped around to 32 bits with a sign."""
+    """Wrap the number around to a signed 32-bit integer."""
     return (number + 2**31) % 2**32 - 2**31
 
 
 def write_value(stream: torch.cuda.Stream, target: torch.Tensor, value: int) -> None:
-    """Enqueue target <- value, after all that the stream was given. `target`: int32 [1], pinned. Hot."""
+    """Enqueue target <- value after all earlier work of the stream. `target`: int32 [1], pinned. Hot."""
     write, _ = _driver()
     _check(write(stream.cuda_stream, target.data_ptr(), value & 0xFFFFFFFF, 0))
 
 
 def wait_for_value(stream: torch.cuda.Stream, source: torch.Tensor, value: int) -> None:
-    """Let the stream's next work start when `source` has reached `value`. The two may wrap around. Hot."""
+    """Let the stream's next work start when `source` has reached `value`. Both may wrap around. Hot."""
     _, wait = _driver()
     _check(wait(stream.cuda_stream, source.data_ptr(), value & 0xFFFFFFFF, _WAIT_UNTIL_REACHED))
 
@@ -172,9 +172,9 @@ class _Handle(ctypes.Structure):
 
 
 class SharedMemory:
-    """Memory of a GPU that several processes use, at an address that each has for itself.
+    """Memory of a GPU that several processes use, each at a different address.
 
-    Memory that was allocated here is freed with this object, and memory that was opened is closed. All methods raise
+    Memory from `allocate` is freed with this object, and memory from `open` is closed. All methods raise
     UnsupportedDriverError if the driver refuses.
     """
 
@@ -194,7 +194,7 @@ class SharedMemory:
 
     @classmethod
     def open(cls, handle: bytes) -> "SharedMemory":
-        """Open the memory of another process, which may be on another device, by its `handle`."""
+        """Open the memory of another process by its `handle`. The memory may be on another device."""
         address = ctypes.c_uint64()
         given = _Handle.from_buffer_copy(handle)
         cls._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_ENABLE_PEER_ACCESS))

@@ -1,5 +1,5 @@
-"""The device that an engine runs on: choosing it, making it current, measuring its memory, and cleaning up after a
-failed start.
+"""The device that an engine runs on: choose it, make it current, measure its memory, and clean up after
+a failed start.
 """
 
 import os
@@ -21,17 +21,17 @@ from nanovllm.utils.arithmetic import format_bytes
 def use_expandable_segments() -> None:
     """Let torch's allocator grow its segments, unless the user has configured the allocator.
 
-    By default segments have fixed sizes. Steps have many different sizes, and the gaps that none of them could use took
-    0.2 GiB more than the largest step needs.
+    By default segments have fixed sizes. Steps have many different sizes, and gaps that no step could use took 0.2 GiB
+    more than the largest step needs.
     """
     if not any(name in os.environ for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def resolve_device(config: Config) -> torch.device:
-    """The device of rank 0. Raises ConfigError if the machine lacks the GPUs that the config asks for.
+    """Return the device of rank 0. Raises ConfigError if the machine lacks the GPUs that the config asks for.
 
-    With several ranks only the kind of device counts, because each rank is given a device of its own.
+    With several ranks only the type of device counts, because each rank is given a different device.
     """
     name = config.device
     if name == "auto":
@@ -44,7 +44,7 @@ def resolve_device(config: Config) -> torch.device:
     size, num_gpus = config.tensor_parallel_size, torch.cuda.device_count()
     if size > 1 and device.index:
         raise ConfigError(
-            f"device={name!r} with tensor_parallel_size={size}: each rank has a GPU of its own; give device='cuda'"
+            f"device={name!r} with tensor_parallel_size={size}: each rank needs a separate GPU; give device='cuda'"
         )
     if max(size, device.index + 1) > num_gpus:
         raise ConfigError(
@@ -55,16 +55,16 @@ def resolve_device(config: Config) -> torch.device:
 
 
 def installed_gpu(config: Config) -> Any | None:
-    """torch's properties of the GPU that `config.device` names, or None if this machine does not have it."""
+    """Return torch's properties of the GPU that `config.device` names, or None if this machine does not have it."""
     index = int(config.device.split(":")[1]) if ":" in config.device else 0
     return torch.cuda.get_device_properties(index) if index < torch.cuda.device_count() else None
 
 
 def memory_node(device: torch.device) -> int | None:
-    """The memory node (NUMA) that a GPU is attached to; None if there is only one, or the machine does not say."""
+    """Return the NUMA node that a GPU is attached to, or None if there is only one or the machine does not tell."""
     if device.type != "cuda":
         return None
-    gpu: Any = torch.cuda.get_device_properties(device)  # torch declares no addresses
+    gpu: Any = torch.cuda.get_device_properties(device)  # torch's stubs do not declare the PCI addresses
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     try:
         node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
@@ -76,7 +76,7 @@ def memory_node(device: torch.device) -> int | None:
 def release_failed_start(error: BaseException, device: torch.device) -> None:
     """Free the GPU memory of a failed start, even though the caller keeps the exception.
 
-    The frames of its traceback refer to tensors such as the half-built model or the activations of the largest step.
+    The frames of the traceback refer to tensors such as the half-built model or the activations of the largest step.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -99,8 +99,8 @@ Owner = TypeVar("Owner", bound=HasDevice)
 def current_device(device: torch.device) -> Iterator[None]:
     """Make `device` and its default stream the current ones. Does nothing for the CPU.
 
-    Both are settings of a thread, which kernels, events and allocations use. Steps from different threads could
-    otherwise run on different GPUs, or on streams that do not wait for each other.
+    Device and stream are per-thread settings that kernels, events and allocations use. Steps from different threads
+    could otherwise run on different GPUs, or on streams that do not wait for each other.
     """
     if device.type != "cuda":
         yield
@@ -110,7 +110,7 @@ def current_device(device: torch.device) -> Iterator[None]:
 
 
 def on_own_device(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[Owner, P], R]:
-    """Decorator: run a method with its object's device as the current one."""
+    """Decorate a method to run with its object's device as the current device."""
 
     @wraps(method)
     def wrapper(self: Owner, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -167,7 +167,7 @@ def reserved_by(work: Callable[[], object]) -> int:
 
 
 def used_bytes() -> int:
-    """Bytes in use on the current device by all processes, after torch has returned the memory that it can."""
+    """Return the bytes in use on the current device by all processes, after torch has released its unused memory."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
@@ -176,7 +176,7 @@ def used_bytes() -> int:
 
 @contextmanager
 def memory_remedy(doing: str) -> Iterator[None]:
-    """Turn an out-of-memory error during start-up into a ConfigError that says which options to change."""
+    """Turn an out-of-memory error during start-up into a ConfigError that names the options to change."""
     try:
         yield
     except RuntimeError as error:

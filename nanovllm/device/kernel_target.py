@@ -1,7 +1,7 @@
 """KernelTarget: the properties of a GPU by which kernels and their configurations are chosen.
 
-Everything that depends on the model of the GPU asks `target_of`. To use the choices for another GPU, a benchmark or a
-test replaces this one function.
+Everything that depends on the GPU model calls `target_of`. To use the choices for another GPU, a benchmark or a test
+replaces this one function.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ INTERPRETER = KernelTarget((0, 0), 99 * 1024, 4)  # Triton's interpreter on a CP
 
 @cache
 def target_of(device: torch.device) -> KernelTarget:
-    """The target for a device. Call it as `kernel_target.target_of`, so that it can be replaced. Hot: every launch."""
+    """Return the target of a device. Call `kernel_target.target_of`, so that it can be replaced. Hot: every launch."""
     if device.type != "cuda":
         return INTERPRETER
     properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of its fields

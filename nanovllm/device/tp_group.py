@@ -1,8 +1,8 @@
 """TPGroup: the ranks of one tensor-parallel engine and their collectives. It is always passed and never global.
 
 Each engine has its own process group, made without torch's default group, so several engines can live in one process.
-Its ranks connect through a TCPStore that rank 0 opens on a free loopback port. GPUs that reach each other's memory have
-inboxes besides, through which a kernel sums a few rows in less than half of nccl's time (kernels/peer_sum.py).
+Its ranks connect through a TCPStore that rank 0 opens on a free loopback port. GPUs that reach each other's memory
+also have inboxes, through which a kernel sums a few rows in less than half of nccl's time (kernels/peer_sum.py).
 """
 
 import logging
@@ -32,18 +32,19 @@ _Options = TypeVar("_Options")
 
 
 class Inboxes:
-    """Memory on each rank's GPU to which the other ranks write what they add to a sum.
+    """Memory on each rank's GPU to which the other ranks write their parts of a sum.
 
-    An inbox is int64 [2, ranks, max_words]: messages of 32 bits, each with the number of its sum above it. Sums take
-    the halves in turns. A rank sends its message for a sum once it has those of the one before, so nobody overwrites
-    what the other has yet to read.
+    An inbox is int64 [2, ranks, max_words]: messages of 32 bits, each with the number of its sum in the upper 32 bits.
+    Sums use the two halves of the inbox in turn. A rank sends its message for a sum only after it has received all
+    messages of the previous sum, so no rank overwrites a message that another rank has yet to read.
     """
 
     def __init__(self, memories: Sequence[SharedMemory], device: torch.device) -> None:
-        """`memories`: of the ranks in their order, INBOX_BYTES each."""
+        """`memories`: INBOX_BYTES of each rank, in the order of the ranks."""
         self.max_words = INBOX_BYTES // (2 * 8 * len(memories))
         self.addresses = torch.tensor([each.address for each in memories], dtype=torch.int64, device=device)
-        self.num_sums = torch.zeros(self.max_words, dtype=torch.int32, device=device)  # of each program of the kernel
+        # Sums so far, for each program of the kernel
+        self.num_sums = torch.zeros(self.max_words, dtype=torch.int32, device=device)
         # Kernels stop waiting for messages when this is not 0. The host writes it directly: a stream might share a
         # hardware queue with the kernel that waits, and the driver refuses all calls once the GPU has failed.
         self._pinned = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
@@ -51,7 +52,7 @@ class Inboxes:
         self._memories = memories
 
     def give_up(self) -> None:
-        """Let kernels that wait for another rank end, now and from now on. Their sums are wrong."""
+        """Make kernels that wait for another rank end, now and later. Their sums are wrong."""
         self._pinned.fill_(1)
 
 
@@ -66,8 +67,8 @@ class TPGroup:
     rank: int = 0
     size: int = 1
     process_group: Any = None  # a c10d backend, used directly; torch's stubs leave out its collectives
-    device: torch.device | None = None  # this rank's; None: a single rank has the device that its engine chose
-    inboxes: Inboxes | None = None  # None: nccl computes all sums
+    device: torch.device | None = None  # this rank's device, or None for a single rank, which uses its engine's device
+    inboxes: Inboxes | None = None  # None if nccl computes all sums
     on_close: list[Callable[[], None]] = field(default_factory=list, compare=False)  # destroy graphs with collectives
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +89,7 @@ class TPGroup:
         return torch.cat(parts, dim=-1, out=out)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `x` on every rank, in place."""
+        """Copy rank 0's `x` to every rank, in place."""
         if self.process_group is not None:
             _wait(self.process_group.broadcast([x], _BROADCAST))
         return x
@@ -112,12 +113,12 @@ class TPGroup:
 
 def _wait(work: dist.Work | None) -> None:
     """Wait until the work is done; on a GPU, only the current stream waits and not the host."""
-    if work is not None:  # None: it is on the current stream already
+    if work is not None:  # None if the work is on the current stream already
         work.wait()
 
 
 def _on_current_stream(options: _Options) -> _Options:
-    """Let nccl run on the current stream. Its own stream would cost two events per collective."""
+    """Let nccl run on the current stream, because a separate stream would cost two events per collective."""
     if hasattr(options, "asyncOp"):  # older versions of torch do not have the option
         options.asyncOp = False
     return options
@@ -143,9 +144,9 @@ def join_store(port: int) -> dist.TCPStore:
 
 
 def connect(store: dist.Store, rank: int, size: int, device: torch.device) -> TPGroup:
-    """Connect to the other ranks, with nccl if `device`, this rank's own, is a GPU, and with gloo on the CPU.
+    """Connect to the other ranks, with nccl if `device`, this rank's device, is a GPU, and with gloo on the CPU.
 
-    Returns when every rank is connected. Raises RuntimeError if one is not within CONNECT_TIMEOUT.
+    Returns when every rank is connected. Raises RuntimeError if a rank does not connect within CONNECT_TIMEOUT.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -157,8 +158,9 @@ def connect(store: dist.Store, rank: int, size: int, device: torch.device) -> TP
 
 
 def _open_inboxes(group: TPGroup, device: torch.device) -> Inboxes | None:
-    """A collective call. Returns None if a rank cannot open another's memory, because the GPUs do not reach each other,
-    or if NCCL_P2P_DISABLE is set: some machines can open the memory but lose what is written to it.
+    """Open the inboxes, in a collective call. Returns None if a rank cannot open another rank's memory, because the
+    GPUs do not reach each other, or if NCCL_P2P_DISABLE is set: on some machines memory can be opened but writes are
+    lost.
     """
     error: Exception | None = None
     own, handle = None, bytes(HANDLE_BYTES)

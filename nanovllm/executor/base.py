@@ -1,8 +1,8 @@
 """Executor: how the engine uses the ranks, which hold the model and its KV cache.
 
-The engine knows only this interface, and neither the number of ranks nor their processes. There is one Runner per rank.
-All of them run the same calls in the same order, because they take part in the same collectives. LocalExecutor has a
-single rank, in this process; ProcessExecutor (processes.py) has several.
+The engine knows only this interface, but not the number of ranks or their processes. There is one Runner per rank. All
+ranks run the same calls in the same order, because they join the same collectives. LocalExecutor has a single rank, in
+this process; ProcessExecutor (processes.py) has several.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,20 +25,22 @@ class LaunchedStep(Protocol):
     def is_done(self) -> bool: ...
 
     def token_ids(self) -> list[int]:
-        """One id per sampled token of the plan. Waits for the step."""
+        """Return one id per sampled token of the plan. Waits for the step."""
         ...
 
     def seconds(self) -> float | None:
-        """Time from the end of the previous step to the end of this one, by the clock of rank 0's GPU. None if
-        unknown. Called after `token_ids`.
+        """Return the time from the end of the previous step to the end of this step, by the clock of rank 0's GPU, or
+        None if unknown. Called after `token_ids`.
 
-        A delay on the host, such as the launch of the next step, does not change it. If the GPU has had to wait for
-        this step's launch, that time is part of it.
+        A delay on the host, such as the launch of the next step, does not change the time. If the GPU has had to wait
+        for this step's launch, the waiting time is included.
         """
         return None
 
     def layer_times(self) -> LayerTimes | None:
-        """Times of the link and the CPU on rank 0. None if the step was not timed. Called after `token_ids`."""
+        """Return times of the link and the CPU on rank 0, or None if the step was not timed. Called
+        after `token_ids`.
+        """
         return None
 
     def logprobs(self) -> StepLogprobs:
@@ -52,17 +54,19 @@ class Runner(Protocol):
     def measure_kv_room(
         self, num_cpu_blocks: int, most_gpu_blocks: int, companions: Sequence[CompanionSetup]
     ) -> tuple[int, str]:
-        """The bytes that every rank has for KV on its GPU, and a description of rank 0's memory for error messages.
+        """Return the bytes that every rank has for KV on its GPU, and a description of rank 0's memory for error
+        messages.
 
         `num_cpu_blocks`: blocks of the CPU pool, 0 without offload. `most_gpu_blocks`: the largest number of blocks on
-        the GPU that the engine could use. `companions`: as small as they can be. Raises ConfigError if memory runs out.
+        the GPU that the engine could use. `companions`: of the smallest possible size. Raises ConfigError if memory
+        runs out.
         """
 
     def allocate_kv_cache(self, sizes: KVCacheSizes, companions: Sequence[CompanionSetup] = ()) -> None:
-        """Allocate all KV memory. Steps can be launched from here on. Raises ConfigError if memory runs out."""
+        """Allocate all KV memory. Steps can be launched from now on. Raises ConfigError if memory runs out."""
 
     def capture_graphs(self, num_gpu_blocks: int) -> None:
-        """Capture the CUDA graphs that decode steps replay from here on. Needs a GPU and an allocated KV cache."""
+        """Capture the CUDA graphs that decode steps replay from now on. Needs a GPU and an allocated KV cache."""
 
     def apply(self, function: Callable[[Any], Result]) -> Result:
         """Run a function of a capability on this rank's runner, and return its result.
@@ -84,7 +88,7 @@ class Runner(Protocol):
         """Exempt all objects that exist now from garbage collection, until `close`."""
 
     def start_report(self) -> StartReport:
-        """Tell the engine what it needs to know about the ranks. Called once, at the end of start-up."""
+        """Report to the engine what it needs to know about the ranks. Called once, at the end of start-up."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Enqueue one step; on a CPU, run it. Steps run in the order of their launches. Hot."""
@@ -103,7 +107,7 @@ class Executor(Protocol):
     the ranks no longer agree on what has run.
     """
 
-    runner: Runner  # rank 0's. Its `start_report` and `stats` concern rank 0 alone, and are not calls
+    runner: Runner  # rank 0's runner. Its `start_report` and `stats` concern rank 0 alone, and are not calls
 
     def call(self, method: Callable[Concatenate[Any, P], Result], *args: P.args, **kwargs: P.kwargs) -> Result:
         """Call `runner.method(*args, **kwargs)` on every rank; returns rank 0's result. Hot: once per step.
@@ -113,14 +117,14 @@ class Executor(Protocol):
         """
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Runner.launch on every rank. Hot."""
+        """Call Runner.launch on every rank. Hot."""
         return self.call(Runner.launch, plan)
 
     def wait_for(self, step: LaunchedStep) -> None:
         """Make sure that `step.token_ids()` cannot hang. Raises WorkerDiedError if a rank dies during the step. Hot."""
 
     def check(self) -> None:
-        """Raise WorkerDiedError if a rank has died. Without this, only the next step would notice."""
+        """Raise WorkerDiedError if a rank has died. Without this check, only the next step would notice."""
 
     def close(self) -> None:
         """Release all memory and end the other ranks. Closing twice is fine."""
@@ -140,10 +144,10 @@ class LocalExecutor(Executor):
         return result
 
     def wait_for(self, step: LaunchedStep) -> None:
-        """Nothing to do: no other rank can die while `token_ids` waits."""
+        """Do nothing: no other rank can die while `token_ids` waits."""
 
     def check(self) -> None:
-        """Nothing to do: this rank cannot have died."""
+        """Do nothing: this rank cannot have died."""
 
     def close(self) -> None:
         if not self._is_closed:

@@ -1,11 +1,11 @@
 """ProcessExecutor: several ranks on one machine. Rank 0 is in this process, each other rank in a spawned worker.
 
 Owns the workers, the pipes and shared memory to them, and the TPGroup. What always holds: every rank runs the same
-methods of its runner in the same order. If one rank cannot, the executor ends: all workers are stopped, and rank 0
+methods of its runner in the same order. If a rank fails, the executor ends: all workers are stopped, and rank 0
 raises an exception. No worker outlives rank 0, however rank 0 ends.
 
 The ranks share torch's threads evenly. Rank 0 limits itself to its share only during a call. All other work in the
-user's process, including that of other engines, keeps the number of threads that the user has set.
+user's process, including the work of other engines, keeps the number of threads that the user has set.
 
     rank 0                                    worker
     starts the workers                        imports, reports STARTED
@@ -39,8 +39,8 @@ from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.base import Executor, LaunchedStep, P, Result, Runner
 
 SEGMENT_BYTES = 1 << 20  # shared memory that calls go through; larger calls go in pieces
-STOP_TIMEOUT_S = 5.0  # for a worker to finish what it is doing
-REPORT_TIMEOUT_S = 1.0  # for a worker to report its exception, once rank 0 has noticed that something is wrong
+STOP_TIMEOUT_S = 5.0  # time for a worker to finish its current work
+REPORT_TIMEOUT_S = 1.0  # time for a worker to report its exception, once rank 0 has noticed a failure
 SPIN_S = 50e-6
 MAX_SLEEP_S = 500e-6
 CHECK_INTERVAL_S = 0.1
@@ -115,7 +115,7 @@ class ProcessExecutor(Executor):
             return result
 
     def wait_for(self, step: LaunchedStep) -> None:
-        """Spin briefly, then sleep for 1% of the time waited so far, so that a long step does not keep a core busy."""
+        """Spin briefly, then sleep for 1% of the time waited so far, so that a long step does not occupy a core."""
         start = last_check = time.perf_counter()
         while not step.is_done():
             now = time.perf_counter()
@@ -139,7 +139,7 @@ class ProcessExecutor(Executor):
         try:
             self.runner.close()
         finally:
-            self._end(STOP_TIMEOUT_S)  # the workers' memory goes with their processes
+            self._end(STOP_TIMEOUT_S)  # the workers' memory is freed with their processes
 
     def _start_workers(self, job: Job, segment_bytes: int) -> "Sender":
         """Spawn the workers, which may still be importing on return. Returns the sender of their calls."""
@@ -152,7 +152,7 @@ class ProcessExecutor(Executor):
             process = context.Process(target=_worker_main, args=args, name=f"nanovllm-rank{rank}", daemon=True)
             process.start()
             self._workers.append(_Worker(rank, process, control, reports))
-            worker_control.close()  # from here on the worker alone holds its ends, so its death closes them
+            worker_control.close()  # from now on only the worker holds its ends of the pipes, so its death closes them
             worker_reports.close()
         return Sender(segment, [worker.control for worker in self._workers])
 
@@ -165,7 +165,8 @@ class ProcessExecutor(Executor):
     def _watch(self) -> Iterator[None]:
         """Run rank 0's part of a call on its share of the threads.
 
-        An exception ends the executor. If a worker has failed, that was the cause, and WorkerDiedError is raised.
+        An exception ends the executor. If a worker has failed, its failure was the cause, and WorkerDiedError is
+        raised.
         """
         num_threads = torch.get_num_threads()
         torch.set_num_threads(self._num_threads)
@@ -206,7 +207,7 @@ def threads_per_rank(num_ranks: int) -> int:
 
 @dataclass
 class _Worker:
-    """A worker as rank 0 sees it."""
+    """Rank 0's handle of a worker."""
 
     rank: int
     process: SpawnProcess
@@ -217,7 +218,7 @@ class _Worker:
 
     def failure(self) -> str | None:
         """Return why this worker cannot go on, or None."""
-        exit_code = self.process.exitcode  # asked first: all that a dead worker reported is read below
+        exit_code = self.process.exitcode  # read first, so that everything that a dead worker reported is read below
         try:
             while self.reports.poll():
                 self.stage, self.traceback = self.reports.recv()
@@ -240,7 +241,7 @@ class _Worker:
 def _end_workers(workers: Sequence[_Worker], timeout_s: float) -> None:
     """Give the workers `timeout_s` to end by themselves, then kill them.
 
-    It must not refer to the executor, so that an executor that is forgotten can be collected.
+    This function must not refer to the executor, so that an unreferenced executor can be collected.
     """
     for worker in workers:
         worker.control.close()
@@ -260,14 +261,14 @@ def _worker_main(job: Job, rank: int, segment: Segment, control: Connection, rep
     """Build this rank's runner, and make the calls that rank 0 sends until it closes its end of `control`."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; rank 0 decides what it means
-    tqdm.set_lock(threading.RLock())  # the default is a named semaphore, which a killed worker would leave behind
+    tqdm.set_lock(threading.RLock())  # the default lock is a named semaphore, which a killed worker would leak
     try:
         torch.set_num_threads(job.num_threads)
         reports.send((STARTED, ""))
         tp = connect(join_store(job.port), rank, len(job.devices), job.devices[rank])
         runner = pickle.loads(job.make_runner)(tp)
         reports.send((READY, ""))
-        receiver = Receiver(segment, control)
+        receiver = CallReceiver(segment, control)
         while True:
             try:
                 call: Call = receiver.receive()
@@ -289,15 +290,15 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-# -- calls on their way to the workers ---------------------------------------------------------------------------
+# -- the transport of calls to the workers ---------------------------------------------------------------------------
 #
 # A call is pickled and cut into pieces that fit a segment of shared memory. The sender writes a piece and wakes each
 # receiver with a header over that receiver's pipe; the receiver copies the piece out and answers with an empty message.
 # The sender overwrites the segment only after every receiver has answered. It reads the answers when it next needs the
-# segment, so it waits only for a receiver that lags.
+# segment, so it waits only for slow receivers.
 #
 # A process that dies closes its ends of the pipes, so the other side gets an EOFError or an OSError instead of waiting.
-# The segment has no name, so it is gone with the last process that maps it, however the processes end.
+# The segment has no name, so it is freed with the last process that maps it, however the processes end.
 
 
 class Sender:
@@ -308,7 +309,7 @@ class Sender:
         self._unanswered: list[Connection] = []  # receivers that have not yet copied the last piece out
 
     def send(self, message: object) -> None:
-        """Hot: once per step. Raises EOFError or OSError when a receiver is gone."""
+        """Send a message to all receivers. Raises EOFError or OSError when a receiver is gone. Hot: once per step."""
         data = memoryview(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         for start in range(0, len(data), len(self._segment)):
             piece = data[start : start + len(self._segment)]
@@ -321,13 +322,13 @@ class Sender:
                 self._unanswered.append(connection)
 
 
-class Receiver:
+class CallReceiver:
     def __init__(self, segment: Segment, connection: Connection) -> None:
         self._segment = memoryview(segment).cast("B")
         self._connection = connection
 
     def receive(self) -> Any:
-        """The next message, waiting for it. Raises EOFError when the sender has closed its end or died."""
+        """Wait for the next message. Raises EOFError when the sender has closed its end or died."""
         data = bytearray()
         remaining = 1
         while remaining:

@@ -1,15 +1,15 @@
-"""Compiling without waiting: a process beside the engine's, and threads for what Triton does once in every process.
+"""Compile kernels in processes, concurrent with the engine, and prepare Triton in threads.
 
 CompileServer forks a process for each kernel. Triton's compiler holds Python's GIL most of the time, so threads compile
-hardly faster than one thread, and slow down the thread that finds the kernels. Processes do not. Their results reach
-the engine through Triton's disk cache: once a worker has compiled a kernel, the engine's own call finds it there. Where
-anything fails, that call compiles the kernel itself. So nothing but time depends on the server.
+hardly faster than one thread, and slow down the thread that finds the kernels. Processes do not. The compiled kernels
+reach the engine through Triton's disk cache: once a worker has compiled a kernel, the engine's own call finds the
+kernel there. If a worker fails, the engine's call compiles the kernel itself. So only time depends on the server.
 
-The server imports Triton and the kernels, then forks a worker for each job. It has one thread by then and never touches
-the GPU, so that forking is safe. It imports neither torch, which takes seconds on a machine that has just started, nor
-the user's script. A job travels with a socket for its answer. A worker that dies closes that socket, and a server that
-dies closes those of all waiting jobs. When the engine closes its end of the server's socket, or dies, the server ends
-its workers and itself.
+The server imports Triton and the kernels, then forks a worker for each job. At that point the server has one thread
+and never touches the GPU, so forking is safe. The server imports neither torch, which takes seconds on a machine that
+has just started, nor the user's script. A job travels with a socket for its answer. A worker that dies closes its
+socket, and a server that dies closes the sockets of all waiting jobs. When the engine closes its end of the server's
+socket, or dies, the server ends its workers and itself.
 """
 
 import fcntl
@@ -34,9 +34,9 @@ logger = logging.getLogger("nanovllm")
 
 _MAX_JOB_BYTES = 2**17  # below what a socket's buffer holds
 _MAX_ANSWER_BYTES = 2**12
-_JOB_TIMEOUT_S = 60.0  # far more than a kernel takes; afterwards the engine compiles it itself
+_JOB_TIMEOUT_S = 60.0  # far more than a kernel takes; after a timeout the engine compiles the kernel itself
 _END_TIMEOUT_S = 10.0
-MIN_CORES = 4  # on two, importing Triton once more costs as much time as the GIL
+MIN_CORES = 4  # on two cores, importing Triton once more costs as much time as the GIL
 _COMPILED = b"compiled"
 _MAIN = """import sys
 sys.path[:] = sys.argv[2:]
@@ -44,7 +44,7 @@ from nanovllm.kernels.compile_server import serve
 serve(int(sys.argv[1]))"""
 
 
-class Job(NamedTuple):
+class CompileJob(NamedTuple):
     """A kernel to compile: the arguments of triton.compile, with the kernel by its name."""
 
     module: str
@@ -59,7 +59,7 @@ class Job(NamedTuple):
 
 class CompileServer:
     def __init__(self, marker: Path) -> None:
-        """Starts the process and does not wait for it. `marker` is a file that `close` makes once all is compiled.
+        """Start the process without waiting for it. `close` makes the file `marker` once everything is compiled.
 
         Raises OSError if the process cannot be started.
         """
@@ -85,7 +85,7 @@ class CompileServer:
     def pid(self) -> int:
         return self._process.pid
 
-    def compile(self, job: Job) -> None:
+    def compile(self, job: CompileJob) -> None:
         """Put the kernel into Triton's cache. Raises an exception of any kind if that fails. For any thread."""
         if self._hangs:
             raise TimeoutError("the compile server does not answer")
@@ -97,17 +97,18 @@ class CompileServer:
             try:
                 answer = ours.recv(_MAX_ANSWER_BYTES)
             except TimeoutError:
-                self._hangs = True  # later jobs need not wait, too
+                self._hangs = True  # later jobs need not wait either
                 raise
         if answer != _COMPILED:
             raise RuntimeError(answer.decode(errors="replace") or "the process that compiled has ended")
 
     def close(self, is_complete: bool = False) -> None:
-        """End the process and whatever it still compiles. `is_complete`: the next start needs no server."""
-        with suppress(OSError):  # not only closed: a process that was forked meanwhile may hold it, too
+        """End the process and its compilations. `is_complete`: all is compiled, the next start needs no server."""
+        with suppress(OSError):  # closing is not enough: a process that was forked meanwhile may also hold the socket
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
-        self._process.terminate()  # ends it while it still imports; afterwards it waits for the end of the socket
+        # Ends a server that is still importing; a running server ends when the socket is shut down
+        self._process.terminate()
         try:
             self._process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -119,10 +120,10 @@ class CompileServer:
 
 
 def start_compile_server(*setup: object, min_cores: int = MIN_CORES) -> CompileServer | None:
-    """A server for the kernels of an engine that `setup` describes.
+    """Start a server for the kernels of an engine that `setup` describes.
 
-    None if there is nothing to compile, if Triton's cache has all kernels of this setup, if there are too few cores, or
-    if the process cannot be started.
+    Returns None if there is nothing to compile, if Triton's cache has all kernels of this setup, if there are too few
+    cores, or if the process cannot be started.
     """
     if len(os.sched_getaffinity(0)) < min_cores:
         return None
@@ -138,9 +139,9 @@ def start_compile_server(*setup: object, min_cores: int = MIN_CORES) -> CompileS
 
 
 def _marker(setup: object, triton: Path) -> Path:
-    """A file in Triton's cache. It exists if a start with this setup and these sources has compiled all its kernels.
+    """Path of a file in Triton's cache that exists if a start with this setup and these sources compiled all kernels.
 
-    To ask Triton's cache itself takes longer: its keys are made from every kernel and all of Triton.
+    Asking Triton's cache itself takes longer: its keys are hashes of every kernel and of all of Triton.
     """
     digest = hashlib.sha256(repr(setup).encode())
     for path in (triton, *sorted(Path(__file__).parent.glob("*.py"))):
@@ -156,7 +157,7 @@ def hash_in_order(kernel: Any) -> None:
     The hash includes the constants of the functions that the kernel calls only if they were hashed before it. So hash
     everything that the kernel's module imports and defines, in that order.
     """
-    if getattr(kernel, "hash", "") is not None:  # hashed before, or a function of the interpreter
+    if getattr(kernel, "hash", "") is not None:  # hashed already, or a function of Triton's interpreter
         return
     for function in vars(sys.modules[kernel.__module__]).values():
         if isinstance(function, type(kernel)):
@@ -166,13 +167,13 @@ def hash_in_order(kernel: Any) -> None:
 
 
 class TritonStart:
-    """Does ahead, in threads, the work that Triton does once in every process before its first kernel.
+    """Does in threads, ahead of the first kernel, the work that Triton does once in every process.
 
-    Triton hashes its own files, half a gigabyte, for the keys of its cache. It also compiles a C module that loads
-    kernels, unless its cache has it. Each takes half a second or more on a machine that has just started, and neither
-    needs Python's GIL for most of that time.
+    Triton hashes its own files, half a gigabyte, for the keys of its cache. Triton also compiles a C module that loads
+    kernels, unless the cache has the module. Each takes half a second or more on a machine that has just started, and
+    neither needs Python's GIL for most of that time.
 
-    Starts at once. A kernel that is launched before `wait` has returned does the same work again.
+    The work starts with the object. A kernel that is launched before `wait` has returned does the same work again.
     """
 
     def __init__(self) -> None:
@@ -191,14 +192,14 @@ class TritonStart:
 def _attempt(task: Callable[[], object]) -> None:
     try:
         task()
-    except Exception as error:  # the first launch tries again, and says what is wrong
+    except Exception as error:  # the first launch tries again and raises the error
         logger.debug("Triton is prepared at its first launch: %r", error)
 
 
 def _hash_triton() -> None:
     from triton.runtime.cache import triton_key
 
-    triton_key()  # is kept
+    triton_key()  # Triton caches the result
 
 
 def _load_driver() -> None:
@@ -211,7 +212,7 @@ def _load_driver() -> None:
 
 
 def serve(control_fd: int) -> NoReturn:
-    """The server's process: fork a worker for each job, until the other end of the socket is closed."""
+    """Run the server's process: fork a worker for each job, until the other end of the socket is closed."""
     control = socket.socket(fileno=control_fd)
     _import_compiler()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -236,8 +237,8 @@ def serve(control_fd: int) -> NoReturn:
 class _LateTorch(ModuleType):
     """Stands for torch until one of its attributes is read, and then loads it.
 
-    Modules of kernels import torch for the functions that launch them, which the server does not call. While they are
-    imported they read none of its attributes.
+    Modules of kernels import torch for the functions that launch kernels, which the server does not call. While they
+    are imported, these modules read no attribute of torch.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -255,11 +256,11 @@ def _delay_torch() -> None:
 
 
 def _import_compiler() -> None:
-    """Import, and compute, once what each worker would otherwise have to."""
+    """Import and compute once what each worker would otherwise import and compute itself."""
     _delay_torch()
     from triton.runtime.cache import triton_key
 
-    hashing = threading.Thread(target=triton_key)  # reads all of Triton, which releases the GIL; its result is kept
+    hashing = threading.Thread(target=triton_key)  # reads all files of Triton without the GIL; Triton caches the result
     hashing.start()
     modules = [info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)], f"{__package__}.")]
     for name in ("triton.compiler.code_generator", *modules):
@@ -268,7 +269,7 @@ def _import_compiler() -> None:
 
 
 def _work(message: bytes, connection: socket.socket) -> NoReturn:
-    """A worker's process: compile one kernel and answer."""
+    """Run a worker's process: compile one kernel and answer."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         _compile(pickle.loads(message))
@@ -280,7 +281,7 @@ def _work(message: bytes, connection: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-def _compile(job: Job) -> None:
+def _compile(job: CompileJob) -> None:
     import triton
     from triton.compiler import ASTSource
     from triton.runtime.cache import get_cache_manager
@@ -288,17 +289,17 @@ def _compile(job: Job) -> None:
     kernel = getattr(importlib.import_module(job.module), job.kernel)
     hash_in_order(kernel)
     source = ASTSource(kernel, job.signature, job.constants, job.attrs)
-    # The ranks of an engine need the same kernels at the same time. The first compiles, the others find the result.
+    # The ranks of an engine need the same kernels at the same time. One compiles, the others find the result.
     with open(get_cache_manager(job.cache_key).lock_path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         compiled = triton.compile(source, target=job.target, options=job.options)
-        with suppress(Exception):  # the engine builds what is missing
+        with suppress(Exception):  # the engine builds a missing module itself
             _build_launcher(compiled)
 
 
 def _build_launcher(compiled: Any) -> None:
-    """Put the C module that launches the kernel into Triton's cache, too. From Triton 3.7 on no kernel has its own."""
+    """Put the C module that launches the kernel into Triton's cache. From Triton 3.7 on there is none."""
     from triton.backends.nvidia import driver
 
     if hasattr(driver, "make_launcher"):
-        driver.CudaLauncher(compiled.src, compiled.metadata)  # as the engine will call it; asks for no GPU
+        driver.CudaLauncher(compiled.src, compiled.metadata)  # as the engine will call it; needs no GPU

@@ -1,4 +1,4 @@
-"""Configurations of the attention kernels on each target: tiles, warps, stages, loads, and splits of the keys.
+"""Configurations of the attention kernels for each target: tiles, warps, stages, loads, and splits of the keys.
 
 The choices are fixed, so that start-up spends no time on tuning. docs/measurements.md has the figures for the H200;
 `benchmarks/bench_attention.py --tune` compares other choices. tests/kernels/test_compile.py compiles the kernels for
@@ -66,7 +66,8 @@ def prefill_config(
     block_d = triton.next_power_of_2(head_dim)
     if itemsize == 4:
         return _exact_prefill_config(block_d)
-    is_short = max_query_len <= SHORT_QUERY_LEN and num_heads == 1  # these leave less of a small tile empty
+    # Short single-head chunks leave less of a small tile empty
+    is_short = max_query_len <= SHORT_QUERY_LEN and num_heads == 1
     if target.has_shared_operands:
         if block_d > 128:
             return PrefillConfig(128, 32, 8, 3, tma=True)
@@ -88,7 +89,7 @@ def _exact_prefill_config(block_d: int) -> PrefillConfig:
 
 
 def decode_config(target: KernelTarget, head_dim: int, itemsize: int, num_rows: int) -> DecodeConfig:
-    """The choice for tiles of `num_rows` rows, 16 or a larger power of two. A row is a query of one head.
+    """Choose the configuration for tiles of `num_rows` rows, 16 or a larger power of two. A row is a query of one head.
 
     A tile of keys has up to 64 keys and up to 16 KiB, or 8 KiB where DECODE_PROGRAMS_PER_SM programs would not fit
     otherwise. With 64 rows and a head dim above 128 only one program fits.
@@ -99,13 +100,14 @@ def decode_config(target: KernelTarget, head_dim: int, itemsize: int, num_rows: 
     has_room = target.shared_bytes >= 160 * 1024
     if num_rows <= 32:
         return DecodeConfig(min(64, (16 if has_room else 8) * 1024 // row_bytes), num_warps=4, num_stages=3)
-    tile_bytes = (16 if target.has_shared_operands else 8) * 1024  # where operands pass through registers, these spill
+    # Where operands pass through registers, larger tiles spill
+    tile_bytes = (16 if target.has_shared_operands else 8) * 1024
     num_warps = 4 if head_dim <= 128 else 8
     return DecodeConfig(min(64, tile_bytes // row_bytes), num_warps, num_stages=3 if has_room else 2)
 
 
 def max_decode_rows(head_dim: int, itemsize: int) -> int:
-    """Rows of the largest tile for several queries per sequence. With larger ones registers spill."""
+    """Rows of the largest tile for several queries per sequence. Larger tiles make registers spill."""
     if itemsize == 4:
         return 32 if head_dim <= 128 else 16
     return 64
@@ -133,7 +135,7 @@ def plan_prefill_splits(
 
 
 def max_split_bytes(q_THD: torch.Tensor, num_sms: int) -> int:
-    """The most memory that the parts of splits take, for any queries of the heads and dtype of `q_THD`."""
+    """Most bytes that the partial results of splits take, for any queries with the heads and dtype of `q_THD`."""
     head_dim, target = q_THD.shape[2], kernel_target.target_of(q_THD.device)
     configs = [prefill_config(target, head_dim, q_THD.element_size(), SHORT_QUERY_LEN, heads) for heads in (1, 2)]
     num_rows = MAX_WAVES * num_sms * max(config.programs_per_sm * config.block_m for config in configs)
@@ -143,7 +145,7 @@ def max_split_bytes(q_THD: torch.Tensor, num_sms: int) -> int:
 def plan_num_prefill_splits(num_programs: int, context_len: int, programs_per_wave: int, max_splits: int) -> int:
     """Plan how many programs share the `context_len` keys that each of `num_programs` tiles of queries sees.
 
-    With splits there are at most MAX_WAVES waves of programs; without there may be any number.
+    With splits there are at most MAX_WAVES waves of programs; without splits there may be any number of waves.
     """
     max_splits = min(max_splits, MAX_WAVES * programs_per_wave // num_programs)
     return _cheapest_num_splits(num_programs, context_len, programs_per_wave, max_splits, MERGE_COST_TOKENS)

@@ -35,7 +35,7 @@ def _decode_tiles(
     table_ptr,
     first_key,
     last_key,
-    last_visible,  # [ROWS]: the last key that each row sees; None: every row sees all keys
+    last_visible,  # [ROWS]: the last key that each row sees, or None if every row sees all keys
     scale_log2,
     PAGE: tl.constexpr,
     ROW: tl.constexpr,  # elements from one token to the next: K * D
@@ -70,7 +70,7 @@ def _decode_tiles(
             score = tl.where(key[None, :] <= last_visible[:, None], score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)
         shift = new_max  # finite, because every tile has a key
-        if MASKED and last_visible is not None:  # but not one that every row sees
+        if MASKED and last_visible is not None:  # but some rows may see none of the tile's keys
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weight = tl.exp2(score * scale_log2 - shift[:, None])
         rescale = tl.exp2(row_max - shift)
@@ -90,7 +90,7 @@ def _decode_kernel(
     v_ptr,
     out_ptr,  # [T, H, S, D]
     lse_ptr,  # [T, H, S], natural log
-    cu_seqlens_q_ptr,  # None: every sequence has one query
+    cu_seqlens_q_ptr,  # None if every sequence has one query
     context_lens_ptr,
     block_tables_ptr,
     q_stride_t,
@@ -187,12 +187,12 @@ def paged_decode(
     max_query_len: int = 1,
     causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query per sequence over its `context_lens` keys: `(out [T, H, D], lse [H, T] fp32)`. Hot: once per layer.
+    """Attend, one query per sequence, to `context_lens` keys: `(out [T, H, D], lse [H, T] fp32)`. Hot: per layer.
 
     With `cu_seqlens_q` (int32 [B + 1], on the device) sequences have up to `max_query_len` queries, or none. PagedBatch
-    explains these and `causal`. Rows that belong to no sequence are left unspecified.
+    explains `cu_seqlens_q` and `causal`. Rows that belong to no sequence are left unspecified.
 
-    The number of splits affects only speed and rounding; see `plan_num_splits`. `config` None means the device's own.
+    The number of splits affects only speed and rounding; see `plan_num_splits`. Without a `config` the device decides.
     The result is written to `out_THD` (contiguous) if given, else to a new tensor.
     """
     num_tokens, num_heads, head_dim = q_THD.shape

@@ -1,13 +1,13 @@
-"""Kernels of the gated delta net for chunks of prompts, and the device functions that delta_net.py uses, too.
+"""Kernels of the gated delta net for chunks of prompts, and the device functions that they share with delta_net.py.
 
-Rows are cut into tiles of tokens, also wherever a state is kept. `_mix_tiles_kernel` computes the convolution of all
-tiles. For each tile and head, `_solve_kernel` computes how its tokens depend on each other and read each other, and
-`_invert_kernel` the inverse of that unit triangular matrix, I + L (the UT transform of arXiv 2406.06484, with the decay
-of arXiv 2412.06464). `_pass_kernel` has one program for each row, head and part of the values; it goes through the
-row's tiles with the matrix in registers, in fp32.
+Rows are cut into tiles of tokens, and also after each token whose state is saved. `_mix_tiles_kernel` computes the
+convolution of all tiles. For each tile and head, `_solve_kernel` computes how its tokens depend on each other and read
+each other, and `_invert_kernel` computes the inverse of this unit triangular matrix, I + L (the UT transform of arXiv
+2406.06484, with the decay of arXiv 2412.06464). `_pass_kernel` has one program for each row, head and part of the
+values. The program goes through the row's tiles with the state matrix in registers, in fp32.
 
 Legend: T new tokens, B rows, C channels of the convolution, W its width - 1, H value heads, V value head dim,
-I = C + 2 H inputs of a token, E tokens of all chunks with the replayed ones, S tokens of a tile.
+I = C + 2 H inputs of a token, E tokens of all chunks including the replayed tokens, S tokens of a tile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_f
 if TYPE_CHECKING:
     from nanovllm.kernels.state_tensors import DeltaWeights, HostStateRows, LayerStates
 
-UNALIGNED = (  # arrays that lie anywhere within others
+UNALIGNED = (  # views that start at any address within other arrays
     *("cu_seqlens_ptr", "sources_ptr", "targets_ptr", "num_replayed_ptr", "num_guesses_ptr"),
     *("tile_rows_ptr", "tile_starts_ptr", "tile_lens_ptr", "tile_slots_ptr", "first_tiles_ptr", "first_tokens_ptr"),
 )
@@ -36,14 +36,15 @@ UNALIGNED = (  # arrays that lie anywhere within others
 
 @triton.jit
 def load_inputs(inputs, at, channel, inside, CHANNELS: tl.constexpr, INPUTS: tl.constexpr, WIDTH: tl.constexpr):
-    """Load inputs of the convolution at tokens [tokens, 1], counted from a row's first replayed one, and at channels.
+    """Load inputs of the convolution at tokens [tokens, 1], counted from a row's first replayed token, and at channels.
 
-    inputs: the row's first new token and the stride from one to the next; the window and the pending inputs of the
-    state that the row starts from; how many of these are replayed; the slot of that state, negative if there is none.
+    inputs: the row's first new token and the stride between tokens; the window and the pending inputs of the state
+    that the row starts from; how many pending inputs are replayed; the slot of that state, negative if the row starts
+    from zeros.
     """
     new_ptr, new_stride, window_ptr, pending_ptr, num_replayed, source = inputs
     has_state = source >= 0
-    # Selecting a token's address takes fewer registers than a load from each place
+    # Selecting a token's address takes fewer registers than loading from every candidate address
     new_ptr += (at - num_replayed).to(tl.int64) * new_stride
     old_ptr = tl.where(at < 0, window_ptr + (at + WIDTH) * CHANNELS, pending_ptr + at * INPUTS)
     ptr = tl.where(at >= num_replayed, new_ptr, old_ptr) + channel[None, :]
@@ -54,7 +55,7 @@ def load_inputs(inputs, at, channel, inside, CHANNELS: tl.constexpr, INPUTS: tl.
 def convolve(
     inputs, at, channel, within, weight_ptr, CHANNELS: tl.constexpr, INPUTS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """The convolution in fp32; arguments as above."""
+    """Compute the convolution in fp32; arguments as in `load_inputs`."""
     acc = tl.zeros(within.shape, tl.float32)
     for tap in tl.static_range(WIDTH + 1):
         x = load_inputs(inputs, at - WIDTH + tap, channel, within, CHANNELS, INPUTS, WIDTH)
@@ -93,14 +94,14 @@ def inverse_norm(x, AXIS: tl.constexpr):
 
 
 class Tiles(NamedTuple):
-    """The tiles of a step on the device, int32, in order of row and token. They end where a state is kept."""
+    """The tiles of a step on the device, int32, in order of row and token. A tile ends where a state is saved."""
 
     rows: torch.Tensor  # [number of tiles]
-    starts: torch.Tensor  # of a row's tokens
+    starts: torch.Tensor  # index of the tile's first token in its row
     lens: torch.Tensor
-    slots: torch.Tensor  # that get the state after the tile; -1: none
-    first_tiles: torch.Tensor  # [B + 1]: of each row
-    first_tokens: torch.Tensor  # [B]: of each row, among the E tokens
+    slots: torch.Tensor  # state slots that get the state after the tile; -1: not saved
+    first_tiles: torch.Tensor  # [B + 1]: index of each row's first tile
+    first_tokens: torch.Tensor  # [B]: index of each row's first token among the E tokens
     num_tokens: int  # E
 
 
@@ -108,7 +109,7 @@ class Tiles(NamedTuple):
 def _mix_tiles_kernel(
     qkv_ptr,
     conv_weight_ptr,
-    window_ptr,  # [B, W, C]: of the states that rows start from
+    window_ptr,  # [B, W, C]: windows of the states that rows start from
     replayed_ptr,  # [B, max_pending, I]
     conv_ptr,
     pending_ptr,
@@ -169,7 +170,7 @@ def _mix_tiles_kernel(
 
 @triton.jit
 def _load_heads(ptr, token, within, CHANNELS: tl.constexpr, SIZE: tl.constexpr):
-    """Load [tokens, SIZE] of `mixed`."""
+    """Load a tile [tokens, SIZE] of `mixed`."""
     offset = token.to(tl.int64)[:, None] * CHANNELS + tl.arange(0, SIZE)[None, :]
     return tl.load(ptr + offset, mask=within[:, None], other=0.0)
 
@@ -183,7 +184,7 @@ def _solve_kernel(
     dt_bias_ptr,
     pending_ptr,
     inverse_ptr,  # fp32 [tiles, H, S, S]
-    scores_ptr,  # [tiles, H, S, S]: how much of what each token writes the others read
+    scores_ptr,  # [tiles, H, S, S]: how much each token reads of what the others write
     factors_ptr,  # fp32 [E, H, 4]
     decays_ptr,  # fp32 [tiles, H]
     tile_rows_ptr,
@@ -223,7 +224,7 @@ def _solve_kernel(
     b = tl.load(new_ptr, mask=is_new, other=0.0) + tl.load(old_ptr, mask=is_old, other=0.0)
     a = tl.load(new_ptr + HEADS, mask=is_new, other=0.0) + tl.load(old_ptr + HEADS, mask=is_old, other=0.0)
     b, a = b.to(ba_ptr.dtype.element_ty), a.to(ba_ptr.dtype.element_ty)
-    if start >= num_certain:  # the tile has guesses
+    if start >= num_certain:  # the tile has draft tokens
         kept_ptr = pending_ptr + tl.load(targets_ptr + row).to(tl.int64) * pending_stride
         kept_ptr += (at - num_certain) * inputs + CHANNELS + head
         tl.store(kept_ptr, b, mask=within)
@@ -257,7 +258,7 @@ def _solve_kernel(
 
 @triton.jit
 def _join_blocks(ptr, S: tl.constexpr, HALF: tl.constexpr):
-    """From the inverses of two diagonal blocks each, compute that of the block twice as large: its lower left part."""
+    """Compute the lower left part of the inverse of each block from the inverses of its two diagonal halves."""
     i = tl.arange(0, HALF)
     offset = i[:, None] * S + i[None, :]
     for pair in tl.static_range(S // (2 * HALF)):
@@ -271,7 +272,7 @@ def _join_blocks(ptr, S: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _invert_kernel(matrices_ptr, S: tl.constexpr, PDL: tl.constexpr):
-    """Replace L by (I + L)^-1 in each of the matrices [S, S]: first in blocks on the diagonal, row by row."""
+    """Replace L by (I + L)^-1 in each of the matrices [S, S], starting with blocks on the diagonal, row by row."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     ptr = matrices_ptr + tl.program_id(0).to(tl.int64) * (S * S)
@@ -287,7 +288,7 @@ def _invert_kernel(matrices_ptr, S: tl.constexpr, PDL: tl.constexpr):
     inverse += (i[:, None] == j[None, :]).to(tl.float32)[None, :, :]
     tl.store(ptr + offset, inverse)
     if S >= 32:
-        tl.debug_barrier()  # what one thread stores, others load
+        tl.debug_barrier()  # other threads load what a thread has stored
         _join_blocks(ptr, S, 16)
     if S >= 64:
         tl.debug_barrier()
@@ -369,10 +370,10 @@ def _pass_kernel(
 
 
 class PassConfig(NamedTuple):
-    """Tokens of a tile, and how `_pass_kernel` is run."""
+    """Tokens of a tile, and launch options of `_pass_kernel`."""
 
     tile_tokens: int
-    block_v: int  # values of a head that a program has
+    block_v: int  # values of a head that a program computes
     num_warps: int
     num_stages: int
 
@@ -388,9 +389,10 @@ def _choose(device: torch.device, dtype: torch.dtype, value_dim: int) -> PassCon
 def _cut(
     host: HostStateRows, few: int, tile_tokens: int, device: torch.device, stream: torch.cuda.Stream | None
 ) -> Tiles:
-    """Cut the rows with more than `few` new tokens. All layers of a step ask for the same tiles, so they are kept.
+    """Cut the rows with more than `few` new tokens. The tiles are cached, because all layers of a step use the same.
 
-    `stream`: the current one, to which the copy of the tiles belongs. Another engine's tiles may still be on their way.
+    `stream`: the current stream, on which the tiles are copied to the device. It is part of the key, because the copy
+    of another engine's tiles may not have finished on its own stream.
     """
     tiles: list[tuple[int, int, int, int]] = []  # row, start, length, slot
     first_tiles, first_tokens, num_done = [0], [], 0
@@ -435,10 +437,10 @@ def run_chunks(
     num_heads, key_dim, value_dim = matrix.shape[1:]
     max_pending, num_inputs = pending.shape[1:]
     size, block_v, num_warps, num_stages = config or _choose(device, dtype, value_dim)
-    assert rows.host is not None, "chunks of prompts are not captured"
+    assert rows.host is not None, "chunks of prompts are not captured in CUDA graphs"
     tiles = _cut(rows.host, few, size, device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
     num_tiles = len(tiles.rows)
-    # Copies, because a program may store the target's while another reads the source's, and both may be the same
+    # Copy: a program may store the target's window while another reads the source's, and both may be the same slot
     sources = rows.source_slots.clamp(min=0)
     windows, replayed = conv[sources], pending[sources] if any(rows.host.num_replayed) else pending  # unread
     mixed = torch.empty((tiles.num_tokens, num_channels), dtype=dtype, device=device)

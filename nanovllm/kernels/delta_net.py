@@ -1,14 +1,15 @@
-"""Kernels of the gated delta net: everything between the projections, with the numbers of layers/delta_net.py.
+"""Kernels of the gated delta net: everything between the projections, with the numerics of layers/delta_net.py.
 
-A row goes through *its tokens*: the pending ones that are replayed, then the step's new ones. Rows with few tokens,
-which are all that a captured step has, are computed here (`_run_tokens`), chunks of prompts in delta_chunks.py.
+A row's tokens are the pending tokens that are replayed, followed by the step's new tokens. Rows with few tokens are
+computed here (`_run_tokens`), and chunks of prompts in delta_chunks.py. A captured step has only rows with few tokens.
 
 `_mix_kernel` computes the convolution and leaves its new window and the pending inputs. `_recur_kernel` has one program
-for each row, head and part of the values. It holds its part of the head's matrix in registers and goes through the
-tokens one by one. So it reads the matrix once and writes it once.
+for each row, head and part of the values. The program holds its part of the head's matrix in registers and goes through
+the tokens one by one, so it reads the matrix once and writes it once.
 
-Both paths leave outputs for `_norm_kernel`, which applies the gated norm. In both, q and k stay as the convolution
-yields them until they are multiplied, in the model's dtype. Their norms are factors of the products, in fp32.
+Both paths leave outputs for `_norm_kernel`, which applies the gated norm. In both paths, q and k stay as the
+convolution yields them, in the model's dtype, until they are multiplied; their norms are factors of the products, in
+fp32.
 
 Legend: T new tokens, B rows, C channels of the convolution, H value heads, V value head dim.
 """
@@ -46,8 +47,8 @@ def delta_net(
     weights: DeltaWeights,
     config: PassConfig | None = None,
 ) -> torch.Tensor:
-    """See layers/delta_net.py. The rows of `qkv`, `z` and `ba` may be strided. `config` is for chunks of prompts; by
-    default the device decides. Hot: once per layer.
+    """See layers/delta_net.py. The rows of `qkv`, `z` and `ba` may be strided. `config` is for chunks of prompts;
+    without a `config` the device decides. Hot: once per layer.
     """
     rows = states.rows
     assert qkv.stride(1) == z.stride(1) == ba.stride(1) == 1, "the last dimension must be contiguous"
@@ -55,7 +56,8 @@ def delta_net(
     out = torch.empty((len(qkv), num_heads * value_dim), dtype=qkv.dtype, device=qkv.device)
     few = rows.max_num_tokens
     if rows.host is not None:
-        few = 1 + states.pending_NGI.shape[1]  # what graphs run, so that these kernels are compiled already
+        # The row length of CUDA graphs, so that these kernels are compiled already
+        few = 1 + states.pending_NGI.shape[1]
         if any(rows.host.num_tokens[save.row] <= few for save in rows.host.saves):
             few = 0
         if rows.max_num_tokens > few:
@@ -70,8 +72,8 @@ def delta_net(
 
 @triton.jit
 def _load_row(row, cu_seqlens_ptr, sources_ptr, targets_ptr, num_replayed_ptr, num_guesses_ptr, max_tokens):
-    """Load a row's first new token, its slots, and how many of its tokens are replayed, replayed or certain, and all.
-    A chunk of a prompt, which has more than `max_tokens`, has no token and no target here.
+    """Load a row's first new token, its slots, and the number of its replayed tokens, of its tokens without draft
+    tokens, and of all its tokens. A chunk of a prompt, which has more than `max_tokens`, gets no token and no target.
     """
     first = tl.load(cu_seqlens_ptr + row)
     num_tokens = tl.load(cu_seqlens_ptr + row + 1) - first
@@ -112,7 +114,7 @@ def _mix_kernel(
     BLOCK_GATES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The last program of a row copies the inputs of the gates, all others mix a block of channels."""
+    """Mix a block of channels. The last program of a row instead copies the inputs of the gates."""
     let_next_start(PDL)
     row = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -163,7 +165,7 @@ def _load_token(
     total,
     head,
     value,
-    mixed_ptr,  # of the row
+    mixed_ptr,  # the row's part
     gates_ptr,
     CHANNELS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -320,7 +322,7 @@ def _norm_kernel(
     x_ptr, z_ptr, norm_ptr, out_ptr, z_stride, eps, HEADS: tl.constexpr, V: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The gated norm of some heads of a token."""
+    """Apply the gated norm to some heads of a token."""
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     head, value = tl.program_id(1) * GROUP + tl.arange(0, GROUP), tl.arange(0, V)
@@ -336,7 +338,7 @@ def _norm_kernel(
 
 
 def _norm(x: torch.Tensor, z: torch.Tensor, weights: DeltaWeights) -> torch.Tensor:
-    """The gated norm of outputs [T, H * V], which it replaces."""
+    """Apply the gated norm to outputs [T, H * V] in place."""
     value_dim = len(weights.norm_V)
     num_tokens, num_heads = len(x), x.shape[1] // value_dim
     group = max(1, min(1024 // value_dim, triton.next_power_of_2(num_heads)))

@@ -1,5 +1,5 @@
-"""Fused kernels of the layers: RMSNorm, also with the residual addition before it, the gated activation, and everything
-between the qkv product and attention. They round where the plain torch functions do that they replace.
+"""Fused kernels of the layers: RMSNorm (alone or with the preceding residual addition), the gated activation, and
+everything between the qkv product and attention. Each rounds where the plain torch function that it replaces rounds.
 
 Legend: T packed tokens, H query heads, K kv heads, D head dim, N blocks of a cache, P tokens per block.
 """
@@ -12,7 +12,8 @@ import triton.language as tl
 
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
 
-MANY_TOKENS = 1024  # from here on starting programs dominates, so use fewer programs with more heads each
+# From this many tokens on, starting programs dominates the time: use fewer programs with more heads each
+MANY_TOKENS = 1024
 
 
 @triton.jit
@@ -238,7 +239,7 @@ def _norm_rotate_store_kernel(
     q_groups: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     kv_groups: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     token = (tl.program_id(0) // (q_groups + 2 * kv_groups)).to(tl.int64)
-    # A group has HEADS heads. The groups of q come first, then those of k, then those of v.
+    # A group has HEADS heads. The groups of q come first, then the groups of k, then the groups of v.
     group = tl.program_id(0) % (q_groups + 2 * kv_groups)
     cos_sin_ptr += token * (2 * HALF)
     kv_row: tl.constexpr = NUM_KV_HEADS * 2 * HALF
@@ -288,9 +289,9 @@ def norm_rotate_store(
 ) -> torch.Tensor:
     """Norm each head of q [T, H, D] and k [T, K, D] if weights [D] are given, rotate it (rotate half), store k and v.
 
-    Returns q, contiguous. k and v [T, K, D] of token t go into cell `slot_mapping_T[t]` of the caches, or nowhere if
-    that is -1. q, k and v must be views of one qkv product. `cos_sin`, fp32 [T, D], has D/2 cosines and then D/2 sines
-    for each token. Hot: once per layer.
+    Returns q, contiguous. k and v [T, K, D] of token t go into cell `slot_mapping_T[t]` of the caches, or are not
+    stored if `slot_mapping_T[t]` is -1. q, k and v must be views of one qkv product. `cos_sin`, fp32 [T, D], has for
+    each token D/2 cosines and then D/2 sines. Hot: once per layer.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -353,7 +354,7 @@ def _choose_experts_kernel(
     weights = tl.zeros((BLOCK_CHOSEN,), tl.float32)
     for i in tl.static_range(NUM_CHOSEN):
         weight, best = tl.max(shares, 0, return_indices=True)
-        best = tl.minimum(best, NUM_EXPERTS - 1)  # among logits that are NaN, it might be none
+        best = tl.minimum(best, NUM_EXPERTS - 1)  # with NaN among the logits, no expert may be found
         chosen = tl.where(place == i, best, chosen)
         weights = tl.where(place == i, weight, weights)
         shares = tl.where(expert == best, -1.0, shares)
@@ -364,8 +365,8 @@ def _choose_experts_kernel(
 
 
 def choose_experts(logits: torch.Tensor, num_chosen: int, norms: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts with the largest logits, fp32 [T, E] with any distance between rows, and their shares of a softmax,
-    which with `norms` add up to 1: int64 [T, C] and fp32 [T, C]. Hot: once per layer.
+    """Choose the experts with the largest logits, fp32 [T, E] with any stride between rows. Returns the experts, int64
+    [T, C], and their softmax probabilities, fp32 [T, C], which with `norms` add up to 1. Hot: once per layer.
     """
     num_tokens, num_experts = logits.shape
     experts = torch.empty((num_tokens, num_chosen), dtype=torch.int64, device=logits.device)

@@ -1,9 +1,9 @@
-"""Launching of Triton kernels, compiling them without a launch, and dependent launches.
+"""Launch Triton kernels, compile kernels without launching them, and launch dependent kernels.
 
 A kernel is compiled when it is first launched with arguments of new types, which takes 0.1 to 0.8 s. Within
 `compile_only` a launch starts the compilation in another thread and returns at once, without running anything. Running
-a model once like that finds all the kernels it needs. They are compiled in parallel, on all cores, if there is a
-CompileServer: the threads then only wait for its processes.
+a model once within `compile_only` finds all the kernels that the model needs. The kernels are compiled in parallel: on
+all cores if there is a CompileServer, in which case the threads only wait for its processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from triton.runtime._async_compile import active_mode
 from triton.runtime.cache import get_cache_manager
 
 from nanovllm.device import kernel_target
-from nanovllm.kernels.compile_server import CompileServer, Job, hash_in_order
+from nanovllm.kernels.compile_server import CompileJob, CompileServer, hash_in_order
 
 logger = logging.getLogger("nanovllm")
 
@@ -58,7 +58,7 @@ _parse_in_turn()
 
 
 def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """A function that launches `kernel` over `grid`: `on_grid(kernel, grid)(*args, **constants_and_options)`. Hot."""
+    """Return a launcher of `kernel` over `grid`: `on_grid(kernel, grid)(*args, **constants_and_options)`. Hot."""
     compiled = _compiled.get()
     if compiled is not None:
         return partial(_compile_once, kernel, grid, compiled)
@@ -98,7 +98,8 @@ class _CompileMode(triton.AsyncCompileMode):
         try:
             super().__exit__(*error)
         finally:
-            active_mode.set(None)  # Triton leaves it set when a kernel cannot be compiled, and no other could start
+            # Triton leaves the mode set when a kernel cannot be compiled, and no other mode could start
+            active_mode.set(None)
 
     def _compile(self, key: str, compile_here: Callable[[], Any]) -> Any:
         if self._server is not None and not triton.knobs.compilation.always_compile:
@@ -106,16 +107,16 @@ class _CompileMode(triton.AsyncCompileMode):
                 job = _job(key, compile_here)
                 if not _is_cached(job):
                     self._server.compile(job)
-            except Exception as error:  # whatever it is, compiling here either works or says what is wrong
+            except Exception as error:  # of any kind: compiling here either works or raises the error
                 logger.debug("a kernel is compiled in the engine's process: %r", error)
         return compile_here()
 
 
-def _job(key: str, compile_here: Callable[[], Any]) -> Job:
-    """Find out what Triton's function would compile. A KeyError or AttributeError: another version of Triton."""
+def _job(key: str, compile_here: Callable[[], Any]) -> CompileJob:
+    """Find out what Triton's function would compile. Raises KeyError or AttributeError if Triton's internals differ."""
     variables = inspect.getclosurevars(compile_here).nonlocals
     source, target, options = variables["src"], variables["target"], variables["options"]
-    return Job(
+    return CompileJob(
         module=source.fn.__module__,
         kernel=source.fn.__name__,
         signature=source.signature,
@@ -127,16 +128,16 @@ def _job(key: str, compile_here: Callable[[], Any]) -> Job:
     )
 
 
-def _is_cached(job: Job) -> bool:
+def _is_cached(job: CompileJob) -> bool:
     return get_cache_manager(job.cache_key).get_group(f"{job.kernel[:150]}.json") is not None
 
 
 class _CompilingThreads(ThreadPoolExecutor):
     """Compiles kernels, and loads them on the current device with the C module that launches them.
 
-    Only one thread loads at a time. Triton gives all of these modules the same name. When Python imports one of them a
-    second time, because two kernels share it, it fills the entry of that name in sys.modules and returns that. If two
-    threads do so at once, both get the same entry, and one kernel is launched by the other's module.
+    Only one thread loads at a time. Triton gives all launching modules the same name. When two kernels share a module,
+    Python imports the module a second time: it fills the entry of that name in sys.modules and returns the entry. If
+    two threads do so at once, both get the same entry, and one kernel is launched by the other kernel's module.
     """
 
     _loading: ClassVar[threading.Lock] = threading.Lock()
@@ -156,7 +157,8 @@ class _CompilingThreads(ThreadPoolExecutor):
     def _compile_and_load(cls, compile_kernel: Callable[[], Any]) -> Any:
         kernel = compile_kernel()
         with cls._loading:
-            _ = kernel.run  # reading this attribute makes Triton build the module, unless it is cached, and load both
+            # Reading this attribute makes Triton build the module unless it is cached, and load module and kernel
+            _ = kernel.run
         return kernel
 
 
@@ -164,8 +166,8 @@ class _CompilingThreads(ThreadPoolExecutor):
 def compile_only(server: CompileServer | None = None) -> Iterator[Callable[[], bool]]:
     """Compile and load the kernels that are launched inside, without running them. All are ready when the block ends.
 
-    Their output tensors keep their old content, so nothing computed inside may be used. This affects the current thread
-    only. Yields a function that returns whether any kernel is still being compiled.
+    The kernels' output tensors keep their old content, so nothing computed inside may be used. This affects the current
+    thread only. Yields a function that returns whether any kernel is still being compiled.
     """
     with _CompilingThreads() as threads, compiling_in(threads, server):
         yield threads.is_busy
@@ -173,7 +175,7 @@ def compile_only(server: CompileServer | None = None) -> Iterator[Callable[[], b
 
 @contextmanager
 def compiling_in(threads: Executor, server: CompileServer | None) -> Iterator[None]:
-    """Launches inside only submit to `threads` what has to be compiled."""
+    """Make launches inside only submit their compilation to `threads`."""
     token = _compiled.set(set())
     try:
         with _CompileMode(threads, server):
@@ -182,37 +184,37 @@ def compiling_in(threads: Executor, server: CompileServer | None) -> Iterator[No
         _compiled.reset(token)
 
 
-# -- dependent launches ----------------------------------------------------------------------------------------------
-#
-# A kernel launched with `launch_pdl` (programmatic dependent launch) may start while the one before it in the stream
-# still runs: once each of that kernel's programs has called `let_next_start` or ended. An ordinary kernel starts only
-# once all of them have ended and their writes are flushed. `wait_for_previous` waits for that point. So everything
-# before the wait overlaps with the predecessor: the launch, address arithmetic, and loads of weights, which no kernel
-# writes. See the CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization". It needs compute
-# capability 9.0.
+# A kernel launched with `launch_pdl` (programmatic dependent launch) may start while its predecessor in the stream
+# still runs: once each of the predecessor's programs has called `let_next_start` or ended. An ordinary kernel starts
+# only once all programs of the predecessor have ended and their writes are flushed. `wait_for_previous` waits for that
+# point. So everything before the wait overlaps with the predecessor: the launch, address arithmetic, and loads of
+# weights, which no kernel writes. See the CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".
+# Dependent launches need compute capability 9.0.
 #
 # What always holds in a kernel launched with `pdl_options`:
 #
 # - Every program calls `wait_for_previous` on every path, even if it has nothing to do. So a kernel that has ended has
-#   waited for its predecessor, which had waited for its own. After the wait everything enqueued earlier is done and
-#   visible: a kernel may read what any earlier one wrote, and overwrite what any earlier one read, as if PDL were off.
-# - Before the wait it loads only weights, and stores nothing. Several predecessors may still be running then, so a
-#   weight must be at rest: a copy, a synchronisation or an ordinary kernel must lie between writing it and this kernel.
-#   The engine loads weights long before the first step. Biases are loaded after the wait: they are small and needed
-#   last.
-# - `let_next_start` comes first. That is safe: the next kernel's programs start only once all of ours have, so they
-#   take only resources that we leave idle, and then they wait for us.
+#   waited for its predecessor, which had waited for its own predecessor. After the wait everything enqueued earlier is
+#   done and visible: a kernel may read what any earlier kernel wrote, and overwrite what any earlier kernel read, as if
+#   PDL were off.
+# - Before the wait a kernel loads only weights, and stores nothing. Several predecessors may still be running then, so
+#   a weight must be at rest: a copy, a synchronisation or an ordinary kernel must lie between writing the weight and
+#   this kernel. The engine loads weights long before the first step. Biases are loaded after the wait: they are small
+#   and needed last.
+# - `let_next_start` is called first. That is safe: the next kernel's programs start only once all of ours have started,
+#   so they take only resources that we leave idle, and then they wait for us.
 #
-# Experts are the exception to the last two. Their down projection must know which they are before it can load a weight.
-# So the kernel before it, which computes gate and up, calls `let_next_start` only after its wait. What the router has
-# written is visible then, and the down projection reads it before it waits, past the first-level cache.
+# Experts are the exception to the last two rules. The down projection must know the chosen experts before it can load a
+# weight. So the kernel before it, which computes gate and up, calls `let_next_start` only after its own wait. The
+# router's choice is visible then, and the down projection reads the choice before its own wait, past the L1 cache.
 #
 # Other work in the stream needs no change. An ordinary kernel, a copy, a recorded event and the end of a graph wait
-# until the kernel before them is complete, and with it all earlier ones. A PDL kernel after an ordinary kernel starts
-# when the programs of that kernel have ended, and waits for its writes. After a copy or a wait for an event it starts
-# when those are done. So a wait across streams keeps its meaning: only the edge to the preceding kernel of the same
-# stream is relaxed, and later kernels of the chain start after that kernel has. In a CUDA graph that edge becomes a
-# programmatic edge and all others stay full ones; successive replays are ordered as a whole.
+# until the kernel before them is complete, and with it all earlier kernels. A PDL kernel after an ordinary kernel
+# starts when the programs of the ordinary kernel have ended, and waits for its writes. After a copy or a wait for an
+# event, a PDL kernel starts when the copy or the wait is done. So a wait across streams keeps its meaning: only the
+# edge to the preceding kernel of the same stream is relaxed, and later kernels of the chain start after that kernel has
+# started. In a CUDA graph the relaxed edge becomes a programmatic edge and all others stay full edges; successive
+# replays are ordered as a whole.
 
 
 def is_supported(device: torch.device) -> bool:
@@ -221,7 +223,7 @@ def is_supported(device: torch.device) -> bool:
 
 
 def pdl_options(device: torch.device) -> dict[str, bool]:
-    """Launch options for `device`: the kernel's `PDL` argument and, if on, Triton's own option. Hot: every launch."""
+    """Launch options for `device`: the kernel's `PDL` argument and Triton's own option. Hot: every launch."""
     return {"PDL": True, "launch_pdl": True} if is_supported(device) else {"PDL": False}
 
 

@@ -1,12 +1,12 @@
 """Edits of logits as capabilities/edits/logit_editor.py defines them, in four kernels.
 
-1. Copy the rows to fp32 and forbid the tokens that a mask leaves out. It reads the whole vocabulary.
-2. Add the biases, one program per row. It touches only the tokens concerned.
+1. Copy the rows to fp32 and forbid the tokens that a mask excludes. Reads the whole vocabulary.
+2. Add the biases, one program per row. Touches only the biased tokens.
 3. Apply the repetition penalty to the tokens of the prompt, which are a mask over the whole vocabulary.
-4. Penalize the tokens of the answer, one program per row. It touches only these.
+4. Penalize the tokens of the answer, one program per row. Touches only the tokens of the answer.
 
-A token may be among those that the host has counted and also among the step's own inputs. The program of the row
-therefore adds up both before it penalizes the token, once.
+A token may be both among the tokens that the host has counted and among the step's own inputs. The program of the row
+therefore adds up both counts before it penalizes the token, once.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _penalize_prompt_kernel(
 
 @triton.jit
 def _penalized(logit, count, is_prompt, repetition, frequency, presence):
-    """The repetition penalty of the prompt's tokens has been applied."""
+    """Penalize a token of the answer. The repetition penalty of the prompt's tokens has already been applied."""
     return tl.where(is_prompt, logit, _repeated(logit, repetition)) - frequency * count - presence
 
 
@@ -141,9 +141,9 @@ def _penalize_answer_kernel(
         tl.store(edited_ptr + token, penalized, mask=is_seen)
 
     penalizes = (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)
-    for new in range(new_start, tl.where(penalizes, new_end, new_start)):  # those that are not among the seen ones
+    for new in range(new_start, tl.where(penalizes, new_end, new_start)):  # tokens that the host has not counted yet
         token = tl.load(input_ids_ptr + new)
-        num_others = tl.full((), 0, tl.int32)  # where the token was penalized already
+        num_others = tl.full((), 0, tl.int32)  # counts places where the token was penalized already
         for first in range(seen_start, seen_end, TILE):
             place = first + tl.arange(0, TILE)
             seen = tl.load(seen_ids_ptr + place, mask=place < seen_end, other=-1)

@@ -1,4 +1,4 @@
-"""Merges of attention results: two or three of them, or the parts of the programs that shared a sequence's keys.
+"""Merge attention results: two or three of them, or the parts of the programs that shared a sequence's keys.
 
 Legend: T packed query tokens, H query heads, D head dim, S splits.
 """
@@ -14,8 +14,8 @@ import triton.language as tl
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
 
 MAX_SPLITS = 128
-MERGE_SIZES = (8, 32, MAX_SPLITS)  # splits that a merge kernel has room for; one is compiled for each
-BLOCK_TOKENS = 16  # per program; fewer would make more variants of the kernel, and save nothing
+MERGE_SIZES = (8, 32, MAX_SPLITS)  # splits that a merge kernel has room for; one kernel is compiled for each size
+BLOCK_TOKENS = 16  # per program; fewer would need more variants of the kernel and save nothing
 LSE_STRIDES = [f"{name}_lse_stride_{dim}" for name in ("a", "b", "c", "merged") for dim in "ht"]
 
 
@@ -38,7 +38,8 @@ def _merge_two(a_out, a_lse, b_out, b_lse):
     return out, top + tl.log(total)
 
 
-@triton.jit(do_not_specialize=["num_tokens", *LSE_STRIDES])  # they vary from call to call; compile once for all values
+# The values vary from call to call; compile once for all of them
+@triton.jit(do_not_specialize=["num_tokens", *LSE_STRIDES])
 def _merge_kernel(
     a_out_ptr,
     a_lse_ptr,
@@ -65,7 +66,7 @@ def _merge_kernel(
     merged_stride_h,
     merged_lse_stride_h,
     merged_lse_stride_t,
-    NUM_PARTS: tl.constexpr,  # 2 when c is not used
+    NUM_PARTS: tl.constexpr,  # 2 if c is not used
     D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -103,7 +104,7 @@ def merge_into(out_THD: torch.Tensor, lse_HT: torch.Tensor, parts: Sequence[tupl
     """Merge two or three parts, `(out, lse)` each, into `out_THD` and `lse_HT`: attention over the keys of all parts.
 
     The result may overwrite a part, because each program reads its cells before it writes them. The merge is computed
-    in fp32, whatever the dtypes, and in the same order as in attention/base.py. A part that saw no key (lse -inf,
+    in fp32 for all dtypes, and in the same order as in attention/base.py. A part that saw no key (lse -inf,
     out 0) changes nothing. Hot: once per merge.
     """
     assert 2 <= len(parts) <= 3, f"the kernel merges two or three parts, not {len(parts)}"

@@ -1,10 +1,11 @@
-"""Kernels that multiply packed weights (packed_values.py): one for few rows, one for many. packed_linear.py chooses.
+"""Kernels that multiply packed weights (packed_values.py), for few rows and for many. packed_linear.py chooses.
 
-For few rows each warp of a program has columns of its own, or an expert, and their sums are added at the end; scales
-and zeros are applied to the sums of a group. For many rows all warps work on one tile, and the values are computed
-before they are multiplied; several programs share the columns of a narrow weight, and a third kernel adds their sums.
+For few rows each warp of a program has separate columns, or a separate expert, and the warps' sums are added at the
+end; scales and zeros are applied to the sums of a group. For many rows all warps work on one tile, and the values are
+computed before they are multiplied; several programs share the columns of a narrow weight, and another kernel adds
+their sums.
 
-A program multiplies a block of rows, or of pairs: a pair is a row and one of the experts that it has chosen.
+A program multiplies a block of rows, or of pairs: a pair is a row and one of the experts chosen for the row.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from nanovllm.kernels.packed_values import (
 
 @triton.jit
 def _nothing():
-    """A tuple to which others are added; mypy does not look at its length."""
+    """Return an empty tuple to append to; mypy does not look at its length."""
     return ()
 
 
@@ -40,7 +41,7 @@ def _nothing():
 def _load_block(
     low_row,
     high_row,
-    scales_of_row,  # None: no scales are wanted
+    scales_of_row,  # None if no scales are wanted
     chunk,
     scale_chunk,
     GROUP_STRIDE: tl.constexpr,
@@ -48,10 +49,10 @@ def _load_block(
     COLUMNS: tl.constexpr,
     SHARED: tl.constexpr,
     GROUP: tl.constexpr,
-    IS_FULL: tl.constexpr,  # there is a block for each warp
+    IS_FULL: tl.constexpr,  # every warp has a block
 ):
-    """Words of a block of each warp's 16 rows, [SPLIT, 2, 8, 4, 4], and scales [SPLIT, 16, 1] for every SHARED columns.
-    Past the last block both are 0. `scale_chunk` is `chunk` in the layout of the scales.
+    """Load words of a block of each warp's 16 rows, [SPLIT, 2, 8, 4, 4], and scales [SPLIT, 16, 1] for every SHARED
+    columns. Words and scales past the last block are 0. `scale_chunk` is `chunk` in the layout of the scales.
     """
     low, high = low_row + chunk * BLOCK_WORDS, high_row + chunk * BLOCK_WORDS
     is_block, other = (None, None) if IS_FULL else (chunk * COLUMNS < K, 0)
@@ -63,20 +64,20 @@ def _load_block(
         column = scale_chunk * COLUMNS
         for start in tl.static_range(0, COLUMNS, SHARED):
             scale = tl.load(scales_of_row + (column + start) // GROUP * GROUP_STRIDE, mask=column < K, other=0)
-            scales = scales + (scale,)  # noqa: RUF005  # Triton does not know the other form
+            scales = scales + (scale,)  # noqa: RUF005  # Triton cannot unpack here
     return words, scales
 
 
 @triton.jit
 def _weight_operand(numbers):
-    """Numbers of a slice [SPLIT, 2, 8, 4, 8] -> [SPLIT, 16, 32]. Each stays in the thread that has it."""
+    """Reshape numbers of a slice [SPLIT, 2, 8, 4, 8] -> [SPLIT, 16, 32]. No number moves to another thread."""
     SPLIT: tl.constexpr = numbers.shape[0]
     return numbers.reshape(SPLIT, 2, 8, 4, 2, 2, 2).permute(0, 1, 2, 5, 3, 4, 6).reshape(SPLIT, 16, 32)
 
 
 @triton.jit
 def _x_operand(words, KIND: tl.constexpr, dtype: tl.constexpr):
-    """Words of a slice [SPLIT * 32, 4, rows / 8] -> [SPLIT, 32, rows], with columns in the order of the weight's."""
+    """Words of a slice [SPLIT * 32, 4, rows / 8] -> [SPLIT, 32, rows], with columns in the weight's order."""
     SPLIT: tl.constexpr = words.shape[0] // 32
     EIGHTS: tl.constexpr = words.shape[2]
     numbers = enlarged(words, dtype) if KIND == E4M3 else halves(words, dtype)
@@ -90,22 +91,22 @@ def few_products_kernel(
     codes_ptr,
     scales_ptr,
     bias_ptr,
-    factors_ptr,  # fp32 [pairs], by which the results are multiplied; None: 1
-    pairs_ptr,  # int32 [blocks * BLOCK_M]: the pairs of each block, sorted by expert; None: all in order
-    experts_ptr,  # of each block, or each pair; num_experts for a block without pairs; None: there is one weight
+    factors_ptr,  # fp32 [pairs], factors of the results, or None for 1
+    pairs_ptr,  # int32 [blocks * BLOCK_M]: the pairs of each block, sorted by expert, or None for all pairs in order
+    experts_ptr,  # of each block, or each pair; num_experts for a block without pairs. None if there is one weight
     out_ptr,
-    x_stride,  # in 16 bytes, from one row to the next
+    x_stride,  # between rows, in units of 16 bytes
     num_pairs,
     num_experts,
     N,  # features of the result
     CHOSEN: tl.constexpr,  # pairs of a row of x
-    SUMMED: tl.constexpr,  # pairs of a row of the result, each of which is a warp's; 0: nothing is summed
+    SUMMED: tl.constexpr,  # pairs that are summed for a row of the result, one warp each, or 0 if nothing is summed
     K: tl.constexpr,
-    COLUMNS: tl.constexpr,  # of a block
-    SHARED: tl.constexpr,  # columns of a block that have one scale
+    COLUMNS: tl.constexpr,  # columns of a block
+    SHARED: tl.constexpr,  # columns of a block that share a scale
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
-    SCALE_STRIDES: tl.constexpr,  # from one tile, row and group to the next
+    SCALE_STRIDES: tl.constexpr,  # strides between tiles, rows and groups
     SCALE_DTYPE: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,  # the result is silu(first half) * second half
@@ -114,26 +115,26 @@ def few_products_kernel(
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply 16 rows of a weight. The tensor cores want them as two times 8, with four threads for a row. So a thread
-    loads words 4 * q to 4 * q + 3 of a block of two rows, 16 bytes each. These are its parts of all operands, in both
-    layouts: nothing passes through shared memory before the end.
+    """Multiply 16 rows of a weight. The tensor cores want the 16 rows as two times 8, with four threads per row. So a
+    thread loads words 4 * q to 4 * q + 3 of a block of two rows, 16 bytes each. The words are the thread's parts of all
+    operands, in both layouts: nothing passes through shared memory before the end.
     """
     if experts_ptr is None:
         let_next_start(PDL)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    CODES: tl.constexpr = COLUMNS // BLOCK_WORDS  # of a word
-    STRIDE: tl.constexpr = 1 if SUMMED else SPLIT  # blocks from one of a warp to its next
-    FULL: tl.constexpr = K // COLUMNS // STRIDE  # steps in which each warp has a block
+    CODES: tl.constexpr = COLUMNS // BLOCK_WORDS  # codes of a word
+    STRIDE: tl.constexpr = 1 if SUMMED else SPLIT  # distance in blocks between a warp's blocks
+    FULL: tl.constexpr = K // COLUMNS // STRIDE  # steps in which every warp has a block
     STEPS: tl.constexpr = (K // COLUMNS + STRIDE - 1) // STRIDE
     AT_END: tl.constexpr = KIND == E4M3 and GROUP == K  # the scale of a row is applied to its sum
-    # The assembler moves the loads of a turn to its end, unless the turn has more steps than there are blocks ahead
+    # The assembler moves the loads of a turn to its end unless the turn has more steps than blocks are loaded ahead
     UNROLLED: tl.constexpr = 2 * AHEAD if AHEAD > 3 else AHEAD
     # Tensors of a step are [lanes, 4 words]. Lane 4 * m + q of a warp has a part of rows m and m + 8.
     lane, warp = tl.arange(0, SPLIT * 32)[:, None], tl.arange(0, SPLIT)[:, None, None]
     part, m = lane // 32, lane % 32 // 4
     word = lane % 4 * 4 + tl.arange(0, 4)[None, :]
     block, in_tile = tl.program_id(1), tl.arange(0, 16)
-    ROWS: tl.constexpr = 2 if GATED else 1  # of a feature
+    ROWS: tl.constexpr = 2 if GATED else 1  # rows of a feature
     FEATURES: tl.constexpr = 16 // ROWS
     feature = tl.program_id(0) * FEATURES
     row = tl.minimum(feature + in_tile % FEATURES, N - 1) + in_tile // FEATURES * N
@@ -142,21 +143,21 @@ def few_products_kernel(
     pair = block * BLOCK_M + tl.arange(0, BLOCK_M)
     expert, warp_expert = 0, 0
     if experts_ptr is not None:
-        if SUMMED:  # the kernel before has waited for the router's choice
+        if SUMMED:  # the previous kernel has waited for the router's choice
             let_next_start(PDL)
             chosen = experts_ptr + block * SUMMED
             expert = tl.load(chosen + tl.minimum(part, SUMMED - 1), cache_modifier=".cg")
             warp_expert = tl.load(chosen + tl.minimum(warp, SUMMED - 1), cache_modifier=".cg")
         else:
             wait_for_previous(PDL)  # for the router's choice
-            let_next_start(PDL)  # only now, because `sum_of_experts` reads the choice before it waits
+            let_next_start(PDL)  # only now, because `sum_of_experts` reads the router's choice before it waits
             expert = tl.load(experts_ptr + block).to(tl.int64)
             warp_expert = expert
             if expert >= num_experts:
                 return
         if pairs_ptr is not None:
             pair = tl.load(pairs_ptr + pair)
-        else:  # a block for each pair, or for each sum
+        else:  # one block per pair, or per sum
             pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
     code_ptr = codes_ptr.to(tl.pointer_type(tl.int32)) + word
     low_row = code_ptr + (expert * (ROWS * N) + low).to(tl.int64) * (K // CODES)
@@ -176,7 +177,7 @@ def few_products_kernel(
         queue = queue + (ahead,)  # noqa: RUF005
     if experts_ptr is None or SUMMED:
         wait_for_previous(PDL)  # before this only weights may be read; other kernels use x and out
-    # Rows of x that do not exist are copies of others
+    # Rows of x that do not exist are replaced by copies of others
     x_ptr = x_ptr.to(tl.pointer_type(tl.int32)) + word
     x_row = _nothing()
     for i in tl.static_range(BLOCK_M // 8):
@@ -238,7 +239,7 @@ def products_kernel(
     codes_ptr,
     scales_ptr,
     bias_ptr,
-    factors_ptr,  # these and the others as above
+    factors_ptr,  # this and the other arguments as in `few_products_kernel`
     pairs_ptr,
     experts_ptr,
     out_ptr,  # with several splits: fp32 [splits, pairs, rows of the weight]
@@ -248,24 +249,24 @@ def products_kernel(
     N,
     CHOSEN: tl.constexpr,
     K: tl.constexpr,
-    COLUMNS: tl.constexpr,  # that are loaded at once
-    SHARED: tl.constexpr,  # of these that have one scale
+    COLUMNS: tl.constexpr,  # columns that are loaded at once
+    SHARED: tl.constexpr,  # loaded columns that share a scale
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
-    SCALE_STRIDES: tl.constexpr,  # from one tile, row and group to the next
+    SCALE_STRIDES: tl.constexpr,  # strides between tiles, rows and groups
     SCALE_DTYPE: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,  # parts of the columns, each of which is a program's
-    PRODUCTS: tl.constexpr,  # of a step, so that the values of each take fewer registers
-    WAIT: tl.constexpr,  # for the tensor cores before the next values are computed
+    SPLITS: tl.constexpr,  # parts of the columns, one program each
+    PRODUCTS: tl.constexpr,  # products of a step: more products need fewer registers for the values of each
+    WAIT: tl.constexpr,  # wait for the tensor cores before computing the next values
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply BLOCK_N rows of a weight. Values are computed in the registers from which the tensor cores take them,
-    while these multiply those before; x is in shared memory.
+    """Multiply BLOCK_N rows of a weight. Values are computed in the registers from which the tensor cores read them,
+    while the tensor cores multiply the previous values; x is in shared memory.
     """
     if experts_ptr is None:
         let_next_start(PDL)
@@ -273,11 +274,11 @@ def products_kernel(
     if experts_ptr is not None:
         let_next_start(PDL)  # see `few_products_kernel`
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    CODES: tl.constexpr = 1 if KIND == DENSE else 8 if KIND == INT4 else 4  # of a word
+    CODES: tl.constexpr = 1 if KIND == DENSE else 8 if KIND == INT4 else 4  # codes of a word
     AT_END: tl.constexpr = KIND == E4M3 and GROUP == K
     # Programs that share a part of the weight are neighbours, so that they find it in the cache
     block, in_tile = tl.program_id(0), tl.arange(0, BLOCK_N)
-    ROWS: tl.constexpr = 2 if GATED else 1  # of a feature
+    ROWS: tl.constexpr = 2 if GATED else 1  # rows of a feature
     FEATURES: tl.constexpr = BLOCK_N // ROWS
     feature = tl.program_id(1) * FEATURES
     row = tl.minimum(feature + in_tile % FEATURES, N - 1) + in_tile // FEATURES * N
@@ -290,9 +291,9 @@ def products_kernel(
         weight_row += expert * (ROWS * N)
         if pairs_ptr is not None:
             pair = tl.load(pairs_ptr + pair)
-        else:  # a block for each pair
+        else:  # one block per pair
             pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
-    x_row = tl.minimum(pair, num_pairs - 1) // CHOSEN  # rows that do not exist are copies of others
+    x_row = tl.minimum(pair, num_pairs - 1) // CHOSEN  # rows that do not exist are replaced by copies of others
     x_column = x_ptr + x_row.to(tl.int64)[None, :] * x_stride + tl.arange(0, COLUMNS // PRODUCTS)[:, None]
     code_row = codes_ptr + weight_row[:, None] * (K // CODES) + tl.arange(0, COLUMNS // CODES)[None, :]
     scales_of_row = 0
@@ -314,7 +315,7 @@ def products_kernel(
                 x = tl.load(x_column + (step * COLUMNS + part * (COLUMNS // PRODUCTS)))
                 values = block_values(words, scales, part, PRODUCTS, SHARED, KIND, SCALE_DTYPE, dtype, not AT_END)
                 sums = tl.dot(values, x, sums, input_precision="ieee")
-                if WAIT:  # a use of the sums, before which Triton waits for the product
+                if WAIT:  # using the sums makes Triton wait for the product
                     sums = tl.inline_asm_elementwise("// $0", "=r,0", [sums], tl.float32, is_pure=False, pack=1)
     if AT_END:
         sums *= tl.load(scales_of_row)
@@ -337,7 +338,7 @@ def blocks_of_experts_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Divide sorted pairs into blocks of one expert each (`Routing`). A program writes one block."""
+    """Divide sorted pairs into blocks of one expert each (`Routing`). Each program writes one block."""
     block, expert = tl.program_id(0), tl.arange(0, BLOCK_E)
     start = tl.load(ends_ptr + expert - 1, (expert > 0) & (expert < num_experts), other=0)
     end = tl.load(ends_ptr + expert, expert < num_experts, other=0)
@@ -392,7 +393,7 @@ def _gated(sums, dtype: tl.constexpr):
 
 @triton.jit
 def _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, num_pairs, N, GATED: tl.constexpr):
-    """Store the results for the sums of rows of the weight and of pairs [BLOCK_N, BLOCK_M]."""
+    """Store the results of `sums` [BLOCK_N, BLOCK_M], for rows of the weight and pairs."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     FEATURES: tl.constexpr = sums.shape[0] // (2 if GATED else 1)
     if bias_ptr is not None:

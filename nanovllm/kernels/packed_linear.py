@@ -1,7 +1,7 @@
-"""Products with packed weights, and with those of a mixture's experts: which of the kernels (packed_kernels.py)
-multiplies, with which tile, and how the pairs of rows and experts are sorted.
+"""Products with packed weights, also with the weights of a mixture's experts: choose the kernel (packed_kernels.py) and
+its tile, and sort the pairs of rows and experts.
 
-Legend: M rows, N output features, K input features; a pair is a row and one of the experts that it has chosen.
+Legend: M rows, N output features, K input features; a pair is a row and one of the experts chosen for the row.
 """
 
 from __future__ import annotations
@@ -26,53 +26,54 @@ from nanovllm.kernels.packed_values import E4M3, INT4, SLICE, Packed
 MAX_FEW_ROWS, MAX_BLOCK_M = 16, 128
 MAX_SUMMED = 16  # experts of a token
 MANY_TILES = 384  # programs that fill a GPU with few warps each
-REGISTERS = 65536  # of a multiprocessor
-MIN_SPLIT_COLUMNS, MAX_SPLITS = 512, 8  # fewer columns, or more parts, cost more than they gain
+REGISTERS = 65536  # registers of a multiprocessor
+MIN_SPLIT_COLUMNS, MAX_SPLITS = 512, 8  # splitting into fewer columns or more parts costs more than it gains
 
 
 class FewRowsTile(NamedTuple):
     """Sizes of a program that multiplies 16 rows of the weight by up to `block_m` rows (or pairs)."""
 
     block_m: int  # 8 or 16
-    num_warps: int  # that sum over columns of their own
+    num_warps: int  # each warp sums over separate columns
     num_ahead: int  # blocks of each row that a warp loads ahead
 
 
-class Tile(NamedTuple):
-    """The rows (or pairs) and features that a program multiplies, all warps together."""
+class ManyRowsTile(NamedTuple):
+    """Sizes of a program that multiplies rows (or pairs) by features, all warps together."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     num_splits: int = 1  # parts of the columns, whose sums another kernel adds
-    num_per_sm: int = 1  # programs of a multiprocessor, and products of a step: one multiplies while others compute
+    # Programs per multiprocessor, and products of a step: one multiplies while others compute values
+    num_per_sm: int = 1
 
 
 class Routing(NamedTuple):
-    """The pairs of a step, in blocks that have one expert each. It is computed without waiting for the device."""
+    """The pairs of a step, in blocks of one expert each. Computed without waiting for the device."""
 
-    pairs: torch.Tensor  # int32 [blocks * block_m]; the number of pairs where there is none
-    block_experts: torch.Tensor  # int32 [blocks]; the number of experts where there is none
+    pairs: torch.Tensor  # int32 [blocks * block_m]; padding is the number of pairs
+    block_experts: torch.Tensor  # int32 [blocks]; padding is the number of experts
     block_m: int
     num_experts: int
     num_pairs: int
 
 
 def choose_block_m(num_pairs: int, num_experts: int) -> int:
-    """Choose the pairs of a block: about as many as an expert has. The number is rounded up, so that twice the rows
-    have at most the next size, and start-up finds all sizes.
+    """Choose the number of pairs per block: about as many as an expert has. The number is rounded up, so that twice the
+    rows have at most the next size, and start-up finds all sizes.
     """
     return min(max(16, triton.next_power_of_2(triton.cdiv(num_pairs, num_experts))), MAX_BLOCK_M)
 
 
 def route(experts: torch.Tensor, num_experts: int, block_m: int | None = None) -> Routing:
-    """`experts`: int64 [M, C], those that each row has chosen. `block_m` is by default that of `choose_block_m`."""
-    flat = experts.flatten().clamp(0, num_experts - 1)  # while kernels are only compiled, nobody has chosen
+    """Sort pairs by expert. `experts`: int64 [M, C], chosen for each row. `block_m` defaults to `choose_block_m`."""
+    flat = experts.flatten().clamp(0, num_experts - 1)  # while kernels are only compiled, `experts` is uninitialized
     num_pairs = len(flat)
     block_m = block_m or choose_block_m(num_pairs, num_experts)
     num_blocks = min(num_pairs, triton.cdiv(num_pairs, block_m) + num_experts)
-    by_expert, order = flat.short().sort(stable=True)  # of 16 bits in a quarter of the passes of 64
+    by_expert, order = flat.short().sort(stable=True)  # sorting 16 bits takes a quarter of the passes of 64 bits
     ends = torch.searchsorted(by_expert, torch.arange(num_experts, dtype=torch.int16, device=flat.device), right=True)
     pairs, block_experts = (ends.new_empty(size, dtype=torch.int32) for size in (num_blocks * block_m, num_blocks))
     on_grid(blocks_of_experts_kernel, (num_blocks,))(
@@ -91,11 +92,11 @@ def route(experts: torch.Tensor, num_experts: int, block_m: int | None = None) -
 
 def choose_tile(
     num_rows: int, num_tiles: int, target: KernelTarget, x: torch.Tensor, weight: Packed, is_routed: bool = False
-) -> Tile | FewRowsTile:
-    """The fastest, or nearly, of those that were tried for most layers of Qwen3-8B and -30B-A3B on an H100.
+) -> ManyRowsTile | FewRowsTile:
+    """Choose a tile that is among the fastest of those measured for most layers of Qwen3-8B and -30B-A3B on an H100.
 
-    `num_rows`: that a weight multiplies; `num_tiles`: of 16 rows of weights, of all programs; `is_routed`: rows are
-    sorted into blocks of `num_rows`.
+    `num_rows`: rows that a weight multiplies; `num_tiles`: tiles of 16 weight rows, over all programs; `is_routed`:
+    rows are sorted into blocks of `num_rows`.
     """
     block_m = min(max(8, triton.next_power_of_2(num_rows)), MAX_BLOCK_M)
     if block_m <= MAX_FEW_ROWS and not is_routed and _suits_few_rows(x, weight):
@@ -105,15 +106,15 @@ def choose_tile(
         elif weight.kind == INT4.value:
             num_ahead = 3
         elif weight.kind == E4M3.value and weight.group_size == weight.num_columns:
-            num_ahead = 8  # without scales that are loaded with each block, there are registers for it
+            num_ahead = 8  # no scales are loaded with each block, so registers are free for it
         return FewRowsTile(block_m, 4 if num_tiles >= MANY_TILES else 8, num_ahead)
-    if x.dtype == torch.float32:  # twice the bytes
-        return Tile(block_m, 64, 4, 2) if block_m < MAX_BLOCK_M else Tile(block_m, 32, 8, 2)
+    if x.dtype == torch.float32:  # x takes twice the bytes
+        return ManyRowsTile(block_m, 64, 4, 2) if block_m < MAX_BLOCK_M else ManyRowsTile(block_m, 32, 8, 2)
     is_large = target.shared_bytes >= 200 * 1024
     if weight.scales is None:
         if block_m < 32 or (block_m < MAX_BLOCK_M and not is_large):
-            return Tile(block_m, 64, 4, 3)
-        return Tile(block_m, 256, 8, 4) if is_large else Tile(block_m, 128, 8, 3)
+            return ManyRowsTile(block_m, 64, 4, 3)
+        return ManyRowsTile(block_m, 256, 8, 4) if is_large else ManyRowsTile(block_m, 128, 8, 3)
     block_n = 128 if is_large else 64
     num_programs = triton.cdiv(16 * num_tiles, block_n) * max(1, triton.cdiv(num_rows, MAX_BLOCK_M))
     if not is_routed and num_rows <= MAX_BLOCK_M and num_programs < target.num_sms:
@@ -128,7 +129,7 @@ def choose_tile(
     else:
         num_warps = 8 if is_large and block_m >= 32 else 4
         num_stages = 6 if is_large and block_m == 32 and not is_routed else 3 if is_large and block_m == 64 else 4
-    return Tile(block_m, block_n, num_warps, num_stages, 1 if is_routed else num_splits, num_per_sm)
+    return ManyRowsTile(block_m, block_n, num_warps, num_stages, 1 if is_routed else num_splits, num_per_sm)
 
 
 def products(
@@ -141,13 +142,13 @@ def products(
     routing: Routing | None = None,
     num_experts: int = 1,
     factors: torch.Tensor | None = None,
-    tile: Tile | FewRowsTile | None = None,
+    tile: ManyRowsTile | FewRowsTile | None = None,
 ) -> torch.Tensor:
-    """x [M, K] by the weight -> [M, N], or with `gated` silu(first half) * second half. Hot: several times per layer.
+    """Multiply x [M, K] by the weight -> [M, N], or with `gated` silu(first half) * second half. Hot: per layer.
 
-    `experts`, int64 [M, C]: the product of each pair by its expert's rows instead, [M * C, N], which reads the weight
-    for each pair. `routing`: the same, for pairs that are sorted by expert and share it. x has a row for each token, or
-    one for each pair. The results are multiplied by `factors`, fp32 [pairs].
+    `experts`, int64 [M, C]: multiply each pair by its expert's rows instead -> [M * C, N]; every pair reads the weight
+    anew. `routing`: the same for pairs that are sorted by expert and share the reads. x has a row for each token, or a
+    row for each pair. The results are multiplied by `factors`, fp32 [pairs].
     """
     num_pairs = len(x) if experts is None else experts.numel()
     num_blocks, block_rows, pairs = 1, num_pairs, None
@@ -169,17 +170,17 @@ def products(
 
 
 def can_sum_experts(x: torch.Tensor, weight: Packed, experts: torch.Tensor) -> bool:
-    """Return True if `sum_of_experts` can: each expert of a token takes a warp."""
+    """Return True if `sum_of_experts` supports these arguments: each expert of a token takes a warp."""
     return _suits_few_rows(x, weight) and experts.shape[1] <= MAX_SUMMED
 
 
 def sum_of_experts(
     x: torch.Tensor, weight: Packed, experts: torch.Tensor, num_experts: int, factors: torch.Tensor
 ) -> torch.Tensor:
-    """x [T * C, K] by the rows of `experts` [T, C], weighted by `factors`, fp32 [T, C], and summed for each token:
+    """Multiply x [T * C, K] by the rows of `experts` [T, C], weight by `factors`, fp32 [T, C], and sum for each token:
     [T, N]. Every pair reads its expert. Hot: once per layer.
 
-    x must be what `products` has returned for the same `experts`: the kernel loads weights while that one still runs.
+    x must be what `products` has returned for the same `experts`: the kernel loads weights while `products` still runs.
     """
     num_tokens, num_chosen = experts.shape
     out = x.new_empty(num_tokens, len(weight.codes) // num_experts)
@@ -188,12 +189,12 @@ def sum_of_experts(
 
 
 def _suits_few_rows(x: torch.Tensor, weight: Packed) -> bool:
-    """Return True if the kernel for few rows can multiply: tensor cores would round fp32, and it needs whole slices."""
+    """Return True if the kernel for few rows fits: its tensor cores would round fp32, and it needs whole slices."""
     return x.dtype != torch.float32 and weight.num_columns % SLICE.value == 0
 
 
 class _Product(NamedTuple):
-    """Arguments of both kernels, which describe them. `out` has a row for each pair, or for each sum."""
+    """Arguments of both kernels, documented there. `out` has a row for each pair, or for each sum."""
 
     x: torch.Tensor
     weight: Packed
@@ -244,7 +245,7 @@ class _Product(NamedTuple):
 
 
 def _few_products(product: _Product, tile: FewRowsTile, num_summed: int = 0) -> torch.Tensor:
-    """Fill `product.out` by the kernel for few rows. `num_summed`: pairs of each row of the result."""
+    """Fill `product.out` with the kernel for few rows. `num_summed`: pairs summed for each row of the result."""
     x, columns = product.x, product.weight.block_columns
     if not len(product.out):
         return product.out
@@ -265,8 +266,8 @@ def _few_products(product: _Product, tile: FewRowsTile, num_summed: int = 0) -> 
     return product.out
 
 
-def _products(product: _Product, tile: Tile) -> torch.Tensor:
-    """Fill `product.out` by the kernel for many rows."""
+def _products(product: _Product, tile: ManyRowsTile) -> torch.Tensor:
+    """Fill `product.out` with the kernel for many rows."""
     x, weight, out, num_rows, num_splits = product.x, product.weight, product.out, product.num_rows, tile.num_splits
     num_pairs, num_features = out.shape
     if not num_pairs:
@@ -291,8 +292,8 @@ def _products(product: _Product, tile: Tile) -> torch.Tensor:
         SPLITS=num_splits,
         PRODUCTS=1 if weight.scales is None else tile.num_per_sm,
         # On 9.0 the tensor cores read values from registers while a warp goes on. Unless each step uses the sums,
-        # Triton 3.6 lets it overwrite these registers too early (triton-lang/triton#9433). Where the assembler notices,
-        # they wait after each instruction instead.
+        # Triton 3.6 lets the warp overwrite these registers too early (triton-lang/triton#9433). Where the assembler
+        # notices this hazard, the tensor cores wait after each instruction instead.
         WAIT=kernel_target.target_of(x.device).capability[0] == 9,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,

@@ -2,21 +2,22 @@
 
 A packed weight (layers/packed_weight.py) consists of int32 words that hold codes of 4 or 8 bits. Groups of `group_size`
 columns and `scale_rows` rows share a scale, and integers also a zero: a value is (code - zero) * scale. The weights of
-several experts are one weight, with an expert's rows together.
+several experts are one weight, in which the rows of an expert are contiguous.
 
-The scales of eight rows are together, group after group, so that a warp finds those of its next groups in the cache.
-Where cuBLAS multiplies blocks of codes, it wants those of a row together instead. So kernels take three strides.
+The scales of eight rows are stored together, group after group, so that a warp finds the scales of its next groups in
+the cache. When cuBLAS multiplies blocks of codes, it wants the scales of a row together instead. So kernels take three
+strides.
 
 16 words of a row are a block. The codes are arranged so that the tensor cores can use them with few instructions: a
 shift and a mask leave two codes of a word in the halves of a register, in the mantissas of two 16-bit numbers, and
-these are neighbours in the weight. Word w of a block has, from bit B * s + 16 * h on, the code of column
+these two codes are neighbours in the weight. Word w of a block has, from bit B * s + 16 * h on, the code of column
 32 * s + 2 * w + h, for B bits per code, h of 0 and 1, and s from 0 to 16 / B - 1. The 32 columns with the same s are a
 slice, which has one scale.
 
-- An integer of 4 bits reads as 16 + code. 8 bits are two such integers.
-- The bits of an e4m3 number at the place of those of a bf16 number read as 2^-120 of its value.
+- A 4-bit integer reads as 16 + code. An 8-bit integer is read as two 4-bit integers.
+- The bits of an e4m3 number, read in place as bf16, are 2^-120 of its value.
 
-`unpack` writes the values of some rows, so that cuBLAS can multiply them by many.
+`unpack` writes the values of some rows, so that cuBLAS can multiply them by many rows of x.
 
 Legend: N output features, K input features.
 """
@@ -33,17 +34,18 @@ from nanovllm.kernels.launch import on_grid
 
 DENSE, INT4, INT8, E4M3 = (tl.constexpr(kind) for kind in range(4))
 BLOCK_WORDS, SLICE = (tl.constexpr(size) for size in (16, 32))  # words of a block, columns of a slice
-SCALE_TILE = tl.constexpr(8)  # rows whose scales are together
+SCALE_TILE = tl.constexpr(8)  # rows whose scales are stored together
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Packed(NamedTuple):
-    """The tensors of a weight [N, K]. A dense one has nothing but values, in `codes`."""
+    """The tensors of a weight [N, K]. A dense weight has only `codes`, which are its values."""
 
     codes: torch.Tensor  # int32 words [N, K / 8] or [N, K / 4]; dense: the values [N, K]
-    scales: torch.Tensor | None = None  # [tiles, 8 rows, K / group_size] of `new_scales`: fp32, or `pack_scales`' words
+    # [tiles, 8 rows, K / group_size] as from `new_scales`: fp32, or words of `pack_scales`
+    scales: torch.Tensor | None = None
     kind: int = DENSE.value
-    scale_dtype: torch.dtype | None = None  # bf16 or fp16 in words; None is fp32
+    scale_dtype: torch.dtype | None = None  # bf16 or fp16 within words, or None for fp32
     scale_rows: int = 1
     group_size: int = 128
 
@@ -57,17 +59,17 @@ class Packed(NamedTuple):
 
     @property
     def block_columns(self) -> int:
-        """Columns of a block, or of as many bytes of a dense weight."""
+        """Columns of a block; for a dense weight, columns in the same number of bytes."""
         return BLOCK_WORDS.value * 4 // self.codes.element_size() * self.num_columns // self.codes.shape[1]
 
 
 def can_pack(num_columns: int, bits: int, group_size: int) -> bool:
-    """Return True if rows consist of whole blocks, and groups of whole slices."""
+    """Return True if rows consist of whole blocks and groups consist of whole slices."""
     return num_columns % (BLOCK_WORDS.value * 32 // bits) == 0 and group_size % SLICE.value == 0
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes uint8 [n, K] -> words int32 [n, K * bits / 32]."""
+    """Pack codes uint8 [n, K] -> words int32 [n, K * bits / 32]."""
     slices = codes.reshape(len(codes), -1, 16 // bits, BLOCK_WORDS.value, 2).int()
     places = torch.arange(0, 16, bits, dtype=torch.int32, device=codes.device)[:, None]
     words = (slices.select(4, 0) << places).sum(2, dtype=torch.int32)
@@ -75,20 +77,20 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def new_scales(num_rows: int, num_groups: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros for the scales of a weight, [tiles, 8 rows, groups]. The last tile may have rows that do not exist."""
+    """Allocate zeros for the scales of a weight, [tiles, 8 rows, groups]. The last tile may be padded with rows."""
     tiles = torch.zeros(triton.cdiv(num_rows, SCALE_TILE.value), num_groups, SCALE_TILE.value, dtype=dtype)
     return tiles.transpose(1, 2)
 
 
 def store_scales(target: torch.Tensor, first_row: int, scales: torch.Tensor) -> None:
-    """Write scales [n, groups] to those of the rows from `first_row` on."""
+    """Write scales [n, groups] to `target`, for the rows from `first_row` on."""
     row = torch.arange(first_row, first_row + len(scales), device=target.device)
     target[row // SCALE_TILE.value, row % SCALE_TILE.value, : scales.shape[1]] = scales.to(target.device)
 
 
 def pack_scales(scales: torch.Tensor, zeros: torch.Tensor, bits: int) -> torch.Tensor:
-    """Scales in bf16 or fp16 and zeros of integers -> words int32: a scale's bits, and above them what is to be
-    subtracted from what the kernels read as a code.
+    """Pack scales in bf16 or fp16 and the zeros of integers -> words int32: the scale's bits, and above them the number
+    to subtract from a code as the kernels read it.
     """
     offsets = zeros.int() + (16 if bits == 4 else 16 * 17)
     return (scales.contiguous().view(torch.int16).int() & 0xFFFF) | (offsets << 16)
@@ -99,16 +101,16 @@ def pack_scales(scales: torch.Tensor, zeros: torch.Tensor, bits: int) -> torch.T
 
 @triton.jit
 def halves(words, dtype: tl.constexpr):
-    """Two numbers in each word [.., n] -> [.., 2 n]."""
+    """Split words into the two numbers that each holds: [.., n] -> [.., 2 n]."""
     low = words.to(tl.int16).to(dtype, bitcast=True)
     high = (words >> 16).to(tl.int16).to(dtype, bitcast=True)
     both = tl.join(low, high)
-    return both.reshape(both.shape[:-2] + [2 * both.shape[-2]])  # noqa: RUF005  # Triton does not know the other form
+    return both.reshape(both.shape[:-2] + [2 * both.shape[-2]])  # noqa: RUF005  # Triton cannot unpack here
 
 
 @triton.jit
 def mask_and_set(words, MASK: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """(words & MASK) | BITS, by one instruction where the compiler would use two."""
+    """Compute (words & MASK) | BITS with one instruction; the compiler would use two."""
     if _INTERPRETED:
         words = (words & MASK) | BITS
     else:
@@ -120,7 +122,7 @@ def mask_and_set(words, MASK: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexp
 def nibbles(words, PLACE: tl.constexpr, dtype: tl.constexpr, IS_HIGH: tl.constexpr = False):
     """The 4 bits at PLACE and at PLACE + 16 of words [.., n]: [.., 2 n] in `dtype`, which is bf16 or fp16.
 
-    They read as 16 + bits, or with IS_HIGH, as upper half of a code of 8 bits, as 256 + 16 * bits.
+    The result is 16 + bits, or with IS_HIGH, for the upper half of an 8-bit code, 256 + 16 * bits.
     """
     SHIFT: tl.constexpr = PLACE - (3 if dtype == tl.bfloat16 else 6)
     if SHIFT < 0:
@@ -141,7 +143,7 @@ def nibbles(words, PLACE: tl.constexpr, dtype: tl.constexpr, IS_HIGH: tl.constex
 
 @triton.jit
 def ones(words, dtype: tl.constexpr):
-    """1 for each column of a slice. They seem to depend on the words, so that they get the same layout."""
+    """1 for each column of a slice. The ones formally depend on the words, so that they get the same layout."""
     if _INTERPRETED:
         ones = words * 0 + (0x3F803F80 if dtype == tl.bfloat16 else 0x3C003C00)
     elif dtype == tl.bfloat16:
@@ -171,10 +173,10 @@ def small_e4m3(words, PLACE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def enlarged(words, dtype: tl.constexpr):
-    """The numbers in words [.., n], times half of the factor by which those in e4m3 are too small: [.., 2 n]. All of it
-    at once could overflow.
+    """The numbers in words [.., n], times half of the exponent by which e4m3 numbers read too small: [.., 2 n]. The
+    whole factor at once could overflow.
     """
-    if dtype == tl.float16:  # there the scales include all of the factor
+    if dtype == tl.float16:  # in fp16 the scales include the whole factor
         x = halves(words, dtype)
     elif _INTERPRETED:
         x = (halves(words, dtype).to(tl.float32) * 2.0**60).to(dtype)
@@ -191,14 +193,14 @@ def enlarged(words, dtype: tl.constexpr):
 
 @triton.jit
 def scale_row(scales_ptr, row, tile_stride, row_stride, SCALE_ROWS: tl.constexpr):
-    """Where the scales of rows of the weight begin."""
+    """Pointers to the first scales of rows of the weight."""
     row //= SCALE_ROWS
     return scales_ptr + row // SCALE_TILE * tile_stride + row % SCALE_TILE * row_stride
 
 
 @triton.jit
 def scale_of(bits, SCALE_DTYPE: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
-    """Scales as they are stored -> fp32. Those of e4m3 numbers include the other half of the factor."""
+    """Convert stored scales to fp32. Scales of e4m3 numbers include the other half of the factor."""
     if KIND == E4M3:
         scale = bits * (2.0**8 if dtype == tl.float16 else 2.0**60)
     else:
@@ -222,8 +224,8 @@ def _fma(x, factor, addend):
 
 @triton.jit
 def _differences(words, scale_bits, PART: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
-    """code - zero, or the number in e4m3, for slice PART of a block: [.., n] -> [.., 2 n] in bf16 or fp16. None of them
-    is rounded.
+    """code - zero, or the number in e4m3, for slice PART of a block: [.., n] -> [.., 2 n] in bf16 or fp16, without
+    rounding.
     """
     one, none = tl.full((1, 1), 1.0, dtype), tl.zeros((1, 1), dtype)
     if KIND == E4M3:
@@ -248,7 +250,7 @@ def _values(
     dtype: tl.constexpr,
     SCALED: tl.constexpr = True,
 ):
-    """The values of slice PART of a block, rounded to `dtype`: [.., n] -> [.., 2 n]. Without SCALED, numbers in e4m3.
+    """The values of slice PART of a block, rounded to `dtype`: [.., n] -> [.., 2 n]. Without SCALED, e4m3 numbers.
 
     A scale with more bits than `dtype` is the sum of two numbers.
     """
@@ -331,8 +333,8 @@ def _unpack_kernel(
 
 
 def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
-    """Write the values of as many rows, from `first_row` on, as `out` [rows, K] has. Hot."""
-    assert weight.scales is not None and out.is_contiguous(), "a dense weight has its values"
+    """Write the values of the weight's rows from `first_row` on to all rows of `out` [rows, K]. Hot."""
+    assert weight.scales is not None and out.is_contiguous(), "a dense weight needs no unpacking"
     block_n = 32
     num_blocks = weight.codes.shape[1] // BLOCK_WORDS.value
     on_grid(_unpack_kernel, (triton.cdiv(len(out), block_n), num_blocks))(

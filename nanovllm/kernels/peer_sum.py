@@ -1,11 +1,12 @@
 """Sums over ranks of a few rows, in one kernel, where GPUs reach each other's memory.
 
-Each rank writes its numbers to the inboxes of all others (device/tp_group.py), two of 16 bits in a word, and waits for
-theirs in its own. A message of 64 bits has a word and the number of its sum, and is written at once. So a word is there
-as soon as its message has the right number, and neither side needs a barrier or a fence. This is what nccl calls its LL
-protocol. All ranks add up in the order of the ranks and in fp32, so all have the same sums.
+Each rank writes its numbers to the inboxes of all other ranks (device/tp_group.py), 16-bit numbers two to a word, and
+waits in its own inbox for the numbers of the others. A message of 64 bits has a word and the number of its sum, and is
+written atomically. So a word has arrived as soon as its message has the right number, and neither side needs a barrier
+or a fence. nccl calls this its LL protocol. All ranks add in the order of the ranks and in fp32, so all have the same
+sums.
 
-Programs do not wait for each other: program p of a rank exchanges its words with program p of the others.
+Programs do not wait for each other: program p of a rank exchanges its words with program p of the other ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _POLLS = tl.constexpr(16)  # reads of messages between two reads of `gave_up`, w
 
 @triton.jit
 def _numbers(words, dtype: tl.constexpr):
-    """Words [n] -> the numbers in each of them, fp32 [n, 1] or [n, 2]."""
+    """Unpack words [n] -> the numbers in each word, fp32 [n, 1] or [n, 2]."""
     if dtype == tl.float32:
         numbers = words.to(tl.float32, bitcast=True)[:, None]
     else:
@@ -38,7 +39,7 @@ def _numbers(words, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_words"])
 def _peer_sum_kernel(
-    x_ptr,  # what this rank adds, and then the sum
+    x_ptr,  # this rank's numbers, replaced by the sums
     addresses_ptr,  # int64 [RANKS]
     num_sums_ptr,  # int32 [programs]
     gave_up_ptr,  # in host memory
@@ -74,7 +75,7 @@ def _peer_sum_kernel(
             polls = 0
             while missing > 0:
                 polls += 1
-                # Threads may read different values, but the sum makes all of them leave the loop together
+                # Threads may read different values, but the reduction makes all of them leave the loop together
                 gave_up = tl.load(gave_up_ptr, polls % _POLLS == 0, other=0, volatile=True)
                 message = tl.load(inbox + rank * MAX_WORDS + place, is_word, other=0, volatile=True)
                 missing = tl.sum((is_word & (gave_up == 0) & ((message >> 32) != number)).to(tl.int32))
@@ -92,7 +93,7 @@ def can_sum(x: torch.Tensor, inboxes: Inboxes) -> bool:
 
 
 def peer_sum(x: torch.Tensor, rank: int, num_ranks: int, inboxes: Inboxes) -> torch.Tensor:
-    """Sum over ranks, in place, of contiguous numbers for which `can_sum` is true. All ranks must call this with the
+    """Sum contiguous numbers over ranks, in place; `can_sum` must be true. All ranks must call this with the
     same shapes and in the same order. Hot: twice per layer.
     """
     num_words = x.nbytes // 4

@@ -3,8 +3,8 @@
 Legend: T packed query tokens, B sequences, H query heads, K kv heads, D head dim, N blocks of a cache, P tokens per
 block, M columns of a block table, S splits.
 
-One program computes a tile of BLOCK_M rows. A row is a query of one head. In a short chunk, HEADS heads that share keys
-are in one tile, which they fill together. The program walks the keys in tiles of BLOCK_N with an online softmax in base
+One program computes a tile of BLOCK_M rows. A row is a query of one head. In a short chunk, a tile holds HEADS heads
+that share keys, which fill it together. The program walks the keys in tiles of BLOCK_N with an online softmax in base
 2 (Milakov and Gimelshein 2018; Dao 2022). P is a multiple of BLOCK_N, so a tile lies in one block and needs one look-up
 in the block table. Tiles are loaded ahead of their use, by TMA (one bulk copy per tile) or by cp.async (pointers), as
 kernels/configs.py chooses for the GPU. Tiles that every query sees completely need no mask. A tile has BLOCK_D columns,
@@ -34,7 +34,7 @@ from nanovllm.kernels.merge import head_mask, merge_splits
 def _load_tile(
     source,  # with TMA a descriptor, else a pointer to the head's first row
     row,
-    place,  # index of the head in the descriptor
+    place,  # the head's index in the descriptor
     key,  # [BLOCK_N]; with MASKED, rows for keys from context_len on are zero
     context_len,
     ROW: tl.constexpr,  # elements from one row to the next: K * D
@@ -124,7 +124,7 @@ def _prefill_kernel(
     cu_seqlens_q_ptr,
     context_lens_ptr,
     block_tables_ptr,
-    num_splits,  # None: one program reads all keys of a tile
+    num_splits,  # None if one program reads all keys of a tile
     num_tokens,
     q_stride_t,
     q_stride_h,
@@ -146,7 +146,7 @@ def _prefill_kernel(
     query_start = tl.load(cu_seqlens_q_ptr + sequence).to(tl.int64)
     query_len = (tl.load(cu_seqlens_q_ptr + sequence + 1) - query_start).to(tl.int32)
     tile, num_tiles, split = tl.program_id(0), tl.num_programs(0), 0
-    if num_splits is not None:  # tiles that read the same keys run side by side
+    if num_splits is not None:  # tiles that read the same keys run concurrently
         num_tiles = num_tiles // num_splits
         split = tile // num_tiles
         tile = tile % num_tiles
@@ -238,9 +238,9 @@ def paged_prefill(
     out_THD: torch.Tensor | None = None,
     num_splits: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of packed queries: `(out [T, H, D], lse [H, T] fp32)`. PagedBatch explains the rest. Hot: per layer.
+    """Attend with packed queries: `(out [T, H, D], lse [H, T] fp32)`. PagedBatch explains the rest. Hot: per layer.
 
-    `config` None means the device's own. The result goes to `out_THD` (contiguous) if given, else to a new tensor. The
+    Without a `config` the device decides. The result goes to `out_THD` (contiguous) if given, else to a new tensor. The
     number of splits affects only speed and rounding; see `plan_prefill_splits`.
     """
     num_tokens, num_heads, head_dim = q_THD.shape

@@ -1,4 +1,4 @@
-"""Quantizing on a GPU. `quantize_weight` writes rows of a weight that is quantized while it is loaded. `quantize_rows`
+"""Quantize on a GPU. `quantize_weight` writes rows of a weight that is quantized while it is loaded. `quantize_rows`
 writes rows of x in e4m3, so that cuBLAS can multiply the codes of x and of a weight. Codes have the order of packed
 weights (packed_values.py).
 
@@ -15,8 +15,8 @@ from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_f
 from nanovllm.kernels.packed_values import BLOCK_WORDS, E4M3, INT4, SLICE, Packed, scale_row
 
 MAX_E4M3 = tl.constexpr(448.0)
-MIN_E4M3_RANGE = tl.constexpr(2.0**-100)  # the least that the largest value of a group is taken for
-MAX_INT4 = tl.constexpr(7.5)  # what the largest value of a group becomes, less the zero, before it is rounded
+MIN_E4M3_RANGE = tl.constexpr(2.0**-100)  # lower bound of the largest value of a group
+MAX_INT4 = tl.constexpr(7.5)  # the scaled largest value of a group before rounding, without the zero
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -25,13 +25,13 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def _e4m3_codes(x):
-    """fp32 numbers below 464 -> codes, rounded to nearest even; larger ones and NaN have the code of NaN. Some GPUs
-    have no instruction for this.
+    """Convert fp32 numbers below 464 to codes, rounding to nearest even; larger numbers and NaN get the code of NaN.
+    Some GPUs have no instruction for this.
     """
     bits = x.to(tl.int32, bitcast=True)
     magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43F00000)  # 480 has the code of NaN
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Subnormal codes are multiples of 2^-9, and so are the fp32 numbers from 2^14 on
+    # Subnormal codes are multiples of 2^-9, as are the fp32 numbers from 2^14 on
     subnormal = (magnitude.to(tl.float32, bitcast=True) + 2.0**14).to(tl.int32, bitcast=True) - 0x46800000
     return tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)  # below 2^-6
 
@@ -43,29 +43,29 @@ def _quantize_weight_kernel(
     values_ptr,
     codes_ptr,
     scales_ptr,
-    first_row,  # of the weight
-    num_rows,  # of the values
+    first_row,  # row of the weight
+    num_rows,  # rows of the values
     row_words,
     tile_stride,
     row_stride,
     group_stride,
-    first_column,  # of the values
+    first_column,  # column of the values
     num_columns,
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
-    WORDS: tl.constexpr,  # at a time
+    WORDS: tl.constexpr,  # words at a time
 ):
-    CODES: tl.constexpr = 8 if KIND == INT4 else 4  # of a word
+    CODES: tl.constexpr = 8 if KIND == INT4 else 4  # codes of a word
     row, word, code = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WORDS), tl.arange(0, CODES)
     first_of_word = word // BLOCK_WORDS * (BLOCK_WORDS * CODES) + word % BLOCK_WORDS * 2
     column = first_of_word[None, :, None] + (code // 2 * SLICE + code % 2)[None, None, :]
-    place = (code // 2 * (32 // CODES) + code % 2 * 16)[None, None, :]  # in a word
+    place = (code // 2 * (32 // CODES) + code % 2 * 16)[None, None, :]  # bit position in a word
     group, group_words = tl.program_id(1), row_words // tl.num_programs(1)
     is_row, start, size = row < num_rows, first_column + group * group_words * CODES, group_words * CODES
     values = values_ptr + row.to(tl.int64)[:, None, None] * num_columns + column
     shared_start, shared_size = (start, size) if KIND == INT4 else (0, num_columns)  # columns that share the scale
 
-    # The bits of numbers without a sign have the order of the numbers, with NaN above all others
+    # The bits of non-negative numbers have the order of the numbers, with NaN above all others
     largest = tl.zeros((ROWS,), tl.int32)
     for offset in tl.range(0, shared_size, WORDS * CODES):
         is_there = is_row[:, None, None] & (offset + column < shared_size)
@@ -78,7 +78,7 @@ def _quantize_weight_kernel(
     scales = scale_row(scales_ptr, weight_row, tile_stride, row_stride, 1) + group * group_stride
     if KIND == INT4:
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # bf16
-        tl.store(scales, bits | (24 << 16), mask=is_row)  # as `pack_scales` writes them, with 8 as zero
+        tl.store(scales, bits | (24 << 16), mask=is_row)  # the format of `pack_scales`, with zero = 8
         bits <<= 16
     scale = bits.to(tl.float32, bitcast=True)
     if KIND == E4M3:
@@ -89,8 +89,8 @@ def _quantize_weight_kernel(
         x = tl.load(values + start + offset, mask=is_there, other=0.0).to(tl.float32)
         x = tl.div_rn(x, tl.broadcast_to(scale[:, None, None], x.shape))
         if KIND == INT4:
-            x = tl.where(x == x, x, -8.0)  # torch has 0 as the code of NaN
-            # The numbers from 2^23 on are integers, so the sum is rounded to one, to nearest even
+            x = tl.where(x == x, x, -8.0)  # torch gives NaN the code 0
+            # fp32 numbers from 2^23 on are integers, so adding 2^23 rounds to an integer, to nearest even
             codes = tl.minimum((x + (2.0**23 + 8)).to(tl.int32, bitcast=True) - 0x4B000000, 15)
         else:
             codes = _e4m3_codes(x)
@@ -100,8 +100,8 @@ def _quantize_weight_kernel(
 
 
 def quantize_weight(values: torch.Tensor, weight: Packed, first_row: int, first_column: int) -> None:
-    """Quantize `values` [n, k], and write as many columns as the weight has, from `first_column` on, to its rows from
-    `first_row` on. The numbers are those of `quantize` in models/quantized_weights.py, which says what they mean.
+    """Quantize `values` [n, k] into the weight's rows from `first_row` on, taking the weight's number of columns from
+    `first_column` on. The results equal `quantize` in models/quantized_weights.py, which defines the formats.
 
     Integers have groups of one block of words, with scales in bf16. In e4m3, all columns of `values` share a scale.
     """
@@ -172,7 +172,7 @@ def _quantize_kernel(
 @triton.jit
 def _e4m3_pair(low, high):
     """The codes of two fp32 numbers in an int16. Triton's own conversion takes codes of neighbours apart again, and the
-    assembler of CUDA 12.8 lets that come before they are computed.
+    assembler of CUDA 12.8 moves that ahead of their computation.
     """
     if _INTERPRETED:
         pair = (_e4m3_codes(low) | (_e4m3_codes(high) << 8)).to(tl.int16)
@@ -183,8 +183,8 @@ def _e4m3_pair(low, high):
 
 
 def new_codes(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for x [M, K] in e4m3 [M', K], and for scales fp32 [M', K / group_size], of which those of neighbouring
-    rows are neighbours. cuBLAS wants both like this. M' is the next multiple of 4.
+    """Allocate codes for x [M, K] in e4m3, [M', K], and scales fp32 [M', K / group_size] with adjacent rows contiguous,
+    as cuBLAS wants them. M' is the next multiple of 4.
     """
     num_rows, num_groups = triton.cdiv(len(x), 4) * 4, x.shape[1] // group_size
     codes = torch.empty((num_rows, x.shape[1]), dtype=torch.float8_e4m3fn, device=x.device)
@@ -195,8 +195,8 @@ def new_codes(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Ten
 def quantize_rows(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize x [M, K] to e4m3, with a scale for each row and group of columns. Hot: several times per layer.
 
-    Returns codes, in the order of those of a packed weight, and scales, both as `new_codes` does; the rows that it adds
-    are arbitrary. The largest value of a group becomes the largest in e4m3. A row with NaN or infinities has NaN.
+    Returns codes in the order of a packed weight, and scales, both with the shapes of `new_codes`; the padding rows are
+    arbitrary. The largest value of a group becomes the largest in e4m3. A row with NaN or infinities becomes NaN.
     """
     assert x.stride(1) == 1 and group_size % (2 * SLICE.value) == 0, "the kernel reads whole blocks in order"
     (codes, scales), num_blocks = new_codes(x, group_size), group_size // (2 * SLICE.value)

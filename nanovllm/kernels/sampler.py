@@ -3,8 +3,7 @@
 The first kernel reads the logits once and gives every group of the vocabulary a score: the log of its weight plus
 noise, or its largest logit if the temperature is 0. The second picks each row's best group and draws noise for the
 entries of that group only. So hashing and logarithms, which cost most, are needed for one group of many. The third
-replaces tokens that a filter cuts. Scores are binary logarithms. Among equal scores the lowest
-entry wins.
+replaces tokens that a filter cuts. Scores are binary logarithms. Among equal scores the lowest entry wins.
 
 A NaN or +inf among the logits of a group makes its score NaN, and a NaN score makes the row invalid. The score gets its
 NaN from a sum, because on a GPU a maximum may drop one.
@@ -23,7 +22,7 @@ from nanovllm.kernels.sampling_tensors import GROUP_SIZE, SamplingTensors
 
 
 class RedrawTile(NamedTuple):
-    """Number of groups that a program reads at once, its warps, and how many such reads are in flight.
+    """Number of groups that a program reads at once, its warps, and how many of these reads are in flight.
 
     With num_stages 1 a read goes to registers, with more it goes through shared memory.
     """
@@ -378,7 +377,7 @@ def redraw_cut_tokens(
     tokens: torch.Tensor,
     tile: RedrawTile = DEFAULT_TILE,
 ) -> None:
-    """Replace those of `tokens`, int64 [S], that the filters cut. `groups` is the result of draw_tokens."""
+    """Replace the tokens, int64 [S], that the filters cut. `groups` is the result of draw_tokens."""
     num_rows, vocab_size = logits.shape
     num_groups = groups.shape[2]
     on_grid(_redraw_kernel, (num_rows,))(
@@ -399,5 +398,5 @@ def redraw_cut_tokens(
 
 
 def _num_zero_bits(dtype: torch.dtype) -> int:
-    """Count the low bits that are 0 in a logit of this dtype that is converted to fp32."""
+    """Count the low bits that are 0 in an fp32 logit converted from this dtype."""
     return {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}[dtype]

@@ -23,23 +23,23 @@ class SamplingTensors(NamedTuple):
 class EditTensors(NamedTuple):
     """Edits of R rows of a step's logits (capabilities/edits/logit_editor.py), on the device of the logits.
 
-    The tokens of the ranges bias, seen and new of row i are entries start[i] to end[i] - 1 of the arrays
-    below, of which rows may share some, and for `new` of the step's input ids.
+    The tokens of the ranges bias, seen and new of row i are entries start[i] to end[i] - 1: of the arrays below for
+    bias and seen, where rows may share entries, and of the step's input ids for `new`.
     """
 
     rows: torch.Tensor  # int64 [R], the rows of the logits
     repetition: torch.Tensor  # float32 [R], 1: off
     frequency: torch.Tensor  # float32 [R], 0: off
     presence: torch.Tensor  # float32 [R], 0: off
-    prompt_row: torch.Tensor  # int64 [R], a row of `prompt_masks`, or -1: the repetition is 1
+    prompt_row: torch.Tensor  # int64 [R], a row of `prompt_masks`, or -1 if the repetition is 1
     seen_start: torch.Tensor  # int64 [R]
     seen_end: torch.Tensor  # int64 [R]
     new_start: torch.Tensor  # int64 [R]
-    new_end: torch.Tensor  # int64 [R], one behind the row's own input token
+    new_end: torch.Tensor  # int64 [R], one after the row's own input token
     bias_start: torch.Tensor  # int64 [R]
     bias_end: torch.Tensor  # int64 [R]
-    allowed_row: torch.Tensor  # int64 [R], a row of `allowed`, or -1: every token is
-    seen_ids: torch.Tensor  # int32 [N], of answers, distinct in each range
+    allowed_row: torch.Tensor  # int64 [R], a row of `allowed`, or -1 if every token is allowed
+    seen_ids: torch.Tensor  # int32 [N], tokens of answers, distinct in each range
     seen_counts: torch.Tensor  # int32 [N]
     bias_ids: torch.Tensor  # int32 [M]
     bias_values: torch.Tensor  # float32 [M]

@@ -9,11 +9,11 @@ the dimension that the tensor cores sum over: channels for K, tokens for V. Word
 of K has, from bit b * s + 16 * h on, the code of token 16 * s + t and channel 2 * c + h. Word (d, u) of V has there the
 code of token 16 * s + 2 * u + h and channel d. The tokens with the same s are a slice.
 
-The scales of K are [P / 64, D] in fp16, those of V [groups of channels, P]. So a word holds the scales of two
-neighbours, and one instruction turns two codes into numbers: fma.f16x2.
+The scales of K are [P / 64, D] in fp16, and the scales of V are [groups of channels, P]. So a word holds the scales of
+two neighbours, and one instruction turns two codes into numbers: fma.f16x2.
 
-In `attend` each warp of a program has keys of its own, and their results are merged at the end. It multiplies in fp16,
-whatever the model's dtype: the numbers have no more than that.
+In `attend` each warp of a program has separate keys, and the warps' results are merged at the end. Products are in fp16
+for all models, because the numbers have no more precision than fp16.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _layout(spec: ShadowSpec) -> dict[str, int]:
 
 
 class ShadowTile(NamedTuple):
-    """Launch options of `attend`. Each warp of a program attends to units of its own."""
+    """Launch options of `attend`. Each warp of a program attends to separate units."""
 
     num_warps: int
     num_stages: int
@@ -69,11 +69,11 @@ def choose_tile(spec: ShadowSpec, target: KernelTarget) -> ShadowTile:
 
 @triton.jit
 def _halves(words):
-    """Two numbers in each word [.., n] -> fp16 [.., 2 n]."""
+    """Split words into the two numbers that each holds: [.., n] -> fp16 [.., 2 n]."""
     low = words.to(tl.int16).to(tl.float16, bitcast=True)
     high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     both = tl.join(low, high)
-    return both.reshape(both.shape[:-2] + [2 * both.shape[-2]])  # noqa: RUF005  # Triton does not know the other form
+    return both.reshape(both.shape[:-2] + [2 * both.shape[-2]])  # noqa: RUF005  # Triton cannot unpack here
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def _at(words, PLACE: tl.constexpr, TARGET: tl.constexpr):
 def _codes(words, s: tl.constexpr, BITS: tl.constexpr):
     """2^BITS + code in fp16, two in each word, of slice `s`.
 
-    The code is in the highest bits of the mantissa, and the exponent is that of 2^BITS.
+    The code is in the highest bits of the mantissa, and the exponent is the exponent of 2^BITS.
     """
     if BITS == 4:
         words = mask_and_set(
@@ -200,12 +200,13 @@ def _attend_kernel(
     next_page = tl.load(table_ptr + tl.minimum(first + warp, last - 1) * UNIT // PAGE, mask=first < last, other=0)
     for start in tl.range(first, last, WARPS, num_stages=STAGES):
         is_unit = start + warp < last
-        unit = tl.minimum(start + warp, last - 1)  # a warp without a unit reads one, but does not count it
+        unit = tl.minimum(start + warp, last - 1)  # a warp without a unit reads one and masks it
         base = pages_ptr + (next_page.to(tl.int64) * NUM_KV_HEADS + kv_head) * HEAD_WORDS
         # Look up one unit ahead, so that copies do not wait for a look-up
         next_page = tl.load(table_ptr + tl.minimum(start + WARPS + warp, last - 1) * UNIT // PAGE)
         unit = unit % (PAGE // UNIT)
-        masked = tl.broadcast_to(tl.where(is_unit, 0.0, float("-inf")), (WARPS, _SLICE, ROWS))  # what scores begin with
+        # Initial value of the scores
+        masked = tl.broadcast_to(tl.where(is_unit, 0.0, float("-inf")), (WARPS, _SLICE, ROWS))
         scores = tl.tuple(())
         for chunk in tl.static_range(BLOCK_D // CHUNK):
             pair = chunk * (CHUNK // 2) + tl.arange(0, CHUNK // 2)[None, None, :]
@@ -281,10 +282,10 @@ def attend(
     num_sms: int,
     tile: ShadowTile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query per sequence over `context_lens` keys, in whole pages: `(out [B, H, D], lse [H, B] fp32)`.
+    """Attend, one query per sequence, to `context_lens` keys in whole pages: `(out [B, H, D], lse [H, B] fp32)`.
 
-    `pages_NKW`: of one layer, int32. `block_tables`: pages of each sequence, int32 [B, columns]. Hot: once per layer
-    of a draft.
+    `pages_NKW`: the pages of one layer, int32. `block_tables`: pages of each sequence, int32 [B, columns]. Hot: once
+    per layer of a draft.
     """
     batch_size, num_heads, head_dim = q_BHD.shape
     num_kv_heads = pages_NKW.shape[1]
@@ -335,7 +336,7 @@ def attend(
 
 @triton.jit
 def _quantize(x, inside, AXIS: tl.constexpr, SECOND_AXIS: tl.constexpr, BITS: tl.constexpr):
-    """Numbers that share scales along one or two axes -> codes, and the scales and offsets in fp16."""
+    """Quantize numbers that share scales along one or two axes -> codes, and the scales and offsets in fp16."""
     lowest = tl.min(tl.where(inside, x, float("inf")), AXIS, keep_dims=True)
     highest = tl.max(tl.where(inside, x, float("-inf")), AXIS, keep_dims=True)
     if SECOND_AXIS >= 0:
@@ -371,7 +372,7 @@ def _quantize_kernel(
     KEY_SCALE_WORDS: tl.constexpr,
     VALUE_SCALE_WORDS: tl.constexpr,
 ):
-    """A program quantizes 128 tokens of a block in one layer and head: the longest unit, that of 2 bits."""
+    """Quantize 128 tokens of a block in one layer and head per program: the unit of 2-bit codes, the longest unit."""
     CHUNK: tl.constexpr = 128
     move, part = tl.program_id(0) // (PAGE // CHUNK), tl.program_id(0) % (PAGE // CHUNK)
     head, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -383,7 +384,7 @@ def _quantize_kernel(
     GROUP_SLICES: tl.constexpr = 4
     KEY_UNIT: tl.constexpr = 4 // KEY_BITS  # groups of 64 tokens in a unit of K
     VALUE_UNIT: tl.constexpr = 4 // VALUE_BITS
-    # Tiles are loaded as they lie, and then seen as [slices, tokens of a slice, pairs, halves]
+    # Tiles are loaded in memory order, and then viewed as [slices, tokens of a slice, pairs, halves]
     s = tl.arange(0, GROUP_SLICES)[:, None, None, None]
     token, pair = tl.arange(0, _SLICE), tl.arange(0, BLOCK_D // 2)
     half, row, dim = tl.arange(0, 2), tl.arange(0, _GROUP)[:, None], tl.arange(0, BLOCK_D)[None, :]
@@ -435,8 +436,8 @@ def _quantize_kernel(
 def quantize(
     k_LNPKD: torch.Tensor, v_LNPKD: torch.Tensor, pages_LNKW: torch.Tensor, spec: ShadowSpec, moves: torch.Tensor
 ) -> None:
-    """Fill pages from full blocks. `moves`: int32 [moves, 2], the block and the page of each. All but the first
-    dimension of the tensors are contiguous.
+    """Fill pages from full blocks. `moves`: int32 [moves, 2], the block and the page of each move. Except for the first
+    dimension, the tensors must be contiguous.
     """
     num_layers, _, page_size, num_kv_heads, head_dim = k_LNPKD.shape
     assert k_LNPKD[0].is_contiguous() and v_LNPKD[0].is_contiguous() and pages_LNKW[0].is_contiguous()

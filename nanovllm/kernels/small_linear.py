@@ -1,13 +1,13 @@
 """Linear layers with few input rows, which are bound by reading the weight.
 
-One kernel serves plain layers, and the first half of a gated MLP together with its SiLU. A program owns BLOCK_N output
+One kernel serves both plain layers and the first half of a gated MLP with its SiLU. A program owns BLOCK_N output
 features of all rows, so the weight is read once, 16 bytes per thread, for any M. Its warps are placed side by side
 along K: a thread reads the same columns of each of its weight rows, so it loads `x` once for all of them. Each thread
 sums in fp32, and the program adds up the sums at the end; K is not split and there are no atomics. A row's result is
 the same in every run, but may differ between values of M, because the compiler may choose another thread layout.
 
 The first step along K, often the only one, loads its part of the weight before waiting for the kernel that computes `x`
-(kernels/launch.py). That keeps the memory busy while one kernel ends and the next begins.
+(kernels/launch.py). Loading early keeps the memory busy while one kernel ends and the next begins.
 Legend: M rows, N output features, K input features; a pack is the 16 bytes that a thread loads at once.
 """
 
@@ -40,7 +40,7 @@ DEFAULT_TILE = Tile(1, 4, 1)  # the fastest, or at most 9% slower, for every lay
 
 @triton.jit
 def _load_weight(ptr, row, pack, VEC: tl.constexpr, NUM_PACKS: tl.constexpr, EVEN: tl.constexpr):
-    """[1, BLOCK_N, STEP, VEC]. A weight is used once per model step, so it should not evict `x` from the caches."""
+    """Load [1, BLOCK_N, STEP, VEC]. A weight is used once per step and should not evict `x` from the caches."""
     ptrs = ptr + (row * NUM_PACKS + pack) * VEC + tl.arange(0, VEC)[None, None, None, :]
     if EVEN:
         return tl.load(ptrs, eviction_policy="evict_first")
@@ -49,7 +49,7 @@ def _load_weight(ptr, row, pack, VEC: tl.constexpr, NUM_PACKS: tl.constexpr, EVE
 
 @triton.jit
 def _load_x(x_row, pack, is_row, VEC: tl.constexpr, NUM_PACKS: tl.constexpr):
-    """[M, 1, STEP, VEC] in fp32."""
+    """Load x [M, 1, STEP, VEC] in fp32."""
     is_x = is_row[:, :, None, None] & (pack < NUM_PACKS)
     ptrs = x_row + pack * VEC + tl.arange(0, VEC)[None, None, None, :]
     return tl.load(ptrs, mask=is_x, other=0.0).to(tl.float32)
@@ -57,7 +57,7 @@ def _load_x(x_row, pack, is_row, VEC: tl.constexpr, NUM_PACKS: tl.constexpr):
 
 @triton.jit
 def _finish(sums, bias_ptr, row, is_feature, dtype, BIAS: tl.constexpr):
-    """Sums [M, BLOCK_N, STEP] -> [M, BLOCK_N], with the bias, rounded like the output of a linear layer."""
+    """Add up sums [M, BLOCK_N, STEP] -> [M, BLOCK_N], with the bias, rounded like the output of a linear layer."""
     total = tl.sum(sums, 2)
     if BIAS:
         total += tl.load(bias_ptr + row, mask=is_feature, other=0.0).to(tl.float32)
@@ -128,7 +128,7 @@ def small_linear(
 ) -> torch.Tensor:
     """F.linear for few rows: x [M, K], weight [N, K], bias [N] -> [M, N]. Hot: several times per layer.
 
-    `dtype`: of the result; None: that of x. A router wants its sums in fp32.
+    `dtype`: of the result; x's dtype by default. A router wants its sums in fp32.
     """
     return _run(x, weight, bias, weight.shape[0], tile, dtype)
 

@@ -1,4 +1,4 @@
-"""The KV cache: decides in integers, without torch, who owns which block. nanovllm/offload moves the tensors.
+"""The KV cache: this package decides, in integers and without torch; nanovllm/offload copies the tensors.
 
 The three main classes can be imported from here: BlockManager, HybridKVCacheManager and OffloadEngine.
 """
@@ -14,7 +14,7 @@ __all__ = ["BlockManager", "HybridKVCacheManager", "OffloadEngine"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on demand, so that the managers can be imported without torch."""
+    """Import on demand, so that the decisions can be imported without torch."""
     if name == "OffloadEngine":
         from nanovllm.offload.offload_engine import OffloadEngine
 

@@ -19,9 +19,10 @@ from nanovllm.utils.arithmetic import ceil_div
 
 
 class PagedKeys(NamedTuple):
-    """The keys of one sequence that are in GPU blocks during a step. With offload, its other keys are streamed.
+    """The keys of one sequence that are in GPU blocks during a step. With offload, the sequence's other keys are
+    streamed.
 
-    `block_table` holds gpu_block_ids; SequenceStep says in which order.
+    `block_table` holds gpu_block_ids, in the order that SequenceStep defines.
     """
 
     block_table: tuple[int, ...]
@@ -29,10 +30,11 @@ class PagedKeys(NamedTuple):
 
 
 class KVCacheManager(ABC):
-    """For each step the scheduler calls begin_step first and finish_step last.
+    """The scheduler's interface. For each step the scheduler calls begin_step first and finish_step last.
 
-    In between it calls can_admit and admit for each waiting sequence that may start, then num_placeable and place for
-    each sequence that runs in the step. It may call preempt and free at any point between the two.
+    In between, the scheduler calls can_admit and admit for each waiting sequence that may start, then num_placeable and
+    place for each sequence that runs in the step. It may call preempt and free at any point between begin_step and
+    finish_step.
     """
 
     cpu_split: KeySplitter = STREAM_ALL  # divides missing keys between the link and the CPU
@@ -47,7 +49,7 @@ class KVCacheManager(ABC):
         """Raise RequestError if the request could not run even alone."""
 
     def begin_step(self, running: Seq[Sequence]) -> None:
-        """Start planning a step for the `running` sequences, and drop everything that a failed step may have left."""
+        """Start planning a step for the `running` sequences, and drop leftovers of a failed step."""
         self.companions.begin_step()
 
     def num_known_tokens(self, seq: Sequence) -> int:
@@ -76,18 +78,18 @@ class KVCacheManager(ABC):
     def place(self, seq: Sequence, num_tokens: int, num_guesses: int = 0) -> None:
         """Give the sequence's next `num_tokens` tokens a place in this step. Does not change num_computed_tokens.
 
-        The last `num_guesses` of them get room only. They count for nothing until `accept`.
+        The last `num_guesses` tokens are draft tokens: they get room, but do not count until `accept`.
         """
 
     @abstractmethod
     def accept(self, seq: Sequence) -> None:
-        """Count the next guess of a running sequence's last step as computed, because it has proved right.
+        """Count the next draft token of a running sequence's last step as computed, because it was accepted.
 
         Called before the next step is planned.
         """
 
     def num_missing_tokens(self, seq: Sequence) -> int:
-        """Count the keys of a sequence that are not on the GPU; 0 if it does not run."""
+        """Count the keys of a sequence that are not on the GPU; 0 if the sequence does not run."""
         return 0
 
     def misses_keys(self, seq: Sequence) -> bool:
@@ -95,7 +97,9 @@ class KVCacheManager(ABC):
         return self.num_missing_tokens(seq) > 0
 
     def preempt(self, seq: Sequence) -> None:
-        """Take away a running sequence's blocks. It is computed again later, but for what can still be found then."""
+        """Take away a running sequence's blocks. The sequence is recomputed later, except for blocks that can still be
+        found.
+        """
         self.companions.preempt(seq)
         self.free(seq)
         seq.num_computed_tokens = seq.num_registered_tokens = 0
@@ -116,8 +120,8 @@ class KVCacheManager(ABC):
         return ceil_div(num_tokens, self.block_size)
 
     def _share_blocks(self, seq: Sequence, match: PrefixMatch) -> bool:
-        """Give a waiting sequence the whole blocks that match, or those with which it goes on where it was preempted.
-        Their tokens count as computed. Returns True in the second case.
+        """Give a waiting sequence the whole blocks that match, or the blocks with which it resumes after preemption.
+        Their tokens count as computed. Returns True if the sequence resumes.
         """
         resumption = self.companions.resumption(seq, match)
         seq.block_table.extend(match.full_blocks if resumption is None else resumption.block_ids)
@@ -128,14 +132,14 @@ class KVCacheManager(ABC):
         return resumption is not None
 
     def _admitted(self, seq: Sequence, match: PrefixMatch, *, is_resumed: bool) -> None:
-        """Count the hits of a sequence that has just got its blocks."""
+        """Count the hits of a sequence that has just been given its blocks."""
         if seq.num_hit_tokens is None:
             seq.num_hit_tokens = seq.num_computed_tokens
         self.companions.admit(seq, match, is_resumed=is_resumed)
 
     def can_draft(self, seq: Sequence, moves: KVMoves) -> bool:
-        """Return True if the ranks can draft for a placed sequence: its keys are where drafts look for them, before the
-        step moves any, and every companion has what drafts need.
+        """Return True if the ranks can draft for a placed sequence: before the step's moves, its keys are where drafts
+        read them, and every companion has what drafts need.
         """
         if self.model_drafts and (moves.loads or moves.copies):
             return False
@@ -148,43 +152,46 @@ class KVCacheManager(ABC):
     # -- blocks that are filled from elsewhere ------------------------------------------------------------------------
 
     def hold(self, seq: Sequence, num_tokens: int) -> Sequence | None:
-        """Give a waiting sequence's first `num_tokens` tokens blocks, those that are not in memory to be filled.
+        """Give a waiting sequence blocks for its first `num_tokens` tokens. Blocks that are not in memory are to be
+        filled.
 
-        They belong to the holder that is returned until `fill`. None, and nothing happens, if the sequence could not
-        be admitted now for lack of blocks.
+        The returned owner holds the blocks until `fill`. Returns None and does nothing if the sequence could not be
+        admitted now for lack of blocks.
         """
         if not self.pool.has_room_for(seq, self.num_watermark_blocks):
             return None
-        holder = copy.copy(seq)
+        owner = copy.copy(seq)
         num_blocks = self._num_blocks(num_tokens)
-        holder.block_table = list(self.pool.match(seq).whole_blocks[:num_blocks])
-        holder.num_registered_tokens = len(holder.block_table) * self.block_size
-        for block_id in holder.block_table:
+        owner.block_table = list(self.pool.match(seq).whole_blocks[:num_blocks])
+        owner.num_registered_tokens = len(owner.block_table) * self.block_size
+        for block_id in owner.block_table:
             self.pool.retain(self.pool.blocks[block_id])
-        for block in self.pool.choose_free_blocks(num_blocks - len(holder.block_table)):
+        for block in self.pool.choose_free_blocks(num_blocks - len(owner.block_table)):
             self._empty(block)
-            holder.block_table.append(self.pool.allocate(block).block_id)
-        return holder
+            owner.block_table.append(self.pool.allocate(block).block_id)
+        return owner
 
-    def fill(self, holder: Sequence, num_tokens: int) -> None:
-        """Register the holder's first `num_tokens` tokens, so that prompts can match them, and free the holder."""
-        self.pool.register(holder, num_tokens)
-        for block_id in reversed(holder.block_table):
+    def fill(self, owner: Sequence, num_tokens: int) -> None:
+        """Called when the blocks of the owner from `hold` are filled. Prompts can match its `num_tokens` tokens from
+        now on.
+        """
+        self.pool.register(owner, num_tokens)
+        for block_id in reversed(owner.block_table):
             self.pool.release(self.pool.blocks[block_id])
 
     def _empty(self, block: Block) -> None:  # noqa: B027  # only a manager with slots needs it
-        """A free block is about to be filled from elsewhere."""
+        """Called before a free block is filled from elsewhere."""
 
     @abstractmethod
     def num_stored_tokens(self, block_id: int) -> int:
-        """Count the tokens of a block that are, after all planned steps, in the memory that holds whole blocks."""
+        """Count the tokens of a block that will be, after all planned steps, in the memory that holds whole blocks."""
 
     @abstractmethod
     def block_map(self) -> bytes:
         """Return the BlockState of every block, one byte each.
 
         Any thread may call it at any time, without a lock. The result may show some blocks before and others after a
-        change, so an implementation only reads, and relies on nothing that must be consistent between two blocks.
+        change, so an implementation only reads, and does not rely on consistency between two blocks.
         """
 
     @abstractmethod
@@ -196,8 +203,8 @@ _NO_MOVES = KVMoves()
 
 
 class BlockManager(KVCacheManager):
-    """A sequence holds blocks for all its tokens. If none is free, the newest running sequence is preempted, loses its
-    blocks, and is computed again later.
+    """The cache without offload: a sequence holds blocks for all its tokens. If none is free, the newest running
+    sequence is preempted: it loses its blocks and is recomputed later.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """PrefixIndex: which blocks hold the start of a new prompt. BlockPool: the blocks of one memory (GPU or CPU), their
 reference counts, and the order in which they are allocated.
 
-Only free blocks, those without references, are allocated. Until then, or until it is discarded, a free block keeps its
+Only free blocks, which have no references, are allocated. Until a free block is allocated or discarded, it keeps its
 content and its hashes, and the prefix index still finds it. Spare blocks are allocated first, because evicting a spare
-block loses nothing: it holds no whole grain, or another block holds the same grains. Then follow the cached blocks,
-least recently used first. Contiguous blocks are copied faster (Run in offload_engine.py), so a long chunk gets
-contiguous ones among the spare blocks. Contiguity never decides which cached blocks are evicted.
+block loses nothing: it holds no whole grain, or another block holds the same grains. Cached blocks follow, least
+recently used first. Contiguous blocks are copied faster (Run in offload_engine.py), so a long chunk gets contiguous
+spare blocks. Contiguity never decides which cached blocks are evicted.
 """
 
 import itertools
@@ -28,9 +28,10 @@ HASH_BYTES = 8
 
 @dataclass(slots=True)
 class Block:
-    """A physical block. `token_ids` are its tokens that the index knows, in whole grains, with one hash per grain.
+    """A physical block. `token_ids` are the tokens that the index knows, in whole grains, with one hash per grain.
 
-    If there are any, `prefix_ids` are the id of the prefix before the block, then of the prefix up to each grain's end.
+    If there are any, `prefix_ids` are the id of the prefix before the block, followed by the id of the prefix up to
+    each grain's end.
     """
 
     block_id: int
@@ -38,12 +39,12 @@ class Block:
     token_ids: TokenIds = field(default_factory=lambda: array("q"))
     grain_hashes: list[int] = field(default_factory=list)
     prefix_ids: list[int] = field(default_factory=list)
-    page: int = -1  # its page of the shadow; -1: none
-    tail_of: int = -1  # seq_id of a preempted sequence that can go on behind its tokens; -1: none
+    page: int = -1  # the block's page of the shadow, or -1
+    tail_of: int = -1  # seq_id of a preempted sequence that can resume after the block's tokens, or -1
 
     @property
     def hash(self) -> int:
-        """The chain hash of all tokens up to the last one in the index, -1 if there are none."""
+        """The chain hash of all tokens up to the last token in the index, or -1 if there are none."""
         return self.grain_hashes[-1] if self.grain_hashes else -1
 
     def forget(self) -> None:
@@ -55,17 +56,17 @@ class Block:
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """The matching blocks: whole ones to share, then perhaps one whose first tokens match.
+    """The matching blocks: whole blocks to share, then perhaps a block whose first tokens match.
 
-    If hits need snapshots, a match ends where there is one.
+    If hits need snapshots, a match ends at a snapshot.
     """
 
     full_blocks: tuple[int, ...] = ()
     partial_block: int | None = None
     num_partial_tokens: int = 0
     prefix_id: int | None = None  # id of the whole match, which has a snapshot
-    # If hits need snapshots, also what matches after the last one
-    known_blocks: tuple[int, ...] = ()  # whole ones
+    # If hits need snapshots, also what matches after the last snapshot
+    known_blocks: tuple[int, ...] = ()  # whole blocks
     num_known_tokens: int = 0
 
     @property
@@ -92,19 +93,19 @@ class PrefixIndex:
     offload it is 256 tokens, so that a prompt can match the first part of a large block.
 
     Each known prefix, a whole number of grains long, has an id: two grains get the same id only if their tokens are
-    equal and the prefixes before them have the same id. An id is never used again. A prefix is forgotten with the last
-    block that holds its last grain. If its tokens are computed once more they get a new id, so the blocks that
-    continued the old prefix are no longer found. A hit therefore proves that all tokens before it are equal.
+    equal and the prefixes before them have the same id. Ids are never reused. A prefix is forgotten with the last block
+    that holds its last grain. If the prefix is recomputed, it gets a new id, so blocks that continued the old prefix
+    are no longer found. A hit therefore proves that all tokens before it are equal.
 
-    A hash only leads to the ids that may be meant. Grains are hashed in a chain (xxh64 of the parent's hash and the
-    token ids), which does not depend on what the index holds, so each sequence computes it once.
+    A hash only leads to candidate ids. Grains are hashed in a chain (xxh64 of the parent's hash and the token ids),
+    which does not depend on the content of the index, so each sequence computes its hashes once.
 
     Several blocks can hold the same grain: a partial hit copies grains, and two sequences may compute the same tokens.
-    The index knows all holders, so it finds a grain for as long as any of them keeps it. A block holds its grains from
-    its start without gaps. Hence a block that holds a grain also holds the grains before it in the block, and the
-    holders of the last matching grain are exactly the blocks with the longest match.
+    The index knows all blocks that hold a grain, so it finds the grain for as long as one of them keeps it. A block
+    holds its grains from its start without gaps. Hence a block that holds a grain also holds the earlier grains of the
+    block, and the blocks that hold the last matching grain are exactly the blocks with the longest match.
 
-    `hash_bytes`: any function to unsigned numbers of 8 bytes. If it makes many hashes equal, searches take longer.
+    `hash_bytes`: any function to unsigned 8-byte integers. If many hashes collide, searches take longer.
     `snapshots`: where matches end, or None if a match may end after any grain.
     """
 
@@ -120,16 +121,17 @@ class PrefixIndex:
         self.block_size, self.grain, self.snapshots = block_size, grain, snapshots
         self._hash_bytes = hash_bytes
         self._unused_ids = itertools.count()
-        self._prefix_ids: dict[int, tuple[int, ...]] = {}  # by hash; several only if hashes collide
-        self._newest: dict[int, Block] = {}  # by prefix id: the holder that registered the grain last
-        self._older: dict[int, OrderedDict[int, Block]] = {}  # all other holders, oldest first; no entry if none
+        self._prefix_ids: dict[int, tuple[int, ...]] = {}  # by hash; several ids only if hashes collide
+        self._newest: dict[int, Block] = {}  # by prefix id: the block that registered the grain last
+        # All other blocks with the grain, oldest first; no entry if none
+        self._older: dict[int, OrderedDict[int, Block]] = {}
         self._last_search: _Search | None = None
 
     def __len__(self) -> int:
         return len(self._newest)
 
     def grain_hash(self, seq: Sequence, grain_idx: int) -> int:
-        """The hash of all tokens up to the end of a grain."""
+        """Return the hash of all tokens up to the end of a grain."""
         hashes = seq.grain_hashes  # computed on demand; they stay valid because token ids never change
         for i in range(len(hashes), grain_idx + 1):
             parent = hashes[i - 1] if i else seq.hash_salt % 2 ** (8 * HASH_BYTES)
@@ -138,7 +140,7 @@ class PrefixIndex:
         return hashes[grain_idx]
 
     def match(self, seq: Sequence) -> PrefixMatch:
-        """The longest known prefix that leaves at least one token to compute.
+        """Return the longest known prefix that leaves at least one token to compute.
 
         The last result is cached, because a sequence that waits for room is matched again in every step.
         """
@@ -158,9 +160,9 @@ class PrefixIndex:
         return 0 if self.snapshots is None else self.snapshots.version
 
     def _search(self, seq: Sequence) -> _Search:
-        """Match whole blocks from the start on, then the longest part of the next one.
+        """Match whole blocks from the start on, then the longest part of the next block.
 
-        Of several holders take the newest. It is the one most likely to be in use and on the GPU.
+        Among several blocks with the same grain, take the newest: it is the most likely to be in use and on the GPU.
         """
         num_known = (len(seq.token_ids) - 1) // self.grain * self.grain
         blocks: list[Block] = []
@@ -188,14 +190,14 @@ class PrefixIndex:
         return _Search(seq, len(seq.token_ids), match, block_ids, next_hash, self._version)
 
     def shorter(self, match: PrefixMatch, full_blocks: list[Block]) -> PrefixMatch:
-        """The longest match within its full blocks."""
+        """Return the longest match within `full_blocks`."""
         if self.snapshots is None:
             return PrefixMatch(match.full_blocks)
         shorter = self._last_with_snapshot(full_blocks, len(full_blocks) * self.block_size)
         return replace(shorter, known_blocks=match.known_blocks, num_known_tokens=match.num_known_tokens)
 
     def _last_with_snapshot(self, blocks: Seq[Block], num_tokens: int) -> PrefixMatch:
-        """The longest part of the `num_tokens` tokens in `blocks` behind which there is a snapshot."""
+        """Return the longest part of the `num_tokens` tokens in `blocks` that ends at a snapshot."""
         assert self.snapshots is not None, "a match may end anywhere"
         for end in range(num_tokens, 0, -self.grain):
             number, before = divmod(end - 1, self.block_size)
@@ -208,7 +210,7 @@ class PrefixIndex:
         return PrefixMatch()
 
     def _find(self, grain_hash: int, parent_id: int, token_ids: TokenIds, start: int = 0) -> Block | None:
-        """The newest block that holds `token_ids` from its `start` on, behind the prefix `parent_id`."""
+        """Return the newest block that holds `token_ids` from its `start` on, after the prefix `parent_id`."""
         if grain_hash not in self._prefix_ids:
             return None
         end = start + len(token_ids)
@@ -223,14 +225,16 @@ class PrefixIndex:
         return None
 
     def prefix_id(self, seq: Sequence, blocks: list[Block], num_tokens: int) -> int | None:
-        """The id of a running sequence's first `num_tokens` tokens, a whole number of grains, if they are known."""
+        """Return the id of a running sequence's first `num_tokens` tokens, a whole number of grains, if
+        they are known.
+        """
         number, before = divmod(num_tokens - 1, self.block_size)
         ids = blocks[seq.block_table[number]].prefix_ids
         grains = before // self.grain + 1
         return ids[grains] if grains < len(ids) else None
 
     def forget_search(self, seq: Sequence) -> None:
-        """Drop the cached search if it was for `seq`, which does not wait any more."""
+        """Drop the cached search if it was for `seq`, which no longer waits."""
         if self._last_search is not None and self._last_search.seq is seq:
             self._last_search = None
 
@@ -240,7 +244,9 @@ class PrefixIndex:
             self._last_search = None
 
     def register(self, seq: Sequence, blocks: list[Block], end: int) -> None:
-        """Add the sequence's whole grains up to token `end`. Its blocks have their K/V, or will after this step."""
+        """Add the sequence's whole grains up to token `end`. The blocks have their K/V, or will have it after this
+        step.
+        """
         first, last = seq.num_registered_tokens // self.grain, min(end, len(seq.token_ids)) // self.grain
         for grain_idx in range(first, last):
             start = grain_idx * self.grain
@@ -269,7 +275,7 @@ class PrefixIndex:
         block.prefix_ids.append(prefix_id)
 
     def drop(self, block: Block) -> None:
-        """Forget the block's content. Its grains are still found in other blocks that hold them."""
+        """Forget the block's content. The grains are still found in other blocks that hold them."""
         for prefix_id, grain_hash in zip(block.prefix_ids[1:], block.grain_hashes, strict=True):
             self._remove_holder(prefix_id, grain_hash, block)
         block.forget()
@@ -298,7 +304,7 @@ class PrefixIndex:
             self._prefix_ids[grain_hash] = tuple(other for other in ids if other != prefix_id)
 
     def find_duplicate(self, block: Block) -> Block | None:
-        """Another block that holds all grains of `block`, if there is one."""
+        """Return another block that holds all grains of `block`, or None."""
         if not block.grain_hashes:
             return None
         prefix_id = block.prefix_ids[-1]
@@ -310,7 +316,7 @@ class PrefixIndex:
 
 
 def _root_id(seq: Sequence) -> int:
-    """The id of the prefix of no tokens: negative, so that it differs from those that are counted."""
+    """Return the id of the empty prefix: negative, so that it differs from all counted ids."""
     return ~seq.hash_salt
 
 
@@ -339,10 +345,10 @@ class BlockPool:
         self.long_chunk_blocks = long_chunk_blocks
         self.index = PrefixIndex(block_size, grain, snapshots=snapshots)
         self.enable_prefix_caching = enable_prefix_caching
-        # The free blocks: spare ones, and those whose content a prompt could still match. In both, the block to
+        # The free blocks: spare blocks, and blocks whose content a prompt could still match. In both, the block to
         # allocate next comes first. A plain dict would be slow: finding its first key has to skip every key that was
-        # deleted before it.
-        self.versions: np.ndarray | None = None  # the number of allocations of each block; None: nobody asks
+        # deleted before.
+        self.versions: np.ndarray | None = None  # the number of allocations of each block, or None if it is not needed
         self.spare_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(len(blocks)))
         self.cached_ids: OrderedDict[int, None] = OrderedDict()
 
@@ -352,14 +358,14 @@ class BlockPool:
 
     @property
     def next_free_block(self) -> Block:
-        """The block that `allocate` would return."""
+        """Return the block that `allocate` would return."""
         assert self.num_free, "no free block; the caller must check num_free first"
         return self.blocks[next(iter(self.spare_ids or self.cached_ids))]
 
     def has_room_for(self, seq: Sequence, num_spare_blocks: int) -> bool:
         """Return True if a waiting sequence can have a block for each of its tokens, with `num_spare_blocks` left over.
 
-        Nothing has to be left over while no block is in use.
+        While no block is in use, nothing has to be left over.
         """
         match = self.match(seq)
         num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in match.full_blocks)
@@ -379,7 +385,7 @@ class BlockPool:
         return [self.blocks[block_id] for block_id in sorted(ids)]
 
     def _choose_contiguous(self, count: int) -> list[int]:
-        """Choose spare blocks from the longest contiguous ranges, so that few copies move the chunk."""
+        """Choose spare blocks from the longest contiguous ranges, so that few copies transfer the chunk."""
         # Search from the end: blocks that were never used are there, in long contiguous ranges.
         searched = itertools.islice(reversed(self.spare_ids), SEARCHED_PER_BLOCK * count)
         return list(itertools.islice(itertools.chain.from_iterable(contiguous_ranges(sorted(searched))), count))
@@ -388,7 +394,7 @@ class BlockPool:
         return self.index.match(seq) if self.enable_prefix_caching and seq.can_use_prefix_cache else PrefixMatch()
 
     def without_partial(self, match: PrefixMatch) -> PrefixMatch:
-        """The match without its last block, of which only the first tokens match."""
+        """Return the match without a last block of which only the first tokens match."""
         return self.index.shorter(match, [self.blocks[block_id] for block_id in match.full_blocks])
 
     def prefix_id(self, seq: Sequence, num_tokens: int) -> int | None:
@@ -399,7 +405,7 @@ class BlockPool:
             self.index.register(seq, self.blocks, end)
 
     def allocate(self, block: Block | None = None) -> Block:
-        """Allocate a free block, by default the next one, and forget its old content."""
+        """Allocate a free block, by default the next, and forget its old content."""
         block = block or self.next_free_block
         if self.versions is not None:
             self.versions[block.block_id] += 1
@@ -414,10 +420,10 @@ class BlockPool:
         block.ref_count += 1
 
     def release(self, block: Block) -> None:
-        """Drop a reference. If it was the last, the block is free now.
+        """Drop a reference. If it was the last reference, the block becomes free.
 
-        It becomes the most recently used free block, unless it is redundant. A redundant block is allocated next; if
-        its duplicate is free too, the duplicate becomes the most recently used one.
+        A freed block becomes the most recently used free block, unless it is redundant. A redundant block is allocated
+        next; if its duplicate is also free, the duplicate becomes the most recently used block.
         """
         assert block.ref_count > 0, f"block {block.block_id} released more often than it was retained"
         block.ref_count -= 1
@@ -440,7 +446,9 @@ class BlockPool:
         self.spare_ids.move_to_end(block.block_id, last=False)
 
     def is_redundant(self, block: Block) -> bool:
-        """Return True if nothing is lost with the block's content: every prompt that matches it matches another."""
+        """Return True if losing the block's content loses nothing: every prompt that matches it matches
+        another block.
+        """
         if block.tail_of >= 0:
             return False
         return not block.grain_hashes or self.index.find_duplicate(block) is not None

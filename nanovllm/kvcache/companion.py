@@ -1,8 +1,8 @@
-"""Companion: something that follows the blocks and the sequences of the KV cache, such as pages of packed keys.
+"""Companion: state that follows the blocks and the sequences of the KV cache, such as pages of packed keys.
 
-A companion has two halves. This one decides, in integers: the manager tells it what happens to sequences, and it adds
-what it has decided to the plan of a step, as a payload for the whole step or for a sequence. The other half
-(runner/companion_memory.py) has the memory on each rank, and does what the payloads say.
+A companion has two halves. The half in this module decides, in integers: the manager tells it what happens to
+sequences, and it adds its decisions to the plan of a step, as a payload for the whole step or for a sequence. The other
+half (runner/companion_memory.py) has the memory on each rank, and executes the payloads.
 
 Each hook does nothing by default. A manager has all of its companions in `Companions`, which calls them in the order
 that start-up has given.
@@ -17,8 +17,8 @@ from nanovllm.kvcache.snapshots import Snapshots
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import SequencePayload, StepPayload
 
-# Returns the gpu_block_id that holds a full block before and during the step; -1 if the block is not on the GPU, and
-# None if the step brings it there to stay
+# Returns the gpu_block_id that holds a full block before and during the step, -1 if the block is not on the GPU, or
+# None if the step loads the block into a slot in which it stays
 GpuBlockOf: TypeAlias = Callable[[Block], int | None]
 
 
@@ -30,7 +30,7 @@ class Resumption(NamedTuple):
 
 
 class Companion:
-    snapshots: Snapshots | None = None  # where prefix hits end; None if a hit may end after any grain
+    snapshots: Snapshots | None = None  # where prefix hits end, or None if a hit may end after any grain
     streams_all = False  # True if `plan_step` needs all missing blocks of the step on the GPU for a while
     pool: BlockPool
 
@@ -39,37 +39,41 @@ class Companion:
         self.pool = pool
 
     def begin_step(self) -> None:
-        """Drop everything that a failed step may have left."""
+        """Drop leftovers of a failed step."""
 
     def resumption(self, seq: Sequence, match: PrefixMatch) -> Resumption | None:
-        """Find the blocks with which a preempted sequence continues where it was, or None to start from `match`."""
+        """Find the blocks with which a preempted sequence resumes, or return None to start from `match`."""
         return None
 
     def admit(self, seq: Sequence, match: PrefixMatch, *, is_resumed: bool) -> None:
-        """The sequence has just got the blocks of its resumption or of `match`, which count as computed."""
+        """Called when the sequence has been given the blocks of its resumption or of `match`, which
+        count as computed.
+        """
 
     def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
         """Count how many of the sequence's next `num_tokens` tokens the companion has room for, at least one."""
         return num_tokens
 
     def copy_prefix(self, source: Block, target: Block, num_tokens: int) -> None:
-        """The step copies the first `num_tokens` tokens of a block to another block."""
+        """Called when the step copies the first `num_tokens` tokens of a block to another block."""
 
     def keep_prefix(self, seq: Sequence, num_tokens: int, chunk_end: int) -> bool:
         """Make the sequence's first `num_tokens` tokens, which end in the chunk that was just placed, a prefix that
-        other prompts can hit. `chunk_end`: number of the sequence's tokens after that chunk. Returns False if there is
+        other prompts can hit. `chunk_end`: the sequence's number of tokens after the chunk. Returns False if there is
         no room for what a hit needs.
         """
         return False
 
     def preempt(self, seq: Sequence) -> None:
-        """The running sequence is about to lose its blocks. `forget` follows."""
+        """Called before the running sequence loses its blocks. `forget` follows."""
 
     def forget(self, seq: Sequence) -> None:
-        """The sequence no longer runs or, if it has no blocks, no longer waits."""
+        """Called when the sequence no longer runs or, if it has no blocks, no longer waits."""
 
     def plan_step(self, placed: Seq[tuple[Sequence, int]], gpu_block: GpuBlockOf) -> StepPayload | None:
-        """Decide what the step does besides running its sequences. `placed`: with their numbers of new tokens."""
+        """Decide what the step does besides running its sequences. `placed`: sequences and their
+        numbers of new tokens.
+        """
         return None
 
     def can_draft(self, seq: Sequence) -> bool:
@@ -79,8 +83,8 @@ class Companion:
     def plan_sequence(
         self, seq: Sequence, num_tokens: int, num_guesses: int, gpu_block: GpuBlockOf, *, has_drafts: bool
     ) -> SequencePayload | None:
-        """Decide what the step does for a sequence with `num_tokens` new tokens, the last of which are guesses. Called
-        once for each placed sequence, after `plan_step`. `has_drafts`: the ranks draft for it.
+        """Decide what the step does for a sequence with `num_tokens` new tokens, which end with the draft tokens.
+        Called once for each placed sequence, after `plan_step`. `has_drafts`: the ranks draft for the sequence.
         """
         return None
 
@@ -90,7 +94,7 @@ class Companion:
 
 
 class Companions:
-    """The companions of a manager, called like one."""
+    """The companions of a manager, called like a single companion."""
 
     def __init__(self, companions: Seq[Companion] = ()) -> None:
         self._all = tuple(companions)
@@ -124,7 +128,7 @@ class Companions:
             companion.copy_prefix(source, target, num_tokens)
 
     def keep_prefix(self, seq: Sequence, num_tokens: int, chunk_end: int) -> bool:
-        """Returns False if no companion needs anything at the end of a hit."""
+        """Return False if a companion has no room, or if no companion needs anything at the end of a hit."""
         asked = [companion for companion in self._all if companion.snapshots is not None]
         return bool(asked) and all(companion.keep_prefix(seq, num_tokens, chunk_end) for companion in asked)
 
@@ -150,7 +154,7 @@ class Companions:
     def plan_sequence(
         self, seq: Sequence, num_tokens: int, num_guesses: int, gpu_block: GpuBlockOf, *, has_drafts: bool
     ) -> tuple[SequencePayload, ...]:
-        """Hot: once per sequence and step."""
+        """Collect the payloads of a sequence. Hot: once per sequence and step."""
         if not self._all:
             return ()
         payloads = [

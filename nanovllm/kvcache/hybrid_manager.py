@@ -2,15 +2,16 @@
 
 What always holds:
 - A block's tokens are in CPU memory, or in its slot, or both (HybridBlock counts them). A full block is copied out in
-  the step that fills it, so evicting it later costs nothing. A partial one is copied out only when it is evicted.
-- Every running sequence keeps the slot of its newest, partial block. A step may evict any other block; the blocks that
-  a scheduled sequence then misses are streamed in that step, or the CPU attends to them.
+  the step that fills it, so evicting it later costs nothing. A partial block is copied out only when it is evicted.
+- Every running sequence keeps the slot of its newest, partial block. A step may evict any other block; blocks that a
+  scheduled sequence then misses are streamed in the step, or the CPU attends to them.
 - As few blocks as possible are missing: while a scheduled sequence misses a block, every slot that is not pinned holds
   a block that a scheduled sequence reads.
 - The time to plan a step depends on what changes and on the number of placed sequences, but not on the number of slots
   or blocks.
-- A running sequence owns CPU blocks for every token it had when it was admitted, and takes more as its answer grows.
-  When the pool is full, the newest sequence gives way. Its blocks stay in the prefix cache until others take them.
+- A running sequence owns CPU blocks for every token that it had when it was admitted, and takes more as its answer
+  grows. When the pool is full, the newest sequence is preempted. Its blocks stay in the prefix cache until they are
+  allocated again.
 """
 
 from collections.abc import Sequence as Seq
@@ -31,9 +32,9 @@ from nanovllm.plan.step_plan import KVMoves
 
 @dataclass(frozen=True, eq=False, slots=True)
 class History:
-    """Places of a sequence's full blocks. Never modified: when anything changes, a new object replaces it."""
+    """Places of a sequence's full blocks. Never modified: when anything changes, a new History replaces it."""
 
-    residency: int  # StepSlots.residency when it was made
+    residency: int  # value of StepSlots.residency when this History was made
     num_blocks: int
     # Slots of the resident blocks, in ascending order, because prefill kernels read contiguous slots together
     ring_slots: tuple[int, ...]
@@ -41,9 +42,9 @@ class History:
 
 
 class Histories:
-    """Places of the full blocks of each running sequence, and how a step attends to those that are missing.
+    """Places of the full blocks of each running sequence, and how a step attends to the missing blocks.
 
-    Most steps neither fill a block nor move a full one, so both are cached until something changes.
+    Most steps neither fill a block nor move a full block, so places and plan are cached until something changes.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Histories:
         self._last_missing = MissingKeys()
 
     def find(self, seq: Sequence) -> History:
-        """Find the blocks that precede the one with the sequence's first new token. All of them are full."""
+        """Find the blocks before the block with the sequence's first new token. All of these blocks are full."""
         known = self._known.get(seq.seq_id)
         num_blocks, residency = seq.num_computed_tokens // self._block_size, self._slots.residency
         if known is None or known.residency != residency:
@@ -82,7 +83,7 @@ class Histories:
         self._known.pop(seq.seq_id, None)
 
     def missing_keys(self, rows: list[History], num_queries: list[int], *, streams_all: bool) -> MissingKeys:
-        """Plan how a step of these sequences, with so many new tokens each, attends to the blocks that they miss.
+        """Plan how a step attends to the missing blocks of these sequences. `num_queries`: new tokens of each.
 
         `streams_all`: the CPU does not attend in this step.
         """
@@ -96,8 +97,8 @@ class Histories:
         return self._last_missing
 
 
-# A preempted sequence is admitted again once the pool has room for it and every running sequence to grow by this many
-# tokens. Otherwise the next block that any of them needs would preempt it again, right after it was computed again.
+# A preempted sequence is admitted again once the pool has room for it and for every running sequence to grow by this
+# many tokens. Otherwise the next block that one of them needs would preempt it right after it was recomputed.
 PROGRESS_TOKENS = 1024
 
 
@@ -119,9 +120,9 @@ class HybridKVCacheManager(KVCacheManager):
         progress_tokens: int = PROGRESS_TOKENS,
     ) -> None:
         """`cpu_split`: divides missing keys between the link and the CPU. `keeps_first_blocks`: evict the first block
-        of a sequence last, and bring it back for decoding, because drafts over the keys on the GPU need it: much
-        attention goes to a text's first tokens. `model_drafts`: see KVCacheManager. `grain`: tokens that prefix hits
-        are counted in; `block_size` is a multiple of it. `progress_tokens`: see PROGRESS_TOKENS.
+        of a sequence last, and load it again for decoding, because drafts over the keys on the GPU need it: much
+        attention goes to a text's first tokens. `model_drafts`: see KVCacheManager. `grain`: the unit, in tokens, of
+        prefix hits; `block_size` is a multiple of `grain`. `progress_tokens`: see PROGRESS_TOKENS.
         """
         self.block_size, self.progress_tokens = block_size, progress_tokens
         self.model_drafts, self.cpu_split = model_drafts, cpu_split
@@ -139,7 +140,7 @@ class HybridKVCacheManager(KVCacheManager):
         self.histories = Histories(blocks, self.slots, block_size, group_blocks, self.cpu_split)
         self.num_hit_blocks = 0
         self.num_missed_blocks = 0
-        self.num_cpu_tokens = 0  # attended to by the CPU, counted once for each sequence
+        self.num_cpu_tokens = 0  # tokens that the CPU attended to, counted once for each sequence
         self._running: dict[int, Sequence] = {}  # by seq_id
         self._slotless_ids: set[int] = set()  # running sequences that need a slot for their next token and hold none
         self._copy_sources: list[HybridBlock] = []
@@ -150,11 +151,15 @@ class HybridKVCacheManager(KVCacheManager):
     # -- which block is where ------------------------------------------------------------------------------------
 
     def get_all_cpu_blocks(self, seq: Sequence) -> list[int]:
-        """CPU block ids of the sequence, in order of position. Not used by the engine; public, for tests and tools."""
+        """Return the CPU block ids of the sequence, in order of position. Not used by the engine; public, for tests and
+        tools.
+        """
         return list(seq.block_table)
 
     def get_prefilled_cpu_blocks(self, seq: Sequence) -> list[int]:
-        """CPU block ids of its fully computed blocks. Not used by the engine; public, for tests and tools."""
+        """Return the CPU block ids of the sequence's fully computed blocks. Not used by the engine; public, for tests
+        and tools.
+        """
         return seq.block_table[: seq.num_computed_tokens // self.block_size]
 
     # -- admission -----------------------------------------------------------------------------------------------
@@ -202,8 +207,8 @@ class HybridKVCacheManager(KVCacheManager):
         self._running[seq.seq_id] = seq
 
     def _usable_match(self, seq: Sequence) -> PrefixMatch:
-        """The longest match that a sequence can use. If it needs every free block, even the one whose first tokens
-        match, it computes these tokens.
+        """Return the longest match that a sequence can use. If the sequence needs every free block, also the block
+        whose first tokens match, it recomputes these tokens.
         """
         match = self.pool.match(seq)
         while match.partial_block is not None and not self.blocks[match.partial_block].ref_count:
@@ -228,16 +233,18 @@ class HybridKVCacheManager(KVCacheManager):
     # -- slots ---------------------------------------------------------------------------------------------------
 
     def _num_available_slots(self, seq: Sequence) -> int:
-        """Slots that `seq` may use: all available ones, minus one for each other running sequence that needs one."""
+        """Count the slots that `seq` may use: all available slots, minus one for each other running sequence that needs
+        one.
+        """
         return self.ring.num_available - len(self._slotless_ids) + (seq.seq_id in self._slotless_ids)
 
     def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
-        """Count the next tokens whose blocks have a slot or can get one, and that every companion has room for."""
+        """Count the next tokens whose blocks have or can get a slot, and that every companion has room for."""
         num_blocks = self._num_available_slots(seq)
         block_idx, num_owned = seq.num_computed_tokens // self.block_size, len(seq.block_table)
         if block_idx < num_owned:
             held = self.blocks[seq.block_table[block_idx]]
-            # A pinned slot is not among the available ones, but this block can go on using it.
+            # A pinned slot does not count as available, but this block can go on using its slot.
             num_blocks += held.ring_slot >= 0 and held.is_pinned
         end_block_idx = min(block_idx + num_blocks, num_owned + self.pool.num_free)
         room = max(0, end_block_idx * self.block_size - seq.num_computed_tokens)
@@ -250,12 +257,12 @@ class HybridKVCacheManager(KVCacheManager):
         self._slotless_ids.discard(seq.seq_id)
         first, last = start // self.block_size, self._num_blocks(end)
         chunk = [self.blocks[block_id] for block_id in seq.block_table[first:last]]
-        for block in chunk:  # pin them all first, so that giving one a slot does not evict another
+        for block in chunk:  # pin all blocks first, so that giving a slot to one does not evict another
             self.slots.pin(block)
         if new := [block for block in chunk if block.ring_slot < 0]:
             self.slots.allocate_slots(new, self._own_blocks(seq, num_tokens))
         source, num_matched = self._prefix_sources.pop(seq.seq_id, (None, 0))
-        if source is not None:  # the prefix match ended inside this block
+        if source is not None:  # the prefix match ended inside the first new block
             keeps_source = self.ring.num_available > len(self._slotless_ids)
             self.slots.copy_prefix(source, chunk[0], num_matched, keeps_source=keeps_source)
             self.companions.copy_prefix(source, chunk[0], num_matched)
@@ -264,10 +271,10 @@ class HybridKVCacheManager(KVCacheManager):
         self.pool.register(seq, known_end)
 
     def _own_blocks(self, seq: Sequence, num_tokens: int) -> list[HybridBlock]:
-        """The blocks before a chunk of a prompt, to be evicted for it rather than those of other sequences.
+        """The blocks before a chunk of a prompt, which are evicted for it in preference to other sequences' blocks.
 
-        The step misses as many blocks either way. But if the next steps run without this sequence, they would have to
-        load the blocks of the others again.
+        The step misses the same number of blocks either way. But if the next steps run without this sequence, they
+        would have to load the other sequences' blocks again.
         """
         if num_tokens <= MAX_DECODE_QUERIES:
             return []
@@ -305,14 +312,14 @@ class HybridKVCacheManager(KVCacheManager):
     def _empty(self, block: Block) -> None:
         self.ring.free_slot_of(self.blocks[block.block_id])
 
-    def fill(self, holder: Sequence, num_tokens: int) -> None:
-        first = holder.num_registered_tokens // self.block_size
-        for i, block_id in enumerate(holder.block_table[first:], first):
+    def fill(self, owner: Sequence, num_tokens: int) -> None:
+        first = owner.num_registered_tokens // self.block_size
+        for i, block_id in enumerate(owner.block_table[first:], first):
             block = self.blocks[block_id]
             block.num_tokens = min(self.block_size, max(0, num_tokens - i * self.block_size))
             block.num_offloaded_tokens = block.num_tokens
             block.is_kept = self.keeps_first_blocks and i == 0
-        super().fill(holder, num_tokens)
+        super().fill(owner, num_tokens)
 
     def num_stored_tokens(self, block_id: int) -> int:
         return self.blocks[block_id].num_offloaded_tokens
@@ -349,7 +356,7 @@ class HybridKVCacheManager(KVCacheManager):
         return self.slots.slot_before_step(self.blocks[block.block_id])
 
     def _bring_back_first_blocks(self, placed: Seq[tuple[Sequence, int]]) -> None:
-        """Give the first blocks of sequences that decode the slots of other blocks."""
+        """Load the first blocks of decoding sequences again, into the slots of other blocks."""
         for seq, num_tokens in placed:
             first = self.blocks[seq.block_table[0]]
             is_full = seq.num_computed_tokens >= self.block_size
@@ -375,7 +382,7 @@ class HybridKVCacheManager(KVCacheManager):
         found = bytearray([_state_between_steps(block) for block in self.blocks])
 
         def mark(block_id: int, state: BlockState) -> None:
-            if self.blocks[block_id].ref_count:  # not if its request has ended since
+            if self.blocks[block_id].ref_count:  # skip a block whose request has ended meanwhile
                 found[block_id] = state
 
         moves = self._last_moves  # frozen; another thread may replace it meanwhile

@@ -1,8 +1,8 @@
-"""Missing keys: those of blocks without a slot. A step streams them in groups, or the CPU attends to them in place.
+"""Missing keys: the keys of blocks without a slot. A step streams them in groups, or the CPU attends to them in place.
 
-The blocks are put in a row. The first are streamed, the last are left to the CPU, and at most one block is divided
-between the two. A block that several sequences read comes first, since the link carries it only once. Otherwise the row
-follows the order of CPU memory, so that contiguous blocks share a copy.
+The missing blocks are put in a row. The first blocks are streamed, the last blocks are left to the CPU, and at most one
+block is divided between link and CPU. A block that several sequences read comes first, since the link carries it only
+once. Otherwise the row follows the order of CPU memory, so that contiguous blocks share a copy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,21 +14,22 @@ from nanovllm.plan.step_plan import CpuSpan, LayerTimes, StepPlan, StreamedGroup
 
 
 class StepSplit(Protocol):
-    """Divides a step's missing keys between the link and the CPU. Compared by identity, so it is never modified."""
+    """Divides a step's missing keys between the link and the CPU. Never modified, because it is
+    compared by identity.
+    """
 
     def takes_part(self, num_queries: Sequence[int]) -> bool:
         """Return True if the CPU may attend in a step whose sequences have these numbers of queries."""
         ...
 
     def cpu_token_s(self, num_queries: int) -> float:
-        """Seconds in which the CPU attends to one token with `num_queries` queries."""
+        """Return the seconds in which the CPU attends to one token with `num_queries` queries."""
         ...
 
     def num_cpu_tokens(self, token_costs_s: Sequence[float], block_size: int) -> int:
-        """Plan how many tokens the CPU takes of blocks in a row, counted from their end.
+        """Plan how many tokens, counted from the end of the row of blocks, the CPU attends to.
 
-        `token_costs_s`: for each block, the seconds that one of its tokens takes the CPU, for all sequences that read
-        it.
+        `token_costs_s`: for each block, the CPU's seconds for one of its tokens, for all sequences that read the block.
         """
         ...
 
@@ -80,7 +81,7 @@ class MissingKeys(NamedTuple):
     """Groups to stream, and spans for the CPU."""
 
     streamed: tuple[StreamedGroup, ...] = ()
-    cpu_spans: tuple[tuple[CpuSpan, ...], ...] = ()  # by sequence; empty where the CPU attends to nothing
+    cpu_spans: tuple[tuple[CpuSpan, ...], ...] = ()  # by sequence; empty if the CPU attends to nothing
 
 
 def divide_missing(
@@ -91,8 +92,8 @@ def divide_missing(
     group_blocks: int,
     split: StepSplit,
 ) -> MissingKeys:
-    """`rows`: the CPU blocks that each sequence misses, all of them full. `num_queries`: its new tokens."""
-    costs = dict.fromkeys((block_id for row in rows for block_id in row), 0.0)  # seconds of the CPU for a token
+    """`rows`: the CPU blocks that each sequence misses, all full. `num_queries`: the new tokens of each sequence."""
+    costs = dict.fromkeys((block_id for row in rows for block_id in row), 0.0)  # the CPU's seconds for a token
     if not costs:
         return MissingKeys()
     if not split.takes_part(num_queries):
@@ -115,7 +116,7 @@ def divide_missing(
 def _groups(
     rows: Sequence[Sequence[int]], place: Mapping[int, int], num_streamed: int, block_size: int, group_blocks: int
 ) -> tuple[StreamedGroup, ...]:
-    """The first `num_streamed` tokens, in groups of `group_blocks`. `place`: each block's index in the row."""
+    """Divide the first `num_streamed` tokens into groups of `group_blocks`. `place`: each block's index in the row."""
     num_blocks = -(-num_streamed // block_size)
     block_ids = [block_id for block_id, i in place.items() if i < num_blocks]
     starts = range(0, num_blocks, group_blocks)
@@ -138,7 +139,7 @@ def _groups(
 def _cpu_spans(
     rows: Sequence[Sequence[int]], place: Mapping[int, int], num_streamed: int, block_size: int
 ) -> tuple[tuple[CpuSpan, ...], ...]:
-    """Everything after the first `num_streamed` tokens."""
+    """Return the spans after the first `num_streamed` tokens."""
     return tuple(
         tuple(
             CpuSpan(block_id, start, block_size)

@@ -10,7 +10,7 @@ class Snapshots:
 
     def __init__(self, count: int) -> None:
         self.count, self.version = count, 0
-        self.versions = np.zeros(count, np.int64)  # how often each was taken
+        self.versions = np.zeros(count, np.int64)  # how often each snapshot was taken
         self._unused = list(reversed(range(count)))
         self._held: set[int] = set()  # snapshots that are being filled from elsewhere
         self._by_prefix: OrderedDict[int, int] = OrderedDict()  # prefix id -> snapshot
@@ -23,16 +23,16 @@ class Snapshots:
         return len(self._by_prefix)
 
     def find(self, prefix_id: int | None) -> int | None:
-        """The snapshot of a prefix, if it has one."""
+        """Return the snapshot of a prefix, or None."""
         return None if prefix_id is None else self._by_prefix.get(prefix_id)
 
     def use(self, prefix_id: int) -> int:
-        """Return the snapshot of a prefix, which becomes the most recently used one."""
+        """Return the snapshot of a prefix, which becomes the most recently used snapshot."""
         self.touch(prefix_id)
         return self._by_prefix[prefix_id]
 
     def touch(self, prefix_id: int) -> None:
-        """Make the snapshot of a prefix, if it has one, the most recently used one."""
+        """Make the snapshot of a prefix, if it has one, the most recently used snapshot."""
         if prefix_id in self._by_prefix:
             self._by_prefix.move_to_end(prefix_id)
 
@@ -55,7 +55,7 @@ class Snapshots:
         return snapshot
 
     def give_back(self, snapshot: int, prefix_id: int | None) -> None:
-        """A held snapshot belongs to a prefix now, or to none if `prefix_id` is None."""
+        """Give a held snapshot to a prefix, or to none if `prefix_id` is None."""
         self._held.remove(snapshot)
         if prefix_id is None or prefix_id in self._by_prefix:
             self._unused.append(snapshot)
@@ -64,7 +64,7 @@ class Snapshots:
         self.version += 1
 
     def forget(self, prefix_id: int) -> None:
-        """Nothing holds the K and V of the prefix any more."""
+        """Drop the snapshot of a prefix whose K and V are no longer held."""
         snapshot = self._by_prefix.pop(prefix_id, None)
         if snapshot is not None:
             self._unused.append(snapshot)

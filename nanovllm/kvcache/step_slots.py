@@ -3,7 +3,7 @@
 What always holds:
 - A block that is being written, or that the step uses (`pin`), keeps its slot. Any other block can be evicted, once
   its dirty tokens have been copied out to CPU memory.
-- `residency` changes whenever a block that a running sequence has already filled gets or loses a slot.
+- `residency` changes whenever a block that a running sequence has filled gets or loses a slot.
 """
 
 from collections import OrderedDict
@@ -22,14 +22,14 @@ class HybridBlock(Block):
     """A CPU block and its GPU copy.
 
     The first `num_offloaded_tokens` of its `num_tokens` tokens are in CPU memory. If the block has a `ring_slot`, all
-    its tokens are there; if not, the two numbers are equal.
+    its tokens are in the slot; if not, the two numbers are equal.
     """
 
     ring_slot: int = -1
     num_tokens: int = 0
     num_offloaded_tokens: int = 0
-    num_running: int = 0  # running sequences that own it
-    is_kept: bool = False  # evicted only when no other block can be
+    num_running: int = 0  # running sequences that own the block
+    is_kept: bool = False  # evicted only if no other block can be evicted
     being_written: bool = False  # the newest block of a running sequence, which must keep its slot
     pinned_in_step: bool = False  # the step being planned needs the block in its slot
 
@@ -56,17 +56,17 @@ class SlotRing:
     - free: it holds no block;
     - idle: it holds a block that no running sequence owns;
     - read: it holds a block that a running sequence owns;
-    - kept: likewise, and drafts need the block (HybridBlock.is_kept);
+    - kept: it holds a block that a running sequence owns and that drafts need (HybridBlock.is_kept);
     - pinned: it holds a block that must not be evicted.
 
     Of the slots that are taken, block i prefers slot i % num_slots, its home. Blocks that are contiguous in CPU memory
-    therefore tend to be contiguous on the GPU too, and one copy can move them (Run in offload_engine.py). Which idle
-    block loses its slot does not depend on that: it is the least recently used one.
+    therefore tend to be contiguous on the GPU, too, and one copy can transfer them (Run in offload_engine.py). The home
+    does not affect which idle block loses its slot: the least recently used.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.blocks: list[HybridBlock | None] = [None] * num_slots
-        # Each lists its slots in the order in which they entered the state; the oldest is used first.
+        # Each state lists its slots in the order in which they entered it; the oldest slot is used first.
         self.free_slots: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_slots))
         self.idle_slots: OrderedDict[int, None] = OrderedDict()
         self.read_slots: OrderedDict[int, None] = OrderedDict()
@@ -81,9 +81,9 @@ class SlotRing:
         return len(self.free_slots) + len(self.idle_slots) + len(self.read_slots) + len(self.kept_slots)
 
     def find_unread_slots(self, blocks: Seq[HybridBlock]) -> list[int]:
-        """Choose slots that no running sequence reads. If there are too few, only the first of `blocks` get one.
+        """Choose slots that no running sequence reads. If there are too few, only the first of `blocks` get a slot.
 
-        Free slots are taken first, and then the least recently used idle ones. Among the slots that are taken, a block
+        Free slots are taken first, then the least recently used idle slots. Among the slots that are taken, a block
         gets its home if possible. The other blocks get the other slots in ascending order.
         """
         count = min(len(blocks), len(self.free_slots) + len(self.idle_slots))
@@ -104,7 +104,7 @@ class SlotRing:
         return [next(rest) if ring_slot < 0 else ring_slot for ring_slot in ring_slots]
 
     def find_read_slot(self, block: HybridBlock, preferred: Collection[int] = ()) -> int | None:
-        """Choose a slot for `block` among those that running sequences read, one of the `preferred` slots if any."""
+        """Choose a slot for `block` among the slots that running sequences read, if possible a `preferred` slot."""
         home = block.block_id % len(self.blocks)
         if preferred:
             return home if home in preferred else next(iter(preferred))
@@ -153,8 +153,8 @@ class StepSlots:
         self.pool = pool
         self.block_size = block_size
         self.residency = 0
-        self._pinned: list[HybridBlock] = []  # in this step
-        self._accepted: list[HybridBlock] = []  # filled by guesses that proved right, not copied out yet
+        self._pinned: list[HybridBlock] = []  # blocks pinned in this step
+        self._accepted: list[HybridBlock] = []  # filled by accepted draft tokens, not copied out yet
         self._begin_moves()
 
     def _begin_moves(self) -> None:
@@ -167,7 +167,7 @@ class StepSlots:
     def begin_step(self) -> None:
         for block in self._pinned:
             block.pinned_in_step = False
-            if not block.num_tokens:  # it got nothing but guesses, and none of them was right
+            if not block.num_tokens:  # it held only draft tokens, and none was accepted
                 self.ring.free_slot_of(block)
             elif not block.being_written:
                 self.ring.update_state(block)
@@ -175,13 +175,15 @@ class StepSlots:
         self._begin_moves()
 
     def slot_before_step(self, block: HybridBlock) -> int | None:
-        """The slot of a full block that keeps it during the step; -1 if it has none, None if the step loads it."""
+        """Return the slot that a full block has before and during the step, -1 if none, or None if the step loads the
+        block.
+        """
         if any(load.ring_slot == block.ring_slot for load in self._loads):
             return None
         return block.ring_slot
 
     def moves(self, missing: MissingKeys, payloads: tuple[StepPayload, ...] = ()) -> KVMoves:
-        """All moves of the step. `missing`: how the keys without a slot are attended to."""
+        """Return all moves of the step. `missing`: how the keys without a slot are attended to."""
         return KVMoves(
             tuple(self._flushes),
             tuple(self._loads),
@@ -196,7 +198,7 @@ class StepSlots:
     # -- pins and owners -----------------------------------------------------------------------------------------
 
     def pin(self, block: HybridBlock) -> None:
-        """Keep the block in its slot, now or once it gets one, until the next step is planned."""
+        """Pin the block to its slot, or to the slot that it will get, until the next step is planned."""
         if block.pinned_in_step:
             return
         block.pinned_in_step = True
@@ -205,13 +207,13 @@ class StepSlots:
             self.ring.update_state(block)
 
     def add_running_owner(self, block: HybridBlock) -> None:
-        """One more running sequence owns the block."""
+        """Count one more running sequence as an owner of the block."""
         block.num_running += 1
         if block.num_running == 1:
             self.ring.update_state(block)
 
     def remove_running_owner(self, block: HybridBlock) -> None:
-        """One running sequence fewer owns the block."""
+        """Count one running sequence fewer as an owner of the block."""
         block.num_running -= 1
         assert block.num_running >= 0, f"block {block.block_id} lost more running owners than it had"
         if block.num_running == 0:
@@ -238,18 +240,18 @@ class StepSlots:
                 self._loads.append(SlotLoad(block.block_id, ring_slot, block.num_tokens))
 
     def _reassign_slot(self, ring_slot: int, block: HybridBlock) -> None:
-        """Evict what is in the slot and put `block` there."""
+        """Evict the slot's block and give the slot to `block`."""
         held = self.ring.blocks[ring_slot]
         if held is not None:
             self._evict(ring_slot, held)
         self.ring.assign_slot(ring_slot, block)
 
     def _evict(self, ring_slot: int, block: HybridBlock) -> None:
-        """Evict the block from its slot. Its dirty tokens are copied out first, unless nothing can ever need them.
+        """Evict the block from its slot. Its dirty tokens are copied out first, unless they can never be needed.
 
-        Nothing can if no sequence owns the block and it is redundant: no prompt can match it, or another block holds
-        the same grains. Short requests with a common prefix leave many such blocks, and each copy would delay the next
-        owner of the slot.
+        They can never be needed if no sequence owns the block and it is redundant: no prompt can match the block, or
+        another block holds the same grains. Short requests with a common prefix leave many such blocks, and each copy
+        would delay the slot's next owner.
         """
         self.ring.free_slot_of(block)
         self.residency += block.num_running > 0
@@ -263,10 +265,10 @@ class StepSlots:
         block.num_offloaded_tokens = end
 
     def load_missing(self, missing: list[HybridBlock], unread_slots: Iterable[int]) -> bool:
-        """Load missing blocks into slots that no scheduled sequence reads, as far as there are such slots.
+        """Load missing blocks into slots that no scheduled sequence reads, until none are left.
 
-        They stay resident after the step. `unread_slots`: slots with blocks of running sequences that are not
-        scheduled. Returns whether any block was loaded.
+        The loaded blocks stay resident after the step. `unread_slots`: slots with blocks of running sequences that are
+        not scheduled. Returns True if a block was loaded.
         """
         ring_slots = self.ring.find_unread_slots(missing)
         if len(ring_slots) < len(missing):
@@ -289,7 +291,7 @@ class StepSlots:
     def copy_prefix(self, source: HybridBlock, block: HybridBlock, num_tokens: int, *, keeps_source: bool) -> None:
         """Copy the first tokens of `source`, from its slot or from CPU memory, into the slot of `block`.
 
-        `keeps_source`: whether its slot may be pinned. If not, the source is evicted and loaded from CPU memory.
+        `keeps_source`: the source's slot may be pinned. If not, the source is evicted and loaded from CPU memory.
         """
         if source.ring_slot >= 0 and not source.is_pinned and not keeps_source:
             self._evict(source.ring_slot, source)
@@ -300,7 +302,9 @@ class StepSlots:
             self._loads.append(SlotLoad(source.block_id, block.ring_slot, num_tokens))
 
     def write_tokens(self, block: HybridBlock, num_tokens: int) -> None:
-        """Record that the block will hold min(num_tokens, block_size) tokens, and copy it out if that fills it."""
+        """Record that the block will hold min(num_tokens, block_size) tokens, and copy the block out if it is then
+        full.
+        """
         block.num_tokens = min(num_tokens, self.block_size)
         block.being_written = block.num_tokens < self.block_size
         if not block.being_written:
@@ -309,11 +313,11 @@ class StepSlots:
             block.num_offloaded_tokens = self.block_size
 
     def record_accepted(self, block: HybridBlock, num_tokens: int) -> None:
-        """Record that the block holds `num_tokens` tokens, because a guess that the last step wrote has proved right.
+        """Record that the block holds `num_tokens` tokens, because a draft token of the last step was accepted.
 
-        If that fills it, the next step copies it out.
+        If the block is then full, the next step copies it out.
         """
-        assert block.ring_slot >= 0, f"block {block.block_id} has lost its slot and the guesses in it"
+        assert block.ring_slot >= 0, f"block {block.block_id} has lost its slot and the draft tokens in it"
         block.num_tokens = num_tokens
         block.being_written = num_tokens < self.block_size
         if not block.being_written:
@@ -321,7 +325,8 @@ class StepSlots:
         self.ring.update_state(block)
 
     def copy_out_accepted(self) -> None:
-        """Copy out the blocks that `record_accepted` has filled, unless an eviction has done so, or none reads them.
+        """Copy out the blocks that `record_accepted` has filled, unless an eviction has done so, or no sequence owns
+        them.
 
         A full block is dirty for no other reason. So a block that has another owner by now is left alone.
         """

@@ -54,7 +54,7 @@ class GatedDeltaNet(nn.Module):
         dtype: torch.dtype,
         quantizations: tuple[Quantization | None, Quantization | None, Quantization | None] = (None, None, None),
     ) -> None:
-        """layer: its number among the recurrent layers. quantizations: of in_proj_qkvz, in_proj_ba and out_proj."""
+        """layer: index among the recurrent layers. quantizations: of in_proj_qkvz, in_proj_ba and out_proj."""
         super().__init__()
         self.layer, self.config = layer, config
         key_size = config.num_key_heads * config.key_head_dim
@@ -98,7 +98,7 @@ class GatedDeltaNet(nn.Module):
     ) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size], or [S, hidden_size] if `rows` [S] selects tokens. Hot: once per layer.
 
-        All tokens go into the states.
+        The states are updated with all tokens.
         """
         qkv, z = self.in_proj_qkvz(hidden).split(self.local_sizes, dim=-1)
         ba = self.in_proj_ba(hidden)
@@ -131,7 +131,7 @@ def delta_net(
 ) -> torch.Tensor:
     """Everything between the projections: [T, H * V]. Updates the states of every row.
 
-    z_TX: [T, H * V], the gates of the outputs. ba_TX: [T, 2 * H], of which beta and g are made.
+    z_TX: [T, H * V], the gates of the outputs. ba_TX: [T, 2 * H], from which beta and g are computed.
     """
     rows = states.rows
     assert rows.host is not None, "the sizes of rows are not known on the host"
@@ -164,7 +164,10 @@ def _run_row(
     num_replayed: int,
     kept: tuple[tuple[int, int], ...],
 ) -> torch.Tensor:
-    """One row's outputs before the norm, fp32 [T, H, V]. kept: after how many tokens the state goes to which slot."""
+    """Compute one row's outputs before the norm, fp32 [T, H, V].
+
+    kept: for each saved state, the number of tokens before it and its slot.
+    """
     width, num_channels = states.conv_NWC.shape[1:]
     replayed = max(source, 0)
     inputs_TI = torch.cat((states.pending_NGI[replayed, :num_replayed], inputs_TI))
@@ -207,7 +210,7 @@ def _heads(
 
 
 def gates(ba_TX: torch.Tensor, weights: DeltaWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """beta and g of every token, fp32 [H, T]. beta is rounded to the dtype of its input."""
+    """beta and g of every token, fp32 [H, T]. beta is rounded to the dtype of `ba_TX`."""
     b_TH, a_TH = ba_TX.chunk(2, dim=1)
     g_TH = -weights.decay_log_H.exp() * F.softplus(a_TH.float() + weights.dt_bias_H)
     return b_TH.sigmoid().float().t(), g_TH.t()
@@ -221,7 +224,7 @@ def delta_rule(
     beta_HT: torch.Tensor,
     matrix_HKV: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some tokens of one sequence at once: their outputs [H, T, V], and the matrix after them.
+    """Run several tokens of one sequence at once. Returns their outputs [H, T, V] and the matrix after them.
 
     With G the sum of g up to a token, token i writes d_i, where
     d_i = beta_i (v_i - exp(G_i) S^T k_i - sum over j < i of exp(G_i - G_j) (k_i . k_j) d_j).

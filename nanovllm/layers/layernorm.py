@@ -1,8 +1,8 @@
 """RMSNorm, alone and fused with the residual addition before it.
 
-On a GPU each function runs one fused kernel (nanovllm/kernels) that computes the same as the code here. The numbers
-equal those of transformers: the norm is computed in fp32 and rounded to the dtype of the weight before it is multiplied
-by it. Models whose norms multiply by 1 + weight keep that sum, in fp32.
+On a GPU each function runs one fused kernel (nanovllm/kernels) that computes the same as the code here. The results
+equal transformers' results: the norm is computed in fp32 and rounded to the dtype of the weight before the
+multiplication by the weight. Models whose norms multiply by 1 + weight store 1 + weight, in fp32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ def add_rms_norm(
 class RMSNorm(nn.Module):
     """RMSNorm over the last dimension, with the same weight on every rank.
 
-    adds_one: it multiplies by 1 + the checkpoint's weight. order: how its elements are arranged; None: as they are.
+    adds_one: multiply by 1 + the checkpoint's weight. order: arrangement of the elements, or None for the checkpoint's.
     """
 
     def __init__(

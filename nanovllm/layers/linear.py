@@ -1,8 +1,9 @@
 """Tensor-parallel linear layers, the vocabulary's embedding and output head, and where their weights come from.
 
 In a column-parallel layer each rank owns some output features, and nothing is communicated. In a row-parallel layer
-each rank owns some input features, and the outputs are summed over the ranks, so the two in sequence cost one
-all-reduce. The weight is [output, input] as in torch. `tp` is the rank group; it is always passed and never global.
+each rank owns some input features, and the outputs are summed over the ranks, so a column-parallel layer followed by a
+row-parallel layer costs one all-reduce. The weight is [output, input] as in torch. `tp` is the rank group; it is always
+passed and never global.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,17 +32,17 @@ class WeightShard:
     full_shape: tuple[int, ...]
     index: tuple[slice, ...]
     quantization: Quantization | None = None  # the format of the layer, if it is quantized
-    plus: float = 0.0  # added to what the checkpoint has
+    plus: float = 0.0  # added to the checkpoint's values
 
 
 class NamedShard(NamedTuple):
     """`layer` is the index of the checkpoint layer among those stacked in the module (q, k, v: 0, 1, 2), else 0.
 
-    Several shards of one name each take some of its rows.
+    Several shards of the same name each take some rows of the checkpoint tensor.
     """
 
     layer: int
-    parameter: str  # "weight" or "bias"; of an expert with the names that lead to it
+    parameter: str  # "weight" or "bias"; for an expert, preceded by the names of its modules
     shard: WeightShard
 
 
@@ -55,7 +56,9 @@ class HasWeightShards(Protocol):
 def new_weight(
     part_sizes: Sequence[int], num_columns: int, *, dtype: torch.dtype, quantization: Quantization | None
 ) -> Weight:
-    """The weight of a layer whose parts, such as q, k and v, have these sizes. A quantized one is packed on a GPU."""
+    """Make the weight of a layer with parts of these sizes, such as q, k and v. On a GPU a quantized
+    weight is packed.
+    """
     device = torch.get_default_device()
     if quantization is None or device.type != "cuda":
         return new_parameter(sum(part_sizes), num_columns, dtype=dtype)
@@ -65,12 +68,12 @@ def new_weight(
 
 
 def weight_rows(weight: Weight, start: int, end: int) -> torch.Tensor | PackedRows:
-    """The target of a shard that fills these rows."""
+    """Return the target of a shard that fills these rows."""
     return weight.rows(start, end) if isinstance(weight, PackedWeight) else weight[start:end]
 
 
 def divide(size: int, parts: int, name: str) -> int:
-    """`size / parts`. Raises ConfigError if it is not an integer."""
+    """Return `size / parts`. Raises ConfigError if the quotient is not an integer."""
     if size % parts:
         raise ConfigError(f"{name}={size} is not divisible by tensor_parallel_size={parts}; choose a divisor of {size}")
     return size // parts
@@ -109,7 +112,7 @@ def use_gemv(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """[T, K] by weight [N, K] -> [T, N]. Hot: several times per layer."""
+    """Multiply [T, K] by weight [N, K] -> [T, N]. Hot: several times per layer."""
     if isinstance(weight, PackedWeight):
         return weight.linear(x, bias)
     if use_gemv(x, weight):
@@ -141,7 +144,7 @@ def sum_over_ranks(x: torch.Tensor, tp: TPGroup) -> torch.Tensor:
 
 
 class Rows(NamedTuple):
-    """Some rows of a checkpoint layer, which is one of those stacked in a module."""
+    """Some rows of one of the checkpoint layers that are stacked in a module."""
 
     layer: int
     rows: slice
@@ -156,9 +159,9 @@ def share(layer: int, size: int, tp: TPGroup, name: str, start: int = 0) -> Rows
 class MergedColumnParallelLinear(nn.Module):
     """Several column-parallel layers over the same input, as one matrix product.
 
-    [T, input_size] -> [T, features of this rank]: those that `parts` lists, in that order. By default they are this
-    rank's part of the first layer, then of the second, and so on. Raises ConfigError if an output size is not divisible
-    by the number of ranks.
+    [T, input_size] -> [T, features of this rank]: the features that `parts` lists, in the order of `parts`. By default
+    they are this rank's part of the first layer, then of the second, and so on. Raises ConfigError if an output size is
+    not divisible by the number of ranks.
     """
 
     def __init__(
@@ -172,7 +175,7 @@ class MergedColumnParallelLinear(nn.Module):
         quantization: Quantization | None = None,
         parts: Sequence[Rows] | None = None,
     ) -> None:
-        """`quantization`: the format of the weight. None: it is not quantized."""
+        """`quantization`: the format of the weight, or None if it is not quantized."""
         super().__init__()
         self.tp, self.quantization = tp, quantization
         self.input_size = input_size
@@ -207,8 +210,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     """The q, k and v projections as one product; each rank owns num_heads / tp heads and num_kv_heads / tp kv heads.
 
     `split` returns q [T, H, D], k [T, K, D] and v [T, K, D] of this rank, and gates [T, H, D] if `gated`, as views of
-    the product. With gates q_proj has, for each head, its rows and then those of its gate. `head_rows` says in which
-    order q and k have the rows of a head.
+    the product. With gates, q_proj has for each head the rows of q followed by the rows of the gate. `head_rows` is the
+    order in which q and k have the rows of a head.
     """
 
     def __init__(
@@ -246,14 +249,14 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         self.heads_per_part = [heads, kv_heads, kv_heads, heads if gated else 0]
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hot: once per layer."""
+        """Split the product into views, as the class describes. Hot: once per layer."""
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         q, k, v, gates = heads.split(self.heads_per_part, dim=1)
         return q, k, v, gates
 
 
 def _joined(parts: Sequence[Rows]) -> list[Rows]:
-    """The same rows in fewer parts."""
+    """Join adjacent parts, so that fewer parts cover the same rows."""
     joined: list[Rows] = []
     for layer, rows in parts:
         if joined and joined[-1].layer == layer and joined[-1].rows.stop == rows.start:
@@ -321,7 +324,7 @@ class _VocabParallel(nn.Module):
         self.weight = new_parameter(self.rows_per_rank, hidden_size, dtype=dtype) if tied_to is None else tied_to
 
     def weight_shards(self) -> Iterator[NamedShard]:
-        if self.is_tied:  # the embedding, which it is tied to, lists the weight
+        if self.is_tied:  # the embedding that it is tied to lists the weight
             return
         start = min(self.first_row, self.vocab_size)
         end = min(start + self.rows_per_rank, self.vocab_size)

@@ -28,13 +28,13 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.packed_weight import PackedWeight, new_parameter, packed
 
 MAX_ROUTER_ROWS = 4  # tokens up to which our kernel computes the router's logits
-MAX_SINGLE_PAIRS = 32  # pairs of a token and an expert up to which each reads the expert by itself
+MAX_SINGLE_PAIRS = 32  # number of (token, expert) pairs up to which every pair reads its expert separately
 
 
 class Router(nn.Module):
-    """The probability of each expert is a softmax in fp32 of a linear layer, whose results are in fp32 as well.
+    """Routes tokens to experts: the softmax, in fp32, of a linear layer with fp32 results.
 
-    The weight of a shared expert is the sigmoid of one more feature of that layer.
+    The weight of a shared expert is the sigmoid of one more feature of the linear layer.
     """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, dtype: torch.dtype) -> None:
@@ -45,7 +45,7 @@ class Router(nn.Module):
         self.weight = new_parameter(num_features, hidden_size, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, hidden_size] -> the chosen experts, int64 [T, C], and their weights, fp32 [T, C]; the weight of the
+        """[T, hidden_size] -> the chosen experts, int64 [T, C], their weights, fp32 [T, C], and the weight of the
         shared expert, fp32 [T, 1], or [T, 0] if there is none. Hot: once per layer.
         """
         logits, shared = self._linear(x).tensor_split((self.num_experts,), dim=-1)
@@ -57,7 +57,9 @@ class Router(nn.Module):
         return experts, weights / weights.sum(dim=-1, keepdim=True) if self.norms else weights, shared.sigmoid()
 
     def _linear(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, hidden_size] -> fp32 [T, features]: products of 16-bit numbers are exact in fp32, and summed in it."""
+        """[T, hidden_size] -> fp32 [T, features]: products of 16-bit numbers are exact in fp32, and are
+        summed in fp32.
+        """
         is_few = len(x) <= MAX_ROUTER_ROWS and self.weight.shape[1] % 8 == 0
         if x.is_cuda and x.dtype != torch.float32 and is_few:
             from nanovllm.kernels.small_linear import small_linear
@@ -66,7 +68,7 @@ class Router(nn.Module):
         return self.product_of_many(x)
 
     def product_of_many(self, x: torch.Tensor) -> torch.Tensor:
-        """What `_linear` computes for many tokens, without our kernels. Start-up makes cuBLAS load its own."""
+        """Compute `_linear` for many tokens without our kernels. Start-up calls it to make cuBLAS load its kernels."""
         if not x.is_cuda or x.dtype == torch.float32:
             return F.linear(x.float(), self.weight.float())
         return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
@@ -78,7 +80,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Sums what the chosen experts yield for a token, by their weights: [T, hidden_size] -> [T, hidden_size].
+    """Weighted sum of the chosen experts' outputs for each token: [T, hidden_size] -> [T, hidden_size].
 
     Raises ConfigError if an expert's features are not divisible by the number of ranks, or on a GPU by 16.
     """
@@ -91,7 +93,7 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         quantization: Quantization | None = None,
     ) -> None:
-        """`quantization`: the format of the weights. None: they are not quantized."""
+        """`quantization`: the format of the weights, or None if they are not quantized."""
         super().__init__()
         self.tp, self.quantization = tp, quantization
         self.size, self.num_experts, self.hidden_size = config.intermediate_size, config.num_experts, hidden_size
@@ -101,9 +103,9 @@ class Experts(nn.Module):
                 f"an expert has {hidden_size} and {self.local_size} features on each rank, which must be multiples of "
                 "16 on a GPU; use fewer ranks, or device='cpu'"
             )
-        if quantization is not None:  # the products with experts take activations in 16 bits
+        if quantization is not None:  # products with experts take 16-bit activations
             quantization = replace(quantization, has_fp8_activations=False)
-        # The experts' rows are together
+        # The rows of all experts form one weight
         self.gate_up = new_weight(
             [self.local_size] * 2 * self.num_experts, hidden_size, dtype=dtype, quantization=quantization
         )
@@ -112,12 +114,12 @@ class Experts(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`experts` and `weights` [T, C] are the router's. Reads only the experts that are chosen."""
+        """`experts` and `weights` [T, C] come from the router. Only the chosen experts are read."""
         sums = self._sum_of_products if x.is_cuda else self._sum_by_expert
         return sum_over_ranks(sums(x, experts, weights), self.tp)
 
     def _sum_by_expert(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """On a CPU: finds out which experts are chosen, and computes one after the other."""
+        """Compute the chosen experts one after the other, on a CPU."""
         assert not isinstance(self.gate_up, PackedWeight) and not isinstance(self.down, PackedWeight), "not on a CPU"
         gate_up, down = (each.unflatten(0, (self.num_experts, -1)) for each in (self.gate_up, self.down))
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -128,7 +130,7 @@ class Experts(nn.Module):
         return out.to(x.dtype)
 
     def _sum_of_products(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """On a GPU. Each of few pairs reads its expert; of many, those with the same expert read it together."""
+        """Multiply on a GPU. Few pairs each read their expert; with many, the pairs of an expert share the read."""
         from nanovllm.kernels import packed_linear as kernels
 
         chosen: dict[str, Any] = {"experts": experts, "num_experts": self.num_experts}
@@ -139,7 +141,7 @@ class Experts(nn.Module):
         if experts.numel() <= MAX_SINGLE_PAIRS and kernels.can_sum_experts(hidden, down, experts):
             return kernels.sum_of_experts(hidden, down, experts, self.num_experts, weights)
         out = kernels.products(hidden, down, factors=weights.flatten(), **chosen)
-        return out.view(*experts.shape, self.hidden_size).sum(1)  # which torch computes in fp32
+        return out.view(*experts.shape, self.hidden_size).sum(1)  # torch sums in fp32
 
     def weight_shards(self) -> Iterator[NamedShard]:
         local, hidden_size = self.local_size, self.hidden_size
@@ -156,9 +158,9 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """Its modules have the names that they have in the checkpoint.
+    """A mixture of experts, whose modules have the names that they have in the checkpoint.
 
-    Some models have an expert that every token uses, `shared_expert`. It is a dense MLP of its own.
+    Some models have an expert that every token uses, `shared_expert`, which is a separate dense MLP.
     """
 
     def __init__(

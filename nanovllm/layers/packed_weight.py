@@ -1,7 +1,7 @@
 """PackedWeight: a quantized weight that stays packed, and its product with the rows of a step.
 
-For few rows a kernel multiplies the packed weight; for many the values are unpacked, some of them at a time, and
-multiplied by cuBLAS (kernels/packed_values.py). If the checkpoint wants activations in fp8, the many rows are quantized
+For few rows a kernel multiplies the packed weight. For many rows the values are unpacked, part by part, and cuBLAS
+multiplies them (kernels/packed_values.py). If the checkpoint wants activations in fp8, the many rows are quantized
 instead, and cuBLAS multiplies the codes: see `can_multiply_codes`. On a CPU weights are not packed: their values are
 computed when they are loaded.
 """
@@ -22,12 +22,12 @@ from nanovllm.utils.arithmetic import ceil_div
 if TYPE_CHECKING:
     from nanovllm.kernels.packed_values import Packed
 
-MAX_PACKED_ROWS = 256  # rows up to which the packed weight is multiplied, which was fastest on an H100
+MAX_PACKED_ROWS = 256  # rows up to which multiplying the packed weight was fastest on an H100
 MAX_ROWS_BEFORE_CODES = 64  # the same where cuBLAS can multiply the codes
-UNPACKED_BYTES = 64 * 2**20  # values that exist at a time
+UNPACKED_BYTES = 64 * 2**20  # unpacked values that exist at a time
 _ALIGNED_ROWS = 128  # cuBLAS is slow if the parts of its results are not aligned
 _FP8_BLOCK = 128  # rows and columns that share a scale where cuBLAS multiplies blocks of codes
-_CHUNK_ROWS = 1024  # values are computed for so many rows at a time, to limit the memory beside the model
+_CHUNK_ROWS = 1024  # rows whose values are computed at a time, to limit the memory on top of the model
 
 
 class QuantizedWeight(NamedTuple):
@@ -35,7 +35,7 @@ class QuantizedWeight(NamedTuple):
 
     codes: torch.Tensor  # uint8 or e4m3 [n, k]
     scales: torch.Tensor  # any float [n, G]
-    zeros: torch.Tensor | None  # int16 [n, G]; None for e4m3
+    zeros: torch.Tensor | None  # int16 [n, G]; or None for e4m3
     groups: torch.Tensor  # int64 [k], on the CPU
 
     def part(self, rows: slice, columns: slice) -> "QuantizedWeight":
@@ -43,7 +43,7 @@ class QuantizedWeight(NamedTuple):
         return QuantizedWeight(self.codes[rows, columns], self.scales[rows], zeros, self.groups[columns])
 
     def copy_values(self, target: torch.Tensor) -> None:
-        """Write the values to `target` [n, k], some rows after the other."""
+        """Write the values to `target` [n, k], some rows at a time."""
         for start in range(0, len(self.codes), _CHUNK_ROWS):
             rows = slice(start, start + _CHUNK_ROWS)
             codes = self.codes[rows].float()
@@ -64,10 +64,10 @@ def can_multiply_codes(
     dtype: torch.dtype,
     capability: tuple[int, int],
 ) -> bool:
-    """Return True if cuBLAS can multiply the codes of this weight by activations in fp8, and the checkpoint wants it.
+    """Return True if the checkpoint wants activations in fp8 and cuBLAS can multiply the codes of this weight by them.
 
-    The weight has a scale for each row, or for each block of 128 x 128, which parts and ranks must not cut. cuBLAS has
-    blocks on compute capability 9.0 alone, and rows were tested on nothing else.
+    The weight has a scale for each row, or for each block of 128 x 128, and neither parts nor ranks may cut a block.
+    cuBLAS supports blocks on compute capability 9.0 only, and scales per row were tested on no other GPU.
     """
     by_row = quantization.block in ((1, 0), (0, 0)) and num_columns % 64 == 0 and sum(part_sizes) % 16 == 0
     by_block = quantization.block == (_FP8_BLOCK, _FP8_BLOCK) and not any(
@@ -80,7 +80,7 @@ def can_multiply_codes(
 class PackedWeight(nn.Module):
     """Codes, scales and zeros of a weight [N, K], in uninitialised memory on the device of the `torch.device` context.
 
-    part_sizes: rows of each part that has scales of its own, such as those of q, k and v. multiplies_codes: many rows
+    part_sizes: rows of each part with separate scales, such as q, k and v. multiplies_codes: many rows
     are multiplied in fp8. Raises ConfigError if groups or blocks do not fit.
     """
 
@@ -103,7 +103,7 @@ class PackedWeight(nn.Module):
         self.group_size = math.gcd(block_columns, num_columns)
         if problem := quantization.packing_problem(num_columns):
             raise ConfigError(problem)
-        assert packed_values.can_pack(num_columns, quantization.bits, self.group_size), "the kernels agree"
+        assert packed_values.can_pack(num_columns, quantization.bits, self.group_size), "unsupported groups"
         self.multiplies_codes = multiplies_codes
         self.max_packed_rows = MAX_ROWS_BEFORE_CODES if multiplies_codes else MAX_PACKED_ROWS
         if multiplies_codes and self.group_size == num_columns:
@@ -115,18 +115,18 @@ class PackedWeight(nn.Module):
             # cuBLAS wants the scales of a row of blocks together, and their number to be a multiple of 4
             scales = torch.zeros(*scales.shape[:2], ceil_div(num_scales[1], 4) * 4)
         self.scales = nn.Parameter(scales, requires_grad=False)
-        # Integers have scales of 16 bits, whose type the first shard tells
+        # Integers have 16-bit scales, whose dtype is known from the first shard
         self.scale_dtype = torch.float32 if self.is_float else None
 
     def rows(self, start: int, end: int) -> "PackedRows":
         return PackedRows(self, start, end)
 
     def choose_scales(self, dtype: torch.dtype, where: str) -> None:
-        """Keep the scales of integers in the type that they have in the checkpoint. Raises CheckpointError if it has
-        more than 16 bits, or if parts of the weight have several.
+        """Store the scales of integers in the dtype that they have in the checkpoint. Raises CheckpointError if the
+        dtype has more than 16 bits, or if parts of the weight have several dtypes.
         """
         if self.scale_dtype not in (None, dtype) or dtype == torch.float32:
-            beside = "" if self.scale_dtype in (None, dtype) else f", but those beside it are in {self.scale_dtype}"
+            beside = "" if self.scale_dtype in (None, dtype) else f", but other parts in {self.scale_dtype}"
             raise CheckpointError(
                 f"{where} has scales in {dtype}{beside}; on a GPU all must be in bfloat16 or all in float16; use "
                 "device='cpu'"
@@ -159,7 +159,7 @@ class PackedWeight(nn.Module):
         return out if bias is None else out.add_(bias)
 
     def warm_up(self, x: torch.Tensor) -> None:
-        """Call cuBLAS as `linear` does for many rows, but no kernel of ours. The numbers are arbitrary."""
+        """Call cuBLAS as `linear` does for many rows, without our kernels. The numbers are arbitrary."""
         from nanovllm.kernels import quantizing
 
         if self.multiplies_codes:
@@ -189,8 +189,8 @@ class PackedRows:
         return PackedRows(self._weight, self._start + start, self._start + end)
 
     def store(self, given: QuantizedWeight, where: str) -> None:
-        """Raises CheckpointError, which names `where`, for groups that are not contiguous, and for scales of several
-        types.
+        """Store the values of a shard. Raises CheckpointError, which names `where`, for groups that are not contiguous
+        and for scales of several dtypes.
         """
         from nanovllm.kernels import packed_values
 
@@ -218,12 +218,12 @@ class PackedRows:
     def quantize(self, values: torch.Tensor, columns: slice) -> None:
         """Store `columns` of `values` [n, k], a tensor of a checkpoint that is quantized while it is loaded.
 
-        This is `quantize` of models/quantized_weights.py and `store` in one kernel: a mixture has tens of thousands of
-        matrices, and to launch their operations one by one takes longer than all else.
+        One kernel does the work of `quantize` of models/quantized_weights.py and of `store`: a mixture has tens of
+        thousands of matrices, and launching their operations one by one takes longer than everything else.
         """
         from nanovllm.kernels import quantizing
 
-        assert len(values) == self._end - self._start, "there are values for each row"
+        assert len(values) == self._end - self._start, "values must have as many rows as the target"
         if not self._weight.is_float:
             self._weight.scale_dtype = torch.bfloat16
         first_column, _, _ = columns.indices(values.shape[1])
@@ -231,7 +231,7 @@ class PackedRows:
 
 
 def packed(weight: nn.Parameter | PackedWeight) -> "Packed":
-    """A weight as the kernels take it. Hot."""
+    """Return the weight in the form that the kernels take. Hot."""
     from nanovllm.kernels.packed_values import Packed
 
     if isinstance(weight, PackedWeight):
@@ -241,7 +241,7 @@ def packed(weight: nn.Parameter | PackedWeight) -> "Packed":
 
 
 def new_values(num_rows: int, num_columns: int, like: torch.Tensor, max_bytes: int = UNPACKED_BYTES) -> torch.Tensor:
-    """Memory for the values of some rows, as many as are unpacked at a time, in the dtype of `like`."""
+    """Allocate memory for the values of the rows that are unpacked at a time, in the dtype of `like`."""
     most = max_bytes // (num_columns * like.element_size()) // _ALIGNED_ROWS * _ALIGNED_ROWS
     return like.new_empty(min(max(most, _ALIGNED_ROWS), num_rows), num_columns)
 
@@ -249,7 +249,7 @@ def new_values(num_rows: int, num_columns: int, like: torch.Tensor, max_bytes: i
 def unpacked_linear(
     x: torch.Tensor, weight: "Packed", bias: torch.Tensor | None, max_bytes: int = UNPACKED_BYTES
 ) -> torch.Tensor:
-    """[M, K] -> [M, N] by cuBLAS, with the values of some rows of the weight at a time. Hot."""
+    """Multiply with cuBLAS, unpacking some rows of the weight at a time: [M, K] -> [M, N]. Hot."""
     from nanovllm.kernels import packed_values
 
     num_rows = len(weight.codes)

@@ -1,12 +1,12 @@
-"""Rotary position embedding (Su et al. 2021) and its extensions to longer contexts, with the numbers of transformers.
+"""Rotary position embedding (Su et al. 2021) and its extensions to longer contexts, with the numerics of transformers.
 
 Pair i of a head (elements i and i + D/2) is rotated by the angle position * inv_freq[i]. The rope types differ in
 inv_freq, and yarn also scales cos and sin. Each forward computes cos and sin once for all layers, from the positions.
-There is no table, because at D = 128 it would take 512 bytes per token of context.
+There is no precomputed table, because at D = 128 it would take 512 bytes per token of context.
 
-Some models rotate only the first R elements of a head, element i with i + R/2. Their q and k keep the elements of a
-head in another order (`rotary_order`), in which these two are D/2 apart as well, and the other pairs have the angle 0.
-The order changes no product of q and k.
+Some models rotate only the first R elements of a head, element i with i + R/2. Their q and k store the elements of a
+head in another order (`rotary_order`), in which elements i and i + R/2 are D/2 apart as well, and the other pairs have
+the angle 0. The order does not change any product of q and k.
 
 `rotate_and_store` does everything between the qkv product and attention. On a GPU it is one fused kernel.
 """
@@ -25,8 +25,9 @@ from nanovllm.layers.layernorm import rms_norm
 class KVCells(NamedTuple):
     """The cells of one layer's paged cache that new keys and values are written to. A cell holds one token.
 
-    Token t goes into cell `slot_mapping_T[t]` of both caches (int64, block * P + offset), or nowhere if it is -1. The
-    name has nothing to do with the slots of the ring. (N blocks of P tokens, K kv heads, D head dim.)
+    Token t goes into cell `slot_mapping_T[t]` of both caches (int64, block * P + offset), or is not stored if
+    `slot_mapping_T[t]` is -1. `slot_mapping_T` is unrelated to the slots of the ring. (N blocks of P tokens, K kv
+    heads, D head dim.)
     """
 
     k_cache_NPKD: torch.Tensor
@@ -43,7 +44,7 @@ def store_kv(k_TKD: torch.Tensor, v_TKD: torch.Tensor, cells: KVCells) -> None:
 
 
 def rotary_order(head_dim: int, rotary_dim: int) -> list[slice]:
-    """The elements of a head in the order in which q and k keep them, if the first `rotary_dim` are rotated."""
+    """The elements of a head in the order in which q and k store them, if the first `rotary_dim` are rotated."""
     if rotary_dim == head_dim:
         return [slice(0, head_dim)]
     half, middle = rotary_dim // 2, (head_dim + rotary_dim) // 2
@@ -60,7 +61,7 @@ class RotaryEmbedding(nn.Module):
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, *, max_model_len: int, rotary_dim: int | None = None) -> None:
-        """rotary_dim: elements of a head that are rotated; None: all."""
+        """rotary_dim: number of rotated elements of a head, or None for all."""
         super().__init__()
         self.config = config
         self.rotary_dim = rotary_dim or head_dim
@@ -124,7 +125,7 @@ def rotate_and_store(
 
 
 def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Heads [T, H, D] rotated by `cos_sin` [T, D], computed in fp32, returned in the dtype of `x`."""
+    """Rotate heads [T, H, D] by `cos_sin` [T, D]. Computed in fp32, returned in the dtype of `x`."""
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     x1, x2 = x.float().chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
@@ -147,8 +148,9 @@ def _inv_freq(config: RopeConfig, dim: int) -> torch.Tensor:
 
 
 def _llama3_inv_freq(config: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: wavelengths above L0 / low_freq_factor are stretched by `factor`, those below L0 / high_freq_factor
-    are kept, and those between are interpolated. L0 is the original length."""
+    """Llama 3.1: wavelengths above L0 / low_freq_factor are stretched by `factor`, wavelengths below
+    L0 / high_freq_factor are unchanged, and wavelengths between are interpolated. L0 is the original length.
+    """
     rotations = config.original_max_position_embeddings * inv_freq / (2 * math.pi)  # over the original length
     kept = (rotations - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     kept = kept.clamp(0, 1)
@@ -157,11 +159,13 @@ def _llama3_inv_freq(config: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor
 
 def _yarn_inv_freq(config: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor:
     """YaRN (Peng et al. 2023), equations 17 to 23: pairs that rotate more than beta_fast times over the original length
-    are kept, those that rotate less than beta_slow times are stretched by `factor`, with a linear ramp between."""
+    are unchanged, pairs that rotate less than beta_slow times are stretched by `factor`, and between the two the
+    stretch is a linear ramp.
+    """
     num_pairs = len(inv_freq)
 
     def pair_rotating(num_rotations: float) -> float:
-        """The pair, as a fractional index, that rotates this many times over the original length."""
+        """Fractional index of the pair that rotates this many times over the original length."""
         original = config.original_max_position_embeddings
         return num_pairs * math.log(original / (num_rotations * 2 * math.pi)) / math.log(config.rope_theta)
 

@@ -1,17 +1,17 @@
-"""Sampler: turns logits into token ids, each row with its own parameters and its own noise.
+"""Sampler: turns logits into token ids, each row with separate parameters and noise.
 
 A token is drawn in two steps: first one of the groups that the vocabulary is divided into, by the sum of its
 probabilities, then an entry of that group. Each step is an argmax of probability over Exp(1) noise (the exponential
 race, which has the same distribution as drawing from the probabilities), so noise is needed only for the groups and for
 one group's entries. The noise is a hash of the request's seed, the token's position and the vocabulary entry, so a
-seeded request draws the same noise whatever it is batched with, on every device and rank.
+seeded request draws the same noise in every batch, on every device and rank.
 
 Filters do not sort the vocabulary. First a token is drawn from the whole distribution. Then the filters are evaluated
-for that one token. If they cut it, they also cut every less likely token, so the next attempt draws, with its own
+for that one token. If they cut the token, they also cut every less likely token, so the next attempt draws, with new
 noise, from the tokens ahead of it, and so on. Rejecting a draw does not change the ratios between the probabilities of
 the kept tokens, so the result is distributed as if the other tokens had been masked beforehand. A first draw that is
 kept is the token that the request would have drawn without filters. top_p takes 1 + ln(1 / top_p) attempts on average
-for any logits, because the probability ahead of a draw is uniformly distributed below that ahead of the previous draw.
+for any logits: the probability ahead of a draw is uniform between 0 and the probability ahead of the previous draw.
 
 The filters apply in the order of transformers' logits processors: temperature, then top_k, then top_p of the tokens
 that top_k keeps, then min_p.
@@ -19,9 +19,9 @@ that top_k keeps, then min_p.
 - Tokens are ordered by logit, largest first. Tokens with equal logits are ordered by id, lowest first.
 - top_k keeps every token whose logit is at least the k-th largest, so with ties it may keep more than k.
 - top_p keeps a token if the probability of the tokens ahead of it is below top_p, where the tokens that top_k keeps sum
-  to 1. It splits ties: it keeps as many of them as top_p needs. (transformers keeps as many, but which of them depends
-  on an unstable sort.) Sums are fp32, in an order that does not depend on the batch. If the probability ahead of a
-  token is within rounding of top_p, devices may disagree about that token.
+  to 1. top_p splits ties: it keeps the fewest tied tokens that it needs. (transformers keeps equally many, but which of
+  them depends on an unstable sort.) Sums are fp32, in an order that does not depend on the batch. If the probability
+  ahead of a token is within rounding of top_p, devices may disagree about that token.
 - min_p keeps a token if its logit is at least the largest logit + temperature * ln(min_p).
 - The first token in the order is always kept, and greedy rows ignore filters.
 """
@@ -56,7 +56,7 @@ def sample(logits: torch.Tensor, params: SamplingTensors, out: torch.Tensor | No
 
 
 def redraw_cut_tokens(values: torch.Tensor, params: SamplingTensors, tokens: torch.Tensor) -> torch.Tensor:
-    """Replace the tokens of `tokens` [S] that the filters cut.
+    """Replace the tokens in `tokens` [S] that the filters cut.
 
     `values` are valid logits in fp32, [S, vocab_size]. Every temperature must be above 0.
     """
@@ -100,7 +100,7 @@ def _kth_largest(values: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
 
 
 def _race(values: torch.Tensor, params: SamplingTensors, attempt: int) -> torch.Tensor:
-    """Draw once for each row, [S]: first a group, then an entry of it. For a greedy row, the largest value."""
+    """Draw once for each row, [S]: a group, then an entry of the group. A greedy row gets its largest value."""
     num_groups = ceil_div(values.shape[1], GROUP_SIZE)
     num_entries = num_groups * GROUP_SIZE
     first = attempt * (num_entries + num_groups)  # where the noise of this attempt starts
@@ -116,7 +116,7 @@ def _race(values: torch.Tensor, params: SamplingTensors, attempt: int) -> torch.
         return torch.where(draws, log_weight - noise.log(), log_weight).argmax(dim=-1)
 
     group_weight = torch.where(draws, scaled.logsumexp(dim=-1), scaled.amax(dim=-1))
-    group = best(group_weight, torch.tensor([first + num_entries]))  # the noise of groups follows that of entries
+    group = best(group_weight, torch.tensor([first + num_entries]))  # the noise of groups follows the noise of entries
     start = group * GROUP_SIZE
     return start + best(scaled[torch.arange(len(group)), group], first + start)
 
@@ -174,8 +174,8 @@ def resample_edited(
 
     Most requests edit nothing, so graphs and the plain path sample all rows from the model's own logits. The edited
     rows are copied, edited and sampled afterwards, a limited number at a time. Rows without edits pay only for the
-    launches. `params` has the edited rows alone. `input_ids`, int64 [T], are the step's own, as the model has read
-    them.
+    launches. `params` has the edited rows alone. `input_ids`, int64 [T], are the step's own, in the form in which the
+    model has read them.
     """
     num_rows = max(1, _CHUNK_BYTES // (4 * logits.shape[1] * _ROW_STEP)) * _ROW_STEP
     for start in range(0, len(edits.rows), num_rows):
@@ -192,7 +192,7 @@ _CHUNK_BYTES = 32 << 20  # fp32 logits that are edited at once
 def edit_logits(logits: torch.Tensor, edits: EditTensors, input_ids: torch.Tensor) -> torch.Tensor:
     """logits [S, vocab_size] of any float type -> the edited rows, fp32 [R, vocab_size].
 
-    input_ids: int64 [T], the step's own. Hot: once per step. On a GPU nothing here waits for the GPU.
+    input_ids: int64 [T], of this step. Hot: once per step. On a GPU nothing here waits for the GPU.
     """
     if logits.is_cuda:
         from nanovllm.kernels import logit_edits as kernels

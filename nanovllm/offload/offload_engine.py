@@ -1,23 +1,23 @@
-"""OffloadEngine: the KV cache in CPU memory, its slots on the GPU, and every copy between the two.
+"""OffloadEngine: the KV cache in CPU memory, its slots on the GPU, and every copy between CPU and GPU.
 
 Legend: L layers, N blocks of a cache, P tokens per block, K kv heads, D head dim.
 
 The engine makes the copies that a plan's KVMoves name, one layer at a time, and decides nothing. It has two kinds of
 GPU memory:
-- Ring slots `[L, N, P, K, D]` hold blocks in all layers. The model writes new tokens to them, and blocks are loaded
-  into them to stay.
-- Staging groups `[N, P, K, D]` hold a few blocks in *one* layer. They are filled, attended to and filled again, layer
-  after layer. All layers share them, so a few groups are enough for copies to run ahead of the compute, across layers
-  and into the next step. No slot has to give up its block for this.
+- Ring slots `[L, N, P, K, D]` hold blocks in all layers. The model writes new tokens to ring slots, and blocks that
+  several steps read are loaded into ring slots.
+- Staging groups `[N, P, K, D]` hold a few blocks in *one* layer. They are filled, attended to and refilled, layer
+  after layer. All layers share the staging groups, so a few groups are enough for copies to run ahead of the compute,
+  across layers and into the next step, without evicting a block from a ring slot.
 
-Loads are enqueued in the order in which the model will use them, as far ahead as staging has room (`_pump`). One copy
-moves a *run* of tokens that are contiguous on both sides. After a step that is a single CUDA graph, one copy
-out moves them in all layers. `begin_step` finds out which copies a step makes and which earlier work each of them must
-wait for. After that, the host's work per layer depends only on the number of runs, and not on the number of slots or
-blocks.
+Loads are enqueued in the order in which the model will use them, until the staging groups are full (`_pump`). One copy
+transfers a *run* of tokens that are contiguous on both sides. After a step that is a single CUDA graph, one copy to CPU
+memory transfers a run in all layers. `begin_step` finds out which copies a step makes and which earlier work each copy
+must wait for. After that, the host's work per layer depends only on the number of runs, and not on the number of slots
+or blocks.
 
-Stream edges, each commented where the wait is made. Each line says what must be done before what, which stream the
-other one waits for, and where the engine keeps the event or the number to wait for:
+Stream edges, each commented where the wait is made. Each line says what must be done before what, which stream is
+waited for by which stream, and where the engine stores the event or the batch number to wait for:
   E1  loaded -> read or written         h2d -> compute   ring_slot_ready, of this step and layer
   E2  last used -> overwritten by load  compute -> h2d   ring_slot_compute_done
   E3  stored -> copied out              compute -> d2h   ring_slot_compute_done, or this layer's own event
@@ -26,12 +26,12 @@ other one waits for, and where the engine keeps the event or the number to wait 
   E6  copied out -> CPU block loaded    d2h -> h2d       cpu_block_offload_done
   E7  staged -> attended                h2d -> compute   staging_ready
   E8  attended -> staging refilled      compute -> h2d   staging_compute_done
-For E2 to E6 the engine notes, for each slot and CPU block, the number of the batch of work that used it last. A step
+For E2 to E6 the engine records, for each slot and CPU block, the number of the last batch of work that used it. A step
 makes up to three batches: its work on compute, its flushes on d2h, and its offloads on d2h. A stream runs its work in
 order. So the copies of a layer wait only for the newest batch among all the slots and blocks that they touch, and once
-the host has seen that this batch is done, they wait for nothing (StreamLog).
-A load and a later write of the CPU block that it read need no edge. Compute waits for every load of a step within that
-step (E1, E7), and a CPU block is only written (E3) from what compute stored in a later step.
+the host has seen that this batch is done, the copies wait for nothing (StreamLog).
+A load of a CPU block and a later write of the same block need no edge. Compute waits for every load of a step within
+the step (E1, E7), and a CPU block is only written (E3) from what compute stored in a later step.
 """
 
 import time
@@ -57,11 +57,11 @@ Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # target and source
 
 
 class Run(NamedTuple):
-    """`num_tokens` tokens of each layer that are contiguous in CPU memory and on the GPU, so that one copy moves them.
+    """`num_tokens` tokens of each layer that are contiguous in CPU memory and on the GPU, so that one copy suffices.
 
-    In one layer a block of 256 tokens is half a MiB for Qwen3-0.6B. A copy of that size does not reach the link's full
-    rate, and enqueuing it takes the host about as long as the transfer takes the link. The managers therefore try to
-    give contiguous blocks contiguous slots, and the copies are joined once per step.
+    In one layer a block of 256 tokens is half a MiB for Qwen3-0.6B. A copy of half a MiB does not reach the link's full
+    rate, and enqueuing the copy takes the host about as long as the transfer takes the link. The managers therefore try
+    to give contiguous blocks contiguous slots, and the copies are joined once per step.
 
     `cpu_start` is a token index in the CPU pool, `gpu_start` one in the slot ring or in a staging group.
     """
@@ -99,7 +99,7 @@ def offload_runs(offloads: Iterable[SlotOffload], block_size: int) -> tuple[Run,
 
 
 def staging_runs(group: StreamedGroup, block_size: int) -> tuple[Run, ...]:
-    """Block i of the group goes to place i of the staging group."""
+    """Copy block i of the streamed group to place i of the staging group."""
     num_tokens = group.num_tokens(block_size)
     return join_runs(
         Run(cpu_block_id * block_size, start, min(block_size, num_tokens - start))
@@ -110,13 +110,13 @@ def staging_runs(group: StreamedGroup, block_size: int) -> tuple[Run, ...]:
 def token_views(k_LNPKD: torch.Tensor, v_LNPKD: torch.Tensor) -> list[KV]:
     """Views of the caches `[L, N, P, K, D]`, one pair per layer, with the tokens of all blocks in a row.
 
-    Make the views once and slice them for each copy. That takes a fraction of the time of indexing the whole cache.
+    Make the views once and slice them for each copy: slicing takes a fraction of the time of indexing the whole cache.
     """
     return list(zip(k_LNPKD.flatten(1, 2).unbind(0), v_LNPKD.flatten(1, 2).unbind(0), strict=True))
 
 
 def run_tensors(runs: tuple[Run, ...], dst: KV, src: KV, *, to_gpu: bool) -> Iterator[Copy]:
-    """Yield two copies for each run: that of K, then that of V. Hot."""
+    """Yield two copies for each run: K, then V. Hot."""
     for cpu_start, gpu_start, num_tokens in runs:
         dst_start, src_start = (gpu_start, cpu_start) if to_gpu else (cpu_start, gpu_start)
         for dst_cache, src_cache in zip(dst, src, strict=True):
@@ -124,14 +124,14 @@ def run_tensors(runs: tuple[Run, ...], dst: KV, src: KV, *, to_gpu: bool) -> Ite
 
 
 def layer_run_tensors(runs: tuple[Run, ...], cpu: LayersKV, gpu: LayersKV) -> Iterator[Copy]:
-    """Yield two copies to CPU memory for each run, of all layers: that of K, then that of V. Hot."""
+    """Yield two copies to CPU memory for each run, of all layers: K, then V. Hot."""
     for cpu_start, gpu_start, num_tokens in runs:
         for cpu_cache, gpu_cache in zip(cpu, gpu, strict=True):
             yield cpu_cache[:, cpu_start : cpu_start + num_tokens], gpu_cache[:, gpu_start : gpu_start + num_tokens]
 
 
 class _Loads(NamedTuple):
-    """Copies to the GPU that a step makes together in each layer, and the batches of work that must come first."""
+    """Copies to the GPU that a step makes together in each layer, and the batches of work that they wait for."""
 
     runs: tuple[Run, ...]
     block_offload: int  # the batch on d2h that wrote the CPU blocks
@@ -177,8 +177,8 @@ class OffloadEngine:
         self._offload_runs: tuple[Run, ...] = ()
         self._taken_offload = 0  # the newest batch that copies out a slot which this step writes to
         self._queue: deque[tuple[int, _Loads]] = deque()  # loads that are not enqueued yet, each with its layer
-        self._num_filled = 0  # since the start; staging groups are filled in turn
-        self._num_released = 0  # likewise
+        self._num_filled = 0  # groups filled since the start; staging groups are filled in turn
+        self._num_released = 0  # groups released since the start
         self.link_byte_per_s = measure_link(self.streams, self.k_cache_cpu, self.k_staging)  # None on a CPU
 
     def allocate_slots(self, num_ring_slots: int) -> None:
@@ -203,11 +203,11 @@ class OffloadEngine:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def begin_step(self, moves: KVMoves, slots_in_use: Iterable[int]) -> None:
-        """Copy out the slots that are given up, and start the first loads.
+        """Copy out the slots that are evicted, and start the first loads.
 
         `slots_in_use`: the slots in the block tables of the step.
         """
-        assert not self._queue, "the previous step did not use all it loaded"
+        assert not self._queue, "the previous step did not use all of its loads"
         for log in (self._compute_log, self._d2h_log):
             log.forget_done(self.streams.is_done)
         self._moves = moves
@@ -216,7 +216,7 @@ class OffloadEngine:
         loads = [self._slot_loads(moves.loads)] if moves.loads else []
         loads += [self._group_loads(group) for group in moves.streamed]
         self._queue.extend((layer, load) for layer in range(self.spec.num_layers) for load in loads)
-        # From here on the arrays describe this step, for the steps that follow
+        # From here on the arrays describe this step, for later steps
         used = np.fromiter(slots_in_use, dtype=np.int64)
         self.ring_slot_compute_done[used] = self._compute_log.next_batch
         self.ring_slot_compute_done[[copy.src_slot for copy in moves.copies]] = self._compute_log.next_batch
@@ -276,8 +276,8 @@ class OffloadEngine:
     def staged_buffers(self) -> Iterator[int]:
         """Yield the staging buffer of each streamed group of a layer, in the plan's order. Layers come in order.
 
-        Before a buffer is yielded, compute is made to wait until it is filled. Asking for the next buffer releases the
-        one before, so that it can be filled again. Hot: once per layer.
+        Before a buffer is yielded, compute is made to wait until the buffer is filled. Asking for the next buffer
+        releases the previous buffer for refilling. Hot: once per layer.
         """
         for _ in self._moves.streamed:
             buffer = self._num_released % self.num_staging_groups
@@ -288,16 +288,16 @@ class OffloadEngine:
             self._pump()
 
     def groups(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield K and V `[N, P, K, D]` of each of these buffers. The plan's tables index N."""
+        """Yield K and V `[N, P, K, D]` of each buffer of `staged_buffers`. The plan's tables index N."""
         for buffer in self.staged_buffers():
             yield self.k_staging[buffer], self.v_staging[buffer]
 
     def begin_all_layers(self) -> None:
-        """Replaces begin_layer in a step that loads nothing and is enqueued as a whole, as a single CUDA graph is."""
+        """Replaces begin_layer in a step that loads nothing and is enqueued as a single CUDA graph."""
         self.begin_layer(self.spec.num_layers - 1)  # the last layer is copied out last, so this waits for all
 
     def ran_all_layers(self) -> None:
-        """Replaces stored and attended in such a step."""
+        """Replaces stored and attended in a step that is enqueued as a single CUDA graph."""
         done = self.record_slot_compute_done(self.spec.num_layers)
         if self._offload_runs:
             self.offload_slots(self._offload_runs, done)
@@ -332,7 +332,7 @@ class OffloadEngine:
 
     @contextmanager
     def _offloading(self, runs: tuple[Run, ...], num_layers: int, stored: Event | None) -> Iterator[Stream]:
-        """Yields the stream for the copies of these layers, which are to be enqueued inside."""
+        """Yield the stream on which the caller enqueues the copies of `num_layers` layers inside the context."""
         d2h = self.streams.d2h
         self._wait(d2h, stored)  # E3: stored -> copied out
         yield d2h
@@ -401,13 +401,13 @@ class OffloadEngine:
         """Finish all copies and unpin the CPU pool. The caches must not be used after this."""
         try:
             self.streams.synchronize()
-        finally:  # waiting for a GPU that has failed raises; unpin the memory nevertheless
+        finally:  # waiting for a failed GPU raises; unpin the memory nevertheless
             for buffer in self._host_buffers:
                 buffer.close()
 
 
 def _newest(batches: np.ndarray, ids: Iterable[int]) -> int:
-    """The newest batch that is noted for these slots or blocks, or 0 if there are none."""
+    """Return the newest batch recorded for these slots or blocks, or 0 if there are none."""
     return int(batches[list(ids)].max(initial=0))
 
 
@@ -415,8 +415,8 @@ def measure_link(streams: Streams, pool: torch.Tensor, staging: torch.Tensor) ->
     """Bytes per second of copies from the pinned `pool` to the `staging` buffer on the GPU, or None on a CPU.
 
     After a short warm-up, 1 GiB is copied through the h2d stream in pieces of 8 MiB, or of the size of the smaller
-    tensor if that is less. The pool is read from end to end, and again from its start as often as needed. This
-    overwrites `staging`. Each rank measures its own link.
+    tensor if that is less. The pool is read from end to end, repeatedly if it is small. `staging` is overwritten. Each
+    rank measures its own link.
     """
     if not staging.is_cuda:
         return None

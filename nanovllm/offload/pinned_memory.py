@@ -1,8 +1,8 @@
-"""Page-locked host memory of exactly the size that is asked for.
+"""Page-locked host memory of exactly the requested size.
 
 torch's own pinned allocator rounds sizes up to a power of two and pins 1.6 GiB/s. Here many threads touch an anonymous
-mapping, so that the kernel makes its pages in parallel, and then one call registers the whole mapping with CUDA. The
-mapping is private, because a private one gets huge pages where the machine has them. A shared mapping, Python's
+mapping, so that the OS kernel makes its pages in parallel, and then one call registers the whole mapping with CUDA. The
+mapping is private, because private mappings get huge pages where the machine has them. A shared mapping, Python's
 default, gets pages of 4 KiB and takes six times as long (docs/log/2026-11-21.md).
 """
 
@@ -22,11 +22,12 @@ _TOUCH_BYTES = 64 * 2**20
 
 
 class HostBuffer:
-    """`num_bytes` of host memory as a uint8 tensor. `pinned_for`: the GPU that copies from and to it; None: no pinning.
+    """`num_bytes` of host memory as a uint8 tensor. `pinned_for`: the GPU that copies from and to the memory, or None
+    if the memory is not pinned.
 
-    `close()` unregisters the memory from CUDA. If it is never called, a finalizer does that, because CUDA would
-    otherwise treat the next mapping at this address as already registered. After that, `tensor` and everything that was
-    made from it must not be used.
+    `close()` unregisters the memory from CUDA. If `close()` is never called, a finalizer unregisters the memory,
+    because CUDA would otherwise treat the next mapping at this address as already registered. After `close()`, `tensor`
+    and tensors made from it must not be used.
     """
 
     def __init__(self, num_bytes: int, pinned_for: torch.device | None) -> None:
@@ -39,14 +40,14 @@ class HostBuffer:
             self._register(pinned_for)
 
     def _advise(self) -> None:
-        """Ask for huge pages, and keep the memory out of forked processes."""
+        """Ask for huge pages, and exclude the memory from forked processes."""
         try:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # the kernel has no transparent huge pages; small ones work, too
+            if error.errno != errno.EINVAL:  # the kernel has no transparent huge pages; small pages also work
                 raise
-        # Correctness depends on this. After a fork, a write would move the data to a new page (copy-on-write), while
-        # the GPU keeps using the old one.
+        # Correctness depends on this call: after a fork, a write would move the data to a new page (copy-on-write),
+        # while the GPU would go on using the old page.
         self._map.madvise(mmap.MADV_DONTFORK)
 
     def _touch(self) -> None:
@@ -78,6 +79,6 @@ class HostBuffer:
 
 def _unregister(address: int, device: torch.device) -> None:
     with torch.cuda.device(device):
-        with suppress(RuntimeError):  # a GPU that has failed no longer copies anything
+        with suppress(RuntimeError):  # a failed GPU no longer copies anything
             torch.cuda.synchronize()  # an engine that is dropped during a step may still be copying
         torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,9 +1,8 @@
-"""Streams and events as the offload engine uses them: CUDA's, or stand-ins for the CPU that copy at once.
+"""Streams and events for the offload engine: CUDA's, or substitutes on the CPU that copy at once.
 
-There are four queues of work: compute (the model's own), h2d, d2h and, where the CPU attends to keys, cpu. The work of
-one queue runs in order. Work of different queues is ordered only by events, which one queue records and another waits
-for. As in CUDA, a wait is for what the event has recorded *so far*. A wait for an event that was never recorded does
-nothing.
+There are four queues of work: compute (the model's), h2d, d2h and, with CPU attention, cpu. The work of one queue runs
+in order. Work of different queues is ordered only by events, which one queue records and another queue waits for. As in
+CUDA, a wait is for what the event has recorded *so far*. A wait for an event that was never recorded does nothing.
 """
 
 from bisect import bisect_left
@@ -15,10 +14,10 @@ import torch
 
 from nanovllm.device.cuda import as_int32, copy_rows, new_stream, pinned_view, wait_for_value, write_value
 
-TIMED_EVERY = 13  # a prime, so that it is another layer in each step
+TIMED_EVERY = 13  # a prime, so that each step times different layers
 
 Event: TypeAlias = Any  # made by Streams.event; a Stream records it or waits for it
-CpuJob: TypeAlias = Any  # what a CpuWorker does in each layer of a step; the streams only pass it on
+CpuJob: TypeAlias = Any  # a CpuWorker's work in each layer of a step; the streams only pass it on
 
 
 class Stream(Protocol):
@@ -26,25 +25,25 @@ class Stream(Protocol):
         """Let `event` stand for everything that is enqueued on this stream so far."""
 
     def wait(self, event: Event) -> None:
-        """Let everything that is enqueued on this stream from here on start after `event`."""
+        """Let everything that is enqueued on this stream from now on start after `event`."""
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Enqueue dst <- src. They have the same shape, and both are contiguous."""
+        """Enqueue dst <- src. Both have the same shape and are contiguous."""
 
     def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Enqueue dst <- src for each pair. This takes the host less time than a call of `copy` for each."""
+        """Enqueue dst <- src for each pair, which takes the host less time than a call of `copy` for each pair."""
 
     def copy_rows(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Enqueue dst <- src, for the host as one copy. They have the same shape [R, ...], and each of their rows is
-        contiguous. One side is on the GPU.
+        """Enqueue dst <- src, for the host as one copy. Both have the same shape [R, ...] and contiguous rows. One side
+        is on the GPU.
         """
 
     def copy_by_kernel(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Enqueue dst <- src for a few rows, without a copy engine. They have the same shape; `dst` is contiguous."""
+        """Enqueue dst <- src for a few rows, without a copy engine. Both have the same shape; `dst` is contiguous."""
 
 
 class CpuServer(Protocol):
-    """Attends in the order of submission, to each job as soon as its queries have arrived.
+    """Computes attention jobs in the order of submission, each job as soon as its queries have arrived.
 
     Numbers count up by one from 1 and wrap around in int32. A number is reached when the signed 32-bit difference of
     the flag and the number is not negative. flags[0] is the newest job whose queries have arrived, written by the GPU.
@@ -52,7 +51,7 @@ class CpuServer(Protocol):
     """
 
     def submit(self, job: CpuJob, layer: int, number: int) -> None:
-        """Attend in `layer` when flags[0] has reached `number`, then set flags[1] to it. Hot: once per layer.
+        """Attend in `layer` when flags[0] has reached `number`, then set flags[1] to `number`. Hot: once per layer.
 
         The caller keeps the job and its tensors alive until flags[1] has reached `number` or the server is closed.
         Raises RuntimeError if 2,048 jobs are waiting already.
@@ -76,16 +75,18 @@ class CpuWorker(Protocol):
 
 
 class CpuStream(Protocol):
-    """A queue of attention on the CPU. The CPU's threads do its work while the host goes on."""
+    """A queue of attention on the CPU. Threads of the CPU do the work while the host goes on."""
 
     def record(self, event: Event) -> None:
         """Let `event` stand for everything that this queue has waited for so far."""
 
     def wait(self, event: Event) -> None:
-        """Let everything that is enqueued on this queue from here on start after `event`."""
+        """Let everything that is enqueued on this queue from now on start after `event`."""
 
     def attend(self, job: CpuJob, layer: int) -> Event:
-        """Enqueue the job's attention in one layer. The event stands for its end; the job must live until then."""
+        """Enqueue the job's attention in one layer. The returned event stands for the end of the attention; the caller
+        keeps the job alive until then.
+        """
 
     def close(self) -> None:
         """Finish what has begun, and discard queued work."""
@@ -106,24 +107,24 @@ class Streams(Protocol):
         ...
 
     def on_device(self, host: torch.Tensor) -> torch.Tensor:
-        """Host memory, which is pinned where there is a GPU, as a tensor that the work of compute reads and writes."""
+        """View host memory, which is pinned if there is a GPU, as a tensor that work on compute reads and writes."""
         ...
 
     def event(self) -> Event: ...
 
     def graph_event(self) -> Event:
-        """An event that CUDA graphs record: after each replay it stands for the point where it was recorded."""
+        """Make an event for recording in CUDA graphs: after each replay it stands for the point of its recording."""
         ...
 
     def timing_event(self) -> Event:
-        """An event for `seconds`; None where work cannot be timed."""
+        """Make an event for `seconds`, or return None if work cannot be timed."""
         ...
 
     def seconds(self, start: Event, end: Event) -> float | None:
-        """The time between two recorded timing events. None if one is not known to be done."""
+        """Return the time between two recorded timing events, or None if one of them is not known to be done."""
 
     def is_done(self, event: Event) -> bool:
-        """Return True if the work that a recorded event stands for is known to be done. Does not wait for it."""
+        """Return True if the work that a recorded event stands for is known to be done. Does not wait for the work."""
 
     def synchronize(self) -> None:
         """Return once all work that is enqueued on h2d and d2h is done."""
@@ -153,7 +154,7 @@ class ImmediateStream:
 
 
 class ImmediateCpuStream:
-    """Attends when it is told to."""
+    """Computes attention when it is enqueued."""
 
     def __init__(self, worker: CpuWorker) -> None:
         self._worker = worker
@@ -202,7 +203,7 @@ class ImmediateStreams:
 
 
 class CudaStream:
-    """A torch stream. None stands for the compute stream: whichever stream is current at the time of the call."""
+    """A torch stream. None stands for the compute stream: the stream that is current at the time of the call."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
@@ -234,7 +235,7 @@ class CudaStream:
 
 
 class _Attended(NamedTuple):
-    """The end of a job, in the calls of torch.cuda.Event: `flag` reaches `number`."""
+    """The end of a job, with the methods of torch.cuda.Event: done when `flag` reaches `number`."""
 
     flag: torch.Tensor
     number: int
@@ -250,8 +251,8 @@ class CudaCpuStream:
     """A CUDA stream that tells the CPU when to start.
 
     The GPU writes a value to pinned memory once everything that the stream waits for is done, and a thread of the
-    worker watches that value. When the job has ended, the thread writes another value, for which other streams can
-    wait. The host only enqueues. A CUDA host function would do as well, but starting one after a kernel takes 0.1 ms.
+    worker watches the value. When the job has ended, the thread writes another value, for which other streams can wait.
+    The host only enqueues. A CUDA host function would work as well, but starting one after a kernel takes 0.1 ms.
     """
 
     def __init__(self, worker: CpuWorker, stream: torch.cuda.Stream) -> None:
@@ -315,7 +316,7 @@ class CudaStreams:
 
 
 class WorkTimer:
-    """Times one piece in TIMED_EVERY of a stream's work, by events on it. The host waits for none of them."""
+    """Times one in TIMED_EVERY pieces of a stream's work with events on the stream. The host never waits for them."""
 
     def __init__(self, streams: Streams, stream: Stream | CpuStream) -> None:
         self._streams, self._stream = streams, stream
@@ -323,7 +324,7 @@ class WorkTimer:
         self._timed: list[TimedPiece] = []  # since the last `take`
 
     def begin(self) -> Event | None:
-        """Begin a piece. Returns None for one that is not timed. Hot."""
+        """Begin a piece of work. Returns None if the piece is not timed. Hot."""
         self._num_pieces += 1
         start = None if self._num_pieces % TIMED_EVERY else self._streams.timing_event()
         if start is not None:
@@ -337,7 +338,7 @@ class WorkTimer:
         self._timed.append(TimedPiece(start, end, num_tokens))
 
     def take(self) -> list["TimedPiece"]:
-        """The pieces since the last call. They may still be running."""
+        """Return the timed pieces since the last call. They may still be running."""
         timed, self._timed = self._timed, []
         return timed
 
@@ -356,13 +357,13 @@ class StreamLog:
     """The events of one stream, whose work comes in batches. A batch has one event per layer, in the order of layers.
 
     Batches are numbered from 1. The number 0 stands for no work. A stream runs its work in order, so once an event is
-    done, everything recorded before it is done too. Code that may have to wait for some work later remembers the number
-    of its batch. Of several batches only the newest matters. The log keeps an event until it is known to be done.
+    done, all earlier events are done, too. Code that may later have to wait for some work remembers the work's batch
+    number; of several batches only the newest matters. The log keeps an event until the event is known to be done.
     """
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        self._events: deque[Event] = deque()  # the newest ones, which are not known to be done
+        self._events: deque[Event] = deque()  # the newest events, which are not known to be done
         self._num_done = 0
 
     def __len__(self) -> int:
@@ -370,7 +371,7 @@ class StreamLog:
 
     @property
     def next_batch(self) -> int:
-        """The number of the batch that begins now. The batch before it must have the events of all its layers."""
+        """Return the number of the batch that begins now. The previous batch must have the events of all its layers."""
         num_batches, num_in_last = divmod(self._num_done + len(self._events), self._num_layers)
         assert not num_in_last, f"the last batch has the events of {num_in_last} of {self._num_layers} layers"
         return num_batches + 1
@@ -380,7 +381,7 @@ class StreamLog:
         self._events.extend([event] * num_layers)
 
     def find(self, batch: int, layer: int) -> Event | None:
-        """The event of a layer of a batch, or None if it is known to be done. Hot."""
+        """Return the event of a layer of a batch, or None if the event is known to be done. Hot."""
         index = (batch - 1) * self._num_layers + layer - self._num_done
         return self._events[index] if index >= 0 else None
 

@@ -1,6 +1,6 @@
 """CpuPart: the part of a step's attention that the CPU computes, as the runner uses it.
 
-The implementation is capabilities/cpu_attention. NoCpuPart takes its place where CPU attention is disabled.
+The implementation is capabilities/cpu_attention. NoCpuPart replaces it where CPU attention is disabled.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class CpuStep(Protocol):
         """Enqueue the copy of the layer's query to CPU memory and the attention there. Hot: once per layer."""
 
     def results(self, q_THD: torch.Tensor) -> PartialAttention:
-        """Let compute wait for the results of the layer that was begun last. Hot: once per layer."""
+        """Let compute wait for the results of the last layer that was begun. Hot: once per layer."""
         ...
 
 
@@ -62,14 +62,14 @@ class CpuGraphs(Protocol):
 class CpuPart(Protocol):
     @property
     def name(self) -> str | None:
-        """The kernel and its number of threads, for people to read; None if CPU attention is disabled."""
+        """Describe the kernel and its number of threads, or return None if CPU attention is disabled."""
 
     def step(self, rows: CpuRows, scale: float) -> CpuStep:
         """Prepare the attention of a step that leaves keys to the CPU."""
         ...
 
     def graphs(self, scale: float) -> Sequence[CpuGraphs]:
-        """Make what one kind of CUDA graphs needs; empty if CPU attention is disabled."""
+        """Make the CpuGraphs of one kind of CUDA graphs; empty if CPU attention is disabled."""
         ...
 
     def end_step(self, link_pieces: Sequence[TimedPiece]) -> TimedPieces | None:
@@ -80,7 +80,7 @@ class CpuPart(Protocol):
 
 
 class NoCpuPart:
-    """CPU attention is disabled."""
+    """The CpuPart of a rank without CPU attention."""
 
     name = None
 

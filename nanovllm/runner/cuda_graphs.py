@@ -1,12 +1,11 @@
 """Steps as CUDA graphs: decode steps from token ids to sampled tokens, and steps with short chunks of prompts. A step
 takes one copy and one replay.
 
-A graph is captured for each of several sizes. A step replays the smallest one that fits, and the remaining
-rows are padding: sequences that have no keys and store nothing. All graphs read the same static inputs, leave their
-logits and tokens in the same static buffers (GraphBuffers), and share one memory pool. Only one of them may therefore
-be in use at a time: replays follow each other on the compute stream, and a step's logits are read before the next
-replay overwrites them. A graph must not keep tensors of its own alive, because other sizes could then not share its
-memory.
+A graph is captured for each of several sizes. A step replays the smallest graph that fits, and the remaining rows are
+padding: sequences that have no keys and store nothing. All graphs read the same static inputs, leave their logits and
+tokens in the same static buffers (GraphBuffers), and share one memory pool. So only one graph may be in use at a time:
+replays follow each other on the compute stream, and a step's logits are read before the next replay overwrites them. A
+graph must not keep private tensors alive, because graphs of other sizes could then not share its memory.
 """
 
 from abc import ABC, abstractmethod
@@ -36,17 +35,19 @@ from nanovllm.utils import progress_bar
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream for all captures on a device. cuBLAS keeps a 32 MiB workspace for every stream it has seen."""
+    """Return the one stream for all captures on a device. cuBLAS keeps a 32 MiB workspace for every
+    stream it has seen.
+    """
     return new_stream(device)
 
 
 @contextmanager
 def capture(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
     """Capture the work that is enqueued inside on the current stream, which must not be the default stream. The capture
-    ends whatever happens inside.
+    also ends when an exception is raised inside.
 
-    A stream that is left in capture mode makes every later call of the process fail, even `torch.cuda.synchronize`, and
-    hides the original error. torch.cuda.graph ends its captures too, but before each it collects garbage and empties
+    A stream that stays in capture mode makes every later call of the process fail, even `torch.cuda.synchronize`, and
+    hides the original error. torch.cuda.graph also ends its captures, but before each it collects garbage and empties
     the allocator's cache, which takes 1.7 s of a start-up with 67 graphs.
 
     `pool` is a graph_pool_handle(). Only this thread must avoid calls that a capture does not allow. In CUDA's default
@@ -57,7 +58,7 @@ def capture(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         yield graph
-        graph.capture_end()  # may fail too, if memory runs out or a call inside has invalidated the capture
+        graph.capture_end()  # may also fail, if memory runs out or a call inside has invalidated the capture
     except BaseException:
         abandon(graph)
         raise
@@ -67,7 +68,7 @@ def abandon(graph: torch.cuda.CUDAGraph) -> None:
     """End a capture in which an exception was raised, and leave the process as if the capture had never begun."""
     try:
         graph.capture_end()
-    except RuntimeError:  # a call that is not allowed in a capture has invalidated it
+    except RuntimeError:  # a call that is not allowed in a capture has invalidated the capture
         _leave_capture_mode()
     with suppress(RuntimeError):
         graph.reset()
@@ -76,11 +77,11 @@ def abandon(graph: torch.cuda.CUDAGraph) -> None:
 def _leave_capture_mode() -> None:
     """Make torch's random generators leave capture mode.
 
-    After an invalidated capture they stay in it until another capture succeeds.
+    After an invalidated capture they stay in capture mode until another capture succeeds.
     """
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
-    with suppress(RuntimeError):  # if there is no memory for this, an empty capture will do
+    with suppress(RuntimeError):  # if there is no memory for a generator, an empty capture is enough
         torch.empty(1, device="cuda").zero_()
     graph.capture_end()
     graph.reset()
@@ -93,7 +94,9 @@ MakeAttention: TypeAlias = Callable[[torch.Tensor, PagedBatch, CompanionColumns 
 
 
 class GraphKind(ABC, Generic[Size]):
-    """The graphs of one kind of step, captured for several sizes. Owned by the runner, to which it has no reference."""
+    """The graphs of one kind of step, captured for several sizes. Owned by the runner, without a reference to the
+    runner.
+    """
 
     num_pools: ClassVar[int] = 1  # memory pools, each shared by all sizes
 
@@ -115,11 +118,11 @@ class GraphKind(ABC, Generic[Size]):
     def capture(
         self, model: CausalLM, make_attention: MakeAttention, sizes: Sequence[Size], show_progress: bool
     ) -> None:
-        """Capture these sizes, the largest first, so that the others can share its memory."""
+        """Capture these sizes, the largest first, so that the other sizes can share its memory."""
         pools = [torch.cuda.graph_pool_handle() for _ in range(self.num_pools)]
         largest_first = sorted(sizes, reverse=True)
         for size in progress_bar(largest_first, desc=f"Capturing {self.name}", unit="size", is_wanted=show_progress):
-            with model.skipping_inner_layers():  # they launch no other kernels
+            with model.skipping_inner_layers():  # inner layers launch no other kernels than the first and last
                 self.launch_kernels(model, make_attention, size)  # loads this size's kernels outside the capture
             torch.cuda.synchronize()
             with torch.cuda.stream(capture_stream(self.device)):
@@ -147,7 +150,7 @@ class StepGraphs(GraphKind[int]):
     """Graphs of decode steps. A size is a number of tokens, each of which is a row."""
 
     def __init__(self, buffers: GraphBuffers, name: str, sizes: list[int], max_query_len: int) -> None:
-        """`max_query_len`: the most rows of a sequence; 1 for steps without guesses."""
+        """`max_query_len`: the most rows of a sequence; 1 for steps without draft tokens."""
         super().__init__(name, sizes)
         self.buffers, self.max_query_len = buffers, max_query_len
 
@@ -156,19 +159,19 @@ class StepGraphs(GraphKind[int]):
         return self.buffers.device
 
     def size_for(self, num_rows: int) -> int:
-        """The smallest size that holds `num_rows` rows."""
+        """Return the smallest size that holds `num_rows` rows."""
         return self.sizes[bisect_left(self.sizes, num_rows)]
 
     def paged(
         self, make_attention: Callable[[torch.Tensor, PagedBatch, CompanionColumns | None], Attention], size: int
     ) -> Attention:
-        """The attention of a graph over the keys that are on the GPU."""
+        """Return the attention of a graph over the keys that are on the GPU."""
         slot_mapping, query_len = self.buffers.tensors(GraphShape.decode(size)).slot_mapping, self.query_len(size)
         columns = self.buffers.companion_columns(size, query_len)
         return make_attention(slot_mapping, self.buffers.decode_batch(size, query_len), columns)
 
     def query_len(self, size: int) -> int:
-        """The most rows of a sequence in the graph of a size. Up to 16 have a faster kernel."""
+        """Return the most rows of a sequence in the graph of a size. Up to 16 rows have a faster kernel."""
         return min(size, self.max_query_len)
 
     @abstractmethod
@@ -191,14 +194,14 @@ class DecodeGraphs(StepGraphs):
         return self.buffers.logits(num_rows)
 
 
-# -- answers beside short chunks of prompts ----------------------------------------------------------------------
+# -- answers concurrent with short chunks of prompts -------------------------------------------------------------
 
 
 class _MixedAttention:
-    """A StepAttention that attends to rows as `rows` does, and to all other tokens as `chunks` does."""
+    """A StepAttention that delegates the rows to `rows` and all other tokens to `chunks`."""
 
     def __init__(self, rows: StepAttention, chunks: StepAttention, is_row: torch.Tensor) -> None:
-        """`is_row`: bool [R], of the first tokens."""
+        """`is_row`: bool [R], for the first tokens of the step."""
         self._rows, self._chunks, self._is_row_R11 = rows, chunks, is_row[:, None, None]
 
     def cells(self, layer: int) -> KVCells:
@@ -218,23 +221,23 @@ class _MixedAttention:
 
 
 class MixedGraphs(GraphKind[MixedSize]):
-    """Steps in which answers run beside short chunks of prompts, from token ids to hidden states.
+    """Steps in which answers run concurrently with short chunks of prompts, from token ids to hidden states.
 
-    Launched kernel by kernel, such a step costs the host 0.7 ms a layer, which for a short chunk is many times what the
-    GPU needs. All of its keys must be on the GPU, and all layers must be attention. Logits and sampling follow outside
+    Launched kernel by kernel, such a step costs the host 0.7 ms per layer, many times what the GPU needs for a short
+    chunk. All keys of the step must be on the GPU, and all layers must be attention. Logits and sampling follow outside
     of the graph, because only some of the tokens are sampled from.
 
-    The tokens of a step are packed as usual, and padding follows them. Sequences with a single token come first: these
-    are the step's *rows*, and the decode kernel attends to them. The sequences after them are its *chunks*, for the
-    prefill kernel. How many of the tokens are rows is read on the device:
+    The tokens of a step are packed as usual, followed by padding. Sequences with a single token come first: they are
+    the step's *rows*, and the decode kernel attends to them. The later sequences are the step's *chunks*, which the
+    prefill kernel attends to. How many of the tokens are rows is read on the device:
 
         tokens     | row | row | chunk    | chunk  | padding |
-        decode     |     R rows     |                           what it writes behind the last row is discarded
+        decode     |     R rows     |                           its results after the last row are discarded
         prefill                | up to C tokens    |
     """
 
     def __init__(self, buffers: GraphBuffers, hidden_size: int, dtype: torch.dtype) -> None:
-        """`dtype`: of the hidden states, which have `hidden_size` entries."""
+        """`dtype` and `hidden_size`: of the hidden states."""
         super().__init__("mixed", buffers.mixed_sizes)
         self._buffers = buffers
         self._hidden = torch.zeros(self.sizes[-1].num_tokens, hidden_size, dtype=dtype, device=buffers.device)
@@ -245,7 +248,7 @@ class MixedGraphs(GraphKind[MixedSize]):
 
     @property
     def largest_sizes(self) -> list[MixedSize]:
-        """With a shorter chunk, more programs share its keys, and leave results for all tokens of the step."""
+        """Include shorter chunks: more programs share their keys, and leave results for all tokens of the step."""
         return [size for size in self.sizes if size.num_rows == self.sizes[-1].num_rows]
 
     # -- what the graphs capture -----------------------------------------------------------------------------------
@@ -269,7 +272,7 @@ class MixedGraphs(GraphKind[MixedSize]):
     # -- one step ------------------------------------------------------------------------------------------------
 
     def find_size(self, plan: StepPlan) -> MixedSize | None:
-        """The smallest size that can run the step, whose keys must all be on the GPU; None if there is none."""
+        """Return the smallest size that can run the step, or None. All keys of the step must be on the GPU."""
         num_rows = _num_rows(plan)
         if len(plan.sequences) - num_rows > MAX_GRAPH_CHUNKS:
             return None
@@ -277,12 +280,12 @@ class MixedGraphs(GraphKind[MixedSize]):
         return next((size for size in self.sizes if size[0] >= needed[0] and size[1] >= needed[1]), None)
 
     def replay(self, plan: StepPlan, inputs: StepInputs, size: MixedSize) -> torch.Tensor:
-        """Run a step of a size that `find_size` has found. Returns the hidden states of its tokens, [T, hidden_size],
+        """Run a step with the size that `find_size` found. Returns the hidden states of its tokens, [T, hidden_size],
         valid until the next replay. Hot.
         """
         num_rows = _num_rows(plan)
         chunk_ends = inputs.cu_seqlens_q[num_rows:]  # begins with the end of the rows
-        cu_seqlens_q = np.full(MAX_GRAPH_CHUNKS + 1, plan.num_tokens)  # the last ones have no queries
+        cu_seqlens_q = np.full(MAX_GRAPH_CHUNKS + 1, plan.num_tokens)  # chunks after the last have no queries
         cu_seqlens_q[: len(chunk_ends)] = chunk_ends
         self._buffers.fill(inputs, GraphShape.mixed(size), num_rows, cu_seqlens_q)
         self._graphs[size][0].replay()

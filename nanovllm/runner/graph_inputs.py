@@ -31,13 +31,13 @@ NO_CELL = -1  # in the slot mapping: a token that stores nothing
 
 
 class GraphShape(NamedTuple):
-    """Sizes of a graph's inputs. What a step does not fill is padding.
+    """Sizes of a graph's inputs. The inputs that a step does not fill are padding.
 
-    The sequences of a mixed step are its answers, the *rows*, and then its chunks, from number `first_chunk` on:
+    The sequences of a mixed step are its answers, the *rows*, and then its chunks, from index `first_chunk` on:
 
         | rows | padding to a multiple of 4 | chunks |
 
-    A decode step has no such front: all of its sequences count as chunks in cu_seqlens_q.
+    A decode step has no rows in front: all of its sequences count as chunks in cu_seqlens_q.
     """
 
     num_tokens: int
@@ -51,7 +51,7 @@ class GraphShape(NamedTuple):
 
     @classmethod
     def mixed(cls, size: MixedSize) -> "GraphShape":
-        first_chunk = ceil_div(size.num_rows, 4) * 4  # so that the chunks' arrays are aligned too
+        first_chunk = ceil_div(size.num_rows, 4) * 4  # so that the chunks' arrays are aligned, too
         return cls(size.num_tokens, first_chunk + MAX_GRAPH_CHUNKS, first_chunk, 0)
 
 
@@ -74,7 +74,7 @@ _INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
 
 @cache
 def _layout(shape: GraphShape, num_columns: int) -> tuple[list[tuple[int, int, np.dtype]], int]:
-    """The start, the end and the dtype of each array, and the size of them all, in bytes."""
+    """Return the start, the end and the dtype of each array, and the size of all arrays, in bytes."""
     lengths: dict[str, tuple[int, np.dtype]] = {
         "input_ids": (shape.num_tokens, _INT64),
         "token_source": (shape.num_tokens, _INT64),
@@ -93,7 +93,7 @@ def _layout(shape: GraphShape, num_columns: int) -> tuple[list[tuple[int, int, n
 
 
 def _inputs(buffer: Any, shape: GraphShape, num_columns: int) -> GraphInputs:
-    """The arrays in a buffer of bytes, of numpy or torch."""
+    """View a buffer of bytes, of numpy or torch, as the arrays."""
     is_array = isinstance(buffer, np.ndarray)
     places, _ = _layout(shape, num_columns)
     arrays = [buffer[start:end].view(dtype if is_array else torch_dtype(dtype)) for start, end, dtype in places]
@@ -103,11 +103,11 @@ def _inputs(buffer: Any, shape: GraphShape, num_columns: int) -> GraphInputs:
 
 
 class GraphBuffers:
-    """Buffers for graphs of up to `max_num_rows` rows and, beside chunks of prompts, of up to `max_num_tokens` tokens.
+    """Buffers for graphs of up to `max_num_rows` rows and, with chunks of prompts, of up to `max_num_tokens` tokens.
 
-    `sampled_ids`, int64 [max_num_rows], are the tokens that the last step sampled, by their row in that step. They are
-    in the same buffer as the step's own input ids, so that one index, `token_source`, finds an id whether or not the
-    host knows it yet:
+    `sampled_ids`, int64 [max_num_rows], are the tokens that the last step sampled, by their row in the last step. They
+    share a buffer with the step's input ids, so that one index, `token_source`, finds an id both if the host knows it
+    already and if it does not:
 
         | sampled_ids | input_ids | token_source | positions | ...
     """
@@ -127,15 +127,15 @@ class GraphBuffers:
         hidden_size: int = 0,
     ) -> None:
         """A row of logits has `padded_vocab_size` entries (see ParallelLMHead), of which the first `vocab_size` are
-        valid. `dtype` is the logits'. `column_paddings`: for each companion column, its number in a row of padding.
-        `hidden_size`: of the hidden states that decode steps leave in `hidden`; 0 if no draft needs them.
+        valid. `dtype` is the dtype of the logits. `column_paddings`: for each companion column, its value in a padding
+        row. `hidden_size`: of the hidden states that decode steps leave in `hidden`, or 0 if drafts do not need them.
         """
         self.max_num_rows, self.vocab_size, self.max_model_len = max_num_rows, vocab_size, max_model_len
         self.device, self.column_paddings = device, column_paddings
         self.mixed_sizes = mixed_graph_sizes(max_num_tokens, max_num_rows)
         shapes = GraphShape.decode(max_num_rows), GraphShape.mixed(self.mixed_sizes[-1])
         table_shape = max(shape.num_seqs for shape in shapes), ceil_div(max_model_len, block_size)
-        self._start = packed_starts([max_num_rows * _INT64.itemsize])[-1]  # of the step's inputs, in bytes
+        self._start = packed_starts([max_num_rows * _INT64.itemsize])[-1]  # start of the step's inputs, in bytes
         num_bytes = self._start + max(_layout(shape, len(column_paddings))[1] for shape in shapes)
         with torch.device(device):
             self._static = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -154,7 +154,7 @@ class GraphBuffers:
         return _inputs(self._static[self._start :], shape, len(self.column_paddings))
 
     def input_ids(self, shape: GraphShape) -> torch.Tensor:
-        """The tokens of the step, int64 [T], including those that the last step sampled.
+        """Return the tokens of the step, int64 [T], including tokens that the last step sampled.
 
         If the last step sampled no valid token (INVALID_TOKEN), the model runs on token 0 instead. The host is about to
         end that request, and the other requests must not be affected.
@@ -169,7 +169,7 @@ class GraphBuffers:
 
     def cu_seqlens_q(self, size: int, max_query_len: int) -> torch.Tensor:
         """int32 [size + 1]: the queries of up to `size` sequences with `size` queries in all. If no sequence has more
-        than one, these never change.
+        than one query, the values never change.
         """
         if max_query_len == 1:
             return self.single_queries(size)
@@ -178,7 +178,7 @@ class GraphBuffers:
     def batch(
         self, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, max_query_len: int, first_seq: int = 0
     ) -> PagedBatch:
-        """The paged keys of the sequences from number `first_seq` on."""
+        """Return the paged keys of the sequences from index `first_seq` on."""
         return PagedBatch(
             cu_seqlens_q=cu_seqlens_q,
             context_lens=context_lens,
@@ -189,12 +189,12 @@ class GraphBuffers:
         )
 
     def decode_batch(self, size: int, max_query_len: int) -> PagedBatch:
-        """The paged keys of up to `size` sequences with `size` queries in all."""
+        """Return the paged keys of up to `size` sequences with `size` queries in all."""
         context_lens = self.tensors(GraphShape.decode(size)).context_lens
         return self.batch(self.cu_seqlens_q(size, max_query_len), context_lens, max_query_len)
 
     def companion_columns(self, size: int, max_query_len: int) -> CompanionColumns:
-        """The numbers of companions for up to `size` sequences with `size` tokens in all."""
+        """Return the companion columns for up to `size` sequences with `size` tokens in all."""
         columns = self.tensors(GraphShape.decode(size)).companion_columns
         return CompanionColumns(columns, self.cu_seqlens_q(size, max_query_len), max_query_len)
 
@@ -216,23 +216,23 @@ class GraphBuffers:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def logits(self, num_rows: int) -> torch.Tensor:
-        """The first `num_rows` logits of the last replay, [num_rows, vocab_size]."""
+        """Return the first `num_rows` logits of the last replay, [num_rows, vocab_size]."""
         return self._logits[:num_rows, : self.vocab_size]
 
     def read_ids(self, num_tokens: int) -> torch.Tensor:
-        """int64 [num_tokens]: the tokens that the last replay has run on."""
+        """Return the tokens that the last replay has run on, int64 [num_tokens]."""
         return self._read_ids[:num_tokens]
 
     def fill_decode(self, inputs: StepInputs, size: int) -> None:
         """Enqueue the copy of a decode step, padded to `size` rows. Hot: once per step.
 
-        Each row of padding is a sequence of its own, without keys.
+        Each padding row is a separate sequence without keys.
         """
         self.fill(inputs, GraphShape.decode(size), 0, padded_cu_seqlens(inputs.cu_seqlens_q, size))
 
     def fill(self, inputs: StepInputs, shape: GraphShape, num_rows: int, cu_seqlens_q: np.ndarray) -> None:
-        """Enqueue the copy of a step's inputs. Its first `num_rows` sequences are the first ones of the graph, all
-        others follow from `shape.first_chunk` on. Hot: once per step.
+        """Enqueue the copy of a step's inputs. Its first `num_rows` sequences are the first sequences of the graph; the
+        other sequences follow from `shape.first_chunk` on. Hot: once per step.
         """
         num_tokens, num_others = len(inputs.input_ids), len(inputs.context_lens) - num_rows
         places = slice(0, num_rows), slice(shape.first_chunk, shape.first_chunk + num_others)
@@ -272,7 +272,7 @@ class GraphBuffers:
 
 
 def padded_cu_seqlens(cu_seqlens_q: np.ndarray, size: int) -> np.ndarray:
-    """int32 [size + 1]: a sequence of one query for each row of padding, and then sequences without queries."""
+    """int32 [size + 1]: append a sequence of one query for each padding row, and then sequences without queries."""
     num_more = size + 1 - len(cu_seqlens_q)
     padding = np.minimum(cu_seqlens_q[-1] + 1 + np.arange(num_more, dtype=np.int32), size)
     return np.concatenate([cu_seqlens_q, padding], dtype=np.int32)

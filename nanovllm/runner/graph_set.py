@@ -1,7 +1,7 @@
 """All graphs of a rank: of decode steps whose keys are all on the GPU and, with offload, of streamed decode steps.
 
-With speculation there is one more kind of each, for steps that verify guesses, and there may be one for drafts. The
-last kind is for steps with short chunks of prompts, if all layers are attention.
+With speculation there is another kind of both, for verification steps, and there may be a kind for drafts. The last
+kind is for steps with short chunks of prompts, if all layers are attention.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,24 +38,24 @@ class GraphSet:
         tp: TPGroup,
         make_draft_graphs: Callable[[GraphBuffers, KVMemory, int], StepGraphs | None],
     ) -> None:
-        """Does not capture anything yet. `num_heads`: query heads of this rank. `max_guesses`: per sequence, 0 without
-        speculation. `make_draft_graphs`: ModelDrafts.make_graphs.
+        """Captures nothing yet. `num_heads`: query heads of this rank. `max_guesses`: draft tokens per sequence, 0
+        without speculation. `make_draft_graphs`: ModelDrafts.make_graphs.
         """
         self.buffers, self.model, self.memory, self.tp = buffers, model, memory, tp
         self._num_heads = num_heads
-        self._by_kind: dict[tuple[bool, bool], StepGraphs] = {}  # (brings in keys, verifies guesses)
+        self._by_kind: dict[tuple[bool, bool], StepGraphs] = {}  # (streams keys, verifies draft tokens)
         rows = buffers.max_num_rows
         self._add("", graph_sizes(rows), streamed_graph_sizes(rows))
         if max_guesses:
             sizes = verifying_graph_sizes(rows), streamed_verifying_graph_sizes(rows)
             self._add(" verifying", *sizes, max_query_len=1 + max_guesses)
         self.draft_graphs = make_draft_graphs(buffers, memory, 1 + max_guesses)
-        self.mixed: MixedGraphs | None = None  # None: chunks are launched kernel by kernel
+        self.mixed: MixedGraphs | None = None  # None if chunks are launched kernel by kernel
         if not buffers.column_paddings:
             self.mixed = MixedGraphs(buffers, model.config.hidden_size, memory.dtype)
 
     def _add(self, suffix: str, sizes: list[int], streamed_sizes: list[int], max_query_len: int = 1) -> None:
-        """A kind for steps whose keys are all on the GPU and, with offload, one for those that stream."""
+        """Add a kind for steps whose keys are all on the GPU and, with offload, a kind for streamed steps."""
         verifies = max_query_len > 1
         self._by_kind[False, verifies] = DecodeGraphs(self.buffers, f"resident{suffix}", sizes, max_query_len)
         if self.memory.offload is not None:
@@ -74,7 +74,7 @@ class GraphSet:
         return [*self._by_kind.values(), *others]
 
     def find(self, plan: StepPlan, is_draft: bool = False) -> StepGraphs | None:
-        """The graphs that can run a decode step from token ids to sampled tokens, if there are any."""
+        """Return the graphs that can run a decode step from token ids to sampled tokens, or None."""
         moves = plan.moves
         if not plan.is_decode or moves.loads or moves.copies or moves.acts_by_layer:
             return None
@@ -84,12 +84,12 @@ class GraphSet:
         return graphs if plan.num_tokens <= graphs.sizes[-1] else None
 
     def find_mixed(self, plan: StepPlan) -> MixedSize | None:
-        """The size of `mixed` that can run the layers of a step with chunks of prompts, if there is one."""
+        """Return the size of `mixed` that can run the layers of a step with chunks of prompts, or None."""
         needs_copies = plan.moves.brings_in_keys or plan.moves.loads or plan.moves.copies
         return None if self.mixed is None or plan.is_decode or needs_copies else self.mixed.find_size(plan)
 
     def __str__(self) -> str:
-        """The number of sizes of each kind, such as `67 resident, 6 streamed`."""
+        """Return the number of sizes of each kind, such as `67 resident, 6 streamed`."""
         return ", ".join(f"{len(graphs.sizes)} {graphs.name}" for graphs in self.kinds)
 
     def capture_all(self) -> None:
@@ -110,7 +110,7 @@ class GraphSet:
 
     def launch_kernels(self) -> None:
         """Launch the graphs' kernels one by one, for the largest size and for each size that is a power of two. Steps
-        with chunks need no other kernels.
+        with chunks need no additional kernels.
         """
         for graphs in self.kinds:
             if not isinstance(graphs, StepGraphs):

@@ -1,4 +1,4 @@
-"""A step's inputs: arrays computed from the plan with numpy, and the same as tensors, moved to the device in one copy.
+"""A step's inputs: arrays computed from the plan with numpy, and their tensors, copied to the device in one copy.
 
 A step has T tokens of B sequences and samples S tokens. The classes hold numpy arrays on the host and tensors on the
 device.
@@ -37,7 +37,9 @@ class StepInputs(NamedTuple):
     """The inputs of the model and the sampler in every step."""
 
     input_ids: Array  # int64 [T]
-    pending_rows: Array  # int64 [T]: the token is that of this row among those sampled last; -1: it is in input_ids
+    pending_rows: (
+        Array  # int64 [T]: the row of the last sampled tokens that has this token, or -1 if the token is in input_ids
+    )
     positions: Array  # int64 [T]
     rope_lens: Array  # int64 [T]
     slot_mapping: Array  # int64 [T]
@@ -45,8 +47,8 @@ class StepInputs(NamedTuple):
     context_lens: Array  # int32 [B]
     block_tables: Array  # int32 [B, longest]
     sampling_seqs: Array  # int64 [B'], the sequences that sample
-    sampling_cu_seqlens: Array  # int32 [B' + 1], how many tokens they sample, summed up
-    logits_rows: Array  # int64 [S], the tokens after which they sample: the last ones of each
+    sampling_cu_seqlens: Array  # int32 [B' + 1], cumulative numbers of tokens that they sample
+    logits_rows: Array  # int64 [S], the tokens after which they sample: the last tokens of each sequence
     sampling: SamplingTensors  # each [S]
     groups: tuple[GroupInputs, ...]
     companion_columns: tuple[Array, ...]  # each int32 [B] (runner/companion_memory.py)
@@ -54,14 +56,14 @@ class StepInputs(NamedTuple):
 
 class EditInputs(NamedTuple):
     edits: EditTensors
-    sampling: SamplingTensors  # the edited rows'
+    sampling: SamplingTensors  # of the edited rows
 
 
 class LogprobInputs(NamedTuple):
     """N tokens whose log-probabilities the step reports."""
 
-    rows: Array  # int64 [N]: of the sampled tokens, or of the hidden states after which the tokens are scored
-    token_ids: Array | None  # int64 [N]; None: the sampled ones
+    rows: Array  # int64 [N]: rows of the sampled tokens, or of the hidden states after which the tokens are scored
+    token_ids: Array | None  # int64 [N]; or None for the sampled tokens
     num_top: int  # most likely tokens to report for each
 
 
@@ -76,7 +78,9 @@ def pad_tables(tables: Sequence[Sequence[int]], num_columns: int) -> np.ndarray:
 def build_inputs(
     plan: StepPlan, block_size: int, group_blocks: int, companion_columns: tuple[np.ndarray, ...] = ()
 ) -> StepInputs:
-    """The inputs of a step, on the host. A streamed group has up to `group_blocks` blocks. Hot: once per step."""
+    """Compute the inputs of a step, on the host. A streamed group has up to `group_blocks` blocks. Hot:
+    once per step.
+    """
     steps = plan.sequences
     query_lens = np.array([step.num_tokens for step in steps], dtype=np.int64)
     context_lens = np.array([step.num_paged_keys for step in steps], dtype=np.int64)
@@ -86,7 +90,7 @@ def build_inputs(
     tables = pad_tables([step.block_table for step in steps], max(len(step.block_table) for step in steps))
 
     seq = np.repeat(np.arange(len(steps)), query_lens)  # each token's sequence
-    offset = np.arange(ends[-1]) - (ends - query_lens)[seq]  # among the sequence's new tokens
+    offset = np.arange(ends[-1]) - (ends - query_lens)[seq]  # index among the sequence's new tokens
     positions = starts[seq] + offset
     paged = (context_lens - query_lens)[seq] + offset  # the token's index among its sequence's paged keys
     num_sampled = np.array([step.num_sampled for step in steps], dtype=np.int64)
@@ -116,15 +120,15 @@ def build_inputs(
 
 
 def sampling_arrays(rows: Iterable[SamplingRow], num_tokens: np.ndarray, positions: np.ndarray) -> SamplingTensors:
-    """`num_tokens`: how many tokens each row samples. `positions`: where they are, int64 [S]."""
+    """`num_tokens`: how many tokens each row samples. `positions`: of the sampled tokens, int64 [S]."""
     columns = list(zip(*rows, strict=True)) or [()] * len(_ROW_DTYPES)
     arrays = map(np.repeat, map(np.array, columns, _ROW_DTYPES), repeat(num_tokens))
     return SamplingTensors._make((*arrays, positions))
 
 
 def _previous_rows(plan: StepPlan, ends: np.ndarray) -> np.ndarray:
-    """`pending_rows`: the row of the previous step that samples a sequence's last token. `ends`: where each sequence's
-    tokens end.
+    """Return `pending_rows`: the row of the previous step that samples a sequence's last token. `ends`: the end of each
+    sequence's tokens.
     """
     rows = np.full(ends[-1], -1, dtype=np.int64)
     rows[ends - 1] = [step.previous_row for step in plan.sequences]
@@ -132,8 +136,10 @@ def _previous_rows(plan: StepPlan, ends: np.ndarray) -> np.ndarray:
 
 
 def _draft_numbers(plan: StepPlan, drafts: list[list[int]], ends: np.ndarray) -> np.ndarray:
-    """`pending_rows` of a step with drafts: a guess's number among the drafted tokens."""
-    assert all(step.previous_row < 0 for step in plan.sequences), "a step with drafts needs the tokens of the last one"
+    """Return `pending_rows` of a step with drafts: a draft token's index among the drafted tokens."""
+    assert all(step.previous_row < 0 for step in plan.sequences), (
+        "a step with drafts needs the tokens of the previous step"
+    )
     numbers = np.full(ends[-1], -1, dtype=np.int64)
     drafted = ((i, row) for i, rows in enumerate(drafts) for row in rows)
     for number, (i, row) in enumerate(drafted):
@@ -144,7 +150,7 @@ def _draft_numbers(plan: StepPlan, drafts: list[list[int]], ends: np.ndarray) ->
 
 
 # -- edits and log-probabilities, which few requests ask for -----------------------------------------------------
-# The host prepares them while the device runs the layers.
+# The host prepares edits and log-probabilities while the device runs the layers.
 
 
 def sampled_logprob_inputs(plan: StepPlan) -> LogprobInputs | None:
@@ -170,7 +176,7 @@ class _EditedRow(NamedTuple):
 
     row: int  # among the sampled rows
     token: int  # the row's own token among the step's inputs
-    first_new_token: int  # of those that the kernel counts for the penalties
+    first_new_token: int  # first of the tokens that the kernel counts for the penalties
     penalties: Penalties
     edits: RowEdits
 
@@ -224,8 +230,8 @@ def edit_inputs(plan: StepPlan, sampling: SamplingTensors, vocab_size: int) -> E
 
 
 def _end_to_end(*columns: Sequence[np.ndarray]) -> tuple[tuple[np.ndarray, np.ndarray], list[np.ndarray]]:
-    """Each column's arrays in one, and the start and end of each, int64. An object that occurs again is not repeated:
-    answers to one prompt share their biases.
+    """Concatenate each column's arrays, and return the start and end of each array, int64. An object that occurs again
+    is not repeated: answers to one prompt share their biases.
     """
     starts: dict[int, int] = {}  # by the id of the first column's array
     distinct, num_entries = [], 0
@@ -240,7 +246,7 @@ def _end_to_end(*columns: Sequence[np.ndarray]) -> tuple[tuple[np.ndarray, np.nd
 
 
 def _distinct_masks(masks: Sequence[np.ndarray | None], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each mask its row, or -1, int64, and the rows, int32 [K, ceil(vocab_size / 32)], each once."""
+    """Return each mask's row, or -1, int64, and the distinct rows, int32 [K, ceil(vocab_size / 32)]."""
     distinct = {id(mask): mask for mask in masks if mask is not None}
     numbers = {id(None): -1} | dict(zip(distinct, range(len(distinct)), strict=True))
     rows = np.stack(list(distinct.values())) if distinct else np.zeros((0, ceil_div(vocab_size, 32)), np.int32)
@@ -252,7 +258,7 @@ def _distinct_masks(masks: Sequence[np.ndarray | None], vocab_size: int) -> tupl
 
 def to_device(inputs: Tree, device: torch.device) -> Tree:
     """Move all arrays of nested tuples to the device in one copy from one buffer, which is pinned for a GPU. Does not
-    wait for it.
+    wait for the copy.
     """
     arrays = list(_arrays_of(inputs))
     if not arrays:
@@ -279,7 +285,7 @@ def _arrays_of(tree: Any) -> Iterator[np.ndarray]:
 
 
 def _with_tensors(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The nested tuples with the next tensor in the place of each array."""
+    """Rebuild the nested tuples with the next tensor in the place of each array."""
     if isinstance(tree, np.ndarray):
         return next(tensors)
     if not isinstance(tree, tuple):
@@ -289,7 +295,7 @@ def _with_tensors(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def packed_starts(sizes: Iterable[int]) -> list[int]:
-    """Return where arrays of these sizes start in a buffer that holds one behind the other, and where it ends."""
+    """Return where arrays of these sizes start in a buffer that holds them consecutively, and where the buffer ends."""
     return list(accumulate((ceil_div(size, _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
 
 

@@ -1,11 +1,11 @@
 """One rank's KV memory, and the attention of a step over it.
 
-Legend: T packed tokens of the step, S those after which it samples, H query heads, D head dim.
+Legend: T packed tokens of the step, S tokens after which it samples, H query heads, D head dim.
 
-All keys of a step may be on the GPU, and then a layer is one call of the backend. With offload, some are streamed from
-CPU memory in groups, and some are attended to by the CPU where they lie. The results over these parts are merged
-exactly. Keys carry their rotation, so the order of the blocks before the chunk does not matter. Only the paged call,
-which holds the chunk itself, is causal.
+If all keys of a step are on the GPU, a layer is one call of the backend. With offload, some keys are streamed from CPU
+memory in groups, and the CPU attends in place to others. The results over these parts are merged exactly. Keys are
+stored rotated, so the order of the blocks before the chunk does not matter. Only the paged call, which holds the chunk
+itself, is causal.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ from nanovllm.runner.step_result import TimedPieces
 
 
 class StepBatches(NamedTuple):
-    """The paged keys, those of each streamed group and those that the CPU attends to, for the same rows."""
+    """The paged keys, the keys of each streamed group and the keys that the CPU attends to, for the same rows."""
 
     paged: PagedBatch
     groups: tuple[PagedBatch, ...] = ()
@@ -50,7 +50,7 @@ def _no_layer_memory(layer: int) -> LayerStates:
 class PagedAttention:
     """A StepAttention whose keys are all on the GPU, in caches `[layers, blocks, block_size, kv_heads, head_dim]`.
 
-    `batch` is for all tokens, `last_batch` for the rows that the last layer is asked for.
+    `batch` is for all tokens, `last_batch` for the rows that the last layer returns.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PagedAttention:
         return KVCells(self.k_cache[layer], self.v_cache[layer], self.slot_mapping_T)
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        """Hot: once per layer."""
+        """Attend to all keys of the layer. Hot: once per layer."""
         return self.attend_paged(layer, q_THD).out_THD if len(q_THD) else q_THD
 
     def attend_paged(self, layer: int, q_THD: torch.Tensor) -> PartialAttention:
@@ -81,7 +81,7 @@ class PagedAttention:
 
 
 class MergedAttention(PagedAttention):
-    """A StepAttention with offload. The caches are the slots, where new K and V go."""
+    """A StepAttention with offload. The caches are the slots, to which new K and V are written."""
 
     def __init__(
         self,
@@ -104,16 +104,18 @@ class MergedAttention(PagedAttention):
         self.last_cpu_step = None if last_batches.cpu is None else cpu.step(last_batches.cpu, scale)
 
     def cells(self, layer: int) -> KVCells:
-        """Hot: once per layer."""
+        """Wait for the layer's slots and return its cells. Hot: once per layer."""
         self.offload.begin_layer(layer)
         return super().cells(layer)
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        """Hot: once per layer. A result is merged before the next one is computed, because it may take 64 MiB."""
+        """Attend to all keys. A result is merged before the next is computed, because it may take 64 MiB. Hot: per
+        layer.
+        """
         offload, is_last = self.offload, layer == self.last_layer
         groups, cpu = (self.last_groups, self.last_cpu_step) if is_last else (self.groups, self.cpu_step)
         offload.stored(layer)
-        if len(q_THD) == 0:  # nothing is sampled: only release what was brought in for this layer
+        if len(q_THD) == 0:  # nothing is sampled: only release the staging buffers of this layer
             offload.attended()
             for number, (k_group, v_group) in enumerate(offload.groups()):
                 self._attended(layer, number, k_group, v_group)
@@ -136,7 +138,7 @@ class MergedAttention(PagedAttention):
 
 
 def build_batches(plan: StepPlan, tensors: StepInputs, block_size: int) -> StepBatches:
-    """The batches for all tokens of the step."""
+    """Build the batches for all tokens of the step."""
     query_lens = [step.num_tokens for step in plan.sequences]
     max_query_len = max(query_lens)
 
@@ -172,7 +174,7 @@ def build_batches(plan: StepPlan, tensors: StepInputs, block_size: int) -> StepB
 
 
 def last_token_batches(plan: StepPlan, batches: StepBatches, tensors: StepInputs) -> StepBatches:
-    """The batches for only the tokens after which the step samples: the last ones of each sequence that samples."""
+    """Select the batches for the tokens after which the step samples: the last tokens of each sequence that samples."""
     rows = [row for row, step in enumerate(plan.sequences) if step.sampling is not None]
     query_lens = [plan.sequences[row].num_sampled for row in rows]
 
@@ -194,7 +196,7 @@ def last_token_batches(plan: StepPlan, batches: StepBatches, tensors: StepInputs
 
 
 def cpu_rows(plan: StepPlan) -> CpuRows | None:
-    """Spans that the CPU attends to, for all tokens of the step."""
+    """Return the spans that the CPU attends to, for all tokens of the step."""
     spans = plan.moves.cpu_spans
     return CpuRows(tuple(step.num_tokens for step in plan.sequences), spans) if spans else None
 
@@ -206,8 +208,8 @@ OffloadEngineFactory: TypeAlias = Callable[[KVCacheSpec, int, torch.dtype, torch
 class KVMemory:
     """A pool on the GPU or, with offload, a pool in CPU memory with slots on the GPU.
 
-    Both are used in the same way, so the runner need not know which one it has. It calls `allocate` at start-up, and in
-    each step `begin_step`, then `attention` or the graphs, then `end_step`.
+    Both are used in the same way, so the runner need not know which it has. The runner calls `allocate` at start-up,
+    and in each step `begin_step`, then `attention` or the graphs, then `end_step`.
     """
 
     def __init__(
@@ -248,7 +250,7 @@ class KVMemory:
             self.offload.allocate_slots(num_gpu_blocks)
 
     def drop(self) -> None:
-        """Release all that is on the GPU, so that it can be allocated in other sizes."""
+        """Release all memory on the GPU, so that it can be allocated in other sizes."""
         self._drop_companions()
         if self.offload is None:
             self._pool = self.make_pool(num_blocks=0)
@@ -278,12 +280,12 @@ class KVMemory:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def companion_columns(self, plan: StepPlan) -> tuple[np.ndarray, ...]:
-        """Hot: once per step."""
+        """Return the columns of all companions. Hot: once per step."""
         return tuple(column for companion in self.companions for column in companion.columns(plan))
 
     @property
     def column_paddings(self) -> tuple[int, ...]:
-        """For each of `companion_columns`, its number in a graph's row of padding."""
+        """For each of `companion_columns`, its value in a graph's padding rows."""
         return tuple(padding for companion in self.companions for padding in companion.paddings)
 
     def layer_memory(self, given: CompanionColumns | None) -> LayerMemoryOf:
@@ -308,7 +310,7 @@ class KVMemory:
         last_batches: StepBatches,
         columns: CompanionColumns,
     ) -> StepAttention:
-        """The attention of a step that is launched kernel by kernel.
+        """Make the attention of a step that is launched kernel by kernel.
 
         `last_batches` are the batches for the rows that the last layer returns.
         """
@@ -332,7 +334,7 @@ class KVMemory:
     def paged_attention(
         self, slot_mapping: torch.Tensor, batch: PagedBatch, columns: CompanionColumns | None = None
     ) -> PagedAttention:
-        """The attention of a decode step whose keys are all on the GPU. `columns`: see layer_memory."""
+        """Make the attention of a decode step whose keys are all on the GPU. `columns`: see layer_memory."""
         layer_memory = self.layer_memory(columns)
         return PagedAttention(self.backend, self.cache, slot_mapping, batch, batch, self.scale, layer_memory)
 
@@ -349,7 +351,7 @@ class KVMemory:
             self.offload.begin_all_layers()
 
     def ran_all_layers(self) -> None:
-        """Called after that graph."""
+        """Called after a single graph that ran all layers."""
         if self.offload is not None:
             self.offload.ran_all_layers()
 
@@ -368,7 +370,7 @@ class KVMemory:
         return self.offload.stats() | {"cpu_attention": self.cpu.name}
 
     def close(self) -> None:
-        """Release what the garbage collector would not. The memory must not be used afterwards."""
+        """Release what the garbage collector does not. The memory must not be used afterwards."""
         try:
             self.cpu.close()
         finally:
@@ -380,5 +382,5 @@ class KVMemory:
 def make_offload_engine(
     spec: KVCacheSpec, num_cpu_blocks: int, dtype: torch.dtype, device: torch.device
 ) -> OffloadEngine:
-    """With the streams of the device."""
+    """Make the OffloadEngine with the streams of the device."""
     return OffloadEngine(spec, num_cpu_blocks, dtype, device, make_streams(device))

@@ -1,4 +1,4 @@
-"""ModelRunner: one rank's model and KV cache. It decides nothing: every rank runs the same plans as they are.
+"""ModelRunner: one rank's model and KV cache. It decides nothing: every rank runs the same plans unchanged.
 
 On a GPU, start-up measures the memory that a rank needs besides KV blocks (`profile_memory`), and compiles all kernels.
 """
@@ -97,8 +97,8 @@ class ModelRunner:
         self._steps: StepRunner | None = None  # exists as long as the memory does
         self.store = RankStore()  # of prompts outside of memory
         self.phases = Phases()
-        self.compile_server: CompileServer | None = None  # gets ready while the weights are loaded; until `close`
-        self.triton_start: TritonStart | None = None  # likewise
+        self.compile_server: CompileServer | None = None  # starts while the weights are loaded; None after `close`
+        self.triton_start: TritonStart | None = None  # prepares Triton while the weights are loaded
         if device.type == "cuda":
             self.compile_server = start_compile_server(config, model_config, tp.size, kernel_target.target_of(device))
             self.triton_start = TritonStart()
@@ -135,7 +135,9 @@ class ModelRunner:
         self.num_heads = model_config.num_heads // tp.size  # query heads of this rank
 
     def close_compile_server(self, is_complete: bool = False) -> None:
-        """Nothing is compiled from here on. `is_complete`: all kernels that this engine needs have been."""
+        """End the server. Nothing is compiled from now on. `is_complete`: all kernels that this engine needs are
+        compiled.
+        """
         if self.compile_server is not None:
             self.compile_server.close(is_complete)
             self.compile_server = None
@@ -154,19 +156,19 @@ class ModelRunner:
 
     @property
     def graphs(self) -> GraphSet | None:
-        """None: every step is launched kernel by kernel."""
+        """The CUDA graphs, or None if every step is launched kernel by kernel."""
         return None if self._steps is None else self._steps.graphs
 
     @property
     def offload(self) -> OffloadEngine | None:
-        """The engine that moves the blocks; None without offload."""
+        """The engine that copies the blocks, or None without offload."""
         return None if self._memory is None else self._memory.offload
 
     @on_own_device
     def measure_kv_room(
         self, num_cpu_blocks: int, most_gpu_blocks: int, companions: Sequence[CompanionSetup]
     ) -> tuple[int, str]:
-        """The bytes that every rank has for KV on its GPU, and a description of this rank's memory.
+        """Measure the bytes that every rank has for KV on its GPU. Also returns a description of this rank's memory.
 
         On a GPU, this runs the largest steps and captures the largest graphs that an engine of up to `most_gpu_blocks`
         blocks can need.
@@ -182,7 +184,7 @@ class ModelRunner:
         return int(self.tp.all_gather(available).min()), room
 
     def launch_attention_kernels(self, num_tokens: int) -> None:
-        """AttentionBackend.launch_kernels for chunks of up to `num_tokens` tokens."""
+        """Call AttentionBackend.launch_kernels for chunks of up to `num_tokens` tokens."""
         k_cache, _ = self.memory.cache
         self.backend.launch_kernels(self._queries(num_tokens), k_cache[0])
         for companion in self.memory.companions:
@@ -194,7 +196,7 @@ class ModelRunner:
         self.backend.build_plans(self._queries(1), self.spec.num_kv_heads, *lens, has_time=has_time)
 
     def max_split_bytes(self) -> int:
-        """AttentionBackend.max_split_bytes of this model."""
+        """Return AttentionBackend.max_split_bytes of this model."""
         return self.backend.max_split_bytes(self._queries(1))
 
     def _queries(self, num_tokens: int) -> torch.Tensor:
@@ -220,7 +222,7 @@ class ModelRunner:
             self._steps = StepRunner(self.model, self._memory, self.tp, drafts)
 
     def drop_kv_cache(self) -> None:
-        """Release the part on the GPU, so that it can be allocated in other sizes."""
+        """Release the cache on the GPU, so that it can be allocated in other sizes."""
         self.steps.drafts = ModelDrafts()
         self.memory.drop()
 
@@ -228,7 +230,7 @@ class ModelRunner:
 
     @on_own_device
     def capture_graphs(self, num_gpu_blocks: int) -> None:
-        """Capture the CUDA graphs that decode steps replay from here on. Needs an allocated KV cache."""
+        """Capture the CUDA graphs that decode steps replay from now on. Needs an allocated KV cache."""
         start_bytes = used_bytes()
         with self.phases("graphs"):
             graphs = self.make_graphs(num_gpu_blocks)
@@ -236,7 +238,9 @@ class ModelRunner:
         logger.info("captured decode graphs (%s), %s", graphs, format_bytes(used_bytes() - start_bytes))
 
     def make_graphs(self, num_gpu_blocks: int) -> GraphSet:
-        """Make the graphs for a cache of `num_gpu_blocks` blocks, still to be captured. Steps use them from here on."""
+        """Make the graphs for a cache of `num_gpu_blocks` blocks, still to be captured. Steps use the graphs from now
+        on.
+        """
         buffers = GraphBuffers(
             max_num_rows=max_step_rows(self.config, num_gpu_blocks),
             max_num_tokens=self.config.max_num_batched_tokens,
@@ -284,8 +288,8 @@ class ModelRunner:
     def freeze_objects(self) -> None:
         """Exempt all objects that exist now from garbage collection, until `close`.
 
-        The tuples that steps make trigger a full collection every few hundred steps. It would take 0.2 s each time to
-        go through all objects of torch and transformers, which are never freed anyway.
+        The tuples that steps make trigger a full collection every few hundred steps. Each collection would take 0.2 s
+        to go through all objects of torch and transformers, which are never freed anyway.
         """
         gc.collect()
         gc.freeze()
@@ -295,11 +299,11 @@ class ModelRunner:
     @on_own_device
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepResult:
-        """Enqueue the step. On the CPU it has run when this returns; on a GPU it may still be running. Hot."""
+        """Enqueue the step. On the CPU the step has run when this returns; on a GPU it may still be running. Hot."""
         return self.steps.launch(plan)
 
     def start_report(self) -> StartReport:
-        """Report to the engine, once this rank has started."""
+        """Make the report to the engine, once this rank has started."""
         return StartReport(
             needs_rope_lens=self.model.needs_rope_lens,
             link_byte_per_s=None if self.offload is None else self.offload.link_byte_per_s,
@@ -329,15 +333,16 @@ class ModelRunner:
                 gc.unfreeze()
 
 
-# -- memory besides the KV cache, on a GPU -----------------------------------------------------------------------------
+# -- memory other than the KV cache, on a GPU --------------------------------------------------------------------------
 
 
 def profile_memory(
     runner: ModelRunner, num_cpu_blocks: int, most_gpu_blocks: int, companions: Sequence[CompanionSetup]
 ) -> MemoryProfile:
-    """Measure with a cache of one block, which all sequences share and which is dropped at the end.
+    """Measure memory with a cache of one block, which all sequences share and which is dropped at the end.
 
-    `most_gpu_blocks`: the largest number of blocks that the engine could use. `companions`: as small as they can be.
+    `most_gpu_blocks`: the largest number of blocks that the engine could use. `companions`: of the smallest possible
+    size.
     """
     config, spec = runner.config, runner.spec
     runner.allocate_kv_cache(KVCacheSizes(1, num_cpu_blocks), companions)
@@ -352,7 +357,7 @@ def profile_memory(
         _compile_kernels(runner, steps, most_gpu_blocks)
         with runner.phases("largest step"):
             step_bytes = reserved_by(lambda: [runner.launch(plan) for plan in steps])
-            step_bytes += runner.max_split_bytes()  # a shorter step may need them, and these steps may not
+            step_bytes += runner.max_split_bytes()  # a shorter step may need the bytes even if these steps do not
     with runner.phases("graphs"):
         graph_bytes = 0 if config.enforce_eager else _measure_graph_bytes(runner, most_gpu_blocks)
     runner.drop_kv_cache()
@@ -370,9 +375,9 @@ def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_bl
     """Compile in parallel all kernels that prompts, chunks, sampling and decode graphs launch, so that no request waits
     for a compilation. Meanwhile the libraries of the backends are initialised.
 
-    The kernels that take longest to compile come first. Short steps come before long ones, for which the backend's
-    library has to be initialised: most kernels are known by then. Building the library's plans fills the time until all
-    are compiled.
+    The kernels that take longest to compile come first. Short steps come before long steps, for which the backend's
+    library has to be initialised: by then, most kernels have been found. Building the library's plans fills the time
+    until all kernels are compiled.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -386,7 +391,7 @@ def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_bl
     )
     num_tokens = max(seq.num_tokens for plan in steps for seq in plan.sequences)
     model = runner.model.config
-    if model.experts is not None or model.quantization is not None:  # the more tokens, the larger the tiles
+    if model.experts is not None or model.quantization is not None:  # more tokens use larger tiles
         most_tokens = max(plan.num_tokens for plan in steps)
         if model.experts is None:
             most_tokens = min(most_tokens, MAX_PACKED_ROWS)
@@ -412,9 +417,10 @@ def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_bl
 
 
 def _measure_graph_bytes(runner: ModelRunner, most_gpu_blocks: int) -> int:
-    """Capture the largest sizes of each kind, whose memory the others share. What these need on top is an estimate.
+    """Capture the largest sizes of each kind, whose memory the other sizes share. The rest of their memory is
+    estimated.
 
-    Kernels and workspaces that the captures load stay in use, so they are not counted here.
+    Kernels and workspaces that the captures load stay in use and are not counted here.
     """
     graphs = runner.make_graphs(most_gpu_blocks)
     graphs.capture_largest()

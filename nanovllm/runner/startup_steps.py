@@ -27,8 +27,8 @@ from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.utils.arithmetic import ceil_div
 
 # More history or more groups would not need more memory. From the fourth part on there is a running result in fp32
-# (attention/base.py), and further parts reuse its temporaries. Scattered keys are attended to 16 MiB at a time. The
-# history is not a multiple of 4096 tokens: the cudnn backend leaves a part of it to the paged backend.
+# (attention/base.py), and later parts reuse its temporaries. Scattered keys are gathered 16 MiB at a time. The history
+# is not a multiple of 4096 tokens, so that the cudnn backend leaves a part of it to the paged backend.
 HISTORY_TOKENS = 51199  # tokens before the chunk of a sequence
 NUM_GROUPS = 4  # streamed groups that the chunk attends to
 SCORED_TOKENS = 512  # enough for the chunks of logits that are scored at once
@@ -66,9 +66,9 @@ def largest_steps(
 
 def short_steps(*, max_num_seqs: int, max_model_len: int, block_size: int, group_blocks: int) -> list[StepPlan]:
     """Steps that need little memory and launch the kernels that largest_steps leaves out: for short prompts mixed with
-    running sequences, and for a few tokens of a sequence, where each power of two may have a kernel of its own. Draft
-    heads, which are in no graph, also run for a single token. Without history, a few tokens have another kernel than
-    with it.
+    running sequences, and for a few tokens of a sequence, where each power of two may have a separate kernel. Draft
+    heads, which are in no graph, also run for a single token. A few tokens use different kernels with and without
+    history.
 
     With `group_blocks` > 0 the few tokens also attend to a streamed group.
     """
@@ -100,7 +100,7 @@ def _sequences(lengths: Sequence[int], max_model_len: int, block_size: int) -> t
 
 
 def _lengths(num_tokens: int, num_seqs: int, max_length: int) -> list[int]:
-    """New tokens of each sequence: single tokens first, as the scheduler orders them, then the longest chunks."""
+    """New tokens of each sequence: single tokens first, in the scheduler's order, then the longest chunks."""
     lengths = [1] * num_seqs
     for i in reversed(range(num_seqs)):
         lengths[i] += min(max_length - 1, num_tokens - sum(lengths))
@@ -123,8 +123,8 @@ def _sequence(seq_id: int, length: int, max_model_len: int, block_size: int) -> 
 
 
 def launch_sampler(model: CausalLM) -> None:
-    """Sample from a row of logits as the model computes them, and from a row of edited ones, which are fp32. The values
-    are arbitrary.
+    """Sample from a row of logits of the model's dtype, and from a row of edited logits, which are fp32. The values are
+    arbitrary.
     """
     head = model.lm_head
     params = to_device(sampling_arrays([SamplingRow()], np.ones(1, np.int64), np.ones(1, np.int64)), head.weight.device)
@@ -136,14 +136,15 @@ def launch_sampler(model: CausalLM) -> None:
 def warm_up_products(model: CausalLM, num_tokens: int) -> Iterator[None]:
     """In another thread, multiply up to `num_tokens` rows by a weight of each shape, until the block ends.
 
-    cuBLAS chooses a kernel by the number of rows, and loads it when it is first used, which takes 15 to 140 ms.
+    cuBLAS chooses a kernel by the number of rows, and loads the kernel at its first use, which takes 15 to 140 ms.
     """
     head = model.lm_head.weight
     layers = (model.model.layers, model.mtp)
     modules = [module for part in layers if part is not None for module in part.modules()]
     given = [getattr(module, "weight", None) for module in modules if not isinstance(module, Router)]
     of_shape = {tuple(weight.shape): weight for weight in given if weight is not None and len(weight.shape) == 2}
-    routers = [module for module in modules if isinstance(module, Router)][:1]  # with sums in fp32; all have one shape
+    # Routers have sums in fp32. All routers have the same shape
+    routers = [module for module in modules if isinstance(module, Router)][:1]
     multiplied = [*of_shape.values(), *routers]
     has_ended = threading.Event()
 
@@ -156,7 +157,7 @@ def warm_up_products(model: CausalLM, num_tokens: int) -> Iterator[None]:
                 if isinstance(each, Router):
                     each.product_of_many(head.new_zeros(num_rows, each.weight.shape[1]))
                 elif isinstance(each, PackedWeight):
-                    if num_rows > each.max_packed_rows:  # fewer never reach cuBLAS
+                    if num_rows > each.max_packed_rows:  # fewer rows never reach cuBLAS
                         each.warm_up(head.new_zeros(num_rows, each.shape[1]))
                 else:
                     F.linear(each.new_zeros(num_rows, each.shape[1]), each)

@@ -33,7 +33,7 @@ class LogprobTensors(NamedTuple):
 
 
 def sampled_logprobs(asked: LogprobInputs, logits: torch.Tensor, tokens: torch.Tensor) -> LogprobTensors:
-    """Compute those of the sampled tokens, int64 [S], from the logits [S, vocab_size]."""
+    """Compute log-probabilities of the sampled tokens, int64 [S], from the logits [S, vocab_size]."""
     chunks = asked.rows.split(_num_rows(logits.shape[1]))
     return _joined(_compute(logits[rows], tokens[rows], asked.num_top) for rows in chunks)
 
@@ -41,9 +41,9 @@ def sampled_logprobs(asked: LogprobInputs, logits: torch.Tensor, tokens: torch.T
 def prompt_logprobs(
     asked: LogprobInputs, hidden: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor], vocab_size: int
 ) -> LogprobTensors:
-    """Compute those of the prompt tokens that the step scores, from its hidden states [T, hidden_size].
+    """Compute log-probabilities of the prompt tokens that the step scores, from its hidden states [T, hidden_size].
 
-    Every rank must call it, because computing logits is a collective.
+    Every rank must call this function, because computing logits is a collective.
     """
     assert asked.token_ids is not None, "prompt tokens are known"
     chunks = (column.split(_num_rows(vocab_size)) for column in (asked.rows, asked.token_ids))
@@ -57,7 +57,7 @@ def _num_rows(vocab_size: int) -> int:
 
 
 def _compute(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
-    """logits [N, vocab_size] of any float type, token_ids int64 [N]. Waits for nothing."""
+    """logits [N, vocab_size] of any float type, token_ids int64 [N]. Does not wait for the device."""
     values = logits.float()
     log_total = values.logsumexp(dim=-1, keepdim=True)
     # An invalid token's request is about to end. While kernels are only compiled, tokens can be anything.
@@ -72,7 +72,7 @@ def _joined(chunks: Iterator[LogprobTensors]) -> LogprobTensors:
 
 
 class StepEnd:
-    """The moment in which the GPU has done what was enqueued so far. On a CPU, where everything runs at once: now."""
+    """The moment when the GPU has finished what was enqueued so far. On a CPU, where work runs when enqueued: now."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -90,21 +90,21 @@ class StepEnd:
             self._event.synchronize()
 
     def seconds_since(self, earlier: "StepEnd") -> float:
-        """On the GPU's clock. Call it when both are over."""
+        """Return the seconds between the two ends on the GPU's clock. Both must be over."""
         if self._event is None or earlier._event is None:
             return self._now_s - earlier._now_s
         return earlier._event.elapsed_time(self._event) / 1000
 
 
 class TimedPieces(NamedTuple):
-    """The pieces of a step that are timed: groups that are streamed, and the CPU's attention in a layer."""
+    """The timed pieces of a step: streamed groups, and the CPU's attention in a layer."""
 
     streams: Streams
     link: Sequence[TimedPiece]
     cpu: Sequence[TimedPiece]
 
     def layer_times(self) -> LayerTimes:
-        """Call it when the step is done."""
+        """Return the measured times. Call this when the step is done."""
         link, cpu = (
             [
                 (piece.num_tokens, s)
@@ -128,8 +128,8 @@ class StepResult:
         end_before: StepEnd | None = None,
         timed: TimedPieces | None = None,
     ) -> None:
-        """Enqueues the copies to the host. `sampled` and `prompt`: as in StepLogprobs. `end_before`: of the step that
-        was launched before this one; None if there was none.
+        """Enqueues the copies to the host. `sampled` and `prompt`: as in StepLogprobs. `end_before`: the end of the
+        previous step, or None if there was none.
         """
         self._tokens = _to_host(tokens)
         self._sampled = None if sampled is None else LogprobTensors(*map(_to_host, sampled))
@@ -140,7 +140,7 @@ class StepResult:
         return self.end.is_over()
 
     def token_ids(self) -> list[int]:
-        """One id per sampling sequence of the plan. Waits for the step."""
+        """Return one id per sampling sequence of the plan. Waits for the step."""
         self.end.wait()
         return self._tokens.tolist()
 
@@ -153,17 +153,16 @@ class StepResult:
         return None if self._timed is None else self._timed.layer_times()
 
     def logprobs(self) -> StepLogprobs:
-        """Call it after `token_ids`, which waits for the step."""
+        """Return the log-probabilities. Call this after `token_ids`, which waits for the step."""
         if self._sampled is None and self._prompt is None:
             return NO_LOGPROBS
         return StepLogprobs(self._sampled and self._sampled.numpy(), self._prompt and self._prompt.numpy())
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, which is on its way; on a CPU the tensor itself.
+    """Start an asynchronous copy to pinned memory. CPU tensors are returned unchanged.
 
-    A kernel writes it. A copy would wait for the copy engine, which may be busy for milliseconds with blocks that are
-    copied out.
+    A kernel makes the copy, because the copy engine may be busy for milliseconds copying out blocks.
     """
     if not tensor.is_cuda:
         return tensor

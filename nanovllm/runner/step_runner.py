@@ -34,7 +34,8 @@ NUM_TIMED_STEPS = 4
 def draft_steps(plan: StepPlan) -> list[StepPlan]:
     """The drafts of a step as steps: one token of each sequence that drafts, over the keys on the GPU.
 
-    In order. Each step's pending tokens are those that the step before it samples. None of them moves anything."""
+    The steps are in order. Each step's pending tokens are sampled by the previous step. No step moves blocks.
+    """
     steps = []
     previous_rows: dict[int, int] = {}  # row of the plan -> row of the draft before
     for i, rows in enumerate(plan.draft_rows()):
@@ -45,7 +46,7 @@ def draft_steps(plan: StepPlan) -> list[StepPlan]:
 
 
 def _draft(step: SequenceStep, i: int, previous_row: int) -> SequenceStep:
-    """Draft number i: the step's known token, or a draft after it, with the noise of the token that it guesses."""
+    """Plan draft i: run the step's known token, or a draft token, and sample with the noise of the predicted token."""
     assert step.sampling is not None and step.num_tokens == 1 + step.num_guesses, "only a decoding sequence drafts"
     draft = step._replace(
         token_ids=step.token_ids[:1] if i == 0 else np.array([-1]),
@@ -54,7 +55,7 @@ def _draft(step: SequenceStep, i: int, previous_row: int) -> SequenceStep:
         previous_row=previous_row,
         num_guesses=0,
         num_drafts=0,
-        edits=None,  # a draft may be any token
+        edits=None,  # drafts are not edited: a draft may be any token
         num_logprobs=None,
     )
     for payload in step.payloads:
@@ -65,7 +66,7 @@ def _draft(step: SequenceStep, i: int, previous_row: int) -> SequenceStep:
 def timed_draft(
     position: int, block_table: tuple[int, ...], num_keys: int, payloads: tuple[SequencePayload, ...] = ()
 ) -> StepPlan:
-    """A draft of one sequence, whose newest `num_keys` keys are in `block_table`."""
+    """Plan a draft of one sequence whose newest `num_keys` keys are in `block_table`."""
     step = SequenceStep(
         seq_id=0,
         token_ids=np.zeros(1, dtype=np.int64),
@@ -80,23 +81,24 @@ def timed_draft(
 
 
 class StepPass(NamedTuple):
-    """Results of the model's pass over a step's tokens. Valid until the next pass."""
+    """Results of the model's forward pass over a step's tokens. Valid until the next forward pass."""
 
     input_ids: torch.Tensor  # int64 [T]
     logits: torch.Tensor  # [S, vocab_size]
-    sampled_ids: torch.Tensor  # int64 [S], by these logits
+    sampled_ids: torch.Tensor  # int64 [S], sampled from the logits
     prompt_logprobs: LogprobTensors | None = None
-    hidden: torch.Tensor | None = None  # [T, hidden_size]; None if drafts do not need it
+    hidden: torch.Tensor | None = None  # [T, hidden_size]; or None if drafts do not need it
 
 
 class StepRunner:
     def __init__(self, model: CausalLM, memory: KVMemory, tp: TPGroup, drafts: "ModelDrafts") -> None:
         self.model, self.memory, self.spec, self.tp, self.device = model, memory, memory.spec, tp, memory.device
         self.drafts = drafts
-        self.graphs: GraphSet | None = None  # None: every step is launched kernel by kernel
-        self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=self.device)  # by the last step
-        self._last_end: StepEnd | None = None  # that step's end
-        # Steps that may still run. A kernel writes their results to pinned memory, which must exist until then.
+        self.graphs: GraphSet | None = None  # None if every step is launched kernel by kernel
+        self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=self.device)  # sampled by the last step
+        self._last_end: StepEnd | None = None  # the end of the last step
+        # Steps that may still run. A kernel writes a step's results to pinned memory, which must exist until the step
+        # has ended.
         self._running: deque[StepResult] = deque()
 
     def build_inputs(self, plan: StepPlan) -> StepInputs:
@@ -126,8 +128,8 @@ class StepRunner:
         return result
 
     def draft(self, plan: StepPlan) -> torch.Tensor:
-        """Draft tokens one after another (see StepPlan.draft_rows). Returns their ids. From here on the drafted tokens
-        are where the step finds its pending ones.
+        """Draft tokens one after another (see StepPlan.draft_rows). Returns their ids. From now on the step finds its
+        pending tokens among the drafted tokens.
         """
         steps = draft_steps(plan)
         if not steps:
@@ -142,8 +144,8 @@ class StepRunner:
         return self._sampled_ids
 
     def known_ids(self, tensors: StepInputs) -> torch.Tensor:
-        """The input ids of a step, with those sampled last in the places of pending ones, which the host may not have
-        yet. An invalid id ends its request soon; while start-up only compiles kernels, they are arbitrary.
+        """Return the input ids of a step, with the last sampled tokens in the places of pending ids, which the host may
+        not know yet. An invalid id ends its request soon; while start-up only compiles kernels, ids are arbitrary.
         """
         if not len(self._sampled_ids):
             return tensors.input_ids
@@ -156,7 +158,7 @@ class StepRunner:
         return self.drafts.measure(self, max_model_len)
 
     def run_pass(self, plan: StepPlan, inputs: StepInputs, is_draft: bool = False) -> StepPass:
-        """One pass of the model, by graphs if they can run it."""
+        """Run one forward pass of the model, with graphs if possible."""
         graphs = None if self.graphs is None else self.graphs.find(plan, is_draft)
         if graphs is None:
             return self._run_in_parts(plan, inputs, is_draft)
@@ -173,7 +175,7 @@ class StepRunner:
         return StepPass(buffers.read_ids(num_rows), logits, sampled_ids, hidden=buffers.hidden[:num_rows])
 
     def _run_in_parts(self, plan: StepPlan, inputs: StepInputs, is_draft: bool) -> StepPass:
-        """Run any step. Its layers may still be a graph; the sampler is always launched kernel by kernel."""
+        """Run any step. Its layers may run as a graph; the sampler is always launched kernel by kernel."""
         size = None if self.graphs is None or is_draft else self.graphs.find_mixed(plan)
         if size is None:
             tensors = to_device(inputs, self.device)
@@ -199,8 +201,8 @@ class StepRunner:
     def _launch_layers(
         self, plan: StepPlan, tensors: StepInputs, is_draft: bool
     ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """Without graphs. Returns the token ids, the hidden states after the last layer, and whether these are of all
-        tokens or only of those after which the step samples.
+        """Launch the layers without graphs. Returns the token ids, the hidden states after the last layer, and whether
+        the hidden states are of all tokens or only of the tokens after which the step samples.
         """
         input_ids = self.known_ids(tensors) if plan.has_pending else tensors.input_ids
         rope_lens = tensors.rope_lens if self.model.needs_rope_lens else None
@@ -222,7 +224,7 @@ class StepRunner:
         return self.memory.attention(plan, tensors.slot_mapping, batches, last, columns)
 
     def _keep_sampled(self, sampled_ids: torch.Tensor) -> None:
-        """Keep the tokens of a pass, those of rank 0 on every rank, where the next one finds them."""
+        """Store the sampled tokens of rank 0 on every rank, where the next forward pass finds them."""
         if len(sampled_ids):
             self._sampled_ids = self.tp.broadcast(sampled_ids)
             self._share_with_graphs()
@@ -230,7 +232,7 @@ class StepRunner:
             self._sampled_ids = self._sampled_ids[:0]
 
     def _share_with_graphs(self) -> None:
-        """Put the tokens sampled last where the next graph reads them, unless a graph has sampled them there."""
+        """Copy the last sampled tokens to where the next graph reads them, unless a graph has sampled them there."""
         if self.graphs is None:
             return
         shared = self.graphs.buffers.sampled_ids[: len(self._sampled_ids)]
@@ -239,12 +241,12 @@ class StepRunner:
 
 
 class ModelDrafts:
-    """Over the keys that are on the GPU. It has no reference to the StepRunner, which owns it."""
+    """Drafts by the model over the keys on the GPU. Owned by the StepRunner, without a reference to the StepRunner."""
 
     needs_hidden = False  # True if `follow` needs the model's hidden states of all tokens
 
     def begin(self, steps: StepRunner, plan: StepPlan) -> None:
-        """The drafts of a step follow."""
+        """Prepare for the drafts of a step."""
         assert not (plan.moves.loads or plan.moves.copies), "a draft would read slots before they are filled"
         steps.memory.begin_all_layers()
 
@@ -253,7 +255,7 @@ class ModelDrafts:
         return steps.run_pass(draft, self.inputs(steps, draft), is_draft=True).sampled_ids
 
     def follow(self, steps: StepRunner, plan: StepPlan, hidden: torch.Tensor | None) -> None:
-        """The step has run. `hidden`: see `needs_hidden`, [T, hidden_size]."""
+        """Called after the step has run. `hidden`: [T, hidden_size], see `needs_hidden`."""
 
     def inputs(self, steps: StepRunner, draft: StepPlan) -> StepInputs:
         return steps.build_inputs(draft)
@@ -264,12 +266,12 @@ class ModelDrafts:
     def attention(
         self, memory: KVMemory, slot_mapping: torch.Tensor, batches: StepBatches, columns: CompanionColumns
     ) -> StepAttention:
-        """The attention of a draft that is launched kernel by kernel."""
+        """Make the attention of a draft that is launched kernel by kernel."""
         return memory.paged_attention(slot_mapping, batches.paged, columns)
 
     def make_graphs(self, buffers: GraphBuffers, memory: KVMemory, max_query_len: int) -> StepGraphs | None:
         """Make the graphs of drafts, or return None if drafts run in the graphs of decode steps. `max_query_len`: the
-        most tokens of a sequence in a step that verifies guesses.
+        most tokens of a sequence in a verification step.
         """
         return None
 
@@ -282,7 +284,7 @@ class ModelDrafts:
 
     def seconds(self, steps: StepRunner, draft: StepPlan) -> float:
         ran: Any = None
-        for num_steps in (2, NUM_TIMED_STEPS):  # the first ones may be slow
+        for num_steps in (2, NUM_TIMED_STEPS):  # the first steps may be slow
             start_s = time.perf_counter()
             for _ in range(num_steps):
                 ran = steps.run_pass(draft, self.inputs(steps, draft), is_draft=True)
@@ -294,7 +296,7 @@ class CompanionSetup(Protocol):
     """What start-up sends to every rank to allocate a CompanionMemory. Can be pickled."""
 
     def allocate(self, memory: KVMemory) -> CompanionMemory:
-        """Allocate the memory. The blocks are there already."""
+        """Allocate the memory. The KV blocks are allocated already."""
 
     def make_drafts(self, companion: CompanionMemory) -> ModelDrafts | None:
-        """Return how tokens are drafted with what `allocate` returned, or None if it does not change that."""
+        """Return the drafts that use the memory from `allocate`, or None if the companion does not change drafting."""

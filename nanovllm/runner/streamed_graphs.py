@@ -1,17 +1,17 @@
-"""Streamed decode steps as CUDA graphs in pieces, cut where copies from CPU memory come in.
+"""Streamed decode steps as CUDA graphs in pieces, cut where copies from CPU memory arrive.
 
-Which blocks are streamed changes from step to step, so a graph must not contain the waits for them. A piece therefore
-runs from one layer's paged attention to the next layer's (output projection, MLP, next qkv, store, paged call). In
-addition, each staging buffer has a graph that attends to a streamed group and merges the result, and one graph merges
-what the CPU has computed. Between the pieces the host only waits for events, replays graphs and starts copies. That
-takes about 0.1 ms per layer, instead of 0.8 ms with separate launches.
+Which blocks are streamed changes from step to step, so a graph must not contain the waits for the copies. A piece
+therefore runs from one layer's paged attention to the next layer's paged attention (output projection, MLP, next qkv,
+store, paged call). In addition, each staging buffer has a graph that attends to a streamed group and merges the result,
+and one graph merges the results of the CPU. Between the pieces the host only waits for events, replays graphs and
+starts copies, which takes about 0.1 ms per layer, instead of 0.8 ms with separate launches.
 
     piece 0 | group* cpu? | piece 1 | group* cpu? | ... | piece L    "|": query and result (fp32) are in static buffers
 
-The attention itself makes the cuts. It is an argument of the model, and the one used for a capture (_Cutter) ends a
-piece and begins the next inside `attend`, where a step would go on to the parts that the host drives. Tensors that live
-across a cut, such as the residual, stay in the pieces' memory pool; their addresses stay valid because the pieces of a
-size are always replayed in the same order. The group graphs run between the pieces, so they have a pool of their own.
+The attention itself makes the cuts. It is an argument of the model, and the attention used for a capture (_Cutter) ends
+a piece and begins the next inside `attend`, where a step would go on to the parts that the host drives. Tensors that
+live across a cut, such as the residual, stay in the pieces' memory pool; their addresses stay valid because the pieces
+of a size are always replayed in the same order. The group graphs run between the pieces, so they have a separate pool.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ class StaticResult:
         self.lse_HB = like.new_zeros(num_heads, max_num_rows, dtype=torch.float32)
 
     def at(self, size: int) -> PartialAttention:
-        """The running result of `size` rows."""
+        """Return the running result of `size` rows."""
         return PartialAttention(self.out_BHD[:size], self.lse_HB[:, :size])
 
     def begin(self, q_BHD: torch.Tensor, partial: PartialAttention) -> torch.Tensor:
@@ -58,7 +58,7 @@ class StaticResult:
         return self.out_BHD[:size]
 
     def merge(self, backend: AttentionBackend, partial: PartialAttention) -> None:
-        """Merge another partial result into the running one."""
+        """Merge another partial result into the running result."""
         running = self.at(len(partial.out_THD))
         merged = backend.merge((running, partial), self.out_BHD.dtype)
         for static, value in zip(running, merged, strict=True):
@@ -67,7 +67,7 @@ class StaticResult:
 
 
 class GroupGraphs:
-    """The graphs of streamed groups. Replaying one attends to a group and merges the result.
+    """The graphs of streamed groups. Replaying a graph attends to a group and merges the result.
 
     StreamedDecodeGraphs owns the graphs. This class owns their static inputs except the query: for each staging buffer,
     how many of its keys each sequence attends to, and each sequence's block table.
@@ -83,7 +83,7 @@ class GroupGraphs:
         max_num_seqs: int,
         max_query_len: int,
     ) -> None:
-        """`max_num_seqs`: sequences of the largest graph. `max_query_len`: the most queries of a sequence."""
+        """`max_num_seqs`: sequences in the largest graph. `max_query_len`: the most queries of a sequence."""
         self.buffers, self.max_query_len = buffers, max_query_len
         self.offload, self.backend, self.scale = offload, backend, scale
         caches, spec, largest = offload.k_cache_gpu, offload.spec, max_num_seqs
@@ -113,7 +113,7 @@ class GroupGraphs:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def begin_step(self, size: int, graphs: Sequence[torch.cuda.CUDAGraph], groups: Sequence[GroupInputs]) -> None:
-        """Enqueue the copy of the groups' arrays. `graphs` are those of `size`, one for each buffer."""
+        """Enqueue the copy of the groups' arrays. `graphs`: the graphs of `size`, one for each buffer."""
         self._size, self._graphs = size, graphs
         padded = np.zeros((len(groups), size, 1 + self._tables.shape[2]), dtype=np.int32)  # sequences without keys
         for rows, group in zip(padded, groups, strict=True):
@@ -140,7 +140,7 @@ class GroupGraphs:
 class _Cutter:
     """A StepAttention that ends the captured piece after each paged call and begins the next.
 
-    As a context manager it begins the first piece, and it never leaves a stream in capture mode, whatever happens.
+    As a context manager it begins the first piece, and also ends a capture in which an exception is raised.
     """
 
     def __init__(self, paged: PagedAttention, cpu_graphs: Sequence[CpuGraphs], result: StaticResult, pool: Any) -> None:
@@ -171,7 +171,7 @@ class _Cutter:
         running_out = self.result.begin(q_THD, self.paged.attend_paged(layer, q_THD))
         self._capture.__exit__(None, None, None)
         self._begin_piece()
-        return running_out.to(q_THD.dtype)  # the next piece begins with the only rounding of the merged result
+        return running_out.to(q_THD.dtype)  # the only rounding of the merged result, at the start of the next piece
 
 
 class StreamedDecodeGraphs(StepGraphs):
@@ -189,7 +189,7 @@ class StreamedDecodeGraphs(StepGraphs):
         memory: KVMemory,
         num_heads: int,
     ) -> None:
-        """`memory`: with offload. `num_heads`: query heads of this rank."""
+        """`memory` must have offload. `num_heads`: query heads of this rank."""
         super().__init__(buffers, name, sizes, max_query_len)
         assert memory.offload is not None, "without offload nothing is streamed"
         self.memory, self.offload, largest = memory, memory.offload, self.sizes[-1]
@@ -228,11 +228,13 @@ class StreamedDecodeGraphs(StepGraphs):
             self.merge_cpu(cpu, size)
 
     def merge_cpu(self, cpu: CpuGraphs, size: int) -> None:
-        """Launch the kernels that merge the CPU's results into those of a step of `size` rows."""
+        """Launch the kernels that merge the CPU's results into the running result of `size` rows."""
         self.result.merge(self.memory.backend, cpu.results(size))
 
     def replay(self, inputs: StepInputs, cpu_rows: CpuRows | None = None) -> torch.Tensor:
-        """See StepGraphs. Between the pieces this makes the same calls as a step that is launched kernel by kernel."""
+        """See StepGraphs. Between the pieces, replay makes the same calls as a step that is launched
+        kernel by kernel.
+        """
         num_rows = len(inputs.input_ids)
         size = self.size_for(num_rows)
         self.buffers.fill_decode(inputs, size)

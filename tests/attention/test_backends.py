@@ -127,7 +127,7 @@ def test_choose_forced_names_the_reason_and_what_can_run(gpu_of):
     for name, dtype, head_dim, reason in (
         ("flash", torch.bfloat16, 128, "flash_attn is not installed.*'cudnn', 'triton'"),
         ("cudnn", torch.float32, 128, ".*float32"),
-        ("cudnn", torch.bfloat16, 72, "it needs flash or triton beside it"),
+        ("cudnn", torch.bfloat16, 72, "it also needs flash or triton"),
     ):
         with pytest.raises(ConfigError, match=f"'{name}' cannot run here: {reason}"):
             choose_backend(name, CUDA, dtype, head_dim, enforce_eager=False)

@@ -18,5 +18,5 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_resolve_device_one_gpu_for_several_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="=2 needs more GPUs than the 1 that this process sees"):
         resolve_device(Config(model="m", tensor_parallel_size=2))
-    with pytest.raises(ConfigError, match=r"device='cuda:1' .*: each rank has a GPU of its own; give device="):
+    with pytest.raises(ConfigError, match=r"device='cuda:1' .*: each rank needs a separate GPU; give device="):
         resolve_device(Config(model="m", device="cuda:1", tensor_parallel_size=2))

@@ -24,7 +24,7 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.engine.startup import rank_devices
 from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.base import LaunchedStep, LocalExecutor
-from nanovllm.executor.processes import SEGMENT_BYTES, STARTED, Job, ProcessExecutor, Receiver, Sender, _worker_main
+from nanovllm.executor.processes import SEGMENT_BYTES, STARTED, CallReceiver, Job, ProcessExecutor, Sender, _worker_main
 from nanovllm.plan.step_plan import KVMoves, StepPlan
 from nanovllm.runner.step_result import StepEnd, StepResult
 
@@ -295,11 +295,11 @@ def test_close_forgotten_exits_silently_and_leaves_no_worker(tmp_path: Path) -> 
 CONTEXT = multiprocessing.get_context("spawn")
 
 
-def make_channel(num_receivers: int, segment_bytes: int) -> tuple[Sender, list[Receiver], list[Connection]]:
+def make_channel(num_receivers: int, segment_bytes: int) -> tuple[Sender, list[CallReceiver], list[Connection]]:
     segment = CONTEXT.RawArray(ctypes.c_char, segment_bytes)
     pipes = [CONTEXT.Pipe() for _ in range(num_receivers)]
     sender = Sender(segment, [near for near, _ in pipes])
-    return sender, [Receiver(segment, far) for _, far in pipes], [end for pipe in pipes for end in pipe]
+    return sender, [CallReceiver(segment, far) for _, far in pipes], [end for pipe in pipes for end in pipe]
 
 
 def test_send_any_size_arrives_whole_and_in_order() -> None:
@@ -308,7 +308,7 @@ def test_send_any_size_arrives_whole_and_in_order() -> None:
         messages = [(i, bytes([i]) * num_bytes) for i in range(20)]
         received: list[list[object]] = [[] for _ in receivers]
 
-        def receive_all(receiver: Receiver, into: list[object]) -> None:
+        def receive_all(receiver: CallReceiver, into: list[object]) -> None:
             into.extend(receiver.receive() for _ in range(20))
 
         threads = [threading.Thread(target=receive_all, args=pair) for pair in zip(receivers, received, strict=True)]

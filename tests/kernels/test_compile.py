@@ -438,7 +438,7 @@ def test_two_programs_of_a_wide_packed_product_fit_on_a_multiprocessor(kind: str
     """Each takes 1 KiB more of shared memory than it asks for. There is nothing to spare."""
     x, weight = torch.zeros(256, 4096, dtype=BF16), PACKED_KINDS[kind](4096, BF16)
     tile = packed_linear.choose_tile(256, 24576 // 16, target := KNOWN_TARGETS["9.0"], x, weight)
-    assert isinstance(tile, packed_linear.Tile) and tile.num_per_sm == 2
+    assert isinstance(tile, packed_linear.ManyRowsTile) and tile.num_per_sm == 2
     with compiling_for(target) as compiled:
         packed_linear.products(x, weight, gated=True, tile=tile)
     check(compiled, target)

@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from nanovllm.device.kernel_target import KNOWN_TARGETS
 from nanovllm.kernels import compile_server
-from nanovllm.kernels.compile_server import CompileServer, Job, TritonStart, start_compile_server
+from nanovllm.kernels.compile_server import CompileJob, CompileServer, TritonStart, start_compile_server
 from nanovllm.kernels.launch import compiling_in, on_grid
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -197,7 +197,7 @@ def test_launcher_is_built_after_compiling_if_kernels_have_their_own(
     class InThisProcess(CompileServer):
         def __init__(self) -> None: ...
 
-        def compile(self, job: Job) -> None:
+        def compile(self, job: CompileJob) -> None:
             compile_server._compile(job)
             compiled.append(job.kernel)
 
@@ -221,7 +221,7 @@ def test_kernel_that_the_server_cannot_compile_is_compiled_here(cache: Path) -> 
     class Failing(CompileServer):
         def __init__(self) -> None: ...
 
-        def compile(self, job: Job) -> None:
+        def compile(self, job: CompileJob) -> None:
             raise RuntimeError("the process that compiled has ended")
 
     assert compile_with(Failing(), lambda: launch(tagged_kernel, 2)) == {"tagged_kernel": False}
@@ -242,9 +242,9 @@ def test_cached_kernels_do_not_wait_for_the_server(server: CompileServer) -> Non
 def test_kernel_that_two_ranks_need_is_compiled_once(server: CompileServer, cache: Path) -> None:
     class Recorder(CompileServer):
         def __init__(self) -> None:
-            self.jobs: list[Job] = []
+            self.jobs: list[CompileJob] = []
 
-        def compile(self, job: Job) -> None:
+        def compile(self, job: CompileJob) -> None:
             self.jobs.append(job)
 
     recorder = Recorder()

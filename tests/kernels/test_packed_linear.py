@@ -41,7 +41,7 @@ if not INTERPRETED:
 def as_tile(sizes: tuple[int, ...] | None):  # type: ignore[no-untyped-def]
     from nanovllm.kernels import packed_linear as kernels
 
-    return sizes and (kernels.FewRowsTile(*sizes) if len(sizes) == 3 else kernels.Tile(*sizes))
+    return sizes and (kernels.FewRowsTile(*sizes) if len(sizes) == 3 else kernels.ManyRowsTile(*sizes))
 
 
 def in_tiles(scales: torch.Tensor, device: str) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """HeadDrafts: drafts by the checkpoint's draft head. memory.py says how the head follows the steps.
 
-Legend: T packed tokens, S those after which a step samples, H query heads, D head dim.
+Legend: T packed tokens, S tokens after which a step samples, H query heads, D head dim.
 """
 
 import time
@@ -34,7 +34,7 @@ class HeadAttention:
     def __init__(
         self, head: DraftHead, slot_mapping_T: torch.Tensor, batch: PagedBatch, copies: Sequence[PageCopy] = ()
     ) -> None:
-        """`batch`: for the rows that the head is asked for."""
+        """`batch`: for the rows whose results are used."""
         self.head, self.slot_mapping_T, self.batch, self.copies = head, slot_mapping_T, batch, copies
 
     def cells(self, layer: int) -> KVCells:
@@ -57,13 +57,13 @@ class HeadDrafts(ModelDrafts):
 
     def __init__(self, head: DraftHead) -> None:
         self.head = head
-        self._drafted = head.kept[:0]  # hidden states that the head yielded last
+        self._drafted = head.kept[:0]  # the last hidden states that the head computed
 
     def begin(self, steps: StepRunner, plan: StepPlan) -> None:
         """The head does not read the cache, so its drafts need not wait for anything."""
 
     def run(self, steps: StepRunner, draft: StepPlan, is_first: bool) -> torch.Tensor:
-        """The first drafts of a step need only the head's logits: the step before has left the rest."""
+        """Draft. The first drafts of a step need only the head's logits: the previous step has computed the rest."""
         inputs = draft_inputs(draft, steps.spec.block_size)
         before = self.head.first_rows(draft) if is_first else inputs.pending_rows
         sampling, rows = to_device((inputs.sampling, before), steps.device)
@@ -74,7 +74,7 @@ class HeadDrafts(ModelDrafts):
         return sample(steps.model.compute_logits(self._drafted), sampling)
 
     def follow(self, steps: StepRunner, plan: StepPlan, hidden: torch.Tensor | None) -> None:
-        """Let the head go through the tokens of the step."""
+        """Run the head on the tokens of the step."""
         assert hidden is not None, "the draft head needs the hidden states of all tokens"
         followed = followed_plan(plan, steps.spec.block_size)
         inputs = followed_inputs(followed, steps.spec.block_size)
@@ -84,7 +84,7 @@ class HeadDrafts(ModelDrafts):
     def _run_head(self, steps: StepRunner, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         """Run the head: see CausalLM.draft. Returns its results where the plan samples, [S, hidden_size]."""
         graphs = steps.graphs.draft_graphs if steps.graphs is not None else None
-        if graphs is not None and plan.is_decode and not plan.moves.payloads:  # the largest size fits all such steps
+        if graphs is not None and plan.is_decode and not plan.moves.payloads:  # the largest size fits all decode steps
             assert isinstance(graphs, HeadGraphs)
             return graphs.run(inputs, hidden)
         tensors = to_device(inputs, steps.device)
@@ -126,15 +126,15 @@ class HeadDrafts(ModelDrafts):
             num_drafts=num_drafts,
             payloads=(HeadStep(pages, -1),),
         )
-        for _ in range(2):  # the first ones may be slow
+        for _ in range(2):  # the first drafts may be slow
             start_s = time.perf_counter()
             steps.draft(StepPlan((step,), KVMoves())).cpu()
         return (time.perf_counter() - start_s) / num_drafts
 
 
 def followed_plan(plan: StepPlan, block_size: int) -> StepPlan:
-    """The head's way through the tokens of a step, each with the token after it; -1 for those that are sampled. Its
-    results are wanted for the last token of each sequence, and where the step samples.
+    """Plan the head's run over the tokens of a step, each with the token after it, or -1 for a token that is sampled.
+    The head's results are needed for the last token of each sequence, and where the step samples.
     """
     copies = find_payload(plan.moves.payloads, PageCopies)
     moves = KVMoves(payloads=() if copies is None else (copies,))
@@ -147,7 +147,7 @@ def _followed(step: SequenceStep, block_size: int) -> SequenceStep:
     pages = (0,) * ceil_div(num_keys, block_size) if head is None else head.pages  # start-up has no pages
     last = np.full(step.num_sampled, -1)
     if step.sampling is None:
-        assert head is not None, "what start-up measures always samples"
+        assert head is not None, "the steps that start-up measures always sample"
         last = np.array([head.next_token])
     return step._replace(
         token_ids=np.concatenate([step.token_ids[1 : step.num_tokens + 1 - len(last)], last]),
@@ -168,14 +168,14 @@ def followed_inputs(plan: StepPlan, block_size: int) -> StepInputs:
 
 
 def draft_inputs(plan: StepPlan, block_size: int) -> StepInputs:
-    """The inputs of the head for a draft. It guesses not the token after the one it runs, but the one after that."""
+    """The inputs of the head for a draft. The head predicts the token after the next token."""
     inputs = build_inputs(plan, block_size, group_blocks=0)
     return inputs._replace(sampling=inputs.sampling._replace(position=inputs.sampling.position + 1))
 
 
 class HeadGraphs(DecodeGraphs):
-    """The draft head on tokens whose hidden states are in `buffers.hidden`, where it leaves its own. It runs after a
-    decode step, or drafts.
+    """The draft head as graphs, on tokens whose hidden states are in `buffers.hidden`, where the head leaves its own
+    hidden states. Runs after a decode step, or for drafts.
     """
 
     def __init__(self, buffers: GraphBuffers, sizes: list[int], max_query_len: int, head: DraftHead) -> None:
@@ -191,7 +191,9 @@ class HeadGraphs(DecodeGraphs):
         hidden.copy_(model.draft(input_ids, tensors.positions, hidden, attention, rope_lens))
 
     def run(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` [T, hidden_size], of the tokens before those of `inputs` -> those of the head. Hot."""
+        """Run the head. `hidden` [T, hidden_size]: of the tokens before the tokens of `inputs`. Returns its hidden
+        states. Hot.
+        """
         rows = self.buffers.hidden[: len(hidden)]
         if rows.data_ptr() != hidden.data_ptr():
             rows.copy_(hidden)
@@ -204,11 +206,11 @@ class HeadSetup:
     """A CompanionSetup."""
 
     num_cpu_blocks: int  # 0 without offload
-    num_slots: int  # of states
+    num_slots: int  # slots of states
 
     def allocate(self, memory: KVMemory) -> DraftHead:
         states = memory.spec.states
-        assert states is not None, "the results of the draft head are kept beside states"
+        assert states is not None, "the results of the draft head are stored with states"
         k_pool, v_pool = memory.make_pool(self.num_cpu_blocks, num_layers=1) if self.num_cpu_blocks else memory.cache
         return DraftHead(
             (k_pool[-1], v_pool[-1]),

@@ -1,17 +1,17 @@
 """DraftHead: how the checkpoint's draft head (MTPHead in models/decoder.py) follows the steps of the engine.
 
-At the end of a step the head goes through the step's tokens, each with its hidden state and the token after it: the
-next one of the prompt, or the one that the step has sampled. Behind a wrong guess it goes through nonsense, which
-nobody reads. What it yields for the last tokens is kept beside the state of the sequence. The next step makes its first
-guess from that of the last token that proved right, and for each further one lets the head run again.
+At the end of a step the head runs on the step's tokens, each with its hidden state and the token after it: the prompt's
+next token, or the token that the step has sampled. After a wrong draft token the head's outputs are garbage and are
+ignored. The outputs for the last tokens are stored with the state of the sequence. The next step makes its first draft
+token from the output for the last accepted token, and runs the head again for each further draft token.
 
-The cell of a token in the head's cache is that of its hidden state. So a step overwrites what its drafts have written,
-and the head's keys are in pages as the model's are in blocks: page i belongs to block i of the pool that has room for
-all blocks. Without offload that is the pool on the GPU, of which the head is the last layer. With offload the pages
-stay on the GPU, wherever the blocks are.
+A token and its hidden state have the same cell in the head's cache. So a step overwrites the cells that its drafts have
+written, and the head's keys are in pages as the model's keys are in blocks: page i belongs to block i of the pool that
+has room for all blocks. Without offload this pool is on the GPU, and the head is its last layer. With offload the pages
+stay on the GPU, independent of where the blocks are.
 
-Where a block that another sequence has computed ends, or a prefix hit, the last cell may have been computed with the
-token that came next there. That can cost a guess.
+At the end of a prefix hit or of a block that another sequence has computed, the last cell may have been computed with
+another next token. That can cost a draft token.
 
 Legend: N pages, P tokens of each, K kv heads, D head dim, T packed tokens.
 """
@@ -35,14 +35,14 @@ class DraftHead(CompanionMemory):
         backend: AttentionBackend,
         scale: float,
     ) -> None:
-        """`cache`: K and V, each [N, P, K, D]. `num_slots`: of states, with slot 0."""
+        """`cache`: K and V, each [N, P, K, D]. `num_slots`: state slots, including slot 0."""
         self.cache, self.backend, self.scale = cache, backend, scale
         self._slot_rows = 1 + max_guesses
-        # The head's results for the last certain token of a slot's sequence, and for the guesses behind it
+        # The head's results for the last certain token of a slot's sequence, and for the draft tokens after it
         self.kept = cache[0].new_zeros(num_slots * self._slot_rows, hidden_size)
 
     def kept_rows(self, plan: StepPlan) -> np.ndarray:
-        """Rows of `kept`, int64 [S]: where the results of a `followed_plan` go."""
+        """Rows of `kept`, int64 [S], to which the results of a `followed_plan` are written."""
         states = (step.payload(StateStep) for step in plan.sequences)
         slots = (0 if state is None else state.target for state in states)
         rows = [
@@ -52,8 +52,8 @@ class DraftHead(CompanionMemory):
         return np.concatenate(rows)
 
     def first_rows(self, plan: StepPlan) -> np.ndarray:
-        """Rows of `kept`, int64 [B]: the results that first drafts are made from. They are for the last certain tokens
-        before them.
+        """Rows of `kept`, int64 [B]: the results from which first drafts are made, of the last certain token before
+        each draft.
         """
         states = [step.payload(StateStep) for step in plan.sequences]
         rows = [0 if state is None else state.source * self._slot_rows + state.num_replayed for state in states]

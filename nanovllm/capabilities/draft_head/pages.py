@@ -1,4 +1,4 @@
-"""HeadPages: how the draft head of the checkpoint follows a step. Its cells are in pages that belong to blocks.
+"""HeadPages: how the checkpoint's draft head follows a step. The head's cells are in pages that belong to blocks.
 
 Page i belongs to block i of the pool that has room for all blocks (see memory.py).
 """
@@ -24,8 +24,8 @@ class PageCopy(NamedTuple):
 
 
 class PageCopies(NamedTuple):
-    """Step payload: copies that take effect once this step's K and V are stored, in this order, since one may read what
-    another has written.
+    """Step payload: copies that take effect once this step's K and V are stored. They are made in order, because a copy
+    may read what an earlier copy has written.
     """
 
     copies: tuple[PageCopy, ...]
@@ -36,13 +36,13 @@ class PageCopies(NamedTuple):
 
 
 class HeadStep(NamedTuple):
-    """Sequence payload: the draft head's way through the new tokens, each with the token after it."""
+    """Sequence payload: the draft head's run over the new tokens, each with the token after it."""
 
     pages: tuple[int, ...]  # the pages of the sequence's blocks, in order
-    next_token: int  # the token after the new ones; -1: the step samples it
+    next_token: int  # the token after the new tokens, or -1 if the step samples it
 
     def in_draft(self, draft: SequenceStep, step: SequenceStep, i: int) -> SequenceStep:
-        """The head drafts from the token before the one that the model would run."""
+        """Draft from the token before the token that the model would run."""
         return draft._replace(
             token_ids=np.array([-1]),
             position=step.position + i - 1,

@@ -2,8 +2,8 @@
 
 Legend: see LayerStates in kernels/state_tensors.py.
 
-All copies between the two are enqueued on the compute stream, in order with the steps. A state crosses the link in a
-millisecond, and few steps move one.
+All copies between slots and snapshots are enqueued on the compute stream, in order with the steps. A state crosses the
+link in a millisecond, and few steps copy a state.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class StepStates(NamedTuple):
     rows: StateRows
 
     def of_layer(self, layer: int) -> LayerStates:
-        """Hot: once per layer."""
+        """Return the states of one layer. Hot: once per layer."""
         conv_NWC, matrix_NHKV, pending_NGI = self.memory.layers[layer]
         return LayerStates(conv_NWC, matrix_NHKV, pending_NGI, self.rows)
 
@@ -37,16 +37,16 @@ _NO_STATE = StateStep(source=-1, target=0)  # for steps that start-up measures
 
 
 class StateMemory(CompanionMemory):
-    """A slot is contiguous over all layers, so that a state moves in three copies: the convolution's inputs, the
-    matrices, and what is pending.
+    """The states of a rank. A slot is contiguous over all layers, so that a state is copied in three copies: the inputs
+    of the convolution, the matrices, and the pending inputs.
     """
 
-    paddings = (-1, 0, 0, 0)  # padding starts from zeros, and leaves its states in slot 0
+    paddings = (-1, 0, 0, 0)  # padding rows start from zeros and leave their states in slot 0
 
     def __init__(
         self, spec: StateSpec, dtype: torch.dtype, device: torch.device, num_slots: int, num_snapshots: int
     ) -> None:
-        """`num_slots`: with slot 0, which no sequence owns."""
+        """`num_slots`: including slot 0, which no sequence owns."""
         s = self.spec = spec
         conv_shape = (s.num_layers, s.conv_tokens, s.conv_channels)
         matrix_shape = (s.num_layers, s.num_value_heads, s.key_head_dim, s.value_head_dim)
@@ -62,7 +62,7 @@ class StateMemory(CompanionMemory):
             for buffer, size, (shape, kind) in zip(self._buffers, sizes, shapes, strict=True)
         ]
         self.stored_parts = self._snapshots[:2]  # nothing is pending where later prompts continue
-        self._saves: list[SnapshotSave] = []  # of the step
+        self._saves: list[SnapshotSave] = []  # saves of the step
 
     def begin_step(self, plan: StepPlan, cache: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Save the states of preempted sequences, and load the states that the step starts from."""
@@ -77,7 +77,7 @@ class StateMemory(CompanionMemory):
                     slots[state.source].copy_(snapshots[state.load], non_blocking=True)
 
     def columns(self, plan: StepPlan) -> tuple[np.ndarray, ...]:
-        """The fields of StateRows (kernels/state_tensors.py) that are numbers of sequences."""
+        """The fields of StateRows (kernels/state_tensors.py) that have one number per sequence."""
         return tuple(np.array(column, np.int32) for column in zip(*_numbers(plan), strict=True))
 
     def layer_memory(self, given: CompanionColumns) -> LayerMemoryOf:
@@ -87,7 +87,7 @@ class StateMemory(CompanionMemory):
         return StepStates(self, rows).of_layer
 
     def end_step(self) -> None:
-        """Save the states that are kept, after all layers have run."""
+        """Copy states to snapshots, after all layers have run."""
         for _, slot, snapshot in self._saves:
             self._save(slot, snapshot)
         self._saves = []
@@ -103,7 +103,7 @@ class StateMemory(CompanionMemory):
 
 
 def _numbers(plan: StepPlan) -> list[tuple[int, int, int, int]]:
-    """For each sequence: source and target slot, number of replayed tokens and of guesses."""
+    """For each sequence: source slot, target slot, number of replayed tokens, number of draft tokens."""
     states = (step.payload(StateStep) or _NO_STATE for step in plan.sequences)
     return [(*state[:3], step.num_guesses) for state, step in zip(states, plan.sequences, strict=True)]
 

@@ -1,16 +1,17 @@
 """RecurrentStates: the places of the states of recurrent layers.
 
-A running sequence has a slot on the GPU, in which every step leaves its newest state. Attention can go on anywhere in a
-known text, but a recurrent layer needs the state there. So some states are copied to snapshots in CPU memory, and a
-prefix hit ends where there is one. States are kept where they pay:
-- at the end of a prompt, rounded down to whole grains, with at least one token behind it;
-- where a prompt parts from what is known: others may part there, too;
-- where a waiting prompt parts from one that is being computed, because it waits for that state;
-- every SNAPSHOT_TOKENS tokens, so that little has to be computed again wherever a later prompt parts.
+A running sequence has a slot on the GPU, in which every step leaves its newest state. Attention can resume at any token
+of a known text, but a recurrent layer needs the state at this token. So some states are copied to snapshots in CPU
+memory, and a prefix hit ends at a snapshot. States are saved where they pay:
+- at the end of a prompt, rounded down to whole grains, with at least one token after it;
+- where a prompt diverges from known prefixes: other prompts may diverge there, too;
+- where a waiting prompt diverges from a prompt that is being computed, because it waits for this state;
+- every SNAPSHOT_TOKENS tokens, so that little has to be recomputed wherever a later prompt diverges.
 
-A preempted sequence leaves its state too, and goes on where it was if its blocks are still there.
+A preempted sequence also saves its state, and resumes where it stopped if its blocks are still in memory.
 
-A snapshot belongs to a prefix of the index and goes with it. Without room for a new one, the least recently used goes.
+A snapshot belongs to a prefix of the index and is dropped with the prefix. Without room for a new snapshot, the least
+recently used one is dropped.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -47,8 +48,8 @@ class StateFlushes(NamedTuple):
 class SnapshotSave(NamedTuple):
     """A copy of the state after the first `num_tokens` new tokens of a sequence to a snapshot, from `slot`.
 
-    `slot` is the sequence's own slot if its new tokens end there, and otherwise a slot in which the step leaves that
-    state in addition.
+    `slot` is the sequence's slot if its new tokens end there, and otherwise an additional slot in which the step leaves
+    the state.
     """
 
     num_tokens: int
@@ -59,11 +60,11 @@ class SnapshotSave(NamedTuple):
 class StateStep(NamedTuple):
     """Sequence payload: the state that the new tokens start from and leave (see StateRows in state_tensors.py)."""
 
-    source: int  # the slot whose state the new tokens start from; -1: zeros
+    source: int  # the slot whose state the new tokens start from, or -1 for zeros
     target: int  # the sequence's slot
     num_replayed: int = 0
     draft_slot: int = -1  # where drafts leave their states; -1 if the model itself does not draft
-    load: int = -1  # the snapshot that is first copied to the source; -1: none
+    load: int = -1  # the snapshot that is first copied to the source, or -1
     saves: tuple[SnapshotSave, ...] = ()  # in order of num_tokens
 
     def in_draft(self, draft: SequenceStep, step: SequenceStep, i: int) -> SequenceStep:
@@ -74,11 +75,11 @@ class StateStep(NamedTuple):
 
 
 class Paused(NamedTuple):
-    """A preempted sequence that can go on where it was, as long as its K and V and its snapshot are there."""
+    """A preempted sequence that can resume where it stopped, as long as its K and V and its snapshot exist."""
 
-    num_tokens: int  # computed
-    num_state_tokens: int  # tokens that the state covers; the others were guesses, and are pending
-    tail_block: int  # the block of the last tokens if it is not full; -1: it is
+    num_tokens: int  # computed tokens
+    num_state_tokens: int  # tokens that the state covers; the other tokens were draft tokens, and are pending
+    tail_block: int  # the block of the last tokens, or -1 if that block is full
 
 
 @dataclass(slots=True)
@@ -92,7 +93,7 @@ class _Held:
 
 
 def _pause_key(seq: Sequence) -> int:
-    """In the place of a prefix id, which is never negative: the snapshot of a preempted sequence."""
+    """Return the key of a preempted sequence's snapshot, used like a prefix id; prefix ids are never negative."""
     return ~seq.seq_id
 
 
@@ -107,16 +108,17 @@ class RecurrentStates(Companion):
         model_drafts: bool = True,
         snapshot_tokens: int = SNAPSHOT_TOKENS,
     ) -> None:
-        """`num_slots`: with slot 0, which no sequence owns. Each running sequence needs one. `model_drafts`: drafts are
-        made by the model itself, which needs a slot for their states.
+        """`num_slots`: including slot 0, which no sequence owns. Each running sequence needs a slot. `model_drafts`:
+        the model itself makes the drafts and needs a slot for their states.
         """
         self.snapshots = Snapshots(num_snapshots)
         self.num_slots, self.snapshot_tokens, self.model_drafts = num_slots, snapshot_tokens, model_drafts
         self._free = list(range(num_slots - 1, 0, -1))
-        self._borrowed: list[int] = []  # of the step
+        self._borrowed: list[int] = []  # slots that the step borrows
         self._held: dict[int, _Held] = {}  # by seq_id
         self._paused: dict[int, Paused] = {}  # by seq_id
-        self._flushes: list[tuple[StateFlush, int]] = []  # for the next step, with the version of the snapshot
+        # Copies for the next step, each with the version of its snapshot
+        self._flushes: list[tuple[StateFlush, int]] = []
         self.num_loads = self.num_saves = 0
 
     def begin_step(self) -> None:
@@ -126,8 +128,8 @@ class RecurrentStates(Companion):
     # -- sequences come and go -------------------------------------------------------------------------------------
 
     def resumption(self, seq: Sequence, match: PrefixMatch) -> Resumption | None:
-        """None also if the state or a block is gone, and if the prefix cache has more of the sequence's tokens than the
-        sequence had computed itself.
+        """See Companion. Returns None also if the state or a block is gone, and if the prefix cache has more of the
+        sequence's tokens than the sequence itself had computed.
         """
         block_size = self.pool.index.block_size
         paused = self._paused.get(seq.seq_id) if _pause_key(seq) in self.snapshots else None
@@ -157,7 +159,7 @@ class RecurrentStates(Companion):
         self._forget_pause(seq)
 
     def preempt(self, seq: Sequence) -> None:
-        """Keep the state of the sequence, and what its last block holds."""
+        """Save the state of the sequence, and mark its last block, so that the sequence can resume."""
         if not self.snapshots.count or not seq.num_computed_tokens:
             return
         block_idx, num_tail_tokens = divmod(seq.num_computed_tokens, self.pool.index.block_size)
@@ -177,7 +179,7 @@ class RecurrentStates(Companion):
             self._forget_pause(seq)
 
     def _forget_pause(self, seq: Sequence) -> None:
-        """The sequence does not wait any more."""
+        """Drop the pause of a sequence that no longer waits."""
         self.snapshots.forget(_pause_key(seq))
         paused = self._paused.pop(seq.seq_id, None)
         if paused is not None and paused.tail_block >= 0:
@@ -187,7 +189,7 @@ class RecurrentStates(Companion):
     # -- one step --------------------------------------------------------------------------------------------------
 
     def plan_step(self, placed: Seq[tuple[Sequence, int]], gpu_block: GpuBlockOf) -> StateFlushes | None:
-        # A snapshot that was taken again since may be filled from elsewhere
+        # Skip a snapshot that was reused meanwhile: it may be filled from elsewhere
         versions = self.snapshots.versions
         flushes = tuple([flush for flush, version in self._flushes if versions[flush.snapshot] == version])
         self._flushes = []
@@ -195,7 +197,7 @@ class RecurrentStates(Companion):
 
     def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
         """Count how many of the next `num_tokens` tokens a chunk may have so that each state to be saved has a slot.
-        The state at the end of the chunk needs none. Prompts that share the step may still take the slots.
+        The state at the end of the chunk needs none. Other prompts in the step may still take the slots.
         """
         points, num_free = self._held[seq.seq_id].save_points, len(self._free)
         return min(num_tokens, points[num_free] - seq.num_computed_tokens) if num_free < len(points) else num_tokens
@@ -211,7 +213,9 @@ class RecurrentStates(Companion):
         return True
 
     def can_draft(self, seq: Sequence) -> bool:
-        """Return True if there is a slot for one more sequence's drafts. The last slots are left to saved states."""
+        """Return True if there is a slot for another sequence's drafts. The last slots are reserved for
+        saved states.
+        """
         return not self.model_drafts or len(self._free) > SAVE_SLOTS * (self.snapshots.count > 0)
 
     def plan_sequence(
@@ -224,7 +228,8 @@ class RecurrentStates(Companion):
         wanted = {point: prefix for point in points if (prefix := self.pool.prefix_id(seq, point)) is not None}
         for prefix in wanted.values():
             self.snapshots.touch(prefix)
-        # If other chunks take the slots, the last states count most: of the whole prompt, or where it parts from others
+        # If other chunks take the slots, the last states matter most: at the prompt's end, or where it diverges from
+        # others
         new = [point for point, prefix in wanted.items() if prefix not in self.snapshots]
         num_free = len(self._free) + (end in new)
         saves = [

@@ -55,7 +55,7 @@ class ShadowDrafts(ModelDrafts):
         self.shadow = shadow
 
     def inputs(self, steps: StepRunner, draft: StepPlan) -> StepInputs:
-        """The pages are in the place of a streamed group."""
+        """Compute the inputs of a draft. The pages take the place of a streamed group."""
         keys = [step.payload(DraftKeys) for step in draft.sequences]
         tables = [() if each is None else each.pages for each in keys]
         lens = np.array([len(table) * steps.spec.block_size for table in tables], np.int32)
@@ -120,7 +120,7 @@ class DraftGraphs(DecodeGraphs):
         num_columns = ceil_div(buffers.max_model_len, memory.spec.block_size)
         self._lens = torch.zeros(sizes[-1], dtype=torch.int32, device=buffers.device)
         self._tables = torch.zeros(sizes[-1], num_columns, dtype=torch.int32, device=buffers.device)
-        self._held = b""  # the content of the two
+        self._held = b""  # the content of the tables and lengths
 
     def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
         batch = self.buffers.decode_batch(size, 1)

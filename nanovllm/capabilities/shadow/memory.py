@@ -1,7 +1,7 @@
 """Shadow: one rank's copy of full KV blocks in 2 to 4 bits, to which drafts attend (shadow_spec.py).
 
-The format in plain torch is the reference for the kernels (kernels/shadow.py, which says how codes are packed), and
-what runs on a CPU.
+The format in plain torch is the reference for the kernels (kernels/shadow.py, which defines how codes are packed), and
+is used on a CPU.
 
 Legend: L layers, N blocks or pages, P tokens of each, K kv heads, D head dim, W int32 words of a page in one head.
 """
@@ -25,7 +25,7 @@ _MAX_HALF = 65504.0
 
 
 def _quantized(x: torch.Tensor, dim: int, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes of fp32 numbers that share scales along `dim`, scales and offsets in fp16."""
+    """Quantize fp32 numbers that share scales along `dim`. Returns codes, and scales and offsets in fp16."""
     lowest, highest = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     scale = ((highest - lowest) / (2**bits - 1)).clamp(max=_MAX_HALF / 2**bits).half()
     offset = (lowest - scale.float() * 2**bits).clamp(-_MAX_HALF, _MAX_HALF).half()
@@ -35,7 +35,7 @@ def _quantized(x: torch.Tensor, dim: int, bits: int) -> tuple[torch.Tensor, torc
 
 
 def _packed_keys(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes [.., P, D] -> words, flat."""
+    """Pack codes [.., P, D] -> words, flat."""
     slices = codes.unflatten(-1, (-1, 2)).unflatten(-3, (-1, 16 // bits, SLICE_TOKENS))
     return (slices << _places(bits)[:, None, None]).sum((-4, -1), dtype=torch.int32).flatten(-3)
 
@@ -47,7 +47,7 @@ def _packed_values(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpacked_keys(words: torch.Tensor, bits: int, head_dim: int) -> torch.Tensor:
-    """Words, flat -> codes [.., P, D]."""
+    """Unpack words, flat -> codes [.., P, D]."""
     slices = words.unflatten(-1, (-1, 1, SLICE_TOKENS, head_dim // 2, 1))
     codes = slices >> _places(bits)[:, None, None] & 2**bits - 1
     return codes.flatten(-2).flatten(-4, -2)
@@ -71,7 +71,7 @@ def _value_groups(v: torch.Tensor, spec: ShadowSpec) -> torch.Tensor:
 
 
 def quantize_page(k_PKD: torch.Tensor, v_PKD: torch.Tensor, spec: ShadowSpec) -> torch.Tensor:
-    """The page of a block in one layer: int32 [K, W]."""
+    """Compute the page of a block in one layer: int32 [K, W]."""
     k, v = (x.float().transpose(0, 1) for x in (k_PKD, v_PKD))
     k_codes, k_scale, k_offset = _quantized(k.unflatten(1, (-1, KEY_GROUP)), 2, spec.key_bits)
     v_codes, v_scale, v_offset = _quantized(_value_groups(v, spec), 3, spec.value_bits)
@@ -83,7 +83,7 @@ def quantize_page(k_PKD: torch.Tensor, v_PKD: torch.Tensor, spec: ShadowSpec) ->
 
 
 def dequantize_page(page_KW: torch.Tensor, spec: ShadowSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a page in one layer, each fp32 [P, K, D]."""
+    """Return K and V of a page in one layer, each fp32 [P, K, D]."""
     sizes = [spec.key_words, spec.value_words, *2 * [spec.key_scale_words], *2 * [spec.value_scale_words]]
     k_words, v_words, k_scale, k_offset, v_scale, v_offset = page_KW.split(sizes, 1)
     k = _unpacked_keys(k_words, spec.key_bits, spec.head_dim) + 2**spec.key_bits
@@ -113,7 +113,7 @@ class Shadow(CompanionMemory):
             self.fill(fills.resident, *cache)
 
     def group_hook(self, plan: StepPlan) -> GroupHook | None:
-        """Fill pages from the streamed groups."""
+        """Return a hook that fills pages from the streamed groups."""
         fills = find_payload(plan.moves.payloads, ShadowFills)
         if fills is None or not fills.streamed:
             return None
@@ -144,7 +144,7 @@ class Shadow(CompanionMemory):
 
         zeros = torch.zeros(1, 2, dtype=torch.int32, device=self.device)
         self._fill(zeros, *cache, self.pages_LNKW)
-        for longest in (self.spec.page_size, max_context_len):  # without splits, and with them
+        for longest in (self.spec.page_size, max_context_len):  # without splits, and with splits
             attend(q_1HD, self.pages_LNKW[0], self.spec, zeros[0, :1], zeros, longest, 1.0, self._num_sms)
 
     def _fill(self, moves: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages_LNKW: torch.Tensor) -> None:
@@ -160,12 +160,12 @@ class Shadow(CompanionMemory):
     def attend(
         self, layer: int, q_BHD: torch.Tensor, batch: PagedBatch, scale: float, backend: AttentionBackend
     ) -> PartialAttention:
-        """Attention of one query per sequence over the keys of its pages. Hot: once per layer of a draft."""
+        """Attend, one query per sequence, to the keys of the sequence's pages. Hot: once per layer of a draft."""
         pages_NKW = self.pages_LNKW[layer]
         if pages_NKW.is_cuda:
             from nanovllm.kernels.shadow import attend
 
-            # A graph knows the longest context only; most are much shorter
+            # A graph knows only the longest possible context; most contexts are much shorter
             longest = batch.max_context_len if batch.host is not None else batch.max_context_len // 4
             lens, tables = batch.context_lens, batch.block_tables
             return PartialAttention(*attend(q_BHD, pages_NKW, self.spec, lens, tables, longest, scale, self._num_sms))

@@ -11,8 +11,8 @@ from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import SequenceStep
 from nanovllm.utils.arithmetic import ceil_div
 
-# Drafts attend to at least this many of the newest keys in full precision, if these are on the GPU: most attention goes
-# there.
+# Drafts attend to at least this many of the newest keys in full precision, if these keys are on the GPU: most attention
+# goes to the newest keys.
 EXACT_TOKENS = 128
 
 
@@ -26,8 +26,8 @@ class PageFill(NamedTuple):
 class ShadowFills(NamedTuple):
     """Step payload: the pages that the step fills.
 
-    The fills from blocks on the GPU take effect before any draft, those from streamed blocks in each layer, after
-    attention over the group that holds the block.
+    Fills from blocks on the GPU take effect before any draft. Fills from streamed blocks take effect in each layer,
+    after attention over the group that holds the block.
     """
 
     resident: tuple[PageFill, ...]
@@ -42,7 +42,7 @@ class DraftKeys(NamedTuple):
     """Sequence payload: the keys that a sequence's drafts attend to.
 
     Full blocks are in pages of the shadow, and the newest keys in `block_table`, in full precision. The last of the
-    `num_paged_keys` keys are those of the step's new tokens, as in SequenceStep.
+    `num_paged_keys` keys are the keys of the step's new tokens, as in SequenceStep.
     """
 
     pages: tuple[int, ...]
@@ -57,29 +57,29 @@ class DraftKeys(NamedTuple):
 class _Pages:
     """Pages of a running sequence's full blocks."""
 
-    num_blocks: int = 0  # the first ones, which all have pages
+    num_blocks: int = 0  # the first blocks, which all have pages
     filled: list[int] = field(default_factory=list)
-    being_filled: list[int] = field(default_factory=list)  # by the step that was planned last
+    being_filled: list[int] = field(default_factory=list)  # pages that the last planned step fills
 
 
 class ShadowPages(Companion):
     """Gives pages to the full blocks of running sequences, until none are left.
 
-    A page keeps its block when the sequence ends, so that a prefix hit finds it. A page goes to another block only
-    once no sequence owns its own block: the least recently used page goes first.
+    A page keeps its block when the sequence ends, so that a prefix hit finds the page. A page goes to another block
+    only once no sequence owns its present block: the least recently used page goes first.
     """
 
     def __init__(self, num_pages: int, num_spared_blocks: int = 0) -> None:
-        """While the placed sequences have at most `num_spared_blocks` blocks, which the slots hold, only sequences that
-        have pages get more: drafts would hardly gain.
+        """While the placed sequences have at most `num_spared_blocks` blocks, which fit into the slots, only sequences
+        that have pages get more pages: drafts would hardly gain.
         """
         self.num_spared_blocks = num_spared_blocks
-        # Least recently used first. A block that has been allocated anew has forgotten its page
+        # Least recently used first. A block that has been reallocated has forgotten its page
         self._blocks: OrderedDict[int, Block | None] = OrderedDict.fromkeys(range(num_pages))
-        self._may_find = True  # False: all pages are those of owned blocks
+        self._may_find = True  # False if all pages belong to owned blocks
         self._pages: dict[int, _Pages] = {}  # by seq_id
         self._resident: list[PageFill] = []  # fills of the step
-        self._streamed: dict[int, int] = {}  # likewise, pages by block_id
+        self._streamed: dict[int, int] = {}  # streamed fills of the step: pages by block_id
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -87,7 +87,8 @@ class ShadowPages(Companion):
     def plan_step(self, placed: Seq[tuple[Sequence, int]], gpu_block: GpuBlockOf) -> ShadowFills | None:
         """Give pages to the full blocks of the step's sequences."""
         self._resident, self._streamed = [], {}
-        size, written = self.pool.index.block_size, set[int]()  # the latter also as hits of other sequences
+        # Blocks that the step writes, also as hits of other sequences
+        size, written = self.pool.index.block_size, set[int]()
         num_blocks = 0
         for seq, num_tokens in placed:
             start = seq.num_computed_tokens
@@ -106,7 +107,7 @@ class ShadowPages(Companion):
         return ShadowFills(tuple(self._resident), tuple(self._streamed.items()))
 
     def _fill(self, seq: Sequence, num_blocks: int, gpu_block: GpuBlockOf) -> None:
-        """Give pages to those of a sequence's first `num_blocks` blocks that lack one."""
+        """Give a page to each of a sequence's first `num_blocks` blocks that lacks one."""
         pages = self._pages.setdefault(seq.seq_id, _Pages())
         pages.filled += pages.being_filled
         pages.being_filled.clear()
@@ -127,7 +128,7 @@ class ShadowPages(Companion):
             pages.num_blocks = number + 1
 
     def _take(self) -> int | None:
-        """Find a page whose block no sequence owns, and take it away."""
+        """Find a page whose block no sequence owns, and take it from the block."""
         for _ in range(len(self._blocks) if self._may_find else 0):
             page, block = next(iter(self._blocks.items()))
             self._blocks.move_to_end(page)

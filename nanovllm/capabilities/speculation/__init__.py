@@ -1,7 +1,7 @@
-"""Speculation: guesses of a sequence's next tokens, which one pass over its keys verifies together.
+"""Speculation: draft tokens of a sequence, which one verification step checks together.
 
-    drafters.py      where guesses come from
-    speculator.py    asks the drafters for the scheduler, for as many guesses as are worth their time
+    drafters.py      sources of draft tokens
+    speculator.py    asks the drafters for the scheduler, for the number of draft tokens that is worth its time
 
-A guess changes how fast tokens come, never which: the scheduler keeps what the model itself has sampled.
+A draft token changes how fast tokens come, never which: the scheduler keeps the tokens that the model has sampled.
 """

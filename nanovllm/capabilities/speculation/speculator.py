@@ -1,4 +1,4 @@
-"""Chooses how many guesses a sequence gets, from how often they are right and how long steps take."""
+"""Choose the number of draft tokens of a sequence, from their acceptance and the time of steps."""
 
 import logging
 from collections import defaultdict, deque
@@ -15,45 +15,47 @@ from nanovllm.schedule.proposer import DRAFTED, NO_GUESSES, Guesses, Load, Propo
 
 logger = logging.getLogger("nanovllm")
 
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0  # for a sequence that begins to guess; the weight is in guesses
-PRIORS = {"quote": 0.95, "shadow": 0.95}  # for the kinds of guesses that are nearly always right
-MAX_RESTED_ACCEPTANCE = 0.8  # with which a sequence begins after a rest at most, since its guesses were wrong before
-DECAY, COMMON_DECAY = 0.9, 0.98  # per pass, for the acceptance of a sequence and of all together
-MIN_GAIN = 1.02  # in tokens per second; less is within the error of the times
-REST_STEPS = 64  # from one trial of all resting sequences to the next
-MAX_REST_DOUBLINGS = 2  # limit of the doublings of a rest, while trials fail without a right guess
-NUM_FEW = 4  # up to so many sequences, each begins halfway from the prior acceptance to that of all; beyond, with that
-RECENT_DECAY = 0.8  # each pass multiplies by this the weight of the sequence's older ones
-NUM_KNOWN_PASSES = 3  # the time of a pass is known after so many passes: the first one may be slow
-MAX_TRIAL_GUESSES = 4  # in each of these passes
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0  # for a sequence without draft tokens so far; the weight is in draft tokens
+PRIORS = {"quote": 0.95, "shadow": 0.95}  # for kinds of draft tokens that are nearly always accepted
+MAX_RESTED_ACCEPTANCE = 0.8  # upper limit of the acceptance after a rest, since draft tokens were rejected before
+DECAY, COMMON_DECAY = 0.9, 0.98  # per verification step, for a sequence's acceptance and the common acceptance
+MIN_GAIN = 1.02  # in tokens per second; a smaller gain is within the error of the times
+REST_STEPS = 64  # between trials of all resting sequences
+MAX_REST_DOUBLINGS = 2  # limit of the doublings of a rest while trials accept no draft token
+# Up to this many sequences begin halfway between prior and common acceptance, more begin with the common one
+NUM_FEW = 4
+RECENT_DECAY = 0.8  # each verification step multiplies the weight of the sequence's older steps by this
+NUM_KNOWN_PASSES = 3  # measured verification steps after which their time is known: the first may be slow
+MAX_TRIAL_GUESSES = 4  # in each of these steps
 PASS_EXPIRY_STEPS = 2048  # times measured longer ago are forgotten
-NUM_TIMES = 5  # a step's time is the median of so many, so that a single slow step does not count
-REMEASURE_PASSES = 256  # after so many passes with guesses, the time of a step without them is measured again
+NUM_TIMES = 5  # number of times whose median counts, so that a single slow step does not matter
+REMEASURE_PASSES = 256  # verification steps after which the time of a plain step is measured again
 
 
 class StepTimes:
-    """Times of decode steps, with and without guesses, by their load.
+    """Times of decode steps, with and without draft tokens, by their load.
 
-    A step's time runs from the end of the step before to its own, so it contains the time in which the GPU waits for
-    guesses. It counts if both are decode steps of the same kind, or if the step has guesses: then none of it can have
-    run before the other step ended. The time of a draft was measured at start-up.
+    A step's time runs from the end of the previous step to the step's end, so it includes the time in which the GPU
+    waits for draft tokens. The time counts if both steps are decode steps of the same kind, or if the step is a
+    verification step: then none of it can have run before the previous step ended. The time of a draft was measured at
+    start-up.
 
-    With more guesses a pass takes longer, so its time is known by the number of binary digits of the most guesses that
-    a sequence has. A number with one digit more than those that are known may be tried. The numbers below that count
-    as MAX_TRIAL_GUESSES, so that guesses which prove wrong need not be tried in each of these numbers. From a step
-    without guesses to the passes with the fewest digits, time is taken to grow evenly.
+    A verification step takes longer with more draft tokens, so its time is recorded by the number of binary digits of
+    the most draft tokens that a sequence has. A number with one digit more than the known numbers may be tried. Smaller
+    numbers count as MAX_TRIAL_GUESSES, so that rejected draft tokens need not be tried with each of these numbers.
+    Between a plain step and the verification steps with the fewest digits, time is assumed to grow linearly.
     """
 
     def __init__(self, drafts: DraftTimes | None = None) -> None:
-        """`drafts`: None if nothing is drafted."""
+        """`drafts`: times of drafts, or None if nothing is drafted."""
         self._drafts = drafts or DraftTimes()
         self._plain_s: dict[Load, deque[float]] = defaultdict(_newest_times)
-        # With each time the number of guesses
+        # Each time with its number of draft tokens
         self._passes: dict[tuple[Load, int], deque[tuple[float, int]]] = defaultdict(_newest_times)
-        self.num_steps = 0  # ended so far
+        self.num_steps = 0  # steps that have ended
         self._last_pass: dict[tuple[Load, int], int] = {}  # number of the newest step in _passes
-        self._num_passes = 0  # with guesses, since a step without any was measured
-        self._last_had_guesses: bool | None = None  # None: the step before was not a decode step
+        self._num_passes = 0  # verification steps since a plain step was measured
+        self._last_had_guesses: bool | None = None  # None if the previous step was not a decode step
 
     def step_ended(self, plan: StepPlan, seconds: float | None) -> None:
         """See StepMeter."""
@@ -79,21 +81,24 @@ class StepTimes:
             self._plain_s[load].append(seconds)
 
     def plain_s(self, load: Load) -> float | None:
-        """Return the time of a step of this load without guesses; None if there was none."""
+        """Return the time of a step of this load without draft tokens, or None if unknown."""
         return median(times) if (times := self._plain_s.get(load)) else None
 
     def draft_s(self, load: Load) -> float:
         return self._drafts.base_s + self._drafts.key_s * load.num_keys
 
     def pass_s(self, load: Load, num_guesses: int) -> float | None:
-        """Return the time of a step of this load with so many guesses, without its drafts. If none with as many digits
-        is known, that of the nearest number with fewer, or else of the least. In the group with the fewest digits it
-        grows evenly from that of a step without guesses. None if nothing is known.
+        """Return the time of a verification step of this load with `num_guesses` draft tokens, without drafting. If no
+        step with the same number of digits is known, return the time of the nearest number with fewer digits, or else
+        of the smallest known number. In the group with the fewest digits the time grows linearly from the time of a
+        plain step. Returns None if nothing is known.
         """
         return _expected_s(self._known_passes(load), self.plain_s(load), num_guesses)
 
     def _known_passes(self, load: Load) -> dict[int, tuple[float, float]]:
-        """By digits, in rising order: the median time of passes, and of their numbers of guesses."""
+        """By digits, ascending: the median time of verification steps, and the median of their numbers
+        of draft tokens.
+        """
         known = {}
         for digits in range(_num_digits(1), _num_digits(MAX_GUESSES) + 1):
             passes = self._passes.get((load, digits), ())
@@ -105,17 +110,17 @@ class StepTimes:
         return self.num_steps - self._last_pass.get(key, 0) > PASS_EXPIRY_STEPS
 
     def is_measured(self, load: Load) -> bool:
-        """Return True if the time of a step without guesses is known and recent."""
+        """Return True if the time of a step without draft tokens is known and recent."""
         return load in self._plain_s and self._num_passes < REMEASURE_PASSES
 
     def choices(self, load: Load, acceptance: float, max_guesses: int, *, costs_drafts: bool) -> "list[Choice]":
-        """Return the numbers of guesses that bring more tokens per second than none, with what they bring.
+        """Return the numbers of draft tokens that bring more tokens per second than none, with their expected results.
 
-        `costs_drafts`: each guess is drafted. While the time of a pass is unknown, it is taken to be that of a step
-        without guesses, and there are only a few guesses.
+        `costs_drafts`: each draft token is drafted on the GPU. While the time of a verification step is unknown, the
+        time of a plain step is assumed, and there are only a few draft tokens.
         """
         plain_s = self.plain_s(load)
-        assert plain_s is not None, "no guesses are made before a step without them is measured"
+        assert plain_s is not None, "a step without draft tokens is measured first"
         known = self._known_passes(load)
         most = min(max_guesses, 2 ** (max(known) + 1) - 1 if known else MAX_TRIAL_GUESSES)
         draft_s = self.draft_s(load) if costs_drafts else 0.0
@@ -130,7 +135,7 @@ class StepTimes:
 
 
 class Choice(NamedTuple):
-    """A number of guesses, and what they are expected to bring."""
+    """A number of draft tokens, and their expected result."""
 
     num_guesses: int
     num_tokens: float
@@ -162,10 +167,10 @@ def _newest_times() -> deque[Any]:
 
 
 class Acceptance:
-    """The probability that a guess is right if those before it are, estimated from earlier guesses."""
+    """The probability that a draft token is accepted if all before it are, estimated from earlier draft tokens."""
 
     def __init__(self, prior: float, decay: float) -> None:
-        """`decay`: each pass multiplies the weight of older ones by this."""
+        """`decay`: each verification step multiplies the weight of older steps by this."""
         self._num_right, self._num_tried = prior * PRIOR_WEIGHT, PRIOR_WEIGHT
         self._decay = decay
 
@@ -178,19 +183,19 @@ class Acceptance:
         self._num_tried = self._num_tried * self._decay + min(num_guesses, num_accepted + 1)
 
 
-class Pace:
-    """The acceptance of one sequence's guesses of one kind, and its rests.
+class DraftPace:
+    """The acceptance of one sequence's draft tokens of one kind, and its rests.
 
-    Sequences whose guesses gained nothing rest. All of them try again in the same steps, because a step with guesses
-    takes longer for all sequences, whichever of them guesses.
+    Sequences whose draft tokens gained nothing rest. All resting sequences try again in the same steps, because a
+    verification step takes longer for all sequences of the step.
     """
 
     def __init__(self, prior: float, first: float) -> None:
-        """`prior`: the acceptance with which it starts afresh after a rest. `first`: that with which it begins."""
+        """`prior`: the acceptance after a rest. `first`: the acceptance at the beginning."""
         self._prior = prior
         self.acceptance = Acceptance(first, DECAY)
-        self._rest_end: int | None = None  # number of a step
-        self._num_failed = 0  # rests since a guess was right
+        self._rest_end: int | None = None  # step at which the rest ends
+        self._num_failed = 0  # rests since a draft token was accepted
 
     def verified(self, num_guesses: int, num_accepted: int) -> None:
         self.acceptance.verified(num_guesses, num_accepted)
@@ -198,7 +203,7 @@ class Pace:
             self._num_failed = 0
 
     def rests(self, num_steps: int) -> bool:
-        """Return True if the sequence must wait for the next trial, at which it starts afresh.
+        """Return True if the sequence must wait for the next trial, at which its acceptance is reset.
 
         `num_steps`: the number of steps that have ended.
         """
@@ -215,9 +220,9 @@ class Pace:
 
 @dataclass(slots=True)
 class _Answer:
-    """A sequence's paces by kind of guesses, and what its passes have brought lately."""
+    """A sequence's paces by kind of draft tokens, and the recent results of its verification steps."""
 
-    paces: dict[str, Pace] = field(default_factory=dict)
+    paces: dict[str, DraftPace] = field(default_factory=dict)
     num_tokens: float = 0.0
     seconds: float = 0.0
 
@@ -227,38 +232,39 @@ class _Answer:
 
 
 class _Pass(NamedTuple):
-    """Guesses that are being verified."""
+    """Draft tokens that are being verified."""
 
-    drafter: str  # its name
-    seconds: float  # expected duration of the pass
+    drafter: str  # name of the drafter
+    seconds: float  # expected duration of the verification step
     kind: str
-    proposed: dict[str, tuple[int, ...]]  # by kind: guesses that could have been made without drafts
+    proposed: dict[str, tuple[int, ...]]  # by kind: draft tokens that could have been proposed without drafting
 
 
 class Speculator(Proposer):
-    """Gives the scheduler guesses. Each drafter has its own pace.
+    """Gives the scheduler draft tokens. Each drafter has its own pace.
 
-    Of the numbers of guesses by all drafters, the one is chosen that brings the most tokens beyond those that its time
-    is worth: what the sequence's passes have brought per second lately, or what the fastest choice brings, if that is
-    more. The fastest choice alone would be too patient: before a quote that a lookup continues at no cost, a long chain
-    of drafts is faster than a plain step, and slower than a short chain with the quote after it.
+    Among the numbers of draft tokens of all drafters, choose the number with the most expected tokens beyond the tokens
+    that its time is worth: the recent rate of the sequence's verification steps, or the rate of the fastest choice if
+    that is higher. The fastest choice alone would be too patient: before a quote that a lookup continues at no cost, a
+    long chain of drafts is faster than a plain step, but slower than a short chain followed by the quote.
 
-    Guesses that cost no drafts are also compared with the answer where others were verified in their place. So a
-    drafter that erred once is asked again as soon as it would have been right.
+    Draft tokens that cost no drafting are also compared with the answer where other draft tokens were verified instead.
+    So a drafter that erred once is asked again as soon as it would have been right.
     """
 
     can_propose = True
 
     def __init__(self, drafters: Seq[Drafter], *, vocab_size: int, max_guesses: int, times: StepTimes | None) -> None:
-        """`times`: None for as many guesses as allowed, always."""
+        """`times`: times of steps, or None to always propose the allowed number of draft tokens."""
         self.drafters, self.max_guesses, self.times = drafters, max_guesses, times
         self._vocab_size = vocab_size
-        self._acceptances: dict[str, Acceptance] = {}  # by kind of guesses: that of all sequences together
+        self._acceptances: dict[str, Acceptance] = {}  # by kind of draft tokens: common acceptance of all sequences
         self._answers: dict[int, _Answer] = {}  # by seq_id
         self._passes: dict[int, _Pass] = {}  # by seq_id
         self.num_passes = self.num_guesses = self.num_accepted = 0
-        self._counts: dict[str, list[list[int]]] = {}  # by drafter: for each position, passes, and those that kept it
-        self._refused: set[str] = set()  # drafters that have guessed tokens that do not exist
+        # By drafter: for each position, draft tokens verified and accepted
+        self._counts: dict[str, list[list[int]]] = {}
+        self._refused: set[str] = set()  # drafters that have proposed tokens outside the vocabulary
 
     def add(self, seq: Sequence) -> None:
         self._answers[seq.seq_id] = _Answer()
@@ -270,7 +276,9 @@ class Speculator(Proposer):
             drafter.forget(seq)
 
     def wants_to_guess(self, seq: Sequence, load: Load) -> bool:
-        """Return True if the sequence would guess if its newest token were known. `load`: of the next step."""
+        """Return True if the sequence would get draft tokens if its newest token were known. `load`: of
+        the next step.
+        """
         return any(self._is_active(drafter, seq, load) and drafter.can_guess(seq) for drafter in self.drafters)
 
     def _is_active(self, drafter: Drafter, seq: Sequence, load: Load) -> bool:
@@ -280,14 +288,14 @@ class Speculator(Proposer):
             return True
         return self.times.is_measured(load) and not self._pace(drafter, seq, load).rests(self.times.num_steps)
 
-    def _pace(self, drafter: Drafter, seq: Sequence, load: Load) -> Pace:
+    def _pace(self, drafter: Drafter, seq: Sequence, load: Load) -> DraftPace:
         kind, paces = drafter.kind(seq), self._answers[seq.seq_id].paces
         if kind not in paces:
             prior, common = PRIORS.get(kind, PRIOR_ACCEPTANCE), self._common_acceptance(kind).estimate
             if load.num_seqs <= NUM_FEW:
-                paces[kind] = Pace(prior, (prior + common) / 2)
+                paces[kind] = DraftPace(prior, (prior + common) / 2)
             else:
-                paces[kind] = Pace(common, common)
+                paces[kind] = DraftPace(common, common)
         return paces[kind]
 
     def _common_acceptance(self, kind: str) -> Acceptance:
@@ -296,8 +304,8 @@ class Speculator(Proposer):
         return self._acceptances[kind]
 
     def guess(self, seq: Sequence, max_guesses: int, load: Load) -> Guesses:
-        """Return up to `max_guesses` guesses, by the drafter whose guesses gain most. `load`: of the step."""
-        self._passes.pop(seq.seq_id, None)  # guesses for which there was no room
+        """Return up to `max_guesses` draft tokens, by the drafter that gains most. `load`: of the step."""
+        self._passes.pop(seq.seq_id, None)  # draft tokens for which there was no room
         most = min(max_guesses, self.max_guesses)
         proposals = {}
         for drafter in self.drafters:
@@ -333,7 +341,7 @@ class Speculator(Proposer):
         return max(choices, key=lambda pair: pair[1].num_tokens - tokens_per_s * pair[1].seconds, default=None)
 
     def _existing(self, drafter: Drafter, guesses: Guesses) -> Guesses:
-        """Return the guesses before the first one that is not in the vocabulary."""
+        """Return the draft tokens before the first token outside the vocabulary."""
         for i, token_id in enumerate(guesses.token_ids):
             is_drafted = token_id == DRAFTED and i < guesses.num_drafts
             if not 0 <= token_id < self._vocab_size and not is_drafted:
@@ -345,7 +353,7 @@ class Speculator(Proposer):
         return guesses
 
     def verified(self, seq: Sequence, num_guesses: int, token_ids: Seq[int]) -> None:
-        """Count what a step has verified. `token_ids`: the right guesses and one token, not yet appended."""
+        """Count the results of a verification step. `token_ids`: the accepted tokens and one more, not yet appended."""
         num_accepted = len(token_ids) - 1
         self.num_passes += 1
         self.num_guesses += num_guesses
@@ -375,7 +383,7 @@ class Speculator(Proposer):
         return () if self.times is None else (self.times,)
 
     def stats(self) -> dict[str, Any]:
-        """Return the figures of LLM.stats. tokens_per_pass is over the passes that had guesses."""
+        """Return the figures of LLM.stats. tokens_per_pass averages over verification steps."""
         drafters = {}
         for name, counts in list(self._counts.items()):
             tried, kept = ([column for column in columns if column] for columns in zip(*counts, strict=True))
@@ -395,5 +403,5 @@ class Speculator(Proposer):
 
 
 def _must_know_guesses(seq: Sequence) -> bool:
-    """Return True if the edits of the logits after a guess depend on it, so that the ranks cannot draft it."""
+    """Return True if edits of the logits after a draft token depend on the token, so that the ranks cannot draft it."""
     return seq.editor is not None and seq.editor.needs_all_tokens

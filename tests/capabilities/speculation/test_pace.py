@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nanovllm.capabilities.speculation import speculator
-from nanovllm.capabilities.speculation.speculator import Acceptance, Pace, StepTimes
+from nanovllm.capabilities.speculation.speculator import Acceptance, DraftPace, StepTimes
 from nanovllm.plan.step_limits import expected_tokens
 from nanovllm.plan.step_plan import DraftTimes, KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.schedule.proposer import Load, load_of
@@ -153,7 +153,7 @@ def test_acceptance_approaches_that_of_the_guesses(acceptance: float) -> None:
 
 def test_sequences_that_rest_try_again_together() -> None:
     """Regression: a shadow's guesses began anew with 0.7, and where drafts are dear they never did."""
-    sequences = [Pace(0.95, 0.95) for _ in range(3)]
+    sequences = [DraftPace(0.95, 0.95) for _ in range(3)]
     ends = []
     for step in range(9 * speculator.REST_STEPS):
         resting = [some.rests(step) for some in sequences]
