@@ -89,7 +89,7 @@ def _gpu_problem(plan: CapacityPlan, with_estimates: bool) -> str | None:
         _fewer_gpu_blocks(plan),
         _set(plan, "speculation", "prompt_lookup") if memory.draft_bytes else None,
         _fewer_bits(plan),
-        _more_room(plan) if memory.weight_bytes < limit else None,
+        _more_room(plan, of_estimates=memory.exact_bytes <= limit) if memory.weight_bytes < limit else None,
         _more_ranks(plan),
     )
     if memory.exact_bytes > limit:
@@ -115,13 +115,10 @@ def _cpu_problem(plan: CapacityPlan) -> str | None:
         return None
     name, least = _blocks_option(plan), least_gpu_blocks(config)
     num_blocks = _given_gpu_blocks(plan) or least
-    pool_bytes = plan.cpu_pool_bytes if config.num_cpu_blocks or config.cpu_memory_gb else 0
-    block_bytes = _pool_block_bytes(plan)
-    memory = plan.memory
-    fixed_bytes = (memory.weight_bytes + memory.staging_bytes) * config.tensor_parallel_size + pool_bytes
+    pool_bytes, fixed_bytes, block_bytes = _given_pool_bytes(plan), _fixed_cpu_bytes(plan), _pool_block_bytes(plan)
     if fixed_bytes + num_blocks * block_bytes <= available:
         return None
-    most = (available - fixed_bytes) // block_bytes
+    most = _num_fitting_gpu_blocks(plan)
     remedy = f"lower {name} to {most} or less" if most >= least else "use a smaller model, pool or block size"
     others = "weights and staging" if config.enable_cpu_offload else "weights"
     others = "weights, staging and CPU pool" if pool_bytes else others
@@ -187,14 +184,15 @@ def _sequences_remedies(plan: CapacityPlan, limit: str) -> str:
         fits = needed * _pool_block_bytes(plan) + plan.snapshot_bytes <= plan.machine.host_bytes
         return _set_pool(plan, needed) if fits else _either()
     needed = num_sequences if limit == "the slots" else _needed_blocks(plan)
-    given = _given_gpu_blocks(plan)
-    if given and limit != "the state slots" and needed <= _num_fitting_gpu_blocks(plan):
+    given, is_on_cpu = _given_gpu_blocks(plan), plan.machine.gpu_bytes is None
+    # On a CPU, start-up takes only half of the memory unless the number is given
+    if (given or is_on_cpu) and limit != "the state slots" and needed <= _num_fitting_gpu_blocks(plan):
         return _set(plan, blocks_name, needed)
     return _either(
         f"leave {blocks_name} unset" if given and limit == "the state slots" else None,
         _fewer_bits(plan),
         _more_room(plan),
-        None if plan.config.enable_cpu_offload or plan.machine.gpu_bytes is None else "use enable_cpu_offload",
+        None if plan.config.enable_cpu_offload or is_on_cpu else "use enable_cpu_offload",
         _more_ranks(plan),
     )
 
@@ -209,16 +207,20 @@ def _set(plan: CapacityPlan, name: str, value: str | float) -> str:
     old = getattr(plan.config, name)
     if isinstance(value, str):
         return f"use {name}={value}"
-    verb = "set" if old is None else "raise" if value > old else "lower"
+    verb = "set" if old in (None, -1) else "raise" if value > old else "lower"
     return f"{verb} {name} to {value}"
 
 
-def _more_room(plan: CapacityPlan) -> str | None:
-    """Leave more of the GPU's memory for blocks, at the same speed of decode."""
+def _more_room(plan: CapacityPlan, *, of_estimates: bool = True) -> str | None:
+    """Leave more of the GPU's memory for blocks, at the same speed of decode. `of_estimates`: also by smaller steps,
+    which take less of what is only estimated.
+    """
+    if plan.machine.gpu_bytes is None:
+        return None
     changes = []
-    if plan.config.gpu_memory_utilization < HIGH_UTILIZATION and plan.machine.gpu_bytes is not None:
+    if plan.config.gpu_memory_utilization < HIGH_UTILIZATION:
         changes.append(_set(plan, "gpu_memory_utilization", HIGH_UTILIZATION))
-    if plan.config.max_num_batched_tokens > SMALL_STEP_TOKENS:
+    if of_estimates and plan.config.max_num_batched_tokens > SMALL_STEP_TOKENS:
         changes.append(_set(plan, "max_num_batched_tokens", SMALL_STEP_TOKENS))
     return " and ".join(changes) or None
 
@@ -254,11 +256,25 @@ def _given_gpu_blocks(plan: CapacityPlan) -> int:
 
 
 def _num_fitting_gpu_blocks(plan: CapacityPlan) -> int:
-    """Return the number of blocks that fit on the GPU together with all other parts of the plan."""
+    """Return the number of blocks that fit on the GPU, or in the memory of a CPU, together with all other parts of the
+    plan.
+    """
     limit, memory = plan.gpu_limit_bytes, plan.memory
     if limit is None:
-        return plan.num_gpu_blocks
+        return (plan.machine.host_bytes - _fixed_cpu_bytes(plan)) // _pool_block_bytes(plan)
     return (limit - (memory.total_bytes - memory.kv_bytes)) // plan.spec.block_bytes
+
+
+def _given_pool_bytes(plan: CapacityPlan) -> int:
+    """Size of the CPU pool, or 0 if start-up chooses it."""
+    return plan.cpu_pool_bytes if plan.config.num_cpu_blocks or plan.config.cpu_memory_gb else 0
+
+
+def _fixed_cpu_bytes(plan: CapacityPlan) -> int:
+    """On a CPU, what all ranks take of its memory besides their blocks."""
+    memory = plan.memory
+    num_bytes = (memory.weight_bytes + memory.staging_bytes) * plan.config.tensor_parallel_size
+    return num_bytes + _given_pool_bytes(plan)
 
 
 def _fewer_gpu_blocks(plan: CapacityPlan) -> str | None:

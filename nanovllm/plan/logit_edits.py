@@ -143,9 +143,10 @@ class TokenConstraint(Protocol):
     def masks_for(self, guesses: list[int]) -> list[TokenMask]:
         """Return the masks of the tokens that may follow 0, 1, ..., len(guesses) of the draft tokens.
 
-        Does not advance. From the first draft token that is not allowed or that ends the answer, the masks allow every
-        token: tokens sampled with these masks are discarded, because the draft token is rejected or the request has
-        ended. The masks also allow every token if there is an `error`; `accept` then returns False.
+        Does not advance. From the first draft token that is not allowed, that ends the answer, or whose mask cannot be
+        computed, the masks allow every token: tokens sampled with these masks are discarded, because the draft token is
+        rejected or the request has ended. The masks also allow every token if there is an `error`. `accept` then returns
+        False for such a token.
         """
 
 

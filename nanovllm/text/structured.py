@@ -12,8 +12,10 @@ exceeds a limit at the start of an answer is refused with a RequestError. If a g
 request ends with an error.
 
 llguidance extends the automaton of a grammar when a mask needs more of it, and all matchers of one Grammar share the
-automaton under a lock of llguidance. Once a mask exceeds a limit, the automaton is unusable, and all answers that use
-the automaton end with an error. The next request with the same grammar compiles the grammar again.
+automaton under a lock of llguidance. Once a mask exceeds a limit of the automaton (fuel, states), the automaton is
+unusable, and all answers that use the automaton end with an error. The next request with the same grammar compiles the
+grammar again. The limits of items hold for each answer alone. A draft token that exceeds a limit of items does not end
+the answer, unless the model chooses the token.
 
 Compilation and masks release the GIL; `accept` holds the GIL for microseconds. Any thread except the engine's may
 compile. If a grammar's masks are slow, other threads compute the masks while the answer pauses. Only one thread at a
@@ -25,6 +27,7 @@ import logging
 import re
 import threading
 import time
+from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -348,6 +351,8 @@ class TokenMatcher:
         self._grammar, self._vocabulary = grammar, grammar.vocabulary
         self._may_use_end_tokens = bool(self._vocabulary.end_token_ids) and not ignore_eos
         self._matcher = grammar.start()
+        self._token_ids = array("q")  # all that were accepted, without an end token
+        self._failed_draft_end: int | None = None  # number of the answer's tokens with the draft token that failed
         self._numbers = None if grammar.places is None else NumberScan(grammar.places)
         self._has_ended = False
         self._following: TokenMask | None = grammar.first_mask  # tokens that may come next, or None if unknown
@@ -374,11 +379,14 @@ class TokenMatcher:
 
     @property
     def is_slow(self) -> bool:
-        """See TokenConstraint."""
-        return self._grammar.is_slow and self.error is None and not self._has_ended
+        """See TokenConstraint. Also True after an error that a draft token has caused."""
+        is_slow = self._grammar.is_slow or self._failed_draft_end is not None
+        return is_slow and self.error is None and not self._has_ended
 
     def accept(self, token_id: int) -> bool:
         """See TokenConstraint. Hot: once per sequence and token."""
+        if len(self._token_ids) == self._failed_draft_end:
+            self._continuations()  # the token was sampled without a mask, because the mask has an error
         if self._has_ended or self.error is not None:
             return False
         if token_id in self._vocabulary.end_token_ids:
@@ -386,6 +394,7 @@ class TokenMatcher:
             return self._has_ended
         if not self._vocabulary.is_text(token_id) or self._is_too_long(token_id) or not self._advance(token_id):
             return False
+        self._token_ids.append(token_id)
         if self._numbers is not None:
             self._numbers.follow(self._vocabulary.text_of(token_id))
         self._following = None
@@ -406,7 +415,8 @@ class TokenMatcher:
         return rows + [self._vocabulary.anything] * (1 + len(guesses) - len(rows))
 
     def _masks_after(self, guesses: list[int], mask: TokenMask) -> list[TokenMask]:
-        """Return a mask for each draft token that is allowed and does not end the answer. May set `error`.
+        """Return a mask for each draft token that is allowed and does not end the answer, up to one whose mask cannot
+        be computed. May set `error`.
 
         mask: the mask of the tokens that may come next.
         """
@@ -414,20 +424,36 @@ class TokenMatcher:
         numbers = None if self._numbers is None else self._numbers.copy()
         for token_id in guesses:
             is_text = self._vocabulary.is_text(token_id) and is_allowed(mask, token_id)
-            if not is_text or self._matcher.is_error() or not self._matcher.try_consume_tokens([token_id]):
+            if not is_text or not self._matcher.try_consume_tokens([token_id]):
                 break
             following = self._grammar.continuations(self._matcher)
+            if self._matcher.is_error():
+                break
             if numbers is not None:
                 numbers.follow(self._vocabulary.text_of(token_id))
             mask = self._with_end_tokens(self._limited(following, numbers))
             rows.append(mask)
-        self._check()
-        if self.error is not None:  # a matcher with an error cannot roll back
-            return []
-        if rows:
+        if self._matcher.is_error():
+            self._failed_draft_end = len(self._token_ids) + len(rows) + 1
+            self._take_back_drafts()
+        elif rows:
             is_back = self._matcher.rollback(len(rows))
-            assert is_back, "llguidance cannot roll back"
-        return rows
+            assert is_back, "llguidance cannot take tokens back"
+        return rows if self.error is None else []
+
+    def _take_back_drafts(self) -> None:
+        """Return to the end of the answer after an error that a draft token has caused. May set `error`.
+
+        A matcher keeps an error and then cannot take tokens back, so another one reads the answer again. That takes
+        time, so the answer gets no more draft tokens. If the automaton has become useless, the answer ends, now or as
+        soon as it needs another mask.
+        """
+        failed, self._matcher = self._matcher, self._grammar.start()
+        if self._matcher.try_consume_tokens(self._token_ids.tolist()) < len(self._token_ids):
+            self._matcher = failed
+            self._check()
+        elif _error_of(failed) != NO_ANSWER:
+            self._grammar.note_limit()
 
     def _continuations(self) -> TokenMask:
         """Return the tokens that may follow the answer, without end tokens. May set `error`."""

@@ -187,6 +187,30 @@ def test_check_plan_names_options_that_the_part_depends_on_and_none_that_is_give
         assert str(error.value).rsplit("; ", 1)[1] == named, (name, gib, format, options)
 
 
+def test_on_a_cpu_the_number_of_blocks_is_named_if_the_memory_holds_them() -> None:
+    """Regression: smaller steps were named, which leave no more room on a CPU."""
+    for gib, context, num_sequences, options, named in (
+        (64, 8192, 2, {"num_kvcache_blocks": 4}, "raise num_kvcache_blocks to 65"),
+        (48, 32768, 8, {}, "set num_kvcache_blocks to 1055"),  # start-up would take less than half of the memory
+        (64, 8192, 4, {"enable_cpu_offload": True, "num_gpu_blocks": 2}, "raise num_gpu_blocks to 4"),
+        (4, 32768, 8, {}, OTHERS),
+    ):
+        plan = plan_for(Machine.cpu(gib * GIB), context=context, num_sequences=num_sequences, **options)
+        with pytest.raises(ConfigError) as error:
+            check_plan(plan)
+        assert str(error.value).rsplit("; ", 1)[1] == named, (gib, options)
+        if named != OTHERS:
+            assert problem(with_changes(plan, changes(str(error.value))[0])) is None
+
+
+def test_smaller_steps_are_not_named_if_what_is_exact_does_not_fit() -> None:
+    for utilization, room in ((0.9, ", or raise gpu_memory_utilization to 0.95"), (0.95, "")):
+        machine = Machine.gpu(64 * GIB, find_gpu("RTX 4090"))
+        plan = plan_for(machine, model="qwen3-8b", num_kvcache_blocks=100_000, gpu_memory_utilization=utilization)
+        with pytest.raises(ConfigError, match=f"use quantization=int4{room}(, or {RANKS})?$"):
+            check_start(plan)
+
+
 def test_following_the_first_option_ends_in_a_plan_that_works_or_with_nothing_to_name() -> None:
     """Regression: for int4 it named int4 again. No option is named that is given, so following them ends."""
     draft_heads: tuple[tuple[str, str, int, dict[str, Any]], ...] = (

@@ -151,15 +151,13 @@ ANSWERED = {
     "a billion items": {"json": {"type": "array", "minItems": 10**9}},
     "doubled references": {"json": chain(100, '{"anyOf": [{"$ref": "NEXT"}, {"$ref": "NEXT"}]}')},
 }
-AMBIGUOUS = StructuredOutputs(
-    json={
-        "$defs": {
-            f"n{i}": {"anyOf": [{"type": "array", "items": {"$ref": f"#/$defs/n{j}"}} for j in range(20)]}
-            for i in range(20)
-        },
-        "$ref": "#/$defs/n0",
-    }
-)
+AMBIGUOUS: dict[str, Any] = {
+    "$defs": {
+        f"n{i}": {"anyOf": [{"type": "array", "items": {"$ref": f"#/$defs/n{j}"}} for j in range(20)]}
+        for i in range(20)
+    },
+    "$ref": "#/$defs/n0",
+}
 
 
 def test_hostile_grammar_is_refused_or_ends_its_request(compiler: GrammarCompiler) -> None:
@@ -171,7 +169,7 @@ def test_hostile_grammar_is_refused_or_ends_its_request(compiler: GrammarCompile
         matcher = TokenMatcher(compiler.compile(StructuredOutputs(**answered)), False)  # type: ignore[arg-type]
         answer(matcher, 100)
         assert matcher.error is None, name
-    matcher = TokenMatcher(compiler.compile(AMBIGUOUS), False)
+    matcher = TokenMatcher(compiler.compile(StructuredOutputs(json=AMBIGUOUS)), False)
     assert answer(matcher, 100) > 0 and matcher.error is not None
     assert "became too complex: " in matcher.error and matcher.error.endswith("or send the request again")
 
@@ -221,7 +219,32 @@ def test_answer_that_exceeds_a_limit_ends_and_the_next_compiles_anew(strict: Gra
     assert all(map(after.accept, b"abok!")) and after.error is None and after.is_finished
 
 
-def test_limit_after_a_draft_token_ends_the_answer(strict: GrammarCompiler) -> None:
+@pytest.mark.parametrize("limits", [{}, {"step_max_items": 1000}], ids=["to read the token", "for the mask after it"])
+def test_draft_token_that_takes_too_many_items_ends_the_answer_only_if_it_is_chosen(
+    demo_tokenizer: Any, limits: dict[str, int]
+) -> None:
+    """Regression: the answer ended with an error, but without draft tokens it would have taken another way."""
+    schema = {"$defs": AMBIGUOUS["$defs"], "anyOf": [{"const": "ok"}, {"$ref": "#/$defs/n0"}]}
+    compiler = GrammarCompiler(demo_tokenizer, 300, (END_TOKEN_ID,), LIMITS | limits)
+    grammar = compiler.compile(StructuredOutputs(json=schema))
+    alone, drafting = TokenMatcher(grammar, False), TokenMatcher(grammar, False)
+    for token_id in b'"ok"':
+        rows = drafting.masks_for([*b"[[["])
+        assert len(rows) == 4 and np.array_equal(rows[0], alone.mask())
+        assert drafting.is_slow, "it gets more draft tokens"
+        assert alone.accept(token_id) and drafting.accept(token_id)
+    assert drafting.is_finished and drafting.error is None
+    alone, drafting = TokenMatcher(grammar, False), TokenMatcher(grammar, False)
+    drafting.masks_for([*b"[[["])
+    alone.mask()
+    while alone.accept(ord("[")):
+        assert drafting.accept(ord("["))
+        alone.mask()
+    assert not drafting.accept(ord("[")) and drafting.error == alone.error
+    assert alone.error is not None and "became too complex" in alone.error
+
+
+def test_draft_tokens_that_use_up_the_automaton_end_the_answer(strict: GrammarCompiler) -> None:
     matcher = TokenMatcher(strict.compile(SLOW), False)
     assert all(map(matcher.accept, b"abab"))
     rows = matcher.masks_for([*b"x", *random.Random(0).choices(b"ab", k=1000)])
