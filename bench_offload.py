@@ -34,8 +34,8 @@ from benchmarks.common import (
 from benchmarks.reporting import Samples, report, run_options, versions
 from benchmarks.speculation import run_speculation
 from nanovllm import LLM, SamplingParams
-from nanovllm.capabilities.shadow.shadow_spec import SHADOW_BITS
 from nanovllm.capacity.costs import num_full_blocks, num_missing_blocks
+from nanovllm.plan.shadow_spec import SHADOW_BITS
 from nanovllm.utils.arithmetic import ceil_div
 
 SECOND_ANSWER_TOKENS = 256
