@@ -281,8 +281,9 @@ class ModelRunner:
         with self.phases("drafts"):
             return self.steps.measure_drafts(self.max_model_len)
 
+    @on_own_device
     def move(self, moves: Any) -> None:
-        """See Runner."""
+        """See Runner. The store waits for the compute stream, which is that of the current device."""
         self.store.submit(moves)
 
     def freeze_objects(self) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.setup import Internals
 
 ALL_GPU = {"num_kvcache_blocks": 20}
 OFFLOAD = {"enable_cpu_offload": True, "num_cpu_blocks": 20, "num_gpu_blocks": 4}
@@ -24,13 +26,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "disk, offload and a shadow": OFFLOAD | {"kv_disk_path": ""},  # its drafts are measured at the start for seconds
 }
 SLOW = ("disk, offload and a shadow",)
+RECURRENT: dict[str, dict[str, Any]] = {
+    "states": ALL_GPU,
+    "states on disk": ALL_GPU | {"kv_disk_path": ""},
+    "states and a draft head": ALL_GPU | {"speculation": "mtp"},
+    "states, a draft head and offload": OFFLOAD | {"speculation": "mtp"},
+}
 
 
 def pools(llm: LLM) -> list[Any]:
-    """Return weak references to the KV cache and its owners."""
+    """Return weak references to the KV cache, what follows it, and its owners."""
     memory = llm.runner.memory
+    owners = [memory, *memory.companions, llm.runner, llm.engine]
     caches = [*memory.cache] + ([] if memory.offload is None else [memory.offload.k_cache_cpu])
-    return [weakref.ref(cache.untyped_storage()) for cache in caches] + [weakref.ref(memory), weakref.ref(llm.engine)]
+    return [weakref.ref(cache.untyped_storage()) for cache in caches] + [weakref.ref(owner) for owner in owners]
 
 
 def assert_threads_end(before: set[threading.Thread]) -> None:
@@ -46,10 +55,26 @@ def test_dropped_engine_releases_its_pool_and_its_threads(kind: str, tmp_path: P
 
     A GPU's engine exempts its objects from the garbage collector, so counting references must be enough.
     """
-    options, before = KINDS[kind], set(threading.enumerate())
+    drop_and_check("demo", KINDS[kind], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes: dict[str, Any] = {"num_layers": 4, "max_position_embeddings": 2048, "with_mtp": True}
+    return write_tiny_model(tmp_path_factory.mktemp("recurrent"), "qwen3_5", **sizes)
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_dropped_engine_releases_its_states_and_its_draft_head(recurrent: Path, kind: str, tmp_path: Path) -> None:
+    options = {"speculation": "off", "dtype": "float32"} | RECURRENT[kind]
+    drop_and_check(str(recurrent), options, tmp_path, internals=Internals(always_guesses=True))
+
+
+def drop_and_check(model: str, options: dict[str, Any], path: Path, internals: Internals = Internals()) -> None:
+    before = set(threading.enumerate())
     if "kv_disk_path" in options:
-        options = options | {"kv_disk_path": str(tmp_path)}
-    llm = LLM("demo", device="cpu", **options)
+        options = options | {"kv_disk_path": str(path)}
+    llm = LLM(model, device="cpu", internals=internals, **options)
     llm.runner.freeze_objects()
     try:
         llm.generate([list(range(200)) * 3], SamplingParams(max_tokens=4), use_tqdm=False)

@@ -87,6 +87,20 @@ def test_snapshots_that_are_given_away_while_they_are_stored_give_right_logits(
         llm.assert_nothing_left()
 
 
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("cache", ["all GPU", "offload"])
+@pytest.mark.parametrize("is_recurrent", [False, True], ids=["attention", "recurrent"])
+def test_measuring_at_the_start_leaves_no_trace(
+    reference: Reference, hybrid: Reference, tmp_path: Path, is_recurrent: bool, cache: str, enforce_eager: bool
+) -> None:
+    """The prompt that is computed to compare with the disk writes to block 0 and slot 0. The second start has files."""
+    own = hybrid if is_recurrent else reference
+    for i in range(2):
+        with GpuLLM(own, kv_disk_path=str(tmp_path), enforce_eager=enforce_eager, **CACHES[cache]) as llm:
+            llm.answer_and_check([[*DOCUMENT, i, 1, 2], random_prompt(300, seed=i)])
+            llm.assert_nothing_left()
+
+
 def test_identity_of_weights_tells_every_change() -> None:
     rng = random.Random(0)
     for size in (0, 1, 3, 4, 5, 4 * 2**22 - 1, 4 * 2**22 + 1):

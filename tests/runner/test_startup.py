@@ -1,6 +1,10 @@
 """What start-up does on a GPU, gone through on the CPU. CUDA's part is played by fakes that run everything at once."""
 
-from contextlib import nullcontext
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +17,18 @@ from cpu_runner import NUM_SEQS, HostlessTorch, make_runner
 from rank_processes import wait_until
 from tiny_models import write_tiny_model
 
+from nanovllm.attention.base import HostTables, PagedBatch
+from nanovllm.capabilities.shadow.memory import Shadow
 from nanovllm.checkpoint.model_config import ExpertsConfig
+from nanovllm.device import devices
+from nanovllm.engine.startup import companion_setups, smallest_sizes
+from nanovllm.kernels.state_tensors import LayerStates
+from nanovllm.layers import delta_net
 from nanovllm.layers.moe import Router
 from nanovllm.plan.kv_spec import KVCacheSizes
 from nanovllm.plan.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.runner import cuda_graphs, model_runner, startup_steps
+from nanovllm.runner.companion_memory import RankStore
 from nanovllm.runner.model_runner import ModelRunner
 
 GREEDY = SamplingRow()
@@ -51,7 +62,7 @@ def num_cpu_blocks(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def runner(model: Path, num_cpu_blocks: int, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes: dict[str, Any] = {
         "CUDAGraph": FakeGraph,
         "graph_pool_handle": object,
@@ -66,6 +77,10 @@ def runner(model: Path, num_cpu_blocks: int, monkeypatch: pytest.MonkeyPatch) ->
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: None)
+
+
+@pytest.fixture
+def runner(model: Path, num_cpu_blocks: int, fake_cuda: None) -> ModelRunner:
     runner = make_runner(model, num_cpu_blocks, dtype="float32")
     runner.backend = HostlessTorch()
     return runner
@@ -112,6 +127,89 @@ def test_profile_memory_runs_everything_and_leaves_nothing(
     runner.allocate_kv_cache(KVCacheSizes(NUM_SEQS, num_cpu_blocks))
     assert runner.memory.cache[0].shape[1] == NUM_SEQS
     runner.close()
+
+
+COMPANIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the model and of the engine
+    "states": ({"architecture": "qwen3_5"}, {}),
+    "states and a draft head": ({"architecture": "qwen3_5", "with_mtp": True}, {"speculation": "mtp"}),
+    "shadow": ({}, {"speculation": "shadow"}),
+}
+
+
+def attend_to_static_pages(shadow: Shadow, layer: int, q_BHD: torch.Tensor, batch: PagedBatch, *args: Any) -> Any:
+    """On a CPU the shadow needs sizes that the host knows."""
+    tables = HostTables([1] * len(q_BHD), batch.context_lens.tolist(), batch.block_tables.tolist())
+    return SHADOW_ATTEND(shadow, layer, q_BHD, replace(batch, host=tables), *args)
+
+
+def pass_of_static_rows(qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, states: LayerStates, *args: Any) -> Any:
+    """Likewise the recurrent layers, whose values do not matter here."""
+    return DELTA_NET(qkv, z, ba, states, *args) if states.rows.host is not None else torch.zeros_like(z)
+
+
+SHADOW_ATTEND, DELTA_NET = Shadow.attend, delta_net.delta_net
+
+
+@pytest.mark.parametrize("kind", COMPANIONS)
+def test_profile_memory_releases_companions_and_their_drafts_by_counting_references(
+    kind: str, num_cpu_blocks: int, fake_cuda: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that something still refers to would count as used, and the KV cache would be smaller by as much."""
+    pytest.importorskip("triton")
+    if kind == "shadow" and not num_cpu_blocks:
+        pytest.skip("a shadow needs offload")
+    model_options, options = COMPANIONS[kind]
+    model = write_tiny_model(tmp_path, num_layers=4, max_position_embeddings=2048, **model_options)
+    monkeypatch.setattr("nanovllm.kernels.launch.compile_only", lambda server: nullcontext(lambda: False))
+    monkeypatch.setattr(Shadow, "launch_kernels", lambda *args: None)
+    monkeypatch.setattr(Shadow, "attend", attend_to_static_pages)
+    monkeypatch.setattr(delta_net, "delta_net", pass_of_static_rows)
+    runner = make_runner(model, num_cpu_blocks, dtype="float32", **options)
+    runner.backend = HostlessTorch()
+    sizes = smallest_sizes(runner.spec, num_cpu_blocks, shadow_bits=4 if kind == "shadow" else 0)
+    allocated: list[weakref.ref[Any]] = []
+    make_graphs = runner.make_graphs
+
+    def noting_make_graphs(num_gpu_blocks: int) -> Any:
+        graphs = make_graphs(num_gpu_blocks)
+        drafts = runner.steps.drafts
+        allocated.extend(map(weakref.ref, (*runner.memory.companions, drafts, graphs, graphs.buffers)))
+        return graphs
+
+    monkeypatch.setattr(runner, "make_graphs", noting_make_graphs)
+    gc.collect()
+    gc.disable()
+    try:
+        profile = model_runner.profile_memory(runner, num_cpu_blocks, NUM_SEQS, companion_setups(runner.spec, sizes))
+        assert profile.graph_bytes > 0 and len(allocated) >= 8
+        assert [each() for each in allocated] == [None] * len(allocated)
+    finally:
+        gc.enable()
+    runner.close()
+
+
+def test_moves_of_a_store_begin_on_the_device_of_the_rank(
+    runner: ModelRunner, num_cpu_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store waits for the stream that is current. A thread may have made another one current, or another GPU."""
+    current: list[torch.device] = []
+    submitted: list[str] = []
+
+    @contextmanager
+    def noting(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    class Store(RankStore):
+        def submit(self, moves: Any) -> None:
+            assert current == [runner.device]
+            submitted.append(moves)
+
+    monkeypatch.setattr(devices, "current_device", noting)
+    runner.store = Store()
+    runner.move("moves")
+    assert submitted == ["moves"] and not current
 
 
 def test_product_rows_go_from_the_longest_step_down_to_two() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention, StepAttention
-from nanovllm.capabilities.cpu_attention.queue import CpuRows
 from nanovllm.capabilities.shadow.memory import Shadow
 from nanovllm.capabilities.shadow.pages import DraftKeys
 from nanovllm.models.decoder import CausalLM
@@ -17,6 +16,7 @@ from nanovllm.plan.shadow_spec import ShadowSpec
 from nanovllm.plan.step_limits import draft_graph_sizes
 from nanovllm.plan.step_plan import DraftTimes, StepPlan
 from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory, LayerMemoryOf
+from nanovllm.runner.cpu_part import CpuRows
 from nanovllm.runner.cuda_graphs import DecodeGraphs, MakeAttention
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import GroupInputs, StepInputs, pad_tables, to_device
