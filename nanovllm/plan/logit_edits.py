@@ -145,8 +145,8 @@ class TokenConstraint(Protocol):
 
         Does not advance. From the first draft token that is not allowed, that ends the answer, or whose mask cannot be
         computed, the masks allow every token: tokens sampled with these masks are discarded, because the draft token is
-        rejected or the request has ended. The masks also allow every token if there is an `error`. `accept` then returns
-        False for such a token.
+        rejected or the request has ended. The masks also allow every token if there is an `error`. For such a token,
+        `accept` then returns False.
         """
 
 
