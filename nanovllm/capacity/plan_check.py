@@ -1,15 +1,15 @@
 """Checks of a plan: the reasons why it cannot work, and the options to change. Arithmetic only.
 
 A reason names up to three options on which the failed part depends, the fastest first. The named options have not been
-planned, so one option alone may not be enough.
+planned, so one option alone may not be enough. But no option is named with which the weights alone would not fit.
 """
 
 from dataclasses import replace
 from math import ceil
 
-from nanovllm.capacity.costs import packing_problem
+from nanovllm.capacity.costs import packing_problem, weight_bytes
 from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, heads_problem, least_gpu_blocks
-from nanovllm.checkpoint.model_config import rope_extension
+from nanovllm.checkpoint.model_config import ModelConfig, rope_extension
 from nanovllm.checkpoint.quantization import QUANTIZATIONS
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.errors import ConfigError
@@ -20,6 +20,7 @@ from nanovllm.utils.arithmetic import ceil_div, format_bytes
 MAX_REMEDIES = 3
 HIGH_UTILIZATION = 0.95
 SMALL_STEP_TOKENS = 1024
+FEWEST_BITS, FEWEST_BITS_FORMAT = min(QUANTIZATIONS.items(), key=lambda each: each[1].bits)
 
 
 def check_start(plan: CapacityPlan) -> None:
@@ -226,23 +227,42 @@ def _more_room(plan: CapacityPlan, *, of_estimates: bool = True) -> str | None:
 
 
 def _fewer_bits(plan: CapacityPlan) -> str | None:
-    """Quantize the weights to the fewest bits, if the weights have more bits now and a GPU can keep them packed."""
-    now = plan.model.quantization
-    name, least = min(QUANTIZATIONS.items(), key=lambda each: each[1].bits)
-    if plan.machine.gpu_bytes is None or (now is not None and (not now.is_online or now.bits <= least.bits)):
+    """Quantize the weights to the fewest bits, if the packed weights fit on the GPU."""
+    quantized, num_ranks = _with_fewest_bits(plan), plan.config.tensor_parallel_size
+    if quantized is None or not _weights_fit(plan, quantized, num_ranks):
         return None
-    quantized = replace(plan.model, quantization=least)
-    return None if packing_problem(plan.config, quantized) else _set(plan, "quantization", name)
+    return _set(plan, "quantization", FEWEST_BITS)
+
+
+def _with_fewest_bits(plan: CapacityPlan) -> ModelConfig | None:
+    """Return the model quantized to the fewest bits, or None if it has no more bits now or a GPU cannot pack it."""
+    now = plan.model.quantization
+    if plan.machine.gpu_bytes is None or (
+        now is not None and (not now.is_online or now.bits <= FEWEST_BITS_FORMAT.bits)
+    ):
+        return None
+    quantized = replace(plan.model, quantization=FEWEST_BITS_FORMAT)
+    return None if packing_problem(plan.config, quantized) else quantized
+
+
+def _weights_fit(plan: CapacityPlan, model: ModelConfig, num_ranks: int) -> bool:
+    limit, config = plan.gpu_limit_bytes, replace(plan.config, tensor_parallel_size=num_ranks)
+    return limit is None or weight_bytes(config, model, is_packed=True) < limit
 
 
 def _more_ranks(plan: CapacityPlan) -> str | None:
-    """Use the next number of ranks that can share the model."""
-    for num_ranks in (2, 4, 8):
-        if plan.machine.gpu_bytes is None or num_ranks <= plan.config.tensor_parallel_size:
-            continue
-        config = replace(plan.config, tensor_parallel_size=num_ranks)
-        if not heads_problem(config, plan.model) and not packing_problem(config, plan.model):
-            return _set(plan, "tensor_parallel_size", num_ranks)
+    """Use the next number of ranks that can share the model and have room for its weights, if necessary packed."""
+    if plan.machine.gpu_bytes is None:
+        return None
+    bits = None if (quantized := _with_fewest_bits(plan)) is None else _set(plan, "quantization", FEWEST_BITS)
+    for model, prefix in ((plan.model, ""), (quantized, f"{bits} and ")):
+        for num_ranks in (2, 4, 8):
+            if model is None or num_ranks <= plan.config.tensor_parallel_size:
+                continue
+            config = replace(plan.config, tensor_parallel_size=num_ranks)
+            can_share = not heads_problem(config, model) and not packing_problem(config, model)
+            if can_share and _weights_fit(plan, model, num_ranks):
+                return prefix + _set(plan, "tensor_parallel_size", num_ranks)
     return None
 
 

@@ -172,7 +172,9 @@ def test_check_plan_names_options_that_the_part_depends_on_and_none_that_is_give
     """Weights beyond the limit do not fit at any utilization, and a longer KV cache does not need more ranks."""
     cases: tuple[tuple[str, float, str | None, int, dict[str, Any], str], ...] = (
         ("llama-3.1-8b", 16, None, 8192, {}, f"{BITS}, or {RANKS}"),  # regression: it named a higher utilization
-        ("qwen3-8b", 7.6, None, 32768, {}, f"{BITS}, or {RANKS}"),
+        ("qwen3-8b", 7.6, None, 32768, {}, f"{BITS}, or raise tensor_parallel_size to 4"),  # two ranks lack room, too
+        # Regression: int4 was named for weights that are too large even then
+        ("qwen3-8b", 1.7, None, 32768, {}, f"{BITS} and raise tensor_parallel_size to 4"),
         ("qwen3-8b", 7.6, "fp8", 32768, {}, f"{BITS}, or {RANKS}"),  # int4 was not named if fp8 was asked for
         ("qwen3-8b", 7.6, "int4", 32768, {}, f"{ROOM}, or {RANKS}"),
         ("qwen3-8b", 7.6, "int4", 32768, TIGHT, "use enable_cpu_offload, or raise tensor_parallel_size to 2"),
