@@ -63,7 +63,7 @@ def test_verify_sound_paths_agree(dtype: str, capsys: pytest.CaptureFixture[str]
     assert report["agrees"] and all(path["agrees"] for path in report["paths"][1:])
     assert all(path["num_work"] > 0 for path in report["paths"][2:])
     assert ("Verified within 0.062" in out and "--dtype float32" in out) == (dtype == "bfloat16")
-    assert ("takes the tokens of the one with all KV" in out) == (dtype == "float32")
+    assert ("takes the same tokens as the path with all KV" in out) == (dtype == "float32")
     assert report["bound_logprob"] == 0.002 if dtype == "float32" else 0.01 < report["bound_logprob"] < 0.1
 
 
