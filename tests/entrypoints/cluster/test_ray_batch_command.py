@@ -46,7 +46,7 @@ def test_command_interrupted_goes_on_where_it_stopped(environment: dict[str, str
     finally:
         process.kill()
     assert process.returncode == 130, stderr
-    assert "repeat the command to go on from there" in stderr and "Traceback" not in stderr
+    assert "repeat the command to compute the other parts" in stderr and "Traceback" not in stderr
     num_before = len(read_parts(output))
     assert 0 < num_before < len(rows)
 
@@ -78,7 +78,7 @@ def test_command_ended_by_sigterm_says_how_to_go_on_and_shows_no_stack(
     finally:
         process.kill()
     assert process.returncode == 143, stderr
-    assert "repeat the command to go on from there" in stderr
+    assert "repeat the command to compute the other parts" in stderr
     for clutter in ("SIGTERM", "Traceback", "Rows:", "Loading weights", "Token authentication"):
         assert clutter not in stderr
 
