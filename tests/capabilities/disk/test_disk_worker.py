@@ -224,6 +224,7 @@ def test_copies_that_always_fail_are_logged_once_and_counted(
     setting.submit(num_stores=20, num_loads=20, load_number=1)
     setting.wait_for_end(1)
     until(lambda: setting.board.num_stored[0] == 20)
+    setting.worker.close(timeout_s=60)  # a reading thread may still be about to log what it has counted
     num_failures = setting.worker.stats()["num_disk_failures"]
     assert num_failures is not None and num_failures > 20, "each store, and the first loads"
     assert len(caplog.records) == 1 and caplog.records[0].exc_info is not None
