@@ -1,7 +1,7 @@
 """A model's files: their places, the files that are read, and the files that are downloaded from the hub.
 
-A model is a local directory, a hub name, a preset, or a file in GGUF (gguf_files.py). A preset is only a config.json. The
-weights of a directory are the first existing item of this list:
+A model is a local directory, a hub name, a preset, or a file in GGUF (gguf_files.py). A preset is only a config.json.
+The weights of a directory are the first existing item of this list:
 
 1. the files that model.safetensors.index.json names
 2. model.safetensors

@@ -63,7 +63,7 @@ TYPES = {
         39: ("MXFP4", 32, 17),
     }.items()
 }
-_OTHER_TYPES = {  # named in refusals
+OTHER_TYPES = {  # named in refusals
     9: "Q8_1",
     10: "Q2_K",
     11: "Q3_K",
@@ -320,7 +320,7 @@ class _Reader:
         if type_id not in TYPES:
             known = ", ".join(each.name for each in TYPES.values())
             raise CheckpointError(
-                f"{name} in {self._path} has the type {_OTHER_TYPES.get(type_id, type_id)}, which is not supported; "
+                f"{name} in {self._path} has the type {OTHER_TYPES.get(type_id, type_id)}, which is not supported; "
                 f"use a file whose tensors have the types {known}, such as Q4_K_M or Q8_0"
             )
         block_type = TYPES[type_id]

@@ -142,7 +142,7 @@ class _Metadata:
 
     def __init__(self, model: GGUFModel) -> None:
         self._model = model
-        self.architecture: str = model.metadata.get("general.architecture", "")
+        self.architecture = str(model.metadata.get("general.architecture"))
         if self.architecture not in _ARCHITECTURES:
             raise CheckpointError(
                 f"{model.path} has general.architecture={self.architecture!r}, which is not supported; supported are "
@@ -150,14 +150,16 @@ class _Metadata:
             )
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self._model.metadata.get(f"{self.architecture}.{name}", default)
+        """Return the entry, a number or a text. An array is returned as a description, which no caller accepts."""
+        value = self._model.metadata.get(f"{self.architecture}.{name}", default)
+        return f"an array of {len(value)}" if isinstance(value, np.ndarray | list) else value
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return the entry, which must be one number for all layers. Raises CheckpointError for other entries."""
-        value = self.get(name, default)
-        if isinstance(value, np.ndarray):  # some converters write a number for each layer
-            distinct = set(value.tolist()) - {0}
-            value = distinct.pop() if len(distinct) == 1 else "several numbers"
+        value, of_layers = self.get(name, default), self._model.metadata.get(f"{self.architecture}.{name}")
+        if isinstance(of_layers, np.ndarray):  # some converters write a number for each layer
+            distinct = set(of_layers.tolist()) - {0}
+            value = distinct.pop() if len(distinct) == 1 else "different numbers for layers"
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(
                 f"{self._model.path} has {value!r} as metadata entry {self.architecture}.{name}, which must be a "
@@ -250,10 +252,12 @@ def quantized_types(model: GGUFModel) -> tuple[str, ...]:
 def _end_tokens(metadata: Mapping[str, Any]) -> list[int]:
     """Return the tokens that end an answer: those that the file names, and tokens that are known to do so."""
     named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    tokens, types = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", ())
-    marked = zip(tokens, types, strict=False)
-    known = [i for i, (text, kind) in enumerate(marked) if kind != NORMAL_TOKEN and text in _END_TOKENS]
-    return list(dict.fromkeys([each for each in named if each is not None] + known))
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    known: list[int] = []
+    if isinstance(tokens, list) and isinstance(types, np.ndarray):
+        marked = zip(tokens, types.tolist(), strict=False)
+        known = [i for i, (text, kind) in enumerate(marked) if kind != NORMAL_TOKEN and text in _END_TOKENS]
+    return list(dict.fromkeys([each for each in named if isinstance(each, int)] + known))
 
 
 def _rope(model: GGUFModel, given: _Metadata, head_dim: int) -> dict[str, Any]:
@@ -375,6 +379,8 @@ def _llama(given: _Metadata) -> _Change:
 def _hybrid(given: _Metadata) -> _Change:
     num_key_heads, num_value_heads = given.count("ssm.group_count"), given.count("ssm.time_step_rank")
     head_dim, ratio = given.count("ssm.inner_size") // num_value_heads, num_value_heads // num_key_heads
+    if num_value_heads % num_key_heads:
+        raise given.refusal("ssm.time_step_rank", f"it must be a multiple of ssm.group_count={num_key_heads}")
     # The file's place of each value head of the checkpoint, where the heads of a key head are neighbours
     heads = np.arange(num_value_heads).reshape(ratio, num_key_heads).swapaxes(0, 1).reshape(-1)
     features = (heads[:, None] * head_dim + np.arange(head_dim)).reshape(-1)

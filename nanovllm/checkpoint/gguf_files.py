@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -81,11 +82,10 @@ def find_gguf(model: str) -> GGUFSource | None:
 
     A directory with safetensors is not. Raises CheckpointError if the files do not exist or are ambiguous.
     """
-    try:
-        path = Path(model).expanduser()
-        is_file, is_directory = bool(model) and path.is_file(), bool(model) and path.is_dir()
-    except (OSError, RuntimeError):  # the name is too long for a path, or has an unknown ~user
-        return None
+    path, is_file, is_directory = Path(model), False, False
+    with suppress(OSError, RuntimeError):  # the name is too long for a path, or has an unknown ~user
+        path = path.expanduser()
+        is_file, is_directory = path.is_file(), bool(model) and path.is_dir()
     if is_file and is_gguf(path):
         return GGUFSource(tuple(each.name for each in split_paths(path)), path.parent)
     if is_directory:

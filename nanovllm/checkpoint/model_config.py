@@ -304,7 +304,11 @@ class ModelConfig:
 
 
 def _gguf_config(model: GGUFModel, hf_overrides: Mapping[str, Any] | None) -> ModelConfig:
-    config = _read_config(gguf_config.settings(model), model.path, hf_overrides, str(model.path), None)
+    content = gguf_config.settings(model)
+    try:
+        config = _read_config(content, model.path, hf_overrides, str(model.path), None)
+    except CheckpointError as error:
+        raise CheckpointError(f"{model.path} has metadata that is, in the terms of config.json: {error}") from error
     return replace(config, gguf_types=gguf_config.quantized_types(model))
 
 

@@ -46,7 +46,8 @@ class GGUFWeight(StoredTensor):
         start, end, _ = rows.indices(self.shape[0])
         wanted = slice(weight.first_row + start, weight.first_row + end)
         values = self._values(wanted if weight.row_order is None else weight.row_order[start:end], device)
-        return values.view(end - start, *self.shape[1:])[(slice(None), *index[1:])]
+        inner = slice(None), *index[1:]
+        return values.view(end - start, *self.shape[1:])[inner]
 
     def copy_to(self, target: torch.Tensor, index: tuple[slice, ...]) -> None:
         if len(self.shape) == 1:
