@@ -22,7 +22,6 @@ class GGUFSource(NamedTuple):
     names: tuple[str, ...]
     directory: Path | None = None
     repository: str = ""
-    revision: str | None = None
 
     def header(self) -> GGUFModel:
         """Read the headers. On the hub only the headers are downloaded, of files that are not in the cache."""
@@ -37,7 +36,7 @@ class GGUFSource(NamedTuple):
         from huggingface_hub import snapshot_download
 
         try:
-            found = snapshot_download(self.repository, revision=self.revision, allow_patterns=list(self.names))
+            found = snapshot_download(self.repository, allow_patterns=list(self.names))
         except Exception as error:  # no network, or a gated repository; the error's text tells which
             raise CheckpointError(f"{self.repository} could not be downloaded: {error}") from error
         return Path(found) / self.names[0]
@@ -45,11 +44,11 @@ class GGUFSource(NamedTuple):
     def _header_on_hub(self, name: str) -> GGUFModel:
         from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
-        cached = try_to_load_from_cache(self.repository, name, revision=self.revision)
+        cached = try_to_load_from_cache(self.repository, name)
         if isinstance(cached, str):
             with open(cached, "rb") as stream:
                 return read_header(stream, Path(cached))
-        url = hf_hub_url(self.repository, name, revision=self.revision)
+        url = hf_hub_url(self.repository, name)
         try:
             size = get_hf_file_metadata(url).size
         except Exception as error:
@@ -109,8 +108,7 @@ def on_hub(repository: str, file: str | None = None, tag: str | None = None) -> 
 
     Raises CheckpointError if there is no such file, or if the repository cannot be listed.
     """
-    revision, names = _listing(repository)
-    models = _models(names)
+    models = _models(_listing(repository))
     if file is not None:
         found = [each for each in models if file in each]
     elif not models and tag is None:
@@ -126,22 +124,25 @@ def on_hub(repository: str, file: str | None = None, tag: str | None = None) -> 
             f"{repository} on the hub {problem} named {file or tag or _DEFAULT_TAG}; a model in GGUF is {GGUF_NAMES}, "
             f"and there are {_first(models) or 'no such files'}"
         )
-    return GGUFSource(found[0], None, repository, revision)
+    return GGUFSource(found[0], None, repository)
 
 
-def _listing(repository: str) -> tuple[str | None, list[str]]:
-    """Return the revision of a repository and the names of its files; without a network, of the files in the cache."""
-    from huggingface_hub import HfApi, snapshot_download
+def _listing(repository: str) -> list[str]:
+    """Return the names of a repository's files, or without a network, of the files in the cache."""
+    from huggingface_hub import HfApi, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
 
     try:
-        info = HfApi().model_info(repository)
-        return info.sha, [each.rfilename for each in info.siblings or ()]
+        return [each.rfilename for each in HfApi().model_info(repository).siblings or ()]
     except Exception as error:
-        try:
-            directory = Path(snapshot_download(repository, local_files_only=True))
-        except Exception:
+        found: list[str] = []
+        with suppress(CacheNotFound):
+            cached = [each for each in scan_cache_dir().repos if each.repo_id == repository]
+            newest = [max(each.revisions, key=lambda revision: revision.last_modified) for each in cached]
+            found = [str(file.file_path.relative_to(each.snapshot_path)) for each in newest for file in each.files]
+        if not any(is_gguf(Path(name)) for name in found):
             raise CheckpointError(f"model {repository!r} could not be found on the hub: {error}") from error
-        return directory.name, [str(each.relative_to(directory)) for each in directory.rglob("*.gguf")]
+        return found
 
 
 def _models(names: Iterable[str]) -> list[tuple[str, ...]]:

@@ -79,9 +79,9 @@ class _Vocabulary:
 
     def ids(self) -> dict[str, int]:
         """Return the id of each token, without the entries that only fill up the vocabulary."""
-        ids: dict[str, int] = {}
+        ids, named = dict[str, int](), self.named().values()
         for token_id, (text, kind) in enumerate(zip(self.tokens, self.kinds, strict=True)):
-            if kind != _UNUSED:
+            if kind != _UNUSED or text in named:
                 ids.setdefault(text, token_id)
         return ids
 

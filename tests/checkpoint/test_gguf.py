@@ -271,7 +271,7 @@ FOUND = {
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """A repository of the hub that can only be listed."""
-    info = SimpleNamespace(sha="0" * 40, siblings=[SimpleNamespace(rfilename=name) for name in HUB])
+    info = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in HUB])
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda self, name: info)
 
 

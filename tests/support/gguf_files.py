@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers.pre_tokenizers import ByteLevel
 
 TYPES = {
     name: gguf.GGMLQuantizationType[name]
@@ -266,3 +267,14 @@ def _changed(config: dict[str, Any], name: str, tensor: torch.Tensor) -> torch.T
     if name.endswith("ssm_a"):
         return -tensor.exp()
     return tensor + 1 if name.endswith("norm.weight") and "ssm_norm" not in name else tensor
+
+
+def add_tiny_vocabulary(writer: Any, vocab_size: int = 320) -> None:
+    """Add a byte-level vocabulary with one merge, whose last token ends an answer."""
+    letters = sorted(ByteLevel.alphabet())
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    unused = [f"[PAD{token_id}]" for token_id in range(len(letters) + 1, vocab_size - 1)]
+    writer.add_token_list([*letters, "ab", *unused, "<|im_end|>"])
+    writer.add_token_types([1] * (len(letters) + 1) + [5] * len(unused) + [3])
+    writer.add_token_merges(["a b"])
