@@ -157,13 +157,15 @@ def has_default_template(template: Any) -> bool:
     return isinstance(template, str) and bool(template.strip())
 
 
-def fetch_weights(model: str, directory: Path | None) -> None:
+def fetch_weights(model: str, directory: Path | None, load_format: str = "auto") -> None:
     """Make sure that all files of `weight_files` exist. For a hub name, missing files are downloaded. A file in GGUF
     has been downloaded by `find_model`.
 
     directory: as returned by `find_model`. Raises CheckpointError, as `weight_files` does.
     """
     if is_gguf(directory):
+        if load_format == "safetensors":
+            raise CheckpointError(f"load_format='safetensors', but {directory} is in GGUF; leave load_format out")
         return
     if directory is not None and _local_directory(model) is None:
         index = directory / INDEX_FILE

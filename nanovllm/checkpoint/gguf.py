@@ -253,7 +253,7 @@ class _Reader:
             )
 
     def check_count(self, count: int, least_bytes: int, what: str) -> None:
-        """Raise CheckpointError if the rest of the header cannot hold so many entries of at least `least_bytes`."""
+        """Raise CheckpointError if the rest of the header cannot hold `count` entries of at least `least_bytes`."""
         if not 0 <= count <= (self._end - self.position) // least_bytes:
             raise self._too_long(f"{count} {what}")
 

@@ -1,7 +1,7 @@
 """What a GGUF file says about its model, in the terms of a checkpoint in safetensors.
 
-`settings` returns the entries of config.json, `generation_settings` those of generation_config.json, and `weights`
-lists the tensors by their names in a checkpoint. llama.cpp's converters change some tensors, and `Weight` says how to
+`settings` returns the entries of config.json, `generation_settings` returns the entries of generation_config.json, and
+`weights` lists the tensors by their names in a checkpoint. llama.cpp's converters change some tensors, and `Weight` says how to
 change them back:
 
 - llama: rows of q and k are ordered for a rope that rotates neighbours instead of halves
@@ -250,7 +250,7 @@ def quantized_types(model: GGUFModel) -> tuple[str, ...]:
 
 
 def _end_tokens(metadata: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that end an answer: those that the file names, and tokens that are known to do so."""
+    """Return the tokens that end an answer: the tokens that the file names for it, and known end tokens."""
     named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     known: list[int] = []

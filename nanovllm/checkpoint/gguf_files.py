@@ -116,7 +116,7 @@ def on_hub(repository: str, file: str | None = None, tag: str | None = None) -> 
     else:
         wanted = re.compile(rf"(?<![a-z0-9]){re.escape(tag or _DEFAULT_TAG)}(?![a-z0-9_])", re.IGNORECASE)
         found = [each for each in models if wanted.search(each[0])]
-        if len(found) > 1:  # such as Q4_K_M beside UD-Q4_K_M
+        if len(found) > 1:  # such as Q4_K_M and UD-Q4_K_M
             found = [each for each in found if "ud-" not in each[0].lower()] or found
     if len(found) != 1:
         problem = f"has {len(found)} files" if found else "has no file"

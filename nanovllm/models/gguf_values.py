@@ -1,7 +1,7 @@
 """The values of GGUF's blocks, as ggml's reference code computes them in fp32.
 
 Legend: B blocks. Each function takes the bytes of B blocks, uint8 [B, bytes of a block], and returns fp32
-[B, values of a block]. The layouts are those of ggml-common.h; a block has its parts in the order in which the
+[B, values of a block]. The layouts are defined in ggml-common.h; a block has its parts in the order in which the
 functions split it. Nibbles of a part come first the low ones of some bytes, then the high ones of the same bytes.
 """
 
@@ -63,7 +63,7 @@ def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _five_bits(high: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Join fifth bits, of which a byte has those of eight neighbours, with nibbles: fp32 [B, 32]."""
+    """Join fifth bits, of which a byte has eight neighbours, with nibbles: fp32 [B, 32]."""
     return (_bits(codes, _SHIFTS_4, 16) | _bits(high, _SHIFTS_1, 1) << 4).float()
 
 
