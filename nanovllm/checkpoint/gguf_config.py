@@ -1,8 +1,9 @@
 """What a GGUF file says about its model, in the terms of a checkpoint in safetensors.
 
 `settings` returns the entries of config.json, `generation_settings` returns the entries of generation_config.json, and
-`weights` lists the tensors by their names in a checkpoint. llama.cpp's converters change some tensors, and `Weight` says how to
-change them back:
+`weights` lists the tensors by their names in a checkpoint. llama.cpp's converters change some tensors, and `Weight` says
+how to change them back:
+
 
 - llama: rows of q and k are ordered for a rope that rotates neighbours instead of halves
 - qwen35 and qwen35moe: norms have 1 added, except the norm of the recurrent layers; A_log is stored as -exp(A_log);
