@@ -1,7 +1,7 @@
 """What a GGUF file says about its model, in the terms of a checkpoint in safetensors.
 
 `settings` returns the entries of config.json, `generation_settings` returns the entries of generation_config.json, and
-`weights` lists the tensors by their names in a checkpoint. llama.cpp's converters change some tensors, and `Weight` says
+`weights` lists the tensors by their names in a checkpoint. llama.cpp's converters change some tensors. `Weight` says
 how to change them back:
 
 
