@@ -39,8 +39,8 @@ class Config:
     """
 
     model: str = option(
-        help="local directory, hub name (owner/name), demo (the built-in model), or a preset, "
-        "such as qwen3-0.6b, with load_format=dummy",
+        help="local directory, GGUF file, hub name (owner/name, owner/name:Q4_K_M), demo (the built-in model), or a "
+        "preset, such as qwen3-0.6b, with load_format=dummy",
         group=_MODEL,
     )
     device: str = option("auto", help="cpu, cuda or cuda:N; auto: the GPU if there is one", group=_MODEL)
@@ -52,7 +52,7 @@ class Config:
     )
     load_format: str = option(
         "auto",
-        help="safetensors, or dummy for random weights from a config.json alone; auto: safetensors",
+        help="auto: the model's files; safetensors: refuse a model in GGUF; dummy: random weights from a config alone",
         group=_MODEL,
         choices=("auto", "safetensors", "dummy"),
     )
@@ -228,7 +228,8 @@ class Config:
         check_options(self, ConfigError)
         if not self.model:
             raise ConfigError(
-                "model='' must be a directory ('.' for the current one), a hub name (owner/name) or a preset"
+                "model='' must be a directory ('.' for the current one), a GGUF file, a hub name (owner/name) or a "
+                "preset"
             )
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(

@@ -39,7 +39,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, *, internals: Internals = Internals(), **options: Any) -> None:
-        """Start an engine. model: a directory, a hub name, a preset or "demo" for the built-in model.
+        """Start an engine. model: a directory, a GGUF file, a hub name, a preset or "demo" for the built-in model.
 
         options: the fields of Config. internals: for tests. Raises ConfigError for invalid options and when the engine
         does not fit in memory, and CheckpointError when the model cannot be read. After any exception, all workers have

@@ -101,7 +101,7 @@ def test_value_out_of_range_is_refused_with_the_limit() -> None:
     at_most_int32 = "=2147483648 must be [12] or more, at most 2147483647"
     is_bad_device = "' is unknown; choose auto, cpu, cuda or cuda:N, where N is 0 to 99"
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"model": ""}, r"model='' must be a directory \('\.' for the current one\), a hub name"),
+        ({"model": ""}, r"model='' must be a directory \('\.' for the current one\), a GGUF file, a hub name"),
         *(({"device": device}, f"device='{device}{is_bad_device}") for device in BAD_DEVICES),
         *(
             ({name: 2**31}, name + at_most_int32)

@@ -1,12 +1,13 @@
 """A model's files: their places, the files that are read, and the files that are downloaded from the hub.
 
-A model is a local directory, a hub name or a preset. A preset is only a config.json. The weights are the first existing
-item of this list:
+A model is a local directory, a hub name, a preset, or a file in GGUF (gguf_files.py). A preset is only a config.json.
+The weights of a directory are the first existing item of this list:
 
 1. the files that model.safetensors.index.json names
 2. model.safetensors
 3. model-00001-of-0000N.safetensors to model-0000N-of-0000N.safetensors
 4. a single safetensors file of any other name
+5. without any safetensors, the only model in GGUF, which also has the config and the tokenizer
 
 Other safetensors files, such as adapters, consolidated.safetensors and files in subdirectories, are never read. An
 index may name only files in the index's directory, so a checkpoint cannot make the engine read other files. Symbolic
@@ -14,8 +15,8 @@ links in the directory are followed: the hub's cache consists of symbolic links,
 made its links.
 
 `CONFIG_FILES` and `TOKENIZER_FILES` are downloaded from the hub. The weights, by rule 1 or 2, are downloaded only for
-an engine that reads them. Code in a checkpoint is never downloaded or run. Importing this module loads neither torch
-nor transformers.
+an engine that reads them; a GGUF file is downloaded whole, except for plans, which read its header on the hub. Code in
+a checkpoint is never downloaded or run. Importing this module loads neither torch nor transformers.
 """
 
 import json
@@ -23,6 +24,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from nanovllm.checkpoint.gguf import is_gguf, read_model
+from nanovllm.checkpoint.gguf_files import GGUF_NAMES, find_gguf, on_hub
 from nanovllm.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -36,11 +39,6 @@ TOKENIZER_FILES = (
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # A directory that has any of these files has a tokenizer
 _TOKENIZER_MARKS = (*VOCABULARY_FILES, "tokenizer_config.json")
-_GGUF_REMEDY = (
-    "GGUF is not supported; give the directory or the hub name of the model in safetensors, from which such files are "
-    "made. With quantization='int4' it takes about as much memory as GGUF of 4 bits. Without it, convert the file: "
-    "transformers' from_pretrained(DIRECTORY, gguf_file=NAME) reads it, and save_pretrained writes safetensors"
-)
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -55,18 +53,25 @@ def presets() -> dict[str, Path]:
 
 
 def find_model(model: str, fetched: tuple[str, ...] = CONFIG_FILES + TOKENIZER_FILES) -> tuple[Path, Path | None]:
-    """Return the path of config.json and the model's directory, or None instead of the directory for a preset.
+    """Return the path of config.json and the model's directory, or None instead of the directory for a preset. For a
+    model in GGUF, return the path of its first file twice.
 
     fetched: the files to download for a hub name; by default all but the weights. Raises CheckpointError if the model
     is not found.
     """
+    if (gguf := find_gguf(model)) is not None:
+        path = gguf.download()
+        return path, path
     directory = _local_directory(model)
     if directory is None:
         _refuse_file(model)
         known = presets()
         if model in known:
             return known[model], None
-        remedy = f"give a directory with config.json, a preset ({', '.join(known)}) or a hub name (owner/name)"
+        remedy = (
+            f"give a directory with config.json, a preset ({', '.join(known)}), a hub name (owner/name), or a model in "
+            f"GGUF ({GGUF_NAMES})"
+        )
         if not model or model.startswith((".", "/", "~")) or model.count("/") > 1:
             raise CheckpointError(f"model directory {model!r} does not exist; {remedy}")
         try:
@@ -75,9 +80,10 @@ def find_model(model: str, fetched: tuple[str, ...] = CONFIG_FILES + TOKENIZER_F
             raise CheckpointError(
                 f"model {model!r} is not a directory and could not be downloaded; {remedy}: {error}"
             ) from error
+        if not (directory / "config.json").is_file() and (gguf := on_hub(model)) is not None:
+            path = gguf.download()
+            return path, path
     if not (directory / "config.json").is_file():
-        if any(directory.glob("*.gguf")) or "gguf" in model.lower():
-            raise CheckpointError(f"model {model!r} has files in GGUF and no config.json: {_GGUF_REMEDY}")
         raise CheckpointError(
             f"no config.json in {directory}; give the directory that save_pretrained or a download wrote"
         )
@@ -86,8 +92,6 @@ def find_model(model: str, fetched: tuple[str, ...] = CONFIG_FILES + TOKENIZER_F
 
 def _refuse_file(model: str) -> None:
     """Raise CheckpointError for a model that is the name of a file instead of a directory."""
-    if model.lower().endswith(".gguf"):
-        raise CheckpointError(f"model {model!r} is a file in GGUF: {_GGUF_REMEDY}")
     try:
         path = Path(model).expanduser()
         is_file = path.is_file()
@@ -98,7 +102,9 @@ def _refuse_file(model: str) -> None:
 
 
 def has_tokenizer(directory: Path | None) -> bool:
-    """Return True if the directory, as returned by `find_model`, has a tokenizer's files. A preset has none."""
+    """Return True if the directory or GGUF file that `find_model` returned has a tokenizer. A preset has none."""
+    if is_gguf(directory):
+        return "tokenizer.ggml.model" in read_model(directory).metadata
     return directory is not None and any((directory / name).is_file() for name in _TOKENIZER_MARKS)
 
 
@@ -110,6 +116,7 @@ def check_tokenizer(model: str, remedy: str, *, needs_template: bool = False) ->
     _, directory = find_model(model)
     if not has_tokenizer(directory):
         where = f"{directory} has none of {', '.join(_TOKENIZER_MARKS)}" if directory else "a preset has none"
+        where = f"{directory} has no tokenizer.ggml.model" if is_gguf(directory) else where
         raise CheckpointError(
             f"model {model!r} has no tokenizer, so it can neither read nor write text: {where}; add the files of the "
             f"model's tokenizer to its directory, or {remedy}"
@@ -117,14 +124,24 @@ def check_tokenizer(model: str, remedy: str, *, needs_template: bool = False) ->
     assert directory is not None, "a preset has no tokenizer"
     if needs_template and not has_default_template(_stored_template(directory)):
         raise CheckpointError(
-            f"model {model!r} has no chat template: {directory} has no text in chat_template.jinja, and neither a text "
-            "nor a list with one named default as chat_template in tokenizer_config.json; use a model that is made for "
+            f"model {model!r} has no chat template: {_template_places(directory)}; use a model that is made for "
             "chats, or answer plain prompts with generate"
         )
 
 
+def _template_places(directory: Path) -> str:
+    if is_gguf(directory):
+        return f"{directory} has no tokenizer.chat_template"
+    return (
+        f"{directory} has no text in chat_template.jinja, and neither a text nor a list with one named default as "
+        "chat_template in tokenizer_config.json"
+    )
+
+
 def _stored_template(directory: Path) -> Any:
     """Return the chat template. As in transformers, chat_template.jinja replaces tokenizer_config.json's template."""
+    if is_gguf(directory):
+        return read_model(directory).metadata.get("tokenizer.chat_template")
     path, settings = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -140,11 +157,16 @@ def has_default_template(template: Any) -> bool:
     return isinstance(template, str) and bool(template.strip())
 
 
-def fetch_weights(model: str, directory: Path | None) -> None:
-    """Make sure that all files of `weight_files` exist. For a hub name, missing files are downloaded.
+def fetch_weights(model: str, directory: Path | None, load_format: str = "auto") -> None:
+    """Make sure that all files of `weight_files` exist. For a hub name, missing files are downloaded. A file in GGUF
+    has been downloaded by `find_model`.
 
     directory: as returned by `find_model`. Raises CheckpointError, as `weight_files` does.
     """
+    if is_gguf(directory):
+        if load_format == "safetensors":
+            raise CheckpointError(f"load_format='safetensors', but {directory} is in GGUF; leave load_format out")
+        return
     if directory is not None and _local_directory(model) is None:
         index = directory / INDEX_FILE
         names = _indexed_names(index) if index.is_file() else [SINGLE_FILE]
@@ -172,8 +194,6 @@ def weight_files(directory: Path | None) -> list[Path]:
     if (directory / SINGLE_FILE).is_file():
         return [directory / SINGLE_FILE]
     found = [file for file in sorted(directory.glob("*.safetensors")) if file.is_file()]
-    if not found and any(directory.glob("*.gguf")):
-        raise CheckpointError(f"the weights in {directory} are in GGUF: {_GGUF_REMEDY}")
     if not found:
         raise CheckpointError(
             f"no safetensors file in {directory}; convert other formats with transformers' save_pretrained, "

@@ -13,7 +13,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from nanovllm.checkpoint import gguf_config
 from nanovllm.checkpoint.files import INDEX_FILE, find_model, read_json, stored_names
+from nanovllm.checkpoint.gguf import GGUFModel, is_gguf, read_model
+from nanovllm.checkpoint.gguf_files import find_gguf
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization, parse_quantization
 from nanovllm.checkpoint.settings import (
     GENERATION_CONFIG_FILE,
@@ -217,6 +220,7 @@ class ModelConfig:
     torch_dtype: str  # "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None  # the checkpoint's quantization
+    gguf_types: tuple[str, ...] = ()  # the quantized types of a GGUF file, whose values are computed at loading
     experts: ExpertsConfig | None = None  # None if every MLP is dense
     layer_kinds: tuple[str, ...]  # one for each layer: "attention" or "recurrent"
     recurrent: RecurrentConfig | None = None  # None if every layer is attention
@@ -263,22 +267,34 @@ class ModelConfig:
         Never runs code from the checkpoint and never asks for input on stdin.
         """
         config_path, directory = find_model(model)
-        return _read_config(model, config_path, directory, hf_overrides), directory
+        if is_gguf(directory):
+            return _gguf_config(read_model(directory), hf_overrides), directory
+        return _read_config(read_json(config_path), config_path, hf_overrides, model, directory), directory
 
     @classmethod
     def without_weights(cls, model: str, hf_overrides: Mapping[str, Any] | None = None) -> "ModelConfig":
-        """Return the same config as `from_pretrained`, but download only config.json and the list of tensors.
+        """Return the same config as `from_pretrained`, but download only config.json and the list of tensors, or the
+        header of a file in GGUF.
 
         So for a hub name, the config lacks end tokens that only generation_config.json names.
         """
+        if (gguf := find_gguf(model)) is not None:
+            return _gguf_config(gguf.header(), hf_overrides)
         config_path, directory = find_model(model, ("config.json", INDEX_FILE))
-        return _read_config(model, config_path, directory, hf_overrides)
+        if is_gguf(directory):
+            return _gguf_config(read_model(directory), hf_overrides)
+        return _read_config(read_json(config_path), config_path, hf_overrides, model, directory)
 
     def quantized(self, name: str | None) -> "ModelConfig":
         """Return this config with quantization to a format of QUANTIZATIONS at loading, or unchanged if `name` is None.
 
         Raises ConfigError if the checkpoint is quantized already.
         """
+        if name is not None and self.gguf_types:
+            raise ConfigError(
+                f"quantization={name!r} is for checkpoints that are not quantized, and this GGUF file has the types "
+                f"{', '.join(self.gguf_types)}; leave it out"
+            )
         if name is not None and self.quantization is not None:
             raise ConfigError(
                 f"quantization={name!r} is for checkpoints that are not quantized, and this one has "
@@ -287,11 +303,26 @@ class ModelConfig:
         return self if name is None else replace(self, quantization=QUANTIZATIONS[name])
 
 
+def _gguf_config(model: GGUFModel, hf_overrides: Mapping[str, Any] | None) -> ModelConfig:
+    content = gguf_config.settings(model)
+    try:
+        config = _read_config(content, model.path, hf_overrides, str(model.path), None)
+    except CheckpointError as error:
+        raise CheckpointError(f"{model.path} has metadata that is, in the terms of config.json: {error}") from error
+    return replace(config, gguf_types=gguf_config.quantized_types(model))
+
+
 def _read_config(
-    model: str, config_path: Path, directory: Path | None, hf_overrides: Mapping[str, Any] | None
+    content: dict[str, Any],
+    config_path: Path,
+    hf_overrides: Mapping[str, Any] | None,
+    model: str,
+    directory: Path | None,
 ) -> ModelConfig:
-    """Read and check config.json after the overrides. directory: the model's directory, or None for a preset."""
-    given, outside = text_settings(read_json(config_path), hf_overrides, config_path)
+    """Check the content of config.json after the overrides. directory: the model's directory, or None for a preset and
+    for a file in GGUF, in which `config_path` and `content` have all there is.
+    """
+    given, outside = text_settings(content, hf_overrides, config_path)
     name = _architecture_name(given)
     check_settings(given, config_path)
     architecture = ARCHITECTURES[name]
@@ -494,6 +525,8 @@ def _num_mtp_layers(settings: Mapping[str, Any]) -> int:
 
 def _may_have_mtp_weights(model: str, directory: Path | None) -> bool:
     """Return False if the files lack the draft head that config.json describes, because some tools leave it out."""
+    if directory is None:
+        return True
     names = stored_names(model, directory)
     return names is None or any(name.startswith("mtp.") for name in names)
 

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.checkpoint.files import read_json
+from nanovllm.checkpoint.gguf import is_gguf, read_model
+from nanovllm.checkpoint.gguf_config import generation_settings
 from nanovllm.checkpoint.quantization import parse_quantization
 from nanovllm.errors import CheckpointError, ConfigError, RequestError
 from nanovllm.sampling_params import ModelLimit, SamplingParams
@@ -289,16 +291,20 @@ def _dict(value: Any) -> dict[str, Any]:
 
 def read_sampling_defaults(directory: Path | None) -> dict[str, Any]:
     """Return field of SamplingParams -> value in the generation_config.json of `directory`, or {} without this file.
+    A GGUF file has such values in its metadata.
 
     Null entries count as absent. "do_sample": false asks for greedy decoding, which is temperature 0. `max_new_tokens`
     is lowered to the tokens that fit in the context (ModelLimit), and `max_length` is not read, as in vLLM. The file's
     end tokens are not defaults; they belong to the model (model_config.py). Raises CheckpointError, with the file and
     the entry, for a value that SamplingParams refuses.
     """
-    path = directory / GENERATION_CONFIG_FILE if directory is not None else None
-    if path is None or not path.is_file():
+    if is_gguf(directory):
+        path, content = directory, generation_settings(read_model(directory))
+    elif directory is not None and (directory / GENERATION_CONFIG_FILE).is_file():
+        path = directory / GENERATION_CONFIG_FILE
+        content = read_json(path)
+    else:
         return {}
-    content = read_json(path)
     remedy = f"correct {path}, or ignore it with generation_config='none'"
     do_sample = content.get("do_sample")
     if not isinstance(do_sample, bool | None):

@@ -71,7 +71,7 @@ def _make_executor(setup: EngineSetup) -> Executor:
     """Start the ranks and load the model on them."""
     config = setup.config
     if config.load_format != "dummy":
-        fetch_weights(config.model, setup.directory)
+        fetch_weights(config.model, setup.directory, config.load_format)
     factory = partial(
         make_runner,
         config,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.model_layout import model_layout
 from nanovllm.checkpoint.quantization import Quantization
@@ -19,6 +20,7 @@ from nanovllm.errors import CheckpointError
 from nanovllm.layers.linear import WeightShard
 from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.gguf_tensors import open_gguf
 from nanovllm.models.quantized_weights import QuantizedReader, quantize, stored_parts
 from nanovllm.models.stored_tensors import FLOAT_DTYPES, StoredTensor, open_tensors
 from nanovllm.utils import progress_bar
@@ -68,7 +70,10 @@ def build_model(
 
 def _open(directory: Path | None, files: ExitStack, config: ModelConfig) -> dict[str, StoredTensor]:
     """Return the stored tensors by name. A tied model's embedding may be stored under either of its two names."""
-    stored = open_tensors(directory, files)
+    if directory is not None and is_gguf(directory):
+        stored = open_gguf(directory)
+    else:
+        stored = open_tensors(directory, files)
     if config.tie_word_embeddings and _EMBEDDING not in stored and _HEAD in stored:
         stored[_EMBEDDING] = stored.pop(_HEAD)
     return stored
@@ -192,7 +197,7 @@ def _fill(shard: WeightShard, source: QuantizedReader | StoredTensor) -> None:
                 quantize(values, shard.quantization).part(slice(None), shard.index[1]).copy_values(target)
     else:
         assert isinstance(shard.target, torch.Tensor), "a packed weight is quantized"
-        shard.target.copy_(source.read(*shard.index))
+        source.copy_to(shard.target, shard.index)
         if shard.plus:
             shard.target.add_(shard.plus)
 

@@ -28,6 +28,10 @@ class StoredTensor:
         tensor: torch.Tensor = self._slice[index] if index else self._tensors.get_tensor(self.name)
         return tensor
 
+    def copy_to(self, target: torch.Tensor, index: tuple[slice, ...]) -> None:
+        """Write the part at `index` to `target`."""
+        target.copy_(self.read(*index))
+
     def equals(self, other: "StoredTensor") -> bool:
         """Compare two matrices, some rows at a time."""
         if self.shape != other.shape:

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 
 from nanovllm.capabilities.edits.bad_words import BadWords, TokenTable
 from nanovllm.checkpoint.files import TOKENIZER_FILES, VOCABULARY_FILES, has_default_template, has_tokenizer, read_json
+from nanovllm.checkpoint.gguf import is_gguf, read_model
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.plan.logit_edits import AnswerRules
@@ -32,6 +33,7 @@ from nanovllm.plan.outputs import Outbox, Receiver
 from nanovllm.plan.sequence import Request, TokenIds
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import REPLACEMENT, Detokenizer, StopStrings, TextReceiver, TokenDecoder
+from nanovllm.text.gguf_tokenizer import make_tokenizer
 from nanovllm.text.request_check import (
     Prompt,
     are_in_vocabulary,
@@ -41,6 +43,7 @@ from nanovllm.text.request_check import (
     prompt_list,
     render_chat,
 )
+from nanovllm.text.split_patterns import PATTERNS
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 from nanovllm.text.token_bytes import BYTES_OF_LETTERS, read_token_bytes
 
@@ -59,20 +62,6 @@ _ANY_CUT = r"(?<=\S)(?= )|(?<=[\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5])(?=[\u30
 # Python's white space includes the white space of the tokenizers' regular expressions, so \S is safe in both patterns
 _GPT2_CUT = re.compile(_ANY_CUT + r"|(?<=\S)(?=\n)")
 _CUT = re.compile(_ANY_CUT + r"|(?<=\n)(?=[^\s/])")
-
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_O200K_UPPER, _O200K_LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-PATTERNS = {
-    "Qwen2": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _END,
-    "Qwen3.5": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _END,
-    "Llama 3": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _END,
-    "o200k": (
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_O200K_UPPER}*{_O200K_LOWER}+{_CONTRACTIONS}?"
-        rf"|[^\r\n\p{{L}}\p{{N}}]?{_O200K_UPPER}+{_O200K_LOWER}*{_CONTRACTIONS}?"
-        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _END
-    ),
-}
 
 
 def find_cuts(tokenizer: Any) -> re.Pattern[str] | None:
@@ -242,13 +231,15 @@ def _special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]] | None
 
 
 def load_tokenizer(directory: Path | None) -> Any:
-    """Load the model's tokenizer, or return None for a preset and for a directory without a tokenizer.
+    """Load the tokenizer of a directory or a GGUF file, or return None for a preset and if there is no tokenizer.
 
     If there is a tokenizer.json, texts are encoded and decoded as described in this file. Raises CheckpointError, which
     names the file, if the tokenizer cannot be read. Never runs code from the checkpoint.
     """
     if directory is None or not has_tokenizer(directory):
         return None
+    if is_gguf(directory):
+        return make_tokenizer(read_model(directory))
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from gguf_files import add_tiny_vocabulary, write_gguf
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -70,8 +71,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serve(repository: Path) -> Iterator[Hub]:
-    with Hub(write_tiny_tokenizer(repository)) as server:
+def serve(repository: Path, *, with_tokenizer: bool = True) -> Iterator[Hub]:
+    with Hub(write_tiny_tokenizer(repository) if with_tokenizer else repository) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -81,11 +82,11 @@ def serve(repository: Path) -> Iterator[Hub]:
             thread.join()
 
 
-def nanovllm(hub: Hub, cache: Path, *args: str, **settings: str) -> str:
+def nanovllm(hub: Hub, cache: Path, *args: str, name: str = NAME, **settings: str) -> str:
     """The command line in a process of its own: huggingface_hub reads its settings when it is imported."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | settings
     env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-m", "nanovllm", args[0], "--model", NAME, *args[1:]]
+    command = [sys.executable, "-m", "nanovllm", args[0], "--model", name, *args[1:]]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -129,3 +130,27 @@ def test_hub_name_a_head_that_only_config_json_has_is_not_used(tmp_path: Path) -
         assert "draft head" not in planned and hub.fetched == ["config.json", "model.safetensors bytes=0-100000"]
         answer = nanovllm(hub, tmp_path / "cache", "generate", *FLAGS, "--speculation", "auto")
         assert nanovllm(hub, tmp_path / "cache", "generate", *FLAGS) == answer
+
+
+@pytest.mark.slow
+def test_gguf_on_the_hub_plan_reads_the_header_and_generate_fetches_one_file(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model", hidden_size=256)
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    for kind in ("Q8_0", "Q4_0"):
+        write_gguf(repository / f"tiny-{kind}.gguf", directory, types=[kind], num_files=2, metadata=add_tiny_vocabulary)
+    (repository / "README.md").write_text("A model")
+    cache, names = tmp_path / "cache", [f"tiny-Q8_0-0000{i}-of-00002.gguf" for i in (1, 2)]
+    with serve(repository, with_tokenizer=False) as hub:
+        flags = "--context 100 --host-memory-gb 8".split()
+        planned = nanovllm(hub, cache, "plan", *flags, name=f"{NAME}:Q8_0")
+        assert "plan for 1 x 100 tokens" in planned
+        assert hub.fetched and all(each.split()[0] in names and " bytes=0-" in each for each in hub.fetched)
+        hub.fetched.clear()
+        answer = nanovllm(hub, cache, "generate", *FLAGS, name=f"{NAME}:Q8_0")
+        assert sorted(hub.fetched) == names
+        hub.fetched.clear()
+        for offline in ("0", "1"):
+            for name in (f"{NAME}:q8_0", f"{NAME}/{names[0]}"):
+                assert nanovllm(hub, cache, "generate", *FLAGS, name=name, HF_HUB_OFFLINE=offline) == answer
+        assert nanovllm(hub, cache, "plan", *flags, name=f"{NAME}:Q8_0") == planned and not hub.fetched

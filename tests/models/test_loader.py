@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from dense_model import load_model, random_prompt, run_logits
+from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
 from tiny_models import reference_model, write_tiny_model
 
+from nanovllm import LLM
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError
@@ -156,6 +158,12 @@ def test_no_weights_raise_with_the_remedy(tmp_path: Path) -> None:
         load_model(tmp_path)
     with pytest.raises(CheckpointError, match="preset has no weights"):
         load_weights(load_model(write_tiny_model(tmp_path / "other")), None)
+
+
+def test_load_format_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "x.gguf", write_tiny_model(tmp_path / "model"))
+    with pytest.raises(CheckpointError, match=r"load_format='safetensors', but .*x.gguf is in GGUF"):
+        LLM(str(path), device="cpu", load_format="safetensors")
 
 
 def test_index_broken_or_naming_a_missing_file_raises(tmp_path: Path) -> None:

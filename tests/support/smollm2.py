@@ -50,8 +50,8 @@ def cached_tokenizer(cache: Path) -> Path:
     return directory
 
 
-def write_model(directory: Path, tokenizer: Path) -> Path:
-    """Write config, weights in bf16, and the tokenizer."""
+def write_model(directory: Path, tokenizer: Path, *, dtype: str = "bfloat16") -> Path:
+    """Write config, weights and the tokenizer."""
     import gguf
     import torch
     from safetensors.torch import save_file
@@ -81,7 +81,7 @@ def write_model(directory: Path, tokenizer: Path) -> Path:
         "hidden_act": "silu",
         "bos_token_id": 1,
         "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
+        "torch_dtype": dtype,
     }
     (directory / "config.json").write_text(json.dumps(config))
     weights: dict[str, torch.Tensor] = {}
@@ -97,6 +97,6 @@ def write_model(directory: Path, tokenizer: Path) -> Path:
             name = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[
                 each.name
             ]
-        weights[name] = weight.to(torch.bfloat16).contiguous()
+        weights[name] = weight.to(getattr(torch, dtype)).contiguous()
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
     return directory

@@ -435,7 +435,7 @@ def _add_plan(commands: Any) -> None:
     )
     parser = add_command(commands, "plan", about, _plan, (Config, PlanOptions))
     required = parser.add_argument_group("what to plan for")
-    about = "directory, hub name, preset, or demo (built in); with --fit, all presets by default"
+    about = "directory, GGUF file, hub name, preset, or demo (built in); with --fit, all presets by default"
     required.add_argument("--model", metavar="MODEL", help=about)
     add_flags(parser, PlanOptions)
     add_flags(parser, Config, without=("model", *TEXT_ONLY))

@@ -1,0 +1,178 @@
+"""Makes a transformers tokenizer of the vocabulary in a GGUF file.
+
+A file has the tokens, their kinds, and merges (byte-level BPE, `tokenizer.ggml.model` "gpt2") or scores (SentencePiece,
+"llama"). How a text is split before the merges is not in the file, only the name of a rule (`tokenizer.ggml.pre`), so
+the rules are listed here, as the tokenizer.json of the models that use them has them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from nanovllm.checkpoint.gguf import GGUFModel
+from nanovllm.errors import CheckpointError
+from nanovllm.text.split_patterns import PATTERNS
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # kinds in tokenizer.ggml.token_type
+_SPACE = "\u2581"  # how SentencePiece writes a space
+_RULES = {  # tokenizer.ggml.pre -> the pattern of split_patterns.py
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "Llama 3"),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "Qwen2"),
+    "qwen35": "Qwen3.5",
+    "tekken": "Tekken",
+    **dict.fromkeys(("smollm", "gpt-2"), "GPT-2"),
+}
+_COMPOSED = ("Qwen2", "Qwen3.5")  # patterns of tokenizers that compose characters (NFC) first
+_WHOLE_WORDS = ("Llama 3", "Tekken")  # patterns of tokenizers that do not merge a word that is a token (ignore_merges)
+
+
+def make_tokenizer(model: GGUFModel) -> Any:
+    """Return a PreTrainedTokenizerFast. Raises CheckpointError, which names the entry, if the vocabulary is damaged or
+    of a kind that is not supported.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = _Vocabulary(model)
+    kind = model.metadata.get("tokenizer.ggml.model")
+    makers = {"gpt2": _byte_level, "llama": _sentencepiece}
+    if kind not in makers:
+        raise vocabulary.refusal("model", f"supported are {', '.join(makers)}")
+    try:
+        backend = makers[kind](vocabulary)
+    except CheckpointError:
+        raise
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise CheckpointError(f"the vocabulary in {model.path} cannot be used ({error}); download it again") from error
+    backend.add_tokens(vocabulary.added(special=False))
+    backend.add_special_tokens(vocabulary.added(special=True))
+    backend.post_processor = vocabulary.post_processor()
+    special = {f"{name}_token": text for name, text in vocabulary.named().items()}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
+    tokenizer.chat_template = model.metadata.get("tokenizer.chat_template")
+    return tokenizer
+
+
+class _Vocabulary:
+    """The entries of a file that describe its tokenizer."""
+
+    def __init__(self, model: GGUFModel) -> None:
+        self._model = model
+        self.tokens: Sequence[str] = self._texts("tokens")
+        self.kinds = [int(kind) for kind in self.get("token_type", [1] * len(self.tokens))]
+        if len(self.kinds) != len(self.tokens):
+            raise self.refusal("token_type", f"there must be one for each of {len(self.tokens)} tokens", shows=False)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._model.metadata.get(f"tokenizer.ggml.{name}", default)
+
+    def refusal(self, name: str, remedy: str, *, shows: bool = True) -> CheckpointError:
+        given = f"={self.get(name)!r}" if shows else ""
+        return CheckpointError(
+            f"{self._model.path} has tokenizer.ggml.{name}{given}, which is not supported: {remedy}; use another file "
+            "of this model, or skip_tokenizer_init=True to work on token ids alone"
+        )
+
+    def _texts(self, name: str) -> list[str]:
+        texts = self.get(name)
+        if not isinstance(texts, list) or not texts:
+            raise self.refusal(name, "it must be a list of texts", shows=False)
+        return texts
+
+    def ids(self) -> dict[str, int]:
+        """Return the id of each token, without the entries that only fill up the vocabulary."""
+        ids, named = dict[str, int](), self.named().values()
+        for token_id, (text, kind) in enumerate(zip(self.tokens, self.kinds, strict=True)):
+            if kind != _UNUSED or text in named:
+                ids.setdefault(text, token_id)
+        return ids
+
+    def merges(self) -> list[tuple[str, str]]:
+        """Return the merges of byte-level BPE. A space separates the two parts, which have no spaces themselves."""
+        pairs = [tuple(text.split(" ")) for text in self._texts("merges")]
+        if any(len(pair) != 2 for pair in pairs):
+            raise self.refusal("merges", "each must be two parts with a space between", shows=False)
+        return pairs  # type: ignore[return-value]  # the lengths have been checked
+
+    def scores(self) -> list[float]:
+        scores = self.get("scores")
+        if scores is None or len(scores) != len(self.tokens):
+            raise self.refusal("scores", f"there must be one for each of {len(self.tokens)} tokens", shows=False)
+        return [float(score) for score in scores]
+
+    def added(self, *, special: bool) -> list[Any]:
+        """Return the tokens that are found in a text as they are. An answer's text can leave out the special tokens."""
+        from tokenizers import AddedToken
+
+        kinds = (_UNKNOWN, _CONTROL) if special else (_USER_DEFINED,)
+        texts = (text for text, kind in zip(self.tokens, self.kinds, strict=True) if kind in kinds)
+        return [AddedToken(text, special=special, normalized=False) for text in texts]
+
+    def named(self) -> dict[str, str]:
+        """Return the text of each token that the file names, such as bos, by its name in transformers."""
+        names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+        ids = {name: self.get(f"{entry}_token_id") for name, entry in names.items()}
+        found = {}
+        for name, token_id in ids.items():
+            if token_id is None:
+                continue
+            if not (isinstance(token_id, int) and 0 <= token_id < len(self.tokens)):
+                raise self.refusal(f"{names[name]}_token_id", f"there are {len(self.tokens)} tokens")
+            found[name] = self.tokens[token_id]
+        return found
+
+    def post_processor(self) -> Any:
+        """Return what adds the tokens around a text."""
+        from tokenizers.processors import TemplateProcessing
+
+        is_sentencepiece, named = self.get("model") == "llama", self.named()
+        around = {"bos": self.get("add_bos_token", is_sentencepiece), "eos": self.get("add_eos_token", False)}
+        adds = {name: text for name, text in named.items() if around.get(name)}
+        before, after = ([adds[name]] if name in adds else [] for name in ("bos", "eos"))
+        ids = self.ids()
+        return TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, *before, "$B:1", *after],
+            special_tokens=[(text, ids[text]) for text in {*before, *after}],
+        )
+
+
+def _byte_level(vocabulary: _Vocabulary) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    rule = vocabulary.get("pre")
+    if rule not in _RULES:
+        raise vocabulary.refusal("pre", f"supported are {', '.join(_RULES)}")
+    name = _RULES[rule]
+    backend = Tokenizer(models.BPE(vocabulary.ids(), vocabulary.merges(), ignore_merges=name in _WHOLE_WORDS))
+    if name in _COMPOSED:
+        backend.normalizer = normalizers.NFC()
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=name == "GPT-2")]
+    if name in PATTERNS:
+        steps.insert(0, pre_tokenizers.Split(Regex(PATTERNS[name]), "isolated"))
+    elif rule == "smollm":
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> Any:
+    """Return SentencePiece's BPE: the pair whose token has the highest score is merged first."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    ids, scores = vocabulary.ids(), vocabulary.scores()
+    merges = [
+        (-scores[token_id], ids[text[:i]], ids[text[i:]], text[:i], text[i:])
+        for text, token_id in ids.items()
+        for i in range(1, len(text))
+        if text[:i] in ids and text[i:] in ids
+    ]
+    pairs = [(left, right) for *_, left, right in sorted(merges)]
+    model = models.BPE(ids, pairs, unk_token=vocabulary.named().get("unk"), fuse_unk=True, byte_fallback=True)
+    backend = Tokenizer(model)
+    adds_space = vocabulary.get("add_space_prefix", True)
+    backend.normalizer = normalizers.Sequence(
+        [*([normalizers.Prepend(_SPACE)] if adds_space else []), normalizers.Replace(" ", _SPACE)]
+    )
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if adds_space else [])])
+    return backend
