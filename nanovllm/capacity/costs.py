@@ -81,7 +81,7 @@ class _Size(NamedTuple):
         A quantized weight has packed codes, and 4 bytes for each block that shares a scale: an fp32 scale (e4m3), or a
         scale and a zero of 16 bits each (integers).
         """
-        if self.quantization is None:
+        if self.quantization is None or not self.quantization.stays_packed:
             return self.num_params * itemsize
         block_rows, block_columns = self.quantization.block
         num_scales = sum(ceil_div(rows, block_rows or rows) for rows in self.rows)

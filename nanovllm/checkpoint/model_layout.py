@@ -53,7 +53,7 @@ class Linear:
         return [f"{each}.{layer}".lstrip(".") for each in parents for layer in self.layers]
 
     def quantization(self, config: ModelConfig) -> Quantization | None:
-        """Return the checkpoint's format if all of these layers are quantized, else None."""
+        """Return the format of all of these layers, or None if they are not quantized or have several formats."""
         return self._format(config, self.checkpoint_names())
 
     def first_expert_quantization(self, config: ModelConfig) -> Quantization | None:
@@ -61,8 +61,10 @@ class Linear:
         return self._format(config, self.checkpoint_names()[: len(self.layers)])
 
     def _format(self, config: ModelConfig, names: list[str]) -> Quantization | None:
-        quantization = config.quantization if self.may_be_quantized else None
-        return quantization if quantization is not None and all(map(quantization.covers, names)) else None
+        if config.quantization is None or not self.may_be_quantized:
+            return None
+        first, *others = (config.quantization.format_of(name) for name in names)
+        return first if all(each == first for each in others) else None
 
     def tensors(self) -> Iterator[Tensor]:
         for i, name in enumerate(self.checkpoint_names()):

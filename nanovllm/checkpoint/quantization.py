@@ -4,11 +4,17 @@ A quantized weight [N, K] has codes, and scales that blocks of codes share. A va
 codes in e4m3 have no zero. A format that is not in this list is refused by name:
 
 - fp8: e4m3, with one scale per tensor, or for each block, most often 128 x 128
-- compressed-tensors: pack-quantized, integers of 4 or 8 bits; float-quantized, e4m3. One group of settings for all
-  linear layers
+- compressed-tensors: pack-quantized, integers of 4 or 8 bits; float-quantized, e4m3; nvfp4-pack-quantized and
+  mxfp4-pack-quantized, e2m1. Each group of settings has its layers
 - awq: integers of 4 bits (version gemm)
 - gptq: integers of 4 or 8 bits, with zeros stored unchanged (gptq_v2) or less one (gptq). Some files have the wrong one
-  of these two names, so if all zeros are the middle of the codes (sym), the stored zeros determine the format
+  of these two names, so if all zeros are the middle of the codes (sym), the stored zeros determine the format.
+  `dynamic` has other settings for some layers
+- auto-round: packed as gptq or awq. `extra_config` has other settings for some layers
+- modelopt: NVFP4, e2m1
+
+A weight in e2m1 (FP4) has a scale in e4m3 for 16 columns and a scale for the whole weight (NVFP4), or a power of two
+for 32 columns (MXFP4). Its values replace it when it is loaded, on a GPU too.
 
 A checkpoint that is not quantized can be quantized at loading: QUANTIZATIONS. If a checkpoint in e4m3 asks for dynamic
 quantization of activations, some products quantize activations (layers/packed_weight.py). Otherwise activations and the
@@ -17,8 +23,9 @@ KV cache have the model's dtype. Importing this module loads no torch.
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import translate
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +41,7 @@ class Quantization:
     method: str  # as in config.json
     bits: int  # per code
     is_float: bool = False  # e4m3
+    is_fp4: bool = False  # e2m1
     block: tuple[int, int] = (1, 0)  # rows and columns that share a scale; 0 for all rows or columns
     has_zeros: bool = False  # False if the zero of integers is the middle of their range
     is_symmetric: bool | None = False  # gptq: all zeros are the middle; None if config.json does not tell
@@ -41,6 +49,9 @@ class Quantization:
     has_order: bool = False  # a tensor has the group of each column; if False, the tensor may be missing
     has_fp8_activations: bool = False  # activations are quantized, too, with scales found at each product (dynamic)
     ignored: tuple[str, ...] = ()  # parts of the names of layers that are not quantized; "re:" begins an expression
+    # Names of layers with other formats, or expressions after "re:". The first that matches counts.
+    exceptions: tuple[tuple[str, "Quantization"], ...] = ()
+    is_for_others: bool = True  # False if only the layers of `exceptions` are quantized
 
     @property
     def is_online(self) -> bool:
@@ -56,20 +67,35 @@ class Quantization:
         """The zero of integers without stored zeros."""
         return 1 << (self.bits - 1)
 
-    def covers(self, layer: str) -> bool:
-        """Return True if the linear layer of this name is quantized according to config.json.
+    @property
+    def stays_packed(self) -> bool:
+        """True if a GPU keeps the weight packed."""
+        return not self.is_fp4
+
+    def format_of(self, layer: str) -> "Quantization | None":
+        """Return the format of the linear layer of this name according to config.json, or None if it is not quantized.
 
         layer: the name in a checkpoint of text alone. Other checkpoints, and their config.json, have nested names.
         """
         nested = layer.replace(_TEXT_ALONE, _NESTED, 1)
         if any(pattern.match(name) for pattern in self._ignored_patterns for name in (layer, nested)):
-            return False
+            return None
         parts = layer.split(".")  # there are tens of thousands of experts, and hundreds of names
         ends = range(1, len(parts) + 1)
-        return not any(".".join(parts[i:j]) in self._ignored_names for j in ends for i in range(j))
+        if any(".".join(parts[i:j]) in self._ignored_names for j in ends for i in range(j)):
+            return None
+        found = self.exception(layer)
+        return found or (self if self.is_for_others else None)
+
+    def exception(self, layer: str) -> "Quantization | None":
+        """Return the format that `exceptions` have for a layer, or None if they have none."""
+        nested = layer.replace(_TEXT_ALONE, _NESTED, 1)
+        return next((each for match, each in self._exceptions if match(layer) or match(nested)), None)
 
     def packing_problem(self, num_columns: int) -> str | None:
         """Return the reason why a GPU cannot pack a weight with `num_columns` columns on a rank, or None if it can."""
+        if not self.stays_packed:
+            return None
         least, group = 512 // self.bits, math.gcd(self.block[1], num_columns)
         if num_columns % least == 0 and group % 32 == 0:  # blocks and slices of kernels/packed_values.py
             return None
@@ -81,6 +107,13 @@ class Quantization:
     @cached_property
     def _ignored_patterns(self) -> list[re.Pattern[str]]:
         return [re.compile(part[3:]) for part in self.ignored if part.startswith("re:")]
+
+    @cached_property
+    def _exceptions(self) -> list[tuple[Callable[[str], Any], "Quantization"]]:
+        return [
+            (re.compile(name[3:]).match if name.startswith("re:") else name.__eq__, each)
+            for name, each in self.exceptions
+        ]
 
     @cached_property
     def _ignored_names(self) -> frozenset[str]:
@@ -158,6 +191,12 @@ def _names(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
     names = given.get(name) or []
     if not (isinstance(names, list) and all(isinstance(each, str) for each in names)):
         raise CheckpointError(f"quantization_config.{name}={names!r} must be a list of names; correct config.json")
+    return _checked(name, names)
+
+
+def _checked(name: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names after checking the expressions after "re:"."""
+    names = tuple(names)
     for each in names:
         try:
             re.compile(each.removeprefix("re:"))
@@ -166,7 +205,7 @@ def _names(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
                 f"quantization_config.{name} has {each!r}, which is not a regular expression ({error}); correct "
                 "config.json"
             ) from error
-    return tuple(names)
+    return names
 
 
 def _block(block: Any, name: str = "weight_block_size") -> tuple[int, int]:
@@ -177,20 +216,16 @@ def _block(block: Any, name: str = "weight_block_size") -> tuple[int, int]:
     return block[0], block[1]
 
 
+_CLASSES = ("Linear",)  # targets that stand for all layers
+
+
 def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
     groups = given.get("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1:
-        names = sorted(groups) if isinstance(groups, dict) else groups
+    if not isinstance(groups, dict) or not groups:
         raise CheckpointError(
-            f"quantization_config.config_groups has {names}, and one group is supported; use a checkpoint whose linear "
-            "layers all have the same format"
+            f"quantization_config.config_groups={groups!r} must be an object with groups of settings; correct "
+            "config.json"
         )
-    (name, group), *_ = groups.items()
-    where = f"config_groups.{name}."
-    weights = group.get("weights") if isinstance(group, dict) else None
-    if not isinstance(weights, dict):
-        raise CheckpointError(f"quantization_config.{where}weights={weights!r} must be an object; correct config.json")
-    _choose(group, "targets", (["Linear"],), where=where)
     if sparsity := given.get("sparsity_config"):
         _choose(
             sparsity if isinstance(sparsity, dict) else {"format": sparsity},
@@ -201,14 +236,42 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
         )
     if given.get("transform_config"):
         raise _refusal("transform_config", given["transform_config"])
+    formats: list[tuple[str, Quantization]] = []
+    for name, group in groups.items():
+        if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
+            weights = group.get("weights") if isinstance(group, dict) else None
+            raise CheckpointError(
+                f"quantization_config.config_groups.{name}.weights={weights!r} must be an object; correct config.json"
+            )
+        targets = _names(group, "targets")
+        if not targets:
+            raise _refusal(f"config_groups.{name}.targets", group.get("targets"), ["Linear"])
+        formats += [(target, _group_format(given, name, group)) for target in targets]
+    ignored = _names(given, "ignore")
+    others = [each for target, each in formats if target in _CLASSES]
+    exceptions = [(target, each) for target, each in formats if target not in _CLASSES]
+    exceptions.sort(key=lambda each: each[0].startswith("re:"))  # names count before expressions
+    default = others[0] if others else formats[0][1]
+    return replace(default, ignored=ignored, exceptions=tuple(exceptions), is_for_others=bool(others))
+
+
+def _group_format(given: Mapping[str, Any], name: str, group: Mapping[str, Any]) -> Quantization:
+    """Return the format of a group of layers."""
+    where, weights = f"config_groups.{name}.", group["weights"]
     named = {f"{where}format": group.get("format"), "format": given.get("format")}
     if named["format"] == "mixed-precision":  # then each group has a format
         del named["format"]
     layout = _either(named, *named)
     name_of_layout = f"{where}format" if "format" not in named or group.get("format") else "format"
-    layout = _choose({name_of_layout: layout}, name_of_layout, ("pack-quantized", "float-quantized"))
-    is_float, where = layout == "float-quantized", f"{where}weights."
-    _choose(weights, "type", ("float" if is_float else "int",), where=where)
+    layouts = ("pack-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
+    layout = _choose({name_of_layout: layout}, name_of_layout, layouts)
+    is_fp4, is_float, where = layout.endswith("fp4-pack-quantized"), layout == "float-quantized", f"{where}weights."
+    _choose(weights, "type", ("float" if is_float or is_fp4 else "int",), where=where)
+    if is_fp4:
+        size = 16 if layout.startswith("nvfp4") else 32
+        _choose(weights, "num_bits", (4,), where=where)
+        _choose(weights, "group_size", (size,), default=size, where=where)
+        return Quantization(method="compressed-tensors", bits=4, is_fp4=True, block=(1, size))
     bits = _choose(weights, "num_bits", (8,) if is_float else (4, 8), where=where)
     strategies = ("tensor", "channel", "block") if is_float else ("group", "channel")
     strategy = _choose(weights, "strategy", strategies, where=where)
@@ -228,7 +291,6 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
         has_zeros=not is_symmetric,
         has_order=str(weights.get("actorder")).lower() in ("group", "dynamic", "true"),  # true means group
         has_fp8_activations=is_float and _is_dynamic(group.get("input_activations"), strategy),
-        ignored=_names(given, "ignore"),
     )
 
 
@@ -256,12 +318,18 @@ def _awq(given: Mapping[str, Any]) -> Quantization:
 
 
 def _gptq(given: Mapping[str, Any]) -> Quantization:
+    dynamic = given.get("dynamic") or {}  # a key with "-:" leaves layers out; an empty value changes nothing
+    if not isinstance(dynamic, dict) or not all(isinstance(value, dict | None) for value in dynamic.values()):
+        raise _refusal("dynamic", dynamic)
+    ignored = _checked("dynamic", [f"re:{key[2:]}" for key in dynamic if key.startswith("-:")])
+    others = {f"re:{key.removeprefix('+:')}": value for key, value in dynamic.items() if value and key[:2] != "-:"}
+    exceptions = ((name, _gptq_format({**given, **others[name]})) for name in _checked("dynamic", others))
+    return replace(_gptq_format(given), ignored=ignored, exceptions=tuple(exceptions))
+
+
+def _gptq_format(given: Mapping[str, Any]) -> Quantization:
     bits = _choose(given, "bits", (4, 8))
     _choose(given, "is_marlin_format", (False,), default=False)
-    dynamic = given.get("dynamic") or {}  # a key with "-:" leaves layers out; others must be empty
-    if not isinstance(dynamic, dict) or any(value for key, value in dynamic.items() if not key.startswith("-:")):
-        raise _refusal("dynamic", dynamic)
-    ignored = _names({"dynamic": [f"re:{key[2:]}" for key in dynamic if key.startswith("-:")]}, "dynamic")
     # GPTQModel and transformers write both names, and read either
     layout = _either(given, "checkpoint_format", "format")
     layout = _choose({"checkpoint_format": layout}, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
@@ -275,8 +343,52 @@ def _gptq(given: Mapping[str, Any]) -> Quantization:
         # With static groups columns are quantized in another order, but a group consists of neighbours
         has_order=_choose(given, "desc_act", (False, True), default=False)
         and not _choose(given, "static_groups", (False, True), default=False),
-        ignored=ignored,
     )
 
 
-_PARSERS = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq}
+_EXPRESSION = re.compile(r"[*+?^$()\[\]|\\]")  # a name with one of these characters is a regular expression
+
+
+def _auto_round(given: Mapping[str, Any]) -> Quantization:
+    """Parse the settings of AutoRound. Layers of `extra_config` with 16 or more bits are not quantized."""
+    extra = given.get("extra_config") or {}
+    if not isinstance(extra, dict) or not all(isinstance(value, dict) for value in extra.values()):
+        raise _refusal("extra_config", extra)
+    named = {f"re:{name}" if _EXPRESSION.search(name) else name: value for name, value in extra.items()}
+    names = _checked("extra_config", named)
+    left = [name for name in names if _number_of_bits(named[name]) >= 16]
+    changed = [name for name in names if name not in left and named[name]]
+    exceptions = ((name, _auto_round_format({**given, **named[name]})) for name in changed)
+    return replace(_auto_round_format(given), ignored=tuple(left), exceptions=tuple(exceptions))
+
+
+def _number_of_bits(settings: Mapping[str, Any]) -> int:
+    bits = settings.get("bits", 0)
+    return bits if isinstance(bits, int) else 0
+
+
+def _auto_round_format(given: Mapping[str, Any]) -> Quantization:
+    _choose(given, "data_type", ("int",), default="int")
+    is_symmetric = _choose(given, "sym", (True, False), default=True)
+    default = "auto_round:auto_gptq" if is_symmetric else "auto_round:auto_awq"
+    layouts = ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq", "auto_round:awq")
+    if _choose(given, "packing_format", layouts, default=default).endswith("gptq"):
+        return _gptq_format({**given, "desc_act": False, "checkpoint_format": "gptq"})
+    return _awq({**given, "zero_point": True})
+
+
+def _modelopt(given: Mapping[str, Any]) -> Quantization:
+    _choose(given, "quant_algo", ("NVFP4",))
+    names = (*_names(given, "ignore"), *_names(given, "exclude_modules"))
+    ignored = (f"re:{translate(name)}" if "*" in name else name for name in names)
+    return Quantization(method="modelopt", bits=4, is_fp4=True, block=(1, 16), ignored=tuple(ignored))
+
+
+_PARSERS = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "awq": _awq,
+    "gptq": _gptq,
+    "auto-round": _auto_round,
+    "modelopt": _modelopt,
+}

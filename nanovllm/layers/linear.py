@@ -60,7 +60,7 @@ def new_weight(
     weight is packed.
     """
     device = torch.get_default_device()
-    if quantization is None or device.type != "cuda":
+    if quantization is None or not quantization.stays_packed or device.type != "cuda":
         return new_parameter(sum(part_sizes), num_columns, dtype=dtype)
     capability = kernel_target.target_of(device).capability
     multiplies_codes = can_multiply_codes(part_sizes, num_columns, quantization, dtype, capability)

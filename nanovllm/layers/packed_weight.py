@@ -33,9 +33,9 @@ _CHUNK_ROWS = 1024  # rows whose values are computed at a time, to limit the mem
 class QuantizedWeight(NamedTuple):
     """n rows and k columns of a weight. A value is (codes[i, j] - zeros[i, g]) * scales[i, g], where g = groups[j]."""
 
-    codes: torch.Tensor  # uint8 or e4m3 [n, k]
+    codes: torch.Tensor  # uint8 or e4m3 [n, k], or numbers in e2m1 as bf16
     scales: torch.Tensor  # any float [n, G]
-    zeros: torch.Tensor | None  # int16 [n, G]; or None for e4m3
+    zeros: torch.Tensor | None  # int16 [n, G]; or None for e4m3 and e2m1
     groups: torch.Tensor  # int64 [k], on the CPU
 
     def part(self, rows: slice, columns: slice) -> "QuantizedWeight":

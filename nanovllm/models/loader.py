@@ -164,6 +164,8 @@ def _find(
     device: the device on which quantized weights are unpacked.
     """
     is_matrix = len(shape) == 2
+    if quantization is not None:
+        quantization = quantization.exception(name.removesuffix(".weight")) or quantization
     parts = stored_parts(quantization, name, stored) if quantization and is_matrix else {}
     if quantization and parts:
         return QuantizedReader(quantization, parts, shape, device)
@@ -242,6 +244,8 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
             shard.target.fill_(0.0 if name.endswith(("bias", "A_log")) else 1.0)
         return
     device, quantization = shards[0].target.device, shards[0].quantization
+    if quantization is not None and not quantization.stays_packed:
+        quantization = None
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     has_one_scale = quantization is not None and not quantization.block[0]
     target_quantizes = quantization is not None and quantization.is_online and isinstance(shards[0].target, PackedRows)

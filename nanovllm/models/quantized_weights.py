@@ -6,11 +6,13 @@ transformers, compressed-tensors, AutoAWQ and AutoGPTQ:
 | method | codes | scales | zeros |
 |---|---|---|---|
 | e4m3 | weight e4m3 [N, K] | weight_scale_inv or weight_scale, per block | |
+| e2m1 | weight_packed or weight, [N, K / 2] | weight_scale [N, G] / weight_global_scale, or * weight_scale_2 | |
 | pack-quantized | weight_packed [N, K words] | weight_scale [N, G] | weight_zero_point [N words, G] |
 | awq | qweight [K, N words] | scales [G, N] | qzeros [G, N words] |
 | gptq | qweight [K words, N] | scales [G, N] | qzeros [G, N words] |
 
-A word is an int32 with the codes of neighbours, the first code in the lowest bits; awq has another order.
+A word is an int32 with the codes of neighbours, the first code in the lowest bits; awq has another order. Two codes in
+e2m1 are a byte, the first one in the lower half; their scales are in e4m3, or are exponents of powers of two (MXFP4).
 """
 
 import functools
@@ -64,10 +66,16 @@ def _regular_groups(num_columns: int, block_columns: int) -> torch.Tensor:
     return torch.arange(num_columns) // block_columns
 
 
-_MAIN = {"awq": "qweight", "gptq": "qweight"}
+_MAIN = {"awq": "qweight", "gptq": "qweight", "modelopt": "weight"}
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15 are negative
+_MX_BIAS = 127  # of an exponent in E8M0
 _OTHERS = {  # parts, some of which a checkpoint may lack
     "fp8": ("weight_scale_inv", "weight_scale", "input_scale", "activation_scale"),
-    "compressed-tensors": ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "input_scale"),
+    "compressed-tensors": (
+        *("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "input_scale"),
+        *("weight_global_scale", "input_global_scale"),
+    ),
+    "modelopt": ("weight_scale", "weight_scale_2", "input_scale"),
     "awq": ("scales", "qzeros"),
     "gptq": ("scales", "qzeros", "g_idx"),
 }
@@ -87,7 +95,8 @@ def stored_parts(quantization: Quantization, name: str, stored: Mapping[str, Sto
         for part in (main, *_OTHERS[quantization.method])
         if f"{prefix}.{part}" in stored
     }
-    return {} if quantization.is_float and parts[main].dtype != "F8_E4M3" else parts
+    dtype = "U8" if quantization.is_fp4 else "F8_E4M3" if quantization.is_float else parts[main].dtype
+    return parts if parts[main].dtype == dtype else {}
 
 
 class QuantizedReader:
@@ -109,7 +118,7 @@ class QuantizedReader:
         main = next(iter(parts))
         self.main = parts[main]
         self.block_columns = quantization.block[1] or k
-        if not quantization.is_float and k % self.block_columns:
+        if not quantization.is_float and k % self.block_columns:  # also for e2m1
             raise CheckpointError(
                 f"{self.main.where} has {k} columns, which groups of {self.block_columns} do not divide; use a "
                 "checkpoint with another group_size"
@@ -118,6 +127,10 @@ class QuantizedReader:
         n_words, k_words = ceil_div(n, quantization.codes_per_word), ceil_div(k, quantization.codes_per_word)
         self._zeros: StoredTensor | None = None
         self._order: StoredTensor | None = None
+        if quantization.is_fp4:
+            self._check(main, ("U8",), (n, k // 2))
+            self._scales = self._check("weight_scale", ("U8" if self.block_columns == 32 else "F8_E4M3",), (n, g))
+            return
         if quantization.is_float:
             self._check(main, ("F8_E4M3",), (n, k))
             scales = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
@@ -146,6 +159,8 @@ class QuantizedReader:
                 f"{unused.where} is not 0, but quantization_config has symmetric=true; check that config.json belongs "
                 "to these files"
             )
+        if self.format.is_fp4:
+            return QuantizedWeight(self._e2m1(rows)[:, columns], self._fp4_scales(rows), None, groups)
         if self.format.is_float:
             codes = self.main.read(rows, columns).to(self.device)
             if (codes.view(torch.uint8) & 0x7F == 0x7F).any():
@@ -157,6 +172,30 @@ class QuantizedReader:
         else:
             codes, scales = self._transposed_codes()[columns, rows].t(), self._finite_scales().t()
         return QuantizedWeight(codes, scales[rows], self._read_zeros()[rows], groups)
+
+    def _e2m1(self, rows: slice) -> torch.Tensor:
+        """Return the numbers that codes in e2m1 stand for, bf16 [n, K]."""
+        values = torch.tensor((*_E2M1_VALUES, *(-value for value in _E2M1_VALUES)), dtype=torch.bfloat16)
+        pairs = self.main.read(rows, slice(None)).to(self.device)
+        return values.to(self.device)[torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1).int()]
+
+    def _fp4_scales(self, rows: slice) -> torch.Tensor:
+        """Return the scales, fp32 [n, G], multiplied by the scale of the weight."""
+        stored = self._scales.read(rows, slice(None)).to(self.device)
+        if stored.dtype == torch.uint8:
+            scales = torch.exp2(stored.float() - _MX_BIAS)
+        else:
+            scales = stored.float()
+        if self.format.method == "modelopt":
+            scales = scales * self._scale_of_weight("weight_scale_2")
+        elif self.block_columns == 16:
+            scales = scales / self._scale_of_weight("weight_global_scale")
+        if not scales.isfinite().all():
+            raise CheckpointError(f"{self._scales.where} has scales that are not finite; download the model again")
+        return scales
+
+    def _scale_of_weight(self, part: str) -> torch.Tensor:
+        return self._check(part, ("F32",), (1,), ()).read().to(self.device)
 
     def _transposed_codes(self) -> torch.Tensor:
         """Return all codes, uint8 [K, N]."""

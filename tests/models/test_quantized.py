@@ -94,6 +94,72 @@ def test_formats_that_a_gpu_cannot_keep_packed_are_refused_by_name(tmp_path: Pat
         LLM(str(quantized), device="cuda", num_kvcache_blocks=4)
 
 
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+def test_fp4_of_compressed_tensors_has_the_values_that_the_library_computes(
+    kind: str, tmp_path: Path, plain: Path
+) -> None:
+    library = pytest.importorskip(f"compressed_tensors.compressors.{kind}.base")  # needs Python 3.11
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    quantized, _ = write_quantized(plain, tmp_path, f"{kind} compressed")
+    size = {"nvfp4": 16, "mxfp4": 32}[kind]
+    scale_dtype = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.uint8}[kind]
+    strategy = {"nvfp4": "tensor_group", "mxfp4": "group"}[kind]
+    args = quantization.QuantizationArgs(
+        num_bits=4, type="float", strategy=strategy, group_size=size, symmetric=True, scale_dtype=scale_dtype
+    )
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
+    generator = torch.Generator().manual_seed(0)
+    parts = {
+        "weight_packed": torch.randint(0, 256, (128, 64), generator=generator, dtype=torch.uint8),
+        "weight_scale": torch.rand(128, 128 // 16, generator=generator).add(0.1).to(torch.float8_e4m3fn),
+        "weight_global_scale": torch.tensor([7.0]),
+    }
+    if kind == "mxfp4":
+        parts["weight_scale"] = torch.randint(120, 128, (128, 4), generator=generator, dtype=torch.uint8)
+        del parts["weight_global_scale"]
+    compressor = getattr(library, f"{kind.upper()}PackedCompressor")
+    expected = compressor.decompress(dict(parts), scheme)["weight"].float()
+    file = quantized / "model.safetensors"
+    save_file(load_file(file) | {f"{Q_PROJ}.{name}": tensor for name, tensor in parts.items()}, file)
+    got = load_model(quantized).model.layers[0].self_attn.qkv_proj.weight[:128]
+    torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-6)  # the library multiplies in bf16
+    assert expected.abs().max() > 0.1
+
+
+def test_layers_with_other_settings_have_them() -> None:
+    """Settings of some layers, as each tool writes them. The planner and a model on a GPU go by it."""
+    packed = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": packed, "format": "pack-quantized"}
+    other = {"targets": ["re:.*down_proj", "model.layers.0.mlp.up_proj"], "weights": packed | {"num_bits": 8}}
+    other |= {"format": "pack-quantized"}
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+    auto_round = gptq | {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+    compressed = {"quant_method": "compressed-tensors"}
+    names = ("model.layers.0.mlp.down_proj", "model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj")
+    for given, expected in (
+        (compressed | {"config_groups": {"a": group, "b": other}}, (8, 8, 4)),
+        (compressed | {"config_groups": {"b": other}}, (8, 8, None)),
+        (compressed | {"config_groups": {"a": group, "b": other}, "ignore": [names[0]]}, (None, 8, 4)),
+        (
+            gptq | {"dynamic": {r"+:.*\.down_proj": {"bits": 8}, r".*\.1\..*": {"bits": 8}, "-:.*up_proj": {}}},
+            (8, None, 8),
+        ),
+        (auto_round | {"extra_config": {names[0]: {"bits": 16}, ".*self_attn.*": {"bits": 8}}}, (None, 4, 8)),
+        (
+            auto_round | {"extra_config": {f"model.language_{names[1].replace('model.', 'model.', 1)}": {"bits": 8}}},
+            (4, 8, 4),
+        ),
+    ):
+        quantization = parse_quantization(given)
+        assert quantization is not None
+        found = [quantization.format_of(name) for name in names]
+        assert [each.bits if each else None for each in found] == list(expected), given
+    without_layout = {name: value for name, value in auto_round.items() if name != "packing_format"}
+    for is_symmetric, method in ((True, "gptq"), (False, "awq")):
+        quantization = parse_quantization(without_layout | {"sym": is_symmetric})
+        assert quantization is not None and quantization.method == method
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
@@ -202,7 +268,7 @@ def test_layers_that_config_json_leaves_unquantized() -> None:
     ):
         quantization = parse_quantization(given)
         assert quantization is not None
-        assert [name for name in (o_proj, gate, down) if not quantization.covers(name)] == expected, given
+        assert [name for name in (o_proj, gate, down) if quantization.format_of(name) is None] == expected, given
     for wrong in (["re:["], "lm_head", [1]):
         with pytest.raises(CheckpointError, match=r"quantization_config.modules_to_not_convert.*correct config.json"):
             parse_quantization({"quant_method": "fp8", "modules_to_not_convert": wrong})
@@ -448,6 +514,7 @@ def test_formats_that_are_not_supported_are_refused_by_name() -> None:
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights | changes}},
         }
 
+    auto_round = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
     gptq, awq = {"quant_method": "gptq", "bits": 4}, {"quant_method": "awq", "bits": 4, "group_size": 128}
     cases: tuple[tuple[Any, str], ...] = (
         ("int4", "quantization_config='int4' must be an object"),
@@ -461,7 +528,9 @@ def test_formats_that_are_not_supported_are_refused_by_name() -> None:
         (gptq, "group_size=None must be a number of columns"),
         (gptq | {"group_size": 0}, "group_size=0 must be"),
         (gptq | {"group_size": 32, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
-        (gptq | {"group_size": 32, "dynamic": {"-:x": {}, "+:y": {"bits": 8}}}, "dynamic={.*use a checkpoint without"),
+        (gptq | {"group_size": 32, "dynamic": {"-:x": {}, "+:y": {"bits": 3}}}, "bits=3 is not supported"),
+        (gptq | {"group_size": 32, "dynamic": {"+:y": 8}}, "dynamic={.*use a checkpoint without"),
+        (gptq | {"group_size": 32, "dynamic": {"+:y[": {"bits": 8}}}, "dynamic has 're:y\\[', which is not a regular"),
         (gptq | {"group_size": 32, "dynamic": ["-:x"]}, r"dynamic=\['-:x'\]"),
         (gptq | {"group_size": 32, "format": "marlin"}, "checkpoint_format='marlin'"),
         (gptq | {"group_size": 32, "is_marlin_format": True}, "is_marlin_format=True"),
@@ -473,8 +542,16 @@ def test_formats_that_are_not_supported_are_refused_by_name() -> None:
         (group(type="float"), r"weights\.type='float'"),
         (group(strategy="tensor_group"), r"strategy='tensor_group' .*supported are 'group', 'channel'"),
         (group(group_size=-2), r"weights\.group_size=-2 must be"),
-        (group() | {"format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized'"),
-        (group() | {"config_groups": {}}, r"config_groups has \[\], and one group is supported"),
+        (group() | {"format": "mxfp6-pack-quantized"}, "format='mxfp6-pack-quantized'"),
+        (group() | {"format": "nvfp4-pack-quantized"}, r"weights\.type='int' is not supported; supported are 'float'"),
+        (group(type="float") | {"format": "nvfp4-pack-quantized"}, r"group_size=32 is not supported; supported are 16"),
+        (group() | {"config_groups": {}}, r"config_groups={} must be an object with groups"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo='FP8' is not supported; supported are 'NVFP4'"),
+        (auto_round | {"bits": 2}, "bits=2"),
+        (auto_round | {"packing_format": "auto_round:llm_compressor"}, "packing_format='auto_round:llm_compressor'"),
+        (auto_round | {"extra_config": {"x": 16}}, "extra_config={'x': 16}"),
+        (auto_round | {"extra_config": {"x": {"bits": 3}}}, "bits=3"),
+        (auto_round | {"data_type": "mx_fp"}, "data_type='mx_fp'"),
         (group() | {"sparsity_config": {"format": "sparse-24"}}, r"sparsity_config\.format='sparse-24'"),
         (group() | {"sparsity_config": ["x"]}, r"sparsity_config\.format=\['x'\]"),
         (group() | {"format": "mixed-precision"}, r"config_groups\.group_0\.format=None"),
@@ -488,9 +565,9 @@ def test_formats_that_are_not_supported_are_refused_by_name() -> None:
             continue
         with pytest.raises(CheckpointError, match=message):
             parse_quantization(given)
-    for key in ("targets", "input_activations"):
+    for key, value in (("targets", []), ("input_activations", {"num_bits": 8})):
         wrong = group()
-        wrong["config_groups"]["group_0"][key] = ["re:.*q_proj"]
+        wrong["config_groups"]["group_0"][key] = value
         with pytest.raises(CheckpointError, match=f"group_0.{key}="):
             parse_quantization(wrong)
     # As compressed-tensors reads it. Regression: true counted as no order, so a GPU found out while it loaded
@@ -515,7 +592,7 @@ def test_settings_of_gptq_are_read_as_its_tools_write_them() -> None:
     quantization = parse_quantization(gptq | {"dynamic": dynamic})
     assert quantization is not None
     names = ("self_attn.q_proj", "linear_attn.out_proj", "mlp.experts.0.down_proj")
-    assert [quantization.covers(f"model.layers.1.{name}") for name in names] == [False, False, True]
+    assert [quantization.format_of(f"model.layers.1.{name}") is None for name in names] == [True, True, False]
 
 
 def test_activations_are_quantized_if_the_checkpoint_asks_for_scales_found_at_each_product() -> None:

@@ -118,8 +118,48 @@ def e4m3(block: tuple[int, int] | None, scale_name: str, shape: tuple[int, ...] 
     return quantize
 
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def e2m1(kind: str) -> Quantize:
+    """FP4. `kind`: nvfp4 of compressed-tensors, whose scale of the weight divides, of modelopt, or mxfp4."""
+
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        size = 32 if kind == "mxfp4" else 16
+        blocks = weight.unflatten(1, (-1, size))
+        scales, extra = blocks.abs().amax(-1) / 6, dict[str, torch.Tensor]()
+        if kind == "mxfp4":
+            exponents = scales.log2().ceil()
+            stored, scales = (exponents + 127).to(torch.uint8), exponents.exp2()
+        elif kind == "nvfp4":
+            extra["weight_global_scale"] = 448 / scales.max()[None]
+            stored = (scales * extra["weight_global_scale"]).to(torch.float8_e4m3fn)
+            scales = stored.float() / extra["weight_global_scale"]
+        else:
+            extra["weight_scale_2"] = scales.max() / 448
+            stored = (scales / extra["weight_scale_2"]).to(torch.float8_e4m3fn)
+            scales = stored.float() * extra["weight_scale_2"]
+        levels = torch.tensor((*E2M1, *(-level for level in E2M1)))
+        codes = (blocks[..., None] / scales[..., None, None] - levels).abs().argmin(-1)
+        values = (levels[codes] * scales[..., None]).flatten(1)
+        codes = codes.flatten(1).to(torch.uint8)
+        main = "weight" if kind == "modelopt" else "weight_packed"
+        return {main: codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": stored, **extra}, values
+
+    return quantize
+
+
+def mixed(**kinds: Quantize) -> Quantize:
+    """Quantize layers by the part of their name that is a key, and others as `others`."""
+
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        return next((kind for part, kind in kinds.items() if part in name), kinds["others"])(name, weight)
+
+    return quantize
+
+
 def compressed(layout: str, **weights: Any) -> dict[str, Any]:
-    kind = {"type": "float" if layout == "float-quantized" else "int", "symmetric": True, "dynamic": False, **weights}
+    kind = {"type": "float" if "f" in layout else "int", "symmetric": True, "dynamic": False, **weights}
     group = {"targets": ["Linear"], "weights": kind, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
@@ -127,6 +167,13 @@ def compressed(layout: str, **weights: Any) -> dict[str, Any]:
         "config_groups": {"group_0": group},
         "ignore": ["lm_head", SKIPPED],
     }
+
+
+def two_groups(first: dict[str, Any], second: dict[str, Any], target: str) -> dict[str, Any]:
+    """Settings of `first` for all layers except those that `target` matches, which have the settings of `second`."""
+    groups = [given["config_groups"]["group_0"] | {"format": given["format"]} for given in (first, second)]
+    groups[1] = groups[1] | {"targets": [target]}
+    return first | {"format": "mixed-precision", "config_groups": {"group_0": groups[0], "group_1": groups[1]}}
 
 
 GPTQ = {"quant_method": "gptq", "group_size": GROUP, "sym": False}
@@ -158,6 +205,36 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {  # name -> quantization_
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
     "gptq": (GPTQ | {"bits": 4, "desc_act": False}, gptq(4, 1, has_order=False)),
     "gptq 8 order": (GPTQ | {"bits": 8, "desc_act": True}, gptq(8, 1, has_order=True)),
+    "gptq dynamic": (
+        GPTQ | {"bits": 4, "desc_act": False, "dynamic": {r"+:.*\.(gate|up)_proj": {"bits": 8}, f"-:{SKIPPED}": {}}},
+        mixed(
+            gate_proj=gptq(8, 1, has_order=False),
+            up_proj=gptq(8, 1, has_order=False),
+            others=gptq(4, 1, has_order=False),
+        ),
+    ),
+    "auto-round": (
+        GPTQ
+        | {"quant_method": "auto-round", "bits": 4, "sym": True, "packing_format": "auto_round:auto_gptq"}
+        | {"extra_config": {SKIPPED: {"bits": 16}, ".*v_proj": {"bits": 8}}},
+        mixed(
+            v_proj=gptq(8, 1, has_order=False, is_symmetric=True), others=gptq(4, 1, has_order=False, is_symmetric=True)
+        ),
+    ),
+    "two groups": (
+        two_groups(
+            compressed("pack-quantized", num_bits=4, **GROUPED),
+            compressed("float-quantized", num_bits=8, strategy="channel"),
+            "re:.*o_proj",
+        ),
+        mixed(o_proj=e4m3((1, 0), "weight_scale"), others=packed(4, is_symmetric=True)),
+    ),
+    "nvfp4 compressed": (compressed("nvfp4-pack-quantized", num_bits=4, group_size=16), e2m1("nvfp4")),
+    "nvfp4 modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.1.mlp.down*"]},
+        e2m1("modelopt"),
+    ),
+    "mxfp4 compressed": (compressed("mxfp4-pack-quantized", num_bits=4, group_size=32), e2m1("mxfp4")),
     "gptq_v2": (GPTQ | {"bits": 4, "desc_act": True, "checkpoint_format": "gptq_v2"}, gptq(4, 0, has_order=True)),
 }
 
