@@ -303,11 +303,11 @@ class _Reader:
     def _array(self, key: str) -> Any:
         kind, count = self.number("<I"), self.number("<Q")
         if kind == _STRING:
-            self.check_count(count, 8, f"an array {key} of {count} texts, which are entries")
+            self.check_count(count, 8, f"texts in the array {key}")
             return [self.string() for _ in range(count)]
         if kind not in _NUMBERS:
             raise self.damaged(f"the metadata entry {key!r} is an array of the unsupported type {kind}")
-        self.check_count(count, _NUMBERS[kind].itemsize, f"an array {key} of {count} numbers, which are entries")
+        self.check_count(count, _NUMBERS[kind].itemsize, f"numbers in the array {key}")
         return np.frombuffer(self._take(count * _NUMBERS[kind].itemsize), _NUMBERS[kind])
 
     def tensor(self) -> tuple[str, tuple[int, ...], BlockType, int]:

@@ -167,7 +167,7 @@ def test_sizes_beyond_the_file_are_refused_before_anything_is_allocated(
         (16, huge, r"1152921504606846976 metadata entries"),
         (8, b"\xff" * 8, r"its header has -1 tensors"),
         (key + 4, huge, r"values up to byte 11529"),  # the length of a text
-        (tokens, huge, r"an array tokenizer.ggml.tokens of 1152921504606846976 texts"),
+        (tokens, huge, r"its header has 1152921504606846976 texts in the array tokenizer.ggml.tokens"),
         (tensor + 4, huge, r"token_embd.weight has the shape \[320, 1152921504606846976\]"),
         (tensor + 4, struct.pack("<Q", 0), r"token_embd.weight has the shape \[320, 0\]"),
         (tensor, struct.pack("<I", 5), r"token_embd.weight has 5 dimensions"),
