@@ -285,7 +285,7 @@ class MixedGraphs(GraphKind[MixedSize]):
         """
         num_rows = _num_rows(plan)
         chunk_ends = inputs.cu_seqlens_q[num_rows:]  # begins with the end of the rows
-        cu_seqlens_q = np.full(MAX_GRAPH_CHUNKS + 1, plan.num_tokens)  # chunks after the last have no queries
+        cu_seqlens_q = np.full(MAX_GRAPH_CHUNKS + 1, plan.num_tokens, np.int32)  # chunks after the last have no queries
         cu_seqlens_q[: len(chunk_ends)] = chunk_ends
         self._buffers.fill(inputs, GraphShape.mixed(size), num_rows, cu_seqlens_q)
         self._graphs[size][0].replay()

@@ -16,14 +16,7 @@ from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory
 from nanovllm.runner.cuda_graphs import StepGraphs
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.graph_set import GraphSet
-from nanovllm.runner.inputs import (
-    StepInputs,
-    build_inputs,
-    edit_inputs,
-    prompt_logprob_inputs,
-    sampled_logprob_inputs,
-    to_device,
-)
+from nanovllm.runner.inputs import LateInputs, StepInputs, build_inputs, late_inputs, to_device
 from nanovllm.runner.kv_memory import KVMemory, StepBatches, build_batches, cpu_rows, last_token_batches
 from nanovllm.runner.step_result import LogprobTensors, StepEnd, StepResult, prompt_logprobs, sampled_logprobs
 from nanovllm.utils.arithmetic import ceil_div
@@ -86,6 +79,7 @@ class StepPass(NamedTuple):
     input_ids: torch.Tensor  # int64 [T]
     logits: torch.Tensor  # [S, vocab_size]
     sampled_ids: torch.Tensor  # int64 [S], sampled from the logits
+    late: LateInputs  # on the device
     prompt_logprobs: LogprobTensors | None = None
     hidden: torch.Tensor | None = None  # [T, hidden_size]; or None if drafts do not need it
 
@@ -111,12 +105,11 @@ class StepRunner:
         self.memory.begin_step(plan)
         drafted_ids = self.draft(plan)
         ran = self.run_pass(plan, inputs)
-        asked = edit_inputs(plan, inputs.sampling, self.model.config.vocab_size), sampled_logprob_inputs(plan)
-        edited, scored = to_device(asked, self.device)
-        if edited is not None:
+        if edited := ran.late.edits:
             resample_edited(edited.edits, edited.sampling, ran.logits, ran.input_ids, ran.sampled_ids)
         self._keep_sampled(ran.sampled_ids)
-        logprobs = None if scored is None else sampled_logprobs(scored, ran.logits, self._sampled_ids)
+        asked = ran.late.logprobs
+        logprobs = None if asked is None else sampled_logprobs(asked, ran.logits, self._sampled_ids)
         times = self.memory.end_step()
         tokens = torch.cat([self._sampled_ids, drafted_ids]) if len(drafted_ids) else self._sampled_ids
         result = StepResult(tokens, logprobs, ran.prompt_logprobs, self._last_end, times)
@@ -171,8 +164,12 @@ class StepRunner:
             logits = graphs.replay(inputs)
             self.memory.ran_all_layers()
         num_rows, buffers = len(logits), graphs.buffers
-        sampled_ids = buffers.sampled_ids[:num_rows]
-        return StepPass(buffers.read_ids(num_rows), logits, sampled_ids, hidden=buffers.hidden[:num_rows])
+        sampled_ids, late = buffers.sampled_ids[:num_rows], to_device(self._late_inputs(plan, inputs), self.device)
+        return StepPass(buffers.read_ids(num_rows), logits, sampled_ids, late, hidden=buffers.hidden[:num_rows])
+
+    def _late_inputs(self, plan: StepPlan, inputs: StepInputs) -> LateInputs:
+        """Compute the late inputs on the host. Call this once the layers are enqueued."""
+        return late_inputs(plan, inputs.sampling, self.model.config.vocab_size)
 
     def _run_in_parts(self, plan: StepPlan, inputs: StepInputs, is_draft: bool) -> StepPass:
         """Run any step. Its layers may run as a graph; the sampler is always launched kernel by kernel."""
@@ -181,22 +178,25 @@ class StepRunner:
             tensors = to_device(inputs, self.device)
             input_ids, hidden, has_all_rows = self._launch_layers(plan, tensors, is_draft)
             logits_rows, sampling = tensors.logits_rows, tensors.sampling
+            late = to_device(self._late_inputs(plan, inputs), self.device)
         else:
             assert self.graphs is not None and self.graphs.mixed is not None
             self.memory.begin_all_layers()
             hidden, has_all_rows = self.graphs.mixed.replay(plan, inputs, size), True
             self.memory.ran_all_layers()
             input_ids = self.graphs.buffers.read_ids(len(hidden))
-            logits_rows, sampling = to_device((inputs.logits_rows, inputs.sampling), self.device)
+            asked = inputs.logits_rows, inputs.sampling, self._late_inputs(plan, inputs)
+            logits_rows, sampling, late = to_device(asked, self.device)
         vocab_size, logprobs, all_hidden = self.model.config.vocab_size, None, hidden if has_all_rows else None
-        if scored := to_device(prompt_logprob_inputs(plan), self.device):
+        if scored := late.prompt_logprobs:
             logprobs = prompt_logprobs(scored, hidden, self.model.compute_logits, vocab_size)
         if has_all_rows and not plan.is_decode:
             hidden = hidden[logits_rows]
         if not len(hidden):
-            return StepPass(input_ids, hidden.new_empty(0, vocab_size), self._sampled_ids[:0], logprobs, all_hidden)
+            none = hidden.new_empty(0, vocab_size)
+            return StepPass(input_ids, none, self._sampled_ids[:0], late, logprobs, all_hidden)
         logits = self.model.compute_logits(hidden)
-        return StepPass(input_ids, logits, sample(logits, sampling), logprobs, all_hidden)
+        return StepPass(input_ids, logits, sample(logits, sampling), late, logprobs, all_hidden)
 
     def _launch_layers(
         self, plan: StepPlan, tensors: StepInputs, is_draft: bool
