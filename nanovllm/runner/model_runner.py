@@ -34,10 +34,9 @@ from nanovllm.plan.step_plan import StepPlan
 from nanovllm.runner.companion_memory import RankStore
 from nanovllm.runner.cpu_part import CpuPart, CpuPartFactory, NoCpuPart
 from nanovllm.runner.graph_inputs import GraphBuffers
-from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory
 from nanovllm.runner.step_result import StepResult
-from nanovllm.runner.step_runner import CompanionSetup, ModelDrafts, StepRunner
+from nanovllm.runner.step_runner import CompanionSetup, GraphSet, ModelDrafts, StepRunner
 from nanovllm.utils.arithmetic import format_bytes
 
 logger = logging.getLogger("nanovllm")

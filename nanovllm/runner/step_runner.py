@@ -1,24 +1,36 @@
-"""StepRunner: runs planned steps on one rank, as graphs where there are any, else kernel by kernel."""
+"""StepRunner: runs planned steps on one rank, as graphs where there are any, else kernel by kernel. GraphSet: which
+graphs there are.
+"""
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from nanovllm.attention.base import StepAttention
+from nanovllm.device.devices import memory_remedy
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.sampler import resample_edited, sample
 from nanovllm.models.decoder import CausalLM
+from nanovllm.plan.step_limits import (
+    MixedSize,
+    graph_sizes,
+    streamed_graph_sizes,
+    streamed_verifying_graph_sizes,
+    verifying_graph_sizes,
+)
 from nanovllm.plan.step_plan import DraftTimes, KVMoves, SamplingRow, SequencePayload, SequenceStep, StepPlan
 from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory
-from nanovllm.runner.cuda_graphs import StepGraphs
+from nanovllm.runner.cuda_graphs import DecodeGraphs, GraphKind, MixedGraphs, Size, StepGraphs
 from nanovllm.runner.graph_inputs import GraphBuffers
-from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.inputs import LateInputs, StepInputs, build_inputs, late_inputs, to_device
 from nanovllm.runner.kv_memory import KVMemory, StepBatches, build_batches, cpu_rows, last_token_batches
 from nanovllm.runner.step_result import LogprobTensors, StepEnd, StepResult, prompt_logprobs, sampled_logprobs
+from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 from nanovllm.utils.arithmetic import ceil_div
 
 NUM_TIMED_STEPS = 4
@@ -82,6 +94,105 @@ class StepPass(NamedTuple):
     late: LateInputs  # on the device
     prompt_logprobs: LogprobTensors | None = None
     hidden: torch.Tensor | None = None  # [T, hidden_size]; or None if drafts do not need it
+
+
+# Graphs of decode steps, by whether they stream keys and verify draft tokens: a name, and the sizes by the most rows
+DECODE_KINDS: dict[tuple[bool, bool], tuple[str, Callable[[int], list[int]]]] = {
+    (False, False): ("resident", graph_sizes),
+    (True, False): ("streamed", streamed_graph_sizes),
+    (False, True): ("resident verifying", verifying_graph_sizes),
+    (True, True): ("streamed verifying", streamed_verifying_graph_sizes),
+}
+
+
+class GraphSet:
+    """All graphs of a rank: the DECODE_KINDS that the engine needs, a kind for drafts if drafts need one, and, if all
+    layers are attention, a kind for steps with short chunks of prompts.
+    """
+
+    def __init__(
+        self,
+        *,
+        buffers: GraphBuffers,
+        model: CausalLM,
+        memory: KVMemory,
+        num_heads: int,
+        max_guesses: int,
+        tp: TPGroup,
+        make_draft_graphs: Callable[[GraphBuffers, KVMemory, int], StepGraphs | None],
+    ) -> None:
+        """Captures nothing yet. `num_heads`: query heads of this rank. `max_guesses`: draft tokens per sequence, 0
+        without speculation. `make_draft_graphs`: ModelDrafts.make_graphs.
+        """
+        self.buffers, self.model, self.memory, self.tp = buffers, model, memory, tp
+        self._by_kind: dict[tuple[bool, bool], StepGraphs] = {}
+        for (streams, verifies), (name, sizes) in DECODE_KINDS.items():
+            if (streams and memory.offload is None) or (verifies and not max_guesses):
+                continue
+            kind = partial(StreamedDecodeGraphs, memory=memory, num_heads=num_heads) if streams else DecodeGraphs
+            max_query_len = 1 + max_guesses if verifies else 1
+            self._by_kind[streams, verifies] = kind(buffers, name, sizes(buffers.max_num_rows), max_query_len)
+        self.draft_graphs = make_draft_graphs(buffers, memory, 1 + max_guesses)
+        self.mixed: MixedGraphs | None = None  # None if chunks are launched kernel by kernel
+        if not buffers.column_paddings:
+            self.mixed = MixedGraphs(buffers, model.config.hidden_size, memory.dtype)
+
+    @property
+    def kinds(self) -> Sequence[GraphKind[Any]]:
+        others = [kind for kind in (self.draft_graphs, self.mixed) if kind is not None]
+        return [*self._by_kind.values(), *others]
+
+    def find(self, plan: StepPlan, is_draft: bool = False) -> StepGraphs | None:
+        """Return the graphs that can run a decode step from token ids to sampled tokens, or None."""
+        moves = plan.moves
+        if not plan.is_decode or moves.loads or moves.copies or moves.acts_by_layer:
+            return None
+        graphs = self._by_kind[moves.brings_in_keys, plan.has_guesses]
+        if is_draft and self.draft_graphs is not None:
+            graphs = self.draft_graphs
+        return graphs if plan.num_tokens <= graphs.sizes[-1] else None
+
+    def find_mixed(self, plan: StepPlan) -> MixedSize | None:
+        """Return the size of `mixed` that can run the layers of a step with chunks of prompts, or None."""
+        needs_copies = plan.moves.brings_in_keys or plan.moves.loads or plan.moves.copies
+        return None if self.mixed is None or plan.is_decode or needs_copies else self.mixed.find_size(plan)
+
+    def __str__(self) -> str:
+        """Return the number of sizes of each kind, such as `67 resident, 6 streamed`."""
+        return ", ".join(f"{len(graphs.sizes)} {graphs.name}" for graphs in self.kinds)
+
+    def capture_all(self) -> None:
+        for graphs in self.kinds:
+            self._capture(graphs, graphs.sizes)
+
+    def capture_largest(self) -> None:
+        """Capture the largest sizes of each kind. The other sizes would share their memory."""
+        for graphs in self.kinds:
+            self._capture(graphs, graphs.largest_sizes)
+
+    @torch.inference_mode()
+    def _capture(self, graphs: GraphKind[Size], sizes: Sequence[Size]) -> None:
+        if self.tp.size > 1:
+            self.tp.on_close.append(graphs.reset)
+        with memory_remedy("capturing CUDA graphs"):
+            graphs.capture(self.model, self.memory.paged_attention, sizes, show_progress=self.tp.rank == 0)
+
+    def launch_kernels(self) -> None:
+        """Launch the graphs' kernels one by one, for the largest size and for each size that is a power of two. Steps
+        with chunks need no additional kernels.
+        """
+        for graphs in self.kinds:
+            if not isinstance(graphs, StepGraphs):
+                continue
+            for size in graphs.sizes:
+                if size & (size - 1) == 0 or size == graphs.sizes[-1]:
+                    graphs.launch_kernels(self.model, self.memory.paged_attention, size)
+
+    def reset(self) -> None:
+        """Destroy all graphs."""
+        for graphs in self.kinds:
+            graphs.reset()
+        self.tp.on_close.clear()
 
 
 class StepRunner:

@@ -14,7 +14,7 @@ from nanovllm.attention.base import PagedBatch, PartialAttention
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNKS, MixedSize
 from nanovllm.plan.step_plan import StepPlan
 from nanovllm.runner.cuda_graphs import MixedGraphs
-from nanovllm.runner.graph_set import GraphSet
+from nanovllm.runner.step_runner import GraphSet
 from nanovllm.sampling_params import SamplingParams
 
 PROMPTS = prompts_of(1, 17, BLOCK - 1, BLOCK, 2 * BLOCK + 5, 5 * BLOCK + 1)
