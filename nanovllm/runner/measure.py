@@ -100,7 +100,7 @@ def profile_memory(
         max_num_seqs=max_step_rows(config, most_gpu_blocks),
         max_model_len=runner.max_model_len,
         block_size=spec.block_size,
-        group_blocks=spec.staging_group_blocks if num_cpu_blocks else 0,
+        group_blocks=runner.memory.group_blocks,
     )
     with memory_remedy("running its largest step"):
         _compile_kernels(runner, steps, most_gpu_blocks)
@@ -137,7 +137,7 @@ def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_bl
         max_num_seqs=max_step_rows(runner.config, most_gpu_blocks),
         max_model_len=runner.max_model_len,
         block_size=runner.spec.block_size,
-        group_blocks=runner.spec.staging_group_blocks if runner.memory.offload is not None else 0,
+        group_blocks=runner.memory.group_blocks,
     )
     num_tokens = max(seq.num_tokens for plan in steps for seq in plan.sequences)
     model = runner.model.config

@@ -32,9 +32,9 @@ from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, StartReport, dtype_
 from nanovllm.plan.step_limits import max_model_len, max_step_rows
 from nanovllm.plan.step_plan import StepPlan
 from nanovllm.runner.companion_memory import RankStore
-from nanovllm.runner.cpu_part import CpuPart, CpuPartFactory, NoCpuPart
+from nanovllm.runner.cpu_part import CpuPartFactory
 from nanovllm.runner.graph_inputs import GraphBuffers
-from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory
+from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory, OffloadMemory
 from nanovllm.runner.step_result import StepResult
 from nanovllm.runner.step_runner import CompanionSetup, GraphSet, ModelDrafts, StepRunner
 from nanovllm.utils.arithmetic import format_bytes
@@ -155,12 +155,7 @@ class ModelRunner:
         """Allocate all KV memory. With offload, the cache on the GPU consists of the OffloadEngine's slots."""
         with memory_remedy("allocating the KV cache"), self.phases("KV cache"):
             if self._memory is None:
-                offload: OffloadEngine | None = None
-                cpu: CpuPart = NoCpuPart()
-                if sizes.num_cpu_blocks:
-                    offload = self._make_offload_engine(self.spec, sizes.num_cpu_blocks, self.dtype, self.device)
-                    cpu = self._make_cpu_part(self.config, offload, self.num_heads, self.tp)
-                self._memory = KVMemory(self.spec, self.backend, self.dtype, self.device, offload, cpu)
+                self._memory = self._make_memory(sizes.num_cpu_blocks)
             self._memory.allocate(sizes.num_gpu_blocks)
             drafts = ModelDrafts()
             for setup in companions:
@@ -168,6 +163,13 @@ class ModelRunner:
                 self._memory.companions.append(companion)
                 drafts = setup.make_drafts(companion) or drafts
             self._steps = StepRunner(self.model, self._memory, self.tp, drafts)
+
+    def _make_memory(self, num_cpu_blocks: int) -> KVMemory:
+        if not num_cpu_blocks:
+            return KVMemory(self.spec, self.backend, self.dtype, self.device)
+        offload = self._make_offload_engine(self.spec, num_cpu_blocks, self.dtype, self.device)
+        cpu = self._make_cpu_part(self.config, offload, self.num_heads, self.tp)
+        return OffloadMemory(self.spec, self.backend, self.dtype, self.device, offload, cpu)
 
     def drop_kv_cache(self) -> None:
         """Release the cache on the GPU, so that it can be allocated in other sizes."""
@@ -249,7 +251,7 @@ class ModelRunner:
         """Make the report to the engine, once this rank has started."""
         return StartReport(
             needs_rope_lens=self.model.needs_rope_lens,
-            link_byte_per_s=None if self.offload is None else self.offload.link_byte_per_s,
+            link_byte_per_s=self.memory.link_byte_per_s,
             phases=str(self.phases),
         )
 

@@ -5,7 +5,6 @@ graphs there are.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -28,7 +27,7 @@ from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory
 from nanovllm.runner.cuda_graphs import DecodeGraphs, GraphKind, MixedGraphs, Size, StepGraphs
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.inputs import LateInputs, StepInputs, build_inputs, late_inputs, to_device
-from nanovllm.runner.kv_memory import KVMemory, StepBatches, build_batches, cpu_rows, last_token_batches
+from nanovllm.runner.kv_memory import KVMemory, OffloadMemory, StepBatches, build_batches, cpu_rows, last_token_batches
 from nanovllm.runner.step_result import LogprobTensors, StepEnd, StepResult, prompt_logprobs, sampled_logprobs
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 from nanovllm.utils.arithmetic import ceil_div
@@ -127,11 +126,13 @@ class GraphSet:
         self.buffers, self.model, self.memory, self.tp = buffers, model, memory, tp
         self._by_kind: dict[tuple[bool, bool], StepGraphs] = {}
         for (streams, verifies), (name, sizes) in DECODE_KINDS.items():
-            if (streams and memory.offload is None) or (verifies and not max_guesses):
+            if verifies and not max_guesses:
                 continue
-            kind = partial(StreamedDecodeGraphs, memory=memory, num_heads=num_heads) if streams else DecodeGraphs
-            max_query_len = 1 + max_guesses if verifies else 1
-            self._by_kind[streams, verifies] = kind(buffers, name, sizes(buffers.max_num_rows), max_query_len)
+            shape = buffers, name, sizes(buffers.max_num_rows), 1 + max_guesses if verifies else 1
+            if not streams:
+                self._by_kind[streams, verifies] = DecodeGraphs(*shape)
+            elif isinstance(memory, OffloadMemory):
+                self._by_kind[streams, verifies] = StreamedDecodeGraphs(*shape, memory=memory, num_heads=num_heads)
         self.draft_graphs = make_draft_graphs(buffers, memory, 1 + max_guesses)
         self.mixed: MixedGraphs | None = None  # None if chunks are launched kernel by kernel
         if not buffers.column_paddings:
@@ -208,7 +209,7 @@ class StepRunner:
 
     def build_inputs(self, plan: StepPlan) -> StepInputs:
         columns = self.memory.companion_columns(plan)
-        return build_inputs(plan, self.spec.block_size, self.spec.staging_group_blocks, columns)
+        return build_inputs(plan, self.spec.block_size, self.memory.group_blocks, columns)
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Enqueue a step. Hot."""

@@ -30,7 +30,7 @@ from nanovllm.runner.cpu_part import CpuGraphs, CpuRows
 from nanovllm.runner.cuda_graphs import MakeAttention, StepGraphs, capture
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.inputs import GroupInputs, StepInputs, to_device
-from nanovllm.runner.kv_memory import KVMemory, PagedAttention
+from nanovllm.runner.kv_memory import OffloadMemory, PagedAttention
 
 
 class StaticResult:
@@ -186,12 +186,11 @@ class StreamedDecodeGraphs(StepGraphs):
         sizes: list[int],
         max_query_len: int,
         *,
-        memory: KVMemory,
+        memory: OffloadMemory,
         num_heads: int,
     ) -> None:
-        """`memory` must have offload. `num_heads`: query heads of this rank."""
+        """`num_heads`: query heads of this rank."""
         super().__init__(buffers, name, sizes, max_query_len)
-        assert memory.offload is not None, "without offload nothing is streamed"
         self.memory, self.offload, largest = memory, memory.offload, self.sizes[-1]
         spec, backend, scale = memory.spec, memory.backend, memory.scale
         self.num_layers = spec.num_layers

@@ -24,7 +24,7 @@ from nanovllm.plan.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep,
 from nanovllm.runner.cpu_part import CpuPart, NoCpuPart
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.inputs import build_inputs
-from nanovllm.runner.kv_memory import KVMemory, cpu_rows, make_offload_engine
+from nanovllm.runner.kv_memory import OffloadMemory, cpu_rows, make_offload_engine
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 
 BLOCK, SCALE = 256, 0.1
@@ -193,7 +193,7 @@ def make_graphs(
     backend: AttentionBackend,
     num_heads: int,
 ) -> StreamedDecodeGraphs:
-    memory = KVMemory(offload.spec, backend, offload.dtype, offload.device, offload, cpu)
+    memory = OffloadMemory(offload.spec, backend, offload.dtype, offload.device, offload, cpu)
     memory.scale = SCALE
     return StreamedDecodeGraphs(buffers, "streamed", sizes, max_query_len, memory=memory, num_heads=num_heads)
 
