@@ -177,7 +177,7 @@ class Engine:
         vocab_size = self.setup.model_config.vocab_size
         first.editor = LogitEditor.make(request.params, request.token_ids, end_token_ids, vocab_size, request.rules)
         for seq in others:
-            seq.editor = first.editor and first.editor.for_another_answer()
+            seq.editor = first.editor.for_another_answer()
         return [first, *others]
 
     def _check_length(self, num_tokens: int, required_tokens: int | None) -> None:

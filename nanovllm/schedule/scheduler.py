@@ -20,7 +20,6 @@ from itertools import islice
 import numpy as np
 
 from nanovllm.kvcache.block_manager import KVCacheManager, PagedKeys
-from nanovllm.plan.logit_edits import LogitEdits
 from nanovllm.plan.sequence import ErrorCause, Sequence, SequenceStatus
 from nanovllm.plan.step_limits import MAX_DECODE_QUERIES, MAX_VERIFYING_ROWS
 from nanovllm.plan.step_plan import PromptScores, SequenceStep, StepPlan
@@ -110,7 +109,9 @@ class PlannedStep:
             previous_row=seq.pending_row if has_pending else -1,
             num_guesses=len(guesses.token_ids),
             num_drafts=guesses.num_drafts,
-            edits=_edits(seq, has_pending, guesses) if samples and seq.editor is not None else None,
+            edits=seq.editor.edits(seq.token_ids, has_pending=has_pending, guesses=guesses.token_ids)
+            if samples
+            else None,
             num_logprobs=seq.params.logprobs if samples else None,
             scores=None if seq.params.prompt_logprobs is None else _prompt_scores(seq, start, end),
         )
@@ -125,11 +126,6 @@ def _token_ids(seq: Sequence, start: int, end: int, guesses: tuple[int, ...]) ->
         token_ids.append(-1)
     token_ids.extend(guesses)
     return np.array(token_ids)
-
-
-def _edits(seq: Sequence, has_pending: bool, guesses: Guesses) -> LogitEdits | None:
-    assert seq.editor is not None, f"sequence {seq.seq_id} leaves the logits as they are"
-    return seq.editor.edits(seq.token_ids, has_pending=has_pending, guesses=guesses.token_ids)
 
 
 def _prompt_scores(seq: Sequence, start: int, end: int) -> PromptScores | None:
@@ -514,7 +510,7 @@ class Scheduler:
     def _append(self, seq: Sequence, token_id: int, position: int, read: Callable[[Sequence], None]) -> None:
         """Append a token, and end the sequence if it is the last one."""
         if token_id == INVALID_TOKEN:
-            if seq.editor is not None and seq.editor.forbids_all(seq.token_ids):
+            if seq.editor.forbids_all(seq.token_ids):
                 self.finish(seq, "error", f"the request's parameters forbid every token {position}", "request")
             else:
                 self.finish(seq, "error", f"the model's logits for token {position} hold NaN or infinity")

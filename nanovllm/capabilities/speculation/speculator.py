@@ -404,4 +404,4 @@ class Speculator(Proposer):
 
 def _must_know_guesses(seq: Sequence) -> bool:
     """Return True if edits of the logits after a draft token depend on the token, so that the ranks cannot draft it."""
-    return seq.editor is not None and seq.editor.needs_all_tokens
+    return seq.editor.needs_all_tokens
