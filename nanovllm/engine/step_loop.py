@@ -19,8 +19,8 @@ from nanovllm.executor.base import Executor, LaunchedStep, Runner
 from nanovllm.plan.outputs import PositionLogprobs, Receiver
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import StepPlan
-from nanovllm.schedule.proposer import StepMeter
 from nanovllm.schedule.scheduler import Scheduler
+from nanovllm.schedule.seams import StepMeter
 
 logger = logging.getLogger("nanovllm")
 

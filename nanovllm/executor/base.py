@@ -66,7 +66,7 @@ class Runner(Protocol):
         ...
 
     def move(self, moves: Any) -> None:
-        """Begin to move prompts between memory and a store (schedule/prompt_store.py), in other threads.
+        """Begin to move prompts between memory and a store (schedule/seams.py), in other threads.
 
         Called between steps, when all planned steps were launched.
         """

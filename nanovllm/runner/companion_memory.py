@@ -67,7 +67,7 @@ class CompanionMemory:
 
 
 class RankStore:
-    """The half of a PromptStore (schedule/prompt_store.py) on a rank. The base class stores nothing."""
+    """The half of a PromptStore (schedule/seams.py) on a rank. The base class stores nothing."""
 
     def submit(self, moves: Any) -> None:
         """Begin to move what PromptStore.next_moves has returned, in other threads. All planned steps were launched."""

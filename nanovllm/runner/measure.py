@@ -167,7 +167,7 @@ def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_bl
 
 
 def _launch_attention_kernels(runner: ModelRunner, num_tokens: int) -> None:
-    """Launch the kernels of attention for chunks of up to `num_tokens` tokens, and those of the companions."""
+    """Launch the backend's kernels for chunks of up to `num_tokens` tokens, and the companions' kernels."""
     k_cache, _ = runner.memory.cache
     runner.backend.launch_kernels(_queries(runner, num_tokens), k_cache[0])
     for companion in runner.memory.companions:

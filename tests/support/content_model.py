@@ -542,7 +542,7 @@ class Simulation:
         seq_id = self._first_id + len(self.sequences)
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, **params)  # type: ignore[arg-type]
         seq = Sequence(seq_id, list(prompt), sampling, seed=seq_id)
-        self.scheduler.check_fits(seq)
+        self.scheduler.kv.check_fits(seq)
         self.scheduler.add(seq)
         self.sequences.append(seq)
         self.runner.add(seq_id, prompt)

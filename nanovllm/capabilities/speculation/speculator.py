@@ -11,7 +11,7 @@ from nanovllm.capabilities.speculation.drafters import Drafter
 from nanovllm.config import MAX_GUESSES
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import DraftTimes, StepPlan
-from nanovllm.schedule.proposer import DRAFTED, NO_GUESSES, Guesses, Load, Proposer, StepMeter, load_of
+from nanovllm.schedule.seams import DRAFTED, NO_GUESSES, Guesses, Load, Proposer, StepMeter, load_of
 
 logger = logging.getLogger("nanovllm")
 
