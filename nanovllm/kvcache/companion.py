@@ -2,7 +2,7 @@
 
 A companion has two halves. The half in this module decides, in integers: the manager tells it what happens to
 sequences, and it adds its decisions to the plan of a step, as a payload for the whole step or for a sequence. The other
-half (runner/companion_memory.py) has the memory on each rank, and executes the payloads.
+half (runner/seams.py) has the memory on each rank, and executes the payloads.
 
 Each hook does nothing by default. A manager has all of its companions in `Companions`, which calls them in the order
 that start-up has given.

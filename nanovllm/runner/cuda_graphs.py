@@ -26,10 +26,9 @@ from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNKS, MixedSize
 from nanovllm.plan.step_plan import StepPlan
-from nanovllm.runner.companion_memory import CompanionColumns
-from nanovllm.runner.cpu_part import CpuRows
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import StepInputs
+from nanovllm.runner.seams import CompanionColumns, CpuRows
 from nanovllm.utils import progress_bar
 
 

@@ -16,7 +16,6 @@ from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNKS, MixedSize, mixed_graph_sizes
-from nanovllm.runner.companion_memory import CompanionColumns
 from nanovllm.runner.inputs import (
     SAMPLING_DTYPES,
     Array,
@@ -26,6 +25,7 @@ from nanovllm.runner.inputs import (
     packed_starts,
     to_device,
 )
+from nanovllm.runner.seams import CompanionColumns
 from nanovllm.utils.arithmetic import ceil_div
 
 NO_CELL = -1  # in the slot mapping: a token that stores nothing

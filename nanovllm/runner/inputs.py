@@ -52,7 +52,7 @@ class StepInputs(NamedTuple):
     logits_rows: Array  # int64 [S], the tokens after which they sample: the last tokens of each sequence
     sampling: SamplingTensors  # each [S]
     groups: tuple[GroupInputs, ...]
-    companion_columns: tuple[Array, ...]  # each int32 [B] (runner/companion_memory.py)
+    companion_columns: tuple[Array, ...]  # each int32 [B] (runner/seams.py)
 
 
 class EditInputs(NamedTuple):

@@ -26,13 +26,20 @@ from nanovllm.attention.base import (
 from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.offload.offload_engine import OffloadEngine
-from nanovllm.offload.streams import Streams, make_streams
+from nanovllm.offload.streams import Streams, TimedPieces, make_streams
 from nanovllm.plan.kv_spec import KVCacheSpec
 from nanovllm.plan.step_plan import StepPlan
-from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory, GroupHook, LayerMemoryOf
-from nanovllm.runner.cpu_part import CpuPart, CpuRows, CpuStep, NoCpuPart
 from nanovllm.runner.inputs import StepInputs
-from nanovllm.runner.step_result import TimedPieces
+from nanovllm.runner.seams import (
+    CompanionColumns,
+    CompanionMemory,
+    CpuPart,
+    CpuRows,
+    CpuStep,
+    GroupHook,
+    LayerMemoryOf,
+    NoCpuPart,
+)
 
 
 class StepBatches(NamedTuple):

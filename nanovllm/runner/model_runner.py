@@ -31,10 +31,9 @@ from nanovllm.offload.offload_engine import OffloadEngine
 from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, StartReport, dtype_name
 from nanovllm.plan.step_limits import max_model_len, max_step_rows
 from nanovllm.plan.step_plan import StepPlan
-from nanovllm.runner.companion_memory import RankStore
-from nanovllm.runner.cpu_part import CpuPartFactory
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory, OffloadMemory
+from nanovllm.runner.seams import CpuPartFactory, RankStore
 from nanovllm.runner.step_result import StepResult
 from nanovllm.runner.step_runner import CompanionSetup, GraphSet, ModelDrafts, StepRunner
 from nanovllm.utils.arithmetic import format_bytes

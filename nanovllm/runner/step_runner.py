@@ -23,11 +23,11 @@ from nanovllm.plan.step_limits import (
     verifying_graph_sizes,
 )
 from nanovllm.plan.step_plan import DraftTimes, KVMoves, SamplingRow, SequencePayload, SequenceStep, StepPlan
-from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory
 from nanovllm.runner.cuda_graphs import DecodeGraphs, GraphKind, MixedGraphs, Size, StepGraphs
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.inputs import LateInputs, StepInputs, build_inputs, late_inputs, to_device
 from nanovllm.runner.kv_memory import KVMemory, OffloadMemory, StepBatches, build_batches, cpu_rows, last_token_batches
+from nanovllm.runner.seams import CompanionColumns, CompanionMemory
 from nanovllm.runner.step_result import LogprobTensors, StepEnd, StepResult, prompt_logprobs, sampled_logprobs
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 from nanovllm.utils.arithmetic import ceil_div

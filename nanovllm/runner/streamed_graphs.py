@@ -26,11 +26,11 @@ from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
 from nanovllm.offload.offload_engine import OffloadEngine
-from nanovllm.runner.cpu_part import CpuGraphs, CpuRows
 from nanovllm.runner.cuda_graphs import MakeAttention, StepGraphs, capture
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.inputs import GroupInputs, StepInputs, to_device
 from nanovllm.runner.kv_memory import OffloadMemory, PagedAttention
+from nanovllm.runner.seams import CpuGraphs, CpuRows
 
 
 class StaticResult:

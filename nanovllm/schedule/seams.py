@@ -90,7 +90,7 @@ class Proposer:
 class PromptStore:
     """Stores prompts' K and V outside of memory. The base class stores nothing.
 
-    Each rank has the other half of a store (RankStore in runner/companion_memory.py), which executes the moves that
+    Each rank has the other half of a store (RankStore in runner/seams.py), which executes the moves that
     `next_moves` returns.
     """
 

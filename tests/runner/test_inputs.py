@@ -20,7 +20,6 @@ from nanovllm.plan.step_plan import (
     StepPlan,
     StreamedGroup,
 )
-from nanovllm.runner.cpu_part import CpuRows
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import (
     GroupInputs,
@@ -34,6 +33,7 @@ from nanovllm.runner.inputs import (
     to_device,
 )
 from nanovllm.runner.kv_memory import build_batches, last_token_batches
+from nanovllm.runner.seams import CpuRows
 
 BLOCK_SIZE = 8
 

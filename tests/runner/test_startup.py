@@ -28,8 +28,8 @@ from nanovllm.layers.moe import Router
 from nanovllm.plan.kv_spec import KVCacheSizes
 from nanovllm.plan.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.runner import cuda_graphs, measure
-from nanovllm.runner.companion_memory import RankStore
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.seams import RankStore
 
 GREEDY = SamplingRow()
 

@@ -21,10 +21,10 @@ from nanovllm.offload.offload_engine import OffloadEngine
 from nanovllm.offload.streams import ImmediateStreams
 from nanovllm.plan.kv_spec import KVCacheSpec, StagingSizes
 from nanovllm.plan.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
-from nanovllm.runner.cpu_part import CpuPart, NoCpuPart
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.inputs import build_inputs
 from nanovllm.runner.kv_memory import OffloadMemory, cpu_rows, make_offload_engine
+from nanovllm.runner.seams import CpuPart, NoCpuPart
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 
 BLOCK, SCALE = 256, 0.1

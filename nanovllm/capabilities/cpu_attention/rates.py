@@ -25,9 +25,9 @@ from nanovllm.errors import ConfigError
 from nanovllm.offload.offload_engine import COPY_BYTES, OffloadEngine
 from nanovllm.plan.step_limits import MAX_VERIFYING_ROWS, streamed_graph_sizes
 from nanovllm.plan.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan
-from nanovllm.runner.cpu_part import CpuPart, CpuRows, NoCpuPart
 from nanovllm.runner.kv_memory import OffloadMemory
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.seams import CpuPart, CpuRows, NoCpuPart
 
 MAX_QUERIES = 512  # most queries of a step in which the CPU attends, unless max_num_seqs is larger
 NUM_TIMED_STEPS = 8

@@ -19,11 +19,11 @@ from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
 from nanovllm.plan.step_limits import head_graph_sizes
 from nanovllm.plan.step_plan import DraftTimes, KVMoves, SamplingRow, SequenceStep, StepPlan, find_payload
-from nanovllm.runner.companion_memory import CompanionMemory
 from nanovllm.runner.cuda_graphs import DecodeGraphs, MakeAttention
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import StepInputs, build_inputs, to_device
 from nanovllm.runner.kv_memory import KVMemory, build_batches, last_token_batches
+from nanovllm.runner.seams import CompanionMemory
 from nanovllm.runner.step_runner import NUM_TIMED_STEPS, ModelDrafts, StepRunner
 from nanovllm.utils.arithmetic import ceil_div
 

@@ -22,7 +22,7 @@ import torch
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.capabilities.recurrent.places import StateStep
 from nanovllm.plan.step_plan import StepPlan
-from nanovllm.runner.companion_memory import CompanionMemory
+from nanovllm.runner.seams import CompanionMemory
 
 
 class DraftHead(CompanionMemory):

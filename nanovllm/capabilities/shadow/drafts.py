@@ -15,12 +15,11 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.plan.shadow_spec import ShadowSpec
 from nanovllm.plan.step_limits import draft_graph_sizes
 from nanovllm.plan.step_plan import DraftTimes, StepPlan
-from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory, LayerMemoryOf
-from nanovllm.runner.cpu_part import CpuRows
 from nanovllm.runner.cuda_graphs import DecodeGraphs, MakeAttention
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import GroupInputs, StepInputs, pad_tables, to_device
 from nanovllm.runner.kv_memory import KVMemory, PagedAttention, StepBatches
+from nanovllm.runner.seams import CompanionColumns, CompanionMemory, CpuRows, LayerMemoryOf
 from nanovllm.runner.step_runner import ModelDrafts, StepRunner, timed_draft
 from nanovllm.utils.arithmetic import ceil_div
 
