@@ -84,6 +84,16 @@ def pad_tables(tables: Sequence[Sequence[int]], num_columns: int) -> np.ndarray:
     return padded
 
 
+def padded_groups(groups: Sequence[GroupInputs], num_rows: int) -> np.ndarray:
+    """int32 [groups, num_rows, 1 + blocks of a group]: for each sequence its number of keys, then its block table. The
+    rows after the last sequence have no keys.
+    """
+    padded = np.zeros((len(groups), num_rows, 1 + groups[0].block_tables.shape[1]), dtype=np.int32)
+    for rows, (context_lens, block_tables) in zip(padded, groups, strict=True):
+        rows[: len(context_lens), 0], rows[: len(context_lens), 1:] = context_lens, block_tables
+    return padded
+
+
 def build_inputs(
     plan: StepPlan, block_size: int, group_blocks: int, companion_columns: tuple[np.ndarray, ...] = ()
 ) -> StepInputs:
@@ -302,7 +312,8 @@ class Packing(Generic[Tree]):
         """Copy `values` to a buffer of bytes: arrays of the same types, but maybe shorter. A place of no bytes is
         skipped.
         """
-        for array, start, given in zip(self.arrays, self._starts, _arrays_of(values), strict=False):
+        given_arrays = self.arrays if values is self.tree else _arrays_of(values)
+        for array, start, given in zip(self.arrays, self._starts, given_arrays, strict=False):
             if array.nbytes:
                 assert given.dtype == array.dtype and given.nbytes <= array.nbytes, "the array does not fit its place"
                 buffer[start : start + given.nbytes] = given.reshape(-1).view(np.uint8)

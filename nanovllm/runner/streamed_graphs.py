@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, running_dtype
@@ -28,7 +27,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.offload.offload_engine import OffloadEngine
 from nanovllm.runner.cuda_graphs import MakeAttention, StepGraphs, capture
 from nanovllm.runner.graph_inputs import GraphBuffers
-from nanovllm.runner.inputs import GroupInputs, StepInputs, to_device
+from nanovllm.runner.inputs import GroupInputs, StepInputs, padded_groups, to_device
 from nanovllm.runner.kv_memory import OffloadMemory, PagedAttention
 from nanovllm.runner.seams import CpuGraphs, CpuRows
 
@@ -115,10 +114,9 @@ class GroupGraphs:
     def begin_step(self, size: int, graphs: Sequence[torch.cuda.CUDAGraph], groups: Sequence[GroupInputs]) -> None:
         """Enqueue the copy of the groups' arrays. `graphs`: the graphs of `size`, one for each buffer."""
         self._size, self._graphs = size, graphs
-        padded = np.zeros((len(groups), size, 1 + self._tables.shape[2]), dtype=np.int32)  # sequences without keys
-        for rows, group in zip(padded, groups, strict=True):
-            num_seqs = len(group.context_lens)
-            rows[:num_seqs, 0], rows[:num_seqs, 1:] = group
+        if not groups:  # the CPU attends to all missing keys
+            return
+        padded = padded_groups(groups, size)
         self._keys = [rows.tobytes() for rows in padded]
         self._groups = torch.as_tensor(to_device(padded, self._lens.device)).unbind()
 

@@ -28,6 +28,7 @@ from nanovllm.runner.inputs import (
     build_inputs,
     late_inputs,
     pad_tables,
+    padded_groups,
     prompt_logprob_inputs,
     sampled_logprob_inputs,
     to_device,
@@ -368,6 +369,16 @@ def test_log_probabilities_are_asked_for_by_row() -> None:
 
 def test_pad_tables_missing_entries_are_a_valid_block() -> None:
     assert pad_tables([(3, 4), (), (5,)], 3).tolist() == [[3, 4, 0], [0, 0, 0], [5, 0, 0]]
+
+
+def test_padded_groups_rows_after_the_last_sequence_have_no_keys() -> None:
+    groups = [
+        GroupInputs(np.array([16, 5], np.int32), np.array([[1, 2], [3, 0]], np.int32)),
+        GroupInputs(np.array([0], np.int32), np.array([[4, 5]], np.int32)),
+    ]
+    padded = padded_groups(groups, 3)
+    assert padded.dtype == np.int32
+    assert padded.tolist() == [[[16, 1, 2], [5, 3, 0], [0, 0, 0]], [[0, 4, 5], [0, 0, 0], [0, 0, 0]]]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -17,7 +17,7 @@ from nanovllm.plan.step_limits import draft_graph_sizes
 from nanovllm.plan.step_plan import DraftTimes, StepPlan
 from nanovllm.runner.cuda_graphs import DecodeGraphs, MakeAttention
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
-from nanovllm.runner.inputs import GroupInputs, StepInputs, pad_tables, to_device
+from nanovllm.runner.inputs import GroupInputs, StepInputs, pad_tables, padded_groups, to_device
 from nanovllm.runner.kv_memory import KVMemory, PagedAttention, StepBatches
 from nanovllm.runner.seams import CompanionColumns, CompanionMemory, CpuRows, LayerMemoryOf
 from nanovllm.runner.step_runner import ModelDrafts, StepRunner, timed_draft
@@ -135,8 +135,7 @@ class DraftGraphs(DecodeGraphs):
         held = lens.tobytes() + tables.tobytes()
         if held != self._held:  # the drafts of a step read the same pages
             self._held = held
-            padded = np.zeros((len(self._lens), 1 + tables.shape[1]), np.int32)
-            padded[: len(lens), 0], padded[: len(lens), 1:] = lens, tables
+            (padded,) = padded_groups(inputs.groups, len(self._lens))
             on_device = torch.as_tensor(to_device(padded, self.device))
             self._lens.copy_(on_device[:, 0])
             self._tables[:, : tables.shape[1]].copy_(on_device[:, 1:])
