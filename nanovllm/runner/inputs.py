@@ -1,8 +1,8 @@
 """A step's inputs: arrays computed from the plan with numpy, and their tensors, copied to the device in one copy.
 
 A step has T tokens of B sequences and samples S tokens. The classes hold numpy arrays on the host and tensors on the
-device. A step takes up to two copies: `build_inputs` makes what the layers read, and `late_inputs` what only logits
-need, which the host prepares while the device runs the layers.
+device. `build_inputs` makes what the layers read, and `late_inputs` what only logits need. Late inputs take another
+copy, because the host prepares them while the device runs the layers.
 """
 
 import typing

@@ -1,10 +1,10 @@
 """How prompts share steps. PromptSharing: their order, and how many tokens each may run. PromptsUnderway: which waiting
 prompts begin with the same tokens as a running prompt.
 
-A waiting prompt can use the K and V of a running prompt as soon as a step that computes the K and V is planned. With
-recurrent layers, the waiting prompt also needs a state, which is usable only one step later. A waiting prompt that
-started at once would compute the same tokens again. So the scheduler lets the waiting prompt wait for the running
-prompt, its *leader*.
+A waiting prompt can use the K and V of a running prompt as soon as a step that computes the K and V is planned. If hits
+need snapshots (kvcache/snapshots.py), the waiting prompt also needs the snapshot, which is usable only one step later.
+A waiting prompt that started at once would compute the same tokens again. So the scheduler lets the waiting prompt wait
+for the running prompt, its *leader*.
 """
 
 from bisect import bisect_left

@@ -21,8 +21,7 @@ from simulated_streams import SimulatedStreams
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.capabilities.draft_head.drafts import HeadDrafts, HeadGraphs
-from nanovllm.capabilities.draft_head.memory import DraftHead
+from nanovllm.capabilities.draft_head.drafts import DraftHead, HeadDrafts, HeadGraphs
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import CheckpointError, ConfigError
