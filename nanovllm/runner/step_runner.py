@@ -123,20 +123,20 @@ class GraphSet:
         """Captures nothing yet. `num_heads`: query heads of this rank. `max_guesses`: draft tokens per sequence, 0
         without speculation. `make_draft_graphs`: ModelDrafts.make_graphs.
         """
-        self.buffers, self.model, self.memory, self.tp = buffers, model, memory, tp
+        self.buffers, self.model, self.tp = buffers, model, tp
         self._by_kind: dict[tuple[bool, bool], StepGraphs] = {}
         for (streams, verifies), (name, sizes) in DECODE_KINDS.items():
             if verifies and not max_guesses:
                 continue
-            shape = buffers, name, sizes(buffers.max_num_rows), 1 + max_guesses if verifies else 1
+            kind = name, sizes(buffers.max_num_rows), 1 + max_guesses if verifies else 1, buffers
             if not streams:
-                self._by_kind[streams, verifies] = DecodeGraphs(*shape)
+                self._by_kind[streams, verifies] = DecodeGraphs(*kind, memory)
             elif isinstance(memory, OffloadMemory):
-                self._by_kind[streams, verifies] = StreamedDecodeGraphs(*shape, memory=memory, num_heads=num_heads)
+                self._by_kind[streams, verifies] = StreamedDecodeGraphs(*kind, memory, num_heads)
         self.draft_graphs = make_draft_graphs(buffers, memory, 1 + max_guesses)
         self.mixed: MixedGraphs | None = None  # None if chunks are launched kernel by kernel
         if not buffers.column_paddings:
-            self.mixed = MixedGraphs(buffers, model.config.hidden_size, memory.dtype)
+            self.mixed = MixedGraphs(buffers, memory, model.config.hidden_size)
 
     @property
     def kinds(self) -> Sequence[GraphKind[Any]]:
@@ -176,7 +176,7 @@ class GraphSet:
         if self.tp.size > 1:
             self.tp.on_close.append(graphs.reset)
         with memory_remedy("capturing CUDA graphs"):
-            graphs.capture(self.model, self.memory.paged_attention, sizes, show_progress=self.tp.rank == 0)
+            graphs.capture(self.model, sizes, show_progress=self.tp.rank == 0)
 
     def launch_kernels(self) -> None:
         """Launch the graphs' kernels one by one, for the largest size and for each size that is a power of two. Steps
@@ -187,7 +187,7 @@ class GraphSet:
                 continue
             for size in graphs.sizes:
                 if size & (size - 1) == 0 or size == graphs.sizes[-1]:
-                    graphs.launch_kernels(self.model, self.memory.paged_attention, size)
+                    graphs.launch_kernels(self.model, size)
 
     def reset(self) -> None:
         """Destroy all graphs."""

@@ -25,7 +25,7 @@ from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
 from nanovllm.offload.offload_engine import OffloadEngine
-from nanovllm.runner.cuda_graphs import MakeAttention, StepGraphs, capture
+from nanovllm.runner.cuda_graphs import StepGraphs, capture
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.inputs import GroupInputs, StepInputs, padded_groups, to_device
 from nanovllm.runner.kv_memory import OffloadMemory, PagedAttention
@@ -179,17 +179,16 @@ class StreamedDecodeGraphs(StepGraphs):
 
     def __init__(
         self,
-        buffers: GraphBuffers,
         name: str,
         sizes: list[int],
         max_query_len: int,
-        *,
+        buffers: GraphBuffers,
         memory: OffloadMemory,
         num_heads: int,
     ) -> None:
         """`num_heads`: query heads of this rank."""
-        super().__init__(buffers, name, sizes, max_query_len)
-        self.memory, self.offload, largest = memory, memory.offload, self.sizes[-1]
+        super().__init__(name, sizes, max_query_len, buffers, memory)
+        self.offload, largest = memory.offload, self.sizes[-1]
         spec, backend, scale = memory.spec, memory.backend, memory.scale
         self.num_layers = spec.num_layers
         self.result = StaticResult(self.offload.k_cache_gpu, largest, num_heads, spec.head_dim)
@@ -198,12 +197,12 @@ class StreamedDecodeGraphs(StepGraphs):
         )
         self.cpu_graphs = memory.cpu.graphs(scale)
 
-    def _capture_size(self, model: CausalLM, make_attention: MakeAttention, size: int, pools: list[Any]) -> None:
+    def _capture_size(self, model: CausalLM, size: int, pools: list[Any]) -> None:
         """Capture the pieces, one more than there are attention layers, then a graph for each staging buffer, and one
         that merges the CPU's results unless CPU attention is disabled.
         """
         pool, group_pool = pools
-        cutter = _Cutter(self.paged(self.memory.paged_attention, size), self.cpu_graphs, self.result, pool)
+        cutter = _Cutter(self.paged(size), self.cpu_graphs, self.result, pool)
         with cutter:
             self.buffers.forward(model, size, cutter)
         graphs = self._graphs[size] = cutter.pieces
@@ -217,8 +216,8 @@ class StreamedDecodeGraphs(StepGraphs):
             graphs.append(graph)
         torch.cuda.synchronize()
 
-    def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
-        self.buffers.forward(model, size, self.paged(make_attention, size))
+    def launch_kernels(self, model: CausalLM, size: int) -> None:
+        self.buffers.forward(model, size, self.paged(size))
         for buffer in range(self.groups.num_buffers):
             self.groups.launch_kernels(size, buffer, self.result)
         for cpu in self.cpu_graphs:

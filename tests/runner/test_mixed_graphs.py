@@ -44,7 +44,7 @@ class MixedLLM(CheckedLLM):
         super().__init__(reference, **options)
         runner: Any = self.runner
         buffers = graph_buffers(runner, MAX_ROWS)
-        self.mixed = MixedGraphs(buffers, runner.model.config.hidden_size, torch.float32)
+        self.mixed = MixedGraphs(buffers, runner.memory, runner.model.config.hidden_size)
         sizes = self.mixed.sizes
         self.mixed._graphs = {size: [SimpleNamespace(replay=lambda size=size: self._run_size(size))] for size in sizes}
         self.used: list[MixedSize] = []
@@ -60,7 +60,7 @@ class MixedLLM(CheckedLLM):
         self.used.append(size)
         self.mixed._hidden.fill_(torch.nan)
         own, runner.memory.backend = runner.memory.backend, DeviceLensBackend()
-        self.mixed.launch_kernels(runner.model, runner.memory.paged_attention, size)
+        self.mixed.launch_kernels(runner.model, size)
         runner.memory.backend = own
 
 

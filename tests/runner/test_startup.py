@@ -234,7 +234,7 @@ def test_graphs_hold_all_layers_and_only_two_are_launched_before(
     for kind in graphs.kinds:
         notes.clear()
         with torch.inference_mode():
-            kind.capture(runner.model, graphs.memory.paged_attention, kind.sizes[-1:], show_progress=False)
+            kind.capture(runner.model, kind.sizes[-1:], show_progress=False)
         before = notes[: notes.index("begin")].count("attention")
         num_calls = 2 if kind is graphs.mixed else 1  # in each layer: mixed graphs attend to rows and to chunks
         others = num_groups if kind.name == "streamed" else 0

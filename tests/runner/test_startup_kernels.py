@@ -179,7 +179,7 @@ def launch_steps_and_graphs(runner: ModelRunner) -> None:
     graphs = runner.make_graphs(NUM_SEQS)
     graphs.launch_kernels()
     for size in graphs.mixed.sizes:
-        graphs.mixed.launch_kernels(runner.model, graphs.memory.paged_attention, size)
+        graphs.mixed.launch_kernels(runner.model, size)
     runner.reset_graphs()
 
 

@@ -195,7 +195,7 @@ def make_graphs(
 ) -> StreamedDecodeGraphs:
     memory = OffloadMemory(offload.spec, backend, offload.dtype, offload.device, offload, cpu)
     memory.scale = SCALE
-    return StreamedDecodeGraphs(buffers, "streamed", sizes, max_query_len, memory=memory, num_heads=num_heads)
+    return StreamedDecodeGraphs("streamed", sizes, max_query_len, buffers, memory, num_heads)
 
 
 @pytest.mark.parametrize("num_guesses", [(0, 0), (4, 0), (1, 2)])
@@ -273,7 +273,7 @@ def test_gpu_streamed_graphs_many_groups_round_once(name: str, num_parts: int, w
         model = OneAttention(case.q_THD)
         cpu = make_cpu_attention(offload, num_heads=16, is_pinned=True) if with_cpu else NoCpuPart()
         graphs = make_graphs(buffers, [NUM_SEQS], 1, offload, cpu, backend, num_heads=16)
-        graphs.capture(model, graphs.memory.paged_attention, graphs.sizes, show_progress=False)  # type: ignore[arg-type]
+        graphs.capture(model, graphs.sizes, show_progress=False)  # type: ignore[arg-type]
         plan = make_plan(num_groups, num_cpu_tokens=100 if with_cpu and num_groups else 0)
         for _ in range(2):  # the second step finds the running result of the first
             model.out_BHD.zero_()

@@ -33,7 +33,7 @@ from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
 from nanovllm.plan.step_limits import head_graph_sizes
 from nanovllm.plan.step_plan import DraftTimes, KVMoves, SamplingRow, SequenceStep, StepPlan, find_payload
-from nanovllm.runner.cuda_graphs import DecodeGraphs, MakeAttention
+from nanovllm.runner.cuda_graphs import DecodeGraphs
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import StepInputs, build_inputs, to_device
 from nanovllm.runner.kv_memory import KVMemory, build_batches, last_token_batches
@@ -148,7 +148,7 @@ class HeadDrafts(ModelDrafts):
         return steps.model.draft(steps.known_ids(tensors), tensors.positions, hidden, attention, rope_lens, rows)
 
     def make_graphs(self, buffers: GraphBuffers, memory: KVMemory, max_query_len: int) -> "HeadGraphs":
-        return HeadGraphs(buffers, head_graph_sizes(buffers.max_num_rows), max_query_len, self.head)
+        return HeadGraphs(head_graph_sizes(buffers.max_num_rows), max_query_len, buffers, memory, self.head)
 
     def measure(self, steps: StepRunner, max_model_len: int) -> DraftTimes:
         """Time drafts of one sequence that has as many keys as fit into the pages."""
@@ -227,11 +227,13 @@ class HeadGraphs(DecodeGraphs):
     hidden states. Runs after a decode step, or for drafts.
     """
 
-    def __init__(self, buffers: GraphBuffers, sizes: list[int], max_query_len: int, head: DraftHead) -> None:
-        super().__init__(buffers, "draft head", sizes, max_query_len)
+    def __init__(
+        self, sizes: list[int], max_query_len: int, buffers: GraphBuffers, memory: KVMemory, head: DraftHead
+    ) -> None:
+        super().__init__("draft head", sizes, max_query_len, buffers, memory)
         self.head = head
 
-    def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
+    def launch_kernels(self, model: CausalLM, size: int) -> None:
         shape, hidden = GraphShape.decode(size), self.buffers.hidden[:size]
         tensors, batch = self.buffers.tensors(shape), self.buffers.decode_batch(size, self.query_len(size))
         attention = HeadAttention(self.head, tensors.slot_mapping, batch)

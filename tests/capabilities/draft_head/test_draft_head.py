@@ -118,7 +118,9 @@ class ReplayingLLM(GuessingLLM):
         head, config = head_of_runner(runner), runner.model.config
         paddings = runner.memory.column_paddings
         buffers = graph_buffers(runner, 40, column_paddings=paddings, hidden_size=config.hidden_size)
-        self.head_graphs = HeadGraphs(buffers, head_graph_sizes(40), 1 + MTP["num_speculative_tokens"], head)
+        self.head_graphs = HeadGraphs(
+            head_graph_sizes(40), 1 + MTP["num_speculative_tokens"], buffers, runner.memory, head
+        )
         sizes = self.head_graphs.sizes
         self.head_graphs._graphs = {
             size: [SimpleNamespace(replay=lambda size=size: self._run_size(size))] for size in sizes
@@ -134,7 +136,7 @@ class ReplayingLLM(GuessingLLM):
         self.num_rows.append(size)
         head = head_of_runner(runner)
         own, head.backend = head.backend, HostlessTorch()
-        self.head_graphs.launch_kernels(runner.model, runner.memory.paged_attention, size)
+        self.head_graphs.launch_kernels(runner.model, size)
         head.backend = own
 
 
