@@ -175,13 +175,10 @@ class Scheduler:
                     continue
                 self._admit(seq)
             num_tokens = self.kv.num_placeable(seq, min(seq.num_uncomputed_tokens, max_tokens))
-            self._place_prompt(seq, num_tokens)
+            self._step.place(self.kv, seq, num_tokens)
+            self._underway.placed(seq, num_tokens)
             self.sharing.placed(seq, num_tokens)
             self._has_new_document |= self.sharing.is_long(seq) and num_tokens == seq.num_uncomputed_tokens
-
-    def _place_prompt(self, seq: Sequence, num_tokens: int) -> None:
-        self._step.place(self.kv, seq, num_tokens)
-        self._underway.placed(seq, num_tokens)
 
     def _schedule_classic(self) -> None:
         """Place prompts, whole if the budget and the slots allow. Decode only in steps where no prompt can run."""
@@ -198,7 +195,8 @@ class Scheduler:
                 break  # only the first prompt of a step is split
             self._admit(seq)
             num_tokens = self.kv.num_placeable(seq, min(seq.num_uncomputed_tokens, self._step.budget))
-            self._place_prompt(seq, num_tokens)
+            self._step.place(self.kv, seq, num_tokens)
+            self._underway.placed(seq, num_tokens)
         if not len(self._step):
             self._place_running(self._can_run(self.running))
 
@@ -303,26 +301,32 @@ class Scheduler:
                         break
                     self.kv.accept(seq)
                     seq.num_pending_tokens += 1
-                self._append(seq, token_id, step.sampled_position + i, read)
+                ending = append_token(seq, token_id, step.sampled_position + i, self.eos_token_ids)
+                if ending is not None:
+                    self.finish(seq, *ending)
+                read(seq)
         return updated
 
-    def _append(self, seq: Sequence, token_id: int, position: int, read: Callable[[Sequence], None]) -> None:
-        """Append a token, and end the sequence if it is the last one."""
-        if token_id == INVALID_TOKEN:
-            if seq.editor.forbids_all(seq.token_ids):
-                self.finish(seq, "error", f"the request's parameters forbid every token {position}", "request")
-            else:
-                self.finish(seq, "error", f"the model's logits for token {position} hold NaN or infinity")
-        else:
-            seq.append_pending(token_id, position)
-            is_eos = token_id in self.eos_token_ids and not seq.params.ignore_eos
-            seq.has_end_token = is_eos or token_id in seq.stop_token_ids
-            constraint = seq.constraint
-            if constraint is not None and not constraint.accept(token_id):
-                because = constraint.error or f"token {token_id} is not allowed"
-                self.finish(seq, "error", f"structured_outputs cannot go on: {because}", "request")
-            elif seq.has_end_token or (constraint is not None and constraint.is_finished):
-                self.finish(seq, "stop")
-            elif len(seq.token_ids) - seq.num_prompt_tokens >= seq.max_tokens:
-                self.finish(seq, "length")
-        read(seq)
+
+def append_token(
+    seq: Sequence, token_id: int, position: int, eos_token_ids: frozenset[int]
+) -> tuple[str, str | None, ErrorCause] | None:
+    """Append a token that a step has sampled. If the answer ends with the token, return the arguments of
+    Scheduler.finish. An invalid token ends the answer and is not appended.
+    """
+    if token_id == INVALID_TOKEN:
+        if seq.editor.forbids_all(seq.token_ids):
+            return "error", f"the request's parameters forbid every token {position}", "request"
+        return "error", f"the model's logits for token {position} hold NaN or infinity", "engine"
+    seq.append_pending(token_id, position)
+    is_eos = token_id in eos_token_ids and not seq.params.ignore_eos
+    seq.has_end_token = is_eos or token_id in seq.stop_token_ids
+    constraint = seq.constraint
+    if constraint is not None and not constraint.accept(token_id):
+        because = constraint.error or f"token {token_id} is not allowed"
+        return "error", f"structured_outputs cannot go on: {because}", "request"
+    if seq.has_end_token or (constraint is not None and constraint.is_finished):
+        return "stop", None, "engine"
+    if len(seq.token_ids) - seq.num_prompt_tokens >= seq.max_tokens:
+        return "length", None, "engine"
+    return None
