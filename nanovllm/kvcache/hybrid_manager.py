@@ -133,7 +133,7 @@ class HybridKVCacheManager(KVCacheManager):
         prefix hits; `block_size` is a multiple of `grain`. `progress_tokens`: see PROGRESS_TOKENS.
         """
         self.block_size, self.progress_tokens = block_size, progress_tokens
-        self.model_drafts, self.cpu_split = model_drafts, cpu_split
+        self.model_drafts, self.cpu_split, self.key_splitters = model_drafts, cpu_split, (cpu_split,)
         self.num_watermark_blocks = num_watermark_blocks(num_cpu_blocks)
         self.keeps_first_blocks = keeps_first_blocks
         self.group_blocks = group_blocks  # streamed blocks that are attended to in one call

@@ -53,7 +53,7 @@ class DraftHead(CompanionMemory):
         scale: float,
     ) -> None:
         """`cache`: K and V, each [N, P, K, D]. `num_slots`: state slots, including slot 0."""
-        self.cache, self.backend, self.scale = cache, backend, scale
+        self.cache, self.backend, self.scale, self.max_guesses = cache, backend, scale, max_guesses
         self._slot_rows = 1 + max_guesses
         # The head's results for the last certain token of a slot's sequence, and for the draft tokens after it
         self.kept = cache[0].new_zeros(num_slots * self._slot_rows, hidden_size)
@@ -160,8 +160,7 @@ class HeadDrafts(ModelDrafts):
 
     def _draft_s(self, steps: StepRunner, num_keys: int) -> float:
         """Time a draft after `num_keys` keys. The first draft of a step takes less."""
-        most = 1 if steps.spec.states is None else steps.spec.states.max_guesses
-        num_drafts = max(1, min(NUM_TIMED_STEPS, most, num_keys - 1))
+        num_drafts = max(1, min(NUM_TIMED_STEPS, self.head.max_guesses, num_keys - 1))
         pages = tuple(range(ceil_div(num_keys, steps.spec.block_size)))
         step = SequenceStep(
             seq_id=0,
