@@ -33,9 +33,8 @@ from nanovllm.errors import ConfigError
 from nanovllm.executor.base import Executor, LocalExecutor, Runner
 from nanovllm.executor.processes import ProcessExecutor
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
-from nanovllm.kvcache.companion import Companion
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.missing_keys import STREAM_ALL
+from nanovllm.kvcache.seams import STREAM_ALL, Companion
 from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, max_stateful_seqs, max_useful_blocks
 from nanovllm.plan.shadow_spec import ShadowSpec
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.block_pool import Block, BlockPool, PrefixMatch
-from nanovllm.kvcache.companion import Companion, Companions
-from nanovllm.kvcache.missing_keys import KeySplitter
+from nanovllm.kvcache.seams import Companion, Companions, KeySplitter
 from nanovllm.plan.kv_spec import WATERMARK, BlockState, num_watermark_blocks
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import KVMoves

@@ -21,8 +21,8 @@ from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.block_manager import KVCacheManager, PagedKeys
 from nanovllm.kvcache.block_pool import LONG_CHUNK_BLOCKS, Block, BlockPool
-from nanovllm.kvcache.companion import Companion, Companions
-from nanovllm.kvcache.missing_keys import STREAM_ALL, KeySplitter, MissingKeys, StepSplit, divide_missing
+from nanovllm.kvcache.missing_keys import MissingKeys, divide_missing
+from nanovllm.kvcache.seams import STREAM_ALL, Companion, Companions, KeySplitter, StepSplit
 from nanovllm.kvcache.step_slots import HybridBlock, SlotRing, StepSlots
 from nanovllm.plan.kv_spec import BlockState, num_watermark_blocks
 from nanovllm.plan.sequence import Sequence, SequenceStatus

@@ -1,6 +1,6 @@
 """Seams: the interfaces through which the runner calls capabilities. What is absent does nothing.
 
-CompanionMemory is the half of a companion (kvcache/companion.py) that has memory on a rank. RankStore is the half of a
+CompanionMemory is the half of a companion (kvcache/seams.py) that has memory on a rank. RankStore is the half of a
 PromptStore (schedule/seams.py) on a rank. CpuPart is the part of a step's attention that the CPU computes.
 """
 
