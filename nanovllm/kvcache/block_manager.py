@@ -36,7 +36,7 @@ class KVCacheManager(ABC):
     finish_step.
     """
 
-    key_splitters: Seq[KeySplitter] = ()  # what divides missing keys between the link and the CPU; learns from steps
+    key_splitters: Seq[KeySplitter] = ()  # divide missing keys between the link and the CPU, and learn from steps
     model_drafts = True  # False if drafts are not made by the model itself and do not read the cache
     companions: Companions
     pool: BlockPool

@@ -234,12 +234,12 @@ class MixedGraphs(GraphKind[MixedSize]):
     def __init__(self, buffers: GraphBuffers, memory: KVMemory, hidden_size: int) -> None:
         """`hidden_size`: of the hidden states."""
         super().__init__("mixed", buffers.mixed_sizes)
-        self._buffers, self._memory = buffers, memory
+        self.buffers, self._memory = buffers, memory
         self._hidden = torch.zeros(self.sizes[-1].num_tokens, hidden_size, dtype=memory.dtype, device=buffers.device)
 
     @property
     def device(self) -> torch.device:
-        return self._buffers.device
+        return self.buffers.device
 
     @property
     def largest_sizes(self) -> list[MixedSize]:
@@ -250,8 +250,8 @@ class MixedGraphs(GraphKind[MixedSize]):
 
     def launch_kernels(self, model: CausalLM, size: MixedSize) -> None:
         shape, num_rows, make_attention = GraphShape.mixed(size), size.num_rows, self._memory.paged_attention
-        given, batch = self._buffers.tensors(shape), self._buffers.batch
-        row, first_chunk = self._buffers.single_queries(num_rows), shape.first_chunk
+        given, batch = self.buffers.tensors(shape), self.buffers.batch
+        row, first_chunk = self.buffers.single_queries(num_rows), shape.first_chunk
         chunk_lens = given.context_lens[first_chunk:]
         attention = _MixedAttention(
             make_attention(given.slot_mapping, batch(row, given.context_lens[:num_rows], 1)),
@@ -260,7 +260,7 @@ class MixedGraphs(GraphKind[MixedSize]):
             ),
             is_row=row[:-1] < given.cu_seqlens_q[0],
         )
-        self._hidden[: size.num_tokens].copy_(self._buffers.run_layers(model, shape, attention))
+        self._hidden[: size.num_tokens].copy_(self.buffers.run_layers(model, shape, attention))
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class MixedGraphs(GraphKind[MixedSize]):
         chunk_ends = inputs.cu_seqlens_q[num_rows:]  # begins with the end of the rows
         cu_seqlens_q = np.full(MAX_GRAPH_CHUNKS + 1, plan.num_tokens, np.int32)  # chunks after the last have no queries
         cu_seqlens_q[: len(chunk_ends)] = chunk_ends
-        self._buffers.fill(inputs, GraphShape.mixed(size), num_rows, cu_seqlens_q)
+        self.buffers.fill(inputs, GraphShape.mixed(size), num_rows, cu_seqlens_q)
         self._graphs[size][0].replay()
         return self._hidden[: plan.num_tokens]
 

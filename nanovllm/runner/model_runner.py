@@ -35,7 +35,7 @@ from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory, OffloadMemory
 from nanovllm.runner.seams import CpuPartFactory, RankStore
 from nanovllm.runner.step_result import StepResult
-from nanovllm.runner.step_runner import CompanionSetup, GraphSet, ModelDrafts, StepRunner
+from nanovllm.runner.step_runner import CompanionSetup, GraphSet, ModelDrafts, RankGraphs, StepRunner
 from nanovllm.utils.arithmetic import format_bytes
 
 logger = logging.getLogger("nanovllm")
@@ -140,9 +140,9 @@ class ModelRunner:
         return self._steps
 
     @property
-    def graphs(self) -> GraphSet | None:
-        """The CUDA graphs, or None if every step is launched kernel by kernel."""
-        return None if self._steps is None else self._steps.graphs
+    def graphs(self) -> RankGraphs:
+        """The CUDA graphs."""
+        return RankGraphs() if self._steps is None else self._steps.graphs
 
     @property
     def offload(self) -> OffloadEngine | None:
@@ -214,9 +214,9 @@ class ModelRunner:
         return graphs
 
     def reset_graphs(self) -> None:
-        if self.graphs is not None:
-            self.graphs.reset()
-            self.steps.graphs = None
+        if self._steps is not None:
+            self._steps.graphs.reset()
+            self._steps.graphs = RankGraphs()
 
     @on_own_device
     @torch.inference_mode()

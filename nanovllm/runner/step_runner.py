@@ -104,8 +104,29 @@ DECODE_KINDS: dict[tuple[bool, bool], tuple[str, Callable[[int], list[int]]]] = 
 }
 
 
-class GraphSet:
-    """All graphs of a rank: the DECODE_KINDS that the engine needs, a kind for drafts if drafts need one, and, if all
+class RankGraphs:
+    """The graphs of a rank. The base class has none: every step is launched kernel by kernel."""
+
+    kinds: Sequence[GraphKind[Any]] = ()
+    draft_graphs: StepGraphs | None = None  # None if drafts run in the graphs of decode steps
+
+    def find(self, plan: StepPlan, is_draft: bool = False) -> StepGraphs | None:
+        """Return the graphs that can run a decode step from token ids to sampled tokens, or None."""
+        return None
+
+    def find_mixed(self, plan: StepPlan) -> tuple[MixedGraphs, MixedSize] | None:
+        """Return the graphs that can run the layers of a step with chunks of prompts, and their size, or None."""
+        return None
+
+    def share(self, sampled_ids: torch.Tensor) -> None:
+        """Copy the last sampled tokens to where the next graph reads them, unless a graph has sampled them there."""
+
+    def reset(self) -> None:
+        """Destroy all graphs."""
+
+
+class GraphSet(RankGraphs):
+    """All kinds of graphs: the DECODE_KINDS that the engine needs, a kind for drafts if drafts need one, and, if all
     layers are attention, a kind for steps with short chunks of prompts.
     """
 
@@ -138,13 +159,10 @@ class GraphSet:
         if not buffers.column_paddings:
             self.mixed = MixedGraphs(buffers, memory, model.config.hidden_size)
 
-    @property
-    def kinds(self) -> Sequence[GraphKind[Any]]:
         others = [kind for kind in (self.draft_graphs, self.mixed) if kind is not None]
-        return [*self._by_kind.values(), *others]
+        self.kinds = [*self._by_kind.values(), *others]
 
     def find(self, plan: StepPlan, is_draft: bool = False) -> StepGraphs | None:
-        """Return the graphs that can run a decode step from token ids to sampled tokens, or None."""
         moves = plan.moves
         if not plan.is_decode or moves.loads or moves.copies or moves.acts_by_layer:
             return None
@@ -153,10 +171,17 @@ class GraphSet:
             graphs = self.draft_graphs
         return graphs if plan.num_tokens <= graphs.sizes[-1] else None
 
-    def find_mixed(self, plan: StepPlan) -> MixedSize | None:
-        """Return the size of `mixed` that can run the layers of a step with chunks of prompts, or None."""
+    def find_mixed(self, plan: StepPlan) -> tuple[MixedGraphs, MixedSize] | None:
         needs_copies = plan.moves.brings_in_keys or plan.moves.loads or plan.moves.copies
-        return None if self.mixed is None or plan.is_decode or needs_copies else self.mixed.find_size(plan)
+        if self.mixed is None or plan.is_decode or needs_copies:
+            return None
+        size = self.mixed.find_size(plan)
+        return None if size is None else (self.mixed, size)
+
+    def share(self, sampled_ids: torch.Tensor) -> None:
+        shared = self.buffers.sampled_ids[: len(sampled_ids)]
+        if shared.data_ptr() != sampled_ids.data_ptr():
+            shared.copy_(sampled_ids)
 
     def __str__(self) -> str:
         """Return the number of sizes of each kind, such as `67 resident, 6 streamed`."""
@@ -190,7 +215,6 @@ class GraphSet:
                     graphs.launch_kernels(self.model, size)
 
     def reset(self) -> None:
-        """Destroy all graphs."""
         for graphs in self.kinds:
             graphs.reset()
         self.tp.on_close.clear()
@@ -200,7 +224,7 @@ class StepRunner:
     def __init__(self, model: CausalLM, memory: KVMemory, tp: TPGroup, drafts: "ModelDrafts") -> None:
         self.model, self.memory, self.spec, self.tp, self.device = model, memory, memory.spec, tp, memory.device
         self.drafts = drafts
-        self.graphs: GraphSet | None = None  # None if every step is launched kernel by kernel
+        self.graphs = RankGraphs()
         self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=self.device)  # sampled by the last step
         self._last_end: StepEnd | None = None  # the end of the last step
         # Steps that may still run. A kernel writes a step's results to pinned memory, which must exist until the step
@@ -245,7 +269,7 @@ class StepRunner:
             self._keep_sampled(self.drafts.run(self, step, is_first=not drafted))
             drafted.append(self._sampled_ids.clone())
         self._sampled_ids = torch.cat(drafted)
-        self._share_with_graphs()
+        self.graphs.share(self._sampled_ids)
         return self._sampled_ids
 
     def known_ids(self, tensors: StepInputs) -> torch.Tensor:
@@ -264,7 +288,7 @@ class StepRunner:
 
     def run_pass(self, plan: StepPlan, inputs: StepInputs, is_draft: bool = False) -> StepPass:
         """Run one forward pass of the model, with graphs if possible."""
-        graphs = None if self.graphs is None else self.graphs.find(plan, is_draft)
+        graphs = self.graphs.find(plan, is_draft)
         if graphs is None:
             return self._run_in_parts(plan, inputs, is_draft)
         if plan.moves.brings_in_keys:
@@ -285,18 +309,18 @@ class StepRunner:
 
     def _run_in_parts(self, plan: StepPlan, inputs: StepInputs, is_draft: bool) -> StepPass:
         """Run any step. Its layers may run as a graph; the sampler is always launched kernel by kernel."""
-        size = None if self.graphs is None or is_draft else self.graphs.find_mixed(plan)
-        if size is None:
+        found = None if is_draft else self.graphs.find_mixed(plan)
+        if found is None:
             tensors = to_device(inputs, self.device)
             input_ids, hidden, has_all_rows = self._launch_layers(plan, tensors, is_draft)
             logits_rows, sampling = tensors.logits_rows, tensors.sampling
             late = to_device(self._late_inputs(plan, inputs), self.device)
         else:
-            assert self.graphs is not None and self.graphs.mixed is not None
+            mixed, size = found
             self.memory.begin_all_layers()
-            hidden, has_all_rows = self.graphs.mixed.replay(plan, inputs, size), True
+            hidden, has_all_rows = mixed.replay(plan, inputs, size), True
             self.memory.ran_all_layers()
-            input_ids = self.graphs.buffers.read_ids(len(hidden))
+            input_ids = mixed.buffers.read_ids(len(hidden))
             asked = inputs.logits_rows, inputs.sampling, self._late_inputs(plan, inputs)
             logits_rows, sampling, late = to_device(asked, self.device)
         vocab_size, logprobs, all_hidden = self.model.config.vocab_size, None, hidden if has_all_rows else None
@@ -339,17 +363,9 @@ class StepRunner:
         """Store the sampled tokens of rank 0 on every rank, where the next forward pass finds them."""
         if len(sampled_ids):
             self._sampled_ids = self.tp.broadcast(sampled_ids)
-            self._share_with_graphs()
+            self.graphs.share(self._sampled_ids)
         else:
             self._sampled_ids = self._sampled_ids[:0]
-
-    def _share_with_graphs(self) -> None:
-        """Copy the last sampled tokens to where the next graph reads them, unless a graph has sampled them there."""
-        if self.graphs is None:
-            return
-        shared = self.graphs.buffers.sampled_ids[: len(self._sampled_ids)]
-        if shared.data_ptr() != self._sampled_ids.data_ptr():
-            shared.copy_(self._sampled_ids)
 
 
 class ModelDrafts:

@@ -52,6 +52,7 @@ class MixedLLM(CheckedLLM):
             find=lambda *args: None, mixed=self.mixed, buffers=buffers, kinds=[], reset=lambda: None
         )
         graphs.find_mixed = lambda plan: GraphSet.find_mixed(graphs, plan)
+        graphs.share = lambda sampled_ids: GraphSet.share(graphs, sampled_ids)
         runner.steps.graphs = graphs
 
     @torch.inference_mode()

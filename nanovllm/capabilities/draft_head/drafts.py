@@ -132,7 +132,7 @@ class HeadDrafts(ModelDrafts):
 
     def _run_head(self, steps: StepRunner, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         """Run the head: see CausalLM.draft. Returns its results where the plan samples, [S, hidden_size]."""
-        graphs = steps.graphs.draft_graphs if steps.graphs is not None else None
+        graphs = steps.graphs.draft_graphs
         if graphs is not None and plan.is_decode and not plan.moves.payloads:  # the largest size fits all decode steps
             assert isinstance(graphs, HeadGraphs)
             return graphs.run(inputs, hidden)

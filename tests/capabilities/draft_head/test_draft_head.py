@@ -26,6 +26,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.plan.step_limits import head_graph_sizes
+from nanovllm.runner.step_runner import GraphSet
 
 SLOW = pytest.mark.slow
 ALWAYS = Internals(always_guesses=True)
@@ -128,6 +129,7 @@ class ReplayingLLM(GuessingLLM):
         self.num_rows: list[int] = []
         graphs: Any = SimpleNamespace(draft_graphs=self.head_graphs, buffers=buffers, kinds=[], reset=lambda: None)
         graphs.find = graphs.find_mixed = lambda *args: None
+        graphs.share = lambda sampled_ids: GraphSet.share(graphs, sampled_ids)
         runner.steps.graphs = graphs
 
     @torch.inference_mode()
