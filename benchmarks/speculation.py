@@ -20,7 +20,7 @@ from nanovllm import LLM
 from nanovllm.capacity.costs import num_missing_blocks
 from nanovllm.engine.setup import Internals
 from nanovllm.plan.sequence import Sequence
-from nanovllm.schedule.proposer import NO_GUESSES, Guesses, load_of
+from nanovllm.schedule.seams import NO_GUESSES, Guesses, load_of
 from nanovllm.utils.arithmetic import ceil_div
 
 ACCEPTANCES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)

@@ -20,10 +20,6 @@ PHRASES = re.compile(
 )
 CEILINGS = {
     "benchmarks": 4,
-    "nanovllm/attention": 1,
-    "nanovllm/plan": 2,
-    "nanovllm/runner": 1,
-    "nanovllm/schedule": 7,
     "nanovllm/text": 1,
 }  # a folder that is not named here has no hits
 

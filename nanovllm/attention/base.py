@@ -132,10 +132,11 @@ class AttentionBackend(ABC):
         max_context_len: int,
         has_time: Callable[[], bool],
     ) -> None:
-        """Build the plans that the library would otherwise build while prompts wait, those of the longest chunks first.
+        """Build the plans that the library would otherwise build while prompts wait, from the longest chunks to the
+        shortest.
 
-        Plans that every long prompt needs are built in any case, and each of the others only if `has_time()`. `q_1HD`:
-        a query, whose values are arbitrary. The lengths are in tokens. Backends whose library has no plans do nothing.
+        Plans that every long prompt needs are built in any case, and each other plan only if `has_time()`. `q_1HD`: a
+        query, whose values are arbitrary. The lengths are in tokens. Backends whose library has no plans do nothing.
         """
         return
 

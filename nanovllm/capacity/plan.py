@@ -432,7 +432,7 @@ def _room(
     useful = max_useful_blocks(config, limit)
     if config.enable_cpu_offload:
         useful = min(useful, num_cpu_blocks)
-    if machine.gpu_bytes is None:  # the same rule as ModelRunner.measure_kv_room
+    if machine.gpu_bytes is None:  # the same rule as runner/measure.py measure_kv_room
         room = int(machine.host_bytes * config.gpu_memory_utilization / 2 / config.tensor_parallel_size)
         return given, useful, room - (spec.staging_bytes if config.enable_cpu_offload else 0)
 

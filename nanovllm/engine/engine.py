@@ -27,8 +27,8 @@ from nanovllm.plan.kv_spec import KVCacheSizes, StartReport
 from nanovllm.plan.outputs import Outbox, Receiver, StepOutput
 from nanovllm.plan.sequence import Request, Sequence
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.schedule.proposer import StepMeter
 from nanovllm.schedule.scheduler import Scheduler
+from nanovllm.schedule.seams import StepMeter
 from nanovllm.utils.interrupt import deferred_interrupt
 
 
@@ -172,12 +172,12 @@ class Engine:
         """
         self._check_length(len(request.token_ids), request.params.required_tokens)
         first, *others = (self._make_sequence(request, params) for params in request.params.per_answer())
-        self.scheduler.check_fits(first)
+        self.scheduler.kv.check_fits(first)
         end_token_ids = self.scheduler.eos_token_ids | first.stop_token_ids
         vocab_size = self.setup.model_config.vocab_size
         first.editor = LogitEditor.make(request.params, request.token_ids, end_token_ids, vocab_size, request.rules)
         for seq in others:
-            seq.editor = first.editor and first.editor.for_another_answer()
+            seq.editor = first.editor.for_another_answer()
         return [first, *others]
 
     def _check_length(self, num_tokens: int, required_tokens: int | None) -> None:

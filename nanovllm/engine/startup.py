@@ -33,12 +33,12 @@ from nanovllm.errors import ConfigError
 from nanovllm.executor.base import Executor, LocalExecutor, Runner
 from nanovllm.executor.processes import ProcessExecutor
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
-from nanovllm.kvcache.companion import Companion
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.missing_keys import STREAM_ALL
+from nanovllm.kvcache.seams import STREAM_ALL, Companion
 from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, max_stateful_seqs, max_useful_blocks
 from nanovllm.plan.shadow_spec import ShadowSpec
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows
+from nanovllm.runner.measure import measure_drafts, measure_kv_room
 from nanovllm.runner.model_runner import make_runner
 from nanovllm.runner.step_runner import CompanionSetup
 from nanovllm.schedule.scheduler import Scheduler
@@ -150,7 +150,8 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
             useful = max(2, min(useful, num_cpu_blocks))
         smallest = smallest_sizes(spec, num_cpu_blocks, plan.shadow_bits)
         companions = companion_setups(spec, smallest)
-        num_bytes, room = executor.call(Runner.measure_kv_room, num_cpu_blocks, given or useful, companions)
+        measure = partial(measure_kv_room, num_cpu_blocks, given or useful, companions)
+        num_bytes, room = executor.call(Runner.apply, measure)
         shadow = ShadowSize(plan.num_pages, plan.shadow_bits) if config.speculation_method == "auto" else None
         sizes = divide_memory(
             config, spec, num_bytes, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks, shadow=shadow
@@ -206,7 +207,7 @@ def _make_speculator(setup: EngineSetup, executor: Executor, kv: KVCacheManager)
     times = None
     if not internals.always_guesses:
         drafts = any(drafter.costs_drafts for drafter in chosen)
-        times = StepTimes(executor.call(Runner.measure_drafts) if drafts else None)
+        times = StepTimes(executor.call(Runner.apply, measure_drafts) if drafts else None)
     return Speculator(chosen, vocab_size=setup.model_config.vocab_size, max_guesses=config.max_guesses, times=times)
 
 

@@ -19,8 +19,8 @@ from nanovllm.executor.base import Executor, LaunchedStep, Runner
 from nanovllm.plan.outputs import PositionLogprobs, Receiver
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import StepPlan
-from nanovllm.schedule.proposer import StepMeter
 from nanovllm.schedule.scheduler import Scheduler
+from nanovllm.schedule.seams import StepMeter
 
 logger = logging.getLogger("nanovllm")
 
@@ -176,7 +176,8 @@ class StepLoop:
         seconds = None if step.follows_pause else launched.seconds()
         for meter in self._meters:
             meter.step_ended(plan, seconds)
-        self._scheduler.kv.cpu_split.step_ended(plan, launched.layer_times())
+        for splitter in self._scheduler.kv.key_splitters:
+            splitter.step_ended(plan, launched.layer_times())
         logprobs = launched.logprobs()
         for seq_id, prompt in logprobs.of_prompts(plan):
             if seq_id in self.receivers:

@@ -12,7 +12,7 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import EngineError
 from nanovllm.plan.kv_spec import KVCacheSizes, StartReport
 from nanovllm.plan.outputs import NO_LOGPROBS, StepLogprobs
-from nanovllm.plan.step_plan import DraftTimes, LayerTimes, StepPlan
+from nanovllm.plan.step_plan import LayerTimes, StepPlan
 from nanovllm.runner.step_runner import CompanionSetup
 
 P = ParamSpec("P")
@@ -51,17 +51,6 @@ class LaunchedStep(Protocol):
 class Runner(Protocol):
     """One rank: its part of the model, and its part of the KV cache."""
 
-    def measure_kv_room(
-        self, num_cpu_blocks: int, most_gpu_blocks: int, companions: Sequence[CompanionSetup]
-    ) -> tuple[int, str]:
-        """Return the bytes that every rank has for KV on its GPU, and a description of rank 0's memory for error
-        messages.
-
-        `num_cpu_blocks`: blocks of the CPU pool, 0 without offload. `most_gpu_blocks`: the largest number of blocks on
-        the GPU that the engine could use. `companions`: of the smallest possible size. Raises ConfigError if memory
-        runs out.
-        """
-
     def allocate_kv_cache(self, sizes: KVCacheSizes, companions: Sequence[CompanionSetup] = ()) -> None:
         """Allocate all KV memory. Steps can be launched from now on. Raises ConfigError if memory runs out."""
 
@@ -69,17 +58,15 @@ class Runner(Protocol):
         """Capture the CUDA graphs that decode steps replay from now on. Needs a GPU and an allocated KV cache."""
 
     def apply(self, function: Callable[[Any], Result]) -> Result:
-        """Run a function of a capability on this rank's runner, and return its result.
+        """Run a function of start-up on this rank's runner, and return its result.
 
-        A capability starts its half on the rank with it, or measures its speed by steps as requests will run them.
+        Start-up measures memory and speed with it, by steps as requests will run them. A capability also starts its
+        half on the rank with it.
         """
         ...
 
-    def measure_drafts(self) -> DraftTimes:
-        """Time the drafting of one token. Needs an allocated KV cache."""
-
     def move(self, moves: Any) -> None:
-        """Begin to move prompts between memory and a store (schedule/prompt_store.py), in other threads.
+        """Begin to move prompts between memory and a store (schedule/seams.py), in other threads.
 
         Called between steps, when all planned steps were launched.
         """

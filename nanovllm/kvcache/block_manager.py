@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.block_pool import Block, BlockPool, PrefixMatch
-from nanovllm.kvcache.companion import Companion, Companions
-from nanovllm.kvcache.missing_keys import STREAM_ALL, KeySplitter
+from nanovllm.kvcache.seams import Companion, Companions, KeySplitter
 from nanovllm.plan.kv_spec import WATERMARK, BlockState, num_watermark_blocks
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import KVMoves
@@ -37,7 +36,7 @@ class KVCacheManager(ABC):
     finish_step.
     """
 
-    cpu_split: KeySplitter = STREAM_ALL  # divides missing keys between the link and the CPU
+    key_splitters: Seq[KeySplitter] = ()  # divide missing keys between the link and the CPU, and learn from steps
     model_drafts = True  # False if drafts are not made by the model itself and do not read the cache
     companions: Companions
     pool: BlockPool

@@ -393,9 +393,17 @@ class BlockPool:
     def match(self, seq: Sequence) -> PrefixMatch:
         return self.index.match(seq) if self.enable_prefix_caching and seq.can_use_prefix_cache else PrefixMatch()
 
-    def without_partial(self, match: PrefixMatch) -> PrefixMatch:
-        """Return the match without a last block of which only the first tokens match."""
-        return self.index.shorter(match, [self.blocks[block_id] for block_id in match.full_blocks])
+    def usable_match(self, seq: Sequence) -> PrefixMatch:
+        """Return the longest match that a sequence can use. If the sequence needs every free block, also the block
+        whose first tokens match, it recomputes these tokens.
+        """
+        match = self.match(seq)
+        while match.partial_block is not None and not self.blocks[match.partial_block].ref_count:
+            num_free = self.num_free - sum(not self.blocks[i].ref_count for i in match.full_blocks)
+            if num_free > ceil_div(seq.num_tokens, self.index.block_size) - len(match.full_blocks):
+                break
+            match = self.index.shorter(match, [self.blocks[block_id] for block_id in match.full_blocks])
+        return match
 
     def prefix_id(self, seq: Sequence, num_tokens: int) -> int | None:
         return self.index.prefix_id(seq, self.blocks, num_tokens)

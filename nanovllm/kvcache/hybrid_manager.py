@@ -20,14 +20,15 @@ from dataclasses import dataclass
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.block_manager import KVCacheManager, PagedKeys
-from nanovllm.kvcache.block_pool import LONG_CHUNK_BLOCKS, Block, BlockPool, PrefixMatch
-from nanovllm.kvcache.companion import Companion, Companions
-from nanovllm.kvcache.missing_keys import STREAM_ALL, KeySplitter, MissingKeys, StepSplit, divide_missing
+from nanovllm.kvcache.block_pool import LONG_CHUNK_BLOCKS, Block, BlockPool
+from nanovllm.kvcache.missing_keys import MissingKeys, divide_missing
+from nanovllm.kvcache.seams import STREAM_ALL, Companion, Companions, KeySplitter, StepSplit
 from nanovllm.kvcache.step_slots import HybridBlock, SlotRing, StepSlots
 from nanovllm.plan.kv_spec import BlockState, num_watermark_blocks
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.plan.step_limits import MAX_DECODE_QUERIES
 from nanovllm.plan.step_plan import KVMoves
+from nanovllm.utils.arithmetic import ceil_div
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -78,6 +79,13 @@ class Histories:
         self._known[seq.seq_id] = history
         return history
 
+    def paged_keys(self, seq: Sequence, num_tokens: int, history: History) -> PagedKeys:
+        """Return the keys of a placed sequence in slots: in `history`, and in the blocks of its new tokens."""
+        first, end = history.num_blocks, seq.num_computed_tokens + num_tokens
+        num_paged_keys = len(history.ring_slots) * self._block_size + end - first * self._block_size
+        chunk = [self._blocks[i].ring_slot for i in seq.block_table[first : ceil_div(end, self._block_size)]]
+        return PagedKeys((*history.ring_slots, *chunk), num_paged_keys)
+
     def forget(self, seq: Sequence) -> None:
         """Drop what is cached for a sequence that no longer runs."""
         self._known.pop(seq.seq_id, None)
@@ -125,7 +133,7 @@ class HybridKVCacheManager(KVCacheManager):
         prefix hits; `block_size` is a multiple of `grain`. `progress_tokens`: see PROGRESS_TOKENS.
         """
         self.block_size, self.progress_tokens = block_size, progress_tokens
-        self.model_drafts, self.cpu_split = model_drafts, cpu_split
+        self.model_drafts, self.cpu_split, self.key_splitters = model_drafts, cpu_split, (cpu_split,)
         self.num_watermark_blocks = num_watermark_blocks(num_cpu_blocks)
         self.keeps_first_blocks = keeps_first_blocks
         self.group_blocks = group_blocks  # streamed blocks that are attended to in one call
@@ -192,7 +200,7 @@ class HybridKVCacheManager(KVCacheManager):
         return max(0, self._num_blocks(min(seq.num_tokens + self.progress_tokens, seq.max_kv_tokens)) - num_blocks)
 
     def admit(self, seq: Sequence) -> None:
-        match = self._usable_match(seq)
+        match = self.pool.usable_match(seq)
         is_resumed = self._share_blocks(seq, match)
         for block_id in seq.block_table:
             self.slots.add_running_owner(self.blocks[block_id])
@@ -205,18 +213,6 @@ class HybridKVCacheManager(KVCacheManager):
         self._admitted(seq, match, is_resumed=is_resumed)
         self._grow(seq, seq.num_tokens)
         self._running[seq.seq_id] = seq
-
-    def _usable_match(self, seq: Sequence) -> PrefixMatch:
-        """Return the longest match that a sequence can use. If the sequence needs every free block, also the block
-        whose first tokens match, it recomputes these tokens.
-        """
-        match = self.pool.match(seq)
-        while match.partial_block is not None and not self.blocks[match.partial_block].ref_count:
-            num_free = self.pool.num_free - sum(not self.blocks[i].ref_count for i in match.full_blocks)
-            if num_free > self._num_blocks(seq.num_tokens) - len(match.full_blocks):
-                break
-            match = self.pool.without_partial(match)
-        return match
 
     def _grow(self, seq: Sequence, num_tokens: int) -> None:
         count = self._num_blocks(num_tokens) - len(seq.block_table)
@@ -260,7 +256,10 @@ class HybridKVCacheManager(KVCacheManager):
         for block in chunk:  # pin all blocks first, so that giving a slot to one does not evict another
             self.slots.pin(block)
         if new := [block for block in chunk if block.ring_slot < 0]:
-            self.slots.allocate_slots(new, self._own_blocks(seq, num_tokens))
+            # A chunk of a prompt evicts the prompt's own blocks first. The step misses the same number of blocks in any
+            # case. But if the next steps run without this sequence, they would have to load other sequences' blocks
+            own_ids = seq.block_table[:first] if num_tokens > MAX_DECODE_QUERIES else []
+            self.slots.allocate_slots(new, [self.blocks[block_id] for block_id in own_ids])
         source, num_matched = self._prefix_sources.pop(seq.seq_id, (None, 0))
         if source is not None:  # the prefix match ended inside the first new block
             keeps_source = self.ring.num_available > len(self._slotless_ids)
@@ -269,16 +268,6 @@ class HybridKVCacheManager(KVCacheManager):
         for i, block in enumerate(chunk[: self._num_blocks(known_end) - first]):
             self.slots.write_tokens(block, known_end - (first + i) * self.block_size)
         self.pool.register(seq, known_end)
-
-    def _own_blocks(self, seq: Sequence, num_tokens: int) -> list[HybridBlock]:
-        """The blocks before a chunk of a prompt, which are evicted for it in preference to other sequences' blocks.
-
-        The step misses the same number of blocks either way. But if the next steps run without this sequence, they
-        would have to load the other sequences' blocks again.
-        """
-        if num_tokens <= MAX_DECODE_QUERIES:
-            return []
-        return [self.blocks[block_id] for block_id in seq.block_table[: seq.num_computed_tokens // self.block_size]]
 
     def accept(self, seq: Sequence) -> None:
         block_idx, offset = divmod(seq.num_computed_tokens, self.block_size)
@@ -328,16 +317,24 @@ class HybridKVCacheManager(KVCacheManager):
 
     def finish_step(self, placed: Seq[tuple[Sequence, int]]) -> tuple[list[PagedKeys], KVMoves]:
         if self.keeps_first_blocks:
-            self._bring_back_first_blocks(placed)
+            decoding = (seq for seq, num_tokens in placed if num_tokens <= MAX_DECODE_QUERIES)
+            full = (seq.block_table[0] for seq in decoding if seq.num_computed_tokens >= self.block_size)
+            self.slots.swap_in(self.blocks[block_id] for block_id in full)
         histories = [self.histories.find(seq) for seq, _ in placed]
         missing = {block.block_id: block for history in histories for block in history.missing}
         self.num_hit_blocks += sum(len(history.ring_slots) for history in histories)
         self.num_missed_blocks += len(missing)
         if missing:
             in_order = [missing[block_id] for block_id in sorted(missing)]  # so that contiguous blocks share a copy
-            if self.slots.load_missing(in_order, self._unread_slots(placed)):
+            unread_slots: list[int] = []  # slots of running sequences that the step does not run
+            if len(placed) < len(self._running):
+                unread_slots = self.ring.slots_without({i for seq, _ in placed for i in seq.block_table})
+            if self.slots.load_missing(in_order, unread_slots):
                 histories = [self.histories.find(seq) for seq, _ in placed]
-        keys = [self._paged_keys(seq, history, n) for (seq, n), history in zip(placed, histories, strict=True)]
+        keys = [
+            self.histories.paged_keys(seq, num_tokens, history)
+            for (seq, num_tokens), history in zip(placed, histories, strict=True)
+        ]
         num_queries = [num_tokens for _, num_tokens in placed]
         payloads = self.companions.plan_step(placed, self.gpu_block)
         missing_keys = MissingKeys()
@@ -354,29 +351,6 @@ class HybridKVCacheManager(KVCacheManager):
 
     def gpu_block(self, block: Block) -> int | None:
         return self.slots.slot_before_step(self.blocks[block.block_id])
-
-    def _bring_back_first_blocks(self, placed: Seq[tuple[Sequence, int]]) -> None:
-        """Load the first blocks of decoding sequences again, into the slots of other blocks."""
-        for seq, num_tokens in placed:
-            first = self.blocks[seq.block_table[0]]
-            is_full = seq.num_computed_tokens >= self.block_size
-            if is_full and first.ring_slot < 0 and num_tokens <= MAX_DECODE_QUERIES:
-                self.slots.swap_in(first)
-
-    def _unread_slots(self, placed: Seq[tuple[Sequence, int]]) -> list[int]:
-        """Slots of blocks that running sequences own and no placed sequence reads."""
-        if len(placed) == len(self._running):
-            return []
-        read = {block_id for seq, _ in placed for block_id in seq.block_table}
-        slots = (*self.ring.read_slots, *self.ring.kept_slots)
-        held = ((ring_slot, self.ring.blocks[ring_slot]) for ring_slot in slots)
-        return [ring_slot for ring_slot, block in held if block is not None and block.block_id not in read]
-
-    def _paged_keys(self, seq: Sequence, history: History, num_tokens: int) -> PagedKeys:
-        first, end = history.num_blocks, seq.num_computed_tokens + num_tokens
-        num_paged_keys = len(history.ring_slots) * self.block_size + end - first * self.block_size
-        chunk = [self.blocks[i].ring_slot for i in seq.block_table[first : self._num_blocks(end)]]
-        return PagedKeys((*history.ring_slots, *chunk), num_paged_keys)
 
     def block_map(self) -> bytes:
         found = bytearray([_state_between_steps(block) for block in self.blocks])

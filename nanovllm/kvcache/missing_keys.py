@@ -8,73 +8,10 @@ once. Otherwise the row follows the order of CPU memory, so that contiguous bloc
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from nanovllm.plan.step_plan import CpuSpan, LayerTimes, StepPlan, StreamedGroup
-
-
-class StepSplit(Protocol):
-    """Divides a step's missing keys between the link and the CPU. Never modified, because it is
-    compared by identity.
-    """
-
-    def takes_part(self, num_queries: Sequence[int]) -> bool:
-        """Return True if the CPU may attend in a step whose sequences have these numbers of queries."""
-        ...
-
-    def cpu_token_s(self, num_queries: int) -> float:
-        """Return the seconds in which the CPU attends to one token with `num_queries` queries."""
-        ...
-
-    def num_cpu_tokens(self, token_costs_s: Sequence[float], block_size: int) -> int:
-        """Plan how many tokens, counted from the end of the row of blocks, the CPU attends to.
-
-        `token_costs_s`: for each block, the CPU's seconds for one of its tokens, for all sequences that read the block.
-        """
-        ...
-
-
-class KeySplitter(Protocol):
-    """Chooses the StepSplit of each step, and may learn from the times of steps."""
-
-    @property
-    def now(self) -> StepSplit:
-        """The split of the next step."""
-        ...
-
-    @property
-    def cpu_byte_per_s(self) -> float | None:
-        """The rate at which the CPU attends while the link is busy, or None if unknown. For display."""
-
-    def step_ended(self, plan: StepPlan, times: LayerTimes | None) -> None:
-        """Learn from a step. `times` is None if no layer was timed. Hot."""
-
-
-class StreamAll:
-    """Streams every missing key: the split of a step in which the CPU does not attend, and the splitter without CPU
-    attention.
-    """
-
-    cpu_byte_per_s = None
-
-    def takes_part(self, num_queries: Sequence[int]) -> bool:
-        return False
-
-    def cpu_token_s(self, num_queries: int) -> float:
-        return 0.0
-
-    def num_cpu_tokens(self, token_costs_s: Sequence[float], block_size: int) -> int:
-        return 0
-
-    @property
-    def now(self) -> StepSplit:
-        return self
-
-    def step_ended(self, plan: StepPlan, times: LayerTimes | None) -> None:
-        pass
-
-
-STREAM_ALL = StreamAll()
+from nanovllm.kvcache.seams import STREAM_ALL, StepSplit
+from nanovllm.plan.step_plan import CpuSpan, StreamedGroup
 
 
 class MissingKeys(NamedTuple):

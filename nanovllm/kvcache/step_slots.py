@@ -103,6 +103,11 @@ class SlotRing:
         rest = iter(sorted(taken))
         return [next(rest) if ring_slot < 0 else ring_slot for ring_slot in ring_slots]
 
+    def slots_without(self, read_ids: Collection[int]) -> list[int]:
+        """Return the slots of blocks that running sequences own, except the blocks with these ids."""
+        held = ((ring_slot, self.blocks[ring_slot]) for ring_slot in (*self.read_slots, *self.kept_slots))
+        return [ring_slot for ring_slot, block in held if block is not None and block.block_id not in read_ids]
+
     def find_read_slot(self, block: HybridBlock, preferred: Collection[int] = ()) -> int | None:
         """Choose a slot for `block` among the slots that running sequences read, if possible a `preferred` slot."""
         home = block.block_id % len(self.blocks)
@@ -279,14 +284,17 @@ class StepSlots:
             self._loads.append(SlotLoad(block.block_id, ring_slot, self.block_size))
         return bool(ring_slots)
 
-    def swap_in(self, block: HybridBlock) -> None:
-        """Load a full block into a slot. If running sequences read all slots, one of their blocks is evicted."""
-        ring_slot = next(iter(self.ring.find_unread_slots([block]) or self.ring.read_slots), None)
-        if ring_slot is None:
-            return
-        self._reassign_slot(ring_slot, block)
-        self.residency += 1
-        self._loads.append(SlotLoad(block.block_id, ring_slot, self.block_size))
+    def swap_in(self, blocks: Iterable[HybridBlock]) -> None:
+        """Load full blocks that have no slot. If running sequences read all slots, some of their blocks are evicted."""
+        for block in blocks:
+            if block.ring_slot >= 0:
+                continue
+            ring_slot = next(iter(self.ring.find_unread_slots([block]) or self.ring.read_slots), None)
+            if ring_slot is None:
+                return
+            self._reassign_slot(ring_slot, block)
+            self.residency += 1
+            self._loads.append(SlotLoad(block.block_id, ring_slot, self.block_size))
 
     def copy_prefix(self, source: HybridBlock, block: HybridBlock, num_tokens: int, *, keeps_source: bool) -> None:
         """Copy the first tokens of `source`, from its slot or from CPU memory, into the slot of `block`.

@@ -162,6 +162,7 @@ class OffloadEngine:
             buffer.tensor.view(dtype).view(spec.num_layers, num_cpu_blocks, *block_shape)
             for buffer in self._host_buffers
         )
+        self._layer_token_bytes = spec.layer_block_bytes // spec.block_size
         self.num_staging_groups = spec.staging.num_groups
         staging_shape = (self.num_staging_groups, spec.staging_group_blocks, *block_shape)
         self.k_staging, self.v_staging = (torch.zeros(staging_shape, dtype=dtype, device=device) for _ in ("k", "v"))
@@ -378,7 +379,7 @@ class OffloadEngine:
 
     def _num_bytes(self, runs: tuple[Run, ...]) -> int:
         """Size of the runs in one layer."""
-        return sum(run.num_tokens for run in runs) * self.spec.layer_block_bytes // self.spec.block_size
+        return sum(run.num_tokens for run in runs) * self._layer_token_bytes
 
     def _record(self, stream: Stream) -> Event:
         event = self.streams.event()

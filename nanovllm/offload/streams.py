@@ -7,12 +7,14 @@ CUDA, a wait is for what the event has recorded *so far*. A wait for an event th
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from nanovllm.device.cuda import as_int32, copy_rows, new_stream, pinned_view, wait_for_value, write_value
+from nanovllm.plan.step_plan import LayerTimes
 
 TIMED_EVERY = 13  # a prime, so that each step times different layers
 
@@ -347,6 +349,29 @@ class TimedPiece(NamedTuple):
     start: Event
     end: Event
     num_tokens: int
+
+
+class TimedPieces(NamedTuple):
+    """The timed pieces of a step: streamed groups, and the CPU's attention in a layer."""
+
+    streams: Streams
+    link: Sequence[TimedPiece]
+    cpu: Sequence[TimedPiece]
+
+    def layer_times(self) -> LayerTimes:
+        """Return the measured times. Call this when the step is done."""
+        link, cpu = (
+            [
+                (piece.num_tokens, s)
+                for piece in timed
+                if (s := self.streams.seconds(piece.start, piece.end)) is not None
+            ]
+            for timed in (self.link, self.cpu)
+        )
+        num_tokens, seconds = zip(*link, strict=True) if link else ((), ())
+        return LayerTimes(
+            (fmean(num_tokens), fmean(seconds)) if link else None, fmean(s for _, s in cpu) if cpu else None
+        )
 
 
 def make_streams(device: torch.device) -> Streams:

@@ -181,3 +181,22 @@ class Editor(Protocol):
 
     def forbids_all(self, token_ids: Sequence[int]) -> bool:
         """Return True if no token may follow `token_ids`, which are all tokens of the sequence."""
+
+
+class NoEdits:
+    """The Editor of a request that does not edit logits."""
+
+    constraint: TokenConstraint | None = None
+    needs_all_tokens = False
+
+    def for_another_answer(self) -> Editor:
+        return self
+
+    def edits(self, token_ids: Sequence[int], *, has_pending: bool, guesses: Sequence[int]) -> LogitEdits | None:
+        return None
+
+    def forbids_all(self, token_ids: Sequence[int]) -> bool:
+        return False
+
+
+NO_EDITS = NoEdits()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal, TypeAlias
 
-from nanovllm.plan.logit_edits import NO_RULES, AnswerRules, Editor, TokenConstraint
+from nanovllm.plan.logit_edits import NO_EDITS, NO_RULES, AnswerRules, Editor, TokenConstraint
 from nanovllm.plan.step_plan import SamplingRow
 from nanovllm.sampling_params import SamplingParams
 
@@ -58,7 +58,7 @@ class Sequence:
         self.max_tokens = params.max_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.sampling = SamplingRow.make(params, seed)
-        self.editor: Editor | None = None  # or None if the logits are not edited
+        self.editor: Editor = NO_EDITS
         self.num_scored_tokens = 1  # prompt tokens scored by planned steps, and the first token, which has no score
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
@@ -107,17 +107,17 @@ class Sequence:
     @property
     def constraint(self) -> TokenConstraint | None:
         """The constraint that the answer must match."""
-        return None if self.editor is None else self.editor.constraint
+        return self.editor.constraint
 
     @property
     def waits_for_token(self) -> bool:
         """Return True if the next token can be planned only after the pending token has arrived."""
-        return self.editor is not None and self.editor.needs_all_tokens and self.num_pending_tokens > 0
+        return self.num_pending_tokens > 0 and self.editor.needs_all_tokens
 
     @property
     def waits_for_mask(self) -> bool:
         """Return True if the sequence's constraint is still computing the mask of the tokens that may follow."""
-        return self.editor is not None and self.editor.constraint is not None and not self.editor.constraint.is_ready
+        return self.constraint is not None and not self.constraint.is_ready
 
     @property
     def can_use_prefix_cache(self) -> bool:

@@ -20,7 +20,7 @@ class ShadowSpec:
     """Shape of the shadow of one rank."""
 
     bits: int
-    page_size: int  # tokens; that of a KV block
+    page_size: int  # tokens, as many as a KV block has
     num_layers: int
     num_kv_heads: int  # on this rank
     head_dim: int
@@ -72,7 +72,7 @@ class ShadowSpec:
 
     @property
     def head_words(self) -> int:
-        """Words of a page in one layer and head: codes of K, codes of V, scales and offsets of K, those of V."""
+        """Words of a page in one layer and head: codes of K and of V, and their scales and offsets."""
         return self.key_words + self.value_words + 2 * (self.key_scale_words + self.value_scale_words)
 
     @property

@@ -69,7 +69,7 @@ class CpuSpan(NamedTuple):
 
 
 class StepPayload(Protocol):
-    """Work of a companion (kvcache/companion.py) in a step. Each rank's half of the companion looks it up by type."""
+    """Work of a companion (kvcache/seams.py) in a step. Each rank's half of the companion looks it up by type."""
 
     @property
     def acts_by_layer(self) -> bool:

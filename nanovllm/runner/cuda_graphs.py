@@ -10,26 +10,26 @@ graph must not keep private tensors alive, because graphs of other sizes could t
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import takewhile
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from nanovllm.attention.base import PagedBatch, StepAttention
+from nanovllm.attention.base import StepAttention
 from nanovllm.device.cuda import new_stream
 from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNKS, MixedSize
 from nanovllm.plan.step_plan import StepPlan
-from nanovllm.runner.companion_memory import CompanionColumns
-from nanovllm.runner.cpu_part import CpuRows
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import StepInputs
+from nanovllm.runner.kv_memory import KVMemory, PagedAttention
+from nanovllm.runner.seams import CpuRows
 from nanovllm.utils import progress_bar
 
 
@@ -88,9 +88,6 @@ def _leave_capture_mode() -> None:
 
 
 Size = TypeVar("Size", int, MixedSize)
-Attention = TypeVar("Attention", bound=StepAttention)
-# (slot_mapping, batch, columns): see KVMemory.paged_attention
-MakeAttention: TypeAlias = Callable[[torch.Tensor, PagedBatch, CompanionColumns | None], StepAttention]
 
 
 class GraphKind(ABC, Generic[Size]):
@@ -115,18 +112,16 @@ class GraphKind(ABC, Generic[Size]):
         """Sizes of the graphs that can need the most memory."""
         return self.sizes[-1:]
 
-    def capture(
-        self, model: CausalLM, make_attention: MakeAttention, sizes: Sequence[Size], show_progress: bool
-    ) -> None:
+    def capture(self, model: CausalLM, sizes: Sequence[Size], show_progress: bool) -> None:
         """Capture these sizes, the largest first, so that the other sizes can share its memory."""
         pools = [torch.cuda.graph_pool_handle() for _ in range(self.num_pools)]
         largest_first = sorted(sizes, reverse=True)
         for size in progress_bar(largest_first, desc=f"Capturing {self.name}", unit="size", is_wanted=show_progress):
             with model.skipping_inner_layers():  # inner layers launch no other kernels than the first and last
-                self.launch_kernels(model, make_attention, size)  # loads this size's kernels outside the capture
+                self.launch_kernels(model, size)  # loads this size's kernels outside the capture
             torch.cuda.synchronize()
             with torch.cuda.stream(capture_stream(self.device)):
-                self._capture_size(model, make_attention, size, pools)
+                self._capture_size(model, size, pools)
 
     def reset(self) -> None:
         """Destroy all graphs."""
@@ -135,24 +130,26 @@ class GraphKind(ABC, Generic[Size]):
                 graph.reset()
         self._graphs.clear()
 
-    def _capture_size(self, model: CausalLM, make_attention: MakeAttention, size: Size, pools: list[Any]) -> None:
+    def _capture_size(self, model: CausalLM, size: Size, pools: list[Any]) -> None:
         """Capture the graphs of one size on the current stream. The graphs of all sizes share the memory `pools`."""
         with capture(pools[0]) as graph:
-            self.launch_kernels(model, make_attention, size)
+            self.launch_kernels(model, size)
         self._graphs[size] = [graph]
 
     @abstractmethod
-    def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: Size) -> None:
+    def launch_kernels(self, model: CausalLM, size: Size) -> None:
         """Launch the kernels in the graphs of a size one by one, without a graph."""
 
 
 class StepGraphs(GraphKind[int]):
     """Graphs of decode steps. A size is a number of tokens, each of which is a row."""
 
-    def __init__(self, buffers: GraphBuffers, name: str, sizes: list[int], max_query_len: int) -> None:
+    def __init__(
+        self, name: str, sizes: list[int], max_query_len: int, buffers: GraphBuffers, memory: KVMemory
+    ) -> None:
         """`max_query_len`: the most rows of a sequence; 1 for steps without draft tokens."""
         super().__init__(name, sizes)
-        self.buffers, self.max_query_len = buffers, max_query_len
+        self.max_query_len, self.buffers, self.memory = max_query_len, buffers, memory
 
     @property
     def device(self) -> torch.device:
@@ -162,13 +159,11 @@ class StepGraphs(GraphKind[int]):
         """Return the smallest size that holds `num_rows` rows."""
         return self.sizes[bisect_left(self.sizes, num_rows)]
 
-    def paged(
-        self, make_attention: Callable[[torch.Tensor, PagedBatch, CompanionColumns | None], Attention], size: int
-    ) -> Attention:
+    def paged(self, size: int) -> PagedAttention:
         """Return the attention of a graph over the keys that are on the GPU."""
         slot_mapping, query_len = self.buffers.tensors(GraphShape.decode(size)).slot_mapping, self.query_len(size)
         columns = self.buffers.companion_columns(size, query_len)
-        return make_attention(slot_mapping, self.buffers.decode_batch(size, query_len), columns)
+        return self.memory.paged_attention(slot_mapping, self.buffers.decode_batch(size, query_len), columns)
 
     def query_len(self, size: int) -> int:
         """Return the most rows of a sequence in the graph of a size. Up to 16 rows have a faster kernel."""
@@ -182,8 +177,8 @@ class StepGraphs(GraphKind[int]):
 class DecodeGraphs(StepGraphs):
     """Decode steps whose keys are all on the GPU: one graph for each size."""
 
-    def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
-        self.buffers.forward(model, size, self.paged(make_attention, size))
+    def launch_kernels(self, model: CausalLM, size: int) -> None:
+        self.buffers.forward(model, size, self.paged(size))
 
     def replay(self, inputs: StepInputs, cpu_rows: CpuRows | None = None) -> torch.Tensor:
         assert not inputs.groups and cpu_rows is None, "a step whose keys are all on the GPU streams no groups"
@@ -236,15 +231,15 @@ class MixedGraphs(GraphKind[MixedSize]):
         prefill                | up to C tokens    |
     """
 
-    def __init__(self, buffers: GraphBuffers, hidden_size: int, dtype: torch.dtype) -> None:
-        """`dtype` and `hidden_size`: of the hidden states."""
+    def __init__(self, buffers: GraphBuffers, memory: KVMemory, hidden_size: int) -> None:
+        """`hidden_size`: of the hidden states."""
         super().__init__("mixed", buffers.mixed_sizes)
-        self._buffers = buffers
-        self._hidden = torch.zeros(self.sizes[-1].num_tokens, hidden_size, dtype=dtype, device=buffers.device)
+        self.buffers, self._memory = buffers, memory
+        self._hidden = torch.zeros(self.sizes[-1].num_tokens, hidden_size, dtype=memory.dtype, device=buffers.device)
 
     @property
     def device(self) -> torch.device:
-        return self._buffers.device
+        return self.buffers.device
 
     @property
     def largest_sizes(self) -> list[MixedSize]:
@@ -253,21 +248,19 @@ class MixedGraphs(GraphKind[MixedSize]):
 
     # -- what the graphs capture -----------------------------------------------------------------------------------
 
-    def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: MixedSize) -> None:
-        shape, num_rows = GraphShape.mixed(size), size.num_rows
-        given, batch = self._buffers.tensors(shape), self._buffers.batch
-        row, first_chunk = self._buffers.single_queries(num_rows), shape.first_chunk
+    def launch_kernels(self, model: CausalLM, size: MixedSize) -> None:
+        shape, num_rows, make_attention = GraphShape.mixed(size), size.num_rows, self._memory.paged_attention
+        given, batch = self.buffers.tensors(shape), self.buffers.batch
+        row, first_chunk = self.buffers.single_queries(num_rows), shape.first_chunk
         chunk_lens = given.context_lens[first_chunk:]
         attention = _MixedAttention(
-            make_attention(given.slot_mapping, batch(row, given.context_lens[:num_rows], 1), None),
+            make_attention(given.slot_mapping, batch(row, given.context_lens[:num_rows], 1)),
             make_attention(
-                given.slot_mapping,
-                batch(given.cu_seqlens_q, chunk_lens, size.num_chunk_tokens, first_seq=first_chunk),
-                None,
+                given.slot_mapping, batch(given.cu_seqlens_q, chunk_lens, size.num_chunk_tokens, first_seq=first_chunk)
             ),
             is_row=row[:-1] < given.cu_seqlens_q[0],
         )
-        self._hidden[: size.num_tokens].copy_(self._buffers.run_layers(model, shape, attention))
+        self._hidden[: size.num_tokens].copy_(self.buffers.run_layers(model, shape, attention))
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -285,9 +278,9 @@ class MixedGraphs(GraphKind[MixedSize]):
         """
         num_rows = _num_rows(plan)
         chunk_ends = inputs.cu_seqlens_q[num_rows:]  # begins with the end of the rows
-        cu_seqlens_q = np.full(MAX_GRAPH_CHUNKS + 1, plan.num_tokens)  # chunks after the last have no queries
+        cu_seqlens_q = np.full(MAX_GRAPH_CHUNKS + 1, plan.num_tokens, np.int32)  # chunks after the last have no queries
         cu_seqlens_q[: len(chunk_ends)] = chunk_ends
-        self._buffers.fill(inputs, GraphShape.mixed(size), num_rows, cu_seqlens_q)
+        self.buffers.fill(inputs, GraphShape.mixed(size), num_rows, cu_seqlens_q)
         self._graphs[size][0].replay()
         return self._hidden[: plan.num_tokens]
 

@@ -16,18 +16,20 @@ from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNKS, MixedSize, mixed_graph_sizes
-from nanovllm.runner.companion_memory import CompanionColumns
 from nanovllm.runner.inputs import (
     SAMPLING_DTYPES,
     Array,
+    Packing,
     StepInputs,
+    make_staging,
     packed_starts,
     to_device,
-    torch_dtype,
 )
+from nanovllm.runner.seams import CompanionColumns
 from nanovllm.utils.arithmetic import ceil_div
 
 NO_CELL = -1  # in the slot mapping: a token that stores nothing
+ID_BYTES = 8  # bytes of a token id
 
 
 class GraphShape(NamedTuple):
@@ -58,48 +60,34 @@ class GraphShape(NamedTuple):
 class GraphInputs(NamedTuple):
     """The inputs of a graph: numpy arrays of a staging buffer, or tensors in the static buffer."""
 
-    input_ids: Array  # int64 [T]
-    token_source: Array  # int64 [T], where each token's id is in the static buffer, which also holds `sampled_ids`
-    positions: Array  # int64 [T]
-    rope_lens: Array  # int64 [T]
-    slot_mapping: Array  # int64 [T]
-    context_lens: Array  # int32 [B]
-    cu_seqlens_q: Array  # int32 [B - first_chunk + 1]
-    companion_columns: tuple[Array, ...]  # each int32 [B]
-    sampling: SamplingTensors  # each [S]
-
-
-_INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
+    # Arrays that no graph reads are empty. Block tables have a separate buffer, because most steps do not change them.
+    step: StepInputs
+    # int64 [T], where each token's id is in the static buffer, which also holds `sampled_ids`. Replaces pending_rows
+    token_source: Array
 
 
 @cache
-def _layout(shape: GraphShape, num_columns: int) -> tuple[list[tuple[int, int, np.dtype]], int]:
-    """Return the start, the end and the dtype of each array, and the size of all arrays, in bytes."""
-    lengths: dict[str, tuple[int, np.dtype]] = {
-        "input_ids": (shape.num_tokens, _INT64),
-        "token_source": (shape.num_tokens, _INT64),
-        "positions": (shape.num_tokens, _INT64),
-        "rope_lens": (shape.num_tokens, _INT64),
-        "slot_mapping": (shape.num_tokens, _INT64),
-        "context_lens": (shape.num_seqs, _INT32),
-        "cu_seqlens_q": (shape.num_seqs - shape.first_chunk + 1, _INT32),
-    }
-    assert (*lengths, "companion_columns", "sampling") == GraphInputs._fields
-    columns = [(shape.num_seqs, _INT32)] * num_columns
-    arrays = [*lengths.values(), *columns, *((shape.num_sampled, dtype) for dtype in SAMPLING_DTYPES)]
-    *starts, num_bytes = packed_starts(length * dtype.itemsize for length, dtype in arrays)
-    places = zip(starts, arrays, strict=True)
-    return [(start, start + length * dtype.itemsize, dtype) for start, (length, dtype) in places], num_bytes
-
-
-def _inputs(buffer: Any, shape: GraphShape, num_columns: int) -> GraphInputs:
-    """View a buffer of bytes, of numpy or torch, as the arrays."""
-    is_array = isinstance(buffer, np.ndarray)
-    places, _ = _layout(shape, num_columns)
-    arrays = [buffer[start:end].view(dtype if is_array else torch_dtype(dtype)) for start, end, dtype in places]
-    num_own = len(GraphInputs._fields) - 2
-    end = num_own + num_columns
-    return GraphInputs._make((*arrays[:num_own], tuple(arrays[num_own:end]), SamplingTensors._make(arrays[end:])))
+def _packing(shape: GraphShape, column_paddings: tuple[int, ...]) -> Packing[GraphInputs]:
+    """Return the places of a graph's inputs in a buffer. The arrays are padding, which is what a step does not fill."""
+    num_tokens, num_seqs = shape.num_tokens, shape.num_seqs
+    none = np.zeros(0, np.int64)
+    step = StepInputs(
+        input_ids=np.zeros(num_tokens, np.int64),
+        pending_rows=none,
+        positions=np.zeros(num_tokens, np.int64),
+        rope_lens=np.zeros(num_tokens, np.int64),
+        slot_mapping=np.full(num_tokens, NO_CELL, np.int64),
+        cu_seqlens_q=np.zeros(num_seqs - shape.first_chunk + 1, np.int32),
+        context_lens=np.zeros(num_seqs, np.int32),
+        block_tables=none,
+        sampling_seqs=none,
+        sampling_cu_seqlens=none,
+        logits_rows=none,
+        sampling=SamplingTensors._make(np.zeros(shape.num_sampled, dtype) for dtype in SAMPLING_DTYPES),
+        groups=(),
+        companion_columns=tuple(np.full(num_seqs, padding, np.int32) for padding in column_paddings),
+    )
+    return Packing(GraphInputs(step, token_source=np.zeros(num_tokens, np.int64)))
 
 
 class GraphBuffers:
@@ -109,7 +97,7 @@ class GraphBuffers:
     share a buffer with the step's input ids, so that one index, `token_source`, finds an id both if the host knows it
     already and if it does not:
 
-        | sampled_ids | input_ids | token_source | positions | ...
+        | sampled_ids | input_ids | positions | ...
     """
 
     def __init__(
@@ -135,8 +123,8 @@ class GraphBuffers:
         self.mixed_sizes = mixed_graph_sizes(max_num_tokens, max_num_rows)
         shapes = GraphShape.decode(max_num_rows), GraphShape.mixed(self.mixed_sizes[-1])
         table_shape = max(shape.num_seqs for shape in shapes), ceil_div(max_model_len, block_size)
-        self._start = packed_starts([max_num_rows * _INT64.itemsize])[-1]  # start of the step's inputs, in bytes
-        num_bytes = self._start + max(_layout(shape, len(column_paddings))[1] for shape in shapes)
+        self._start = packed_starts([max_num_rows * ID_BYTES])[-1]  # start of the step's inputs, in bytes
+        num_bytes = self._start + max(_packing(shape, column_paddings).num_bytes for shape in shapes)
         with torch.device(device):
             self._static = torch.zeros(num_bytes, dtype=torch.uint8)
             self._block_tables = torch.zeros(table_shape, dtype=torch.int32)
@@ -150,8 +138,12 @@ class GraphBuffers:
 
     # -- what the graphs capture -----------------------------------------------------------------------------------
 
-    def tensors(self, shape: GraphShape) -> GraphInputs:
-        return _inputs(self._static[self._start :], shape, len(self.column_paddings))
+    def tensors(self, shape: GraphShape) -> StepInputs:
+        """Return the static inputs of a graph, without block tables."""
+        return self._inputs(shape).step
+
+    def _inputs(self, shape: GraphShape) -> GraphInputs:
+        return _packing(shape, self.column_paddings).view(self._static[self._start :])
 
     def input_ids(self, shape: GraphShape) -> torch.Tensor:
         """Return the tokens of the step, int64 [T], including tokens that the last step sampled.
@@ -160,7 +152,7 @@ class GraphBuffers:
         end that request, and the other requests must not be affected.
         """
         read_ids = self._read_ids[: shape.num_tokens]
-        torch.index_select(self._ids, 0, self.tensors(shape).token_source, out=read_ids)
+        torch.index_select(self._ids, 0, self._inputs(shape).token_source, out=read_ids)
         return read_ids.clamp_(min=0)
 
     def single_queries(self, num_seqs: int) -> torch.Tensor:
@@ -234,32 +226,25 @@ class GraphBuffers:
         """Enqueue the copy of a step's inputs. Its first `num_rows` sequences are the first sequences of the graph; the
         other sequences follow from `shape.first_chunk` on. Hot: once per step.
         """
-        num_tokens, num_others = len(inputs.input_ids), len(inputs.context_lens) - num_rows
+        context_lens = np.zeros(shape.num_seqs, np.int32)
+        num_others = len(inputs.context_lens) - num_rows
         places = slice(0, num_rows), slice(shape.first_chunk, shape.first_chunk + num_others)
-        own_ids = self._start // _INT64.itemsize + np.arange(num_tokens)  # input_ids come first
-        staging = torch.zeros(
-            _layout(shape, len(self.column_paddings))[1], dtype=torch.uint8, pin_memory=self.device.type == "cuda"
-        )
-        given = _inputs(staging.numpy(), shape, len(self.column_paddings))
-        given.input_ids[:num_tokens] = inputs.input_ids
-        given.token_source[:num_tokens] = np.where(inputs.pending_rows < 0, own_ids, inputs.pending_rows)
-        given.positions[:num_tokens] = inputs.positions
-        given.rope_lens[:num_tokens] = inputs.rope_lens
-        given.slot_mapping[:num_tokens] = inputs.slot_mapping
-        given.slot_mapping[num_tokens:] = NO_CELL
-        given.cu_seqlens_q[:] = cu_seqlens_q
-        if inputs.companion_columns:
-            columns: Any = zip(given.companion_columns, inputs.companion_columns, self.column_paddings, strict=True)
-            for column, values, padding in columns:
-                column[:] = padding
-                column[: len(values)] = values
         for place, rows in zip(places, (slice(num_rows), slice(num_rows, None)), strict=True):
-            given.context_lens[place] = inputs.context_lens[rows]
+            context_lens[place] = inputs.context_lens[rows]
             self._copy_tables(inputs.block_tables[rows], place)
-        if shape.num_sampled:
-            columns = zip(given.sampling, inputs.sampling, strict=True)
-            for column, values in columns:
-                column[: len(values)] = values
+        own_ids = self._start // ID_BYTES + np.arange(len(inputs.input_ids))  # input_ids come first
+        token_source = np.where(inputs.pending_rows < 0, own_ids, inputs.pending_rows)
+        packing = _packing(shape, self.column_paddings)
+        staging = make_staging(packing.num_bytes, self.device)
+        flat = staging.numpy()
+        flat[:] = packing.packed
+        step = inputs._replace(
+            context_lens=context_lens,
+            cu_seqlens_q=cu_seqlens_q,
+            groups=(),
+            companion_columns=inputs.companion_columns or packing.tree.step.companion_columns,
+        )
+        packing.write(flat, GraphInputs(step, token_source))
         self._static[self._start :][: len(staging)].copy_(staging, non_blocking=True)
 
     def _copy_tables(self, tables: np.ndarray, place: slice) -> None:

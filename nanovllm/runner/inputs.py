@@ -1,13 +1,15 @@
 """A step's inputs: arrays computed from the plan with numpy, and their tensors, copied to the device in one copy.
 
 A step has T tokens of B sequences and samples S tokens. The classes hold numpy arrays on the host and tensors on the
-device.
+device. `build_inputs` makes what the layers read, and `late_inputs` what only logits need. Late inputs take another
+copy, because the host prepares them while the device runs the layers.
 """
 
 import typing
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache, cached_property
 from itertools import accumulate, repeat
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -34,12 +36,11 @@ class GroupInputs(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """The inputs of the model and the sampler in every step."""
+    """The inputs of the model and the sampler in every step. The static inputs of a graph are StepInputs, too."""
 
     input_ids: Array  # int64 [T]
-    pending_rows: (
-        Array  # int64 [T]: the row of the last sampled tokens that has this token, or -1 if the token is in input_ids
-    )
+    # int64 [T]: the row of the last sampled tokens that has this token, or -1 if the token is in input_ids
+    pending_rows: Array
     positions: Array  # int64 [T]
     rope_lens: Array  # int64 [T]
     slot_mapping: Array  # int64 [T]
@@ -51,7 +52,7 @@ class StepInputs(NamedTuple):
     logits_rows: Array  # int64 [S], the tokens after which they sample: the last tokens of each sequence
     sampling: SamplingTensors  # each [S]
     groups: tuple[GroupInputs, ...]
-    companion_columns: tuple[Array, ...]  # each int32 [B] (runner/companion_memory.py)
+    companion_columns: tuple[Array, ...]  # each int32 [B] (runner/seams.py)
 
 
 class EditInputs(NamedTuple):
@@ -67,11 +68,29 @@ class LogprobInputs(NamedTuple):
     num_top: int  # most likely tokens to report for each
 
 
+class LateInputs(NamedTuple):
+    """What few requests ask for, and no layer reads. Each field is None if no request of the step asks for it."""
+
+    edits: EditInputs | None
+    logprobs: LogprobInputs | None  # of sampled tokens
+    prompt_logprobs: LogprobInputs | None
+
+
 def pad_tables(tables: Sequence[Sequence[int]], num_columns: int) -> np.ndarray:
     """int32 [len(tables), num_columns]; missing entries are 0, a valid block."""
     padded = np.zeros((len(tables), num_columns), dtype=np.int32)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
+    return padded
+
+
+def padded_groups(groups: Sequence[GroupInputs], num_rows: int) -> np.ndarray:
+    """int32 [groups, num_rows, 1 + blocks of a group]: for each sequence its number of keys, then its block table. The
+    rows after the last sequence have no keys.
+    """
+    padded = np.zeros((len(groups), num_rows, 1 + groups[0].block_tables.shape[1]), dtype=np.int32)
+    for rows, (context_lens, block_tables) in zip(padded, groups, strict=True):
+        rows[: len(context_lens), 0], rows[: len(context_lens), 1:] = context_lens, block_tables
     return padded
 
 
@@ -150,7 +169,13 @@ def _draft_numbers(plan: StepPlan, drafts: list[list[int]], ends: np.ndarray) ->
 
 
 # -- edits and log-probabilities, which few requests ask for -----------------------------------------------------
-# The host prepares edits and log-probabilities while the device runs the layers.
+
+
+def late_inputs(plan: StepPlan, sampling: SamplingTensors, vocab_size: int) -> LateInputs:
+    """`sampling`: of all rows of the step, on the host."""
+    return LateInputs(
+        edit_inputs(plan, sampling, vocab_size), sampled_logprob_inputs(plan), prompt_logprob_inputs(plan)
+    )
 
 
 def sampled_logprob_inputs(plan: StepPlan) -> LogprobInputs | None:
@@ -256,24 +281,62 @@ def _distinct_masks(masks: Sequence[np.ndarray | None], vocab_size: int) -> tupl
 # -- to the device -----------------------------------------------------------------------------------------------
 
 
-def to_device(inputs: Tree, device: torch.device) -> Tree:
-    """Move all arrays of nested tuples to the device in one copy from one buffer, which is pinned for a GPU. Does not
-    wait for the copy.
+class Packing(Generic[Tree]):
+    """Where the arrays of nested tuples are in a buffer that holds them one after another, each aligned."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree, self.arrays = tree, list(_arrays_of(tree))
+        self._starts = packed_starts(array.nbytes for array in self.arrays)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._starts[-1]
+
+    @cached_property
+    def packed(self) -> np.ndarray:
+        """A buffer that holds the arrays of the tree."""
+        buffer = np.zeros(self.num_bytes, np.uint8)
+        self.write(buffer, self.tree)
+        return buffer
+
+    def view(self, buffer: torch.Tensor) -> Tree:
+        """View a buffer of bytes as tensors of the shapes and types of the arrays."""
+        places = zip(self.arrays, self._starts, strict=False)
+        views = (
+            buffer[start : start + array.nbytes].view(torch_dtype(array.dtype)).view(array.shape)
+            for array, start in places
+        )
+        return typing.cast(Tree, _with_tensors(self.tree, views))
+
+    def write(self, buffer: np.ndarray, values: Tree) -> None:
+        """Copy `values` to a buffer of bytes: arrays of the same types, but maybe shorter. A place of no bytes is
+        skipped.
+        """
+        given_arrays = self.arrays if values is self.tree else _arrays_of(values)
+        for array, start, given in zip(self.arrays, self._starts, given_arrays, strict=False):
+            if array.nbytes:
+                assert given.dtype == array.dtype and given.nbytes <= array.nbytes, "the array does not fit its place"
+                buffer[start : start + given.nbytes] = given.reshape(-1).view(np.uint8)
+
+
+def make_staging(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return a buffer of bytes to copy to the device from, which is pinned for a GPU.
+
+    The memory comes from torch's caching allocator, which gives it to no other buffer before the GPU has made all
+    copies from it. A ring of buffers would have to wait for the GPU instead, because the host may be many copies ahead:
+    each draft of a step is one.
     """
-    arrays = list(_arrays_of(inputs))
-    if not arrays:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def to_device(inputs: Tree, device: torch.device) -> Tree:
+    """Move all arrays of nested tuples to the device in one copy from one buffer. Does not wait for the copy."""
+    packing = Packing(inputs)
+    if not packing.arrays:
         return inputs
-    *starts, num_bytes = packed_starts(array.nbytes for array in arrays)
-    staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    flat = staging.numpy()
-    for array, start in zip(arrays, starts, strict=True):
-        flat[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    on_device = staging.to(device, non_blocking=True)
-    views = (
-        on_device[start : start + array.nbytes].view(torch_dtype(array.dtype)).view(array.shape)
-        for array, start in zip(arrays, starts, strict=True)
-    )
-    return typing.cast(Tree, _with_tensors(inputs, views))
+    staging = make_staging(packing.num_bytes, device)
+    packing.write(staging.numpy(), inputs)
+    return packing.view(staging.to(device, non_blocking=True))
 
 
 def _arrays_of(tree: Any) -> Iterator[np.ndarray]:
@@ -299,6 +362,7 @@ def packed_starts(sizes: Iterable[int]) -> list[int]:
     return list(accumulate((ceil_div(size, _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
 
 
+@cache
 def torch_dtype(dtype: np.dtype) -> torch.dtype:
     """The torch dtype that corresponds to a numpy dtype."""
     return torch.from_numpy(np.empty(0, dtype)).dtype

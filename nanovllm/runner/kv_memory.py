@@ -26,13 +26,20 @@ from nanovllm.attention.base import (
 from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.offload.offload_engine import OffloadEngine
-from nanovllm.offload.streams import Streams, make_streams
+from nanovllm.offload.streams import Streams, TimedPieces, make_streams
 from nanovllm.plan.kv_spec import KVCacheSpec
 from nanovllm.plan.step_plan import StepPlan
-from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory, GroupHook, LayerMemoryOf
-from nanovllm.runner.cpu_part import CpuPart, CpuRows
 from nanovllm.runner.inputs import StepInputs
-from nanovllm.runner.step_result import TimedPieces
+from nanovllm.runner.seams import (
+    CompanionColumns,
+    CompanionMemory,
+    CpuPart,
+    CpuRows,
+    CpuStep,
+    GroupHook,
+    LayerMemoryOf,
+    NoCpuPart,
+)
 
 
 class StepBatches(NamedTuple):
@@ -99,9 +106,12 @@ class MergedAttention(PagedAttention):
         super().__init__(backend, cache, slot_mapping_T, batches.paged, last_batches.paged, scale, layer_memory)
         self.offload, self.group_hooks = offload, group_hooks
         self.groups, self.last_groups = batches.groups, last_batches.groups
-        # None if the plan leaves no keys to the CPU
-        self.cpu_step = None if batches.cpu is None else cpu.step(batches.cpu, scale)
-        self.last_cpu_step = None if last_batches.cpu is None else cpu.step(last_batches.cpu, scale)
+
+        def steps_of(rows: CpuRows | None) -> list[CpuStep]:
+            return [] if rows is None else [cpu.step(rows, scale)]
+
+        # Empty if the plan leaves no keys to the CPU
+        self.cpu_steps, self.last_cpu_steps = steps_of(batches.cpu), steps_of(last_batches.cpu)
 
     def cells(self, layer: int) -> KVCells:
         """Wait for the layer's slots and return its cells. Hot: once per layer."""
@@ -113,22 +123,22 @@ class MergedAttention(PagedAttention):
         layer.
         """
         offload, is_last = self.offload, layer == self.last_layer
-        groups, cpu = (self.last_groups, self.last_cpu_step) if is_last else (self.groups, self.cpu_step)
+        groups, cpu_steps = (self.last_groups, self.last_cpu_steps) if is_last else (self.groups, self.cpu_steps)
         offload.stored(layer)
         if len(q_THD) == 0:  # nothing is sampled: only release the staging buffers of this layer
             offload.attended()
             for number, (k_group, v_group) in enumerate(offload.groups()):
                 self._attended(layer, number, k_group, v_group)
             return q_THD
-        if cpu is not None:  # the CPU and the GPU compute concurrently, so the CPU begins first and ends last
+        for cpu in cpu_steps:  # the CPU and the GPU compute concurrently, so the CPU begins first and ends last
             cpu.begin_layer(layer, q_THD)
-        merged = RunningMerge(self.backend.merge, 1 + len(groups) + (cpu is not None))
+        merged = RunningMerge(self.backend.merge, 1 + len(groups) + len(cpu_steps))
         merged.add(self.attend_paged(layer, q_THD))
         offload.attended()
         for number, ((k_group, v_group), batch) in enumerate(zip(offload.groups(), groups, strict=True)):
             merged.add(self.backend.attend(q_THD, k_group, v_group, batch, self.scale))
             self._attended(layer, number, k_group, v_group)
-        if cpu is not None:
+        for cpu in cpu_steps:
             merged.add(cpu.results(q_THD))
         return merged.result().out_THD
 
@@ -206,24 +216,19 @@ OffloadEngineFactory: TypeAlias = Callable[[KVCacheSpec, int, torch.dtype, torch
 
 
 class KVMemory:
-    """A pool on the GPU or, with offload, a pool in CPU memory with slots on the GPU.
+    """A pool of blocks on the GPU, and what companions keep there.
 
-    Both are used in the same way, so the runner need not know which it has. The runner calls `allocate` at start-up,
-    and in each step `begin_step`, then `attention` or the graphs, then `end_step`.
+    The runner calls `allocate` at start-up, and in each step `begin_step`, then `attention` or the graphs, then
+    `end_step`. OffloadMemory is used in the same way.
     """
 
-    def __init__(
-        self,
-        spec: KVCacheSpec,
-        backend: AttentionBackend,
-        dtype: torch.dtype,
-        device: torch.device,
-        offload: OffloadEngine | None,
-        cpu: CpuPart,
-    ) -> None:
-        """offload: the OffloadEngine, or None if the whole cache is on the GPU."""
+    offload: OffloadEngine | None = None
+    cpu: CpuPart = NoCpuPart()
+    group_blocks = 0  # most blocks of a streamed group
+    link_byte_per_s: float | None = None  # rate of the link to CPU memory, or None if it was not measured
+
+    def __init__(self, spec: KVCacheSpec, backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> None:
         self.spec, self.backend, self.dtype, self.device = spec, backend, dtype, device
-        self.offload, self.cpu = offload, cpu
         self.companions: list[CompanionMemory] = []
         self.scale = spec.head_dim**-0.5
         self._pool = self.make_pool(num_blocks=0)
@@ -240,37 +245,31 @@ class KVMemory:
     @property
     def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V on the GPU, each `[layers, blocks, block_size, kv_heads, head_dim]`. Valid after `allocate`."""
-        return self._pool if self.offload is None else (self.offload.k_cache_gpu, self.offload.v_cache_gpu)
+        return self._pool
+
+    @property
+    def whole_cache(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of all blocks, in CPU memory with offload. Shapes as in `cache`."""
+        return self._pool
+
+    @property
+    def streams(self) -> Streams:
+        """The streams of copies of blocks."""
+        return make_streams(self.device)
 
     def allocate(self, num_gpu_blocks: int) -> None:
         """Allocate the blocks on the GPU. Called before the first step, and again after `drop`."""
-        if self.offload is None:
-            self._pool = self.make_pool(num_gpu_blocks)
-        else:
-            self.offload.allocate_slots(num_gpu_blocks)
+        self._pool = self.make_pool(num_gpu_blocks)
 
     def drop(self) -> None:
         """Release all memory on the GPU, so that it can be allocated in other sizes."""
         self._drop_companions()
-        if self.offload is None:
-            self._pool = self.make_pool(num_blocks=0)
-        else:
-            self.offload.drop_slots()
+        self._pool = self.make_pool(num_blocks=0)
 
     def _drop_companions(self) -> None:
         companions, self.companions = self.companions, []
         for companion in companions:
             companion.close()
-
-    @property
-    def whole_cache(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of all blocks, in CPU memory with offload. Shapes as in `cache`."""
-        return self._pool if self.offload is None else (self.offload.k_cache_cpu, self.offload.v_cache_cpu)
-
-    @property
-    def streams(self) -> Streams:
-        """The streams of copies of blocks."""
-        return make_streams(self.device) if self.offload is None else self.offload.streams
 
     @property
     def stored_parts(self) -> list[torch.Tensor]:
@@ -314,21 +313,7 @@ class KVMemory:
 
         `last_batches` are the batches for the rows that the last layer returns.
         """
-        layer_memory = self.layer_memory(columns)
-        if self.offload is not None:
-            hooks = (companion.group_hook(plan) for companion in self.companions)
-            return MergedAttention(
-                self.backend,
-                self.offload,
-                self.cpu,
-                slot_mapping,
-                batches,
-                last_batches,
-                self.scale,
-                layer_memory,
-                [hook for hook in hooks if hook is not None],
-            )
-        paged, last = batches.paged, last_batches.paged
+        paged, last, layer_memory = batches.paged, last_batches.paged, self.layer_memory(columns)
         return PagedAttention(self.backend, self.cache, slot_mapping, paged, last, self.scale, layer_memory)
 
     def paged_attention(
@@ -340,43 +325,112 @@ class KVMemory:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Called before any of the step's work is enqueued. Hot: once per step."""
-        if self.offload is not None:
-            self.offload.begin_step(plan.moves, chain.from_iterable(step.block_table for step in plan.sequences))
         for companion in self.companions:
             companion.begin_step(plan, self.cache)
 
     def begin_all_layers(self) -> None:
         """Called before a single graph that runs all layers."""
-        if self.offload is not None:
-            self.offload.begin_all_layers()
 
     def ran_all_layers(self) -> None:
         """Called after a single graph that ran all layers."""
-        if self.offload is not None:
-            self.offload.ran_all_layers()
 
     def end_step(self) -> TimedPieces | None:
         """Called after all of the step's work is enqueued. Returns the times of its layers if they are measured."""
-        if self.offload is not None:
-            self.offload.end_step()
         for companion in self.companions:
             companion.end_step()
-        return None if self.offload is None else self.cpu.end_step(self.offload.timer.take())
+        return None
 
     def stats(self) -> dict[str, Any]:
         """Counters of the copies, and the rate of the link."""
-        if self.offload is None:
-            return {}
-        return self.offload.stats() | {"cpu_attention": self.cpu.name}
+        return {}
 
     def close(self) -> None:
         """Release what the garbage collector does not. The memory must not be used afterwards."""
+        self._drop_companions()
+
+
+class OffloadMemory(KVMemory):
+    """A pool of blocks in CPU memory, with slots on the GPU. Some keys may be left to the CPU's part of attention."""
+
+    offload: OffloadEngine
+
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+        offload: OffloadEngine,
+        cpu: CpuPart,
+    ) -> None:
+        super().__init__(spec, backend, dtype, device)
+        self.offload, self.cpu, self.group_blocks = offload, cpu, spec.staging_group_blocks
+        self.link_byte_per_s = offload.link_byte_per_s
+
+    @property
+    def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.offload.k_cache_gpu, self.offload.v_cache_gpu
+
+    @property
+    def whole_cache(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.offload.k_cache_cpu, self.offload.v_cache_cpu
+
+    @property
+    def streams(self) -> Streams:
+        return self.offload.streams
+
+    def allocate(self, num_gpu_blocks: int) -> None:
+        self.offload.allocate_slots(num_gpu_blocks)
+
+    def drop(self) -> None:
+        self._drop_companions()
+        self.offload.drop_slots()
+
+    def attention(
+        self,
+        plan: StepPlan,
+        slot_mapping: torch.Tensor,
+        batches: StepBatches,
+        last_batches: StepBatches,
+        columns: CompanionColumns,
+    ) -> StepAttention:
+        hooks = (companion.group_hook(plan) for companion in self.companions)
+        return MergedAttention(
+            self.backend,
+            self.offload,
+            self.cpu,
+            slot_mapping,
+            batches,
+            last_batches,
+            self.scale,
+            self.layer_memory(columns),
+            [hook for hook in hooks if hook is not None],
+        )
+
+    def begin_step(self, plan: StepPlan) -> None:
+        self.offload.begin_step(plan.moves, chain.from_iterable(step.block_table for step in plan.sequences))
+        super().begin_step(plan)
+
+    def begin_all_layers(self) -> None:
+        self.offload.begin_all_layers()
+
+    def ran_all_layers(self) -> None:
+        self.offload.ran_all_layers()
+
+    def end_step(self) -> TimedPieces | None:
+        self.offload.end_step()
+        super().end_step()
+        return self.cpu.end_step(self.offload.timer.take())
+
+    def stats(self) -> dict[str, Any]:
+        return self.offload.stats() | {"cpu_attention": self.cpu.name}
+
+    def close(self) -> None:
         try:
             self.cpu.close()
         finally:
             self._drop_companions()
-            if self.offload is not None:
-                self.offload.close()
+            self.offload.close()
 
 
 def make_offload_engine(

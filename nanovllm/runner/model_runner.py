@@ -1,10 +1,9 @@
 """ModelRunner: one rank's model and KV cache. It decides nothing: every rank runs the same plans unchanged.
 
-On a GPU, start-up measures the memory that a rank needs besides KV blocks (`profile_memory`), and compiles all kernels.
+measure.py has what start-up does with the runner before the first request.
 """
 
 import gc
-import importlib.util
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,39 +18,25 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.device import kernel_target
 from nanovllm.device.devices import (
-    GRAPH_LAYER_BYTES,
-    MemoryProfile,
     current_device,
     memory_remedy,
     on_own_device,
-    reserved_by,
     use_expandable_segments,
     used_bytes,
 )
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.kernels.compile_server import CompileServer, TritonStart, start_compile_server
-from nanovllm.layers.packed_weight import MAX_PACKED_ROWS
 from nanovllm.models.loader import build_model, load_weights
 from nanovllm.offload.offload_engine import OffloadEngine
 from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, StartReport, dtype_name
 from nanovllm.plan.step_limits import max_model_len, max_step_rows
-from nanovllm.plan.step_plan import DraftTimes, StepPlan
-from nanovllm.runner.companion_memory import RankStore
-from nanovllm.runner.cpu_part import CpuPart, CpuPartFactory, NoCpuPart
+from nanovllm.plan.step_plan import StepPlan
 from nanovllm.runner.graph_inputs import GraphBuffers
-from nanovllm.runner.graph_set import GraphSet
-from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory
-from nanovllm.runner.startup_steps import (
-    chunk_steps,
-    largest_steps,
-    launch_sampler,
-    short_steps,
-    warm_up_products,
-)
+from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory, OffloadMemory
+from nanovllm.runner.seams import CpuPartFactory, RankStore
 from nanovllm.runner.step_result import StepResult
-from nanovllm.runner.step_runner import CompanionSetup, ModelDrafts, StepRunner
+from nanovllm.runner.step_runner import CompanionSetup, GraphSet, ModelDrafts, RankGraphs, StepRunner
 from nanovllm.utils.arithmetic import format_bytes
-from nanovllm.utils.memory import available_host_bytes
 
 logger = logging.getLogger("nanovllm")
 
@@ -155,9 +140,9 @@ class ModelRunner:
         return self._steps
 
     @property
-    def graphs(self) -> GraphSet | None:
-        """The CUDA graphs, or None if every step is launched kernel by kernel."""
-        return None if self._steps is None else self._steps.graphs
+    def graphs(self) -> RankGraphs:
+        """The CUDA graphs."""
+        return RankGraphs() if self._steps is None else self._steps.graphs
 
     @property
     def offload(self) -> OffloadEngine | None:
@@ -165,54 +150,11 @@ class ModelRunner:
         return None if self._memory is None else self._memory.offload
 
     @on_own_device
-    def measure_kv_room(
-        self, num_cpu_blocks: int, most_gpu_blocks: int, companions: Sequence[CompanionSetup]
-    ) -> tuple[int, str]:
-        """Measure the bytes that every rank has for KV on its GPU. Also returns a description of this rank's memory.
-
-        On a GPU, this runs the largest steps and captures the largest graphs that an engine of up to `most_gpu_blocks`
-        blocks can need.
-        """
-        if self.device.type == "cuda":
-            profile = profile_memory(self, num_cpu_blocks, most_gpu_blocks, companions)
-            num_bytes, room = profile.free_bytes, str(profile)
-        else:  # the blocks share this memory with the model and with everything else on the machine
-            num_bytes = int(available_host_bytes() * self.config.gpu_memory_utilization / 2) // self.tp.size
-            num_bytes -= self.spec.staging_bytes if num_cpu_blocks else 0
-            room = f"{format_bytes(max(0, num_bytes))} of memory is available"
-        available = torch.tensor([max(0, num_bytes)], device=self.device)
-        return int(self.tp.all_gather(available).min()), room
-
-    def launch_attention_kernels(self, num_tokens: int) -> None:
-        """Call AttentionBackend.launch_kernels for chunks of up to `num_tokens` tokens."""
-        k_cache, _ = self.memory.cache
-        self.backend.launch_kernels(self._queries(num_tokens), k_cache[0])
-        for companion in self.memory.companions:
-            companion.launch_kernels(self._queries(1), self.memory.cache, self.max_model_len)
-
-    def build_plans(self, has_time: Callable[[], bool]) -> None:
-        """AttentionBackend.build_plans for the chunks that steps can hold."""
-        lens = min(self.config.max_num_batched_tokens, self.max_model_len), self.max_model_len
-        self.backend.build_plans(self._queries(1), self.spec.num_kv_heads, *lens, has_time=has_time)
-
-    def max_split_bytes(self) -> int:
-        """Return AttentionBackend.max_split_bytes of this model."""
-        return self.backend.max_split_bytes(self._queries(1))
-
-    def _queries(self, num_tokens: int) -> torch.Tensor:
-        return torch.zeros(num_tokens, self.num_heads, self.spec.head_dim, dtype=self.dtype, device=self.device)
-
-    @on_own_device
     def allocate_kv_cache(self, sizes: KVCacheSizes, companions: Sequence[CompanionSetup] = ()) -> None:
         """Allocate all KV memory. With offload, the cache on the GPU consists of the OffloadEngine's slots."""
         with memory_remedy("allocating the KV cache"), self.phases("KV cache"):
             if self._memory is None:
-                offload: OffloadEngine | None = None
-                cpu: CpuPart = NoCpuPart()
-                if sizes.num_cpu_blocks:
-                    offload = self._make_offload_engine(self.spec, sizes.num_cpu_blocks, self.dtype, self.device)
-                    cpu = self._make_cpu_part(self.config, offload, self.num_heads, self.tp)
-                self._memory = KVMemory(self.spec, self.backend, self.dtype, self.device, offload, cpu)
+                self._memory = self._make_memory(sizes.num_cpu_blocks)
             self._memory.allocate(sizes.num_gpu_blocks)
             drafts = ModelDrafts()
             for setup in companions:
@@ -220,6 +162,13 @@ class ModelRunner:
                 self._memory.companions.append(companion)
                 drafts = setup.make_drafts(companion) or drafts
             self._steps = StepRunner(self.model, self._memory, self.tp, drafts)
+
+    def _make_memory(self, num_cpu_blocks: int) -> KVMemory:
+        if not num_cpu_blocks:
+            return KVMemory(self.spec, self.backend, self.dtype, self.device)
+        offload = self._make_offload_engine(self.spec, num_cpu_blocks, self.dtype, self.device)
+        cpu = self._make_cpu_part(self.config, offload, self.num_heads, self.tp)
+        return OffloadMemory(self.spec, self.backend, self.dtype, self.device, offload, cpu)
 
     def drop_kv_cache(self) -> None:
         """Release the cache on the GPU, so that it can be allocated in other sizes."""
@@ -265,9 +214,9 @@ class ModelRunner:
         return graphs
 
     def reset_graphs(self) -> None:
-        if self.graphs is not None:
-            self.graphs.reset()
-            self.steps.graphs = None
+        if self._steps is not None:
+            self._steps.graphs.reset()
+            self._steps.graphs = RankGraphs()
 
     @on_own_device
     @torch.inference_mode()
@@ -276,14 +225,8 @@ class ModelRunner:
         return function(self)
 
     @on_own_device
-    def measure_drafts(self) -> DraftTimes:
-        """Measure how long drafting a token takes. Runs decode steps."""
-        with self.phases("drafts"):
-            return self.steps.measure_drafts(self.max_model_len)
-
-    @on_own_device
     def move(self, moves: Any) -> None:
-        """See Runner. The store waits for the compute stream, which is that of the current device."""
+        """See Runner. The store waits for the compute stream, the current stream of the rank's device."""
         self.store.submit(moves)
 
     def freeze_objects(self) -> None:
@@ -307,7 +250,7 @@ class ModelRunner:
         """Make the report to the engine, once this rank has started."""
         return StartReport(
             needs_rope_lens=self.model.needs_rope_lens,
-            link_byte_per_s=None if self.offload is None else self.offload.link_byte_per_s,
+            link_byte_per_s=self.memory.link_byte_per_s,
             phases=str(self.phases),
         )
 
@@ -332,104 +275,6 @@ class ModelRunner:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
                 gc.unfreeze()
-
-
-# -- memory other than the KV cache, on a GPU --------------------------------------------------------------------------
-
-
-def profile_memory(
-    runner: ModelRunner, num_cpu_blocks: int, most_gpu_blocks: int, companions: Sequence[CompanionSetup]
-) -> MemoryProfile:
-    """Measure memory with a cache of one block, which all sequences share and which is dropped at the end.
-
-    `most_gpu_blocks`: the largest number of blocks that the engine could use. `companions`: of the smallest possible
-    size.
-    """
-    config, spec = runner.config, runner.spec
-    runner.allocate_kv_cache(KVCacheSizes(1, num_cpu_blocks), companions)
-    steps = largest_steps(
-        num_tokens=config.max_num_batched_tokens,
-        max_num_seqs=max_step_rows(config, most_gpu_blocks),
-        max_model_len=runner.max_model_len,
-        block_size=spec.block_size,
-        group_blocks=spec.staging_group_blocks if num_cpu_blocks else 0,
-    )
-    with memory_remedy("running its largest step"):
-        _compile_kernels(runner, steps, most_gpu_blocks)
-        with runner.phases("largest step"):
-            step_bytes = reserved_by(lambda: [runner.launch(plan) for plan in steps])
-            step_bytes += runner.max_split_bytes()  # a shorter step may need the bytes even if these steps do not
-    with runner.phases("graphs"):
-        graph_bytes = 0 if config.enforce_eager else _measure_graph_bytes(runner, most_gpu_blocks)
-    runner.drop_kv_cache()
-    total_bytes = torch.cuda.mem_get_info()[1]
-    return MemoryProfile(
-        total_bytes=total_bytes,
-        utilization=config.gpu_memory_utilization,
-        used_bytes=used_bytes(),
-        step_bytes=step_bytes,
-        graph_bytes=graph_bytes,
-    )
-
-
-def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_blocks: int) -> None:
-    """Compile in parallel all kernels that prompts, chunks, sampling and decode graphs launch, so that no request waits
-    for a compilation. Meanwhile the libraries of the backends are initialised.
-
-    The kernels that take longest to compile come first. Short steps come before long steps, for which the backend's
-    library has to be initialised: by then, most kernels have been found. Building the library's plans fills the time
-    until all kernels are compiled.
-    """
-    if importlib.util.find_spec("triton") is None:
-        return
-    from nanovllm.kernels.launch import compile_only
-
-    short = short_steps(
-        max_num_seqs=max_step_rows(runner.config, most_gpu_blocks),
-        max_model_len=runner.max_model_len,
-        block_size=runner.spec.block_size,
-        group_blocks=runner.spec.staging_group_blocks if runner.memory.offload is not None else 0,
-    )
-    num_tokens = max(seq.num_tokens for plan in steps for seq in plan.sequences)
-    model = runner.model.config
-    if model.experts is not None or model.quantization is not None:  # more tokens use larger tiles
-        most_tokens = max(plan.num_tokens for plan in steps)
-        if model.experts is None:
-            most_tokens = min(most_tokens, MAX_PACKED_ROWS)
-        short += chunk_steps(most_tokens, runner.max_model_len, runner.spec.block_size)
-    with (
-        runner.phases("kernels"),
-        torch.inference_mode(),
-        warm_up_products(runner.model, num_tokens),
-        compile_only(runner.compile_server) as is_compiling,
-    ):
-        if runner.triton_start is not None:
-            runner.triton_start.wait()
-        launch_sampler(runner.model)
-        runner.launch_attention_kernels(num_tokens)
-        with runner.model.skipping_inner_layers():
-            for plan in (*short, *steps):
-                runner.launch(plan)
-            if not runner.config.enforce_eager:
-                runner.make_graphs(most_gpu_blocks).launch_kernels()
-        runner.build_plans(is_compiling)
-    runner.close_compile_server(is_complete=True)
-    runner.reset_graphs()
-
-
-def _measure_graph_bytes(runner: ModelRunner, most_gpu_blocks: int) -> int:
-    """Capture the largest sizes of each kind, whose memory the other sizes share. The rest of their memory is
-    estimated.
-
-    Kernels and workspaces that the captures load stay in use and are not counted here.
-    """
-    graphs = runner.make_graphs(most_gpu_blocks)
-    graphs.capture_largest()
-    with_graphs = used_bytes()
-    num_others = sum(len(kind.sizes) - len(kind.largest_sizes) for kind in graphs.kinds)
-    del graphs
-    runner.reset_graphs()
-    return with_graphs - used_bytes() + num_others * runner.spec.num_layers * GRAPH_LAYER_BYTES
 
 
 def make_runner(

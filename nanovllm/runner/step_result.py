@@ -4,14 +4,13 @@ Log-probabilities are computed in chunks, whose memory does not grow with the nu
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from statistics import fmean
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from nanovllm.device.cuda import pinned_view
-from nanovllm.offload.streams import Streams, TimedPiece
+from nanovllm.offload.streams import TimedPieces
 from nanovllm.plan.outputs import NO_LOGPROBS, PositionLogprobs, StepLogprobs
 from nanovllm.plan.step_plan import LayerTimes
 from nanovllm.runner.inputs import LogprobInputs
@@ -94,29 +93,6 @@ class StepEnd:
         if self._event is None or earlier._event is None:
             return self._now_s - earlier._now_s
         return earlier._event.elapsed_time(self._event) / 1000
-
-
-class TimedPieces(NamedTuple):
-    """The timed pieces of a step: streamed groups, and the CPU's attention in a layer."""
-
-    streams: Streams
-    link: Sequence[TimedPiece]
-    cpu: Sequence[TimedPiece]
-
-    def layer_times(self) -> LayerTimes:
-        """Return the measured times. Call this when the step is done."""
-        link, cpu = (
-            [
-                (piece.num_tokens, s)
-                for piece in timed
-                if (s := self.streams.seconds(piece.start, piece.end)) is not None
-            ]
-            for timed in (self.link, self.cpu)
-        )
-        num_tokens, seconds = zip(*link, strict=True) if link else ((), ())
-        return LayerTimes(
-            (fmean(num_tokens), fmean(seconds)) if link else None, fmean(s for _, s in cpu) if cpu else None
-        )
 
 
 class StepResult:

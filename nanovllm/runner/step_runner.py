@@ -1,31 +1,35 @@
-"""StepRunner: runs planned steps on one rank, as graphs where there are any, else kernel by kernel."""
+"""StepRunner: runs planned steps on one rank, as graphs where there are any, else kernel by kernel. GraphSet: which
+graphs there are.
+"""
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from nanovllm.attention.base import StepAttention
+from nanovllm.device.devices import memory_remedy
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.sampler import resample_edited, sample
 from nanovllm.models.decoder import CausalLM
-from nanovllm.plan.step_plan import DraftTimes, KVMoves, SamplingRow, SequencePayload, SequenceStep, StepPlan
-from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory
-from nanovllm.runner.cuda_graphs import StepGraphs
-from nanovllm.runner.graph_inputs import GraphBuffers
-from nanovllm.runner.graph_set import GraphSet
-from nanovllm.runner.inputs import (
-    StepInputs,
-    build_inputs,
-    edit_inputs,
-    prompt_logprob_inputs,
-    sampled_logprob_inputs,
-    to_device,
+from nanovllm.plan.step_limits import (
+    MixedSize,
+    graph_sizes,
+    streamed_graph_sizes,
+    streamed_verifying_graph_sizes,
+    verifying_graph_sizes,
 )
-from nanovllm.runner.kv_memory import KVMemory, StepBatches, build_batches, cpu_rows, last_token_batches
+from nanovllm.plan.step_plan import DraftTimes, KVMoves, SamplingRow, SequencePayload, SequenceStep, StepPlan
+from nanovllm.runner.cuda_graphs import DecodeGraphs, GraphKind, MixedGraphs, Size, StepGraphs
+from nanovllm.runner.graph_inputs import GraphBuffers
+from nanovllm.runner.inputs import LateInputs, StepInputs, build_inputs, late_inputs, to_device
+from nanovllm.runner.kv_memory import KVMemory, OffloadMemory, StepBatches, build_batches, cpu_rows, last_token_batches
+from nanovllm.runner.seams import CompanionColumns, CompanionMemory
 from nanovllm.runner.step_result import LogprobTensors, StepEnd, StepResult, prompt_logprobs, sampled_logprobs
+from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 from nanovllm.utils.arithmetic import ceil_div
 
 NUM_TIMED_STEPS = 4
@@ -86,15 +90,141 @@ class StepPass(NamedTuple):
     input_ids: torch.Tensor  # int64 [T]
     logits: torch.Tensor  # [S, vocab_size]
     sampled_ids: torch.Tensor  # int64 [S], sampled from the logits
+    late: LateInputs  # on the device
     prompt_logprobs: LogprobTensors | None = None
     hidden: torch.Tensor | None = None  # [T, hidden_size]; or None if drafts do not need it
+
+
+# Graphs of decode steps, by whether they stream keys and verify draft tokens: a name, and the sizes by the most rows
+DECODE_KINDS: dict[tuple[bool, bool], tuple[str, Callable[[int], list[int]]]] = {
+    (False, False): ("resident", graph_sizes),
+    (True, False): ("streamed", streamed_graph_sizes),
+    (False, True): ("resident verifying", verifying_graph_sizes),
+    (True, True): ("streamed verifying", streamed_verifying_graph_sizes),
+}
+
+
+class RankGraphs:
+    """The graphs of a rank. The base class has none: every step is launched kernel by kernel."""
+
+    kinds: Sequence[GraphKind[Any]] = ()
+    draft_graphs: StepGraphs | None = None  # None if drafts run in the graphs of decode steps
+
+    def find(self, plan: StepPlan, is_draft: bool = False) -> StepGraphs | None:
+        """Return the graphs that can run a decode step from token ids to sampled tokens, or None."""
+        return None
+
+    def find_mixed(self, plan: StepPlan) -> tuple[MixedGraphs, MixedSize] | None:
+        """Return the graphs that can run the layers of a step with chunks of prompts, and their size, or None."""
+        return None
+
+    def share(self, sampled_ids: torch.Tensor) -> None:
+        """Copy the last sampled tokens to where the next graph reads them, unless a graph has sampled them there."""
+
+    def reset(self) -> None:
+        """Destroy all graphs."""
+
+
+class GraphSet(RankGraphs):
+    """All kinds of graphs: the DECODE_KINDS that the engine needs, a kind for drafts if drafts need one, and, if all
+    layers are attention, a kind for steps with short chunks of prompts.
+    """
+
+    def __init__(
+        self,
+        *,
+        buffers: GraphBuffers,
+        model: CausalLM,
+        memory: KVMemory,
+        num_heads: int,
+        max_guesses: int,
+        tp: TPGroup,
+        make_draft_graphs: Callable[[GraphBuffers, KVMemory, int], StepGraphs | None],
+    ) -> None:
+        """Captures nothing yet. `num_heads`: query heads of this rank. `max_guesses`: draft tokens per sequence, 0
+        without speculation. `make_draft_graphs`: ModelDrafts.make_graphs.
+        """
+        self.buffers, self.model, self.tp = buffers, model, tp
+        self._by_kind: dict[tuple[bool, bool], StepGraphs] = {}
+        for (streams, verifies), (name, sizes) in DECODE_KINDS.items():
+            if verifies and not max_guesses:
+                continue
+            kind = name, sizes(buffers.max_num_rows), 1 + max_guesses if verifies else 1, buffers
+            if not streams:
+                self._by_kind[streams, verifies] = DecodeGraphs(*kind, memory)
+            elif isinstance(memory, OffloadMemory):
+                self._by_kind[streams, verifies] = StreamedDecodeGraphs(*kind, memory, num_heads)
+        self.draft_graphs = make_draft_graphs(buffers, memory, 1 + max_guesses)
+        self.mixed: MixedGraphs | None = None  # None if chunks are launched kernel by kernel
+        if not buffers.column_paddings:
+            self.mixed = MixedGraphs(buffers, memory, model.config.hidden_size)
+
+        others = [kind for kind in (self.draft_graphs, self.mixed) if kind is not None]
+        self.kinds = [*self._by_kind.values(), *others]
+
+    def find(self, plan: StepPlan, is_draft: bool = False) -> StepGraphs | None:
+        moves = plan.moves
+        if not plan.is_decode or moves.loads or moves.copies or moves.acts_by_layer:
+            return None
+        graphs = self._by_kind[moves.brings_in_keys, plan.has_guesses]
+        if is_draft and self.draft_graphs is not None:
+            graphs = self.draft_graphs
+        return graphs if plan.num_tokens <= graphs.sizes[-1] else None
+
+    def find_mixed(self, plan: StepPlan) -> tuple[MixedGraphs, MixedSize] | None:
+        needs_copies = plan.moves.brings_in_keys or plan.moves.loads or plan.moves.copies
+        if self.mixed is None or plan.is_decode or needs_copies:
+            return None
+        size = self.mixed.find_size(plan)
+        return None if size is None else (self.mixed, size)
+
+    def share(self, sampled_ids: torch.Tensor) -> None:
+        shared = self.buffers.sampled_ids[: len(sampled_ids)]
+        if shared.data_ptr() != sampled_ids.data_ptr():
+            shared.copy_(sampled_ids)
+
+    def __str__(self) -> str:
+        """Return the number of sizes of each kind, such as `67 resident, 6 streamed`."""
+        return ", ".join(f"{len(graphs.sizes)} {graphs.name}" for graphs in self.kinds)
+
+    def capture_all(self) -> None:
+        for graphs in self.kinds:
+            self._capture(graphs, graphs.sizes)
+
+    def capture_largest(self) -> None:
+        """Capture the largest sizes of each kind. The other sizes would share their memory."""
+        for graphs in self.kinds:
+            self._capture(graphs, graphs.largest_sizes)
+
+    @torch.inference_mode()
+    def _capture(self, graphs: GraphKind[Size], sizes: Sequence[Size]) -> None:
+        if self.tp.size > 1:
+            self.tp.on_close.append(graphs.reset)
+        with memory_remedy("capturing CUDA graphs"):
+            graphs.capture(self.model, sizes, show_progress=self.tp.rank == 0)
+
+    def launch_kernels(self) -> None:
+        """Launch the graphs' kernels one by one, for the largest size and for each size that is a power of two. Steps
+        with chunks need no additional kernels.
+        """
+        for graphs in self.kinds:
+            if not isinstance(graphs, StepGraphs):
+                continue
+            for size in graphs.sizes:
+                if size & (size - 1) == 0 or size == graphs.sizes[-1]:
+                    graphs.launch_kernels(self.model, size)
+
+    def reset(self) -> None:
+        for graphs in self.kinds:
+            graphs.reset()
+        self.tp.on_close.clear()
 
 
 class StepRunner:
     def __init__(self, model: CausalLM, memory: KVMemory, tp: TPGroup, drafts: "ModelDrafts") -> None:
         self.model, self.memory, self.spec, self.tp, self.device = model, memory, memory.spec, tp, memory.device
         self.drafts = drafts
-        self.graphs: GraphSet | None = None  # None if every step is launched kernel by kernel
+        self.graphs = RankGraphs()
         self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=self.device)  # sampled by the last step
         self._last_end: StepEnd | None = None  # the end of the last step
         # Steps that may still run. A kernel writes a step's results to pinned memory, which must exist until the step
@@ -103,7 +233,7 @@ class StepRunner:
 
     def build_inputs(self, plan: StepPlan) -> StepInputs:
         columns = self.memory.companion_columns(plan)
-        return build_inputs(plan, self.spec.block_size, self.spec.staging_group_blocks, columns)
+        return build_inputs(plan, self.spec.block_size, self.memory.group_blocks, columns)
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Enqueue a step. Hot."""
@@ -111,12 +241,11 @@ class StepRunner:
         self.memory.begin_step(plan)
         drafted_ids = self.draft(plan)
         ran = self.run_pass(plan, inputs)
-        asked = edit_inputs(plan, inputs.sampling, self.model.config.vocab_size), sampled_logprob_inputs(plan)
-        edited, scored = to_device(asked, self.device)
-        if edited is not None:
+        if edited := ran.late.edits:
             resample_edited(edited.edits, edited.sampling, ran.logits, ran.input_ids, ran.sampled_ids)
         self._keep_sampled(ran.sampled_ids)
-        logprobs = None if scored is None else sampled_logprobs(scored, ran.logits, self._sampled_ids)
+        asked = ran.late.logprobs
+        logprobs = None if asked is None else sampled_logprobs(asked, ran.logits, self._sampled_ids)
         times = self.memory.end_step()
         tokens = torch.cat([self._sampled_ids, drafted_ids]) if len(drafted_ids) else self._sampled_ids
         result = StepResult(tokens, logprobs, ran.prompt_logprobs, self._last_end, times)
@@ -140,7 +269,7 @@ class StepRunner:
             self._keep_sampled(self.drafts.run(self, step, is_first=not drafted))
             drafted.append(self._sampled_ids.clone())
         self._sampled_ids = torch.cat(drafted)
-        self._share_with_graphs()
+        self.graphs.share(self._sampled_ids)
         return self._sampled_ids
 
     def known_ids(self, tensors: StepInputs) -> torch.Tensor:
@@ -159,7 +288,7 @@ class StepRunner:
 
     def run_pass(self, plan: StepPlan, inputs: StepInputs, is_draft: bool = False) -> StepPass:
         """Run one forward pass of the model, with graphs if possible."""
-        graphs = None if self.graphs is None else self.graphs.find(plan, is_draft)
+        graphs = self.graphs.find(plan, is_draft)
         if graphs is None:
             return self._run_in_parts(plan, inputs, is_draft)
         if plan.moves.brings_in_keys:
@@ -171,32 +300,39 @@ class StepRunner:
             logits = graphs.replay(inputs)
             self.memory.ran_all_layers()
         num_rows, buffers = len(logits), graphs.buffers
-        sampled_ids = buffers.sampled_ids[:num_rows]
-        return StepPass(buffers.read_ids(num_rows), logits, sampled_ids, hidden=buffers.hidden[:num_rows])
+        sampled_ids, late = buffers.sampled_ids[:num_rows], to_device(self._late_inputs(plan, inputs), self.device)
+        return StepPass(buffers.read_ids(num_rows), logits, sampled_ids, late, hidden=buffers.hidden[:num_rows])
+
+    def _late_inputs(self, plan: StepPlan, inputs: StepInputs) -> LateInputs:
+        """Compute the late inputs on the host. Call this once the layers are enqueued."""
+        return late_inputs(plan, inputs.sampling, self.model.config.vocab_size)
 
     def _run_in_parts(self, plan: StepPlan, inputs: StepInputs, is_draft: bool) -> StepPass:
         """Run any step. Its layers may run as a graph; the sampler is always launched kernel by kernel."""
-        size = None if self.graphs is None or is_draft else self.graphs.find_mixed(plan)
-        if size is None:
+        found = None if is_draft else self.graphs.find_mixed(plan)
+        if found is None:
             tensors = to_device(inputs, self.device)
             input_ids, hidden, has_all_rows = self._launch_layers(plan, tensors, is_draft)
             logits_rows, sampling = tensors.logits_rows, tensors.sampling
+            late = to_device(self._late_inputs(plan, inputs), self.device)
         else:
-            assert self.graphs is not None and self.graphs.mixed is not None
+            mixed, size = found
             self.memory.begin_all_layers()
-            hidden, has_all_rows = self.graphs.mixed.replay(plan, inputs, size), True
+            hidden, has_all_rows = mixed.replay(plan, inputs, size), True
             self.memory.ran_all_layers()
-            input_ids = self.graphs.buffers.read_ids(len(hidden))
-            logits_rows, sampling = to_device((inputs.logits_rows, inputs.sampling), self.device)
+            input_ids = mixed.buffers.read_ids(len(hidden))
+            asked = inputs.logits_rows, inputs.sampling, self._late_inputs(plan, inputs)
+            logits_rows, sampling, late = to_device(asked, self.device)
         vocab_size, logprobs, all_hidden = self.model.config.vocab_size, None, hidden if has_all_rows else None
-        if scored := to_device(prompt_logprob_inputs(plan), self.device):
+        if scored := late.prompt_logprobs:
             logprobs = prompt_logprobs(scored, hidden, self.model.compute_logits, vocab_size)
         if has_all_rows and not plan.is_decode:
             hidden = hidden[logits_rows]
         if not len(hidden):
-            return StepPass(input_ids, hidden.new_empty(0, vocab_size), self._sampled_ids[:0], logprobs, all_hidden)
+            none = hidden.new_empty(0, vocab_size)
+            return StepPass(input_ids, none, self._sampled_ids[:0], late, logprobs, all_hidden)
         logits = self.model.compute_logits(hidden)
-        return StepPass(input_ids, logits, sample(logits, sampling), logprobs, all_hidden)
+        return StepPass(input_ids, logits, sample(logits, sampling), late, logprobs, all_hidden)
 
     def _launch_layers(
         self, plan: StepPlan, tensors: StepInputs, is_draft: bool
@@ -227,17 +363,9 @@ class StepRunner:
         """Store the sampled tokens of rank 0 on every rank, where the next forward pass finds them."""
         if len(sampled_ids):
             self._sampled_ids = self.tp.broadcast(sampled_ids)
-            self._share_with_graphs()
+            self.graphs.share(self._sampled_ids)
         else:
             self._sampled_ids = self._sampled_ids[:0]
-
-    def _share_with_graphs(self) -> None:
-        """Copy the last sampled tokens to where the next graph reads them, unless a graph has sampled them there."""
-        if self.graphs is None:
-            return
-        shared = self.graphs.buffers.sampled_ids[: len(self._sampled_ids)]
-        if shared.data_ptr() != self._sampled_ids.data_ptr():
-            shared.copy_(self._sampled_ids)
 
 
 class ModelDrafts:

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, running_dtype
@@ -26,11 +25,11 @@ from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
 from nanovllm.offload.offload_engine import OffloadEngine
-from nanovllm.runner.cpu_part import CpuGraphs, CpuRows
-from nanovllm.runner.cuda_graphs import MakeAttention, StepGraphs, capture
+from nanovllm.runner.cuda_graphs import StepGraphs, capture
 from nanovllm.runner.graph_inputs import GraphBuffers
-from nanovllm.runner.inputs import GroupInputs, StepInputs, to_device
-from nanovllm.runner.kv_memory import KVMemory, PagedAttention
+from nanovllm.runner.inputs import GroupInputs, StepInputs, padded_groups, to_device
+from nanovllm.runner.kv_memory import OffloadMemory, PagedAttention
+from nanovllm.runner.seams import CpuGraphs, CpuRows
 
 
 class StaticResult:
@@ -115,10 +114,9 @@ class GroupGraphs:
     def begin_step(self, size: int, graphs: Sequence[torch.cuda.CUDAGraph], groups: Sequence[GroupInputs]) -> None:
         """Enqueue the copy of the groups' arrays. `graphs`: the graphs of `size`, one for each buffer."""
         self._size, self._graphs = size, graphs
-        padded = np.zeros((len(groups), size, 1 + self._tables.shape[2]), dtype=np.int32)  # sequences without keys
-        for rows, group in zip(padded, groups, strict=True):
-            num_seqs = len(group.context_lens)
-            rows[:num_seqs, 0], rows[:num_seqs, 1:] = group
+        if not groups:  # the CPU attends to all missing keys
+            return
+        padded = padded_groups(groups, size)
         self._keys = [rows.tobytes() for rows in padded]
         self._groups = torch.as_tensor(to_device(padded, self._lens.device)).unbind()
 
@@ -181,18 +179,16 @@ class StreamedDecodeGraphs(StepGraphs):
 
     def __init__(
         self,
-        buffers: GraphBuffers,
         name: str,
         sizes: list[int],
         max_query_len: int,
-        *,
-        memory: KVMemory,
+        buffers: GraphBuffers,
+        memory: OffloadMemory,
         num_heads: int,
     ) -> None:
-        """`memory` must have offload. `num_heads`: query heads of this rank."""
-        super().__init__(buffers, name, sizes, max_query_len)
-        assert memory.offload is not None, "without offload nothing is streamed"
-        self.memory, self.offload, largest = memory, memory.offload, self.sizes[-1]
+        """`num_heads`: query heads of this rank."""
+        super().__init__(name, sizes, max_query_len, buffers, memory)
+        self.offload, largest = memory.offload, self.sizes[-1]
         spec, backend, scale = memory.spec, memory.backend, memory.scale
         self.num_layers = spec.num_layers
         self.result = StaticResult(self.offload.k_cache_gpu, largest, num_heads, spec.head_dim)
@@ -201,12 +197,12 @@ class StreamedDecodeGraphs(StepGraphs):
         )
         self.cpu_graphs = memory.cpu.graphs(scale)
 
-    def _capture_size(self, model: CausalLM, make_attention: MakeAttention, size: int, pools: list[Any]) -> None:
+    def _capture_size(self, model: CausalLM, size: int, pools: list[Any]) -> None:
         """Capture the pieces, one more than there are attention layers, then a graph for each staging buffer, and one
         that merges the CPU's results unless CPU attention is disabled.
         """
         pool, group_pool = pools
-        cutter = _Cutter(self.paged(self.memory.paged_attention, size), self.cpu_graphs, self.result, pool)
+        cutter = _Cutter(self.paged(size), self.cpu_graphs, self.result, pool)
         with cutter:
             self.buffers.forward(model, size, cutter)
         graphs = self._graphs[size] = cutter.pieces
@@ -220,8 +216,8 @@ class StreamedDecodeGraphs(StepGraphs):
             graphs.append(graph)
         torch.cuda.synchronize()
 
-    def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
-        self.buffers.forward(model, size, self.paged(make_attention, size))
+    def launch_kernels(self, model: CausalLM, size: int) -> None:
+        self.buffers.forward(model, size, self.paged(size))
         for buffer in range(self.groups.num_buffers):
             self.groups.launch_kernels(size, buffer, self.result)
         for cpu in self.cpu_graphs:

@@ -18,7 +18,7 @@ from nanovllm.engine.setup import Internals
 from nanovllm.entrypoints.demo.haystack import build_haystack
 from nanovllm.models.retrieval_model import build_retrieval_model
 from nanovllm.plan.shadow_spec import SHADOW_BITS
-from nanovllm.schedule.proposer import load_of
+from nanovllm.schedule.seams import load_of
 
 pytestmark = pytest.mark.gpu
 

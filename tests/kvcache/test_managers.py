@@ -16,7 +16,8 @@ from nanovllm.plan.kv_spec import num_blocks_for, num_sequences_in
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.plan.step_plan import SlotOffload
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.schedule.proposer import Proposer, StepDrafts
+from nanovllm.schedule.planned_step import StepDrafts
+from nanovllm.schedule.seams import Proposer
 
 # -- both managers ---------------------------------------------------------------------------------------------------
 

@@ -20,18 +20,21 @@ from nanovllm.plan.step_plan import (
     StepPlan,
     StreamedGroup,
 )
-from nanovllm.runner.cpu_part import CpuRows
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import (
     GroupInputs,
+    Packing,
     StepInputs,
     build_inputs,
+    late_inputs,
     pad_tables,
+    padded_groups,
     prompt_logprob_inputs,
     sampled_logprob_inputs,
     to_device,
 )
 from nanovllm.runner.kv_memory import build_batches, last_token_batches
+from nanovllm.runner.seams import CpuRows
 
 BLOCK_SIZE = 8
 
@@ -100,6 +103,7 @@ def random_plan(rng: random.Random) -> StepPlan:
     return StepPlan(tuple(steps), KVMoves())
 
 
+UNREAD_BY_GRAPHS = {"pending_rows", "block_tables", "sampling_seqs", "sampling_cu_seqlens", "logits_rows"}
 STATE_COLUMNS = StateRows._fields[1:5]
 STATES = StateMemory.__new__(StateMemory)  # `columns` needs no memory
 
@@ -210,7 +214,7 @@ def test_decode_graph_inputs_are_the_arrays_of_the_step_padded(max_guesses: int)
         size = min(size for size in (4, 8, 16, 19) if size >= num_rows)
         buffers.fill_decode(inputs, size)
         got, want = by_name(buffers.tensors(GraphShape.decode(size))), by_name(inputs)
-        for name in got.keys() - {"input_ids", "token_source", "cu_seqlens_q"}:
+        for name in got.keys() - UNREAD_BY_GRAPHS - {"input_ids", "cu_seqlens_q"}:
             num_padding = size - (num_seqs if name == "context_lens" or name.startswith("states.") else num_rows)
             padding = -(name in ("slot_mapping", "states.source_slots"))
             assert got[name].tolist() == [*want[name].tolist(), *[padding] * num_padding], name
@@ -227,6 +231,54 @@ def test_decode_graph_inputs_are_the_arrays_of_the_step_padded(max_guesses: int)
         assert batch.cu_seqlens_q.tolist() == (cu_seqlens if max_guesses else list(range(size + 1)))
         for step, table in zip(steps, batch.block_tables.tolist(), strict=False):
             assert tuple(table[: len(step.block_table)]) == step.block_table
+
+
+def test_mixed_graph_inputs_of_every_size_are_the_arrays_of_the_step_padded() -> None:
+    """Rows come first, chunks from `first_chunk` on, and a longer step has left its numbers in the buffers."""
+    rng = random.Random(4)
+    buffers = make_buffers(19, max_num_tokens=1024)
+    for size in [*reversed(buffers.mixed_sizes), *buffers.mixed_sizes]:
+        shape = GraphShape.mixed(size)
+        num_rows, num_chunks = rng.randint(0, size.num_rows), rng.randint(1, 8)
+        chunk_lens = [rng.randint(2, min(80, size.num_chunk_tokens // num_chunks)) for _ in range(num_chunks)]
+        steps = [sequence_step(1, rng.randint(1, 99), previous_row=rng.randint(-1, 18)) for _ in range(num_rows)]
+        steps += [sequence_step(length, length + rng.randint(0, 20)) for length in chunk_lens]
+        inputs = inputs_of(*steps)
+        cu_seqlens_q = np.arange(9, dtype=np.int32) + size.num_rows
+        buffers.fill(inputs, shape, num_rows, cu_seqlens_q)
+        got, want = by_name(buffers.tensors(shape)), by_name(inputs)
+        num_tokens, num_padding = len(inputs.input_ids), shape.num_tokens - len(inputs.input_ids)
+        for name in ("input_ids", "positions", "rope_lens", "slot_mapping"):
+            padding = [-1 if name == "slot_mapping" else 0] * num_padding
+            assert got[name].tolist() == [*want[name].tolist(), *padding], name
+        assert got["cu_seqlens_q"].tolist() == cu_seqlens_q.tolist()
+        lens = want["context_lens"].tolist()
+        between, after = [0] * (shape.first_chunk - num_rows), [0] * (8 - num_chunks)
+        assert got["context_lens"].tolist() == [*lens[:num_rows], *between, *lens[num_rows:], *after]
+        assert {name for name in got.keys() & UNREAD_BY_GRAPHS if len(got[name])} == set()
+        buffers.sampled_ids.copy_(torch.arange(19) + 500_000)
+        ids = want["input_ids"].copy()
+        is_pending = want["pending_rows"] >= 0
+        ids[is_pending] = 500_000 + want["pending_rows"][is_pending]
+        assert buffers.input_ids(shape)[:num_tokens].tolist() == np.maximum(ids, 0).tolist()
+
+
+def test_packing_shorter_arrays_keep_the_ends_of_their_places() -> None:
+    """A graph's inputs are padding up to where a step's arrays end."""
+    tree = (np.arange(3, dtype=np.int32), None, GroupInputs(np.ones(5, np.float32), np.zeros((2, 0), np.int64)), ())
+    packing = Packing(tree)
+    assert packing.num_bytes == 16 + 32
+    flat = torch.from_numpy(packing.packed)
+    first, none, group, empty = packing.view(flat)
+    assert (none, empty) == (None, ())
+    assert first.tolist() == [0, 1, 2] and group.context_lens.tolist() == [1.0] * 5
+    assert group.block_tables.shape == (2, 0)
+    short = np.array([9, 8], np.int32), None, GroupInputs(np.zeros(1, np.float32), np.ones(3)), ()
+    packing.write(flat.numpy(), short)
+    assert (first.tolist(), group.context_lens.tolist()) == ([9, 8, 2], [0.0, 1.0, 1.0, 1.0, 1.0])
+    for wrong in (np.zeros(4, np.int32), np.zeros(2, np.int64)):
+        with pytest.raises(AssertionError, match="does not fit"):
+            packing.write(flat.numpy(), (wrong, *short[1:]))
 
 
 @pytest.mark.parametrize("max_num_rows", [1, 8, 19])
@@ -310,12 +362,23 @@ def test_log_probabilities_are_asked_for_by_row() -> None:
     assert (sampled.rows.tolist(), sampled.num_top) == ([3, 4, 5], 3)
     assert prompt is not None
     assert (prompt.rows.tolist(), prompt.token_ids.tolist(), prompt.num_top) == ([4, 5, 9], [7, 8, 5], 4)  # type: ignore[union-attr]
+    assert late_inputs(plan, inputs_of(*steps).sampling, vocab_size=30)[0] is None
     plain = StepPlan(steps[:1], KVMoves())
-    assert sampled_logprob_inputs(plain) is None and prompt_logprob_inputs(plain) is None
+    assert late_inputs(plain, inputs_of(*steps[:1]).sampling, vocab_size=30) == (None, None, None)
 
 
 def test_pad_tables_missing_entries_are_a_valid_block() -> None:
     assert pad_tables([(3, 4), (), (5,)], 3).tolist() == [[3, 4, 0], [0, 0, 0], [5, 0, 0]]
+
+
+def test_padded_groups_rows_after_the_last_sequence_have_no_keys() -> None:
+    groups = [
+        GroupInputs(np.array([16, 5], np.int32), np.array([[1, 2], [3, 0]], np.int32)),
+        GroupInputs(np.array([0], np.int32), np.array([[4, 5]], np.int32)),
+    ]
+    padded = padded_groups(groups, 3)
+    assert padded.dtype == np.int32
+    assert padded.tolist() == [[[16, 1, 2], [5, 3, 0], [0, 0, 0]], [[0, 4, 5], [0, 0, 0], [0, 0, 0]]]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

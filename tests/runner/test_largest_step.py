@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm.plan.step_plan import StepPlan
 from nanovllm.runner.inputs import build_inputs
-from nanovllm.runner.startup_steps import HISTORY_TOKENS, NUM_GROUPS, largest_steps, short_steps
+from nanovllm.runner.measure import HISTORY_TOKENS, NUM_GROUPS, largest_steps, short_steps
 
 BLOCK = 256
 

@@ -14,7 +14,7 @@ from nanovllm.attention.base import PagedBatch, PartialAttention
 from nanovllm.plan.step_limits import MAX_GRAPH_CHUNKS, MixedSize
 from nanovllm.plan.step_plan import StepPlan
 from nanovllm.runner.cuda_graphs import MixedGraphs
-from nanovllm.runner.graph_set import GraphSet
+from nanovllm.runner.step_runner import GraphSet
 from nanovllm.sampling_params import SamplingParams
 
 PROMPTS = prompts_of(1, 17, BLOCK - 1, BLOCK, 2 * BLOCK + 5, 5 * BLOCK + 1)
@@ -44,7 +44,7 @@ class MixedLLM(CheckedLLM):
         super().__init__(reference, **options)
         runner: Any = self.runner
         buffers = graph_buffers(runner, MAX_ROWS)
-        self.mixed = MixedGraphs(buffers, runner.model.config.hidden_size, torch.float32)
+        self.mixed = MixedGraphs(buffers, runner.memory, runner.model.config.hidden_size)
         sizes = self.mixed.sizes
         self.mixed._graphs = {size: [SimpleNamespace(replay=lambda size=size: self._run_size(size))] for size in sizes}
         self.used: list[MixedSize] = []
@@ -52,6 +52,7 @@ class MixedLLM(CheckedLLM):
             find=lambda *args: None, mixed=self.mixed, buffers=buffers, kinds=[], reset=lambda: None
         )
         graphs.find_mixed = lambda plan: GraphSet.find_mixed(graphs, plan)
+        graphs.share = lambda sampled_ids: GraphSet.share(graphs, sampled_ids)
         runner.steps.graphs = graphs
 
     @torch.inference_mode()
@@ -60,7 +61,7 @@ class MixedLLM(CheckedLLM):
         self.used.append(size)
         self.mixed._hidden.fill_(torch.nan)
         own, runner.memory.backend = runner.memory.backend, DeviceLensBackend()
-        self.mixed.launch_kernels(runner.model, runner.memory.paged_attention, size)
+        self.mixed.launch_kernels(runner.model, size)
         runner.memory.backend = own
 
 

@@ -27,9 +27,9 @@ from nanovllm.layers import delta_net
 from nanovllm.layers.moe import Router
 from nanovllm.plan.kv_spec import KVCacheSizes
 from nanovllm.plan.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
-from nanovllm.runner import cuda_graphs, model_runner, startup_steps
-from nanovllm.runner.companion_memory import RankStore
+from nanovllm.runner import cuda_graphs, measure
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.seams import RankStore
 
 GREEDY = SamplingRow()
 
@@ -116,10 +116,10 @@ def test_profile_memory_runs_everything_and_leaves_nothing(
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr("nanovllm.kernels.launch.compile_only", lambda server: nullcontext(lambda: False))
-    profile = model_runner.profile_memory(runner, num_cpu_blocks, NUM_SEQS, [])
+    profile = measure.profile_memory(runner, num_cpu_blocks, NUM_SEQS, [])
     assert profile.used_bytes == 2**30 and profile.step_bytes == 2**20 and profile.graph_bytes > 0
     assert list(runner.phases.seconds) == ["weights", "KV cache", "kernels", "largest step", "graphs"]
-    assert runner.graphs is None
+    assert not runner.graphs.kinds
     if num_cpu_blocks:
         assert not hasattr(runner.offload, "k_cache_gpu")
     else:
@@ -180,7 +180,7 @@ def test_profile_memory_releases_companions_and_their_drafts_by_counting_referen
     gc.collect()
     gc.disable()
     try:
-        profile = model_runner.profile_memory(runner, num_cpu_blocks, NUM_SEQS, companion_setups(runner.spec, sizes))
+        profile = measure.profile_memory(runner, num_cpu_blocks, NUM_SEQS, companion_setups(runner.spec, sizes))
         assert profile.graph_bytes > 0 and len(allocated) >= 8
         assert [each() for each in allocated] == [None] * len(allocated)
     finally:
@@ -213,9 +213,9 @@ def test_moves_of_a_store_begin_on_the_device_of_the_rank(
 
 
 def test_product_rows_go_from_the_longest_step_down_to_two() -> None:
-    assert startup_steps.product_rows(16) == [16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2]
-    assert startup_steps.product_rows(1) == []
-    rows = startup_steps.product_rows(16_384)
+    assert measure.product_rows(16) == [16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2]
+    assert measure.product_rows(1) == []
+    rows = measure.product_rows(16_384)
     assert rows[0] == 16_384 and rows[-1] == 2 and max(a / b for a, b in pairwise(rows[:-8])) <= 1.25
 
 
@@ -234,7 +234,7 @@ def test_graphs_hold_all_layers_and_only_two_are_launched_before(
     for kind in graphs.kinds:
         notes.clear()
         with torch.inference_mode():
-            kind.capture(runner.model, graphs.memory.paged_attention, kind.sizes[-1:], show_progress=False)
+            kind.capture(runner.model, kind.sizes[-1:], show_progress=False)
         before = notes[: notes.index("begin")].count("attention")
         num_calls = 2 if kind is graphs.mixed else 1  # in each layer: mixed graphs attend to rows and to chunks
         others = num_groups if kind.name == "streamed" else 0
@@ -273,7 +273,7 @@ def test_captured_graphs_are_replayed_and_reset(runner: ModelRunner, num_cpu_blo
         assert sum(graph.num_replays for graph in pieces[num_pieces:]) == 2 * num_layers
     all_graphs = [graph for kind in graphs.kinds for some in kind._graphs.values() for graph in some]
     runner.close()
-    assert all(graph.is_reset for graph in all_graphs) and runner.graphs is None
+    assert all(graph.is_reset for graph in all_graphs) and not runner.graphs.kinds
 
 
 def test_warm_up_multiplies_by_the_router_as_a_step_does() -> None:
@@ -294,5 +294,5 @@ def test_warm_up_multiplies_by_the_router_as_a_step_does() -> None:
     layers = torch.nn.ModuleList(RecordingRouter(16, experts, torch.bfloat16) for _ in range(2))
     head = SimpleNamespace(weight=torch.zeros(8, 16, dtype=torch.bfloat16))
     model: Any = SimpleNamespace(lm_head=head, model=SimpleNamespace(layers=layers), mtp=None)
-    with startup_steps.warm_up_products(model, num_tokens=8):
-        assert wait_until(lambda: RecordingRouter.num_rows == startup_steps.product_rows(8))
+    with measure.warm_up_products(model, num_tokens=8):
+        assert wait_until(lambda: RecordingRouter.num_rows == measure.product_rows(8))

@@ -28,9 +28,9 @@ from nanovllm.layers import linear
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.plan.kv_spec import KVCacheSizes
 from nanovllm.plan.step_plan import KVMoves, StepPlan
-from nanovllm.runner import model_runner, startup_steps
+from nanovllm.runner import measure
+from nanovllm.runner.measure import largest_steps, short_steps
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.startup_steps import largest_steps, short_steps
 from nanovllm.utils.arithmetic import ceil_div
 
 
@@ -113,9 +113,9 @@ def test_the_draft_head_launches_only_kernels_that_start_up_finds(
     sizes, options = KVCacheSizes(1, num_cpu_blocks, num_state_slots=1), {"speculation": "mtp"}
     with launching_runner(model, sizes, **options) as runner:
         monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
-        found = launched(lambda: model_runner._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+        found = launched(lambda: measure._compile_kernels(runner, steps_of(runner), NUM_SEQS))
         runner.steps._sampled_ids = torch.full((8,), 2**40)
-        needed = launched(lambda: runner.measure_drafts())
+        needed = launched(lambda: measure.measure_drafts(runner))
         assert len(needed) > 5 and set(needed) <= set(found)
 
 
@@ -126,9 +126,9 @@ def test_experts_of_any_number_of_tokens_launch_only_kernels_that_start_up_finds
     model = write_tiny_model(tmp_path, "qwen3_5_moe", head_dim=64, max_position_embeddings=2048)
     with launching_runner(model, KVCacheSizes(1, num_state_slots=1)) as runner:
         monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
-        found = launched(lambda: model_runner._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+        found = launched(lambda: measure._compile_kernels(runner, steps_of(runner), NUM_SEQS))
         for num_tokens in (20, 47, 100, 299):
-            (step,) = startup_steps._sequences((num_tokens,), runner.max_model_len, BLOCK)
+            (step,) = measure._sequences((num_tokens,), runner.max_model_len, BLOCK)
             assert set(launched(lambda step=step: runner.launch(StepPlan((step,), KVMoves())))) <= set(found)
 
 
@@ -155,11 +155,11 @@ def test_packed_weights_launch_only_kernels_that_start_up_finds(
     model = write_tiny_model(tmp_path, max_position_embeddings=2048, **sizes)
     with launching_runner(model, KVCacheSizes(1), quantization=name, max_model_len=max_model_len) as runner:
         monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
-        found = launched(lambda: model_runner._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+        found = launched(lambda: measure._compile_kernels(runner, steps_of(runner), NUM_SEQS))
         assert "sum_parts_kernel" in {kernel[0] for kernel in found}
         for num_tokens in (20, 47, 100, 200, 300):
-            lengths = startup_steps._lengths(num_tokens, ceil_div(num_tokens, max_model_len), max_model_len)
-            plan = StepPlan(startup_steps._sequences(lengths, max_model_len, BLOCK), KVMoves())
+            lengths = measure._lengths(num_tokens, ceil_div(num_tokens, max_model_len), max_model_len)
+            plan = StepPlan(measure._sequences(lengths, max_model_len, BLOCK), KVMoves())
             needed = launched(lambda plan=plan: runner.launch(plan))
             many = "_quantize_kernel" if name == "fp8" else "_unpack_kernel"
             assert (many in {kernel[0] for kernel in needed}) == (num_tokens > (64 if name == "fp8" else 256))
@@ -179,7 +179,7 @@ def launch_steps_and_graphs(runner: ModelRunner) -> None:
     graphs = runner.make_graphs(NUM_SEQS)
     graphs.launch_kernels()
     for size in graphs.mixed.sizes:
-        graphs.mixed.launch_kernels(runner.model, graphs.memory.paged_attention, size)
+        graphs.mixed.launch_kernels(runner.model, size)
     runner.reset_graphs()
 
 
@@ -195,7 +195,7 @@ def test_kernels_that_take_longest_to_compile_are_launched_first(
 ) -> None:
     """Regression: the variants for prefill came last, so that nothing else was left to compile beside them."""
     monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
-    found = launched(lambda: model_runner._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+    found = launched(lambda: measure._compile_kernels(runner, steps_of(runner), NUM_SEQS))
     names = [kernel[0] for kernel in found]
     assert len(names) > 15
     assert {"_redraw_kernel", "_prefill_kernel"} <= set(names[: names.index("_rms_norm_kernel")])
@@ -215,7 +215,7 @@ def test_short_steps_are_launched_before_long_ones(runner: ModelRunner, monkeypa
     run = runner.launch
     monkeypatch.setattr(runner, "launch", note)
     monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
-    launched(lambda: model_runner._compile_kernels(runner, longest, NUM_SEQS))
+    launched(lambda: measure._compile_kernels(runner, longest, NUM_SEQS))
     assert longest and lens[-1] == NUM_TOKENS and set(lens[:-1]) >= {2, 4, 8, 16}
 
 
@@ -230,7 +230,7 @@ def test_plans_are_built_for_the_longest_chunks_while_kernels_are_compiled(
 
     monkeypatch.setattr(runner.backend, "build_plans", build_plans)
     monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: is_compiling))
-    launched(lambda: model_runner._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+    launched(lambda: measure._compile_kernels(runner, steps_of(runner), NUM_SEQS))
     assert asked == [(NUM_TOKENS, runner.max_model_len, is_compiling)]
 
 
@@ -238,7 +238,7 @@ def test_nothing_is_launched_before_triton_is_prepared(runner: ModelRunner, monk
     events: list[str] = []
     prepared: Any = SimpleNamespace(wait=lambda: events.append("prepared"))
     monkeypatch.setattr(runner, "triton_start", prepared)
-    monkeypatch.setattr(model_runner, "launch_sampler", lambda model: events.append("launched"))
+    monkeypatch.setattr(measure, "launch_sampler", lambda model: events.append("launched"))
     monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
-    launched(lambda: model_runner._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+    launched(lambda: measure._compile_kernels(runner, steps_of(runner), NUM_SEQS))
     assert events == ["prepared", "launched"]

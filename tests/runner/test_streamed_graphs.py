@@ -21,10 +21,10 @@ from nanovllm.offload.offload_engine import OffloadEngine
 from nanovllm.offload.streams import ImmediateStreams
 from nanovllm.plan.kv_spec import KVCacheSpec, StagingSizes
 from nanovllm.plan.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
-from nanovllm.runner.cpu_part import CpuPart, NoCpuPart
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.inputs import build_inputs
-from nanovllm.runner.kv_memory import KVMemory, cpu_rows, make_offload_engine
+from nanovllm.runner.kv_memory import OffloadMemory, cpu_rows, make_offload_engine
+from nanovllm.runner.seams import CpuPart, NoCpuPart
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 
 BLOCK, SCALE = 256, 0.1
@@ -193,9 +193,9 @@ def make_graphs(
     backend: AttentionBackend,
     num_heads: int,
 ) -> StreamedDecodeGraphs:
-    memory = KVMemory(offload.spec, backend, offload.dtype, offload.device, offload, cpu)
+    memory = OffloadMemory(offload.spec, backend, offload.dtype, offload.device, offload, cpu)
     memory.scale = SCALE
-    return StreamedDecodeGraphs(buffers, "streamed", sizes, max_query_len, memory=memory, num_heads=num_heads)
+    return StreamedDecodeGraphs("streamed", sizes, max_query_len, buffers, memory, num_heads)
 
 
 @pytest.mark.parametrize("num_guesses", [(0, 0), (4, 0), (1, 2)])
@@ -273,7 +273,7 @@ def test_gpu_streamed_graphs_many_groups_round_once(name: str, num_parts: int, w
         model = OneAttention(case.q_THD)
         cpu = make_cpu_attention(offload, num_heads=16, is_pinned=True) if with_cpu else NoCpuPart()
         graphs = make_graphs(buffers, [NUM_SEQS], 1, offload, cpu, backend, num_heads=16)
-        graphs.capture(model, graphs.memory.paged_attention, graphs.sizes, show_progress=False)  # type: ignore[arg-type]
+        graphs.capture(model, graphs.sizes, show_progress=False)  # type: ignore[arg-type]
         plan = make_plan(num_groups, num_cpu_tokens=100 if with_cpu and num_groups else 0)
         for _ in range(2):  # the second step finds the running result of the first
             model.out_BHD.zero_()

@@ -8,7 +8,7 @@ import pytest
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.schedule.scheduler import PromptSharing
+from nanovllm.schedule.prompts import PromptSharing
 from nanovllm.schedule.step_bound import (
     LONG_STEP_INTERVAL,
     MIN_CHUNK_TOKENS,

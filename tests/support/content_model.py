@@ -22,8 +22,8 @@ from nanovllm.capabilities.speculation.drafters import Drafter
 from nanovllm.capabilities.speculation.speculator import Speculator
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.block_pool import Block, BlockPool
-from nanovllm.kvcache.companion import Companion
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.seams import Companion
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.plan.step_plan import KVMoves, SequenceStep, StepPlan, find_payload
 from nanovllm.sampling_params import SamplingParams
@@ -542,7 +542,7 @@ class Simulation:
         seq_id = self._first_id + len(self.sequences)
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, **params)  # type: ignore[arg-type]
         seq = Sequence(seq_id, list(prompt), sampling, seed=seq_id)
-        self.scheduler.check_fits(seq)
+        self.scheduler.kv.check_fits(seq)
         self.scheduler.add(seq)
         self.sequences.append(seq)
         self.runner.add(seq_id, prompt)

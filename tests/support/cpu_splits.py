@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit, FollowingSplit
 from nanovllm.engine.setup import Internals
-from nanovllm.kvcache.missing_keys import STREAM_ALL, KeySplitter
+from nanovllm.kvcache.seams import STREAM_ALL, KeySplitter
 
 ALL = 2**40
 

@@ -21,10 +21,9 @@ class GpuLLM(CheckedLLM):
     def __init__(self, reference: Reference, **options: Any) -> None:
         super().__init__(reference, **({"device": "cuda", "enforce_eager": False, "max_num_seqs": 6} | options))
         self.num_replays: Counter[str] = Counter()
-        if self.runner.graphs is not None:
-            for graphs in self.runner.graphs.kinds:
-                returns_logits = not isinstance(graphs, MixedGraphs | HeadGraphs)
-                graphs.replay = self._counted(graphs.name, graphs.replay, returns_logits)
+        for graphs in self.runner.graphs.kinds:
+            returns_logits = not isinstance(graphs, MixedGraphs | HeadGraphs)
+            graphs.replay = self._counted(graphs.name, graphs.replay, returns_logits)
 
     def _counted(
         self, name: str, replay: Callable[..., torch.Tensor], returns_logits: bool

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from nanovllm.plan.sequence import Sequence
-from nanovllm.schedule.proposer import DRAFTED, Guesses
+from nanovllm.schedule.seams import DRAFTED, Guesses
 
 KINDS = ("right", "random", "wrong", "wrong at the last", "end tokens", "too many", "outside", "drafts", "mixed")
 

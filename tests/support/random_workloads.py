@@ -18,8 +18,8 @@ from nanovllm.capabilities.shadow.pages import ShadowPages
 from nanovllm.capabilities.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.block_pool import PrefixIndex
-from nanovllm.kvcache.companion import Companion
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.seams import Companion
 from nanovllm.plan.sequence import Sequence
 from nanovllm.schedule.step_bound import ChunkTimes, StepBound
 

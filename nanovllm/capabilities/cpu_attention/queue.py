@@ -23,9 +23,8 @@ import torch
 from nanovllm.attention.base import PartialAttention
 from nanovllm.capabilities.cpu_attention.job import AttentionJob, CpuKernel, RowSpans, TokenSpan
 from nanovllm.offload.offload_engine import OffloadEngine
-from nanovllm.offload.streams import Event, TimedPiece, WorkTimer
-from nanovllm.runner.cpu_part import CpuRows
-from nanovllm.runner.step_result import TimedPieces
+from nanovllm.offload.streams import Event, TimedPiece, TimedPieces, WorkTimer
+from nanovllm.runner.seams import CpuRows
 
 
 class RowBuffers(NamedTuple):

@@ -25,8 +25,9 @@ from nanovllm.errors import ConfigError
 from nanovllm.offload.offload_engine import COPY_BYTES, OffloadEngine
 from nanovllm.plan.step_limits import MAX_VERIFYING_ROWS, streamed_graph_sizes
 from nanovllm.plan.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan
-from nanovllm.runner.cpu_part import CpuPart, CpuRows, NoCpuPart
+from nanovllm.runner.kv_memory import OffloadMemory
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.seams import CpuPart, CpuRows, NoCpuPart
 
 MAX_QUERIES = 512  # most queries of a step in which the CPU attends, unless max_num_seqs is larger
 NUM_TIMED_STEPS = 8
@@ -72,9 +73,10 @@ def measure_split(runner: ModelRunner) -> CpuSplit | None:
 
     Without a GPU there is no link, so nothing is measured and the CPU attends to all keys.
     """
-    offload, cpu = runner.memory.offload, runner.memory.cpu
-    if offload is None or not isinstance(cpu, CpuAttention):
+    memory = runner.memory
+    if not isinstance(memory, OffloadMemory) or not isinstance(memory.cpu, CpuAttention):
         return None
+    offload, cpu = memory.offload, memory.cpu
     with runner.phases("CPU attention"):
         split = CpuSplit(
             token_bytes=offload.spec.layer_block_bytes // offload.spec.block_size,

@@ -10,9 +10,9 @@ from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, DiskRates, 
 from nanovllm.capabilities.disk.store import DiskStore
 from nanovllm.capabilities.disk.tier import DiskBoard
 from nanovllm.capabilities.disk.worker import DiskWorker, KVPool, weights_identity
-from nanovllm.runner.companion_memory import RankStore
+from nanovllm.runner.measure import prompt_step
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.startup_steps import prompt_step
+from nanovllm.runner.seams import RankStore
 from nanovllm.utils import __version__
 
 TIMED_PROMPT_TOKENS = 4096  # length of the prompt that is timed to compare computing with reading from disk

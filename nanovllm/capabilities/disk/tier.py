@@ -37,7 +37,7 @@ from nanovllm.capabilities.disk.disk_moves import (
 )
 from nanovllm.kvcache.block_manager import KVCacheManager
 from nanovllm.plan.sequence import Sequence, SequenceStatus
-from nanovllm.schedule.prompt_store import PromptStore
+from nanovllm.schedule.seams import PromptStore
 
 STALL_S = 10.0  # a load is cancelled if no extent arrives for this time
 _RANK_CELLS = 4  # cells per rank on the DiskBoard

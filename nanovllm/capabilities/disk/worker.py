@@ -59,7 +59,7 @@ from nanovllm.device.devices import current_device
 from nanovllm.offload.pinned_memory import HostBuffer
 from nanovllm.offload.streams import Event, Stream, Streams
 from nanovllm.plan.kv_spec import KVCacheSpec
-from nanovllm.runner.companion_memory import RankStore
+from nanovllm.runner.seams import RankStore
 
 CLOSE_S = 5.0  # time limit for `close` to write the remaining extents
 MEASURE_S = 1.0  # time limit for measuring the disk

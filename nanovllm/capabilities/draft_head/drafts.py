@@ -1,6 +1,20 @@
-"""HeadDrafts: drafts by the checkpoint's draft head. memory.py says how the head follows the steps.
+"""HeadDrafts: drafts by the checkpoint's draft head (MTPHead in models/decoder.py). DraftHead: its memory on a rank.
 
-Legend: T packed tokens, S tokens after which a step samples, H query heads, D head dim.
+At the end of a step the head runs on the step's tokens, each with its hidden state and the token after it: the prompt's
+next token, or the token that the step has sampled. After a wrong draft token the head's outputs are garbage and are
+ignored. The outputs for the last tokens are stored with the state of the sequence. The next step makes its first draft
+token from the output for the last accepted token, and runs the head again for each further draft token.
+
+A token and its hidden state have the same cell in the head's cache. So a step overwrites the cells that its drafts have
+written, and the head's keys are in pages as the model's keys are in blocks: page i belongs to block i of the pool that
+has room for all blocks. Without offload this pool is on the GPU, and the head is its last layer. With offload the pages
+stay on the GPU, independent of where the blocks are.
+
+At the end of a prefix hit or of a block that another sequence has computed, the last cell may have been computed with
+another next token. That can cost a draft token.
+
+Legend: N pages, P tokens of each, K kv heads, H query heads, D head dim. A step has T packed tokens of B sequences, and
+samples S tokens.
 """
 
 import time
@@ -10,22 +24,57 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nanovllm.attention.base import PagedBatch
-from nanovllm.capabilities.draft_head.memory import DraftHead
+from nanovllm.attention.base import AttentionBackend, PagedBatch
 from nanovllm.capabilities.draft_head.pages import HeadStep, PageCopies, PageCopy
+from nanovllm.capabilities.recurrent.places import StateStep
 from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
 from nanovllm.plan.step_limits import head_graph_sizes
 from nanovllm.plan.step_plan import DraftTimes, KVMoves, SamplingRow, SequenceStep, StepPlan, find_payload
-from nanovllm.runner.companion_memory import CompanionMemory
-from nanovllm.runner.cuda_graphs import DecodeGraphs, MakeAttention
+from nanovllm.runner.cuda_graphs import DecodeGraphs
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import StepInputs, build_inputs, to_device
 from nanovllm.runner.kv_memory import KVMemory, build_batches, last_token_batches
+from nanovllm.runner.seams import CompanionMemory
 from nanovllm.runner.step_runner import NUM_TIMED_STEPS, ModelDrafts, StepRunner
 from nanovllm.utils.arithmetic import ceil_div
+
+
+class DraftHead(CompanionMemory):
+    def __init__(
+        self,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        num_slots: int,
+        max_guesses: int,
+        hidden_size: int,
+        backend: AttentionBackend,
+        scale: float,
+    ) -> None:
+        """`cache`: K and V, each [N, P, K, D]. `num_slots`: state slots, including slot 0."""
+        self.cache, self.backend, self.scale, self.max_guesses = cache, backend, scale, max_guesses
+        self._slot_rows = 1 + max_guesses
+        # The head's results for the last certain token of a slot's sequence, and for the draft tokens after it
+        self.kept = cache[0].new_zeros(num_slots * self._slot_rows, hidden_size)
+
+    def kept_rows(self, plan: StepPlan) -> np.ndarray:
+        """Rows of `kept`, int64 [S], to which the results of a `followed_plan` are written."""
+        states = (step.payload(StateStep) for step in plan.sequences)
+        slots = (0 if state is None else state.target for state in states)
+        rows = [
+            slot * self._slot_rows + np.arange(step.num_sampled)
+            for slot, step in zip(slots, plan.sequences, strict=True)
+        ]
+        return np.concatenate(rows)
+
+    def first_rows(self, plan: StepPlan) -> np.ndarray:
+        """Rows of `kept`, int64 [B]: the results from which first drafts are made, of the last certain token before
+        each draft.
+        """
+        states = [step.payload(StateStep) for step in plan.sequences]
+        rows = [0 if state is None else state.source * self._slot_rows + state.num_replayed for state in states]
+        return np.array(rows, np.int64)
 
 
 class HeadAttention:
@@ -83,7 +132,7 @@ class HeadDrafts(ModelDrafts):
 
     def _run_head(self, steps: StepRunner, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         """Run the head: see CausalLM.draft. Returns its results where the plan samples, [S, hidden_size]."""
-        graphs = steps.graphs.draft_graphs if steps.graphs is not None else None
+        graphs = steps.graphs.draft_graphs
         if graphs is not None and plan.is_decode and not plan.moves.payloads:  # the largest size fits all decode steps
             assert isinstance(graphs, HeadGraphs)
             return graphs.run(inputs, hidden)
@@ -99,7 +148,7 @@ class HeadDrafts(ModelDrafts):
         return steps.model.draft(steps.known_ids(tensors), tensors.positions, hidden, attention, rope_lens, rows)
 
     def make_graphs(self, buffers: GraphBuffers, memory: KVMemory, max_query_len: int) -> "HeadGraphs":
-        return HeadGraphs(buffers, head_graph_sizes(buffers.max_num_rows), max_query_len, self.head)
+        return HeadGraphs(head_graph_sizes(buffers.max_num_rows), max_query_len, buffers, memory, self.head)
 
     def measure(self, steps: StepRunner, max_model_len: int) -> DraftTimes:
         """Time drafts of one sequence that has as many keys as fit into the pages."""
@@ -111,8 +160,7 @@ class HeadDrafts(ModelDrafts):
 
     def _draft_s(self, steps: StepRunner, num_keys: int) -> float:
         """Time a draft after `num_keys` keys. The first draft of a step takes less."""
-        most = 1 if steps.spec.states is None else steps.spec.states.max_guesses
-        num_drafts = max(1, min(NUM_TIMED_STEPS, most, num_keys - 1))
+        num_drafts = max(1, min(NUM_TIMED_STEPS, self.head.max_guesses, num_keys - 1))
         pages = tuple(range(ceil_div(num_keys, steps.spec.block_size)))
         step = SequenceStep(
             seq_id=0,
@@ -178,11 +226,13 @@ class HeadGraphs(DecodeGraphs):
     hidden states. Runs after a decode step, or for drafts.
     """
 
-    def __init__(self, buffers: GraphBuffers, sizes: list[int], max_query_len: int, head: DraftHead) -> None:
-        super().__init__(buffers, "draft head", sizes, max_query_len)
+    def __init__(
+        self, sizes: list[int], max_query_len: int, buffers: GraphBuffers, memory: KVMemory, head: DraftHead
+    ) -> None:
+        super().__init__("draft head", sizes, max_query_len, buffers, memory)
         self.head = head
 
-    def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
+    def launch_kernels(self, model: CausalLM, size: int) -> None:
         shape, hidden = GraphShape.decode(size), self.buffers.hidden[:size]
         tensors, batch = self.buffers.tensors(shape), self.buffers.decode_batch(size, self.query_len(size))
         attention = HeadAttention(self.head, tensors.slot_mapping, batch)

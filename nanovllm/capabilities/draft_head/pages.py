@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanovllm.kvcache.block_pool import Block
-from nanovllm.kvcache.companion import Companion, GpuBlockOf
+from nanovllm.kvcache.seams import Companion, GpuBlockOf
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import SequenceStep
 from nanovllm.utils.arithmetic import ceil_div

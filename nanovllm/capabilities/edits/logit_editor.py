@@ -8,10 +8,12 @@ import numpy as np
 
 from nanovllm.capabilities.edits.bad_words import BadWords
 from nanovllm.plan.logit_edits import (
+    NO_EDITS,
     NO_PENALTIES,
     NO_RULES,
     AnswerRules,
     Biases,
+    Editor,
     LogitEdits,
     Penalties,
     RowEdits,
@@ -55,11 +57,11 @@ class LogitEditor:
     @classmethod
     def make(
         cls, params: SamplingParams, prompt: Seq[int], end_token_ids: Iterable[int], vocab_size: int, rules: AnswerRules
-    ) -> "LogitEditor | None":
-        """Return the editor of a request, or None if the request edits nothing."""
+    ) -> Editor:
+        """Make the editor of a request, which is NO_EDITS if the request edits nothing."""
         edits = params.min_tokens or params.logit_bias or rules != NO_RULES
         penalizes = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-        return cls(params, prompt, end_token_ids, vocab_size, rules) if edits or penalizes else None
+        return cls(params, prompt, end_token_ids, vocab_size, rules) if edits or penalizes else NO_EDITS
 
     def for_another_answer(self) -> "LogitEditor":
         """See Editor. The two editors share all large objects."""

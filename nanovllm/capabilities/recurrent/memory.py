@@ -17,8 +17,8 @@ from nanovllm.kernels.state_tensors import HostStateRows, LayerStates, StateRows
 from nanovllm.offload.pinned_memory import HostBuffer
 from nanovllm.plan.kv_spec import StateSpec
 from nanovllm.plan.step_plan import StepPlan, find_payload
-from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory, LayerMemoryOf
 from nanovllm.runner.kv_memory import KVMemory
+from nanovllm.runner.seams import CompanionColumns, CompanionMemory, LayerMemoryOf
 
 
 class StepStates(NamedTuple):

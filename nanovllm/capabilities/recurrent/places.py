@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nanovllm.kvcache.block_pool import PrefixMatch
-from nanovllm.kvcache.companion import Companion, GpuBlockOf, Resumption
+from nanovllm.kvcache.seams import Companion, GpuBlockOf, Resumption
 from nanovllm.kvcache.snapshots import Snapshots
 from nanovllm.plan.kv_spec import SAVE_SLOTS, SNAPSHOT_TOKENS
 from nanovllm.plan.sequence import Sequence

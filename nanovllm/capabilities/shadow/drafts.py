@@ -15,12 +15,11 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.plan.shadow_spec import ShadowSpec
 from nanovllm.plan.step_limits import draft_graph_sizes
 from nanovllm.plan.step_plan import DraftTimes, StepPlan
-from nanovllm.runner.companion_memory import CompanionColumns, CompanionMemory, LayerMemoryOf
-from nanovllm.runner.cpu_part import CpuRows
-from nanovllm.runner.cuda_graphs import DecodeGraphs, MakeAttention
+from nanovllm.runner.cuda_graphs import DecodeGraphs
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
-from nanovllm.runner.inputs import GroupInputs, StepInputs, pad_tables, to_device
+from nanovllm.runner.inputs import GroupInputs, StepInputs, pad_tables, padded_groups, to_device
 from nanovllm.runner.kv_memory import KVMemory, PagedAttention, StepBatches
+from nanovllm.runner.seams import CompanionColumns, CompanionMemory, CpuRows, LayerMemoryOf
 from nanovllm.runner.step_runner import ModelDrafts, StepRunner, timed_draft
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -93,7 +92,7 @@ class ShadowDrafts(ModelDrafts):
         )
 
     def make_graphs(self, buffers: GraphBuffers, memory: KVMemory, max_query_len: int) -> "DraftGraphs":
-        return DraftGraphs(buffers, draft_graph_sizes(buffers.max_num_rows), memory, self)
+        return DraftGraphs(draft_graph_sizes(buffers.max_num_rows), buffers, memory, self)
 
     def measure(self, steps: StepRunner, max_model_len: int) -> DraftTimes:
         """Time drafts of one sequence that has as many keys as fit into the shadow."""
@@ -114,15 +113,15 @@ class ShadowDrafts(ModelDrafts):
 class DraftGraphs(DecodeGraphs):
     """Drafts that read the shadow: one token of each sequence."""
 
-    def __init__(self, buffers: GraphBuffers, sizes: list[int], memory: KVMemory, drafts: ShadowDrafts) -> None:
-        super().__init__(buffers, "draft", sizes, max_query_len=1)
-        self.memory, self.drafts = memory, drafts
+    def __init__(self, sizes: list[int], buffers: GraphBuffers, memory: KVMemory, drafts: ShadowDrafts) -> None:
+        super().__init__("draft", sizes, 1, buffers, memory)
+        self.drafts = drafts
         num_columns = ceil_div(buffers.max_model_len, memory.spec.block_size)
         self._lens = torch.zeros(sizes[-1], dtype=torch.int32, device=buffers.device)
         self._tables = torch.zeros(sizes[-1], num_columns, dtype=torch.int32, device=buffers.device)
         self._held = b""  # the content of the tables and lengths
 
-    def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
+    def launch_kernels(self, model: CausalLM, size: int) -> None:
         batch = self.buffers.decode_batch(size, 1)
         pages = replace(batch, context_lens=self._lens[:size], block_tables=self._tables[:size], causal=False)
         batch = replace(batch, max_context_len=2 * self.memory.spec.block_size)  # the newest keys need few programs
@@ -136,8 +135,7 @@ class DraftGraphs(DecodeGraphs):
         held = lens.tobytes() + tables.tobytes()
         if held != self._held:  # the drafts of a step read the same pages
             self._held = held
-            padded = np.zeros((len(self._lens), 1 + tables.shape[1]), np.int32)
-            padded[: len(lens), 0], padded[: len(lens), 1:] = lens, tables
+            (padded,) = padded_groups(inputs.groups, len(self._lens))
             on_device = torch.as_tensor(to_device(padded, self.device))
             self._lens.copy_(on_device[:, 0])
             self._tables[:, : tables.shape[1]].copy_(on_device[:, 1:])

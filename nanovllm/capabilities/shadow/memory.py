@@ -18,8 +18,8 @@ from nanovllm.capabilities.shadow.pages import PageFill, ShadowFills
 from nanovllm.device import kernel_target
 from nanovllm.plan.shadow_spec import KEY_GROUP, SLICE_TOKENS, ShadowSpec
 from nanovllm.plan.step_plan import StepPlan, StreamedGroup, find_payload
-from nanovllm.runner.companion_memory import CompanionMemory, GroupHook
 from nanovllm.runner.inputs import pad_tables, to_device
+from nanovllm.runner.seams import CompanionMemory, GroupHook
 
 _MAX_HALF = 65504.0
 

@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from nanovllm.plan.sequence import Sequence, TokenIds
-from nanovllm.schedule.proposer import DRAFTED, NO_GUESSES, Guesses
+from nanovllm.schedule.seams import DRAFTED, NO_GUESSES, Guesses
 from nanovllm.utils.arithmetic import ceil_div
 
 MIN_MATCH_TOKENS = 2  # a single token says too little about the next one

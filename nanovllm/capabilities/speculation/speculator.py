@@ -11,7 +11,7 @@ from nanovllm.capabilities.speculation.drafters import Drafter
 from nanovllm.config import MAX_GUESSES
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import DraftTimes, StepPlan
-from nanovllm.schedule.proposer import DRAFTED, NO_GUESSES, Guesses, Load, Proposer, StepMeter, load_of
+from nanovllm.schedule.seams import DRAFTED, NO_GUESSES, Guesses, Load, Proposer, StepMeter, load_of
 
 logger = logging.getLogger("nanovllm")
 
@@ -404,4 +404,4 @@ class Speculator(Proposer):
 
 def _must_know_guesses(seq: Sequence) -> bool:
     """Return True if edits of the logits after a draft token depend on the token, so that the ranks cannot draft it."""
-    return seq.editor is not None and seq.editor.needs_all_tokens
+    return seq.editor.needs_all_tokens

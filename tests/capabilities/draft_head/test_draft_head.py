@@ -21,12 +21,12 @@ from simulated_streams import SimulatedStreams
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.capabilities.draft_head.drafts import HeadDrafts, HeadGraphs
-from nanovllm.capabilities.draft_head.memory import DraftHead
+from nanovllm.capabilities.draft_head.drafts import DraftHead, HeadDrafts, HeadGraphs
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.plan.step_limits import head_graph_sizes
+from nanovllm.runner.step_runner import GraphSet
 
 SLOW = pytest.mark.slow
 ALWAYS = Internals(always_guesses=True)
@@ -119,7 +119,9 @@ class ReplayingLLM(GuessingLLM):
         head, config = head_of_runner(runner), runner.model.config
         paddings = runner.memory.column_paddings
         buffers = graph_buffers(runner, 40, column_paddings=paddings, hidden_size=config.hidden_size)
-        self.head_graphs = HeadGraphs(buffers, head_graph_sizes(40), 1 + MTP["num_speculative_tokens"], head)
+        self.head_graphs = HeadGraphs(
+            head_graph_sizes(40), 1 + MTP["num_speculative_tokens"], buffers, runner.memory, head
+        )
         sizes = self.head_graphs.sizes
         self.head_graphs._graphs = {
             size: [SimpleNamespace(replay=lambda size=size: self._run_size(size))] for size in sizes
@@ -127,6 +129,7 @@ class ReplayingLLM(GuessingLLM):
         self.num_rows: list[int] = []
         graphs: Any = SimpleNamespace(draft_graphs=self.head_graphs, buffers=buffers, kinds=[], reset=lambda: None)
         graphs.find = graphs.find_mixed = lambda *args: None
+        graphs.share = lambda sampled_ids: GraphSet.share(graphs, sampled_ids)
         runner.steps.graphs = graphs
 
     @torch.inference_mode()
@@ -135,7 +138,7 @@ class ReplayingLLM(GuessingLLM):
         self.num_rows.append(size)
         head = head_of_runner(runner)
         own, head.backend = head.backend, HostlessTorch()
-        self.head_graphs.launch_kernels(runner.model, runner.memory.paged_attention, size)
+        self.head_graphs.launch_kernels(runner.model, size)
         head.backend = own
 
 

@@ -14,7 +14,7 @@ from nanovllm.capabilities.speculation.speculator import Speculator, StepTimes
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import DraftTimes, KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.schedule.proposer import DRAFTED, NO_GUESSES, Guesses, load_of
+from nanovllm.schedule.seams import DRAFTED, NO_GUESSES, Guesses, load_of
 
 Texts = list[tuple[list[int], list[int]]]  # prompt and answer
 VOCAB_SIZE, NUM_ANSWERS, PROMPT_TOKENS, ANSWER_TOKENS = 300, 6, 4000, 600

@@ -19,7 +19,7 @@ from nanovllm.capabilities.speculation.drafters import (
 )
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.schedule.proposer import DRAFTED, NO_GUESSES, Guesses
+from nanovllm.schedule.seams import DRAFTED, NO_GUESSES, Guesses
 
 
 def sequence(prompt: list[int], seq_id: int = 0) -> Sequence:

@@ -7,7 +7,7 @@ from nanovllm.capabilities.speculation import speculator
 from nanovllm.capabilities.speculation.speculator import Acceptance, DraftPace, StepTimes
 from nanovllm.plan.step_limits import expected_tokens
 from nanovllm.plan.step_plan import DraftTimes, KVMoves, SamplingRow, SequenceStep, StepPlan
-from nanovllm.schedule.proposer import Load, load_of
+from nanovllm.schedule.seams import Load, load_of
 
 ROW = SamplingRow()
 

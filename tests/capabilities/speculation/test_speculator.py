@@ -14,7 +14,7 @@ from nanovllm.capabilities.speculation.speculator import Speculator, StepTimes
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.schedule.proposer import DRAFTED, NO_GUESSES, Guesses
+from nanovllm.schedule.seams import DRAFTED, NO_GUESSES, Guesses
 
 
 class ListedDrafter:

@@ -1,21 +1,22 @@
-"""Companion: state that follows the blocks and the sequences of the KV cache, such as pages of packed keys.
+"""Seams: the interfaces through which the KV cache managers call capabilities. What is absent does nothing.
 
-A companion has two halves. The half in this module decides, in integers: the manager tells it what happens to
-sequences, and it adds its decisions to the plan of a step, as a payload for the whole step or for a sequence. The other
-half (runner/companion_memory.py) has the memory on each rank, and executes the payloads.
+A Companion is state that follows the blocks and the sequences of the KV cache, such as pages of packed keys. It has two
+halves. The half in this module decides, in integers: the manager tells it what happens to sequences, and it adds its
+decisions to the plan of a step, as a payload for the whole step or for a sequence. The other half (runner/seams.py) has
+the memory on each rank, and executes the payloads. A manager has all of its companions in `Companions`, which calls
+them in the order that start-up has given.
 
-Each hook does nothing by default. A manager has all of its companions in `Companions`, which calls them in the order
-that start-up has given.
+A KeySplitter divides the keys that a step misses between the link and attention on the CPU.
 """
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from nanovllm.kvcache.block_pool import Block, BlockPool, PrefixMatch
 from nanovllm.kvcache.snapshots import Snapshots
 from nanovllm.plan.sequence import Sequence
-from nanovllm.plan.step_plan import SequencePayload, StepPayload
+from nanovllm.plan.step_plan import LayerTimes, SequencePayload, StepPayload, StepPlan
 
 # Returns the gpu_block_id that holds a full block before and during the step, -1 if the block is not on the GPU, or
 # None if the step loads the block into a slot in which it stays
@@ -165,3 +166,70 @@ class Companions:
 
     def stats(self) -> dict[str, float | None]:
         return {name: value for companion in self._all for name, value in companion.stats().items()}
+
+
+# -- attention on the CPU --------------------------------------------------------------------------------------------
+
+
+class StepSplit(Protocol):
+    """Divides a step's missing keys between the link and the CPU. Never modified, because it is
+    compared by identity.
+    """
+
+    def takes_part(self, num_queries: Seq[int]) -> bool:
+        """Return True if the CPU may attend in a step whose sequences have these numbers of queries."""
+        ...
+
+    def cpu_token_s(self, num_queries: int) -> float:
+        """Return the seconds in which the CPU attends to one token with `num_queries` queries."""
+        ...
+
+    def num_cpu_tokens(self, token_costs_s: Seq[float], block_size: int) -> int:
+        """Plan how many tokens, counted from the end of the row of blocks, the CPU attends to.
+
+        `token_costs_s`: for each block, the CPU's seconds for one of its tokens, for all sequences that read the block.
+        """
+        ...
+
+
+class KeySplitter(Protocol):
+    """Chooses the StepSplit of each step, and may learn from the times of steps."""
+
+    @property
+    def now(self) -> StepSplit:
+        """The split of the next step."""
+        ...
+
+    @property
+    def cpu_byte_per_s(self) -> float | None:
+        """The rate at which the CPU attends while the link is busy, or None if unknown. For display."""
+
+    def step_ended(self, plan: StepPlan, times: LayerTimes | None) -> None:
+        """Learn from a step. `times` is None if no layer was timed. Hot."""
+
+
+class StreamAll:
+    """Streams every missing key: the split of a step in which the CPU does not attend, and the splitter without CPU
+    attention.
+    """
+
+    cpu_byte_per_s = None
+
+    def takes_part(self, num_queries: Seq[int]) -> bool:
+        return False
+
+    def cpu_token_s(self, num_queries: int) -> float:
+        return 0.0
+
+    def num_cpu_tokens(self, token_costs_s: Seq[float], block_size: int) -> int:
+        return 0
+
+    @property
+    def now(self) -> StepSplit:
+        return self
+
+    def step_ended(self, plan: StepPlan, times: LayerTimes | None) -> None:
+        pass
+
+
+STREAM_ALL = StreamAll()

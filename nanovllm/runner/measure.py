@@ -1,11 +1,14 @@
-"""The steps and launches with which start-up measures memory and compiles kernels. The largest steps take the most
-memory that requests can need. Together with `short_steps` they launch every kernel that prompts, chunks and sampling
-need, so that start-up can compile them all and no request has to wait.
+"""How start-up measures the memory that a rank needs besides KV blocks, and compiles all kernels.
+
+The largest steps take the most memory that requests can need. Together with `short_steps` they launch every kernel that
+prompts, chunks and sampling need, so that start-up can compile them all and no request has to wait. Runner.apply calls
+`measure_kv_room` and `measure_drafts` on every rank.
 """
 
+import importlib.util
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -13,18 +16,35 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.device.devices import (
+    GRAPH_LAYER_BYTES,
+    MemoryProfile,
     current_device,
+    memory_remedy,
+    reserved_by,
+    used_bytes,
 )
 from nanovllm.layers.moe import Router
-from nanovllm.layers.packed_weight import PackedWeight
+from nanovllm.layers.packed_weight import MAX_PACKED_ROWS, PackedWeight
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
+from nanovllm.plan.kv_spec import KVCacheSizes
 from nanovllm.plan.logit_edits import Biases, LogitEdits, Penalties, RowEdits
-from nanovllm.plan.step_limits import MAX_DECODE_QUERIES
-from nanovllm.plan.step_plan import KVMoves, PromptScores, SamplingRow, SequenceStep, StepPlan, StreamedGroup
+from nanovllm.plan.step_limits import MAX_DECODE_QUERIES, max_step_rows
+from nanovllm.plan.step_plan import (
+    DraftTimes,
+    KVMoves,
+    PromptScores,
+    SamplingRow,
+    SequenceStep,
+    StepPlan,
+    StreamedGroup,
+)
 from nanovllm.runner.inputs import sampling_arrays, to_device
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.step_runner import CompanionSetup
 from nanovllm.sampling_params import MAX_LOGPROBS
-from nanovllm.utils.arithmetic import ceil_div
+from nanovllm.utils.arithmetic import ceil_div, format_bytes
+from nanovllm.utils.memory import available_host_bytes
 
 # More history or more groups would not need more memory. From the fourth part on there is a running result in fp32
 # (attention/base.py), and later parts reuse its temporaries. Scattered keys are gathered 16 MiB at a time. The history
@@ -35,6 +55,151 @@ SCORED_TOKENS = 512  # enough for the chunks of logits that are scored at once
 _SAMPLING = SamplingRow(temperature=1.0, top_k=20, top_p=0.95, min_p=0.05)
 _TOKENS = np.zeros(1, np.int32)
 _EDITS = LogitEdits(Penalties(1.1, 0.1, 0.1, None, _TOKENS, _TOKENS), 0, (RowEdits(Biases.of([0], 1.0)),))
+
+
+@torch.inference_mode(False)  # the CPU pool that is allocated here stays, and is also written outside of steps
+def measure_kv_room(
+    num_cpu_blocks: int, most_gpu_blocks: int, companions: Sequence[CompanionSetup], runner: ModelRunner
+) -> tuple[int, str]:
+    """Measure the bytes that every rank has for KV on its GPU. Also returns a description of this rank's memory for
+    error messages.
+
+    On a GPU, this runs the largest steps and captures the largest graphs that an engine can need. `num_cpu_blocks`:
+    blocks of the CPU pool, 0 without offload. `most_gpu_blocks`: the largest number of blocks on the GPU that the
+    engine could use. `companions`: of the smallest possible size. Raises ConfigError if memory runs out.
+    """
+    if runner.device.type == "cuda":
+        profile = profile_memory(runner, num_cpu_blocks, most_gpu_blocks, companions)
+        num_bytes, room = profile.free_bytes, str(profile)
+    else:  # the blocks share this memory with the model and with everything else on the machine
+        num_bytes = int(available_host_bytes() * runner.config.gpu_memory_utilization / 2) // runner.tp.size
+        num_bytes -= runner.spec.staging_bytes if num_cpu_blocks else 0
+        room = f"{format_bytes(max(0, num_bytes))} of memory is available"
+    available = torch.tensor([max(0, num_bytes)], device=runner.device)
+    return int(runner.tp.all_gather(available).min()), room
+
+
+def measure_drafts(runner: ModelRunner) -> DraftTimes:
+    """Measure how long drafting a token takes. Runs decode steps, so it needs an allocated KV cache."""
+    with runner.phases("drafts"):
+        return runner.steps.measure_drafts(runner.max_model_len)
+
+
+def profile_memory(
+    runner: ModelRunner, num_cpu_blocks: int, most_gpu_blocks: int, companions: Sequence[CompanionSetup]
+) -> MemoryProfile:
+    """Measure memory with a cache of one block, which all sequences share and which is dropped at the end.
+
+    `most_gpu_blocks`: the largest number of blocks that the engine could use. `companions`: of the smallest possible
+    size.
+    """
+    config, spec = runner.config, runner.spec
+    runner.allocate_kv_cache(KVCacheSizes(1, num_cpu_blocks), companions)
+    steps = largest_steps(
+        num_tokens=config.max_num_batched_tokens,
+        max_num_seqs=max_step_rows(config, most_gpu_blocks),
+        max_model_len=runner.max_model_len,
+        block_size=spec.block_size,
+        group_blocks=runner.memory.group_blocks,
+    )
+    with memory_remedy("running its largest step"):
+        _compile_kernels(runner, steps, most_gpu_blocks)
+        with runner.phases("largest step"):
+            step_bytes = reserved_by(lambda: [runner.launch(plan) for plan in steps])
+            # A shorter step may need these bytes even if the largest steps do not
+            step_bytes += runner.backend.max_split_bytes(_queries(runner, 1))
+    with runner.phases("graphs"):
+        graph_bytes = 0 if config.enforce_eager else _measure_graph_bytes(runner, most_gpu_blocks)
+    runner.drop_kv_cache()
+    total_bytes = torch.cuda.mem_get_info()[1]
+    return MemoryProfile(
+        total_bytes=total_bytes,
+        utilization=config.gpu_memory_utilization,
+        used_bytes=used_bytes(),
+        step_bytes=step_bytes,
+        graph_bytes=graph_bytes,
+    )
+
+
+def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_blocks: int) -> None:
+    """Compile in parallel all kernels that prompts, chunks, sampling and decode graphs launch, so that no request waits
+    for a compilation. Meanwhile the libraries of the backends are initialised.
+
+    The kernels that take longest to compile come first. Short steps come before long steps, for which the backend's
+    library has to be initialised: by then, most kernels have been found. Building the library's plans fills the time
+    until all kernels are compiled.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return
+    from nanovllm.kernels.launch import compile_only
+
+    short = short_steps(
+        max_num_seqs=max_step_rows(runner.config, most_gpu_blocks),
+        max_model_len=runner.max_model_len,
+        block_size=runner.spec.block_size,
+        group_blocks=runner.memory.group_blocks,
+    )
+    num_tokens = max(seq.num_tokens for plan in steps for seq in plan.sequences)
+    model = runner.model.config
+    if model.experts is not None or model.quantization is not None:  # more tokens use larger tiles
+        most_tokens = max(plan.num_tokens for plan in steps)
+        if model.experts is None:
+            most_tokens = min(most_tokens, MAX_PACKED_ROWS)
+        short += chunk_steps(most_tokens, runner.max_model_len, runner.spec.block_size)
+    with (
+        runner.phases("kernels"),
+        torch.inference_mode(),
+        warm_up_products(runner.model, num_tokens),
+        compile_only(runner.compile_server) as is_compiling,
+    ):
+        if runner.triton_start is not None:
+            runner.triton_start.wait()
+        launch_sampler(runner.model)
+        _launch_attention_kernels(runner, num_tokens)
+        with runner.model.skipping_inner_layers():
+            for plan in (*short, *steps):
+                runner.launch(plan)
+            if not runner.config.enforce_eager:
+                runner.make_graphs(most_gpu_blocks).launch_kernels()
+        _build_plans(runner, is_compiling)
+    runner.close_compile_server(is_complete=True)
+    runner.reset_graphs()
+
+
+def _launch_attention_kernels(runner: ModelRunner, num_tokens: int) -> None:
+    """Launch the backend's kernels for chunks of up to `num_tokens` tokens, and the companions' kernels."""
+    k_cache, _ = runner.memory.cache
+    runner.backend.launch_kernels(_queries(runner, num_tokens), k_cache[0])
+    for companion in runner.memory.companions:
+        companion.launch_kernels(_queries(runner, 1), runner.memory.cache, runner.max_model_len)
+
+
+def _build_plans(runner: ModelRunner, has_time: Callable[[], bool]) -> None:
+    """Build the backend's plans for the chunks that steps can hold."""
+    lens = min(runner.config.max_num_batched_tokens, runner.max_model_len), runner.max_model_len
+    runner.backend.build_plans(_queries(runner, 1), runner.spec.num_kv_heads, *lens, has_time=has_time)
+
+
+def _queries(runner: ModelRunner, num_tokens: int) -> torch.Tensor:
+    return torch.zeros(num_tokens, runner.num_heads, runner.spec.head_dim, dtype=runner.dtype, device=runner.device)
+
+
+def _measure_graph_bytes(runner: ModelRunner, most_gpu_blocks: int) -> int:
+    """Capture the largest sizes of each kind, whose memory the other sizes share. The rest of their memory is
+    estimated.
+
+    Kernels and workspaces that the captures load stay in use and are not counted here.
+    """
+    graphs = runner.make_graphs(most_gpu_blocks)
+    graphs.capture_largest()
+    with_graphs = used_bytes()
+    num_others = sum(len(kind.sizes) - len(kind.largest_sizes) for kind in graphs.kinds)
+    del graphs
+    runner.reset_graphs()
+    return with_graphs - used_bytes() + num_others * runner.spec.num_layers * GRAPH_LAYER_BYTES
+
+
+# -- the steps that start-up runs -----------------------------------------------------------------------------------
 
 
 def largest_steps(

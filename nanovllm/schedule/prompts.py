@@ -1,17 +1,25 @@
-"""PromptsUnderway: finds a running prompt that is being computed and begins with the same tokens as a waiting prompt.
+"""How prompts share steps. PromptSharing: their order, and how many tokens each may run. PromptsUnderway: which waiting
+prompts begin with the same tokens as a running prompt.
 
-A waiting prompt can use the K and V of a running prompt as soon as a step that computes the K and V is planned. With
-recurrent layers, the waiting prompt also needs a state, which is usable only one step later. A waiting prompt that
-started at once would compute the same tokens again. So the scheduler lets the waiting prompt wait for the running
-prompt, its *leader*.
+A waiting prompt can use the K and V of a running prompt as soon as a step that computes the K and V is planned. If hits
+need snapshots (kvcache/snapshots.py), the waiting prompt also needs the snapshot, which is usable only one step later.
+A waiting prompt that started at once would compute the same tokens again. So the scheduler lets the waiting prompt wait
+for the running prompt, its *leader*.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from nanovllm.kvcache.block_manager import KVCacheManager
 from nanovllm.plan.sequence import Sequence, SequenceStatus
+from nanovllm.schedule.planned_step import PlannedStep
+from nanovllm.schedule.step_bound import StepBound
+
+
+def arrival(seq: Sequence) -> int:
+    """Return the key that sorts sequences by their arrival."""
+    return seq.seq_id
 
 
 class Leader(NamedTuple):
@@ -128,3 +136,88 @@ class PromptsUnderway:
                 self._kv.companions.keep_prefix(leader.seq, leader.num_common_tokens, leader.end)
                 has_followers = True
         return has_followers
+
+
+SHORT_SHARE = 8
+
+
+class PromptSharing:
+    """Decides in which order prompts share a step, and how many tokens each of them may run.
+
+    A prompt's size is the number of tokens that the prompt had to compute when it began to wait; tokens in the prefix
+    cache do not count. Sizes are compared by magnitude: prompts of at most 1/SHORT_SHARE of a step have equal sizes,
+    and so have all prompts between this limit and twice the limit, and so on. Prompts of equal size are served in order
+    of arrival, one after the other: sharing a step finishes none of them sooner. A smaller prompt goes ahead of a
+    larger prompt. So a short prompt is in the next step that is planned, however many long prompts arrived before it.
+
+    The oldest prompt, of any size, is guaranteed half of what the step has for prompts. So the oldest prompt ends at
+    most about twice as late as if it were served first, and then the next prompt is the oldest.
+
+    If a waiting prompt has a leader (see PromptsUnderway), the leader goes directly before the waiting prompt, and has
+    its guarantee.
+    """
+
+    def __init__(self, step_tokens: int, bound: StepBound | None) -> None:
+        """`step_tokens`: the budget of a step. `bound`: bounds the duration of steps, or None without a bound."""
+        self.bound, self._step_tokens = bound, step_tokens
+
+    def size_class(self, seq: Sequence) -> int:
+        """Return 0 for a short prompt, and one more for each doubling of the size."""
+        return (max(0, seq.num_queued_tokens - 1) * SHORT_SHARE // self._step_tokens).bit_length()
+
+    def is_long(self, seq: Sequence) -> bool:
+        return self.size_class(seq) > 0
+
+    def in_order(self, prompts: list[Sequence], leaders: Mapping[int, Sequence]) -> list[Sequence]:
+        """Sort smaller prompts first, and prompts of equal size in order of arrival. `leaders`: see turns."""
+        places = {seq.seq_id: (self.size_class(seq), seq.seq_id, 1) for seq in prompts}
+        for seq_id, leader in leaders.items():
+            places[leader.seq_id] = min(places[leader.seq_id], (*places[seq_id][:2], 0))
+        return sorted(prompts, key=lambda seq: places[seq.seq_id])
+
+    def turns(
+        self, prompts: list[Sequence], step: PlannedStep, kv: KVCacheManager, leaders: Mapping[int, Sequence]
+    ) -> Iterator[tuple[Sequence, int]]:
+        """Yield each prompt, and how many tokens the prompt may run in this step. A prompt must be placed before the
+        next prompt is asked for.
+
+        `step`: holds the running answers already. `leaders`: among `prompts`, by the seq_id of prompts that wait.
+        """
+        allowed = self._allowed(self.in_order(prompts, leaders), len(step), kv)
+        if not allowed:
+            return
+        oldest = min(allowed, key=arrival)
+        leader = leaders.get(oldest.seq_id, oldest)
+        oldest = leader if leader in allowed else oldest
+        num_left_to_oldest = min(oldest.num_uncomputed_tokens, (step.budget + 1) // 2)
+        if oldest.status is SequenceStatus.WAITING:  # admit it first, so that no other prompt takes its room
+            ahead = allowed[: allowed.index(oldest)]
+            num_ahead = sum(seq.num_queued_tokens for seq in ahead if seq.seq_id not in leaders)
+            yield oldest, self._bounded(oldest, max(num_left_to_oldest, step.budget - num_ahead), is_oldest=True)
+            allowed.remove(oldest)
+            num_left_to_oldest = 0
+        for seq in allowed:
+            if seq is oldest:
+                num_left_to_oldest = 0
+            yield seq, self._bounded(seq, step.budget - num_left_to_oldest, is_oldest=seq is oldest)
+
+    def _allowed(self, prompts: list[Sequence], num_answers: int, kv: KVCacheManager) -> list[Sequence]:
+        """Return the prompts that may run in this step: all of them, or only the short ones."""
+        if self.bound is None:
+            return prompts
+        short = [seq for seq in prompts if not self.is_long(seq)]
+        long = [seq for seq in prompts if self.is_long(seq)]
+        num_missing_tokens = kv.num_missing_tokens(min(long, key=arrival)) if long else 0
+        self.bound.begin_step(num_answers + len(short), len(long), num_missing_tokens)
+        return prompts if self.bound.runs_long_prompts else short
+
+    def _bounded(self, seq: Sequence, num_tokens: int, is_oldest: bool) -> int:
+        if self.bound is None:
+            return num_tokens
+        position = max(seq.num_computed_tokens, seq.num_tokens - seq.num_queued_tokens)  # after the hits it will have
+        return min(num_tokens, self.bound.max_tokens(position, is_long=self.is_long(seq), is_oldest=is_oldest))
+
+    def placed(self, seq: Sequence, num_tokens: int) -> None:
+        """Note that the step runs the next `num_tokens` tokens of this prompt."""
+        if self.bound is not None:
+            self.bound.chunk_placed(num_tokens, seq.num_computed_tokens, is_long=self.is_long(seq))
