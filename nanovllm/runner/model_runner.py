@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from nanovllm.attention.selection import choose_backend
+from nanovllm.capacity.machine import available_host_bytes
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.device import kernel_target
@@ -51,7 +52,6 @@ from nanovllm.runner.startup_steps import (
 from nanovllm.runner.step_result import StepResult
 from nanovllm.runner.step_runner import CompanionSetup, ModelDrafts, StepRunner
 from nanovllm.utils.arithmetic import format_bytes
-from nanovllm.utils.memory import available_host_bytes
 
 logger = logging.getLogger("nanovllm")
 

@@ -14,8 +14,7 @@ from nanovllm.capacity.plan_check import MAX_REMEDIES, check_plan, check_start
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
 from nanovllm.config import Config
-from nanovllm.entrypoints.planner.fit import DOC_GPUS, DOC_HOST_GIB, DOC_MODELS
-from nanovllm.entrypoints.planner.report import PlanOptions, first_token_s, plan_table
+from nanovllm.entrypoints.planner import DOC_GPUS, DOC_HOST_GIB, DOC_MODELS, PlanOptions, first_token_s, plan_table
 from nanovllm.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30

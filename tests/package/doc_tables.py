@@ -14,7 +14,7 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
-from nanovllm.entrypoints.planner.fit import DOC_MODELS, doc_table
+from nanovllm.entrypoints.planner import DOC_MODELS, doc_table
 from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.sampling_params import SamplingParams
 

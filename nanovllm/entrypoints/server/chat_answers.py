@@ -28,7 +28,7 @@ from nanovllm.plan.outputs import RequestOutput
 from nanovllm.plan.sequence import TokenIds
 from nanovllm.request_stream import RequestUpdate
 from nanovllm.sampling_params import ReasoningTags, SamplingParams, StructuredOutputs, TaggedJson
-from nanovllm.text.reasoning import ReasoningSplitter
+from nanovllm.text.answer_scan import ReasoningSplitter
 
 MAX_LEADING_TOKENS = 4  # white space before the tag of reasoning
 

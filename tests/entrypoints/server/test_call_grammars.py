@@ -27,7 +27,7 @@ from nanovllm.entrypoints.server.tool_calls import (
 )
 from nanovllm.models.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.sampling_params import ReasoningTags, StructuredOutputs, TaggedJson
-from nanovllm.text.reasoning import ReasoningSplitter
+from nanovllm.text.answer_scan import ReasoningSplitter
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 
 FORMATS = {"hermes": HERMES, "llama": LLAMA, "qwen": QWEN_TAGS}

@@ -23,8 +23,8 @@ from nanovllm.entrypoints.server.responses import ResponsesAnswer, ResponsesRequ
 from nanovllm.entrypoints.server.tool_calls import HERMES, LLAMA, QWEN_TAGS, CallFormat
 from nanovllm.errors import RequestError
 from nanovllm.request_stream import RequestUpdate
-from nanovllm.text.frontend import load_tokenizer
 from nanovllm.text.request_check import check_conversations, render_chat
+from nanovllm.text.tokenizer import load_tokenizer
 
 TEMPLATES = Path(__file__).parents[2] / "support" / "templates"
 FORMATS: dict[str, CallFormat] = {"qwen3": HERMES, "qwen3.5": QWEN_TAGS, "llama3.1": LLAMA}
