@@ -22,9 +22,9 @@ from pydantic import (
     model_validator,
 )
 
+from nanovllm.entrypoints.server.call_formats import CallFormat
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.fields import Body, Item, Items, WholeBody, log_once, printable, refuse
-from nanovllm.entrypoints.server.tool_calls import CallFormat
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import (
     MAX_LOGPROBS,
