@@ -248,10 +248,7 @@ class TextFrontend:
             raise RequestError("chat needs a tokenizer with a chat template, but this model has none; use generate")
 
     def encode_chat(
-        self,
-        messages: list[Message] | list[list[Message]],
-        *,
-        cache_salt: str | None = None,
+        self, messages: list[Message] | list[list[Message]], *, cache_salt: str | None = None
     ) -> list[TokenIds]:
         """Return the token ids of each conversation up to the beginning of the answer.
 

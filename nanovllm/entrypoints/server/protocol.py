@@ -11,16 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from annotated_types import MinLen
 from fastapi.exceptions import RequestValidationError
-from pydantic import (
-    BaseModel,
-    Discriminator,
-    Field,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, ValidationError, WithJsonSchema, model_validator
 
 from nanovllm.entrypoints.server.call_formats import CallFormat
 from nanovllm.entrypoints.server.errors import ApiError
