@@ -164,10 +164,11 @@ def content_branch(content: Any) -> str:
     return "list[part]" if isinstance(content, list) else "str"
 
 
-# A string or a list of parts. Errors leave the tags out of a field's path
-Content: TypeAlias = Annotated[
-    Annotated[str, Tag("str")] | Annotated[Items[TextPart], Tag("list[part]")], Discriminator(content_branch)
+# A string or a list. Errors leave the tags out of a field's path
+TextOr: TypeAlias = Annotated[
+    Annotated[str, Tag("str")] | Annotated[Items[Item], Tag("list[part]")], Discriminator(content_branch)
 ]
+Content: TypeAlias = TextOr[TextPart]
 
 
 def joined_text(content: Any) -> str:
