@@ -8,7 +8,6 @@ plan's bounds, which no run exceeds.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, TypeAlias
 
 from nanovllm.capabilities.disk.disk_moves import document_disk_bytes, num_document_states
@@ -286,9 +285,6 @@ SETTINGS: tuple[dict[str, Any], ...] = tuple(
     for offload in (False, True)
     for num_tokens in (8192, 2048, 1024)
 )
-DOC_GPUS = ("RTX 4060", "RTX 4070", "RTX 4080", "RTX 4090")  # 8, 12, 16 and 24 GB
-DOC_MODELS = ("qwen3-4b", "qwen3-8b", "qwen2.5-7b-1m", "qwen3-30b-a3b")
-DOC_HOST_GIB = 64
 ANSWER_TOKENS = 500  # plans are compared by the time of an answer of this length to a prompt of the whole context
 
 
@@ -335,7 +331,7 @@ def fits(
         for format, model in formats.items():
             for tokens in contexts if context is None else [context]:
                 if plans := list(_plans(name, model, machine, tokens)):
-                    found.append(Fit(model=name, format=format, plan=min(plans, key=_request_s)))
+                    found.append(Fit(model=name, format=format, plan=min(plans, key=request_s)))
     return found
 
 
@@ -356,7 +352,7 @@ def _plans(name: str, model: ModelConfig, machine: Machine, context: int) -> Ite
             yield plan
 
 
-def _request_s(plan: CapacityPlan) -> float:
+def request_s(plan: CapacityPlan) -> float:
     """Return the least time of a request with a prompt of `context` tokens and an answer of ANSWER_TOKENS. A part
     without a known bound counts as 0.
     """
@@ -399,30 +395,3 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
         "context beyond the model's limit the --hf-overrides that plan prints"
     )
     return "\n".join((title, *lines, how))
-
-
-def doc_table(models: Sequence[str] = DOC_MODELS) -> str:
-    """Return a table for the documents. For each model on each of DOC_GPUS, the table has the format with the most bits
-    that keeps all KV on the GPU, or else the fastest format with offload.
-    """
-    lines = ["| GPU | model | " + " | ".join(f"{n:,} tokens" for n in CONTEXTS[:3]) + " |", "|" + "---|" * 5]
-    return "\n".join(lines + [row for name in DOC_GPUS for model in models if (row := _doc_row(name, model))])
-
-
-@cache
-def _doc_row(name: str, model: str) -> str:
-    gpu = find_gpu(name)
-    found = fits(Machine.gpu(DOC_HOST_GIB * 2**30, gpu), [model])
-    cells = [_doc_cell([fit for fit in found if fit.plan.context == n]) for n in CONTEXTS[:3]]
-    return f"| {name}, {round(gpu.memory_gib)} GiB | {model} | {' | '.join(cells)} |" if any(cells) else ""
-
-
-def _doc_cell(found: Sequence[Fit]) -> str:
-    if not found:
-        return ""
-    best = next((fit for fit in found if fit.is_resident), None) or min(found, key=lambda fit: _request_s(fit.plan))
-    rate, plain, first = best.plan.expected_decode_tok_per_s, best.plan.decode_tok_per_s, first_token_s(best.plan)
-    assert rate and plain and first, "all rates of the table of GPUs are known"
-    drafted = f" ({rate_text(plain)} without drafts)" if best.plan.num_pages else ""
-    where = "" if best.is_resident else ", offload"
-    return f"{best.format}{where}: {rate_text(rate)} tok/s{drafted}, {seconds_text(first)}"
