@@ -23,7 +23,7 @@ from nanovllm.entrypoints.server.protocol import ChatRequest
 from nanovllm.entrypoints.server.responses import ResponsesAnswer, ResponsesRequest
 from nanovllm.errors import RequestError
 from nanovllm.request_stream import RequestUpdate
-from nanovllm.text.request_check import check_conversations, render_chat
+from nanovllm.text.frontend import check_conversations, render_chat
 from nanovllm.text.tokenizer import load_tokenizer
 
 TEMPLATES = Path(__file__).parents[2] / "support" / "templates"
