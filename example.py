@@ -6,7 +6,7 @@ python example.py [MODEL]
 import sys
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.entrypoints.demo.haystack import build_haystack
+from nanovllm.entrypoints.haystack import build_haystack
 from nanovllm.models.retrieval_model import build_retrieval_model
 
 

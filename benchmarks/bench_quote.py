@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.reporting import Samples, report, run_options, versions
 from nanovllm import LLM, SamplingParams
-from nanovllm.entrypoints.demo.haystack import build_haystack
+from nanovllm.entrypoints.haystack import build_haystack
 from nanovllm.models.retrieval_model import build_retrieval_model
 from nanovllm.utils.arithmetic import ceil_div
 

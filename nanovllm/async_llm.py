@@ -29,7 +29,7 @@ from nanovllm.plan.outputs import Outbox, Receiver
 from nanovllm.plan.sequence import Sequence
 from nanovllm.request_stream import Dispatcher, RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.request_check import Prompt
+from nanovllm.text.frontend import Prompt
 
 CHECK_INTERVAL_S = 1.0  # interval at which an idle engine checks that all its ranks are alive
 

@@ -15,8 +15,7 @@ from nanovllm.plan.outputs import Outbox, RequestOutput, StepOutput, with_answer
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule.scheduler import Scheduler
-from nanovllm.text.frontend import Message, TextFrontend
-from nanovllm.text.request_check import Prompt
+from nanovllm.text.frontend import Message, Prompt, TextFrontend
 from nanovllm.utils import progress_bar
 
 # Entry points import from this module alone: the LLM, the search for devices, and the type of LLM's `internals`

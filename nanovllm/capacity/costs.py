@@ -42,13 +42,8 @@ NCCL_BYTES = 256 * MIB  # NCCL's buffers, if there is more than one rank; assume
 NUM_WORKSPACES = 2  # torch keeps one per stream that calls cuBLAS: the capturing stream and the running one
 WORKSPACE_BYTES = 32 * MIB  # with compute capability 9.0 and above
 OLD_WORKSPACE_BYTES = 8320 * 2**10  # below 9.0
-GRAPH_NODE_BYTES = 2**10  # one kernel of an instantiated graph; 10 to 20 MiB for all graphs of an engine
+GRAPH_LAYER_BYTES = 12 * 2**10  # a layer of one instantiated graph, about a dozen kernels; 10 to 50 MiB for all graphs
 GRAPH_POOL_BYTES = 4 * MIB  # two pages of torch's allocator, in addition to the activations of the pool's graphs
-NODES_PER_LAYER = 10  # kernels: 2 norms, 4 products, rotation, attention and its merge, SiLU
-NODES_BESIDE_LAYERS = 12  # embedding, cos and sin, last norm, head, sampler
-COPIES_PER_CUT = 3  # query, result and log-sum-exp, at each cut of a streamed graph
-NODES_PER_GROUP = 3  # attention, its merge, the merge into the result
-MIXED_NODES_PER_LAYER = 4  # additional kernels in steps with chunks: attention, merge, and choice of the result
 INPUT_BYTES_PER_ROW = 8 * 14  # token, position, cell, lengths and sampling parameters of a sequence
 MIXED_INPUT_BYTES_PER_TOKEN = 8 * 6  # the same for a token of a step with chunks
 ALLOCATOR_SHARE = 0.4  # memory that torch's allocator cannot reuse for other sizes or streams, relative to activations
@@ -382,12 +377,6 @@ def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_row
     return num_rows * per_row + (num_rows + MAX_GRAPH_CHUNKS) * table_bytes + mixed[-1].num_tokens * per_token
 
 
-class _GraphKind(NamedTuple):
-    sizes: Sequence[object]  # one graph for each size
-    num_nodes: int  # kernels in a graph
-    num_pools: int = 1  # memory pools of torch's allocator
-
-
 def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows: int) -> int:
     """Return the size of all graphs, and of the activations of the largest graph of each kind, which stay in the kind's
     memory pool.
@@ -396,20 +385,19 @@ def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows
     offload, graphs in pieces and graphs of the staging groups run streamed steps. If no layer is recurrent, graphs of
     the last kind run steps with chunks of prompts.
     """
-    whole, verifies = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS, config.max_guesses > 0
-    kinds = [_GraphKind(graph_sizes(num_rows), whole)]
-    kinds += [_GraphKind(verifying_graph_sizes(num_rows), whole)] if verifies else []
-    kinds += [_GraphKind(draft_graph_sizes(num_rows), whole)] if wants_shadow(config, spec) else []
-    if config.enable_cpu_offload:
-        cut = whole + COPIES_PER_CUT * spec.num_layers + spec.staging.num_groups * NODES_PER_GROUP
-        kinds += [_GraphKind(streamed_graph_sizes(num_rows), cut, num_pools=2)]  # pieces, groups
-        kinds += [_GraphKind(streamed_verifying_graph_sizes(num_rows), cut, num_pools=2)] if verifies else []
-    if uses_draft_head(config, model):
-        kinds += [_GraphKind(head_graph_sizes(num_rows), NODES_PER_LAYER + NODES_BESIDE_LAYERS)]
+    verifies, num_pools = config.max_guesses > 0, 0
+    kinds: list[Sequence[object]] = [graph_sizes(num_rows)]  # one graph for each size
+    kinds += [verifying_graph_sizes(num_rows)] if verifies else []
+    kinds += [draft_graph_sizes(num_rows)] if wants_shadow(config, spec) else []
+    if config.enable_cpu_offload:  # the pieces and the groups of streamed steps have separate pools
+        kinds += [streamed_graph_sizes(num_rows)]
+        kinds += [streamed_verifying_graph_sizes(num_rows)] if verifies else []
+        num_pools = 1 + verifies
+    kinds += [head_graph_sizes(num_rows)] if uses_draft_head(config, model) else []
     num_bytes = len(kinds) * layer_bytes(config, model, num_rows)
     if model.recurrent is None:
         mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)
-        kinds += [_GraphKind(mixed, whole + MIXED_NODES_PER_LAYER * model.num_layers)]
+        kinds.append(mixed)
         num_bytes += layer_bytes(config, model, mixed[-1].num_tokens)
     if spec.states is not None:
         # In a recurrent layer each row has room for its new tokens and for all tokens that may be replayed
@@ -417,6 +405,5 @@ def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows
         num_tokens = num_rows * (1 + config.max_guesses) + num_verifying * (1 + 2 * config.max_guesses)
         input_bytes = spec.states.input_size * spec.states.itemsize
         num_bytes += (1 + config.enable_cpu_offload) * num_tokens * input_bytes
-    for kind in kinds:
-        num_bytes += len(kind.sizes) * kind.num_nodes * GRAPH_NODE_BYTES + kind.num_pools * GRAPH_POOL_BYTES
-    return num_bytes
+    num_graphs = sum(map(len, kinds))
+    return num_bytes + num_graphs * model.num_layers * GRAPH_LAYER_BYTES + (len(kinds) + num_pools) * GRAPH_POOL_BYTES

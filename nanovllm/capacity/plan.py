@@ -2,7 +2,7 @@
 
 `make_plan` makes the plan of an engine: it decides how many blocks the engine gets on a machine. A plan has three uses.
 The engine does not start if `plan_check.check_start` refuses the plan. With offload, the engine logs `plan_summary`
-after measuring the link rate. `nanovllm plan` prints a plan without loading a model (entrypoints/planner/report.py).
+after measuring the link rate. `nanovllm plan` prints a plan without loading a model (entrypoints/planner.py).
 This module is arithmetic only and loads neither torch nor weights.
 """
 

@@ -12,7 +12,7 @@ from nanovllm.attention.selection import find_backend
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
 from nanovllm.capabilities.cpu_attention.threads import attention_cpus
 from nanovllm.capabilities.speculation.drafters import Drafter
-from nanovllm.capacity.machine import Machine
+from nanovllm.capacity.machine import Machine, available_host_bytes
 from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.capacity.plan_check import check_start
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -23,7 +23,6 @@ from nanovllm.models.demo_model import model_path
 from nanovllm.plan.kv_spec import StagingSizes, dtype_name
 from nanovllm.plan.step_limits import max_model_len
 from nanovllm.runner.kv_memory import OffloadEngineFactory, make_offload_engine
-from nanovllm.utils.memory import available_host_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

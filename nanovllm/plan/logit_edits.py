@@ -153,7 +153,7 @@ class TokenConstraint(Protocol):
 class AnswerRules(NamedTuple):
     """Rules on tokens, made from those parameters of a request that users give as text."""
 
-    bad_words: object | None = None  # a BadWords (capabilities/edits/bad_words.py)
+    bad_words: object | None = None  # a BadWords (capabilities/edits/logit_editor.py)
     make_constraint: Callable[[], TokenConstraint] | None = None  # a new one for each answer
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from nanovllm.capacity.machine import available_host_bytes
 from nanovllm.device.devices import (
     GRAPH_LAYER_BYTES,
     MemoryProfile,
@@ -44,7 +45,6 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_runner import CompanionSetup
 from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
-from nanovllm.utils.memory import available_host_bytes
 
 # More history or more groups would not need more memory. From the fourth part on there is a running result in fp32
 # (attention/base.py), and later parts reuse its temporaries. Scattered keys are gathered 16 MiB at a time. The history

@@ -12,8 +12,8 @@ from typing import Any
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import ReasoningTags, StructuredOutputs, TaggedJson, TaggedValue
+from nanovllm.text.answer_scan import JsonPlaces
 from nanovllm.text.json_schema import Fault, find_faults, remove_neutral_keywords
-from nanovllm.text.number_limit import JsonPlaces
 
 MAX_CHARS = 200_000  # limit of a schema, a regex, or all choices together
 # llguidance follows references by recursion. Each reference is followed at most once on the way down, through no more

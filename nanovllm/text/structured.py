@@ -38,6 +38,8 @@ import numpy as np
 from nanovllm.errors import RequestError, install_command
 from nanovllm.plan.logit_edits import TokenMask, token_mask
 from nanovllm.sampling_params import ReasoningTags, StructuredOutputs
+from nanovllm.text.answer_scan import JsonPlaces, NumberMasks, NumberScan
+from nanovllm.text.detokenizer import read_token_bytes
 from nanovllm.text.grammar_writer import HEADER, MAX_FAULTS, GrammarWriter, refuse, shortened
 from nanovllm.text.json_schema import (
     Fault,
@@ -46,8 +48,6 @@ from nanovllm.text.json_schema import (
     remove_neutral_keywords,
     remove_pattern_properties,
 )
-from nanovllm.text.number_limit import JsonPlaces, NumberMasks, NumberScan
-from nanovllm.text.token_bytes import read_token_bytes
 from nanovllm.utils.arithmetic import ceil_div
 
 MAX_GRAMMARS = 16  # compiled grammars in the cache

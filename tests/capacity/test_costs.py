@@ -38,12 +38,11 @@ def test_memory_of_readmes_example_by_hand() -> None:
     assert got.kv_bytes == 8 * 448 * MIB and got.staging_bytes == 96 * MIB
     assert got.logits_bytes == 8 * 151936 * 2
     assert got.workspace_bytes == 2 * 32 * MIB
-    whole = 10 * 28 + 12
-    num_nodes = 4 * whole  # at 1, 2, 4 and 8 sequences
-    num_nodes += 3 * (whole + 3 * 28 + 3 * 3)  # in pieces at 1, 4 and 8
-    num_nodes += 10 * (whole + 4 * 28)  # 64, 128, 256, 512 and 1024 tokens of chunks beside 4 or 8 answers
+    num_graphs = (
+        4 + 3 + 10
+    )  # 1, 2, 4, 8 sequences; 1, 4, 8 in pieces; 64 to 1024 tokens of chunks beside 4 or 8 answers
     in_layer = (1024 + 3 * 8) * (4 * 2 * 1024 + (6 * 2 * 128 + 12) * 16 + 4 * 128)  # 16 heads of 128, in 3 pools
-    assert got.graph_bytes == num_nodes * parts.GRAPH_NODE_BYTES + 4 * parts.GRAPH_POOL_BYTES + in_layer
+    assert got.graph_bytes == num_graphs * 28 * parts.GRAPH_LAYER_BYTES + 4 * parts.GRAPH_POOL_BYTES + in_layer
     assert got.total_bytes == got.exact_bytes + got.estimated_bytes
     assert got.exact_bytes == got.weight_bytes + got.kv_bytes + got.staging_bytes + got.logits_bytes
 

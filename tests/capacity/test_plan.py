@@ -31,7 +31,7 @@ from nanovllm.device import kernel_target
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.engine.setup import measure_cpu_memory
 from nanovllm.engine.step_loop import LinkMeter
-from nanovllm.entrypoints.planner.report import (
+from nanovllm.entrypoints.planner import (
     PlanOptions,
     first_token_s,
     flop_prefill_tok_per_s,

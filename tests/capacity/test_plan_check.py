@@ -14,11 +14,13 @@ from nanovllm.capacity.plan_check import MAX_REMEDIES, check_plan, check_start
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
 from nanovllm.config import Config
-from nanovllm.entrypoints.planner.fit import DOC_GPUS, DOC_HOST_GIB, DOC_MODELS
-from nanovllm.entrypoints.planner.report import PlanOptions, first_token_s, plan_table
+from nanovllm.entrypoints.planner import PlanOptions, first_token_s, plan_table
 from nanovllm.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30
+DOC_GPUS = ("RTX 4060", "RTX 4070", "RTX 4080", "RTX 4090")  # as in docs/planning.md
+DOC_MODELS = ("qwen3-4b", "qwen3-8b", "qwen2.5-7b-1m", "qwen3-30b-a3b")
+DOC_HOST_GIB = 64
 PRESETS = ("qwen3-0.6b", "qwen3-8b", "llama-3.1-8b", "qwen3.5-9b")
 MODELS = {name: ModelConfig.without_weights(name) for name in PRESETS}
 H200 = Machine.gpu(100 * GIB)

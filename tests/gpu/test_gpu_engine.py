@@ -348,7 +348,7 @@ def test_bf16_logits_are_as_good_as_plain_torch(wide_reference: Reference, num_g
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_retrieval_131072_tokens_every_tenth_of_the_depth_in_bf16(tmp_path: Path) -> None:
-    from nanovllm.entrypoints.demo.haystack import build_haystack
+    from nanovllm.entrypoints.haystack import build_haystack
     from nanovllm.models.retrieval_model import build_retrieval_model
 
     num_tokens, max_tokens = 131_072, 16

@@ -15,7 +15,7 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.setup import Internals
-from nanovllm.entrypoints.demo.haystack import build_haystack
+from nanovllm.entrypoints.haystack import build_haystack
 from nanovllm.models.retrieval_model import build_retrieval_model
 from nanovllm.plan.shadow_spec import SHADOW_BITS
 from nanovllm.schedule.seams import load_of

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.entrypoints.demo.haystack import build_haystack
+from nanovllm.entrypoints.haystack import build_haystack
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models.retrieval_model import (
     END_TOKEN,

@@ -5,19 +5,23 @@ python tests/package/doc_tables.py FILE...
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.config import Config
 from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
-from nanovllm.entrypoints.planner.fit import DOC_MODELS, doc_table
+from nanovllm.entrypoints.planner import CONTEXTS, Fit, first_token_s, fits, rate_text, request_s, seconds_text
 from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.sampling_params import SamplingParams
 
+DOC_GPUS = ("RTX 4060", "RTX 4070", "RTX 4080", "RTX 4090")  # 8, 12, 16 and 24 GB
+DOC_MODELS = ("qwen3-4b", "qwen3-8b", "qwen2.5-7b-1m", "qwen3-30b-a3b")
+DOC_HOST_GIB = 64
 DOCUMENTED: dict[type, str] = {
     Config: "The fields of `Config`, which are keyword arguments of `LLM`",
     SamplingParams: "The fields of `SamplingParams`",
@@ -49,6 +53,33 @@ def _row(field: Field[Any]) -> str:
     words = "|".join((r"\w+\.json", *names, "SamplingParams", "None", *field.metadata.get("choices", ())))
     meaning = re.sub(rf"\b({words})\b", r"`\1`", field.metadata["help"])
     return f"| `{field.name}` | `{default}` | {meaning} |"
+
+
+def doc_table(models: Sequence[str]) -> str:
+    """Return a table for the documents. For each model on each of DOC_GPUS, the table has the format with the most bits
+    that keeps all KV on the GPU, or else the fastest format with offload.
+    """
+    lines = ["| GPU | model | " + " | ".join(f"{n:,} tokens" for n in CONTEXTS[:3]) + " |", "|" + "---|" * 5]
+    return "\n".join(lines + [row for name in DOC_GPUS for model in models if (row := _doc_row(name, model))])
+
+
+@cache
+def _doc_row(name: str, model: str) -> str:
+    gpu = find_gpu(name)
+    found = fits(Machine.gpu(DOC_HOST_GIB * 2**30, gpu), [model])
+    cells = [_doc_cell([fit for fit in found if fit.plan.context == n]) for n in CONTEXTS[:3]]
+    return f"| {name}, {round(gpu.memory_gib)} GiB | {model} | {' | '.join(cells)} |" if any(cells) else ""
+
+
+def _doc_cell(found: Sequence[Fit]) -> str:
+    if not found:
+        return ""
+    best = next((fit for fit in found if fit.is_resident), None) or min(found, key=lambda fit: request_s(fit.plan))
+    rate, plain, first = best.plan.expected_decode_tok_per_s, best.plan.decode_tok_per_s, first_token_s(best.plan)
+    assert rate and plain and first, "all rates of the table of GPUs are known"
+    drafted = f" ({rate_text(plain)} without drafts)" if best.plan.num_pages else ""
+    where = "" if best.is_resident else ", offload"
+    return f"{best.format}{where}: {rate_text(rate)} tok/s{drafted}, {seconds_text(first)}"
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from nanovllm.text.frontend import PATTERNS
+from nanovllm.text.tokenizer import PATTERNS
 
 SAMPLE = "The red wine, the blue sky: it's 1234 landmarks and 56 islands.\n\n  def café(x): return x + 1  # 你好 😀\n"
 ADDED = ["<think>", "<\uff5ctool\u2581calls\uff5c>"]  # part of a text; DeepSeek's have such letters

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from nanovllm.checkpoint.gguf import GGUFModel, read_model
 from nanovllm.errors import CheckpointError
-from nanovllm.text.frontend import find_cuts
+from nanovllm.text.detokenizer import read_token_bytes
 from nanovllm.text.gguf_tokenizer import make_tokenizer
 from nanovllm.text.split_patterns import PATTERNS
-from nanovllm.text.token_bytes import read_token_bytes
+from nanovllm.text.tokenizer import find_cuts
 
 TEXTS = st.text(
     st.sampled_from("The reds kyABeÄß'sl3d 12,.!:\n\t/é你好😀\u0301<>_s") | st.characters(codec="utf-8"), max_size=60

@@ -3,7 +3,7 @@
 import random
 
 from nanovllm.sampling_params import ReasoningTags
-from nanovllm.text.reasoning import ReasoningSplitter
+from nanovllm.text.answer_scan import ReasoningSplitter
 
 FRAGMENTS = ("<think>", "</think>", " ", "\n", "a", "b <", "<", "</", "think>", "</th", "ink>", "<thi", "nk>", " x ")
 

@@ -10,7 +10,7 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import RequestError
-from nanovllm.text.request_check import check_conversations, render_chat
+from nanovllm.text.frontend import check_conversations, render_chat
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 USER = {"role": "user", "content": "Hello"}

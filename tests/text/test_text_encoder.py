@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm.models.retrieval_model import save_tokenizer
-from nanovllm.text.frontend import PATTERNS, TextEncoder, find_cuts, load_tokenizer
+from nanovllm.text.tokenizer import PATTERNS, TextEncoder, find_cuts, load_tokenizer
 
 SPECIAL = "<|im_start|>"
 # Where words begin and end, above all where that depends on what follows

@@ -27,8 +27,9 @@ from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import StructuredOutputs
 from nanovllm.text.detokenizer import Detokenizer, StopStrings, TokenDecoder
-from nanovllm.text.frontend import TextFrontend, load_tokenizer
+from nanovllm.text.frontend import TextFrontend
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher, Vocabulary
+from nanovllm.text.tokenizer import load_tokenizer
 
 ALL = [*KINDS, *MISLABELLED]
 REAL = "SmolLM2 from GGUF"

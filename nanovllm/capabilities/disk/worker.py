@@ -215,12 +215,7 @@ class DiskWorker(RankStore):
     """Executes stores in order and loads in order, both concurrently. Any number of submissions may be queued."""
 
     def __init__(
-        self,
-        store: DiskStore,
-        pool: KVPool,
-        board: DiskBoard,
-        rank: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, store: DiskStore, pool: KVPool, board: DiskBoard, rank: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """clock: decides when to look for files of other processes."""
         self.store, self._pool, self._board, self._rank = store, pool, board, rank

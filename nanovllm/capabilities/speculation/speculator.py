@@ -17,11 +17,9 @@ logger = logging.getLogger("nanovllm")
 
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0  # for a sequence without draft tokens so far; the weight is in draft tokens
 PRIORS = {"quote": 0.95, "shadow": 0.95}  # for kinds of draft tokens that are nearly always accepted
-MAX_RESTED_ACCEPTANCE = 0.8  # upper limit of the acceptance after a rest, since draft tokens were rejected before
 DECAY, COMMON_DECAY = 0.9, 0.98  # per verification step, for a sequence's acceptance and the common acceptance
 MIN_GAIN = 1.02  # in tokens per second; a smaller gain is within the error of the times
-REST_STEPS = 64  # between trials of all resting sequences
-MAX_REST_DOUBLINGS = 2  # limit of the doublings of a rest while trials accept no draft token
+REST_STEPS = 128  # between trials of all resting sequences
 # Up to this many sequences begin halfway between prior and common acceptance, more begin with the common one
 NUM_FEW = 4
 RECENT_DECAY = 0.8  # each verification step multiplies the weight of the sequence's older steps by this
@@ -195,12 +193,6 @@ class DraftPace:
         self._prior = prior
         self.acceptance = Acceptance(first, DECAY)
         self._rest_end: int | None = None  # step at which the rest ends
-        self._num_failed = 0  # rests since a draft token was accepted
-
-    def verified(self, num_guesses: int, num_accepted: int) -> None:
-        self.acceptance.verified(num_guesses, num_accepted)
-        if num_accepted:
-            self._num_failed = 0
 
     def rests(self, num_steps: int) -> bool:
         """Return True if the sequence must wait for the next trial, at which its acceptance is reset.
@@ -208,14 +200,11 @@ class DraftPace:
         `num_steps`: the number of steps that have ended.
         """
         if self._rest_end is not None and num_steps >= self._rest_end:
-            self.acceptance = Acceptance(min(self._prior, MAX_RESTED_ACCEPTANCE), DECAY)
-            self._rest_end = None
+            self.acceptance, self._rest_end = Acceptance(self._prior, DECAY), None
         return self._rest_end is not None
 
     def rest(self, num_steps: int) -> None:
-        steps = REST_STEPS << min(self._num_failed, MAX_REST_DOUBLINGS)
-        self._rest_end = (num_steps // steps + 1) * steps
-        self._num_failed += 1
+        self._rest_end = (num_steps // REST_STEPS + 1) * REST_STEPS
 
 
 @dataclass(slots=True)
@@ -376,7 +365,7 @@ class Speculator(Proposer):
                 self._learn(answer, kind, num_compared, num_right)
 
     def _learn(self, answer: _Answer, kind: str, num_guesses: int, num_right: int) -> None:
-        answer.paces[kind].verified(num_guesses, num_right)
+        answer.paces[kind].acceptance.verified(num_guesses, num_right)
         self._common_acceptance(kind).verified(num_guesses, num_right)
 
     def meters(self) -> Seq[StepMeter]:

@@ -24,7 +24,7 @@ from nanovllm.utils import progress_bar
 if TYPE_CHECKING:  # --help must not load torch
     from nanovllm.llm import LLM
     from nanovllm.plan.outputs import RequestOutput, StepOutput
-    from nanovllm.text.request_check import Prompt
+    from nanovllm.text.frontend import Prompt
 
 QUOTES = '"""'
 HELP = f"""\

@@ -47,7 +47,7 @@ def run_demo(options: DemoOptions) -> int:
 
     Return the exit status, which is 0 if the passkey was found and both runs gave the same tokens.
     """
-    from nanovllm.entrypoints.demo.haystack import build_haystack
+    from nanovllm.entrypoints.haystack import build_haystack
     from nanovllm.models.retrieval_model import build_retrieval_model
 
     passkey = _draw_passkey(options.seed) if options.passkey is None else options.passkey

@@ -183,9 +183,7 @@ def add_model_flag(group: Any) -> None:
 
 
 def add_engine_flags(
-    parser: argparse.ArgumentParser,
-    defaults: Mapping[str, str] = MappingProxyType({}),
-    without: Sequence[str] = (),
+    parser: argparse.ArgumentParser, defaults: Mapping[str, str] = MappingProxyType({}), without: Sequence[str] = ()
 ) -> None:
     """Add the flags of Config. `defaults` and `without` mean the same as for `add_flags`."""
     step_tokens = f"{Config.max_num_batched_tokens}; on a CPU, {CPU_STEP_TOKENS}"

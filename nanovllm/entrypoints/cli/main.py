@@ -53,8 +53,7 @@ from nanovllm.entrypoints.cli.flags import (
 )
 from nanovllm.entrypoints.cli.verify import ENGINE_FLAGS, VerifyOptions, run_verify
 from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
-from nanovllm.entrypoints.planner.fit import fit_table, fits
-from nanovllm.entrypoints.planner.report import PlanOptions, plan_table
+from nanovllm.entrypoints.planner import PlanOptions, fit_table, fits, plan_table
 from nanovllm.entrypoints.server.options import ServerOptions, bind
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.models.demo_model import DEMO_MODEL, model_path

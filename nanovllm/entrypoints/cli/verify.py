@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import BLOCK_SIZE_STEP
+from nanovllm.entrypoints import planner
 from nanovllm.entrypoints.cli.console import decode_tok_per_s, prefill_tok_per_s
-from nanovllm.entrypoints.planner import report
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.models.demo_model import model_path
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -112,11 +112,8 @@ def run_verify(
         ready_s = time.perf_counter()
         reference = ask(llm, prompts)
         first_s, load_s = time.perf_counter() - ready_s, ready_s - start_s
-        rest_s = first_s + len(PATHS) * (load_s + first_s)
-        print(
-            f"  the first run took {report.seconds_text(first_s)}; the others take about {report.seconds_text(rest_s)}",
-            flush=True,
-        )
+        took, left = map(planner.seconds_text, (first_s, first_s + len(PATHS) * (load_s + first_s)))
+        print(f"  the first run took {took}; the others take about {left}", flush=True)
         paths = [_path("all resident", llm, reference[0], None)]
         again = compare(llm, prompts, reference, ask(llm, prompts, salt="again", filler=prompts[0][:FILLER_TOKENS]))
     needs_equal, bound = dtype == "float32", TIE
@@ -159,7 +156,7 @@ def _num_prompt_tokens(given: int | None, limit: int) -> int:
 
 def make_prompts(llm: "LLM", num_tokens: int) -> list[list[int]]:
     """Return prompts of a text, or of random tokens without a tokenizer. The prompts differ only at their ends."""
-    from nanovllm.entrypoints.demo.haystack import library_text  # loads torch
+    from nanovllm.entrypoints.haystack import library_text  # loads torch
 
     num_text = num_tokens - QUOTED_TOKENS
     if llm.tokenizer is None:
@@ -238,7 +235,7 @@ def _path(name: str, llm: "LLM", answer: "RequestOutput", work: str | None) -> d
     figures = {
         "path": name,
         "prefill_tok_per_s": prefill_tok_per_s(answer),
-        "prefill_bound_tok_per_s": report.prefill_tok_per_s(plan),
+        "prefill_bound_tok_per_s": planner.prefill_tok_per_s(plan),
         "decode_tok_per_s": decode_tok_per_s(answer),
         "decode_bound_tok_per_s": plan.decode_tok_per_s,
         "num_work": None if work is None else stats[work],

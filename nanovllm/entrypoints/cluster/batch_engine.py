@@ -38,7 +38,7 @@ from nanovllm.entrypoints.cluster.resources import sizes_within
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.plan.outputs import RequestOutput
 from nanovllm.request_stream import RequestStream
-from nanovllm.text.request_check import Prompt
+from nanovllm.text.frontend import Prompt
 
 NUM_UNITS = 2  # run concurrently, so that the end of one unit overlaps with the beginning of the next
 MAX_TRIES = 3  # failures of a unit before its rows get an error, and of a start before the job ends

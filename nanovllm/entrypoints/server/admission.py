@@ -34,7 +34,7 @@ from nanovllm.plan.kv_spec import dtype_name
 from nanovllm.plan.outputs import RequestOutput, TokenLogprobs
 from nanovllm.request_stream import RequestStream
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
-from nanovllm.text.request_check import Prompt
+from nanovllm.text.frontend import Prompt
 
 CHARS_PER_TOKEN = 16  # few texts have more; without a limit, tokenizing a text that cannot fit takes seconds
 MAX_N = 128  # answers to one prompt

@@ -30,7 +30,7 @@ from nanovllm.errors import EngineError
 from nanovllm.plan.outputs import Logprob, RequestOutput, TokenLogprobs
 from nanovllm.request_stream import RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.request_check import Prompt
+from nanovllm.text.frontend import Prompt
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = ": no new text yet\n"  # begins a keep-alive event; readers of events skip comments

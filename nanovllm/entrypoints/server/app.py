@@ -58,7 +58,7 @@ from nanovllm.entrypoints.server.responses import ResponsesAnswer, ResponsesRequ
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.plan.sequence import TokenIds
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.request_check import Prompt, check_conversations, prompt_list, render_chat
+from nanovllm.text.frontend import Prompt, check_conversations, prompt_list, render_chat
 
 _RENDERED_NAMES = ("messages", "conversations")  # the tokenizer itself gives these names to the template
 

@@ -13,22 +13,16 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from nanovllm.entrypoints.server.admission import Service
 from nanovllm.entrypoints.server.answers import Answer, PromptEntries, chat_logprobs
+from nanovllm.entrypoints.server.call_formats import CallFormat, call_format_of
+from nanovllm.entrypoints.server.call_parser import CallParser, Delta, ReasoningDelta, ToolCallDelta
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.protocol import ChatRequest, NamedTool
-from nanovllm.entrypoints.server.tool_calls import (
-    CallFormat,
-    CallParser,
-    Delta,
-    ReasoningDelta,
-    ToolCallDelta,
-    call_format_of,
-)
 from nanovllm.errors import RequestError
 from nanovllm.plan.outputs import RequestOutput
 from nanovllm.plan.sequence import TokenIds
 from nanovllm.request_stream import RequestUpdate
 from nanovllm.sampling_params import ReasoningTags, SamplingParams, StructuredOutputs, TaggedJson
-from nanovllm.text.reasoning import ReasoningSplitter
+from nanovllm.text.answer_scan import ReasoningSplitter
 
 MAX_LEADING_TOKENS = 4  # white space before the tag of reasoning
 

@@ -30,126 +30,52 @@ ONE_EDIT_CHARS = 4  # too many unrelated names shorter than this differ in one c
 
 logger = logging.getLogger(__name__)
 
-# Field of a request that changes the answer and is not implemented -> the values that change nothing, besides null.
-# Fields that an API implements are not looked up here.
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    # OpenAI's APIs
-    "audio": (),
-    "background": (False,),
-    "best_of": (1,),
-    "conversation": (),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "input": (),
-    "instructions": ("",),
-    "max_completion_tokens": (),
-    "max_output_tokens": (),
-    "max_tokens": (),
-    "messages": (),
-    "modalities": (["text"],),
-    "prediction": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "suffix": ("",),
-    "system": ("", []),
-    "text": ({}, {"format": {"type": "text"}}),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncation": ("disabled",),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    # sampling, in an API that does not have the field
-    "bad_words": ([],),
-    "frequency_penalty": (0,),
-    "guided_choice": ([],),
-    "guided_json": (),
-    "guided_regex": ("",),
-    "ignore_eos": (False,),
-    "include_stop_str_in_output": (False,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "n": (1,),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "reasoning": ({},),
-    "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "seed": (),
-    "skip_special_tokens": (True,),
-    "stop": ([], ""),
-    "stop_sequences": ([],),
-    "stop_token_ids": ([],),
-    "structured_outputs": (),
-    "top_k": (0, -1),
-    "top_logprobs": (0,),
-    # Anthropic's API
-    "container": (),
-    "mcp_servers": ([],),
-    "output_config": ({},),
-    "output_format": (),
-    "thinking": (),
-    # vLLM and SGLang
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (),
-    "allowed_token_ids": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "early_stopping": (False,),
-    "ebnf": (),
-    "extra_body": ({},),  # the openai package puts the entries of extra_body into the body itself
-    "guided_grammar": ("",),
-    "include_reasoning": (True,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "lora_path": (),
-    "mm_processor_kwargs": ({},),
-    "priority": (0,),
-    "prompt_embeds": (),
-    "regex": ("",),
-    "return_hidden_states": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "separate_reasoning": (True,),
-    "spaces_between_special_tokens": (True,),
-    "structural_tag": (),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    # llama.cpp, Ollama and others
-    "do_sample": (True,),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "enable_thinking": (),
-    "format": ("",),
-    "grammar": ("",),
-    "images": ([],),
-    "json_schema": (),
-    "lora": ([],),
-    "max_new_tokens": (),
-    "mirostat": (0,),
-    "n_predict": (-1,),
-    "n_probs": (0,),
-    "num_beams": (1,),
-    "num_predict": (-1,),
-    "options": ({},),
-    "raw": (False,),
-    "reasoning_budget": (-1,),
-    "repeat_penalty": (1,),
-    "template": ("",),
-    "tfs_z": (1,),
-    "think": (),
-    "thinking_budget": (),
-    "top_a": (0,),
-    "top_n_sigma": (-1,),
-    "typical_p": (1,),
-    "xtc_probability": (0,),
-}
+# Values that change nothing, besides null -> the fields of any API that change the answer and are not implemented.
+# A field that an API implements is not looked up here. The openai package puts the entries of extra_body into the body.
+_BY_NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
+    (
+        (),
+        "add_special_tokens allowed_token_ids audio chat_template container conversation ebnf enable_thinking "
+        "guided_json input json_schema lora_path max_completion_tokens max_new_tokens max_output_tokens max_tokens "
+        "messages output_format prediction previous_response_id prompt prompt_embeds prompt_logprobs reasoning_effort "
+        "seed structural_tag structured_outputs think thinking thinking_budget thinking_token_budget "
+        "truncate_prompt_tokens web_search_options",
+    ),
+    (
+        (False,),
+        "background continue_final_message early_stopping echo ignore_eos include_stop_str_in_output logprobs raw "
+        "return_hidden_states return_token_ids return_tokens_as_token_ids use_beam_search",
+    ),
+    (
+        (0,),
+        "dry_multiplier dynatemp_range frequency_penalty min_p min_tokens mirostat n_probs presence_penalty priority "
+        "top_a top_logprobs xtc_probability",
+    ),
+    (
+        ([],),
+        "bad_words documents functions guided_choice images logits_processors lora mcp_servers stop_sequences "
+        "stop_token_ids tools",
+    ),
+    ((1,), "best_of length_penalty n num_beams repeat_penalty repetition_penalty tfs_z typical_p"),
+    (("",), "format grammar guided_grammar guided_regex instructions regex suffix template"),
+    (({},), "chat_template_kwargs extra_body logit_bias mm_processor_kwargs options output_config reasoning"),
+    (
+        (True,),
+        "add_generation_prompt do_sample include_reasoning separate_reasoning skip_special_tokens "
+        "spaces_between_special_tokens",
+    ),
+    ((-1,), "n_predict num_predict reasoning_budget top_n_sigma"),
+    (("none", "auto"), "function_call tool_choice"),
+    ((["text"],), "modalities"),
+    (("", []), "system"),
+    (({}, {"format": {"type": "text"}}), "text"),
+    (("disabled",), "truncation"),
+    (("medium",), "verbosity"),
+    (({"type": "text"},), "response_format"),
+    (([], ""), "stop"),
+    ((0, -1), "top_k"),
+)
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {name: neutral for neutral, names in _BY_NEUTRAL for name in names.split()}
 _LENGTH, _STOP = ("max_tokens", "max_output_tokens"), ("stop", "stop_sequences")
 _FORM, _SYSTEM = ("response_format", "text", "output_config"), ("instructions", "system", "messages")
 _THINKING = ("thinking", "reasoning", "chat_template_kwargs", "reasoning_effort")

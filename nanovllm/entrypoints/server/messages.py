@@ -4,7 +4,7 @@ import json
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from annotated_types import MinLen
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
 from nanovllm.entrypoints.server.chat_answers import AnswerBlock, BlockAnswer
 from nanovllm.entrypoints.server.errors import MESSAGES_PATH, ApiError
@@ -16,8 +16,8 @@ from nanovllm.entrypoints.server.protocol import (
     Effort,
     OtherTool,
     Salt,
+    TextOr,
     chat_request,
-    content_branch,
     joined_text,
     tool_branch,
 )
@@ -53,9 +53,7 @@ class ContentBlock(Body):
 
 class AnthropicMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[str, Tag("str")] | Annotated[Items[ContentBlock], Tag("list[part]")], Discriminator(content_branch)
-    ]
+    content: TextOr[ContentBlock]
 
 
 class AnthropicTool(Body):

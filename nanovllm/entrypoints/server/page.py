@@ -25,7 +25,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.staticfiles import StaticFiles
 
-from nanovllm.entrypoints.demo.haystack import build_example
+from nanovllm.entrypoints.haystack import build_example
 from nanovllm.llm import LLM
 from nanovllm.models.retrieval_model import CHAT_TEMPLATE
 from nanovllm.plan.kv_spec import BlockState

@@ -11,20 +11,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from annotated_types import MinLen
 from fastapi.exceptions import RequestValidationError
-from pydantic import (
-    BaseModel,
-    Discriminator,
-    Field,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, ValidationError, WithJsonSchema, model_validator
 
+from nanovllm.entrypoints.server.call_formats import CallFormat
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.fields import Body, Item, Items, WholeBody, log_once, printable, refuse
-from nanovllm.entrypoints.server.tool_calls import CallFormat
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import (
     MAX_LOGPROBS,
@@ -173,10 +164,11 @@ def content_branch(content: Any) -> str:
     return "list[part]" if isinstance(content, list) else "str"
 
 
-# A string or a list of parts. Errors leave the tags out of a field's path
-Content: TypeAlias = Annotated[
-    Annotated[str, Tag("str")] | Annotated[Items[TextPart], Tag("list[part]")], Discriminator(content_branch)
+# A string or a list. Errors leave the tags out of a field's path
+TextOr: TypeAlias = Annotated[
+    Annotated[str, Tag("str")] | Annotated[Items[Item], Tag("list[part]")], Discriminator(content_branch)
 ]
+Content: TypeAlias = TextOr[TextPart]
 
 
 def joined_text(content: Any) -> str:

@@ -18,11 +18,12 @@ from nanovllm.entrypoints.server.chat_answers import AnswerBlock, BlockAnswer, C
 from nanovllm.entrypoints.server.errors import ApiError
 from nanovllm.entrypoints.server.fields import Body, Items, WholeBody, refuse
 from nanovllm.entrypoints.server.protocol import (
-    TEXT_ONLY,
     ChatRequest,
     Effort,
     OtherTool,
     Salt,
+    TextOr,
+    TextPart,
     chat_request,
     choice_branch,
     content_branch,
@@ -32,22 +33,23 @@ from nanovllm.entrypoints.server.protocol import (
 from nanovllm.plan.outputs import RequestOutput
 
 CUSTOM_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+_IN_CHATS_TOO = {
+    "model",
+    "stream",
+    "cache_salt",
+    "chat_template_kwargs",
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+}
 LOGPROBS = "message.output_text.logprobs"
-TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
-class ResponsePart(Body):
-    KINDS = dict.fromkeys(TEXT_PARTS, ())
-    NOUN, WHY_NOT = "a part", TEXT_ONLY
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
+class ResponsePart(TextPart):
+    KINDS = dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"), ())
 
 
-ResponseContent: TypeAlias = Annotated[
-    Annotated[str, Tag("str")] | Annotated[Items[ResponsePart], Tag("list[part]")], Discriminator(content_branch)
-]
+ResponseContent: TypeAlias = TextOr[ResponsePart]
 
 
 class ResponseFunction(Body):
@@ -175,9 +177,7 @@ class ResponsesRequest(WholeBody):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: Items[str] | None = (
-        None  # entries that the server cannot provide, such as encrypted reasoning, are ignored
-    )
+    include: Items[str] | None = None  # what the server cannot provide, such as encrypted reasoning, is ignored
 
     @model_validator(mode="after")
     def _check_fields(self) -> "ResponsesRequest":
@@ -207,12 +207,7 @@ class ResponsesRequest(WholeBody):
             response_format=response_format,
             max_tokens=self.max_output_tokens,
             reasoning_effort=self.reasoning and self.reasoning.effort,
-            **self.model_dump(
-                include={
-                    *("model", "stream", "cache_salt", "chat_template_kwargs", "temperature", "top_p"),
-                    "parallel_tool_calls",
-                }
-            ),
+            **self.model_dump(include=_IN_CHATS_TOO),
         )
 
     @cached_property
@@ -379,14 +374,11 @@ class ResponsesAnswer(BlockAnswer):
         if block.kind == "call":
             return [{"type": "response.output_item.added", **place, "item": item}]
         (part,) = item["content"]
-        added = {
-            "type": "response.content_part.added",
-            **place,
-            "item_id": item["id"],
-            "content_index": 0,
-            "part": part,
-        }
-        return [{"type": "response.output_item.added", **place, "item": item | {"content": []}}, added]
+        added = {**place, "item_id": item["id"], "content_index": 0, "part": part}
+        return [
+            {"type": "response.output_item.added", **place, "item": item | {"content": []}},
+            {"type": "response.content_part.added", **added},
+        ]
 
     def _piece_event(self, block: AnswerBlock, piece: str) -> dict[str, Any]:
         """Return the event of a piece, or {} for a piece of a custom call, whose input is sent when it is complete."""

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from nanovllm.capabilities.edits.bad_words import BadWords, TokenTable
+from nanovllm.capabilities.edits.logit_editor import BadWords, TokenTable
 
 PIECES = ("", "a", "b", "ab", " a", "ba", "\n", "é", "aé", " ", "abab", "日", "b日a", "aa", "a a")
 PARTS = [*(piece.encode() for piece in PIECES), b"\xc3", b"\xa9", b"\xa9a", b"a\xc3", b"\xe6\x97", b"\xa5", b"\xff"]

@@ -16,7 +16,7 @@ from checked_engine import WORKS_AHEAD, Reference, cache_options
 from odd_drafters import OddDrafter
 
 from nanovllm import LLM, RequestError, SamplingParams
-from nanovllm.capabilities.edits.bad_words import BadWords, TokenTable
+from nanovllm.capabilities.edits.logit_editor import BadWords, TokenTable
 from nanovllm.engine.setup import Internals
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.sampler import sample

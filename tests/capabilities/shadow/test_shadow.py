@@ -18,7 +18,7 @@ from nanovllm.capabilities.shadow.pages import DraftKeys, ShadowFills
 from nanovllm.capacity.division import NO_SHADOW, ShadowSize, auto_shadows, divide_memory
 from nanovllm.config import Config
 from nanovllm.engine.setup import Internals
-from nanovllm.entrypoints.demo.haystack import build_haystack
+from nanovllm.entrypoints.haystack import build_haystack
 from nanovllm.errors import ConfigError
 from nanovllm.models.retrieval_model import build_retrieval_model
 from nanovllm.plan.kv_spec import KVCacheSpec

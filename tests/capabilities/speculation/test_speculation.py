@@ -14,7 +14,7 @@ from simulated_streams import Mode, SimulatedStreams
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.setup import Internals
-from nanovllm.entrypoints.demo.haystack import build_haystack
+from nanovllm.entrypoints.haystack import build_haystack
 from nanovllm.models.retrieval_model import build_retrieval_model
 from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import StepPlan

@@ -15,7 +15,7 @@ from nanovllm.capacity.plan import make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli.main import main
-from nanovllm.entrypoints.planner.report import disk_bytes, plan_table
+from nanovllm.entrypoints.planner import disk_bytes, plan_table
 
 PROMPT = [i % 300 for i in range(1025)]
 

@@ -29,8 +29,8 @@ from nanovllm.entrypoints.cli.flags import (
     name_flags,
 )
 from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
-from nanovllm.entrypoints.demo.haystack import build_haystack
-from nanovllm.entrypoints.planner.report import PlanOptions
+from nanovllm.entrypoints.haystack import build_haystack
+from nanovllm.entrypoints.planner import PlanOptions
 from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.errors import CheckpointError, ConfigError, RequestError
 from nanovllm.models.retrieval_model import build_retrieval_model

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from nanovllm.entrypoints import haystack
 from nanovllm.entrypoints.cli import demo as command
 from nanovllm.entrypoints.cli.main import main
-from nanovllm.entrypoints.demo import haystack
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("cache_directory")

@@ -15,11 +15,11 @@ from http_server import http_server
 
 from nanovllm import AsyncLLM
 from nanovllm.entrypoints.server import fields
+from nanovllm.entrypoints.server.call_formats import HERMES
 from nanovllm.entrypoints.server.chat_answers import ChatAnswer, ChatForm
 from nanovllm.entrypoints.server.messages import MessagesAnswer, MessagesRequest
 from nanovllm.entrypoints.server.protocol import ChatRequest
 from nanovllm.entrypoints.server.responses import ResponsesAnswer, ResponsesRequest
-from nanovllm.entrypoints.server.tool_calls import HERMES
 from nanovllm.request_stream import RequestUpdate
 
 TEMPLATE = Path(__file__).parents[2] / "support" / "templates" / "qwen3.5.jinja"

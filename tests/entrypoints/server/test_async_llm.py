@@ -28,7 +28,7 @@ from nanovllm.plan.step_plan import StepPlan
 from nanovllm.request_stream import RequestUpdate
 from nanovllm.runner.kv_memory import make_offload_engine
 from nanovllm.sampling_params import StructuredOutputs
-from nanovllm.text.request_check import Prompt
+from nanovllm.text.frontend import Prompt
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",

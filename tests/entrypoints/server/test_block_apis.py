@@ -9,12 +9,12 @@ import httpx
 import pytest
 
 from nanovllm import AsyncLLM
+from nanovllm.entrypoints.server.call_formats import HERMES, LLAMA, QWEN_TAGS, CallFormat
 from nanovllm.entrypoints.server.chat_answers import AnswerBlock, BlockAnswer, ChatAnswer, ChatForm
 from nanovllm.entrypoints.server.errors import ApiError, Refusal
 from nanovllm.entrypoints.server.messages import MessagesAnswer, MessagesRequest, _content
 from nanovllm.entrypoints.server.protocol import ChatRequest
 from nanovllm.entrypoints.server.responses import ResponsesAnswer, ResponsesRequest
-from nanovllm.entrypoints.server.tool_calls import HERMES, LLAMA, QWEN_TAGS, CallFormat
 from nanovllm.request_stream import RequestUpdate
 
 NOTE = "The passkey is 4711, says the old captain."

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from nanovllm.entrypoints.server.body_encoding import UnknownEncodingError, encodings_of, unpack
+from nanovllm.entrypoints.server.gate import UnknownEncodingError, encodings_of, unpack
 
 LIMIT = 1 << 20
 TEXT = json.dumps({"prompt": "Grüße"}, ensure_ascii=False).encode() * 100

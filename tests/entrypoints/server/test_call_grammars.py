@@ -17,17 +17,11 @@ from tiers import examples
 from tokenizer_kinds import add_tokens
 from transformers import AutoTokenizer
 
-from nanovllm.entrypoints.server.tool_calls import (
-    HERMES,
-    LLAMA,
-    QWEN_TAGS,
-    CallFormat,
-    CallParser,
-    ToolCallDelta,
-)
+from nanovllm.entrypoints.server.call_formats import HERMES, LLAMA, QWEN_TAGS, CallFormat
+from nanovllm.entrypoints.server.call_parser import CallParser, ToolCallDelta
 from nanovllm.models.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.sampling_params import ReasoningTags, StructuredOutputs, TaggedJson
-from nanovllm.text.reasoning import ReasoningSplitter
+from nanovllm.text.answer_scan import ReasoningSplitter
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 
 FORMATS = {"hermes": HERMES, "llama": LLAMA, "qwen": QWEN_TAGS}

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from nanovllm.entrypoints.server.call_formats import HERMES, LLAMA
 from nanovllm.entrypoints.server.protocol import (
     LENIENT,
     ChatRequest,
@@ -13,7 +14,6 @@ from nanovllm.entrypoints.server.protocol import (
     chat_params,
     completion_params,
 )
-from nanovllm.entrypoints.server.tool_calls import HERMES, LLAMA
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import ModelLimit, SamplingParams, StructuredOutputs
 

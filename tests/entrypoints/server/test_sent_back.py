@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from tiers import examples
 from transformers import PreTrainedTokenizerFast
 
+from nanovllm.entrypoints.server.call_formats import HERMES, LLAMA, QWEN_TAGS, CallFormat
 from nanovllm.entrypoints.server.chat_answers import ChatAnswer, ChatForm
 from nanovllm.entrypoints.server.conversation import Conversation, render_messages
 from nanovllm.entrypoints.server.messages import MessagesAnswer, MessagesRequest
 from nanovllm.entrypoints.server.protocol import ChatRequest
 from nanovllm.entrypoints.server.responses import ResponsesAnswer, ResponsesRequest
-from nanovllm.entrypoints.server.tool_calls import HERMES, LLAMA, QWEN_TAGS, CallFormat
 from nanovllm.errors import RequestError
 from nanovllm.request_stream import RequestUpdate
-from nanovllm.text.frontend import load_tokenizer
-from nanovllm.text.request_check import check_conversations, render_chat
+from nanovllm.text.frontend import check_conversations, render_chat
+from nanovllm.text.tokenizer import load_tokenizer
 
 TEMPLATES = Path(__file__).parents[2] / "support" / "templates"
 FORMATS: dict[str, CallFormat] = {"qwen3": HERMES, "qwen3.5": QWEN_TAGS, "llama3.1": LLAMA}

@@ -9,17 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
 
-from nanovllm.entrypoints.server.tool_calls import (
-    HERMES,
-    LLAMA,
-    QWEN_TAGS,
-    WINDOW_CHARS,
-    CallFormat,
-    CallParser,
-    Schemas,
-    ToolCallDelta,
-    call_format_of,
-)
+from nanovllm.entrypoints.server.call_formats import HERMES, LLAMA, QWEN_TAGS, CallFormat, call_format_of
+from nanovllm.entrypoints.server.call_parser import WINDOW_CHARS, CallParser, Schemas, ToolCallDelta
 
 FORMATS = pytest.mark.parametrize("call_format", [HERMES, LLAMA], ids=["hermes", "llama"])
 CALL = '{"name": "weather", "arguments": {"city": "Zürich {\\"}"}}'

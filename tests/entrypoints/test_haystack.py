@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from nanovllm.entrypoints.demo.haystack import (
+from nanovllm.entrypoints.haystack import (
     LEAD_IN,
     LONGEST_EXAMPLE_TOKENS,
     QUESTION,

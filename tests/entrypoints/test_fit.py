@@ -13,7 +13,7 @@ from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli.main import main
-from nanovllm.entrypoints.planner.fit import CONTEXTS, SETTINGS, fit_table, fits
+from nanovllm.entrypoints.planner import CONTEXTS, SETTINGS, fit_table, fits
 from nanovllm.errors import ConfigError
 
 GIB = 2**30

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.utils import memory
+from nanovllm.capacity import machine as memory
+from nanovllm.capacity.machine import available_host_bytes
 from nanovllm.utils.arithmetic import format_bytes
-from nanovllm.utils.memory import available_host_bytes
 
 
 def cgroup(directory: Path, limit: str, usage: int, inactive: int | None = 0) -> tuple[str, str]:

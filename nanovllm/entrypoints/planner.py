@@ -1,17 +1,27 @@
-"""The report of `nanovllm plan`: the options, the plan as a table, and the bounds that only reports show."""
+"""The report of `nanovllm plan`: the options, the plan as a table, the bounds that only reports show, and what fits.
 
-from collections.abc import Mapping
+`fits` lists the models, formats of weights and contexts that run on one GPU. Every entry is a plan of one sequence that
+`check_plan` accepts, with the fastest of the SETTINGS that work. All figures of speed are projected: they are the
+plan's bounds, which no run exceeds.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from nanovllm.capabilities.disk.disk_moves import document_disk_bytes, num_document_states
 from nanovllm.capacity.costs import num_full_blocks, num_prefill_loaded_blocks, prefill_flop
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import CapacityPlan, least
-from nanovllm.config import BLOCK_SIZE_STEP
+from nanovllm.capacity.plan import CapacityPlan, least, make_plan
+from nanovllm.capacity.plan_check import check_plan
+from nanovllm.checkpoint.files import presets
+from nanovllm.checkpoint.model_config import ARCHITECTURES, ModelConfig
+from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.config import BLOCK_SIZE_STEP, Config
 from nanovllm.errors import ConfigError
-from nanovllm.plan.kv_spec import max_stateful_seqs
-from nanovllm.utils.arithmetic import format_bytes
+from nanovllm.plan.kv_spec import dtype_name, max_stateful_seqs
+from nanovllm.utils.arithmetic import ceil_div, format_bytes
 from nanovllm.utils.options import check_options, option
 
 ACCEPTANCES = (0.8, 0.9, 0.95, 0.98)  # acceptance rates of draft tokens for which the bound of decode is shown
@@ -263,3 +273,125 @@ def rate_text(tok_per_s: float) -> str:
 
 def seconds_text(number: float) -> str:
     return f"{number:,.0f} s" if number >= 100 else f"{number:.1f} s" if number >= 0.1 else f"{number:.1g} s"
+
+
+# -- what fits ---------------------------------------------------------------------------------------------------------
+
+
+CONTEXTS = (32_768, 131_072, 262_144, 1_000_000)
+COMMON: dict[str, Any] = {"gpu_memory_utilization": 0.95, "max_num_seqs": 16}
+SETTINGS: tuple[dict[str, Any], ...] = tuple(
+    COMMON | {"max_num_batched_tokens": num_tokens, "enable_cpu_offload": offload}
+    for offload in (False, True)
+    for num_tokens in (8192, 2048, 1024)
+)
+ANSWER_TOKENS = 500  # plans are compared by the time of an answer of this length to a prompt of the whole context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A model that runs. format: the format of the model's linear weights."""
+
+    model: str
+    format: str
+    plan: CapacityPlan
+
+    @property
+    def is_resident(self) -> bool:
+        return not self.plan.config.enable_cpu_offload
+
+    @property
+    def kv_bytes(self) -> int:
+        """The size of the KV cache of one context, in whole blocks."""
+        spec = self.plan.spec
+        return ceil_div(self.plan.context, spec.block_size) * spec.block_bytes
+
+
+def fits(
+    machine: Machine, models: Iterable[str] = (), quantization: str | None = None, context: int | None = None
+) -> list[Fit]:
+    """List everything that runs on `machine`. `models`, `quantization` and `context` limit the list. By default, the
+    list has all presets, the checkpoint's format and all of QUANTIZATIONS, and each of CONTEXTS that the model
+    supports, or the model's longest context if that is shorter than all of CONTEXTS.
+
+    Raises ConfigError if one of `models` does not take `context`.
+    """
+    found, named = [], tuple(models)
+    for name in named or presets():
+        stored = ModelConfig.without_weights(name)
+        longest = max(stored.max_model_len_limit, _recommended_context(stored))
+        if named and context is not None and context > longest:
+            raise ConfigError(f"context={context} is more than the {longest} tokens that {name} takes; lower it")
+        contexts = [tokens for tokens in CONTEXTS if tokens <= longest] or [longest]
+        own = stored.quantization.method if stored.quantization else dtype_name(Config(model=name), stored)
+        formats = {own: stored} if quantization is None else {}
+        for each in QUANTIZATIONS if stored.quantization is None else ():
+            if quantization in (None, each):
+                formats[each] = stored.quantized(each)
+        for format, model in formats.items():
+            for tokens in contexts if context is None else [context]:
+                if plans := list(_plans(name, model, machine, tokens)):
+                    found.append(Fit(model=name, format=format, plan=min(plans, key=request_s)))
+    return found
+
+
+def _recommended_context(model: ModelConfig) -> int:
+    """Return the longest context that the model's authors recommend with YaRN, or 0 without a recommendation."""
+    _, recommended = ARCHITECTURES[model.architecture].recommended_yarn.get(model.max_position_embeddings, (0, 0))
+    return recommended
+
+
+def _plans(name: str, model: ModelConfig, machine: Machine, context: int) -> Iterator[CapacityPlan]:
+    """Yield the plans that work."""
+    if model.max_model_len_limit < context <= _recommended_context(model):  # the rope changes neither memory nor speed
+        model = replace(model, max_position_embeddings=context)
+    for settings in SETTINGS:
+        with suppress(ConfigError):
+            plan = make_plan(Config(model=name, max_model_len=context, **settings), model, machine)
+            check_plan(plan)
+            yield plan
+
+
+def request_s(plan: CapacityPlan) -> float:
+    """Return the least time of a request with a prompt of `context` tokens and an answer of ANSWER_TOKENS. A part
+    without a known bound counts as 0.
+    """
+    num_tokens = plan.num_sequences * ANSWER_TOKENS
+    return (first_token_s(plan) or 0.0) + num_tokens / (plan.expected_decode_tok_per_s or float("inf"))
+
+
+def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
+    """Return a table of `found` as lines of text, with the options of each entry."""
+    if machine.gpu_bytes is None:
+        raise ConfigError("fit lists what runs on a GPU; leave out device='cpu'")
+    title = (
+        f"what runs on {machine.name} ({format_bytes(machine.gpu_bytes)}) with {format_bytes(machine.host_bytes)} of "
+        "CPU memory; decode and first token are projected bounds, with drafts where a shadow pays"
+    )
+    if not found:
+        return f"{title}\n  nothing; use a smaller model or context, or more memory"
+    head = ("model", "format", "context", "KV cache", "where", "decode", "first token", "step tokens")
+    rows = [
+        (
+            fit.model,
+            fit.format,
+            f"{fit.plan.context:,}",
+            format_bytes(fit.kv_bytes),
+            "GPU" if fit.is_resident else "offload",
+            f"<= {rate_text(rate)}/s" if (rate := fit.plan.expected_decode_tok_per_s) else "unknown",
+            f">= {seconds_text(first_s)}" if (first_s := first_token_s(fit.plan)) else "unknown",
+            str(fit.plan.config.max_num_batched_tokens),
+        )
+        for fit in found
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [
+        "  ".join(["", *map(str.ljust, row[:2], widths), *map(str.rjust, row[2:], widths[2:])]) for row in (head, *rows)
+    ]
+    common = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in COMMON.items())
+    how = (
+        f"every line needs {common}; add --max-model-len CONTEXT --max-num-batched-tokens STEP_TOKENS, "
+        "--quantization FORMAT unless it is the checkpoint's format, --enable-cpu-offload for offload, and for a "
+        "context beyond the model's limit the --hf-overrides that plan prints"
+    )
+    return "\n".join((title, *lines, how))
