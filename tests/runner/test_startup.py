@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from cpu_runner import NUM_SEQS, HostlessTorch, make_runner
-from rank_processes import wait_until
 from tiny_models import write_tiny_model
+from waiting import wait_until
 
 from nanovllm.attention.base import HostTables, PagedBatch
 from nanovllm.capabilities.shadow.memory import Shadow
@@ -295,4 +295,4 @@ def test_warm_up_multiplies_by_the_router_as_a_step_does() -> None:
     head = SimpleNamespace(weight=torch.zeros(8, 16, dtype=torch.bfloat16))
     model: Any = SimpleNamespace(lm_head=head, model=SimpleNamespace(layers=layers), mtp=None)
     with startup_steps.warm_up_products(model, num_tokens=8):
-        assert wait_until(lambda: RecordingRouter.num_rows == startup_steps.product_rows(8))
+        wait_until(lambda: RecordingRouter.num_rows == startup_steps.product_rows(8))

@@ -1,11 +1,7 @@
-"""The processes of ranks, and how tests wait for their end."""
+"""The processes of ranks."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-LIMIT_S = 120.0  # of a wait that only bounds a hang
 
 
 def worker_pids_of(executor: Any) -> list[int]:
@@ -19,10 +15,3 @@ def is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = LIMIT_S) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()

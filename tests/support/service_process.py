@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from waiting import LIMIT_S
 
 PACKAGE_ROOT = Path(__file__).parents[2]
-LIMIT_S = 240
 NODE = {"object_store_memory": 100_000_000, "include_dashboard": False}
 ENGINE = ["--device", "cpu", "--max-model-len", "8192", "--num-kvcache-blocks", "128"]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import zstandard
 from http_server import app_server
+from waiting import LIMIT_S
 
 from nanovllm import AsyncLLM
 from nanovllm.entrypoints.server.app import Site
@@ -37,7 +38,7 @@ def post(body: bytes, *headers: str, version: str = "1.1", key: str = "secret") 
 
 def exchange(address: tuple[str, int], *parts: bytes, ends_with: bytes = b"") -> bytes:
     """Send the parts, each after the server has answered the one before, and read to the end."""
-    with socket.create_connection(address, timeout=10) as connection:
+    with socket.create_connection(address, timeout=LIMIT_S) as connection:
         received = b""
         for part in parts:
             connection.sendall(part)
