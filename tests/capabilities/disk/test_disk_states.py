@@ -33,6 +33,8 @@ from nanovllm.utils.arithmetic import format_bytes
 LONG_QUESTIONS = [[*DOCUMENT, *random_prompt(300, seed=i)] for i in range(3)]
 SLOW = pytest.mark.slow
 
+pytestmark = pytest.mark.usefixtures("patient_disk")
+
 
 @pytest.fixture
 def restart(hybrid: Reference, path: Path) -> Callable[..., CheckedLLM]:
