@@ -85,6 +85,7 @@ def nanovllm(hub: Hub, cache: Path, *args: str, **settings: str) -> str:
     """The command line in a process of its own: huggingface_hub reads its settings when it is imported."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | settings
     env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
+    env |= {"HF_HUB_DOWNLOAD_TIMEOUT": "240", "HF_HUB_ETAG_TIMEOUT": "240"}  # no file may be asked for twice
     command = [sys.executable, "-m", "nanovllm", args[0], "--model", NAME, *args[1:]]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

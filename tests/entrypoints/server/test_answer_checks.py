@@ -52,7 +52,7 @@ async def test_checks_count_right_and_wrong_answers_and_wait_for_idleness(engine
     output = await answer(engine, prompt, GREEDY)  # to the last position of the context
     assert len(prompt) + len(output["token_ids"]) == engine.llm.max_model_len
     checks.answer_ended(output, GREEDY)
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.1)
     assert count(metrics) == (0, 0)  # the server is busy
     idle = True
     await until(lambda: count(metrics) == (1, 0))
@@ -74,7 +74,7 @@ async def test_checks_leave_out_what_greedy_tokens_do_not_explain(engine: AsyncL
     output = await answer(engine, [1, 2, 3], GREEDY)
     checks.answer_ended(output | {"finish_reason": "abort"}, GREEDY)  # type: ignore[typeddict-item]
     AnswerChecks(engine, metrics, share=0.0, is_idle=lambda: True).answer_ended(output, GREEDY)
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.1)
     assert count(metrics) == (0, 0)
 
 
