@@ -634,6 +634,7 @@ def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OFFLOAD = {"enable_cpu_offload": True}
+THOUSAND_LAYERS = {"num_hidden_layers": 1000, "layer_types": ["full_attention"] * 1000}
 
 
 @pytest.mark.usefixtures("nothing_allocated")
@@ -658,7 +659,10 @@ OFFLOAD = {"enable_cpu_offload": True}
             OFFLOAD | {"num_gpu_blocks": 10**8},
             "=100000000 blocks .* weights and staging .*; lower num_gpu",
         ),
-        ({"kvcache_block_size": 2**30}, r"num_kvcache_blocks=1 blocks of .* GiB need .*; use a smaller .* block size"),
+        (
+            {"kvcache_block_size": 2**30, "hf_overrides": THOUSAND_LAYERS},  # too large for any machine
+            r"num_kvcache_blocks=1 blocks of .* GiB need .*; use a smaller .* block size",
+        ),
         (
             {"max_model_len": 4096},
             "max_model_len=4096 is more than the 2048 tokens that the model's rope covers; lower",
