@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from model_files import edit_json
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -122,8 +123,7 @@ def test_hub_name_plan_fetches_no_weights_and_generate_the_rest_once(hub: Hub, t
 def test_hub_name_a_head_that_only_config_json_has_is_not_used(tmp_path: Path) -> None:
     """Regression: the first start with "auto" failed where save_pretrained had left the head out of a single file."""
     repository = write_tiny_model(tmp_path / "repository", "qwen3_5", num_layers=4)
-    config = repository / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"mtp_num_hidden_layers": 1}))
+    edit_json(repository / "config.json", mtp_num_hidden_layers=1)
     with serve(repository) as hub:
         flags = "--context 100 --speculation auto --enable-cpu-offload --num-gpu-blocks 4 --host-memory-gb 8".split()
         planned = nanovllm(hub, tmp_path / "cache", "plan", *flags)

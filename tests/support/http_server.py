@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,6 +13,8 @@ from waiting import LIMIT_S, wait_until
 
 from nanovllm import AsyncLLM
 from nanovllm.entrypoints.server import ServerOptions, make_app
+from nanovllm.entrypoints.server.app import Site
+from nanovllm.entrypoints.server.gate import ApiKeys
 
 NAMES = ("tiny", "alias/of tiny")
 OPTIONS = ServerOptions(served_model_name=NAMES, max_wait_s=3600, max_receive_s=3600, max_unread_s=3600)
@@ -41,6 +43,21 @@ def app_server(app: Any, **options: Any) -> Iterator[str]:
     finally:
         server.should_exit = server.force_exit = True
         thread.join()
+
+
+def make_site(engine: AsyncLLM, keys: Sequence[str] = (), **options: Any) -> Site:
+    """The whole application, of which the gate is part."""
+    return Site(engine, ServerOptions(**({"served_model_name": ("tiny",)} | options)), ApiKeys(list(keys)))
+
+
+def site_server(engine: AsyncLLM, keys: Sequence[str] = (), **options: Any) -> AbstractContextManager[str]:
+    """Serve the whole application, and yield the server's URL."""
+    return app_server(make_site(engine, keys, **options).gate.outermost)
+
+
+def asgi_client(app: Any) -> httpx.AsyncClient:
+    """A client that calls an application in this process."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
 def web_client(url: str = "") -> httpx.Client:

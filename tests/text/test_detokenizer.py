@@ -102,16 +102,27 @@ def test_text_ends_before_the_first_stop_string_and_never_shows_a_part_of_it(tex
     assert "".join(pieces) == detokenizer.text == before
 
 
-def test_one_of_several_stop_strings() -> None:
-    pieces, detokenizer = run(list(b"one two three"), ("three", "tw", "zero"))
-    assert (detokenizer.text, detokenizer.stopped) == ("one ", True)
-    assert len(pieces) == 6  # at once
+EURO = "\u20ac".encode()
+PIECES: list[tuple[Any, tuple[str, ...], list[str]]] = [  # bytes, or words of WordTokenizer
+    (b"one two three", ("three", "tw", "zero"), [*"one ", "", ""]),  # it stops at once
+    ([*b"1", *EURO, *b"2"], (), ["1", "", "", "\u20ac", "2"]),  # an incomplete character waits for its rest
+    ([*b"1", *EURO[:2]], (), ["1", "", "\ufffd"]),  # and is shown if there is none
+    (b"xENyEND!", ("END",), ["x", "", "", "ENy", "", "", ""]),  # what may become a stop string waits
+    (b"xEN", ("END",), ["x", "", "EN"]),
+    (b"a\r\nb\rc\n", (), [*"a\r\nb\rc\n"]),
+    (WordTokenizer.WORDS[:4], ("world,",), ["Hello", " ", ""]),  # across a token with more behind it
+    (WordTokenizer.WORDS, (), ["Hello", *WordTokenizer.WORDS[1:]]),  # a decoder drops the space at the start alone
+]
 
 
-def test_incomplete_character_waits_for_its_rest_and_is_shown_when_there_is_none() -> None:
-    euro = "\u20ac".encode()
-    assert run([*b"1", *euro, *b"2"])[0] == ["1", "", "", "\u20ac", "2"]
-    assert run([*b"1", *euro[:2]])[0] == ["1", "", "\ufffd"]
+def test_pieces_come_as_soon_as_they_are_certain() -> None:
+    for tokens, stop, expected in PIECES:
+        words = tokens[0] in WordTokenizer.WORDS
+        token_ids = [WordTokenizer.WORDS.index(word) for word in tokens] if words else [*tokens]
+        tokenizer = WordTokenizer() if words else ByteTokenizer()
+        pieces, detokenizer = run(token_ids, stop, tokenizer)
+        assert pieces == expected, tokens
+        assert detokenizer.stopped == any(each in tokenizer.decode(token_ids) for each in stop)
 
 
 def test_text_before_an_incomplete_character_does_not_wait_for_it() -> None:
@@ -145,22 +156,6 @@ def test_update_decodes_few_tokens_whatever_waits(token_ids: list[int]) -> None:
     for token_id in token_ids * 500:
         detokenizer.update([token_id], False)
     assert max(num_decoded) <= 2 * WINDOW_TOKENS
-
-
-def test_text_that_may_become_a_stop_string_waits() -> None:
-    assert run(list(b"xENyEND!"), ("END",))[0] == ["x", "", "", "ENy", "", "", ""]
-    assert run(list(b"xEN"), ("END",))[0] == ["x", "", "EN"]
-
-
-def test_stop_string_across_a_token_with_more_behind_it() -> None:
-    pieces, detokenizer = run([0, 1, 2, 3], ("world,",), WordTokenizer())
-    assert detokenizer.text == "Hello " and detokenizer.stopped
-    assert pieces == ["Hello", " ", ""]
-
-
-def test_words_keep_the_spaces_that_a_decoder_drops_at_the_start() -> None:
-    pieces, _ = run([0, 1, 2, 3, 4, 5], (), WordTokenizer())
-    assert pieces == ["Hello", " world", ",", " again", "st", " a"]
 
 
 def test_after_a_stop_nothing_more_comes() -> None:
@@ -269,10 +264,6 @@ def test_rust_tokenizer_is_called_directly_where_the_text_is_the_same() -> None:
     assert not is_rust(TokenDecoder(WORDS)) and not is_rust(TokenDecoder(ByteTokenizer()))
     assert not is_rust(TokenDecoder(with_its_own))
     assert run(BYTE_LEVEL.encode("abc"), (), with_its_own)[1].text == "ABC"
-
-
-def test_line_ends_stay_as_they_are() -> None:
-    assert run(list(b"a\r\nb\rc\n"))[1].text == "a\r\nb\rc\n"
 
 
 def test_reader_beside_the_last_token_does_not_take_an_end_token_for_text() -> None:

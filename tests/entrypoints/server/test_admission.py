@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from event_loops import on_a_loop, until
+from http_server import asgi_client, make_site
 from starlette.types import Receive, Scope, Send
 from waiting import LIMIT_S
 
@@ -72,8 +73,7 @@ def make_gate(keys: list[str] | None = None, **settings: Any) -> tuple[Gate, lis
 
 def ask(app: Any, *requests: dict[str, Any]) -> list[httpx.Response]:
     async def main() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with asgi_client(app) as client:
             return [await client.request(**({"method": "POST", "url": "/v1/x"} | request)) for request in requests]
 
     return asyncio.run(main())
@@ -170,7 +170,7 @@ async def test_gate_bodies_of_open_requests_are_limited_together() -> None:
 
     gate._app = wait
 
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://localhost") as client:
+    async with asgi_client(gate) as client:
         asked = [asyncio.create_task(client.post("/v1/x", content=bytes(1000))) for _ in range(MAX_HELD_BODIES)]
         await until(lambda: gate._num_held_bytes == MAX_HELD_BODIES * 1000)
         refused = await client.post("/v1/x", content=b"a")
@@ -318,17 +318,12 @@ def engine(long_model: Path) -> Iterator[AsyncLLM]:
 @asynccontextmanager
 async def connected(site: Site) -> AsyncIterator[Callable[..., Awaitable[httpx.Response]]]:
     """A function that sends a completion request. What is open in the end is aborted."""
-    transport = httpx.ASGITransport(site.gate.outermost)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with asgi_client(site.gate.outermost) as client:
 
         async def complete(headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
             return await client.post("/v1/completions", json=body, headers=headers)
 
         yield complete
-
-
-def make_site(engine: AsyncLLM, keys: list[str] | None = None, **options: Any) -> Site:
-    return Site(engine, ServerOptions(served_model_name=("tiny",), **options), ApiKeys(keys or []))
 
 
 @on_a_loop

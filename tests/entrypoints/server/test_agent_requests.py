@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from shutil import copytree
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,7 @@ import httpx
 import openai
 import pytest
 from http_server import http_server, web_client
+from model_files import copy_with_template
 
 from nanovllm import AsyncLLM
 from nanovllm.entrypoints.server import fields
@@ -75,14 +75,8 @@ CLAUDE_CODE: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def agents(retrieval_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A client of a server whose model has the chat template of Qwen3.5."""
-    directory = tmp_path_factory.mktemp("agents") / "model"
-    copytree(retrieval_model, directory)
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    config["chat_template"] = TEMPLATE.read_text()
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    engine = AsyncLLM(
-        directory, device="cpu", max_model_len=MAX_TOKENS, num_kvcache_blocks=64, max_num_batched_tokens=4096
-    )
+    model = copy_with_template(retrieval_model, tmp_path_factory.mktemp("agents") / "model", TEMPLATE.read_text())
+    engine = AsyncLLM(model, device="cpu", max_model_len=MAX_TOKENS, num_kvcache_blocks=64, max_num_batched_tokens=4096)
     with http_server(engine) as url, web_client(url) as client:
         yield client
     engine.close()

@@ -14,15 +14,12 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from http_server import OPTIONS, app_server, as_http, http_server, num_open, wait_until_idle, web_client
+from http_server import OPTIONS, app_server, as_http, http_server, make_site, num_open, wait_until_idle, web_client
 from waiting import LIMIT_S, wait_until
 
 from nanovllm import AsyncLLM
 from nanovllm.entrypoints.server import make_app
-from nanovllm.entrypoints.server.app import Site
-from nanovllm.entrypoints.server.gate import ApiKeys
 from nanovllm.entrypoints.server.lifecycle import SPARE_FILES, Connection, ConnectionLimits, raise_file_limit
-from nanovllm.entrypoints.server.options import ServerOptions
 
 BODY: dict[str, Any] = {"prompt": "Hello", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 ENDLESS = BODY | {"max_tokens": 10**5}
@@ -168,7 +165,7 @@ def test_hundreds_of_idle_and_slow_connections_harm_no_stream(engine: AsyncLLM) 
 
 def test_two_lengths_of_a_body_are_refused_and_the_connection_closed(engine: AsyncLLM) -> None:
     """Regression: it was answered by one of them, and went on, as RFC 9112, 6.1 forbids."""
-    site = Site(engine, ServerOptions(served_model_name=("tiny",)), ApiKeys([]))
+    site = make_site(engine)
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n"
     )

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from http_server import as_http
+from ports import reserved_port
 from rank_processes import worker_pids_of
 from server_process import ServerProcess, server_process
 from waiting import LIMIT_S, wait_until
@@ -184,11 +185,8 @@ def listen_on(port: int, engine: Any) -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port that nobody takes by chance: it is bound. A server can have it all the same, with SO_REUSEADDR."""
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        yield reserved.getsockname()[1]
+    with reserved_port() as port:
+        yield port
 
 
 @pytest.mark.slow
