@@ -439,10 +439,7 @@ def test_engine_that_cannot_start_is_refused_before_the_model_is_built(
 
 
 def test_engine_with_offload_logs_its_plan_and_counts_the_link(
-    tiny: str,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     options = OFFLOAD | {"num_gpu_blocks": 3, "kvcache_block_size": 256, "num_cpu_blocks": 10, "cpu_attention": "off"}

@@ -235,12 +235,7 @@ def test_experts_of_which_one_is_not_quantized_have_their_values(tmp_path: Path)
 def test_wrong_tensors_are_refused_by_name(tmp_path: Path, plain: Path) -> None:
     for i, (name, part, change, message) in enumerate(
         (
-            (
-                "fp8 blocks",
-                "weight_scale_inv",
-                lambda x: x[:0],
-                r"weight_scale_inv .*\[0, 1\].* asks for \[1, 1\]",
-            ),
+            ("fp8 blocks", "weight_scale_inv", lambda x: x[:0], r"weight_scale_inv .*\[0, 1\].* asks for \[1, 1\]"),
             ("fp8 blocks", "weight_scale_inv", lambda x: x * torch.nan, "weight_scale_inv in .* not finite"),
             ("fp8 blocks", "weight_scale_inv", lambda x: None, r"q_proj\.weight in .* has no weight_scale, which"),
             ("float channel", "weight_scale", lambda x: x / 0, "weight_scale in .* not finite"),

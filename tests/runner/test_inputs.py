@@ -11,15 +11,7 @@ from nanovllm.capabilities.recurrent.memory import StateMemory
 from nanovllm.capabilities.recurrent.places import StateStep
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.kernels.state_tensors import StateRows
-from nanovllm.plan.step_plan import (
-    CpuSpan,
-    KVMoves,
-    PromptScores,
-    SamplingRow,
-    SequenceStep,
-    StepPlan,
-    StreamedGroup,
-)
+from nanovllm.plan.step_plan import CpuSpan, KVMoves, PromptScores, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.runner.cpu_part import CpuRows
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import (

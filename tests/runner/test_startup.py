@@ -253,10 +253,7 @@ def test_captured_graphs_are_replayed_and_reset(runner: ModelRunner, num_cpu_blo
     graphs: Any = runner.graphs
     num_pieces = runner.spec.num_layers + 1
     captured = {kind.name: {size: len(some) for size, some in kind._graphs.items()} for kind in graphs.kinds}
-    expected = {
-        "resident": dict.fromkeys((5, 4, 2, 1), 1),
-        "mixed": dict.fromkeys(graphs.mixed.sizes, 1),
-    }
+    expected = {"resident": dict.fromkeys((5, 4, 2, 1), 1), "mixed": dict.fromkeys(graphs.mixed.sizes, 1)}
     if num_cpu_blocks:
         expected["streamed"] = dict.fromkeys((5, 4, 1), num_pieces + runner.spec.staging.num_groups + 1)
     assert captured == expected and list(captured["resident"]) == [5, 4, 2, 1]  # the largest first

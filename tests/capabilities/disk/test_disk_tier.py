@@ -156,12 +156,7 @@ class TwoRanks:
         self.board = DiskBoard(2, 40 + num_snapshots)
         self.kv = BlockManager(40, 2, companions=[RecurrentStates(4, num_snapshots)] if num_snapshots else [])
         self.tier = DiskTier(
-            Everything(),
-            self.kv,
-            self.board,
-            least_load_tokens=least_load_tokens,
-            grain=2,
-            clock=lambda: self.now_s,
+            Everything(), self.kv, self.board, least_load_tokens=least_load_tokens, grain=2, clock=lambda: self.now_s
         )
         self.num_sequences = 0
 

@@ -115,9 +115,7 @@ def settings() -> Iterator[Callable[..., Setting]]:
         setting.board.close()
 
 
-def test_worker_touches_nothing_before_the_device_has_done_what_it_was_given(
-    settings: Callable[..., Setting],
-) -> None:
+def test_worker_touches_nothing_before_the_device_has_done_what_it_was_given(settings: Callable[..., Setting]) -> None:
     """The edges E13 and E14. On a CPU everything is done at once, so engines cannot tell."""
     setting = settings()
     setting.device_is_done.clear()

@@ -23,12 +23,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.cli.demo import DemoOptions
-from nanovllm.entrypoints.cli.flags import (
-    add_engine_flags,
-    add_model_flag,
-    given_fields,
-    name_flags,
-)
+from nanovllm.entrypoints.cli.flags import add_engine_flags, add_model_flag, given_fields, name_flags
 from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
 from nanovllm.entrypoints.demo.haystack import build_haystack
 from nanovllm.entrypoints.planner.report import PlanOptions

@@ -69,12 +69,7 @@ def test_error_types_of_anthropic_follow_the_status() -> None:
     kinds = {
         status: ApiError("x", status=status).body("/v1/messages")["error"]["type"] for status in (408, 413, 429, 500)
     }
-    assert kinds == {
-        408: "invalid_request_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
-        500: "api_error",
-    }
+    assert kinds == {408: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 500: "api_error"}
 
 
 def test_stream_that_fails_ends_as_clients_expect() -> None:

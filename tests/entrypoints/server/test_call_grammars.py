@@ -17,14 +17,7 @@ from tiers import examples
 from tokenizer_kinds import add_tokens
 from transformers import AutoTokenizer
 
-from nanovllm.entrypoints.server.tool_calls import (
-    HERMES,
-    LLAMA,
-    QWEN_TAGS,
-    CallFormat,
-    CallParser,
-    ToolCallDelta,
-)
+from nanovllm.entrypoints.server.tool_calls import HERMES, LLAMA, QWEN_TAGS, CallFormat, CallParser, ToolCallDelta
 from nanovllm.models.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.sampling_params import ReasoningTags, StructuredOutputs, TaggedJson
 from nanovllm.text.reasoning import ReasoningSplitter

@@ -40,10 +40,7 @@ def tool_client(retrieval_model: Path, tmp_path_factory: pytest.TempPathFactory)
     model = copy_with_template(retrieval_model, tmp_path_factory.mktemp("tools") / "model", TOOL_TEMPLATE)
     options: dict[str, Any] = {"max_model_len": 1024, "num_kvcache_blocks": 16, "max_num_batched_tokens": 512}
     engine = AsyncLLM(model, device="cpu", generation_config="none", **options)
-    with (
-        site_server(engine) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with site_server(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
     engine.close()
 

@@ -92,8 +92,7 @@ WRITTEN = st.builds(
     content=TEXTS,
     calls=st.lists(
         st.tuples(
-            st.sampled_from(NAMES),
-            st.fixed_dictionaries({}, optional={"city": TEXTS, "days": st.integers(0, 9)}),
+            st.sampled_from(NAMES), st.fixed_dictionaries({}, optional={"city": TEXTS, "days": st.integers(0, 9)})
         ),
         max_size=3,
     ),
