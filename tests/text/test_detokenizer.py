@@ -63,7 +63,7 @@ def run(token_ids: list[int], stop: tuple[str, ...] = (), tokenizer: object = No
 HARDLY_TEXT = st.lists(st.sampled_from([0x41, 0x80, 0xBF, 0xC3, 0xE2, 0xED, 0xEF, 0xF0, 0x9F, 0xBD, 256]), max_size=80)
 
 
-@settings(max_examples=examples(500), deadline=None)
+@settings(max_examples=examples(500))
 @given(text=st.text(max_size=30), junk=st.one_of(st.lists(st.integers(0, 256), max_size=12), HARDLY_TEXT))
 @example(text="\U0001f600", junk=[0xF0, 0x9F] * 20)
 @example(text="\ufffd" * 20, junk=[256] * 40)
@@ -74,7 +74,7 @@ def test_pieces_are_the_whole_text_also_of_broken_characters(text: str, junk: li
     assert detokenizer.text == ByteTokenizer().decode(token_ids)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(
     text=st.one_of(st.text(max_size=60), st.text("\u1780\u17be\u17d2", min_size=30, max_size=60)),
     lens=st.lists(st.integers(1, 4), min_size=1, max_size=6),
@@ -93,7 +93,7 @@ def test_pieces_are_the_whole_text_where_tokens_end_inside_characters(text: str,
         assert all(any(pieces[i : i + 4]) for i in range(len(pieces) - 4))
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(text=st.text("ab\u00e4", min_size=1, max_size=40), stop=st.text("ab\u00e4", min_size=1, max_size=4))
 def test_text_ends_before_the_first_stop_string_and_never_shows_a_part_of_it(text: str, stop: str) -> None:
     pieces, detokenizer = run(list(text.encode()), (stop,))
@@ -165,7 +165,7 @@ def test_after_a_stop_nothing_more_comes() -> None:
     assert detokenizer.text == "a"
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(text=st.text("ab\u00e4", min_size=1, max_size=40), stop=st.text("ab\u00e4", min_size=1, max_size=4))
 def test_stop_string_that_is_included_ends_the_text_and_nothing_behind_it_shows(text: str, stop: str) -> None:
     detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings((stop,)), include_stop=True)
@@ -230,14 +230,14 @@ def check_real_tokenizer(tokenizer: Any, token_ids: list[int]) -> None:
         assert "".join(pieces) == detokenizer.text == tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(text=TEXTS, junk=st.lists(st.integers(0, len(BYTE_LEVEL) - 1), max_size=20))
 def test_byte_level_tokenizer_pieces_are_the_whole_text(text: str, junk: list[int]) -> None:
     """Any tokens, the special one among them and one that was added as text."""
     check_real_tokenizer(BYTE_LEVEL, [*BYTE_LEVEL.encode(text), *junk, *BYTE_LEVEL.encode(text)])
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3), num_special=st.integers(0, 5))
 def test_byte_fallback_tokenizer_pieces_are_the_whole_text(texts: list[str], num_special: int) -> None:
     """Special tokens between texts must not cost the next word its space."""
@@ -322,7 +322,7 @@ def test_stop_strings_count_only_after_the_reasoning() -> None:
             assert included == (expected + stop if expected != text else text), (text, lens)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(
     fragments=st.lists(st.sampled_from(("<think>", "</think>", "<", "</th", " ", "\n", "a", "b")), max_size=10),
     stop=st.sampled_from(("a", "ab", "\n", "<", "think", "</think>")),

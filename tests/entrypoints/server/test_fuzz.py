@@ -9,7 +9,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 from http_server import asgi_client, make_site
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from model_files import copy_with_template
 from schema_bodies import bodies
@@ -120,9 +120,7 @@ def check_alive(server: Server) -> None:
     assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
 
 
-@settings(
-    max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+@settings(max_examples=examples(100))
 @given(requests=st.lists(REQUESTS, min_size=1, max_size=4))
 @example(requests=[("/v1/completions", b'{"prompt": "It is", "guided_regex": "\\u00e9?", "bad_words": ["\\u00e9"]}')])
 def test_server_any_body_is_answered_or_refused_in_the_form(server: Server, requests: list[tuple[str, bytes]]) -> None:
@@ -131,7 +129,7 @@ def test_server_any_body_is_answered_or_refused_in_the_form(server: Server, requ
     check_alive(server)
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(path=st.sampled_from(sorted(PATHS)), body=st.binary(max_size=40))
 def test_server_any_bytes_are_refused_in_the_form(server: Server, path: str, body: bytes) -> None:
     (response,) = server.post((path, body))
@@ -139,7 +137,7 @@ def test_server_any_bytes_are_refused_in_the_form(server: Server, path: str, bod
     check_error(response)
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(name=st.text(max_size=20), method=st.sampled_from(["GET", "POST", "DELETE", "PUT"]))
 def test_server_any_model_name_is_answered_in_the_form(server: Server, name: str, method: str) -> None:
     async def ask() -> httpx.Response:

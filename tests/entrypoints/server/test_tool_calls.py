@@ -93,7 +93,7 @@ def calls_by_json(call_format: CallFormat, text: str) -> list[tuple[str, str]]:
 
 
 @FORMATS
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(text=TEXTS)
 def test_parser_finds_the_calls_that_json_finds_and_keeps_the_rest(call_format: CallFormat, text: str) -> None:
     parsed = parse(call_format, [text])
@@ -316,7 +316,7 @@ def test_tagged_call_that_is_cut_off_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("call_format", [HERMES, LLAMA, QWEN_TAGS], ids=["hermes", "llama", "qwen"])
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(data=st.data(), cuts=st.lists(st.integers(0, 1000), max_size=12))
 def test_parser_any_split_gives_the_same_result(call_format: CallFormat, data: st.DataObject, cuts: list[int]) -> None:
     text = data.draw(TEXTS if call_format.is_json else TAGGED_TEXTS)
