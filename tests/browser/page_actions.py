@@ -8,7 +8,6 @@ from playwright.sync_api import Locator, Page, expect
 from waiting import LIMIT_S
 
 TEXT = "The passkey is 4711.\n" * 300
-TEXT_TOKENS = "6,300 tokens"
 # All kept chats. The page's own transactions that began before are written when this one has ended
 KEPT = """() => new Promise(resolve => {
     indexedDB.open("nanovllm").onsuccess = ({ target }) => {

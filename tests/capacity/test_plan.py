@@ -427,17 +427,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096))
 
 
-def test_engine_that_cannot_start_is_refused_before_the_model_is_built(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: object) -> None:
-        raise AssertionError("built a runner")
-
-    monkeypatch.setattr("nanovllm.engine.startup.make_runner", fail)
-    with pytest.raises(ConfigError, match="lower num_cpu_blocks"):
-        LLM(tiny, device="cpu", **OFFLOAD, num_cpu_blocks=10**9)
-
-
 def test_engine_with_offload_logs_its_plan_and_counts_the_link(
     tiny: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_processes import is_gone, worker_pids_of
+from processes import is_gone, worker_pids_of
 from waiting import LIMIT_S, wait_until
 
 from nanovllm.device.tp_group import TPGroup

@@ -12,7 +12,7 @@ from checked_engine import WORKS_AHEAD, CheckedLLM, Reference, cache_options, gr
 from cpu_splits import splitting
 from dense_model import random_prompt
 from integrity import check_scheduler
-from rank_processes import is_gone, worker_pids_of
+from processes import is_gone, worker_pids_of
 from waiting import LIMIT_S
 
 from nanovllm import LLM, SamplingParams

@@ -22,6 +22,7 @@ pytest.importorskip("triton")
 import triton
 from odd_kernels import Held, failing_kernel, tagged_kernel
 from offline_compiler import compiling_for
+from processes import states_of_session
 from test_compile import launch_layers, launch_merge, launch_prefill, launch_sampler
 from triton.backends.nvidia import driver as nvidia_driver
 from triton.runtime import cache as triton_cache
@@ -110,19 +111,6 @@ def entries(cache: Path) -> dict[str, bytes]:
     return {path.parent.name: path.read_bytes() for path in cache.glob("*/*.cubin")}
 
 
-def processes_of(session: int) -> dict[int, str]:
-    """The state of each process of a session: Z for a zombie."""
-    states = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session:
-            states[int(path.parent.name)] = fields[0]
-    return states
-
-
 @pytest.mark.slow
 def test_server_compiles_what_the_threads_would(
     server: CompileServer, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -130,7 +118,7 @@ def test_server_compiles_what_the_threads_would(
     found = compile_with(server, launch_more)
     assert len(found) > 8 and all(found.values()), found
     server.close()
-    assert not processes_of(server.pid)
+    assert not states_of_session(server.pid)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache) + "-2")
     forget_kernels()
     assert not any(compile_with(None, launch_more).values())
@@ -269,7 +257,7 @@ def test_server_killed_kernels_are_compiled_here(server: CompileServer, imports:
 
     def kill() -> None:
         if not imports:
-            wait_until(lambda: len(processes_of(server.pid)) > 1)
+            wait_until(lambda: len(states_of_session(server.pid)) > 1)
         os.killpg(server.pid, signal.SIGKILL)
 
     def launch_all() -> None:
@@ -289,9 +277,9 @@ def test_worker_killed_kernel_is_compiled_here(server: CompileServer, tmp_path: 
     held.touch()
 
     def kill() -> None:
-        wait_until(lambda: len(processes_of(server.pid)) > 1)
+        wait_until(lambda: len(states_of_session(server.pid)) > 1)
         with suppress(ProcessLookupError):  # it may have ended just now
-            os.kill(max(set(processes_of(server.pid)) - {server.pid}), signal.SIGKILL)
+            os.kill(max(set(states_of_session(server.pid)) - {server.pid}), signal.SIGKILL)
         held.unlink()
 
     def launch_several() -> None:
@@ -364,7 +352,7 @@ def test_server_ends_with_the_process_that_started_it(tmp_path: Path, args: list
         process.kill()
     assert process.stdout.read() == ""
     process.wait()
-    wait_until(lambda: set(processes_of(pid).values()) <= {"Z"})  # whoever adopts it may not wait for it
+    wait_until(lambda: set(states_of_session(pid).values()) <= {"Z"})  # whoever adopts it may not wait for it
 
 
 # -- what Triton does once in every process --------------------------------------------------------------------------

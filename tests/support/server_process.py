@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from processes import states_of_session
 from waiting import LIMIT_S, wait_until
 
 ENGINE = {"device": "cpu", "num_kvcache_blocks": 600, "max_num_batched_tokens": 512}
@@ -62,7 +63,7 @@ class ServerProcess:
         """The exit status. No other process of its session may be left."""
         self.process.join(LIMIT_S)
         assert self.process.exitcode is not None, "the server has not ended"
-        wait_until(lambda: not processes_of_session(self.process.pid), "the session's processes to end")
+        wait_until(lambda: not running_processes_of(self.process.pid), "the session's processes to end")
         return self.process.exitcode
 
     def metric(self, name: str) -> float:
@@ -107,7 +108,7 @@ def server_process(
     finally:
         process.kill()
         process.join()
-        for pid in processes_of_session(process.pid):
+        for pid in running_processes_of(process.pid):
             os.kill(pid, signal.SIGKILL)
 
 
@@ -139,14 +140,5 @@ def _serve(model: Path, log: Path, change: Any, options: dict[str, Any], engine_
         sys.exit(run_server(load, server_options, bound))
 
 
-def processes_of_session(session_id: int | None) -> list[int]:
-    """The processes whose session this is, zombies excepted."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-        except (OSError, ValueError):  # it has just ended
-            continue
-        if int(session) == session_id and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
+def running_processes_of(session_id: int | None) -> list[int]:
+    return [pid for pid, state in states_of_session(session_id).items() if state != "Z"]

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from http_server import as_http
 from ports import reserved_port
-from rank_processes import worker_pids_of
+from processes import worker_pids_of
 from server_process import ServerProcess, server_process
 from waiting import LIMIT_S, wait_until
 
