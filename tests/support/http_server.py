@@ -16,8 +16,8 @@ from nanovllm.entrypoints.server import ServerOptions, make_app
 from nanovllm.entrypoints.server.app import Site
 from nanovllm.entrypoints.server.gate import ApiKeys
 
-NAMES = ("tiny", "alias/of tiny")
-OPTIONS = ServerOptions(served_model_name=NAMES, max_wait_s=3600, max_receive_s=3600, max_unread_s=3600)
+PATIENT: dict[str, Any] = {"max_wait_s": 3600, "max_receive_s": 3600, "max_unread_s": 3600}
+OPTIONS = ServerOptions(served_model_name=("tiny", "alias/of tiny"), **PATIENT)
 
 
 def http_server(
@@ -47,7 +47,7 @@ def app_server(app: Any, **options: Any) -> Iterator[str]:
 
 def make_site(engine: AsyncLLM, keys: Sequence[str] = (), **options: Any) -> Site:
     """The whole application, of which the gate is part."""
-    return Site(engine, ServerOptions(**({"served_model_name": ("tiny",)} | options)), ApiKeys(list(keys)))
+    return Site(engine, ServerOptions(**(PATIENT | {"served_model_name": ("tiny",)} | options)), ApiKeys(list(keys)))
 
 
 def site_server(engine: AsyncLLM, keys: Sequence[str] = (), **options: Any) -> AbstractContextManager[str]:

@@ -221,11 +221,24 @@ def test_sigterm_under_load_finishes_what_is_open(long_model: Path, tmp_path: Pa
         assert server.wait() == 0
 
 
+def wait_for_last_events(seen: Path, engine: Any) -> None:
+    """Cut no connection before the file `seen` exists, however late clients read their last events."""
+    wait = asyncio.wait
+
+    async def wait_until_seen(tasks: Any, *, timeout: float | None = None, **options: Any) -> Any:
+        while timeout == lifecycle.LAST_EVENTS_S and not seen.exists():
+            await asyncio.sleep(0.01)
+        return await wait(tasks, timeout=0 if timeout == lifecycle.LAST_EVENTS_S else timeout, **options)
+
+    asyncio.wait = wait_until_seen  # type: ignore[assignment]
+
+
 @pytest.mark.slow
 def test_sigterm_beyond_the_limit_aborts_with_a_last_event(long_model: Path, tmp_path: Path) -> None:
     """A client that does not read, and one that never sends its whole body, do not hold up the end."""
-    options = {"drain_s": 0.3}
-    with server_process(long_model, tmp_path / "log", options=options) as server, clients() as pool:
+    seen, options = tmp_path / "seen", {"drain_s": 0.3}
+    change = partial(wait_for_last_events, seen)
+    with server_process(long_model, tmp_path / "log", change=change, options=options) as server, clients() as pool:
         slow = connect(server, as_http(ENDLESS | {"stream": True, "logprobs": 5}))
         half = connect(server, as_http(ENDLESS)[:-10])
         server.wait_for_metric("num_requests_running", 1)
@@ -234,6 +247,7 @@ def test_sigterm_beyond_the_limit_aborts_with_a_last_event(long_model: Path, tmp
         server.wait_for_steps(3)  # so that each has a token
         server.send(signal.SIGTERM)
         responses = [each.result() for each in started]
+        seen.touch()
         assert [last_reason(each) for each in responses] == ["abort"] * 4
         assert all(choice["text"] for each in responses[1::2] for choice in each.json()["choices"])
         assert server.wait() == 0
