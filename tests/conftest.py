@@ -36,6 +36,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with room for 2**17 tokens: an answer of 10**5 tokens ends before no test that has to end it, however
+    long the test's thread is delayed.
+    """
+    from tiny_engines import write_model_with_text
+
+    return write_model_with_text(tmp_path_factory.mktemp("long_model"), max_tokens=2**17)
+
+
+@pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> "Reference":
     """A tiny model and its right answers. All tests share what transformers has computed."""
     from checked_engine import Reference
@@ -52,6 +62,18 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> "Reference":
 
     directory = tmp_path_factory.mktemp("hybrid")
     return Reference(write_tiny_model(directory, "qwen3_5", num_layers=4, max_position_embeddings=8192))
+
+
+@pytest.fixture
+def patient_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give up no load from disk because a thread of it was delayed."""
+    from functools import partialmethod
+
+    from nanovllm.capabilities.disk import tier, worker
+
+    monkeypatch.setattr(tier, "STALL_S", 600.0)
+    monkeypatch.setattr(worker, "MEASURE_S", 120.0)
+    monkeypatch.setattr(worker.DiskWorker, "close", partialmethod(worker.DiskWorker.close, timeout_s=120.0))
 
 
 @pytest.fixture(scope="session")

@@ -12,13 +12,7 @@ from nanovllm import StructuredOutputs
 from nanovllm.errors import RequestError
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.sampler import sample
-from nanovllm.sampling_params import (
-    MAX_SEED,
-    MAX_TEMPERATURE,
-    MIN_SEED,
-    MIN_TEMPERATURE,
-    SamplingParams,
-)
+from nanovllm.sampling_params import MAX_SEED, MAX_TEMPERATURE, MIN_SEED, MIN_TEMPERATURE, SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -5,10 +5,9 @@ import time
 from collections.abc import Callable
 
 from playwright.sync_api import Locator, Page, expect
+from waiting import LIMIT_S
 
-LIMIT_S = 60  # of a wait that only bounds a hang
 TEXT = "The passkey is 4711.\n" * 300
-TEXT_TOKENS = "6,300 tokens"
 # All kept chats. The page's own transactions that began before are written when this one has ended
 KEPT = """() => new Promise(resolve => {
     indexedDB.open("nanovllm").onsuccess = ({ target }) => {

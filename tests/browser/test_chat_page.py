@@ -520,10 +520,7 @@ def test_refused_question_is_explained_and_given_back(page: Page, question: str,
 
 @pytest.mark.parametrize(
     ("question", "message"),
-    [
-        ("fail", "The request failed: NaN in its logits."),
-        ("break off", "The connection ended before the answer did."),
-    ],
+    [("fail", "The request failed: NaN in its logits."), ("break off", "The connection ended before the answer did.")],
 )
 def test_answer_that_fails_midway_is_kept_and_explained(page: Page, question: str, message: str) -> None:
     ask(page, question)

@@ -3,17 +3,18 @@
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from page_actions import reload
 from page_server import OpenPage
 from playwright.sync_api import Page, expect
+from ports import reserved_port
+from waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.browser
 
@@ -26,35 +27,30 @@ ANSWERS = {
     "Which ship did the lifeboat save in the great gale?": "The barque Halcyon of Bergen, with all nineteen hands.",
     "How many steps does the tower have?": "Exactly 268; I counted them twice.",
 }
-START_LIMIT_S, ANSWER_LIMIT_MS = 240, 240_000
+ANSWER_LIMIT_MS = 240_000
 LINES = [f"{number:x}" for number in random.Random(0).sample(range(2**40), 300)]
 DOCUMENT = "\n".join([*LINES[:100], "The passkey is q7m2x9kd.", *LINES[100:]])  # 3,300 tokens
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "nanovllm", "serve", "--port", str(port), *OPTIONS.split()]
-    server = subprocess.Popen(command, env=os.environ | {"NANOVLLM_API_KEY": "s3cret", "OMP_NUM_THREADS": "1"})
-    try:
+    with reserved_port() as port:
         address = f"http://127.0.0.1:{port}"
-        wait_until_ready(server, address)
-        yield address
-    finally:
-        server.terminate()
-        assert server.wait(60) is not None
-
-
-def wait_until_ready(server: subprocess.Popen[bytes], address: str) -> None:
-    deadline_s = time.monotonic() + START_LIMIT_S
-    while True:
-        assert server.poll() is None and time.monotonic() < deadline_s, "the server has not started"
+        command = [sys.executable, "-m", "nanovllm", "serve", "--port", str(port), *OPTIONS.split()]
+        server = subprocess.Popen(command, env=os.environ | {"NANOVLLM_API_KEY": "s3cret", "OMP_NUM_THREADS": "1"})
         try:
-            with urllib.request.urlopen(f"{address}/health"):
-                return
-        except OSError:
-            time.sleep(0.05)
+            wait_until(lambda: server.poll() is not None or is_healthy(address))
+            assert server.poll() is None, "the server has not started"
+            yield address
+        finally:
+            server.terminate()
+            assert server.wait(LIMIT_S) is not None
+
+
+def is_healthy(address: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(f"{address}/health"):
+        return True
+    return False
 
 
 def test_document_is_read_once_and_its_cache_is_shown(url: str, open_page: OpenPage) -> None:

@@ -4,18 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from page_actions import (
-    KEPT,
-    answers,
-    ask,
-    ask_and_wait,
-    attach,
-    documents,
-    new_chat,
-    reload,
-    until,
-    wait_for_end,
-)
+from page_actions import KEPT, answers, ask, ask_and_wait, attach, documents, new_chat, reload, until, wait_for_end
 from page_server import FakeServer
 from playwright.sync_api import Locator, Page, Route, expect
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_files import edit_json
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
@@ -239,10 +240,6 @@ def model_with_code(tmp_path: Path) -> Path:
     edit_json(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_x.X", "tokenization_x.X"]})
     edit_json(model / "config.json", auto_map={"AutoConfig": "configuration_x.X"})
     return model
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_code_beside_a_known_model_is_not_run_and_nothing_is_asked(model_with_code: Path, stdin: Stdin) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from gguf_files import add_tiny_vocabulary, write_gguf
+from model_files import edit_json
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +87,7 @@ def nanovllm(hub: Hub, cache: Path, *args: str, name: str = NAME, **settings: st
     """The command line in a process of its own: huggingface_hub reads its settings when it is imported."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | settings
     env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
+    env |= {"HF_HUB_DOWNLOAD_TIMEOUT": "240", "HF_HUB_ETAG_TIMEOUT": "240"}  # no file may be asked for twice
     command = [sys.executable, "-m", "nanovllm", args[0], "--model", name, *args[1:]]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -122,8 +124,7 @@ def test_hub_name_plan_fetches_no_weights_and_generate_the_rest_once(hub: Hub, t
 def test_hub_name_a_head_that_only_config_json_has_is_not_used(tmp_path: Path) -> None:
     """Regression: the first start with "auto" failed where save_pretrained had left the head out of a single file."""
     repository = write_tiny_model(tmp_path / "repository", "qwen3_5", num_layers=4)
-    config = repository / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"mtp_num_hidden_layers": 1}))
+    edit_json(repository / "config.json", mtp_num_hidden_layers=1)
     with serve(repository) as hub:
         flags = "--context 100 --speculation auto --enable-cpu-offload --num-gpu-blocks 4 --host-memory-gb 8".split()
         planned = nanovllm(hub, tmp_path / "cache", "plan", *flags)

@@ -108,11 +108,7 @@ def test_architectures_have_their_biases_and_norms(tmp_path: Path) -> None:
 def test_layers_with_experts(tmp_path: Path) -> None:
     plain = read(tmp_path, MOE)
     assert plain.experts == ExpertsConfig(
-        num_experts=128,
-        num_experts_per_token=8,
-        intermediate_size=768,
-        norm_topk_prob=True,
-        layers=tuple(range(48)),
+        num_experts=128, num_experts_per_token=8, intermediate_size=768, norm_topk_prob=True, layers=tuple(range(48))
     )
     fewer = read(tmp_path, {**MOE, "decoder_sparse_step": 2, "mlp_only_layers": [1, 2, 47]}).experts
     assert fewer is not None and fewer.layers == tuple(range(3, 47, 2))

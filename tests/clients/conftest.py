@@ -7,17 +7,14 @@ Qwen3.5, and does what a user's message tells it to (scripted_model.py).
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from shutil import copytree
 
 import pytest
-from http_server import app_server
+from http_server import site_server
+from model_files import copy_with_template
 from scripted_model import build_scripted_model
 from tokenizer_kinds import add_tokens
 
 from nanovllm import AsyncLLM
-from nanovllm.entrypoints.server.app import Site
-from nanovllm.entrypoints.server.gate import ApiKeys
-from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.models.retrieval_model import build_retrieval_model
 
 KEY = "secret"
@@ -40,10 +37,8 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("clients") / "model"
-    copytree(build_retrieval_model(tmp_path_factory.mktemp("retrieval")), directory)
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    retrieval_model = build_retrieval_model(tmp_path_factory.mktemp("retrieval"))
+    directory = copy_with_template(retrieval_model, tmp_path_factory.mktemp("clients") / "model", TEMPLATE)
     add_tokens(directory, TOKENS)
     (directory / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.0}))
     return directory
@@ -52,8 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def url(model: Path) -> Iterator[str]:
     engine = AsyncLLM(model, device="cpu", max_model_len=1024, num_kvcache_blocks=32, max_num_batched_tokens=512)
-    site = Site(engine, ServerOptions(served_model_name=("tiny",)), ApiKeys([KEY]))
-    with app_server(site.gate.outermost) as url:
+    with site_server(engine, [KEY]) as url:
         yield url
     engine.close()
 
@@ -63,7 +57,6 @@ def scripted_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     texts = [path.read_text() for path in sorted(DOCS.glob("*.md"))]
     model = build_scripted_model(tmp_path_factory.mktemp("scripted"), texts)
     engine = AsyncLLM(model, device="cpu", max_model_len=CONTEXT, num_kvcache_blocks=512, max_num_batched_tokens=4096)
-    site = Site(engine, ServerOptions(served_model_name=("m",)), ApiKeys([KEY]))
-    with app_server(site.gate.outermost) as url:
+    with site_server(engine, [KEY], served_model_name=("m",)) as url:
         yield url
     engine.close()

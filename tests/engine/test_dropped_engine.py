@@ -13,7 +13,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.setup import Internals
 
 ALL_GPU = {"num_kvcache_blocks": 20}
-OFFLOAD = {"enable_cpu_offload": True, "num_cpu_blocks": 20, "num_gpu_blocks": 4}
+OFFLOAD = {"enable_cpu_offload": True, "num_cpu_blocks": 20, "num_gpu_blocks": 4, "kvcache_block_size": 256}
 PLAIN = OFFLOAD | {"speculation": "off"}
 KINDS: dict[str, dict[str, Any]] = {
     "all GPU": ALL_GPU,

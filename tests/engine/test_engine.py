@@ -634,6 +634,7 @@ def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OFFLOAD = {"enable_cpu_offload": True}
+THOUSAND_LAYERS = {"num_hidden_layers": 1000, "layer_types": ["full_attention"] * 1000}
 
 
 @pytest.mark.usefixtures("nothing_allocated")
@@ -650,15 +651,12 @@ OFFLOAD = {"enable_cpu_offload": True}
             OFFLOAD | {"cpu_memory_gb": 1e-6},
             "cpu_memory_gb=1e-06 is less than one block of 128.00 KiB; raise cpu_memory_gb to 0.01",
         ),
+        ({"num_kvcache_blocks": 10**8}, "num_kvcache_blocks=100000000 blocks .* weights .* lower num_kv"),
+        (OFFLOAD | {"num_gpu_blocks": 10**8}, "=100000000 blocks .* weights and staging .*; lower num_gpu"),
         (
-            {"num_kvcache_blocks": 10**8},
-            "num_kvcache_blocks=100000000 blocks .* weights .* lower num_kv",
+            {"kvcache_block_size": 2**30, "hf_overrides": THOUSAND_LAYERS},  # too large for any machine
+            r"num_kvcache_blocks=1 blocks of .* GiB need .*; use a smaller .* block size",
         ),
-        (
-            OFFLOAD | {"num_gpu_blocks": 10**8},
-            "=100000000 blocks .* weights and staging .*; lower num_gpu",
-        ),
-        ({"kvcache_block_size": 2**30}, r"num_kvcache_blocks=1 blocks of .* GiB need .*; use a smaller .* block size"),
         (
             {"max_model_len": 4096},
             "max_model_len=4096 is more than the 2048 tokens that the model's rope covers; lower",

@@ -11,17 +11,19 @@ import pytest
 import torch
 from integrity import check_scheduler
 from run_threads import in_threads
+from waiting import LIMIT_S, wait_until
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.engine import Turns
 from nanovllm.errors import EngineError
+from nanovllm.executor.base import LaunchedStep
+from nanovllm.plan.step_plan import StepPlan
 
 KINDS = {
     "all GPU": {"num_kvcache_blocks": 30},
     "offload": {"enable_cpu_offload": True, "num_gpu_blocks": 4, "num_cpu_blocks": 30, "kvcache_block_size": 256},
 }
 PROMPTS = ["Hello world", "The quick", "x", "abc " * 100]
-LIMIT_S = 120  # of a wait that only bounds a hang
 
 
 def greedy(max_tokens: int = 12) -> SamplingParams:
@@ -94,8 +96,7 @@ def test_begin_that_needs_a_turn_gets_it_before_one_that_does_not() -> None:
     threads = [threading.Thread(target=needs_turn) for _ in range(2)]
     for thread in threads:
         thread.start()
-    while len(turns._queue) < 2:
-        time.sleep(0.001)
+    wait_until(lambda: len(turns._queue) == 2)
     turns.end()
     assert turns.begin(done.is_set)  # both others were there before
     order.append("not needed")
@@ -117,9 +118,10 @@ def test_end_wakes_the_next_in_the_queue_whoever_waits_beside_it() -> None:
 
     waiting = threading.Thread(target=lambda: order.append(turns.begin(done.is_set)), daemon=True)
     needing = threading.Thread(target=needs_turn, daemon=True)
-    for thread in (waiting, needing):  # a single notification would reach the first
-        thread.start()
-        time.sleep(0.05)
+    waiting.start()
+    time.sleep(0.05)  # a single notification would reach the first that waits
+    needing.start()
+    wait_until(lambda: turns._queue)
     turns.end()
     needing.join(LIMIT_S)
     waiting.join(LIMIT_S)
@@ -169,8 +171,7 @@ def test_thread_that_is_interrupted_at_the_head_of_the_queue_wakes_the_next() ->
     for num_queued, thread in enumerate(threads, 1):
         thread.daemon = True
         thread.start()
-        while len(turns._queue) < num_queued:
-            time.sleep(0.001)
+        wait_until(lambda num_queued=num_queued: len(turns._queue) == num_queued)  # type: ignore[misc]
     turns.end()
     for thread in threads:
         thread.join(LIMIT_S)
@@ -260,12 +261,21 @@ def test_generate_whose_request_another_thread_aborts_returns_it_with_the_others
     """Regression: the call raised EngineError and all its results were lost."""
     params = [greedy(8), SamplingParams(max_tokens=1500, ignore_eos=True), greedy(8)]
     results: list[Any] = []
+    is_alone, is_aborted = threading.Event(), threading.Event()
+    launch = llm.engine.executor.launch
+
+    def launch_and_wait(plan: StepPlan) -> LaunchedStep:
+        if [seq.params for seq in llm.scheduler.sequences.values()] == [params[1]]:  # the others have ended
+            is_alone.set()
+            assert is_aborted.wait(LIMIT_S)
+        return launch(plan)
 
     def abort() -> None:
-        while [seq.params for seq in list(llm.scheduler.sequences.values())] != [params[1]]:  # the others have ended
-            time.sleep(0.001)
+        assert is_alone.wait(LIMIT_S)
         assert llm.abort(next(iter(llm.scheduler.sequences)))
+        is_aborted.set()
 
+    llm.engine.executor.launch = launch_and_wait  # type: ignore[method-assign]
     in_threads(lambda: results.extend(llm.generate(PROMPTS[:3], params, use_tqdm=False)), abort)
     assert [output["finish_reason"] for output in results] == ["length", "abort", "length"]
     assert 0 < len(results[1]["token_ids"]) < 1500
@@ -294,6 +304,12 @@ def test_stream_dropped_while_another_thread_steps_is_aborted(llm: LLM) -> None:
 def test_step_and_close_come_between_the_steps_of_a_generate_in_another_thread(llm: LLM) -> None:
     """Regression: they waited until `generate` had ended, 2,700 steps later."""
     errors: list[EngineError] = []
+    launch, main = llm.engine.executor.launch, threading.current_thread()
+
+    def launch_and_wait(plan: StepPlan) -> LaunchedStep:
+        if threading.current_thread() is not main:  # no step ends before this thread needs a turn, or has aborted all
+            wait_until(lambda: llm.engine._turns._queue or llm.engine._turns._calls)
+        return launch(plan)
 
     def generate() -> None:
         try:
@@ -301,10 +317,10 @@ def test_step_and_close_come_between_the_steps_of_a_generate_in_another_thread(l
         except EngineError as error:
             errors.append(error)
 
+    llm.engine.executor.launch = launch_and_wait  # type: ignore[method-assign]
     thread = threading.Thread(target=generate, daemon=True)
     thread.start()
-    while not llm.stats()["num_running"]:
-        time.sleep(0.001)
+    wait_until(lambda: llm.stats()["num_running"])
     for _ in range(5):
         llm.step()
         assert not llm.is_finished()
@@ -314,8 +330,7 @@ def test_step_and_close_come_between_the_steps_of_a_generate_in_another_thread(l
     assert not thread.is_alive() and not errors
     thread = threading.Thread(target=generate, daemon=True)
     thread.start()
-    while not llm.stats()["num_running"]:
-        time.sleep(0.001)
+    wait_until(lambda: llm.stats()["num_running"])
     llm.close()
     thread.join(LIMIT_S)
     assert not thread.is_alive() and "it is closed" in str(errors[0])

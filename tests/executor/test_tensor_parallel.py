@@ -12,10 +12,13 @@ from checked_engine import WORKS_AHEAD, CheckedLLM, Reference, cache_options, gr
 from cpu_splits import splitting
 from dense_model import random_prompt
 from integrity import check_scheduler
-from rank_processes import is_gone, wait_until, worker_pids_of
+from processes import is_gone, worker_pids_of
+from waiting import LIMIT_S
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import EngineError, WorkerDiedError
+from nanovllm.executor.base import LaunchedStep
+from nanovllm.plan.step_plan import StepPlan
 
 BLOCK = 256
 TWO_RANKS = {"tensor_parallel_size": 2}
@@ -70,11 +73,23 @@ def test_interrupted_ranks_are_usable_and_a_killed_one_is_an_error(reference: Re
     (worker,) = worker_pids_of(llm.engine.executor)
     expected = llm.generate([PROMPTS[4]], greedy(), use_tqdm=False)[0]["token_ids"]
 
+    is_running, is_pressed = threading.Event(), threading.Event()
+    launch, launched = llm.engine.executor.launch, list[object]()
+
+    def launch_and_wait(plan: StepPlan) -> LaunchedStep:
+        launched.append(plan)
+        if len(launched) == 8:  # the keys are pressed before the last of many steps, however slow the other thread is
+            is_running.set()
+            assert is_pressed.wait(LIMIT_S)
+        return launch(plan)
+
     def press_ctrl_c() -> None:
-        wait_until(lambda: llm.stats()["num_running"] > 0)
+        assert is_running.wait(LIMIT_S)
         os.kill(worker, signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
+        is_pressed.set()
 
+    llm.engine.executor.launch = launch_and_wait  # type: ignore[method-assign]
     presser = threading.Thread(target=press_ctrl_c)
     with pytest.raises(KeyboardInterrupt):
         presser.start()

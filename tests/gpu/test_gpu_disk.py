@@ -14,8 +14,7 @@ from nanovllm.capabilities.disk.disk_moves import DISK_GRAIN_TOKENS, NUM_READERS
 from nanovllm.capabilities.disk.worker import _folded, weights_identity
 from nanovllm.engine.setup import Internals
 
-pytestmark = pytest.mark.gpu
-
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("patient_disk")]
 
 # A GPU computes the prompts of a tiny model in less time than a disk needs to deliver them
 ALWAYS_LOADS = Internals(least_load_tokens=0)

@@ -74,16 +74,7 @@ def launch_prefill(
     q, k_cache, v_cache, lens, tables = paged_inputs(head_dim, dtype, heads)
     cu_seqlens_q = torch.zeros(3, dtype=torch.int32)
     prefill.paged_prefill(
-        q,
-        k_cache,
-        v_cache,
-        cu_seqlens_q,
-        lens,
-        tables,
-        max_query_len,
-        scale=0.1,
-        causal=causal,
-        num_splits=num_splits,
+        q, k_cache, v_cache, cu_seqlens_q, lens, tables, max_query_len, scale=0.1, causal=causal, num_splits=num_splits
     )
 
 

@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,15 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-from odd_kernels import failing_kernel, tagged_kernel
+from odd_kernels import Held, failing_kernel, tagged_kernel
 from offline_compiler import compiling_for
+from processes import states_of_session
 from test_compile import launch_layers, launch_merge, launch_prefill, launch_sampler
 from triton.backends.nvidia import driver as nvidia_driver
 from triton.runtime import cache as triton_cache
 from triton.runtime.driver import DriverConfig
 from triton.runtime.jit import JITFunction
+from waiting import wait_until
 
 from nanovllm.device.kernel_target import KNOWN_TARGETS
 from nanovllm.kernels import compile_server
@@ -109,26 +111,6 @@ def entries(cache: Path) -> dict[str, bytes]:
     return {path.parent.name: path.read_bytes() for path in cache.glob("*/*.cubin")}
 
 
-def processes_of(session: int) -> dict[int, str]:
-    """The state of each process of a session: Z for a zombie."""
-    states = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session:
-            states[int(path.parent.name)] = fields[0]
-    return states
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 200
-    while not condition():
-        assert time.monotonic() < deadline_s, "nothing happened"
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_server_compiles_what_the_threads_would(
     server: CompileServer, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,7 +118,7 @@ def test_server_compiles_what_the_threads_would(
     found = compile_with(server, launch_more)
     assert len(found) > 8 and all(found.values()), found
     server.close()
-    assert not processes_of(server.pid)
+    assert not states_of_session(server.pid)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache) + "-2")
     forget_kernels()
     assert not any(compile_with(None, launch_more).values())
@@ -269,27 +251,40 @@ def test_kernel_that_two_ranks_need_is_compiled_once(server: CompileServer, cach
 
 @pytest.mark.slow
 @pytest.mark.parametrize("imports", [True, False], ids=["while it imports", "while it compiles"])
-def test_server_killed_kernels_are_compiled_here(server: CompileServer, imports: bool) -> None:
+def test_server_killed_kernels_are_compiled_here(server: CompileServer, imports: bool, tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    held.touch()
+
     def kill() -> None:
         if not imports:
-            wait_until(lambda: len(processes_of(server.pid)) > 1)
+            wait_until(lambda: len(states_of_session(server.pid)) > 1)
         os.killpg(server.pid, signal.SIGKILL)
+
+    def launch_all() -> None:
+        launch(tagged_kernel, Held(str(held)))
+        launch_some()
 
     killer = threading.Thread(target=kill)
     killer.start()
-    found = compile_with(server, launch_some)
+    found = compile_with(server, launch_all)
     killer.join()
     assert len(found) > 5 and not all(found.values())
 
 
 @pytest.mark.slow
-def test_worker_killed_kernel_is_compiled_here(server: CompileServer) -> None:
+def test_worker_killed_kernel_is_compiled_here(server: CompileServer, tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    held.touch()
+
     def kill() -> None:
-        wait_until(lambda: len(processes_of(server.pid)) > 1)
-        os.kill(max(set(processes_of(server.pid)) - {server.pid}), signal.SIGKILL)
+        wait_until(lambda: len(states_of_session(server.pid)) > 1)
+        with suppress(ProcessLookupError):  # it may have ended just now
+            os.kill(max(set(states_of_session(server.pid)) - {server.pid}), signal.SIGKILL)
+        held.unlink()
 
     def launch_several() -> None:
         launch_merge(128, BF16, 16)
+        launch(tagged_kernel, Held(str(held)))
         for tag in range(4):
             launch(tagged_kernel, tag)
 
@@ -357,7 +352,7 @@ def test_server_ends_with_the_process_that_started_it(tmp_path: Path, args: list
         process.kill()
     assert process.stdout.read() == ""
     process.wait()
-    wait_until(lambda: set(processes_of(pid).values()) <= {"Z"})  # whoever adopts it may not wait for it
+    wait_until(lambda: set(states_of_session(pid).values()) <= {"Z"})  # whoever adopts it may not wait for it
 
 
 # -- what Triton does once in every process --------------------------------------------------------------------------

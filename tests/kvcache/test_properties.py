@@ -9,7 +9,7 @@ import pytest
 import xxhash
 from content_model import ContentError, Simulation
 from cpu_splits import RandomSplit, splitter
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from leftovers import FIRST_ID, leftovers
 from odd_drafters import KINDS
@@ -27,7 +27,6 @@ from nanovllm.schedule.scheduler import Scheduler
 from nanovllm.utils.arithmetic import ceil_div
 
 T = TypeVar("T")
-QUICK = [HealthCheck.too_slow, HealthCheck.large_base_example]
 
 
 def any_of(values: Iterable[T]) -> st.SearchStrategy[T]:
@@ -77,7 +76,7 @@ HYBRID = st.builds(
 )
 
 
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(150))
 @given(kv=ALL_GPU, schedule=SCHEDULES, operations=OPERATIONS)
 def test_block_manager_random_workload_every_sequence_sees_its_tokens(
     kv: KVCacheManager, schedule: dict[str, Any], operations: list[Operation]
@@ -85,7 +84,7 @@ def test_block_manager_random_workload_every_sequence_sees_its_tokens(
     play(Simulation(kv, **schedule), operations)
 
 
-@settings(max_examples=examples(250), deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(250))
 @given(kv=HYBRID, schedule=SCHEDULES, operations=OPERATIONS)
 def test_hybrid_manager_random_workload_every_sequence_sees_its_tokens(
     kv: HybridKVCacheManager, schedule: dict[str, Any], operations: list[Operation]
@@ -100,19 +99,19 @@ def test_hybrid_manager_random_workload_every_sequence_sees_its_tokens(
 # -- longer and denser workloads than hypothesis makes by itself; they shrink badly, but a seed repeats them ---------
 
 
-@settings(max_examples=examples(200), deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(200))
 @given(seed=st.integers(0, 2**32))
 def test_block_manager_dense_workload_every_sequence_sees_its_tokens(seed: int) -> None:
     play_dense(seed, hybrid=False)
 
 
-@settings(max_examples=examples(350), deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(350))
 @given(seed=st.integers(0, 2**32), with_cpu=st.booleans())
 def test_hybrid_manager_dense_workload_every_sequence_sees_its_tokens(seed: int, with_cpu: bool) -> None:
     play_dense(seed, hybrid=True, with_cpu=with_cpu)
 
 
-@settings(max_examples=examples(250), deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(250))
 @given(
     seed=st.integers(0, 2**32),
     hybrid=st.booleans(),
@@ -125,7 +124,7 @@ def test_guesses_of_any_kind_change_no_token_and_lose_nothing(
     play_dense(seed, hybrid=hybrid, with_cpu=with_cpu, drafter=drafter)
 
 
-@settings(max_examples=examples(250), deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(250))
 @given(
     seed=st.integers(0, 2**32),
     hybrid=st.booleans(),
@@ -143,13 +142,13 @@ def test_nothing_is_remembered_of_requests_that_have_ended(
     assert leftovers(simulation.scheduler) == []
 
 
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 2**32), hybrid=st.booleans(), num_hashes=any_of([1, 3]))
 def test_hashes_that_collide_change_no_token_and_lose_nothing(seed: int, hybrid: bool, num_hashes: int) -> None:
     play_dense(seed, hybrid=hybrid, hash_bytes=lambda data: xxhash.xxh64_intdigest(data) % num_hashes)
 
 
-@settings(max_examples=examples(200), deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(200))
 @given(seed=st.integers(0, 2**32), hybrid=st.booleans(), drafter=any_of(["", *KINDS]))
 def test_steps_bounded_by_any_times_change_no_token_and_lose_nothing(seed: int, hybrid: bool, drafter: str) -> None:
     play_dense(seed, hybrid=hybrid, drafter=drafter, bounded=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -76,37 +77,24 @@ def test_merged_column_two_ranks_holds_a_part_of_each_layer() -> None:
         torch.testing.assert_close(out, expected)
 
 
-def test_qkv_two_ranks_splits_into_whole_heads() -> None:
-    x, head_dim = torch.randn(3, 8), 2
-    weights = [torch.randn(heads * head_dim, 8) for heads in (4, 2, 2)]
+@pytest.mark.parametrize(
+    ("head_dim", "gated", "rows"), [(2, False, None), (8, True, [slice(0, 2), slice(4, 6), slice(2, 4), slice(6, 8)])]
+)
+def test_qkv_two_ranks_split_into_whole_heads_with_their_gates(head_dim: int, gated: bool, rows: Any) -> None:
+    """q_proj has a head's rows before those of its gate. `rows`: the order of the rows of q and k in a head."""
+    x, order = torch.randn(3, 8), [*range(head_dim)] if rows is None else [0, 1, 4, 5, 2, 3, 6, 7]
+    weights = [torch.randn(heads * head_dim, 8) for heads in (4 * (1 + gated), 2, 2)]
 
     def work(tp: ThreadGroup) -> tuple[torch.Tensor, ...]:
-        qkv = QKVParallelLinear(8, head_dim, 4, 2, bias=False, tp=tp, dtype=FP32)
-        fill(qkv, {(i, "weight"): weight for i, weight in enumerate(weights)})
-        *parts, gates = qkv.split(qkv(x))
-        assert not gates.numel()
-        return tuple(parts)
-
-    for rank, parts in enumerate(run_ranks(2, work)):
-        for weight, part in zip(weights, parts, strict=True):
-            torch.testing.assert_close(part, F.linear(x, weight).view(3, -1, head_dim).chunk(2, 1)[rank])
-
-
-def test_qkv_with_gates_and_reordered_heads_has_the_right_rows() -> None:
-    """q_proj has a head's rows before those of its gate."""
-    x, head_dim, order = torch.randn(3, 8), 8, [slice(0, 2), slice(4, 6), slice(2, 4), slice(6, 8)]
-    weights = [torch.randn(heads * head_dim, 8) for heads in (8, 2, 2)]
-
-    def work(tp: ThreadGroup) -> tuple[torch.Tensor, ...]:
-        qkv = QKVParallelLinear(8, head_dim, 4, 2, bias=False, tp=tp, dtype=FP32, gated=True, head_rows=order)
+        qkv = QKVParallelLinear(8, head_dim, 4, 2, bias=False, tp=tp, dtype=FP32, gated=gated, head_rows=rows)
         fill(qkv, {(i, "weight"): weight for i, weight in enumerate(weights)})
         return qkv.split(qkv(x))
 
     q_gates, k, v = (F.linear(x, weight).view(3, -1, head_dim) for weight in weights)
-    reordered = torch.tensor([0, 1, 4, 5, 2, 3, 6, 7])
-    expected = q_gates[:, ::2, reordered], k[:, :, reordered], v, q_gates[:, 1::2]
-    for rank, parts in enumerate(run_ranks(2, work)):
-        for part, whole in zip(parts, expected, strict=True):
+    expected = [q_gates[:, :: 1 + gated, order], k[:, :, order], v, *([q_gates[:, 1::2]] if gated else [])]
+    for rank, (*parts, gates) in enumerate(run_ranks(2, work)):
+        assert gated or not gates.numel()
+        for part, whole in zip([*parts, gates][: len(expected)], expected, strict=True):
             torch.testing.assert_close(part, whole.chunk(2, 1)[rank])
 
 

@@ -60,8 +60,7 @@ def test_experts_yield_what_a_loop_over_tokens_does(route: str) -> None:
     torch.testing.assert_close(module(x, experts, weights), expected)
     for num_ranks in (2, 3):
         made = run_ranks(
-            num_ranks,
-            lambda tp: fill(Experts(HIDDEN, config(), tp, torch.float32), tp)(x, experts, weights),
+            num_ranks, lambda tp: fill(Experts(HIDDEN, config(), tp, torch.float32), tp)(x, experts, weights)
         )
         for out in made:
             torch.testing.assert_close(out, expected)

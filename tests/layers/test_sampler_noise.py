@@ -8,12 +8,7 @@ import torch
 from interpreter import HAS_TRITON, INTERPRETED, needs_triton, on_device
 
 from nanovllm.kernels.sampling_tensors import SamplingTensors
-from nanovllm.layers.sampler import (
-    bits_to_noise,
-    exponential_noise,
-    random_bits,
-    sample,
-)
+from nanovllm.layers.sampler import bits_to_noise, exponential_noise, random_bits, sample
 
 NUM_ENTRIES = 4096
 

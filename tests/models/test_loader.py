@@ -8,6 +8,7 @@ import pytest
 import torch
 from dense_model import load_model, random_prompt, run_logits
 from gguf_files import write_gguf
+from model_files import edit_json
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
 from tiny_models import reference_model, write_tiny_model
@@ -89,8 +90,7 @@ def test_tied_model_whose_matrix_is_stored_as_its_head_loads(tmp_path: Path, arc
     assert torch.equal(run_logits(load_model(tmp_path), PROMPT), expected)
     transformers_logits = reference_model(tmp_path)(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(expected, transformers_logits, rtol=1e-4, atol=1e-4)
-    untied = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}
-    (tmp_path / "config.json").write_text(json.dumps(untied))
+    edit_json(tmp_path / "config.json", tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match=r"misses weights: model\.embed_tokens\.weight"):
         load_model(tmp_path)
 
@@ -98,8 +98,7 @@ def test_tied_model_whose_matrix_is_stored_as_its_head_loads(tmp_path: Path, arc
 def test_tensors_in_fp8_that_cannot_be_are_refused(tmp_path: Path) -> None:
     """Regression: a norm raised ValueError, and a head beside tied embeddings RuntimeError."""
     write_tiny_model(tmp_path, tied=True)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "fp8"})
     tensors = load_file(tmp_path / "model.safetensors")
     for name, stored, message in (
         ("lm_head", "model.embed_tokens", r"unknown to the model: lm_head\.weight; it is not the embedding"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dense_model import load_model, random_prompt, run_logits
+from model_files import edit_quantization
 from quantized_models import FORMATS, GPTQ, SKIPPED, gptq, write_quantized
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
@@ -300,12 +301,7 @@ def test_experts_of_which_one_is_not_quantized_have_their_values(tmp_path: Path)
 def test_wrong_tensors_are_refused_by_name(tmp_path: Path, plain: Path) -> None:
     for i, (name, part, change, message) in enumerate(
         (
-            (
-                "fp8 blocks",
-                "weight_scale_inv",
-                lambda x: x[:0],
-                r"weight_scale_inv .*\[0, 1\].* asks for \[1, 1\]",
-            ),
+            ("fp8 blocks", "weight_scale_inv", lambda x: x[:0], r"weight_scale_inv .*\[0, 1\].* asks for \[1, 1\]"),
             ("fp8 blocks", "weight_scale_inv", lambda x: x * torch.nan, "weight_scale_inv in .* not finite"),
             ("fp8 blocks", "weight_scale_inv", lambda x: None, r"q_proj\.weight in .* has no weight_scale, which"),
             ("float channel", "weight_scale", lambda x: x / 0, "weight_scale in .* not finite"),
@@ -415,9 +411,7 @@ def test_a_quantized_head_is_replaced_by_its_values(tmp_path: Path, name: str) -
     quantized |= {f"lm_head.{part}": tensor.contiguous() for part, tensor in parts.items()}
     for path, tensors in zip(paths, (quantized, values), strict=True):
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((paths[0] / "config.json").read_text())
-    config["quantization_config"]["lm_head"] = True
-    (paths[0] / "config.json").write_text(json.dumps(config))
+    edit_quantization(paths[0], lm_head=True)
     expected = run_logits(load_model(paths[1]), PROMPT)
     assert torch.equal(run_logits(load_model(paths[0]), PROMPT), expected)
     for logits in run_ranks(2, lambda tp: run_logits(load_model(paths[0], tp), PROMPT)):
@@ -427,9 +421,7 @@ def test_a_quantized_head_is_replaced_by_its_values(tmp_path: Path, name: str) -
 def test_zeros_of_a_symmetric_awq_checkpoint_are_read(tmp_path: Path, plain: Path) -> None:
     """Regression: zero_point=false was refused, but GPTQModel writes it by default, and stores all zeros as 8."""
     quantized, values = write_quantized(plain, tmp_path, "awq")
-    config = json.loads((quantized / "config.json").read_text())
-    config["quantization_config"]["zero_point"] = False
-    (quantized / "config.json").write_text(json.dumps(config))
+    edit_quantization(quantized, zero_point=False)
     assert torch.equal(run_logits(load_model(quantized), PROMPT), run_logits(load_model(values), PROMPT))
 
 
@@ -451,9 +443,7 @@ def test_symmetric_zeros_of_gptq_are_the_middle_whatever_the_name_of_the_format(
 
 def test_zeros_that_symmetric_settings_deny_are_refused(tmp_path: Path, plain: Path) -> None:
     quantized, _ = write_quantized(plain, tmp_path, "gptq")
-    config = json.loads((quantized / "config.json").read_text())
-    config["quantization_config"]["sym"] = True
-    (quantized / "config.json").write_text(json.dumps(config))
+    edit_quantization(quantized, sym=True)
     message = r"q_proj\.qzeros in .* has zeros from 3 to 15, but .* sym=true, .* all are 8 or all are 7"
     with pytest.raises(CheckpointError, match=message):
         load_model(quantized)
@@ -480,9 +470,7 @@ def test_order_of_columns_is_read_wherever_it_is_stored(tmp_path: Path, plain: P
 
 def test_groups_that_do_not_divide_a_weight_are_refused(tmp_path: Path, plain: Path) -> None:
     quantized, _ = write_quantized(plain, tmp_path, "gptq")
-    config = json.loads((quantized / "config.json").read_text())
-    config["quantization_config"]["group_size"] = 48
-    (quantized / "config.json").write_text(json.dumps(config))
+    edit_quantization(quantized, group_size=48)
     with pytest.raises(CheckpointError, match=r"q_proj\.qweight in .* 128 columns, which groups of 48 do not divide"):
         load_model(quantized)
 

@@ -16,7 +16,7 @@ import torch
 from checked_engine import OFFLOAD, WORKS_AHEAD, CheckedLLM, Reference, small_staging
 from content_model import ContentError, ContentRunner, Simulation
 from dense_model import random_prompt
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from offload_workload import BLOCK, RESUMED, serve_resumed
 from race_detector import Site, StreamRaceError
@@ -201,7 +201,7 @@ def workloads() -> Workloads:
     return played
 
 
-@settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(120))
 @given(
     seed=st.integers(0, 2**32),
     mode=st.sampled_from(MODES),

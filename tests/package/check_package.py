@@ -93,19 +93,24 @@ def check_commands(bin_folder: Path, folder: Path, environment: Mapping[str, str
 
 def check_server(bin_folder: Path, folder: Path, environment: Mapping[str, str]) -> None:
     """The server has its page, and the container's health check notices when it is ready."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with socket.socket() as reserved:  # so that no other process takes the port
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        check_server_on(reserved.getsockname()[1], bin_folder, folder, environment)
+
+
+def check_server_on(port: int, bin_folder: Path, folder: Path, environment: Mapping[str, str]) -> None:
+    address = f"127.0.0.1:{port}"
     (health_check,) = re.findall(r"^HEALTHCHECK .*?CMD (\[.*\])$", CONTAINERFILE, re.MULTILINE)
     ask, *arguments = [text.replace("127.0.0.1:8000", address) for text in json.loads(health_check)]
-    serve = [bin_folder / "nanovllm", "serve", "--model", "demo", "--port", address.partition(":")[2]]
-    deadline = time.monotonic() + 120
+    serve = [bin_folder / "nanovllm", "serve", "--model", "demo", "--port", str(port)]
+    deadline = time.monotonic() + 240
     with subprocess.Popen(serve, cwd=folder, env=environment, stderr=subprocess.DEVNULL) as server:
         try:
             while subprocess.run([bin_folder / ask, *arguments], stderr=subprocess.DEVNULL).returncode:
                 assert server.poll() is None and time.monotonic() < deadline, "the server is not ready"
                 time.sleep(0.5)
-            assert b"<title>" in urlopen(f"http://{address}/", timeout=10).read()
+            assert b"<title>" in urlopen(f"http://{address}/", timeout=240).read()
         finally:
             server.terminate()
     assert server.returncode == 0, server.returncode

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from cpu_runner import NUM_SEQS, HostlessTorch, make_runner
-from rank_processes import wait_until
 from tiny_models import write_tiny_model
+from waiting import wait_until
 
 from nanovllm.attention.base import HostTables, PagedBatch
 from nanovllm.capabilities.shadow.memory import Shadow
@@ -253,10 +253,7 @@ def test_captured_graphs_are_replayed_and_reset(runner: ModelRunner, num_cpu_blo
     graphs: Any = runner.graphs
     num_pieces = runner.spec.num_layers + 1
     captured = {kind.name: {size: len(some) for size, some in kind._graphs.items()} for kind in graphs.kinds}
-    expected = {
-        "resident": dict.fromkeys((5, 4, 2, 1), 1),
-        "mixed": dict.fromkeys(graphs.mixed.sizes, 1),
-    }
+    expected = {"resident": dict.fromkeys((5, 4, 2, 1), 1), "mixed": dict.fromkeys(graphs.mixed.sizes, 1)}
     if num_cpu_blocks:
         expected["streamed"] = dict.fromkeys((5, 4, 1), num_pieces + runner.spec.staging.num_groups + 1)
     assert captured == expected and list(captured["resident"]) == [5, 4, 2, 1]  # the largest first
@@ -295,4 +292,4 @@ def test_warm_up_multiplies_by_the_router_as_a_step_does() -> None:
     head = SimpleNamespace(weight=torch.zeros(8, 16, dtype=torch.bfloat16))
     model: Any = SimpleNamespace(lm_head=head, model=SimpleNamespace(layers=layers), mtp=None)
     with measure.warm_up_products(model, num_tokens=8):
-        assert wait_until(lambda: RecordingRouter.num_rows == measure.product_rows(8))
+        wait_until(lambda: RecordingRouter.num_rows == measure.product_rows(8))

@@ -95,7 +95,7 @@ def test_questions_that_arrive_while_the_document_is_computed_wait_for_it(
         assert num_computed(sim) <= least(prompts) + 32 * recurrent  # what was computed has a state every 32 tokens
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(seed=st.integers(0, 2**32))
 def test_random_trees_of_prompts_compute_each_grain_once(seed: int) -> None:
     rng = random.Random(seed)

@@ -7,13 +7,14 @@ import random
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ray.cluster_utils import Cluster
+from waiting import wait_until
 
 from nanovllm.config import Config
 from nanovllm.engine.setup import find_machine
@@ -27,7 +28,6 @@ from nanovllm.models.retrieval_model import build_retrieval_model
 ROOT = Path(__file__).parents[2]
 ENGINE_OPTIONS = {"device": "cpu", "num_kvcache_blocks": 64, "max_model_len": 4096, "max_num_batched_tokens": 2048}
 OBJECT_STORE_BYTES = 80 * 2**20
-WAIT_S = 240.0
 FAST_HEALTH_CHECKS = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
 
 
@@ -47,6 +47,19 @@ class SlowUnits(BatchEngine):
         if places[0].line >= 1000:
             await asyncio.sleep(20)
         return await super()._answer(answerer, rows, places)
+
+
+class HeldUnits(BatchEngine):
+    """Its units from row 500 on wait while the file `held_file` exists."""
+
+    async def _answer(self, answerer: RowAnswerer, rows: UnitRows, places: Sequence[RowPlace]) -> Any:
+        while places[0].line >= 500 and held_file(self._job.output).exists():
+            await asyncio.sleep(0.05)
+        return await super()._answer(answerer, rows, places)
+
+
+def held_file(output: Path) -> Path:
+    return output.with_name(f"{output.name} is held")
 
 
 class NoStart(BatchEngine):
@@ -129,30 +142,26 @@ def without_cache_hits(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def run_disturbed(job: BatchJob, disturb: Callable[[], None], num_parts: int = 1) -> JobSummary:
-    """Run a job, and call `disturb` in another thread as soon as there are `num_parts` parts."""
+    """Run a job, and call `disturb` in another thread when there are `num_parts` parts, and more are to come."""
     errors: list[BaseException] = []
+    held = held_file(job.output)
+    held.touch()
 
     def watch() -> None:
         try:
-            wait_for(lambda: len(list(job.output.glob("part-*"))) >= num_parts)
+            wait_until(lambda: len(list(job.output.glob("part-*"))) >= num_parts)
             disturb()
         except BaseException as error:
             errors.append(error)
+        finally:
+            held.unlink()
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
-    summary = run_job(job)
+    summary = run_job(replace(job, engine_class=HeldUnits))
     thread.join()
     assert not errors, errors
     return summary
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline_s = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, "the state that the test waits for has not come"
-        time.sleep(0.05)
-    return value
 
 
 def engine_pids(nodes: Sequence[Any]) -> list[int]:
@@ -172,4 +181,4 @@ def _processes() -> Iterator[tuple[int, int, str]]:
 
 
 def kill_one_engine(cluster: Cluster) -> None:
-    os.kill(wait_for(lambda: engine_pids(cluster.list_all_nodes()))[0], signal.SIGKILL)
+    os.kill(wait_until(lambda: engine_pids(cluster.list_all_nodes()))[0], signal.SIGKILL)

@@ -1,6 +1,7 @@
 """Kill writers of one path at random moments, and look at what they leave: python disk_kills.py PATH KILLS SEED.
 
-Each round forks two writers, which say which extents are stored, and kills them within milliseconds. Then the path is
+Each round forks two writers, which say which extents are stored, and kills them when they have said so of a random
+number, or milliseconds later. Then the path is
 opened as an engine would. Exits with 1 if something that was said to be stored is gone, if a file is wrong, if a
 temporary file is left, or if the bytes in use differ from the size of the files.
 """
@@ -58,13 +59,15 @@ def start_writer(path: Path, seed: int) -> tuple[int, int]:
         os._exit(3)
 
 
-def kill(writer: tuple[int, int]) -> set[bytes]:
-    """Returns the keys that it said to be stored."""
+def kill(writer: tuple[int, int], num_stored: int) -> set[bytes]:
+    """Kill a writer when it has stored so many extents. Returns the keys that it said to be stored."""
     pid, told = writer
+    said = b""
+    while len(said) < num_stored * KEY_BYTES and (part := os.read(told, KEY_BYTES)):
+        said += part
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status), f"a writer ended by itself, with status {status}"
-    said = b""
     while select.select([told], [], [], 0)[0] and (part := os.read(told, 2**16)):
         said += part
     os.close(told)
@@ -97,9 +100,10 @@ def main(path: Path, num_kills: int, seed: int) -> int:
             shutil.rmtree(path, ignore_errors=True)
             stored.clear()
         writers = [start_writer(path, rng.randrange(2**32)) for _ in range(2)]
-        time.sleep(rng.random() * 0.02)
+        num_each = rng.randrange(6)
+        time.sleep(rng.random() * (0.001 if num_each else 0.02))
         for writer in writers:
-            stored |= kill(writer)
+            stored |= kill(writer, num_each)
             num_killed += 1
         num_files += check(path, stored)
     print(f"{num_killed} kills, {num_stored + len(stored)} extents stored, {num_files} files checked")

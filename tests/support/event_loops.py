@@ -5,10 +5,10 @@ import functools
 from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec, TypeVar
 
+from waiting import LIMIT_S
+
 T = TypeVar("T")
 P = ParamSpec("P")
-
-TIME_LIMIT_S = 240.0  # bounds a hang
 
 
 def run(test: Awaitable[T]) -> T:
@@ -17,7 +17,7 @@ def run(test: Awaitable[T]) -> T:
 
     async def watched() -> T:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
-        result = await asyncio.wait_for(test, TIME_LIMIT_S)
+        result = await asyncio.wait_for(test, LIMIT_S)
         await asyncio.sleep(0.01)
         return result
 

@@ -25,12 +25,7 @@ class PagedCase(NamedTuple):
 
 
 def naive(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    causal: bool,
-    dtype: torch.dtype = torch.float64,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, dtype: torch.dtype = torch.float64
 ) -> PartialAttention:
     """One softmax over the whole score matrix in `dtype`; keys repeated for the heads that share them."""
     num_queries, num_heads, _ = q.shape

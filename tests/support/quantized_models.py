@@ -188,10 +188,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {  # name -> quantization_
         e4m3((24, 40), "weight_scale_inv"),
     ),
     "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, e4m3(None, "weight_scale", ())),
-    "float channel": (
-        compressed("float-quantized", num_bits=8, strategy="channel"),
-        e4m3((1, 0), "weight_scale"),
-    ),
+    "float channel": (compressed("float-quantized", num_bits=8, strategy="channel"), e4m3((1, 0), "weight_scale")),
     "float tensor": (compressed("float-quantized", num_bits=8, strategy="tensor"), e4m3(None, "weight_scale", (1,))),
     "packed 4": (compressed("pack-quantized", num_bits=4, **GROUPED), packed(4, is_symmetric=True)),
     "packed 4 zeros": (

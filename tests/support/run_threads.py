@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 
-TIMEOUT_S = 200
+from waiting import LIMIT_S
 
 
 def in_threads(*work: Callable[[], object]) -> None:
@@ -20,7 +20,7 @@ def in_threads(*work: Callable[[], object]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(TIMEOUT_S)
+        thread.join(LIMIT_S)
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
     if errors:
         raise errors[0]

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from processes import states_of_session
+from waiting import LIMIT_S, wait_until
 
-LIMIT_S = 200
-ENGINE = {"device": "cpu", "max_model_len": 4096, "num_kvcache_blocks": 64, "max_num_batched_tokens": 512}
+ENGINE = {"device": "cpu", "num_kvcache_blocks": 600, "max_num_batched_tokens": 512}
 PRELOADED = [  # a server's imports until it is ready; modules that do not exist are skipped
     *(
         "server_process",
@@ -45,11 +45,15 @@ class ServerProcess:
         self.url = self.wait_for_log(_URL)[0]
 
     def wait_for_log(self, pattern: str | re.Pattern[str]) -> re.Match[str]:
-        deadline_s = time.monotonic() + LIMIT_S
-        while not (found := re.search(pattern, self.log.read_text())):
-            assert self.process.exitcode is None and time.monotonic() < deadline_s, self.log.read_text()
-            time.sleep(0.01)
-        return found
+        def found() -> re.Match[str] | None:
+            is_alive, text = self.process.exitcode is None, self.log.read_text()
+            match = re.search(pattern, text)
+            assert match or is_alive, text
+            return match
+
+        match = wait_until(found, f"{pattern} in the log")
+        assert match is not None
+        return match
 
     def send(self, signum: int) -> None:
         assert self.process.pid is not None
@@ -59,21 +63,20 @@ class ServerProcess:
         """The exit status. No other process of its session may be left."""
         self.process.join(LIMIT_S)
         assert self.process.exitcode is not None, "the server has not ended"
-        deadline_s = time.monotonic() + LIMIT_S
-        while processes_of_session(self.process.pid):
-            assert time.monotonic() < deadline_s, "processes are left"
-            time.sleep(0.05)
+        wait_until(lambda: not running_processes_of(self.process.pid), "the session's processes to end")
         return self.process.exitcode
 
     def metric(self, name: str) -> float:
-        rendered = httpx.get(f"{self.url}/metrics").text
+        rendered = httpx.get(f"{self.url}/metrics", timeout=LIMIT_S).text
         return float(re.findall(rf"^nanovllm:{name}{{.*}} (.*)$", rendered, re.MULTILINE)[0])
 
+    def wait_for_steps(self, num_steps: int) -> None:
+        """Wait until so many steps have been launched from now on."""
+        goal = self.metric("engine_steps_total") + num_steps
+        wait_until(lambda: self.metric("engine_steps_total") >= goal, f"{num_steps} steps")
+
     def wait_for_metric(self, name: str, value: float) -> None:
-        deadline_s = time.monotonic() + LIMIT_S
-        while (found := self.metric(name)) != value:
-            assert time.monotonic() < deadline_s, f"{name} is {found}, not {value}"
-            time.sleep(0.01)
+        wait_until(lambda: self.metric(name) == value, f"{name} = {value}")
 
 
 @contextmanager
@@ -93,7 +96,7 @@ def server_process(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     log.touch()
-    options = {"port": 0} | (options or {})
+    options = {"port": 0, "drain_s": LIMIT_S} | (options or {})
     args = (model, log, change, options, ENGINE if engine is None else engine)
     process = context.Process(target=_serve, args=args)
     process.start()
@@ -105,7 +108,7 @@ def server_process(
     finally:
         process.kill()
         process.join()
-        for pid in processes_of_session(process.pid):
+        for pid in running_processes_of(process.pid):
             os.kill(pid, signal.SIGKILL)
 
 
@@ -137,14 +140,5 @@ def _serve(model: Path, log: Path, change: Any, options: dict[str, Any], engine_
         sys.exit(run_server(load, server_options, bound))
 
 
-def processes_of_session(session_id: int | None) -> list[int]:
-    """The processes whose session this is, zombies excepted."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-        except (OSError, ValueError):  # it has just ended
-            continue
-        if int(session) == session_id and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
+def running_processes_of(session_id: int | None) -> list[int]:
+    return [pid for pid, state in states_of_session(session_id).items() if state != "Z"]

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from waiting import LIMIT_S, wait_until
 
 PACKAGE_ROOT = Path(__file__).parents[2]
-LIMIT_S = 240
 NODE = {"object_store_memory": 100_000_000, "include_dashboard": False}
 ENGINE = ["--device", "cpu", "--max-model-len", "8192", "--num-kvcache-blocks", "128"]
 
@@ -60,11 +59,8 @@ class Service:
         self.url = found[1]
 
     def wait_for(self, condition: Callable[[], bool], problem: str) -> None:
-        deadline_s = time.monotonic() + LIMIT_S
-        while not condition():
-            assert self.process.poll() is None, f"the service has ended: {self.log.read_text()}"
-            assert time.monotonic() < deadline_s, f"{problem}: {self.log.read_text()}"
-            time.sleep(0.1)
+        wait_until(lambda: condition() or self.process.poll() is not None, f"the end of this: {problem}")
+        assert self.process.poll() is None, f"the service has ended: {self.log.read_text()}"
 
     def samples(self, name: str) -> dict[str, float]:
         """The metric's value for each replica; "" for one without this label. Of several samples, the sum."""

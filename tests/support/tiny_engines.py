@@ -20,9 +20,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model_with_text(directory: Path) -> Path:
-    """A checkpoint with a tokenizer, for up to 2048 tokens."""
-    return write_tiny_tokenizer(write_tiny_model(directory, max_position_embeddings=2048))
+def write_model_with_text(directory: Path, max_tokens: int = 2048) -> Path:
+    """A checkpoint with a tokenizer."""
+    return write_tiny_tokenizer(write_tiny_model(directory, max_position_embeddings=max_tokens))
 
 
 def finish_all(llm: LLM) -> dict[int, RequestOutput]:

@@ -63,7 +63,7 @@ def run(token_ids: list[int], stop: tuple[str, ...] = (), tokenizer: object = No
 HARDLY_TEXT = st.lists(st.sampled_from([0x41, 0x80, 0xBF, 0xC3, 0xE2, 0xED, 0xEF, 0xF0, 0x9F, 0xBD, 256]), max_size=80)
 
 
-@settings(max_examples=examples(500), deadline=None)
+@settings(max_examples=examples(500))
 @given(text=st.text(max_size=30), junk=st.one_of(st.lists(st.integers(0, 256), max_size=12), HARDLY_TEXT))
 @example(text="\U0001f600", junk=[0xF0, 0x9F] * 20)
 @example(text="\ufffd" * 20, junk=[256] * 40)
@@ -74,7 +74,7 @@ def test_pieces_are_the_whole_text_also_of_broken_characters(text: str, junk: li
     assert detokenizer.text == ByteTokenizer().decode(token_ids)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(
     text=st.one_of(st.text(max_size=60), st.text("\u1780\u17be\u17d2", min_size=30, max_size=60)),
     lens=st.lists(st.integers(1, 4), min_size=1, max_size=6),
@@ -93,7 +93,7 @@ def test_pieces_are_the_whole_text_where_tokens_end_inside_characters(text: str,
         assert all(any(pieces[i : i + 4]) for i in range(len(pieces) - 4))
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(text=st.text("ab\u00e4", min_size=1, max_size=40), stop=st.text("ab\u00e4", min_size=1, max_size=4))
 def test_text_ends_before_the_first_stop_string_and_never_shows_a_part_of_it(text: str, stop: str) -> None:
     pieces, detokenizer = run(list(text.encode()), (stop,))
@@ -102,16 +102,27 @@ def test_text_ends_before_the_first_stop_string_and_never_shows_a_part_of_it(tex
     assert "".join(pieces) == detokenizer.text == before
 
 
-def test_one_of_several_stop_strings() -> None:
-    pieces, detokenizer = run(list(b"one two three"), ("three", "tw", "zero"))
-    assert (detokenizer.text, detokenizer.stopped) == ("one ", True)
-    assert len(pieces) == 6  # at once
+EURO = "\u20ac".encode()
+PIECES: list[tuple[Any, tuple[str, ...], list[str]]] = [  # bytes, or words of WordTokenizer
+    (b"one two three", ("three", "tw", "zero"), [*"one ", "", ""]),  # it stops at once
+    ([*b"1", *EURO, *b"2"], (), ["1", "", "", "\u20ac", "2"]),  # an incomplete character waits for its rest
+    ([*b"1", *EURO[:2]], (), ["1", "", "\ufffd"]),  # and is shown if there is none
+    (b"xENyEND!", ("END",), ["x", "", "", "ENy", "", "", ""]),  # what may become a stop string waits
+    (b"xEN", ("END",), ["x", "", "EN"]),
+    (b"a\r\nb\rc\n", (), [*"a\r\nb\rc\n"]),
+    (WordTokenizer.WORDS[:4], ("world,",), ["Hello", " ", ""]),  # across a token with more behind it
+    (WordTokenizer.WORDS, (), ["Hello", *WordTokenizer.WORDS[1:]]),  # a decoder drops the space at the start alone
+]
 
 
-def test_incomplete_character_waits_for_its_rest_and_is_shown_when_there_is_none() -> None:
-    euro = "\u20ac".encode()
-    assert run([*b"1", *euro, *b"2"])[0] == ["1", "", "", "\u20ac", "2"]
-    assert run([*b"1", *euro[:2]])[0] == ["1", "", "\ufffd"]
+def test_pieces_come_as_soon_as_they_are_certain() -> None:
+    for tokens, stop, expected in PIECES:
+        words = tokens[0] in WordTokenizer.WORDS
+        token_ids = [WordTokenizer.WORDS.index(word) for word in tokens] if words else [*tokens]
+        tokenizer = WordTokenizer() if words else ByteTokenizer()
+        pieces, detokenizer = run(token_ids, stop, tokenizer)
+        assert pieces == expected, tokens
+        assert detokenizer.stopped == any(each in tokenizer.decode(token_ids) for each in stop)
 
 
 def test_text_before_an_incomplete_character_does_not_wait_for_it() -> None:
@@ -147,22 +158,6 @@ def test_update_decodes_few_tokens_whatever_waits(token_ids: list[int]) -> None:
     assert max(num_decoded) <= 2 * WINDOW_TOKENS
 
 
-def test_text_that_may_become_a_stop_string_waits() -> None:
-    assert run(list(b"xENyEND!"), ("END",))[0] == ["x", "", "", "ENy", "", "", ""]
-    assert run(list(b"xEN"), ("END",))[0] == ["x", "", "EN"]
-
-
-def test_stop_string_across_a_token_with_more_behind_it() -> None:
-    pieces, detokenizer = run([0, 1, 2, 3], ("world,",), WordTokenizer())
-    assert detokenizer.text == "Hello " and detokenizer.stopped
-    assert pieces == ["Hello", " ", ""]
-
-
-def test_words_keep_the_spaces_that_a_decoder_drops_at_the_start() -> None:
-    pieces, _ = run([0, 1, 2, 3, 4, 5], (), WordTokenizer())
-    assert pieces == ["Hello", " world", ",", " again", "st", " a"]
-
-
 def test_after_a_stop_nothing_more_comes() -> None:
     detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings(("b",)))
     assert detokenizer.update(b"ab", False) == "a"
@@ -170,7 +165,7 @@ def test_after_a_stop_nothing_more_comes() -> None:
     assert detokenizer.text == "a"
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(text=st.text("ab\u00e4", min_size=1, max_size=40), stop=st.text("ab\u00e4", min_size=1, max_size=4))
 def test_stop_string_that_is_included_ends_the_text_and_nothing_behind_it_shows(text: str, stop: str) -> None:
     detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings((stop,)), include_stop=True)
@@ -235,14 +230,14 @@ def check_real_tokenizer(tokenizer: Any, token_ids: list[int]) -> None:
         assert "".join(pieces) == detokenizer.text == tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(text=TEXTS, junk=st.lists(st.integers(0, len(BYTE_LEVEL) - 1), max_size=20))
 def test_byte_level_tokenizer_pieces_are_the_whole_text(text: str, junk: list[int]) -> None:
     """Any tokens, the special one among them and one that was added as text."""
     check_real_tokenizer(BYTE_LEVEL, [*BYTE_LEVEL.encode(text), *junk, *BYTE_LEVEL.encode(text)])
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3), num_special=st.integers(0, 5))
 def test_byte_fallback_tokenizer_pieces_are_the_whole_text(texts: list[str], num_special: int) -> None:
     """Special tokens between texts must not cost the next word its space."""
@@ -269,10 +264,6 @@ def test_rust_tokenizer_is_called_directly_where_the_text_is_the_same() -> None:
     assert not is_rust(TokenDecoder(WORDS)) and not is_rust(TokenDecoder(ByteTokenizer()))
     assert not is_rust(TokenDecoder(with_its_own))
     assert run(BYTE_LEVEL.encode("abc"), (), with_its_own)[1].text == "ABC"
-
-
-def test_line_ends_stay_as_they_are() -> None:
-    assert run(list(b"a\r\nb\rc\n"))[1].text == "a\r\nb\rc\n"
 
 
 def test_reader_beside_the_last_token_does_not_take_an_end_token_for_text() -> None:
@@ -331,7 +322,7 @@ def test_stop_strings_count_only_after_the_reasoning() -> None:
             assert included == (expected + stop if expected != text else text), (text, lens)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(
     fragments=st.lists(st.sampled_from(("<think>", "</think>", "<", "</th", " ", "\n", "a", "b")), max_size=10),
     stop=st.sampled_from(("a", "ab", "\n", "<", "think", "</think>")),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from smollm2 import GGUF_NAME, gguf_directory
+from tiers import examples
 from tokenizer_kinds import SAMPLE, byte_level, sentencepiece
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
@@ -62,7 +63,7 @@ def test_byte_level_tokenizer_has_the_ids_and_texts_of_the_original(rule: str) -
     tokenizer = make_tokenizer(file)
 
     @given(TEXTS)
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(2400))
     def check(text: str) -> None:
         expected = original.encode(text)
         assert tokenizer.encode(text) == expected.ids
@@ -106,7 +107,7 @@ def test_sentencepiece_tokenizer_merges_by_score() -> None:
     tokenizer = make_tokenizer(metadata(original, model="llama", scores=scores))
 
     @given(TEXTS.filter(lambda text: "<" not in text and "\u2581" not in text))
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=examples(3600))
     def check(text: str) -> None:
         found = tokenizer.encode(text, add_special_tokens=False)
         assert found == _pieces(text, ids, scores)

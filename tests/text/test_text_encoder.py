@@ -95,7 +95,7 @@ def assert_same_tokens(
 
 
 @each_tokenizer
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(old=TEXTS, new=TEXTS, num_common=st.integers(0, 200), special=st.booleans())
 @example(old="a \n\n b", new="!\n\n/x 'll", num_common=3, special=True)
 def test_encode_any_text_cut_everywhere_equals_the_tokenizer(

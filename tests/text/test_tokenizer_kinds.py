@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from odd_drafters import OddDrafter
 from tiers import examples
@@ -229,7 +229,7 @@ def check_stream(tokenizer: Any, token_ids: list[int], num_prompt_tokens: int, l
 
 
 @pytest.mark.parametrize("kind", [*ALL, REAL])
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300))
 @given(text=TEXTS, more=TEXTS, share=st.floats(0, 1), longest=st.sampled_from([1, 4, 20]))
 @example(text="the red", more=" wine", share=1.0, longest=1)
 @example(text="\u597d" * 12, more="\u4f60", share=0.61, longest=1)
@@ -243,7 +243,7 @@ def test_text_of_an_answer_is_what_it_adds_to_the_prompt(
 
 
 @pytest.mark.parametrize("kind", [*ALL, REAL])
-@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(200))
 @given(data=st.data())
 def test_text_of_random_tokens_is_what_they_add_to_the_prompt(kind: str, load: Load, data: st.DataObject) -> None:
     tokenizer = load(kind)

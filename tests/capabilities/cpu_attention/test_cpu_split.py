@@ -7,13 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from nanovllm.capabilities.cpu_attention.cpu_split import (
-    MIN_GAIN,
-    UNIT_TOKENS,
-    CpuRate,
-    CpuSplit,
-    FollowingSplit,
-)
+from nanovllm.capabilities.cpu_attention.cpu_split import MIN_GAIN, UNIT_TOKENS, CpuRate, CpuSplit, FollowingSplit
 from nanovllm.kvcache.missing_keys import divide_missing
 from nanovllm.plan.step_plan import KVMoves, LayerTimes, SequenceStep, StepPlan
 

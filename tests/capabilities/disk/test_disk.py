@@ -32,14 +32,16 @@ from integrity import check_scheduler
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.capabilities.disk import tier
 from nanovllm.capabilities.disk.disk_moves import PAUSE_S
 from nanovllm.capabilities.disk.start import measure_disk
 from nanovllm.capabilities.disk.store import REFRESH_S, check_extent
-from nanovllm.capabilities.disk.tier import STALL_S
 from nanovllm.capabilities.disk.worker import KVPool
 from nanovllm.capabilities.recurrent.places import RecurrentStates
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("patient_disk")
 
 
 @pytest.mark.parametrize("cache", ["all GPU", "offload"])
@@ -157,7 +159,7 @@ def test_disk_that_hangs_holds_neither_requests_nor_blocks(
         waiting = llm.add_request(QUESTIONS[1], greedy())
         llm.step()
         assert disk.num_waiting == 1
-        now_s += STALL_S + 1
+        now_s += tier.STALL_S + 1
         short = llm.add_request([1, 2, 3], greedy())
         finished = llm.finish_all()
         for request_id, prompt in ((waiting, QUESTIONS[1]), (short, [1, 2, 3])):

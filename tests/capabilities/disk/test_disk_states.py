@@ -10,17 +10,7 @@ import pytest
 from checked_engine import ALL_GPU, CheckedLLM, Reference, cache_options
 from content_model import companion_of
 from dense_model import random_prompt
-from disk_engines import (
-    BLOCK,
-    CACHES,
-    DOCUMENT,
-    HIT,
-    QUESTIONS,
-    ask,
-    extents_below,
-    states_below,
-    wait_until_stored,
-)
+from disk_engines import BLOCK, CACHES, DOCUMENT, HIT, QUESTIONS, ask, extents_below, states_below, wait_until_stored
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM
@@ -32,6 +22,8 @@ from nanovllm.utils.arithmetic import format_bytes
 
 LONG_QUESTIONS = [[*DOCUMENT, *random_prompt(300, seed=i)] for i in range(3)]
 SLOW = pytest.mark.slow
+
+pytestmark = pytest.mark.usefixtures("patient_disk")
 
 
 @pytest.fixture

@@ -282,6 +282,8 @@ def test_disk_that_cannot_be_written_is_logged_once_and_tried_again_later(
     def fail(*args: object) -> int:
         raise OSError(code, os.strerror(code))
 
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "nanovllm"):
         patched.setattr(os, "pwritev", fail)
         assert not write(store, second)
@@ -289,8 +291,7 @@ def test_disk_that_cannot_be_written_is_logged_once_and_tried_again_later(
         assert store.is_paused and len(caplog.records) == 1 and os.strerror(code) in caplog.text
         assert read(store, first) == content(first)
     assert store.total_bytes == list_extents(store.path).num_bytes == FILE_BYTES
-    later_s = time.monotonic() + store_module.PAUSE_S + 1
-    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    now_s += store_module.PAUSE_S + 1
     assert write(store, second)
 
 

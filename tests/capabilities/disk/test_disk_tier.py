@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from content_model import ContentError, ContentRunner, Simulation
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from integrity import check_kv
 from odd_drafters import KINDS
@@ -24,8 +24,6 @@ from nanovllm.capabilities.recurrent.places import RecurrentStates, Snapshots
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
 from nanovllm.plan.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
-
-QUICK = [HealthCheck.too_slow, HealthCheck.large_base_example]
 
 
 def make_disk(
@@ -72,7 +70,7 @@ def play_on_disk(
     return num_loaded, num_states
 
 
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(150))
 @given(
     seed=st.integers(0, 2**32),
     hybrid=st.booleans(),
@@ -156,12 +154,7 @@ class TwoRanks:
         self.board = DiskBoard(2, 40 + num_snapshots)
         self.kv = BlockManager(40, 2, companions=[RecurrentStates(4, num_snapshots)] if num_snapshots else [])
         self.tier = DiskTier(
-            Everything(),
-            self.kv,
-            self.board,
-            least_load_tokens=least_load_tokens,
-            grain=2,
-            clock=lambda: self.now_s,
+            Everything(), self.kv, self.board, least_load_tokens=least_load_tokens, grain=2, clock=lambda: self.now_s
         )
         self.num_sequences = 0
 

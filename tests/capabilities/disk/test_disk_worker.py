@@ -4,18 +4,20 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import LIMIT_S, wait_until
 
 from nanovllm.capabilities.disk import worker
 from nanovllm.capabilities.disk.disk_moves import NUM_READERS, DiskMoves, Extent
 from nanovllm.capabilities.disk.store import REFRESH_S
 from nanovllm.capabilities.disk.tier import DiskBoard
 from nanovllm.capabilities.disk.worker import DiskWorker
+
+pytestmark = pytest.mark.usefixtures("patient_disk")
 
 
 class NotedStore:
@@ -91,17 +93,11 @@ class Setting:
         self.worker.submit(DiskMoves(extents[:num_stores], extents[:num_loads], load_number))
 
     def wait_for_end(self, load_number: int) -> None:
-        until(lambda: self.board.ended_load[0] == load_number)
+        wait_until(lambda: self.board.ended_load[0] == load_number)
 
 
 def fail(*args: object) -> None:
     raise RuntimeError("the driver refuses the copy")
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for a condition. The time limit of the test ends a wait that would last for ever."""
-    while not condition():
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -119,18 +115,16 @@ def settings() -> Iterator[Callable[..., Setting]]:
         setting.board.close()
 
 
-def test_worker_touches_nothing_before_the_device_has_done_what_it_was_given(
-    settings: Callable[..., Setting],
-) -> None:
+def test_worker_touches_nothing_before_the_device_has_done_what_it_was_given(settings: Callable[..., Setting]) -> None:
     """The edges E13 and E14. On a CPU everything is done at once, so engines cannot tell."""
     setting = settings()
     setting.device_is_done.clear()
     setting.store.may_read.set()
     setting.submit(num_stores=1, num_loads=1, load_number=1)
-    time.sleep(0.05)
+    time.sleep(0.05)  # none of the threads may do anything
     assert setting.store.calls == []
     setting.device_is_done.set()
-    until(lambda: sorted(setting.store.calls) == ["read", "written"])
+    wait_until(lambda: sorted(setting.store.calls) == ["read", "written"])
 
 
 @pytest.mark.parametrize("num_submissions", [1, 32])
@@ -141,7 +135,7 @@ def test_worker_that_is_never_idle_looks_for_files_of_others(
     setting = settings(write_s=REFRESH_S / 4)
     for _ in range(num_submissions):
         setting.submit(num_stores=32 // num_submissions)
-    until(lambda: setting.store.calls.count("written") == 32 and setting.store.calls.count("refreshed") == 8)
+    wait_until(lambda: setting.store.calls.count("written") == 32 and setting.store.calls.count("refreshed") == 8)
     times = [i for i, call in enumerate(setting.store.calls) if call == "refreshed"]
     assert times == [4, 9, 14, 19, 24, 29, 34, 39], "after every four writes"
 
@@ -151,7 +145,7 @@ def test_load_that_is_cancelled_ends_while_the_disk_hangs(settings: Callable[...
     copied: list[Extent] = []
     setting = settings(copy_in=copied.append)
     setting.submit(num_loads=9, load_number=1)
-    until(lambda: len(setting.store.reads) == NUM_READERS)
+    wait_until(lambda: len(setting.store.reads) == NUM_READERS)
     assert setting.board.ended_load[0] == 0
     setting.board.cancelled_load[0] = 1
     setting.wait_for_end(1)
@@ -159,8 +153,10 @@ def test_load_that_is_cancelled_ends_while_the_disk_hangs(settings: Callable[...
     setting.submit(num_loads=9, load_number=2)
     setting.store.may_read.set()
     setting.wait_for_end(2)
+    wait_until(lambda: len(setting.store.calls) == NUM_READERS + 9)  # the reads of the first load end, too
+    setting.worker.close()
     assert setting.board.num_loaded[0] == len(copied) == 9
-    assert setting.store.calls == ["read"] * (NUM_READERS + 9)
+    assert setting.store.calls == ["read"] * (NUM_READERS + 9) + ["closed"]
 
 
 def test_cancelled_load_ends_after_the_copies_that_have_begun(settings: Callable[..., Setting]) -> None:
@@ -210,9 +206,10 @@ def test_start_up_measures_the_disk_and_does_not_wait_for_one_that_hangs(
     setting.submit(num_loads=3, load_number=1)
     setting.board.cancelled_load[0] = 1
     setting.wait_for_end(1)
-    for pipe in pipes:
-        with suppress(OSError):  # no thread reads it
-            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    writers = [os.open(pipe, os.O_RDWR) for pipe in pipes]  # the threads that wait for a writer go on
+    for pipe, writer in zip(pipes, writers, strict=True):
+        pipe.unlink()  # no thread that comes later waits
+        os.close(writer)
 
 
 def test_copies_that_always_fail_are_logged_once_and_counted(
@@ -223,8 +220,8 @@ def test_copies_that_always_fail_are_logged_once_and_counted(
     setting.store.may_read.set()
     setting.submit(num_stores=20, num_loads=20, load_number=1)
     setting.wait_for_end(1)
-    until(lambda: setting.board.num_stored[0] == 20)
-    setting.worker.close(timeout_s=60)  # a reading thread may still be about to log what it has counted
+    wait_until(lambda: setting.board.num_stored[0] == 20)
+    setting.worker.close()  # a reading thread may still be about to log what it has counted
     num_failures = setting.worker.stats()["num_disk_failures"]
     assert num_failures is not None and num_failures > 20, "each store, and the first loads"
     assert len(caplog.records) == 1 and caplog.records[0].exc_info is not None
@@ -237,7 +234,7 @@ def test_closing_releases_the_pool_although_the_disk_hangs(
 ) -> None:
     setting = settings()
     setting.submit(num_loads=1, load_number=1)
-    until(lambda: setting.store.reads)
+    wait_until(lambda: setting.store.reads)
     setting.worker.close(timeout_s=0.01)
     assert setting.pool.is_closed and "the disk does not answer" in caplog.text
 
@@ -247,5 +244,5 @@ def test_abandoned_worker_ends_its_threads_and_releases_the_pool(settings: Calla
     setting.worker.abandon()
     assert setting.pool.is_closed
     for thread in setting.worker._threads:
-        thread.join(30)
+        thread.join(LIMIT_S)
         assert not thread.is_alive()

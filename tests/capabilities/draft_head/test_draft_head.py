@@ -1,6 +1,5 @@
 """Drafts of the checkpoint's draft head are those of a plain one, and they change no token, whatever its weights."""
 
-import json
 import logging
 import re
 from dataclasses import replace
@@ -15,6 +14,7 @@ from content_model import page_copies
 from cpu_runner import HostlessTorch, graph_buffers
 from cpu_splits import splitting
 from dense_model import random_prompt
+from model_files import edit_json
 from offload_workload import BLOCK, MIXED, RESUMED, prompts_of, serve_everything, serve_resumed
 from plain_head import PlainHead, let_head_agree
 from simulated_streams import SimulatedStreams
@@ -298,8 +298,7 @@ def test_auto_does_without_the_head_if_blocks_come_from_disk(helper: Reference, 
 def test_a_head_that_only_config_json_has_is_not_used(tmp_path: Path, sharded: bool) -> None:
     """Regression: tools that quantize leave the head out. Then "auto" failed, and "mtp" did once all was loaded."""
     directory = write_tiny_model(tmp_path, "qwen3_5", num_layers=4, sharded=sharded)
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"mtp_num_hidden_layers": 1}))
+    edit_json(tmp_path / "config.json", mtp_num_hidden_layers=1)
     with CheckedLLM(Reference(directory), **ALL_GPU, speculation="auto") as llm:
         assert [drafter.name for drafter in llm.scheduler.speculator.drafters] == ["prompt_lookup"]
         llm.answer_and_check(PROMPTS[1:2])

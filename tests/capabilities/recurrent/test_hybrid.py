@@ -1,11 +1,11 @@
 """Models with recurrent layers: the logits of transformers however a sequence is cut, and guesses without a trace."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from dense_model import DenseAttention, load_model, random_prompt, run_logits, state_rows
+from model_files import edit_json
 from quantized_models import write_quantized
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
@@ -275,7 +275,6 @@ def test_weights_of_another_shape_or_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"unknown to the model: model\.layers\.0\.linear_attn\.in_proj_x"):
         load_model(tmp_path)
     save_file(tensors, file)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "linear_num_value_heads": 2}))
+    edit_json(tmp_path / "config.json", linear_num_value_heads=2)
     with pytest.raises(CheckpointError, match=r"conv1d\.weight in .* \[128, 1, 4\], .* asks for \[96, 1, 4\]"):
         load_model(tmp_path)

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 from content_model import Simulation, companion_of, head_of, page_copies, state_of
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from odd_drafters import KINDS
 from random_workloads import odd_drafter, play_dense
@@ -20,8 +20,6 @@ from nanovllm.kvcache.block_pool import Block, PrefixIndex, PrefixMatch
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.snapshots import Snapshots
 from nanovllm.plan.step_plan import SequenceStep, StepPlan
-
-QUICK = [HealthCheck.too_slow, HealthCheck.large_base_example]
 
 DOCUMENT = [1 + i % 5 for i in range(40)]
 
@@ -185,7 +183,7 @@ def test_a_state_that_is_loaded_from_disk_is_not_overwritten_by_one_that_was_to_
 # -- random workloads, and faults that must be noticed ---------------------------------------------------------------
 
 
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(300))
 @given(
     seed=st.integers(0, 2**32),
     hybrid=st.booleans(),
@@ -198,7 +196,7 @@ def test_every_step_starts_from_the_states_of_its_sequences(
     play_dense(seed, hybrid=hybrid, with_cpu=with_cpu, drafter=drafter, has_states=True)
 
 
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(150))
 @given(
     seed=st.integers(0, 2**32),
     hybrid=st.booleans(),

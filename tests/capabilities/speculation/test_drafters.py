@@ -83,7 +83,7 @@ def best_guesses(text: list[int], max_guesses: int) -> list[list[int]]:
     return found or [[]]
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(texts(200), texts(60), st.integers(1, 20))
 @example([], [], 1)
 @example([1, 2], [1, 2, 1, 2], 1)

@@ -72,11 +72,7 @@ def test_every_kind_of_guess_leaves_answers_and_logits_alone(
     ],
 )
 def test_sampled_answers_are_the_same(
-    reference: Reference,
-    answers: dict[str, list[list[int]]],
-    num_gpu_blocks: int | None,
-    kind: str,
-    works_ahead: bool,
+    reference: Reference, answers: dict[str, list[list[int]]], num_gpu_blocks: int | None, kind: str, works_ahead: bool
 ) -> None:
     """With filters, and with prompts mixed in."""
     internals = speculating(drafter_of(kind, PROMPTS, answers["sampled"]), Internals(works_ahead=works_ahead))

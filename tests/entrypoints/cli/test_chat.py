@@ -3,19 +3,20 @@
 import io
 import json
 import os
+import platform
 import pty
 import random
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_models import write_tiny_model, write_tiny_tokenizer
+from waiting import LIMIT_S, wait_until
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.entrypoints.cli import main as cli
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[3]
 ENGINE = ["--device", "cpu", "--max-model-len", "4096", "--num-kvcache-blocks", "20"]
 pytestmark = pytest.mark.usefixtures("cache_directory")
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
+READ = "0" if platform.machine() == "x86_64" else "63"  # the number of the system call
 
 
 @pytest.fixture(scope="module")
@@ -215,15 +217,19 @@ class Terminal:
         self.shown = self.shown.partition(text)[2]
 
     def interrupt(self) -> None:
-        """Ctrl-C, as late as a person would press it: Python may notice one that comes just before it reads only when
-        the read is over.
-        """
-        time.sleep(0.2)
         self.process.send_signal(signal.SIGINT)
+
+    def interrupt_at_the_prompt(self) -> None:
+        """Ctrl-C once it reads, as a person would press it: Python may notice one that comes just before only when the
+        read is over.
+        """
+        system_call = Path(f"/proc/{self.process.pid}/syscall")
+        wait_until(lambda: system_call.read_text().split()[:2] == [READ, "0x0"])
+        self.interrupt()
 
     def end(self) -> int:
         try:
-            return self.process.wait(timeout=240)
+            return self.process.wait(timeout=LIMIT_S)
         finally:
             self.process.kill()
             os.close(self._keyboard)
@@ -253,15 +259,15 @@ def test_chat_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_program(device: str) -
 def test_chat_ctrl_c_twice_at_the_prompt_ends_the_program() -> None:
     terminal = Terminal()
     terminal.wait_for(">>> ")
-    terminal.interrupt()
+    terminal.interrupt_at_the_prompt()
     terminal.wait_for("To end the program, press Ctrl-C again, press Ctrl-D or type /exit.")
     terminal.wait_for(">>> ")
     terminal.type("/nonsense\n")
     terminal.wait_for("/nonsense is not a command")  # and it goes on
     terminal.wait_for(">>> ")
-    terminal.interrupt()
+    terminal.interrupt_at_the_prompt()
     terminal.wait_for(">>> ")
-    terminal.interrupt()
+    terminal.interrupt_at_the_prompt()
     assert terminal.end() == 130
 
 

@@ -17,17 +17,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from waiting import LIMIT_S
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.cli.demo import DemoOptions
-from nanovllm.entrypoints.cli.flags import (
-    add_engine_flags,
-    add_model_flag,
-    given_fields,
-    name_flags,
-)
+from nanovllm.entrypoints.cli.flags import add_engine_flags, add_model_flag, given_fields, name_flags
 from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
 from nanovllm.entrypoints.haystack import build_haystack
 from nanovllm.entrypoints.planner import PlanOptions
@@ -289,7 +285,8 @@ def test_generate_output_that_is_closed_ends_it_quietly(model: str, monkeypatch:
     """B5: a traceback of BrokenPipeError, as of `generate ... | head -c 20`."""
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     argv = ["generate", "--model", model, "--prompt", "one two three one two three", "--device", "cpu"]
-    flags = ["--max-model-len", "8192", "--num-kvcache-blocks", "32", "--max-tokens", "8000"]
+    # More than a pipe holds, so that it has not ended when the pipe is closed
+    flags = ["--max-model-len", "81920", "--num-kvcache-blocks", "320", "--max-tokens", "80000"]
     process = subprocess.Popen(
         [sys.executable, "-m", "nanovllm", *argv, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -297,7 +294,7 @@ def test_generate_output_that_is_closed_ends_it_quietly(model: str, monkeypatch:
     assert process.stdout.read(20) == b" one two three one t"
     process.stdout.close()
     errors = process.stderr.read().decode()
-    assert process.wait(timeout=240) == 141, errors
+    assert process.wait(timeout=LIMIT_S) == 141, errors
     assert "Traceback" not in errors and "Exception" not in errors
 
 
@@ -512,22 +509,22 @@ def test_plan_on_the_cpu_has_no_bounds(model: str, capsys: pytest.CaptureFixture
 @pytest.mark.slow
 def test_generate_interrupted_exits_130_without_traceback(model: str, tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
-    path.write_text(build_haystack(20000, 0.3, PASSKEY))
-    argv = ["generate", "--model", model, "--prompt-file", str(path), "--device", "cpu", "--max-model-len", "20480"]
-    flags = ["--num-kvcache-blocks", "80", "--max-num-batched-tokens", "1024"]
+    path.write_text(build_haystack(100_000, 0.3, PASSKEY))  # which would take minutes
+    argv = ["generate", "--model", model, "--prompt-file", str(path), "--device", "cpu", "--max-model-len", "102400"]
+    flags = ["--num-kvcache-blocks", "400", "--max-num-batched-tokens", "1024"]
     terminal, stderr = pty.openpty()  # nothing else is shown progress
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 25, 100, 0, 0))
     process = subprocess.Popen([sys.executable, "-m", "nanovllm", *argv, *flags], cwd=ROOT, stderr=stderr)
     os.close(stderr)
     seen = b""
-    while not re.search(rb"[1-9]\d*/20000", seen):
+    while not re.search(rb"[1-9]\d*/100000", seen):
         seen += os.read(terminal, 1000)
     process.send_signal(signal.SIGINT)
     with suppress(OSError):  # the end of a terminal
         while piece := os.read(terminal, 1000):
             seen += piece
     os.close(terminal)
-    assert process.wait(timeout=240) == 130, seen.decode()
+    assert process.wait(timeout=LIMIT_S) == 130, seen.decode()
     assert b"interrupted" in seen and b"Traceback" not in seen
 
 

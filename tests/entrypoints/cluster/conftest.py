@@ -19,3 +19,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name.startswith(ON_RAY):
             item.add_marker(pytest.mark.ray)
+            item.add_marker(pytest.mark.timeout(1800))  # some take a minute and more even on a quiet machine

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from batch_jobs import ROOT, WAIT_S, read_parts, sampled_rows, wait_for, write_lines
+from batch_jobs import ROOT, read_parts, sampled_rows, write_lines
+from waiting import LIMIT_S, wait_until
 
 SLOWLY = (str(ROOT / "tests/support/slow_batch.py"),)
 ENGINE = "--device cpu --num-kvcache-blocks 64 --max-model-len 4096".split()
@@ -40,9 +41,9 @@ def test_command_interrupted_goes_on_where_it_stopped(environment: dict[str, str
     args = command(*flags)
     process = subprocess.Popen(command(*flags, program=SLOWLY), env=environment, stderr=subprocess.PIPE, text=True)
     try:
-        wait_for(lambda: process.poll() is not None or list(output.glob("part-*")))
+        wait_until(lambda: process.poll() is not None or list(output.glob("part-*")))
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=WAIT_S)
+        _, stderr = process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
     assert process.returncode == 130, stderr
@@ -50,7 +51,7 @@ def test_command_interrupted_goes_on_where_it_stopped(environment: dict[str, str
     num_before = len(read_parts(output))
     assert 0 < num_before < len(rows)
 
-    done = subprocess.run(args, env=environment, capture_output=True, text=True, timeout=WAIT_S)
+    done = subprocess.run(args, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert f"{num_before:,} had been answered before" in done.stderr
     written = read_parts(output)
@@ -59,7 +60,7 @@ def test_command_interrupted_goes_on_where_it_stopped(environment: dict[str, str
     hits = [row["num_cached_tokens"] for row in written[3000:]]
     assert hits[::5] == [0] * 4 and min(hits[i] for i in range(20) if i % 5) >= 768
     assert not [path for path in output.iterdir() if path.name.startswith(".")]
-    again = subprocess.run([*args, "--seed", "1"], env=environment, capture_output=True, text=True, timeout=WAIT_S)
+    again = subprocess.run([*args, "--seed", "1"], env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert again.returncode == 2 and "engine_options was" in again.stderr
 
 
@@ -72,9 +73,9 @@ def test_command_ended_by_sigterm_says_how_to_go_on_and_shows_no_stack(
     args = command("--input", prompts, "--output", output, "--max-tokens", 2, program=SLOWLY)
     process = subprocess.Popen(args, env=environment, stderr=subprocess.PIPE, text=True)
     try:
-        wait_for(lambda: process.poll() is not None or list(output.glob("part-*")))
+        wait_until(lambda: process.poll() is not None or list(output.glob("part-*")))
         process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=WAIT_S)
+        _, stderr = process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
     assert process.returncode == 143, stderr
@@ -86,6 +87,6 @@ def test_command_ended_by_sigterm_says_how_to_go_on_and_shows_no_stack(
 def test_command_bad_input_is_one_line(environment: dict[str, str], tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "x", "text": "y"}])
     args = command("--input", prompts, "--output", tmp_path / "out")
-    done = subprocess.run(args, env=environment, capture_output=True, text=True, timeout=WAIT_S)
+    done = subprocess.run(args, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and "line 1" in done.stderr and "rename it in the input" in done.stderr
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()

@@ -19,11 +19,11 @@ from batch_jobs import (
     read_parts,
     run_disturbed,
     sampled_rows,
-    wait_for,
     without_cache_hits,
     write_lines,
 )
 from ray.cluster_utils import Cluster
+from waiting import wait_until
 
 from nanovllm.entrypoints.cluster.batch_job import run_job
 from nanovllm.errors import ConfigError, EngineError
@@ -80,7 +80,7 @@ def test_job_killed_node_has_its_units_run_elsewhere(
     job = make_job([prompts], tmp_path / "out", cluster.address, num_engines=3)  # two CPUs each: one on each node
 
     def kill_node() -> None:
-        wait_for(lambda: engine_pids([victim]))
+        wait_until(lambda: engine_pids([victim]))
         cluster.remove_node(victim, allow_graceful=False)
 
     run_disturbed(job, kill_node)

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
-from http_server import http_server
+from http_server import http_server, web_client
 
 from nanovllm import AsyncLLM
 from nanovllm.models.retrieval_model import build_retrieval_model
@@ -34,6 +35,12 @@ def url(served: tuple[AsyncLLM, str]) -> str:
 
 
 @pytest.fixture(scope="session")
+def web(url: str) -> Iterator[httpx.Client]:
+    with web_client(url) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=web_client()) as client:
         yield client

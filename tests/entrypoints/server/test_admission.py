@@ -11,7 +11,9 @@ from typing import Any
 import httpx
 import pytest
 from event_loops import on_a_loop, until
+from http_server import asgi_client, make_site
 from starlette.types import Receive, Scope, Send
+from waiting import LIMIT_S
 
 from nanovllm import AsyncLLM, ConfigError, SamplingParams
 from nanovllm.entrypoints.server.admission import MAX_LIST_ITEMS, MAX_N, MAX_STOP, RequestLimits
@@ -23,7 +25,7 @@ from nanovllm.entrypoints.server.protocol import Body, ChatRequest, CompletionRe
 
 KEYS = ["first-key", "second-key"]
 SECRET = "a private sentence"
-ENDLESS = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True}
+ENDLESS = {"prompt": "x", "max_tokens": 10**5, "ignore_eos": True}
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
@@ -65,14 +67,13 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 def make_gate(keys: list[str] | None = None, **settings: Any) -> tuple[Gate, list[str]]:
     """The gate around `echo`, and the list that it adds the reasons of its refusals to."""
     reasons: list[str] = []
-    options = ServerOptions(**({"max_body_mb": 1000 / 2**20, "max_receive_s": 10} | settings))
+    options = ServerOptions(**({"max_body_mb": 1000 / 2**20, "max_receive_s": 3600} | settings))
     return Gate(echo, options, ApiKeys(keys or []), reasons.append), reasons
 
 
 def ask(app: Any, *requests: dict[str, Any]) -> list[httpx.Response]:
     async def main() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with asgi_client(app) as client:
             return [await client.request(**({"method": "POST", "url": "/v1/x"} | request)) for request in requests]
 
     return asyncio.run(main())
@@ -169,9 +170,9 @@ async def test_gate_bodies_of_open_requests_are_limited_together() -> None:
 
     gate._app = wait
 
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://localhost") as client:
+    async with asgi_client(gate) as client:
         asked = [asyncio.create_task(client.post("/v1/x", content=bytes(1000))) for _ in range(MAX_HELD_BODIES)]
-        await asyncio.sleep(0.05)
+        await until(lambda: gate._num_held_bytes == MAX_HELD_BODIES * 1000)
         refused = await client.post("/v1/x", content=b"a")
         without_body = asyncio.create_task(client.get("/health"))
         is_over.set()
@@ -306,16 +307,9 @@ def test_options_bad_value_is_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(retrieval_model: Path) -> Iterator[AsyncLLM]:
+def engine(long_model: Path) -> Iterator[AsyncLLM]:
     """It runs one answer at a time."""
-    engine = AsyncLLM(
-        retrieval_model,
-        device="cpu",
-        max_model_len=2048,
-        num_kvcache_blocks=64,
-        max_num_batched_tokens=512,
-        max_num_seqs=1,
-    )
+    engine = AsyncLLM(long_model, device="cpu", num_kvcache_blocks=600, max_num_batched_tokens=512, max_num_seqs=1)
     yield engine
     assert not engine.is_failed
     engine.close()
@@ -324,17 +318,12 @@ def engine(retrieval_model: Path) -> Iterator[AsyncLLM]:
 @asynccontextmanager
 async def connected(site: Site) -> AsyncIterator[Callable[..., Awaitable[httpx.Response]]]:
     """A function that sends a completion request. What is open in the end is aborted."""
-    transport = httpx.ASGITransport(site.gate.outermost)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as client:
+    async with asgi_client(site.gate.outermost) as client:
 
         async def complete(headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
             return await client.post("/v1/completions", json=body, headers=headers)
 
         yield complete
-
-
-def make_site(engine: AsyncLLM, keys: list[str] | None = None, **options: Any) -> Site:
-    return Site(engine, ServerOptions(served_model_name=("tiny",), **options), ApiKeys(keys or []))
 
 
 @on_a_loop
@@ -364,7 +353,7 @@ async def test_queue_full_refuses_what_would_be_tokenized_first(engine: AsyncLLM
     """Regression: chats were tokenized before they counted, any number of them, each with a body in memory."""
     service = make_site(engine, max_queue=1).service
     may_end = threading.Event()
-    preparing = asyncio.ensure_future(service.prepare(may_end.wait, 5))
+    preparing = asyncio.ensure_future(service.prepare(may_end.wait, LIMIT_S))
     await until(lambda: service.num_waiting == 1)
     with pytest.raises(Refusal) as caught:
         await service.prepare(int)
@@ -386,26 +375,26 @@ def test_queue_retry_after_is_a_mean_wait_with_a_cap(engine: AsyncLLM) -> None:
 
 @on_a_loop
 async def test_queue_waited_too_long_is_503_and_aborted(engine: AsyncLLM) -> None:
-    site = make_site(engine, max_wait_s=1.0)
-    async with connected(site) as complete:
-        running = asyncio.ensure_future(complete(**ENDLESS))
-        await until(lambda: engine.llm.stats()["num_running"] == 1 and site.service.num_waiting == 0)
+    patient, site = make_site(engine, max_wait_s=3600), make_site(engine, max_wait_s=0.1)
+    async with connected(patient) as begin, connected(site) as complete:
+        running = asyncio.ensure_future(begin(**ENDLESS))
+        await until(lambda: engine.llm.stats()["num_running"] == 1 and patient.service.num_waiting == 0)
         whole, streamed = await asyncio.gather(complete(**ENDLESS), complete(**ENDLESS, stream=True))
         assert (whole.status_code, whole.json()["error"]["code"]) == (503, "service_unavailable")
         assert "retry-after" in whole.headers
-        assert "max_wait_s=1" in streamed.text
+        assert "max_wait_s=0.1" in streamed.text
         assert site.service.num_waiting == 0
         await until(lambda: engine.llm.stats()["num_waiting"] == 0)  # an abort takes effect after the step
         assert not running.done()  # it has begun, so it may take its time
         running.cancel()
-        await until(lambda: site.service.num_open == 0)
+        await until(lambda: patient.service.num_open == site.service.num_open == 0)
 
 
 @on_a_loop
 async def test_queue_request_that_is_refused_leaves_no_trace(engine: AsyncLLM) -> None:
     site = make_site(engine)
     async with connected(site) as complete:
-        for body in ({"prompt": [1] * 5000}, {"prompt": [999999]}, {"prompt": "x", "temperature": -1}):
+        for body in ({"prompt": [1] * 2**17}, {"prompt": [999999]}, {"prompt": "x", "temperature": -1}):
             assert (await complete(**body)).status_code == 400
         assert site.service.num_open == site.service.num_waiting == 0
 

@@ -4,14 +4,14 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from shutil import copytree
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from http_server import http_server
+from http_server import http_server, web_client
+from model_files import copy_with_template
 
 from nanovllm import AsyncLLM
 from nanovllm.entrypoints.server import fields
@@ -73,17 +73,12 @@ CLAUDE_CODE: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def agent_url(retrieval_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    directory = tmp_path_factory.mktemp("agents") / "model"
-    copytree(retrieval_model, directory)
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    config["chat_template"] = TEMPLATE.read_text()
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    engine = AsyncLLM(
-        directory, device="cpu", max_model_len=MAX_TOKENS, num_kvcache_blocks=64, max_num_batched_tokens=4096
-    )
-    with http_server(engine) as url:
-        yield url
+def agents(retrieval_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of a server whose model has the chat template of Qwen3.5."""
+    model = copy_with_template(retrieval_model, tmp_path_factory.mktemp("agents") / "model", TEMPLATE.read_text())
+    engine = AsyncLLM(model, device="cpu", max_model_len=MAX_TOKENS, num_kvcache_blocks=64, max_num_batched_tokens=4096)
+    with http_server(engine) as url, web_client(url) as client:
+        yield client
     engine.close()
 
 
@@ -91,23 +86,23 @@ def events_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
 
 
-def test_codex_first_request_is_answered(agent_url: str) -> None:
+def test_codex_first_request_is_answered(agents: httpx.Client) -> None:
     """Regression: 400 for a tool of type "namespace", for web search, and for the second system message."""
-    answer = httpx.post(f"{agent_url}/v1/responses", json=CODEX | {"max_output_tokens": 3}, timeout=30)
+    answer = agents.post("/v1/responses", json=CODEX | {"max_output_tokens": 3})
     assert answer.status_code == 200, answer.text
     *_, last = events_of(answer.text)
     assert last["type"] == "response.incomplete" and last["response"]["tools"][1]["type"] == "namespace"
 
 
-def test_claude_code_request_is_answered(agent_url: str) -> None:
-    answer = httpx.post(f"{agent_url}/v1/messages?beta=true", json=CLAUDE_CODE | {"max_tokens": 3}, timeout=30)
+def test_claude_code_request_is_answered(agents: httpx.Client) -> None:
+    answer = agents.post("/v1/messages?beta=true", json=CLAUDE_CODE | {"max_tokens": 3})
     assert answer.status_code == 200 and events_of(answer.text)[-1]["type"] == "message_stop", answer.text
     counted = {name: CLAUDE_CODE[name] for name in ("model", "system", "messages", "tools", "thinking")}
-    assert httpx.post(f"{agent_url}/v1/messages/count_tokens", json=counted).json()["input_tokens"] > 100
+    assert agents.post("/v1/messages/count_tokens", json=counted).json()["input_tokens"] > 100
 
 
 def test_tools_that_cannot_be_offered_are_left_out_and_named_in_the_log(
-    agent_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    agents: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fields, "_logged", set())
     caplog.set_level("INFO", "nanovllm")
@@ -120,9 +115,9 @@ def test_tools_that_cannot_be_offered_are_left_out_and_named_in_the_log(
         ("/v1/responses", {"input": QUESTION, "max_output_tokens": 1}),
         ("/v1/messages", {"messages": [USER], "max_tokens": 1}),
     ):
-        assert httpx.post(f"{agent_url}{path}", json=body | {"tools": [search]}, timeout=30).status_code == 200
+        assert agents.post(path, json=body | {"tools": [search]}).status_code == 200
         forced: Any = "required" if path != "/v1/messages" else {"type": "any"}
-        refused = httpx.post(f"{agent_url}{path}", json=body | {"tools": [search], "tool_choice": forced})
+        refused = agents.post(path, json=body | {"tools": [search], "tool_choice": forced})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "tool_choice"
 
 
@@ -160,7 +155,7 @@ def test_tools_that_an_item_adds_are_offered() -> None:
 # -- the length of the answer, and prompts that are too long -----------------------------------------------------------
 
 
-def test_answer_is_cut_to_what_fits_in_every_api(url: str) -> None:
+def test_answer_is_cut_to_what_fits_in_every_api(web: httpx.Client) -> None:
     """Regression: opencode asks for 32,000 tokens, and was 400 where the context is 32,768."""
     chat, prompt = [{"role": "user", "content": "a" * (SERVED_TOKENS - 120)}], "a" * (SERVED_TOKENS - 5)
     for path, body in (
@@ -168,14 +163,14 @@ def test_answer_is_cut_to_what_fits_in_every_api(url: str) -> None:
         ("/v1/chat/completions", {"messages": chat, "max_completion_tokens": 32_000}),
         ("/v1/completions", {"prompt": prompt, "max_tokens": 32_000}),
     ):
-        answer = httpx.post(f"{url}{path}", json=body | {"ignore_eos": True}, timeout=60)
+        answer = web.post(path, json=body | {"ignore_eos": True})
         assert answer.status_code == 200 and answer.json()["usage"]["total_tokens"] == SERVED_TOKENS, answer.text
 
 
-def test_each_prompt_of_a_completion_is_cut_by_its_own_length(url: str) -> None:
+def test_each_prompt_of_a_completion_is_cut_by_its_own_length(web: httpx.Client) -> None:
     prompts = [[65] * (SERVED_TOKENS - 3), [66] * (SERVED_TOKENS - 7)]
     body = {"prompt": prompts, "max_tokens": 10, "n": 2, "ignore_eos": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+    answer = web.post("/v1/completions", json=body).json()
     assert answer["usage"]["completion_tokens"] == 2 * 3 + 2 * 7
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
 
@@ -183,7 +178,7 @@ def test_each_prompt_of_a_completion_is_cut_by_its_own_length(url: str) -> None:
 LONG = [{"role": "user", "content": "a" * (MAX_TOKENS + 10)}]
 
 
-def test_prompt_that_is_too_long_is_recognized_by_agents(agent_url: str) -> None:
+def test_prompt_that_is_too_long_is_recognized_by_agents(agents: httpx.Client) -> None:
     """Regression: error.code was null and the message spoke of max_tokens=1, so agents did not compact."""
     for path, body, param in (
         ("/v1/chat/completions", {"messages": LONG}, "messages"),
@@ -194,34 +189,34 @@ def test_prompt_that_is_too_long_is_recognized_by_agents(agent_url: str) -> None
         ("/v1/messages", {"messages": LONG, "max_tokens": 5}, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 17 * MAX_TOKENS}]}, "messages"),
     ):
-        answer = httpx.post(f"{agent_url}{path}", json=body, timeout=30)
+        answer = agents.post(path, json=body)
         error = answer.json()["error"]
         assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
         assert "prompt is too long" in error["message"] and "max_tokens" not in error["message"]
-    with openai.OpenAI(base_url=f"{agent_url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{agents.base_url}/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(model="tiny", messages=LONG, max_tokens=7)  # type: ignore[arg-type]
         assert refused.value.code == "context_length_exceeded"
         assert f"maximum context length is {MAX_TOKENS} tokens" in refused.value.message
 
 
-def test_prompt_that_is_too_long_has_anthropics_words(agent_url: str) -> None:
-    answer = httpx.post(f"{agent_url}/v1/messages", json={"messages": LONG, "max_tokens": 7}, timeout=30)
+def test_prompt_that_is_too_long_has_anthropics_words(agents: httpx.Client) -> None:
+    answer = agents.post("/v1/messages", json={"messages": LONG, "max_tokens": 7})
     error = answer.json()
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
     found = re.search(r"prompt is too long: (\d+) tokens > (\d+) maximum", error["error"]["message"])
     assert found and int(found[1]) > int(found[2]) == MAX_TOKENS - 1
 
 
-def test_stream_of_responses_fails_where_the_prompt_is_too_long(agent_url: str) -> None:
+def test_stream_of_responses_fails_where_the_prompt_is_too_long(agents: httpx.Client) -> None:
     """Codex compacts if response.failed has this code, and gives up at a status of 400."""
     for content in (LONG, "a" * 17 * MAX_TOKENS):
-        answer = httpx.post(f"{agent_url}/v1/responses", json={"input": content, "stream": True}, timeout=30)
+        answer = agents.post("/v1/responses", json={"input": content, "stream": True})
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
         first, *_, last = events_of(answer.text)
         assert first["type"] == "response.created" and last["type"] == "response.failed"
         assert last["response"]["error"]["code"] == "context_length_exceeded"
-    refused = httpx.post(f"{agent_url}/v1/chat/completions", json={"messages": LONG, "stream": True})
+    refused = agents.post("/v1/chat/completions", json={"messages": LONG, "stream": True})
     assert refused.status_code == 400
 
 
@@ -256,9 +251,9 @@ def test_events_without_text_leave_the_answer_as_it_is() -> None:
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-def test_model_that_does_not_exist_is_answered_with_those_that_do(agent_url: str) -> None:
+def test_model_that_does_not_exist_is_answered_with_those_that_do(agents: httpx.Client) -> None:
     """Regression: "the model 'my-model' does not exist" did not say which one does."""
-    refused = httpx.post(f"{agent_url}/v1/chat/completions", json={"model": "gpt", "messages": [USER]})
+    refused = agents.post("/v1/chat/completions", json={"model": "gpt", "messages": [USER]})
     assert refused.status_code == 404 and "'tiny' and 'alias/of tiny'" in refused.json()["error"]["message"]
-    assert "'tiny'" in httpx.get(f"{agent_url}/v1/models/gpt").json()["error"]["message"]
-    assert httpx.get(f"{agent_url}/v1/models/").json() == httpx.get(f"{agent_url}/v1/models").json()
+    assert "'tiny'" in agents.get("/v1/models/gpt").json()["error"]["message"]
+    assert agents.get("/v1/models/").json() == agents.get("/v1/models").json()

@@ -5,17 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from event_loops import on_a_loop, until
+from http_server import asgi_client, make_site
 from tiny_models import write_tiny_model
 
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.entrypoints.server.admission import AnswerChecks, agrees
-from nanovllm.entrypoints.server.app import Site
-from nanovllm.entrypoints.server.gate import ApiKeys
 from nanovllm.entrypoints.server.metrics import Metrics
-from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.plan.outputs import Logprob, RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -52,7 +49,7 @@ async def test_checks_count_right_and_wrong_answers_and_wait_for_idleness(engine
     output = await answer(engine, prompt, GREEDY)  # to the last position of the context
     assert len(prompt) + len(output["token_ids"]) == engine.llm.max_model_len
     checks.answer_ended(output, GREEDY)
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.1)
     assert count(metrics) == (0, 0)  # the server is busy
     idle = True
     await until(lambda: count(metrics) == (1, 0))
@@ -74,15 +71,14 @@ async def test_checks_leave_out_what_greedy_tokens_do_not_explain(engine: AsyncL
     output = await answer(engine, [1, 2, 3], GREEDY)
     checks.answer_ended(output | {"finish_reason": "abort"}, GREEDY)  # type: ignore[typeddict-item]
     AnswerChecks(engine, metrics, share=0.0, is_idle=lambda: True).answer_ended(output, GREEDY)
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.1)
     assert count(metrics) == (0, 0)
 
 
 @on_a_loop
 async def test_server_with_verify_share_checks_its_answers(engine: AsyncLLM) -> None:
-    site = Site(engine, ServerOptions(served_model_name=("tiny",), verify_share=1.0), ApiKeys([]))
-    transport = httpx.ASGITransport(site.gate.outermost)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    site = make_site(engine, verify_share=1.0)
+    async with asgi_client(site.gate.outermost) as client:
         body = {"prompt": [[1, 2, 3], [4, 5, 6]], "max_tokens": 5, "temperature": 0}
         for stream in (False, True):
             assert (await client.post("/v1/completions", json=body | {"stream": stream})).status_code == 200

@@ -15,9 +15,9 @@ CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content"
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "Hello"}
 
 
-def post(url: str, path: str, **options: Any) -> tuple[int, dict[str, Any]]:
+def post(web: httpx.Client, path: str, **options: Any) -> tuple[int, dict[str, Any]]:
     """Status and error of a request; {} without an error."""
-    response = httpx.post(f"{url}{path}", **options)
+    response = web.post(path, **options)
     error = response.json().get("error", {})
     assert not error or error.keys() == {"message", "type", "param", "code"}
     return response.status_code, error
@@ -73,10 +73,10 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
-def test_completion_bad_field_is_refused_by_name(url: str) -> None:
+def test_completion_bad_field_is_refused_by_name(web: httpx.Client) -> None:
     headers = {"content-type": "application/json"}
     for fields, param in BAD_COMPLETIONS:
-        status, error = post(url, "/v1/completions", content=json.dumps(COMPLETION | fields), headers=headers)
+        status, error = post(web, "/v1/completions", content=json.dumps(COMPLETION | fields), headers=headers)
         assert (status, error["param"]) == (400, param), error
         assert error["type"] == "invalid_request_error"
 
@@ -104,14 +104,14 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
-def test_chat_bad_field_is_refused_by_name(url: str) -> None:
+def test_chat_bad_field_is_refused_by_name(web: httpx.Client) -> None:
     for fields, param in BAD_CHATS:
-        status, error = post(url, "/v1/chat/completions", json=CHAT | fields)
+        status, error = post(web, "/v1/chat/completions", json=CHAT | fields)
         assert status == 400
         assert param is None or error["param"] == param
         # Regression: "messages[0].content=[...]: should be a valid string"
         assert "valid string" not in error["message"] or param in ("messages[0].content", "messages[0].content[0].text")
-    _, error = post(url, "/v1/chat/completions", json=CHAT | {"messages": [{"role": "user", "content": [IMAGE_PART]}]})
+    _, error = post(web, "/v1/chat/completions", json=CHAT | {"messages": [{"role": "user", "content": [IMAGE_PART]}]})
     assert "'image_url' is not supported, as the model reads only text; leave it out" in error["message"]
 
 
@@ -138,16 +138,16 @@ def test_body_with_many_errors_stops_at_the_first() -> None:
         assert caught.value.error_count() < 10
 
 
-def test_neutral_values_are_accepted(url: str) -> None:
+def test_neutral_values_are_accepted(web: httpx.Client) -> None:
     chat = {"modalities": ["text"], "parallel_tool_calls": True, "functions": None, "no_such_field": None}
     chat |= {"store": True, "metadata": {"a": "b"}, "prompt_cache_key": "me", "service_tier": "flex"}
     same = {"user": "me", "n": None, "temperature": None, "stop": None, "logit_bias": {}, "stream_options": None}
-    assert post(url, "/v1/chat/completions", json=CHAT | chat | same)[0] == 200
-    assert post(url, "/v1/completions", json=COMPLETION | same | {"suffix": None, "best_of": 1})[0] == 200
-    assert post(url, "/v1/chat/completions", json=CHAT | {"response_format": {"type": "text"}})[0] == 200
+    assert post(web, "/v1/chat/completions", json=CHAT | chat | same)[0] == 200
+    assert post(web, "/v1/completions", json=COMPLETION | same | {"suffix": None, "best_of": 1})[0] == 200
+    assert post(web, "/v1/chat/completions", json=CHAT | {"response_format": {"type": "text"}})[0] == 200
 
 
-def test_malformed_body_is_refused(url: str) -> None:
+def test_malformed_body_is_refused(web: httpx.Client) -> None:
     bodies = (
         "",
         "{",
@@ -164,14 +164,14 @@ def test_malformed_body_is_refused(url: str) -> None:
     )
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         for body in bodies:
-            status, error = post(url, path, content=body, headers={"content-type": "application/json"})
+            status, error = post(web, path, content=body, headers={"content-type": "application/json"})
             assert status == 400 and "error parsing the body" not in error["message"]
             if body in (b'{"prompt": "\xff"}', "[" * 100_000, bodies[-1]):
                 assert "not in UTF-8" in error["message"] and "nested too deeply" in error["message"]
-    assert post(url, "/v1/completions", data={"prompt": "Hello"})[0] == 400
+    assert post(web, "/v1/completions", data={"prompt": "Hello"})[0] == 400
 
 
-def test_prompt_that_is_refused_before_it_is_tokenized_has_the_same_message(url: str) -> None:
+def test_prompt_that_is_refused_before_it_is_tokenized_has_the_same_message(web: httpx.Client) -> None:
     """Regression: agents did not find the words in the message about token ids and about characters."""
     question = [{"role": "user", "content": "x" * 300_000}]
     for path, body, length in (
@@ -181,24 +181,24 @@ def test_prompt_that_is_refused_before_it_is_tokenized_has_the_same_message(url:
         ("/v1/responses", {"input": question}, "characters > "),
         ("/v1/messages", {"messages": question, "max_tokens": 1}, "characters > "),
     ):
-        status, error = post(url, path, json=body)
+        status, error = post(web, path, json=body)
         assert (status, error["code"]) == (400, "context_length_exceeded")
         message = error["message"]
         assert message.startswith("prompt is too long: ") and length in message
         assert "maximum context length is 2048 tokens" in message
 
 
-def test_unknown_route_and_method_have_the_form_too(url: str) -> None:
-    assert post(url, "/v1/embeddings", json={})[0] == 404
-    assert post(url, "/v1/models", json={})[0] == 405
-    response = httpx.get(f"{url}/v1/completions")
+def test_unknown_route_and_method_have_the_form_too(web: httpx.Client) -> None:
+    assert post(web, "/v1/embeddings", json={})[0] == 404
+    assert post(web, "/v1/models", json={})[0] == 405
+    response = web.get("/v1/completions")
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"
     assert response.json()["error"]["message"]
 
 
-def test_bug_is_answered_with_500_in_the_form(served: tuple[AsyncLLM, str]) -> None:
-    engine, url = served
+def test_bug_is_answered_with_500_in_the_form(served: tuple[AsyncLLM, str], web: httpx.Client) -> None:
+    engine, _ = served
 
     def fall(*args: Any, **options: Any) -> None:
         raise KeyError("secret text")
@@ -206,15 +206,15 @@ def test_bug_is_answered_with_500_in_the_form(served: tuple[AsyncLLM, str]) -> N
     original = engine.llm.make_sequences
     engine.llm.make_sequences = fall  # type: ignore[method-assign, assignment]
     try:
-        status, error = post(url, "/v1/completions", json=COMPLETION)
+        status, error = post(web, "/v1/completions", json=COMPLETION)
     finally:
         engine.llm.make_sequences = original  # type: ignore[method-assign]
     assert (status, error["code"]) == (500, "internal_error")
     assert "secret" not in error["message"]
-    assert post(url, "/v1/completions", json=COMPLETION)[0] == 200
+    assert post(web, "/v1/completions", json=COMPLETION)[0] == 200
 
 
-def test_body_of_tiny_parts_is_refused_before_they_are_checked(url: str) -> None:
+def test_body_of_tiny_parts_is_refused_before_they_are_checked(web: httpx.Client) -> None:
     """Regression: while hundreds of thousands of parts were checked, the server answered nobody for 3 to 5 s.
 
     In each body, the first part is wrong. An error about their number shows that this part has not been checked.
@@ -228,9 +228,7 @@ def test_body_of_tiny_parts_is_refused_before_they_are_checked(url: str) -> None
         ("/v1/completions", "prompt", [5.5, *[""] * 150_000]),
         ("/tokenize", "messages", [{"role": 5}, *CHAT["messages"] * 70_000]),
     ):
-        answer = httpx.post(
-            f"{url}{path}", json={"messages": CHAT["messages"], name: value, "max_tokens": 1}, timeout=60
-        )
+        answer = web.post(path, json={"messages": CHAT["messages"], name: value, "max_tokens": 1})
         error = answer.json()["error"]
         assert answer.status_code == 400 and "more than 131072 values; send the text in fewer" in error["message"], path
         assert path == "/v1/messages" or error["param"] == name

@@ -25,8 +25,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "name": "a", "schema": SCHEMA}
 
 
-def post(url: str, path: str, body: Any) -> tuple[int, dict[str, Any]]:
-    response = httpx.post(f"{url}{path}", json=body, timeout=20)
+def post(web: httpx.Client, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+    response = web.post(path, json=body)
     return response.status_code, response.json()
 
 
@@ -45,7 +45,7 @@ def make_answer(kind: type[BlockAnswer]) -> Any:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def test_messages_errors_have_anthropics_form_and_types(url: str) -> None:
+def test_messages_errors_have_anthropics_form_and_types(web: httpx.Client) -> None:
     """Regression: they had OpenAI's, so a client that looks at error.type saw a bad request where a model was missing.
 
     The gate and the front answer in this form, too, which their own tests check.
@@ -59,22 +59,17 @@ def test_messages_errors_have_anthropics_form_and_types(url: str) -> None:
         ({"output_config": {"effort": "x"}}, 400, "invalid_request_error", "output_config.effort"),
     )
     for fields, status, kind, param in cases:
-        code, body = post(url, "/v1/messages?beta=true", ASK | fields)
+        code, body = post(web, "/v1/messages?beta=true", ASK | fields)
         assert (code, body["type"]) == (status, "error")
         assert (body["error"]["type"], body["error"]["param"]) == (kind, param)
-    assert post(url, "/v1/messages/batches", {})[1]["error"]["type"] == "not_found_error"
+    assert post(web, "/v1/messages/batches", {})[1]["error"]["type"] == "not_found_error"
 
 
 def test_error_types_of_anthropic_follow_the_status() -> None:
     kinds = {
         status: ApiError("x", status=status).body("/v1/messages")["error"]["type"] for status in (408, 413, 429, 500)
     }
-    assert kinds == {
-        408: "invalid_request_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
-        500: "api_error",
-    }
+    assert kinds == {408: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 500: "api_error"}
 
 
 def test_stream_that_fails_ends_as_clients_expect() -> None:
@@ -91,7 +86,7 @@ def test_stream_that_fails_ends_as_clients_expect() -> None:
         assert [each["sequence_number"] for each in events(text)] == [0, 1, 2, 3]
 
 
-def test_responses_errors_name_the_fields_of_the_body(url: str) -> None:
+def test_responses_errors_name_the_fields_of_the_body(web: httpx.Client) -> None:
     """Regression: they named those of the chat behind it, or "tool_choice.literal['none','auto','required']"."""
     tools = [{"type": "function", "name": "f"}]
     cases: tuple[tuple[dict[str, Any], str], ...] = (
@@ -109,14 +104,14 @@ def test_responses_errors_name_the_fields_of_the_body(url: str) -> None:
         ({"input": [{"role": "user", "content": "x"}] * 5000}, "input"),
     )
     for fields, param in cases:
-        status, body = post(url, "/v1/responses", {"input": "x"} | fields)
+        status, body = post(web, "/v1/responses", {"input": "x"} | fields)
         assert (status, body["error"]["param"]) == (400, param)
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-def test_messages_say_what_ended_the_answer(url: str) -> None:
+def test_messages_say_what_ended_the_answer(web: httpx.Client) -> None:
     """Regression: a stop sequence was an "end_turn", and max_tokens of 32,000, as agents ask, needed such a context."""
     for fields, reason, sequence, text in (
         ({}, "end_turn", None, REST),
@@ -124,33 +119,33 @@ def test_messages_say_what_ended_the_answer(url: str) -> None:
         ({"stop_sequences": ["x", "old"]}, "stop_sequence", "old", REST.split("old")[0]),
         ({"max_tokens": 32_000}, "end_turn", None, REST),
     ):
-        _, body = post(url, "/v1/messages", ASK | fields)
+        _, body = post(web, "/v1/messages", ASK | fields)
         assert (body["stop_reason"], body["stop_sequence"], body["content"][0]["text"]) == (reason, sequence, text)
-        response = httpx.post(f"{url}/v1/messages", json=ASK | fields | {"stream": True}, timeout=20)
+        response = web.post("/v1/messages", json=ASK | fields | {"stream": True})
         assert events(response.text)[-2]["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def test_answer_that_fills_the_context_says_so(served: tuple[AsyncLLM, str]) -> None:
-    engine, url = served
+def test_answer_that_fills_the_context_says_so(served: tuple[AsyncLLM, str], web: httpx.Client) -> None:
+    engine, _ = served
     num_tokens = engine.llm.max_request_tokens - 100
     long = [{"role": "user", "content": "a" * num_tokens}]
-    counted = post(url, "/v1/messages/count_tokens", {"messages": long})[1]["input_tokens"]
-    _, body = post(url, "/v1/messages", ASK | {"messages": long, "max_tokens": 32_000})
+    counted = post(web, "/v1/messages/count_tokens", {"messages": long})[1]["input_tokens"]
+    _, body = post(web, "/v1/messages", ASK | {"messages": long, "max_tokens": 32_000})
     assert "usage" in body, body
     assert body["usage"]["output_tokens"] == engine.llm.max_request_tokens - counted
     assert body["stop_reason"] == "model_context_window_exceeded"
-    _, body = post(url, "/v1/responses", {"input": long, "max_output_tokens": 32_000, "temperature": 0})
+    _, body = post(web, "/v1/responses", {"input": long, "max_output_tokens": 32_000, "temperature": 0})
     assert (body["status"], body["usage"]["input_tokens"]) == ("incomplete", counted), body
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
-def test_empty_answer_can_be_sent_back(url: str) -> None:
+def test_empty_answer_can_be_sent_back(web: httpx.Client) -> None:
     """Regression: an answer without text was refused in the next turn, as "messages[1] has content=None"."""
     for content in ([], [{"type": "thinking", "thinking": "Hm.", "signature": ""}], [{"type": "redacted_thinking"}]):
         turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": content}, *ASK["messages"]]
-        assert post(url, "/v1/messages", ASK | {"messages": turns})[0] == 200
+        assert post(web, "/v1/messages", ASK | {"messages": turns})[0] == 200
     items = [{"type": "reasoning", "id": "rs", "summary": [], "content": None}, {"role": "user", "content": QUESTION}]
-    assert post(url, "/v1/responses", {"input": items})[0] == 200
+    assert post(web, "/v1/responses", {"input": items})[0] == 200
 
 
 def test_messages_header_that_differs_in_each_request_is_no_part_of_the_prompt() -> None:
@@ -161,11 +156,11 @@ def test_messages_header_that_differs_in_each_request_is_no_part_of_the_prompt()
     assert (first.role, first.content) == ("system", "Be brief.")
 
 
-def test_response_repeats_what_was_asked_under_its_own_names(url: str) -> None:
+def test_response_repeats_what_was_asked_under_its_own_names(web: httpx.Client) -> None:
     """Regression: "schema" came back as "schema_"."""
-    _, body = post(url, "/v1/responses", {"input": "x", "text": {"format": FORMAT}, "max_output_tokens": 5})
+    _, body = post(web, "/v1/responses", {"input": "x", "text": {"format": FORMAT}, "max_output_tokens": 5})
     assert body["text"]["format"] == FORMAT
-    _, body = post(url, "/v1/responses", {"input": "x", "text": {"verbosity": "medium"}, "max_output_tokens": 5})
+    _, body = post(web, "/v1/responses", {"input": "x", "text": {"verbosity": "medium"}, "max_output_tokens": 5})
     assert body["text"] == {"format": {"type": "text"}}
 
 
@@ -200,11 +195,11 @@ def test_reasoning_tokens_are_those_before_its_end() -> None:
         assert usage["completion_tokens_details"]["reasoning_tokens"] == expected, token_ids
 
 
-def test_item_that_is_cut_off_is_incomplete_in_its_last_event(url: str) -> None:
+def test_item_that_is_cut_off_is_incomplete_in_its_last_event(web: httpx.Client) -> None:
     """Regression: it was completed, and agents run a call as soon as that event says so."""
     body = {"input": QUESTION, "temperature": 0, "stream": True}
     for fields, status in (({}, "completed"), ({"max_output_tokens": 3}, "incomplete")):
-        *_, done, last = events(httpx.post(f"{url}/v1/responses", json=body | fields, timeout=20).text)
+        *_, done, last = events(web.post("/v1/responses", json=body | fields).text)
         assert (done["type"], last["type"]) == ("response.output_item.done", f"response.{status}")
         assert [done["item"]] == last["response"]["output"] and done["item"]["status"] == status
 

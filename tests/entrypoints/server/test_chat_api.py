@@ -4,18 +4,15 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import openai
 import pytest
-from http_server import app_server
+from http_server import site_server
+from model_files import copy_with_template
 from tiers import RUNS_ALL
 
 from nanovllm import AsyncLLM
-from nanovllm.entrypoints.server.app import Site
-from nanovllm.entrypoints.server.gate import ApiKeys
-from nanovllm.entrypoints.server.options import ServerOptions
 
 NOTE = "The passkey is 4711, says the old captain."
 QUESTION = f"{NOTE}\nThe passkey is"
@@ -40,23 +37,10 @@ TOOL_TEMPLATE = (
 @pytest.fixture(scope="module")
 def tool_client(retrieval_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     """A model whose template takes tools, and which copies tool calls from the prompt."""
-    directory = tmp_path_factory.mktemp("tools") / "model"
-    copytree(retrieval_model, directory)
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TOOL_TEMPLATE}))
-    engine = AsyncLLM(
-        directory,
-        device="cpu",
-        max_model_len=1024,
-        generation_config="none",
-        num_kvcache_blocks=16,
-        max_num_batched_tokens=512,
-    )
-    site = Site(engine, ServerOptions(served_model_name=("tiny",)), ApiKeys([]))
-    with (
-        app_server(site.gate.outermost) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
+    model = copy_with_template(retrieval_model, tmp_path_factory.mktemp("tools") / "model", TOOL_TEMPLATE)
+    options: dict[str, Any] = {"max_model_len": 1024, "num_kvcache_blocks": 16, "max_num_batched_tokens": 512}
+    engine = AsyncLLM(model, device="cpu", generation_config="none", **options)
+    with site_server(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
     engine.close()
 

@@ -53,10 +53,10 @@ def test_completion_streamed_is_the_same_text_in_pieces(client: openai.OpenAI) -
     assert all(chunk.usage is None for chunk in chunks)
 
 
-def test_completion_stream_with_the_usage_so_far(url: str) -> None:
+def test_completion_stream_with_the_usage_so_far(web: httpx.Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "n": 2, "stream": True, "stream_options": options}
-    response = httpx.post(f"{url}/v1/completions", json=body)
+    response = web.post("/v1/completions", json=body)
     usages = [json.loads(event.removeprefix("data: "))["usage"] for event in response.text.split("\n\n")[:-2]]
     counts = [usage["completion_tokens"] for usage in usages]
     assert counts == sorted(counts) and 0 < counts[0] < 12 == counts[-1]
@@ -64,9 +64,9 @@ def test_completion_stream_with_the_usage_so_far(url: str) -> None:
     assert all(usage["total_tokens"] == len(PROMPT) + usage["completion_tokens"] for usage in usages)
 
 
-def test_completion_stream_events_have_the_form_of_sse(url: str) -> None:
+def test_completion_stream_events_have_the_form_of_sse(web: httpx.Client) -> None:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3, "stream": True}
-    response = httpx.post(f"{url}/v1/completions", json=body)
+    response = web.post("/v1/completions", json=body)
     assert response.headers["content-type"].startswith("text/event-stream")
     *events, done, rest = response.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")

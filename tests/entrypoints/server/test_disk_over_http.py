@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-import httpx
-from http_server import http_server
+import pytest
+from http_server import http_server, web_client
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm import AsyncLLM
@@ -16,13 +16,15 @@ def ask(model: Path, path: Path) -> tuple[int, dict[str, float]]:
     engine = AsyncLLM(model, device="cpu", dtype="float32", num_kvcache_blocks=20, kv_disk_path=str(path))
     with http_server(engine) as url:
         body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
-        usage = httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status().json()["usage"]
-        families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
+        web = web_client(url)
+        usage = web.post("/v1/completions", json=body).raise_for_status().json()["usage"]
+        families = text_string_to_metric_families(web.get("/metrics").text)
         found = {sample.name: sample.value for family in families for sample in family.samples}
     engine.close()
     return usage["prompt_tokens_details"]["cached_tokens"], found
 
 
+@pytest.mark.usefixtures("patient_disk")
 def test_restarted_server_reports_what_it_read_from_disk(model: Path, tmp_path: Path) -> None:
     cached, metrics = ask(model, tmp_path)
     assert cached == metrics["nanovllm:disk_hit_tokens_total"] == 0

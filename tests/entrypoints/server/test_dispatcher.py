@@ -5,13 +5,14 @@ import threading
 import time
 
 import pytest
-from event_loops import TIME_LIMIT_S, on_a_loop, run, until
+from event_loops import on_a_loop, run, until
+from waiting import LIMIT_S
 
 from nanovllm import EngineError
 from nanovllm.plan.outputs import NewTokens, RequestOutput, StepOutput
 from nanovllm.request_stream import MAX_WOKEN, Dispatcher, RequestStream
 
-ENDLESS_S = 10 * TIME_LIMIT_S
+ENDLESS_S = 10 * LIMIT_S
 NUM_STREAMS = MAX_WOKEN + 4
 OUTPUT: RequestOutput = {
     "text": "x",
@@ -129,7 +130,7 @@ async def test_rest_lasts_as_many_times_as_long_as_the_consumers_took() -> None:
 
 @on_a_loop
 async def test_rest_ends_when_the_engine_waits_for_its_consumers() -> None:
-    dispatcher = Dispatcher(rests=lambda: True, rest_ratio=1e9, max_rest_s=ENDLESS_S, max_passing_s=2 * TIME_LIMIT_S)
+    dispatcher = Dispatcher(rests=lambda: True, rest_ratio=1e9, max_rest_s=ENDLESS_S, max_passing_s=2 * LIMIT_S)
     consumers = Consumers(dispatcher)
     hand_over_tokens(dispatcher, NUM_STREAMS)
     await until(lambda: len(consumers.taken) == MAX_WOKEN and dispatcher._resting is not None)
@@ -294,7 +295,7 @@ def test_loop_with_open_requests_cannot_be_replaced_and_a_closed_one_leaves_them
 
 
 def test_loop_that_follows_a_closed_one_has_nothing_to_wait_for_and_its_own_results() -> None:
-    dispatcher = Dispatcher(rests=lambda: True, max_passing_s=2 * TIME_LIMIT_S)
+    dispatcher = Dispatcher(rests=lambda: True, max_passing_s=2 * LIMIT_S)
     first_loop = asyncio.new_event_loop()
 
     async def add() -> None:
@@ -367,5 +368,5 @@ def test_consumers_of_a_loop_that_was_replaced_get_what_had_arrived() -> None:
     consumers = first_loop.run_until_complete(end_all())
     assert not all(task.done() for task in consumers.tasks)
     asyncio.run(bind())
-    first_loop.run_until_complete(asyncio.wait_for(asyncio.gather(*consumers.tasks), TIME_LIMIT_S))
+    first_loop.run_until_complete(asyncio.wait_for(asyncio.gather(*consumers.tasks), LIMIT_S))
     first_loop.close()

@@ -57,7 +57,7 @@ def test_values_that_change_nothing_are_accepted_and_others_are_refused() -> Non
                 assert param == name and f"the field {name!r} is not supported" in message
 
 
-def test_fields_that_the_review_names_are_accepted_over_http(url: str) -> None:
+def test_fields_that_the_review_names_are_accepted_over_http(web: httpx.Client) -> None:
     same = {"use_beam_search": False, "priority": 0, "length_penalty": 1.0, "spaces_between_special_tokens": True}
     chat = {"verbosity": "medium", "top_logprobs": 0, "continue_final_message": False, "include_reasoning": True}
     same |= {"stream_options": {"include_usage": False}}
@@ -69,7 +69,7 @@ def test_fields_that_the_review_names_are_accepted_over_http(url: str) -> None:
         ("/v1/responses", {"input": "x", "text": {"verbosity": "medium"}, "tool_choice": "auto"}),
         ("/v1/messages", {"messages": USER, "max_tokens": 1, "tool_choice": {"type": "auto"}}),
     ):
-        answer = httpx.post(f"{url}{path}", json=body | same | extras, timeout=20)
+        answer = web.post(path, json=body | same | extras)
         assert answer.status_code == 200, answer.text
 
 
@@ -124,7 +124,7 @@ def test_schema_in_the_place_of_another_api_is_refused() -> None:
             kind.model_validate(WHOLE[kind] | {"tools": [{"type": "function", "function": {"name": "f"}}]})
 
 
-def test_name_that_is_nearly_known_is_refused_with_the_known_one(url: str) -> None:
+def test_name_that_is_nearly_known_is_refused_with_the_known_one(web: httpx.Client) -> None:
     for kind, name, meant in (
         (ChatRequest, "temprature", "temperature"),
         (ChatRequest, "tempertaure", "temperature"),
@@ -141,7 +141,7 @@ def test_name_that_is_nearly_known_is_refused_with_the_known_one(url: str) -> No
         param, message = error_of(kind, WHOLE[kind] | {name: 1})
         assert (param, message) == (name, f"the field {name!r} is unknown; {meant!r} may be meant")
     body = {"messages": [{"role": "user", "content": "x", "tool_cals": []}]}
-    error = httpx.post(f"{url}/v1/chat/completions", json=body).json()["error"]
+    error = web.post("/v1/chat/completions", json=body).json()["error"]
     assert error["param"] == "messages[0].tool_cals" and "'tool_calls' may be meant" in error["message"]
 
 

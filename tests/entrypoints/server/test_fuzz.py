@@ -2,25 +2,22 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from shutil import copytree
-from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from http_server import asgi_client, make_site
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from model_files import copy_with_template
 from schema_bodies import bodies
 from tiers import examples
 
 from nanovllm import AsyncLLM
-from nanovllm.entrypoints.server.app import Site
 from nanovllm.entrypoints.server.errors import ANTHROPIC_TYPES
-from nanovllm.entrypoints.server.gate import ApiKeys
 from nanovllm.entrypoints.server.messages import CountTokensRequest, MessagesRequest
-from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.entrypoints.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from nanovllm.entrypoints.server.responses import ResponsesRequest
 
@@ -40,7 +37,6 @@ TEMPLATE = (
     "<tool_call>{{ call.function.arguments.items() | list }}</tool_call>{% endfor -%}{%- endfor -%}"
 )
 HEADERS = {"content-type": "application/json"}
-Post = Callable[[str, bytes], Coroutine[Any, Any, httpx.Response]]
 
 
 def request_strategy(path: str) -> st.SearchStrategy[tuple[str, bytes]]:
@@ -57,16 +53,14 @@ class Server:
 
     def __init__(self, engine: AsyncLLM) -> None:
         self.engine = engine
-        options = ServerOptions(served_model_name=("tiny",), max_queue=16, max_body_mb=0.1)
-        self.app = Site(engine, options, ApiKeys([])).gate.outermost
+        self.app = make_site(engine, max_queue=16, max_body_mb=0.1).gate.outermost
         self.loop = asyncio.new_event_loop()
 
     def post(self, *requests: tuple[str, bytes]) -> list[httpx.Response]:
         """Send requests at the same time."""
 
         async def send_all() -> list[httpx.Response]:
-            transport = httpx.ASGITransport(self.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+            async with asgi_client(self.app) as client:
                 sent = (client.post(path, content=body, headers=HEADERS) for path, body in requests)
                 return list(await asyncio.gather(*sent))
 
@@ -76,11 +70,8 @@ class Server:
 @pytest.fixture(scope="module")
 def server(retrieval_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Its context is short, so that no body makes it work for long."""
-    directory = tmp_path_factory.mktemp("fuzz") / "model"
-    copytree(retrieval_model, directory)
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
-    engine = AsyncLLM(directory, device="cpu", max_model_len=160, num_kvcache_blocks=3, max_num_seqs=4)
+    model = copy_with_template(retrieval_model, tmp_path_factory.mktemp("fuzz") / "model", TEMPLATE)
+    engine = AsyncLLM(model, device="cpu", max_model_len=160, num_kvcache_blocks=3, max_num_seqs=4)
     server = Server(engine)
     yield server
     engine.close()
@@ -129,9 +120,7 @@ def check_alive(server: Server) -> None:
     assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
 
 
-@settings(
-    max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+@settings(max_examples=examples(100))
 @given(requests=st.lists(REQUESTS, min_size=1, max_size=4))
 @example(requests=[("/v1/completions", b'{"prompt": "It is", "guided_regex": "\\u00e9?", "bad_words": ["\\u00e9"]}')])
 def test_server_any_body_is_answered_or_refused_in_the_form(server: Server, requests: list[tuple[str, bytes]]) -> None:
@@ -140,7 +129,7 @@ def test_server_any_body_is_answered_or_refused_in_the_form(server: Server, requ
     check_alive(server)
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(path=st.sampled_from(sorted(PATHS)), body=st.binary(max_size=40))
 def test_server_any_bytes_are_refused_in_the_form(server: Server, path: str, body: bytes) -> None:
     (response,) = server.post((path, body))
@@ -148,12 +137,11 @@ def test_server_any_bytes_are_refused_in_the_form(server: Server, path: str, bod
     check_error(response)
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(name=st.text(max_size=20), method=st.sampled_from(["GET", "POST", "DELETE", "PUT"]))
 def test_server_any_model_name_is_answered_in_the_form(server: Server, name: str, method: str) -> None:
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(server.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with asgi_client(server.app) as client:
             return await client.request(method, f"/v1/models/{quote(name, safe='')}", follow_redirects=True)
 
     response = server.loop.run_until_complete(ask())

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import zstandard
-from http_server import app_server
+from http_server import site_server
+from waiting import LIMIT_S
 
 from nanovllm import AsyncLLM
-from nanovllm.entrypoints.server.app import Site
-from nanovllm.entrypoints.server.gate import ApiKeys
-from nanovllm.entrypoints.server.options import ServerOptions
 
 BODY = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode()
 STREAMED = json.dumps({"prompt": "Hello", "max_tokens": 2, "stream": True}).encode()
@@ -22,8 +20,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 @pytest.fixture(scope="module", params=[[], ["secret"]], ids=["open", "with keys"])
 def address(request: pytest.FixtureRequest, served: tuple[AsyncLLM, str]) -> Iterator[tuple[str, int]]:
     """Address of a whole server: the gate is part of it."""
-    site = Site(served[0], ServerOptions(served_model_name=("tiny",)), ApiKeys(request.param))
-    with app_server(site.gate.outermost) as url:
+    with site_server(served[0], request.param) as url:
         host, port = url.removeprefix("http://").split(":")
         yield host, int(port)
 
@@ -37,7 +34,7 @@ def post(body: bytes, *headers: str, version: str = "1.1", key: str = "secret") 
 
 def exchange(address: tuple[str, int], *parts: bytes, ends_with: bytes = b"") -> bytes:
     """Send the parts, each after the server has answered the one before, and read to the end."""
-    with socket.create_connection(address, timeout=10) as connection:
+    with socket.create_connection(address, timeout=LIMIT_S) as connection:
         received = b""
         for part in parts:
             connection.sendall(part)

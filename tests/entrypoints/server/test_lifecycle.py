@@ -17,9 +17,11 @@ from typing import Any
 
 import httpx
 import pytest
-from http_server import as_http, wait_until
-from rank_processes import worker_pids_of
-from server_process import LIMIT_S, ServerProcess, server_process
+from http_server import as_http
+from ports import reserved_port
+from processes import worker_pids_of
+from server_process import ServerProcess, server_process
+from waiting import LIMIT_S, wait_until
 
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.server import lifecycle
@@ -27,9 +29,9 @@ from nanovllm.entrypoints.server.gate import API_KEY_VARIABLE, load_keys
 from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.errors import EngineError
 
-SHORT = {"prompt": "The passkey is 4711.\nThe passkey is", "max_tokens": 200, "ignore_eos": True}
+SHORT = {"prompt": "The passkey is", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 SECRET = "a private sentence"
-ENDLESS = SHORT | {"max_tokens": 4000}
+ENDLESS = SHORT | {"max_tokens": 10**5}
 
 
 @contextmanager
@@ -40,6 +42,10 @@ def clients(num: int = 8) -> Iterator[ThreadPoolExecutor]:
 
 def complete(server: ServerProcess, **body: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=LIMIT_S)
+
+
+def get(server: ServerProcess, path: str) -> httpx.Response:
+    return httpx.get(server.url + path, timeout=LIMIT_S)
 
 
 def events(response: httpx.Response) -> list[Any]:
@@ -72,13 +78,17 @@ def connect(server: ServerProcess, data: bytes = b"") -> socket.socket:
 
 def wait_until_healthy(server: ServerProcess) -> None:
     """Until a connection is not refused. The first one must be answered with status 200."""
-    while True:
+
+    def is_accepted() -> bool:
+        is_alive = server.process.exitcode is None
         try:
-            assert httpx.get(f"{server.url}/health").status_code == 200
-            return
+            assert get(server, "/health").status_code == 200
+            return True
         except httpx.ConnectError:
-            assert server.process.exitcode is None
-            time.sleep(0.01)
+            assert is_alive
+            return False
+
+    wait_until(is_accepted)
 
 
 def before_each_launch(engine: Any, act: Callable[[], None]) -> None:
@@ -137,16 +147,14 @@ def hold_the_warm_up(held: Path, engine: Any) -> None:
         if not held_before:
             held_before.append(held)
             held.touch()
-            wait_until(lambda: not held.exists(), LIMIT_S)
+            wait_until(lambda: not held.exists())
 
     before_each_launch(engine, hold)
 
 
 @pytest.mark.slow
-def test_killed_server_starts_again_on_its_port_and_is_ready_only_when_warm(
-    retrieval_model: Path, tmp_path: Path
-) -> None:
-    with server_process(retrieval_model, tmp_path / "first") as server, clients() as pool:
+def test_killed_server_starts_again_on_its_port_and_is_ready_only_when_warm(long_model: Path, tmp_path: Path) -> None:
+    with server_process(long_model, tmp_path / "first") as server, clients() as pool:
         port = httpx.URL(server.url).port
         started = start_load(server, pool, **ENDLESS)
         assert f"tiny is served at {server.url}/v1, and a page to try it at {server.url}/\n" in server.log.read_text()
@@ -157,12 +165,12 @@ def test_killed_server_starts_again_on_its_port_and_is_ready_only_when_warm(
                 each.result()
     held = tmp_path / "held"
     change, options = partial(hold_the_warm_up, held), {"port": port}
-    with server_process(retrieval_model, tmp_path / "second", options=options, change=change, waits=False) as server:
+    with server_process(long_model, tmp_path / "second", options=options, change=change, waits=False) as server:
         server.url = f"http://127.0.0.1:{port}"
-        wait_until(held.exists, LIMIT_S)
+        wait_until(held.exists)
         for _ in range(3):
             with pytest.raises(httpx.ConnectError):
-                httpx.get(f"{server.url}/health")
+                get(server, "/health")
         held.unlink()
         wait_until_healthy(server)
         assert complete(server, **SHORT).status_code == 200
@@ -177,18 +185,15 @@ def listen_on(port: int, engine: Any) -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port that nobody takes by chance: it is bound. A server can have it all the same, with SO_REUSEADDR."""
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        yield reserved.getsockname()[1]
+    with reserved_port() as port:
+        yield port
 
 
 @pytest.mark.slow
-def test_port_that_a_rival_takes_during_the_load_is_named(retrieval_model: Path, tmp_path: Path, port: int) -> None:
+def test_port_that_a_rival_takes_during_the_load_is_named(long_model: Path, tmp_path: Path, port: int) -> None:
     """Two sockets may be bound to a port as long as neither listens."""
     change, options = partial(listen_on, port), {"port": port}
-    with server_process(retrieval_model, tmp_path / "log", change=change, options=options, waits=False) as server:
+    with server_process(long_model, tmp_path / "log", change=change, options=options, waits=False) as server:
         assert server.wait() == 1
         assert f"ConfigError: port={port} of host=127.0.0.1 cannot be used" in server.log.read_text()
 
@@ -196,12 +201,12 @@ def test_port_that_a_rival_takes_during_the_load_is_named(retrieval_model: Path,
 # -- signals -----------------------------------------------------------------------------------------------------------
 
 
-def test_sigterm_under_load_finishes_what_is_open(retrieval_model: Path, tmp_path: Path) -> None:
+def test_sigterm_under_load_finishes_what_is_open(long_model: Path, tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.touch()
     change = partial(slow_down, slow)
-    started_server = server_process(retrieval_model, tmp_path / "log", change=change)
-    with started_server as server, clients() as pool, httpx.Client() as idle:
+    started_server = server_process(long_model, tmp_path / "log", change=change)
+    with started_server as server, clients() as pool, httpx.Client(timeout=LIMIT_S) as idle:
         idle.get(f"{server.url}/health")  # stays connected
         body = SHORT | {"max_tokens": 600}
         started = start_load(server, pool, **body)
@@ -216,18 +221,33 @@ def test_sigterm_under_load_finishes_what_is_open(retrieval_model: Path, tmp_pat
         assert server.wait() == 0
 
 
+def wait_for_last_events(seen: Path, engine: Any) -> None:
+    """Cut no connection before the file `seen` exists, however late clients read their last events."""
+    wait = asyncio.wait
+
+    async def wait_until_seen(tasks: Any, *, timeout: float | None = None, **options: Any) -> Any:
+        while timeout == lifecycle.LAST_EVENTS_S and not seen.exists():
+            await asyncio.sleep(0.01)
+        return await wait(tasks, timeout=0 if timeout == lifecycle.LAST_EVENTS_S else timeout, **options)
+
+    asyncio.wait = wait_until_seen  # type: ignore[assignment]
+
+
 @pytest.mark.slow
-def test_sigterm_beyond_the_limit_aborts_with_a_last_event(retrieval_model: Path, tmp_path: Path) -> None:
+def test_sigterm_beyond_the_limit_aborts_with_a_last_event(long_model: Path, tmp_path: Path) -> None:
     """A client that does not read, and one that never sends its whole body, do not hold up the end."""
-    options = {"drain_s": 0.3}
-    with server_process(retrieval_model, tmp_path / "log", options=options) as server, clients() as pool:
+    seen, options = tmp_path / "seen", {"drain_s": 0.3}
+    change = partial(wait_for_last_events, seen)
+    with server_process(long_model, tmp_path / "log", change=change, options=options) as server, clients() as pool:
         slow = connect(server, as_http(ENDLESS | {"stream": True, "logprobs": 5}))
         half = connect(server, as_http(ENDLESS)[:-10])
         server.wait_for_metric("num_requests_running", 1)
         started = [pool.submit(partial(complete, server, stream=i % 2 == 0, **ENDLESS)) for i in range(4)]
         server.wait_for_metric("num_requests_running", 5)
+        server.wait_for_steps(3)  # so that each has a token
         server.send(signal.SIGTERM)
         responses = [each.result() for each in started]
+        seen.touch()
         assert [last_reason(each) for each in responses] == ["abort"] * 4
         assert all(choice["text"] for each in responses[1::2] for choice in each.json()["choices"])
         assert server.wait() == 0
@@ -235,8 +255,8 @@ def test_sigterm_beyond_the_limit_aborts_with_a_last_event(retrieval_model: Path
         half.close()
 
 
-def test_second_signal_ends_at_once(retrieval_model: Path, tmp_path: Path) -> None:
-    with server_process(retrieval_model, tmp_path / "log") as server, clients() as pool:
+def test_second_signal_ends_at_once(long_model: Path, tmp_path: Path) -> None:
+    with server_process(long_model, tmp_path / "log") as server, clients() as pool:
         started = start_load(server, pool, **ENDLESS)
         server.send(signal.SIGTERM)
         server.wait_for_log("stopping")
@@ -268,13 +288,13 @@ class EndlessAnswers:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(self.aborted.wait(), 10)
+        await asyncio.wait_for(self.aborted.wait(), LIMIT_S)
         await send({"type": "http.response.body", "body": b"the last event"})
 
 
 def test_answers_that_are_open_at_the_limit_get_a_last_event() -> None:
     with socket.create_server(("127.0.0.1", 0)) as bound, clients() as pool:
-        answer = pool.submit(httpx.get, f"http://127.0.0.1:{bound.getsockname()[1]}", timeout=10)
+        answer = pool.submit(httpx.get, f"http://127.0.0.1:{bound.getsockname()[1]}", timeout=LIMIT_S)
         options = ServerOptions(drain_s=0.05)
         assert lifecycle.serve_until_stopped(EndlessAnswers(), options, bound, 1000) == 0  # type: ignore[arg-type]
         assert answer.result().text == "the last event"
@@ -284,8 +304,8 @@ def load_forever(engine: Any) -> None:
     time.sleep(LIMIT_S)
 
 
-def test_sigterm_while_loading_ends_with_143(retrieval_model: Path, tmp_path: Path) -> None:
-    with server_process(retrieval_model, tmp_path / "log", change=load_forever, waits=False) as server:
+def test_sigterm_while_loading_ends_with_143(long_model: Path, tmp_path: Path) -> None:
+    with server_process(long_model, tmp_path / "log", change=load_forever, waits=False) as server:
         server.wait_for_log("loading")
         server.send(signal.SIGTERM)
         server.process.join(10)
@@ -297,52 +317,62 @@ def test_sigterm_while_loading_ends_with_143(retrieval_model: Path, tmp_path: Pa
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def fail_in_a_step(when: Path, engine: Any) -> None:
-    """In the first step after the file `when` exists."""
+def fail_in_a_step(when: Path, seen: Path, engine: Any) -> None:
+    """In the first step after the file `when` exists. `seen`: see `linger_until`."""
 
     def fail() -> None:
         if when.exists():
             raise RuntimeError("a simulated fault of the GPU")
 
     before_each_launch(engine, fail)
-    linger_long(engine)
+    linger_until(seen)
 
 
-def linger_long(engine: Any) -> None:
-    """Keep it up long enough that a client sees how a failed server answers, however busy the machine is."""
-    lifecycle.LINGER_S = 4.0
+def linger_until(seen: Path) -> None:
+    """Let a failed server go on until the file `seen` exists, however late a client looks at it."""
+    sleep = asyncio.sleep
+
+    async def wait(delay_s: float, *args: Any) -> None:
+        if delay_s != lifecycle.LINGER_S:
+            return await sleep(delay_s, *args)
+        while not seen.exists():
+            await sleep(0.01)
+
+    asyncio.sleep = wait  # type: ignore[assignment]
 
 
 def slow_down(slow: Path, engine: Any) -> None:
-    """Each step takes 5 ms longer while the file `slow` exists."""
-    before_each_launch(engine, lambda: time.sleep(0.005 if slow.exists() else 0))
+    """Each step takes 0.2 s longer while the file `slow` exists."""
+    before_each_launch(engine, lambda: time.sleep(0.2 if slow.exists() else 0))
 
 
 def errors_of_all(server: ServerProcess, started: list[Future[httpx.Response]]) -> list[Any]:
     """The errors that end the answers of `start_load`. The server must be unhealthy then."""
     responses = [each.result() for each in started]
     assert [each.status_code for each in responses] == [200, 503] * 2
-    assert httpx.get(f"{server.url}/health").status_code == 503
+    assert get(server, "/health").status_code == 503
     return [(events(each)[-1] if i % 2 == 0 else each.json())["error"] for i, each in enumerate(responses)]
 
 
-def test_step_that_raises_answers_everyone_and_ends_with_status_1(retrieval_model: Path, tmp_path: Path) -> None:
-    when = tmp_path / "fail"
-    change = partial(fail_in_a_step, when)
-    with server_process(retrieval_model, tmp_path / "log", change=change) as server, clients() as pool:
+def test_step_that_raises_answers_everyone_and_ends_with_status_1(long_model: Path, tmp_path: Path) -> None:
+    when, seen = tmp_path / "fail", tmp_path / "seen"
+    change = partial(fail_in_a_step, when, seen)
+    with server_process(long_model, tmp_path / "log", change=change) as server, clients() as pool:
         started = start_load(server, pool, **ENDLESS)
+        server.wait_for_steps(2)  # so that each has a token
         when.touch()
         for error in errors_of_all(server, started):
             assert "a simulated fault of the GPU" in error["message"]
         assert complete(server, **SHORT).status_code == 503
         assert server.metric("engine_is_running") == 0
+        seen.touch()
         assert server.wait() == 1
         assert "the engine has failed" in server.log.read_text()
 
 
-def test_step_that_raises_during_the_warm_up_ends_with_status_1(retrieval_model: Path, tmp_path: Path) -> None:
-    change = partial(fail_in_a_step, tmp_path)  # which exists
-    with server_process(retrieval_model, tmp_path / "log", change=change, waits=False) as server:
+def test_step_that_raises_during_the_warm_up_ends_with_status_1(long_model: Path, tmp_path: Path) -> None:
+    change = partial(fail_in_a_step, tmp_path, tmp_path)  # which exists
+    with server_process(long_model, tmp_path / "log", change=change, waits=False) as server:
         assert server.wait() == 1
         assert "is served at" not in server.log.read_text()
 
@@ -359,10 +389,10 @@ def fail_in_the_tokenizer(engine: Any) -> None:
     tokenizer.encode = encode_or_fail
 
 
-def test_faulty_tokenizer_and_vanished_clients_harm_nobody_else(retrieval_model: Path, tmp_path: Path) -> None:
+def test_faulty_tokenizer_and_vanished_clients_harm_nobody_else(long_model: Path, tmp_path: Path) -> None:
     """Clients vanish after connecting, in the head, in the body, before the first token, and in the middle."""
-    with server_process(retrieval_model, tmp_path / "log", change=fail_in_the_tokenizer) as server:
-        failed = complete(server, prompt=SECRET)
+    with server_process(long_model, tmp_path / "log", change=fail_in_the_tokenizer) as server:
+        before, failed = complete(server, **SHORT), complete(server, prompt=SECRET)
         assert (failed.status_code, failed.json()["error"]["code"]) == (500, "internal_error")
         server.wait_for_log("RuntimeError")
         assert SECRET not in server.log.read_text() + failed.text
@@ -377,7 +407,7 @@ def test_faulty_tokenizer_and_vanished_clients_harm_nobody_else(retrieval_model:
             running.close()
             server.wait_for_metric("num_requests_running", 0)
         assert server.metric("num_answers_in_queue") == 0
-        assert complete(server, **SHORT).json()["choices"][0]["text"].startswith(" 4711.")
+        assert complete(server, **SHORT).json()["choices"] == before.json()["choices"]
         server.send(signal.SIGTERM)
         assert server.wait() == 0
 
@@ -390,9 +420,9 @@ def fill_the_disk(engine: Any) -> None:
     fail_in_the_tokenizer(engine)
 
 
-def test_full_disk_of_the_log_harms_nobody(retrieval_model: Path, tmp_path: Path, port: int) -> None:
+def test_full_disk_of_the_log_harms_nobody(long_model: Path, tmp_path: Path, port: int) -> None:
     options = {"port": port}
-    started = server_process(retrieval_model, tmp_path / "log", change=fill_the_disk, options=options, waits=False)
+    started = server_process(long_model, tmp_path / "log", change=fill_the_disk, options=options, waits=False)
     with started as server:
         server.url = f"http://127.0.0.1:{port}"
         wait_until_healthy(server)
@@ -402,48 +432,51 @@ def test_full_disk_of_the_log_harms_nobody(retrieval_model: Path, tmp_path: Path
         assert server.wait() == 0
 
 
-def change_ranks(slow: Path, engine: Any) -> None:
+def change_ranks(slow: Path, seen: Path, engine: Any) -> None:
     print(f"rank 1 is {worker_pids_of(engine.llm.engine.executor)[0]}", flush=True)
     slow_down(slow, engine)
-    linger_long(engine)
+    linger_until(seen)
 
 
 @contextmanager
 def server_of_two_ranks(model: Path, tmp_path: Path, **options: Any) -> Iterator[tuple[ServerProcess, int]]:
-    """The server, and the process id of rank 1. Its steps are slow while the file tmp_path/slow exists."""
-    engine = {"device": "cpu", "max_model_len": 4096, "num_kvcache_blocks": 64, "tensor_parallel_size": 2}
-    change = partial(change_ranks, tmp_path / "slow")
+    """The server, and the process id of rank 1. Its steps are slow while the file tmp_path/slow exists. If it fails, it
+    goes on until tmp_path/seen exists.
+    """
+    engine = {"device": "cpu", "num_kvcache_blocks": 600, "tensor_parallel_size": 2}
+    change = partial(change_ranks, tmp_path / "slow", tmp_path / "seen")
     started = server_process(model, tmp_path / "log", change=change, engine=engine, options=options)
     with started as server:
         yield server, int(server.log.read_text().partition("rank 1 is ")[2].split()[0])
 
 
 @pytest.mark.slow
-def test_dead_rank_ends_an_idle_server_with_status_1(retrieval_model: Path, tmp_path: Path) -> None:
+def test_dead_rank_ends_an_idle_server_with_status_1(long_model: Path, tmp_path: Path) -> None:
     """Nobody asks anything, so no step notices."""
-    with server_of_two_ranks(retrieval_model, tmp_path) as (server, pid):
+    with server_of_two_ranks(long_model, tmp_path) as (server, pid):
+        (tmp_path / "seen").touch()
         os.kill(pid, signal.SIGKILL)
         assert server.wait() == 1
         assert "rank 1 died" in server.log.read_text()
 
 
 @pytest.mark.slow
-def test_dead_rank_answers_everyone_and_ends_with_status_1(retrieval_model: Path, tmp_path: Path) -> None:
-    with server_of_two_ranks(retrieval_model, tmp_path) as (server, pid), clients() as pool:
+def test_dead_rank_answers_everyone_and_ends_with_status_1(long_model: Path, tmp_path: Path) -> None:
+    with server_of_two_ranks(long_model, tmp_path) as (server, pid), clients() as pool:
         started = start_load(server, pool, **ENDLESS)
+        server.wait_for_steps(2)  # so that each has a token
         os.kill(pid, signal.SIGKILL)
         for error in errors_of_all(server, started):
             assert error["code"] == "engine_unavailable"
+        (tmp_path / "seen").touch()
         assert server.wait() == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signums", [(signal.SIGKILL,), (signal.SIGTERM, signal.SIGTERM)])
-def test_killed_server_leaves_no_rank(
-    retrieval_model: Path, tmp_path: Path, signums: tuple[signal.Signals, ...]
-) -> None:
+def test_killed_server_leaves_no_rank(long_model: Path, tmp_path: Path, signums: tuple[signal.Signals, ...]) -> None:
     """Rank 1 notices that rank 0 has gone. `wait` asserts that no process is left."""
-    with server_of_two_ranks(retrieval_model, tmp_path) as (server, _), clients() as pool:
+    with server_of_two_ranks(long_model, tmp_path) as (server, _), clients() as pool:
         started = start_load(server, pool, **ENDLESS)
         for i, signum in enumerate(signums):
             if i:
@@ -456,8 +489,8 @@ def test_killed_server_leaves_no_rank(
 
 
 @pytest.mark.slow
-def test_sigterm_of_two_ranks_finishes_what_is_open(retrieval_model: Path, tmp_path: Path) -> None:
-    with server_of_two_ranks(retrieval_model, tmp_path) as (server, _), clients() as pool:
+def test_sigterm_of_two_ranks_finishes_what_is_open(long_model: Path, tmp_path: Path) -> None:
+    with server_of_two_ranks(long_model, tmp_path) as (server, _), clients() as pool:
         slow = tmp_path / "slow"
         slow.touch()
         started = start_load(server, pool, **SHORT | {"max_tokens": 400})

@@ -70,10 +70,10 @@ def test_completion_echo_with_logprobs_scores_the_prompts(client: openai.OpenAI,
         assert done.usage is not None and done.usage.completion_tokens == n * max_tokens
 
 
-def test_prompt_logprobs_have_the_form_of_vllm(url: str, served: tuple[AsyncLLM, str]) -> None:
+def test_prompt_logprobs_have_the_form_of_vllm(web: httpx.Client, served: tuple[AsyncLLM, str]) -> None:
     _, expected = engine_logprobs(served[0], PROMPT, 1)
     body = {"prompt": PROMPT, "prompt_logprobs": 1, "max_tokens": 1, "n": 2}
-    choices = httpx.post(f"{url}/v1/completions", json=body).json()["choices"]
+    choices = web.post("/v1/completions", json=body).json()["choices"]
     for choice in choices:  # regression: the second answer had an empty list
         assert choice["logprobs"] is None
         first, *rest = choice["prompt_logprobs"]

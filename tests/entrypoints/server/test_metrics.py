@@ -6,15 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from http_server import asgi_client, make_site
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm import AsyncLLM, EngineError
-from nanovllm.entrypoints.server.app import Site
-from nanovllm.entrypoints.server.gate import ApiKeys
 from nanovllm.entrypoints.server.metrics import Metrics, log_throughput
-from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.plan.outputs import RequestOutput
 
 OUTPUT: RequestOutput = {
@@ -137,9 +134,7 @@ def test_metrics_over_http_show_requests_blocks_and_guesses(engine: AsyncLLM) ->
     """Two slots and a prompt of four blocks: blocks are streamed, and the answer copies the prompt."""
 
     async def main() -> dict[str, float]:
-        site = Site(engine, ServerOptions(served_model_name=("tiny",)), ApiKeys([]))
-        transport = httpx.ASGITransport(site.gate.outermost)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with asgi_client(make_site(engine).gate.outermost) as client:
             body = {"prompt": "The passkey is 4711, says the captain. " * 22 + "The", "max_tokens": 20}
             for _ in range(2):
                 assert (await client.post("/v1/completions", json=body)).status_code == 200

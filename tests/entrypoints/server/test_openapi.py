@@ -76,5 +76,5 @@ def test_openapi_has_every_field_that_is_accepted(schema: dict[str, Any], body: 
         assert described["properties"][name]["enum"] == [None, *neutral[name]]
 
 
-def test_openapi_is_served(url: str) -> None:
-    assert httpx.get(f"{url}/openapi.json").json()["info"]["title"] == "nanovllm"
+def test_openapi_is_served(web: httpx.Client) -> None:
+    assert web.get("/openapi.json").json()["info"]["title"] == "nanovllm"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
 from transformers import PreTrainedTokenizerFast
@@ -92,8 +92,7 @@ WRITTEN = st.builds(
     content=TEXTS,
     calls=st.lists(
         st.tuples(
-            st.sampled_from(NAMES),
-            st.fixed_dictionaries({}, optional={"city": TEXTS, "days": st.integers(0, 9)}),
+            st.sampled_from(NAMES), st.fixed_dictionaries({}, optional={"city": TEXTS, "days": st.integers(0, 9)})
         ),
         max_size=3,
     ),
@@ -228,7 +227,7 @@ def sent_back_to_responses(written: Written, call_format: CallFormat, is_streame
 SENT_BACK = (sent_back_to_chat, sent_back_to_messages, sent_back_to_responses)
 
 
-@settings(max_examples=examples(240), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(240))
 @given(written=WRITTEN, model=st.sampled_from(sorted(FORMATS)), is_streamed=st.booleans())
 def test_any_answer_is_accepted_back(tokenizer: Any, written: Written, model: str, is_streamed: bool) -> None:
     """Regression: a call that max_tokens had cut was refused for ever by Qwen3.5's template, as its arguments were not
@@ -344,7 +343,7 @@ TURNS = st.lists(
 PREFIX_MODELS = ["qwen3", "qwen3.5", "llama3.1", "first system", "last system"]
 
 
-@settings(max_examples=examples(120), deadline=None)
+@settings(max_examples=examples(120))
 @given(num_leading=st.integers(1, 2), turns=TURNS, model=st.sampled_from(PREFIX_MODELS))
 def test_prompt_of_a_turn_begins_that_of_the_next_turn(
     tokenizer: Any, num_leading: int, turns: list[list[dict[str, Any]]], model: str

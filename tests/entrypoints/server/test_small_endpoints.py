@@ -22,44 +22,44 @@ def test_models_lists_all_names_and_finds_each(client: openai.OpenAI) -> None:
     assert done.model == "tiny"
 
 
-def test_tokenize_and_detokenize_are_inverse(url: str) -> None:
+def test_tokenize_and_detokenize_are_inverse(web: httpx.Client) -> None:
     body = {"model": "tiny", "prompt": "Grüße, 世界", "return_token_strs": True}
-    tokens = httpx.post(f"{url}/tokenize", json=body).json()
+    tokens = web.post("/tokenize", json=body).json()
     assert tokens["tokens"] == list("Grüße, 世界".encode())
     assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), 2048)
     assert len(tokens["token_strs"]) == tokens["count"]
-    text = httpx.post(f"{url}/detokenize", json={"model": "tiny", "tokens": tokens["tokens"]}).json()
+    text = web.post("/detokenize", json={"model": "tiny", "tokens": tokens["tokens"]}).json()
     assert text == {"prompt": "Grüße, 世界"}
 
 
-def test_tokenize_messages_gives_the_prompt_of_a_chat(url: str, served: tuple[AsyncLLM, str]) -> None:
+def test_tokenize_messages_gives_the_prompt_of_a_chat(web: httpx.Client, served: tuple[AsyncLLM, str]) -> None:
     messages: list[Any] = [{"role": "user", "content": "Hello"}]
-    tokens = httpx.post(f"{url}/tokenize", json={"messages": messages}).json()["tokens"]
+    tokens = web.post("/tokenize", json={"messages": messages}).json()["tokens"]
     assert [tokens] == served[0].llm.chat_token_ids(messages)
 
 
-def test_tokenize_and_detokenize_bad_bodies_are_refused(url: str) -> None:
+def test_tokenize_and_detokenize_bad_bodies_are_refused(web: httpx.Client) -> None:
     messages = [{"role": "user", "content": "x"}]
     for body in ({}, {"prompt": "x", "messages": messages}, {"prompt": 1}):
-        assert httpx.post(f"{url}/tokenize", json=body).status_code == 400
+        assert web.post("/tokenize", json=body).status_code == 400
     for tokens in ([-1], [9999], ["1"], None):
-        response = httpx.post(f"{url}/detokenize", json={"tokens": tokens})
+        response = web.post("/detokenize", json={"tokens": tokens})
         assert response.status_code == 400 and response.json()["error"]["message"]
 
 
-def test_health_and_version_answer(url: str) -> None:
-    health = httpx.get(f"{url}/health")
+def test_health_and_version_answer(web: httpx.Client) -> None:
+    health = web.get("/health")
     assert (health.status_code, health.json()) == (200, {"status": "ready"})
-    assert httpx.get(f"{url}/version").json() == {"version": __version__}
+    assert web.get("/version").json() == {"version": __version__}
 
 
-def test_head_is_answered_where_get_is(url: str) -> None:
+def test_head_is_answered_where_get_is(web: httpx.Client) -> None:
     """Regression: only /health and the page took HEAD, which HTTP asks of everything that takes GET."""
     for path in ("/v1/models", "/v1/models/tiny", "/health", "/version", "/metrics", "/"):
-        head, get = httpx.head(f"{url}{path}"), httpx.get(f"{url}{path}")
+        head, get = web.head(path), web.get(path)
         assert head.status_code == get.status_code == 200 and not head.content, path
         assert head.headers["content-type"] == get.headers["content-type"]
-    assert httpx.head(f"{url}/v1/models/other").status_code == 404
+    assert web.head("/v1/models/other").status_code == 404
 
 
 def test_server_without_its_packages_says_what_to_install() -> None:

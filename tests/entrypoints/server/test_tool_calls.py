@@ -84,7 +84,7 @@ def calls_by_json(call_format: CallFormat, text: str) -> list[tuple[str, str]]:
 
 
 @FORMATS
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(text=TEXTS)
 def test_parser_finds_the_calls_that_json_finds_and_keeps_the_rest(call_format: CallFormat, text: str) -> None:
     parsed = parse(call_format, [text])
@@ -97,20 +97,33 @@ def test_parser_finds_the_calls_that_json_finds_and_keeps_the_rest(call_format: 
         assert "".join(content for content in parsed if isinstance(content, str)) == text
 
 
-def test_hermes_call_at_the_end_needs_no_closing_whether_streamed_or_not() -> None:
-    """Regression: an answer that was not streamed had it as content."""
-    call = ("weather", '{"city": "Zürich {\\"}"}')
-    for end in ("", "\n", "\n</tool_"):
-        text = f"Hm. <tool_call>{CALL}{end}"
-        assert parse(HERMES, [text]) == parse(HERMES, list(text)) == ["Hm.", call]
+WEATHER_CALL, ADD_CALL = ("weather", '{"city": "Zürich {\\"}"}'), ("add", '{"a": [1, {"b": null}], "c": "; "}')
+TAGS_IN_TEXT = json.dumps({"text": "a </tool_call> b <tool_call> c"})
+BROKEN = '<tool_call>\n{"name": "f, "arguments": {}}\n</tool_call>'
+PARSED: list[tuple[CallFormat, str, list[Any]]] = [
+    # Regression: a call at the end that is not closed was content if the answer was not streamed
+    *((HERMES, f"Hm. <tool_call>{CALL}{end}", ["Hm.", WEATHER_CALL]) for end in ("", "\n", "\n</tool_")),
+    # Regression: a call that is not closed, and the next one, were content
+    (HERMES, f"<tool_call>\n{CALL}\n<tool_call>\n{CALL}\nDone.", [WEATHER_CALL, WEATHER_CALL, "\nDone."]),
+    (
+        *(HERMES, f"Let me see.\n\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\nDone."),
+        ["Let me see.", WEATHER_CALL, WEATHER_CALL, "\nDone."],
+    ),
+    (HERMES, f'<tool_call>{{"name": "write", "arguments": {TAGS_IN_TEXT}}}</tool_call>', [("write", TAGS_IN_TEXT)]),
+    (HERMES, '<tool_call>{"name": "now"}</tool_call>\n', [("now", "{}")]),
+    (HERMES, f"{BROKEN}\n<tool_call>{CALL}</tool_call>", [BROKEN, WEATHER_CALL]),
+    *((HERMES, text, [text]) for text in ['<tool_call>{"name": "f", "arguments": {"x": "a']),  # it is cut off
+    (LLAMA, f"\n{LLAMA_CALL}; {LLAMA_CALL}\n", [ADD_CALL, ADD_CALL]),
+    (LLAMA, f"<|python_tag|>{LLAMA_CALL};{LLAMA_CALL}", [ADD_CALL, ADD_CALL]),
+    (LLAMA, f"I add. <|python_tag|>{LLAMA_CALL}", ["I add.", ADD_CALL]),
+    (LLAMA, f"I add. {LLAMA_CALL}", [f"I add. {LLAMA_CALL}"]),
+    (LLAMA, f"{LLAMA_CALL}; that is all", [ADD_CALL, "; that is all"]),
+]
 
 
-def test_hermes_call_without_its_closing_is_one_and_does_not_swallow_the_next() -> None:
-    """Regression: both were content."""
-    call = ("weather", '{"city": "Zürich {\\"}"}')
-    text = f"<tool_call>\n{CALL}\n<tool_call>\n{CALL}\nDone."
-    for pieces in ([text], list(text)):
-        assert parse(HERMES, pieces) == [call, call, "\nDone."]
+def test_parser_finds_calls_and_the_text_around_them_whole_or_streamed() -> None:
+    for call_format, text, expected in PARSED:
+        assert parse(call_format, [text]) == parse(call_format, list(text)) == expected, text
 
 
 def test_answer_that_is_calls_or_text_has_no_calls_after_text() -> None:
@@ -125,31 +138,6 @@ def test_answer_that_is_calls_or_text_has_no_calls_after_text() -> None:
                 assert sum(isinstance(part, tuple) for part in found) == num_calls, (text, found)
                 assert num_calls or found == [text]
     assert parse(LLAMA, [llama], parser=CallParser(LLAMA, {"other": {}}, is_alternative=True)) == [llama]
-
-
-def test_hermes_several_calls_and_text_around_them() -> None:
-    text = f"Let me see.\n\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\nDone."
-    call = ("weather", '{"city": "Zürich {\\"}"}')
-    assert parse(HERMES, list(text)) == ["Let me see.", call, call, "\nDone."]
-
-
-def test_hermes_tag_inside_an_argument_does_not_end_the_call() -> None:
-    arguments = json.dumps({"text": "a </tool_call> b <tool_call> c"})
-    text = f'<tool_call>{{"name": "write", "arguments": {arguments}}}</tool_call>'
-    assert parse(HERMES, [text]) == [("write", arguments)]
-
-
-def test_hermes_call_without_arguments_has_an_empty_object() -> None:
-    assert parse(HERMES, ['<tool_call>{"name": "now"}</tool_call>\n']) == [("now", "{}")]
-
-
-def test_llama_calls_with_and_without_the_tag() -> None:
-    call = ("add", '{"a": [1, {"b": null}], "c": "; "}')
-    assert parse(LLAMA, [f"\n{LLAMA_CALL}; {LLAMA_CALL}\n"]) == [call, call]
-    assert parse(LLAMA, [f"<|python_tag|>{LLAMA_CALL};{LLAMA_CALL}"]) == [call, call]
-    assert parse(LLAMA, [f"I add. <|python_tag|>{LLAMA_CALL}"]) == ["I add.", call]
-    assert parse(LLAMA, [f"I add. {LLAMA_CALL}"]) == [f"I add. {LLAMA_CALL}"]
-    assert parse(LLAMA, [f"{LLAMA_CALL}; that is all"]) == [call, "; that is all"]
 
 
 @pytest.mark.parametrize(
@@ -175,12 +163,6 @@ def test_parser_what_is_not_a_valid_call_is_content(text: str) -> None:
     assert parse(LLAMA, [text]) == [text]
 
 
-def test_hermes_broken_call_does_not_swallow_the_next() -> None:
-    broken = '<tool_call>\n{"name": "f, "arguments": {}}\n</tool_call>'
-    assert parse(HERMES, [f"{broken}\n<tool_call>{CALL}</tool_call>"])[0] == broken
-    assert len(parse(HERMES, [f"{broken}\n<tool_call>{CALL}</tool_call>"])) == 2
-
-
 def test_parser_content_streams_at_once() -> None:
     parser = CallParser(HERMES, {})
     assert [parser.feed(text) for text in ("Hel", "lo <tool", " x")] == [["Hel"], ["lo"], [" <tool x"]]
@@ -194,11 +176,6 @@ def test_call_in_json_is_returned_when_it_has_ended_and_content_when_it_is_broke
     assert isinstance(call, ToolCallDelta) and call.call_id.startswith("call_")
     assert (call.name, call.arguments) == ("f", '{"city": "Bern"}')
     assert parser.feed('<tool_call>{"name": hm') == ['<tool_call>{"name": hm']
-
-
-def test_call_in_json_that_is_cut_off_is_content() -> None:
-    text = '<tool_call>{"name": "f", "arguments": {"x": "a'
-    assert parse(HERMES, [text]) == parse(HERMES, list(text)) == [text]
 
 
 def test_call_format_comes_from_the_template_or_the_architecture() -> None:
@@ -330,7 +307,7 @@ def test_tagged_call_that_is_cut_off_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("call_format", [HERMES, LLAMA, QWEN_TAGS], ids=["hermes", "llama", "qwen"])
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(data=st.data(), cuts=st.lists(st.integers(0, 1000), max_size=12))
 def test_parser_any_split_gives_the_same_result(call_format: CallFormat, data: st.DataObject, cuts: list[int]) -> None:
     text = data.draw(TEXTS if call_format.is_json else TAGGED_TEXTS)
