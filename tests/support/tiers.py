@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, settings
 
 RUNS_ALL = os.environ.get("NANOVLLM_TEST_TIER") == "all"  # conftest.py sets it
 
-# On a busy machine, an example may take any time. Some need many draws. The examples are the same in every run, so that a
-# change is blamed only for what it breaks; NANOVLLM_TEST_RANDOM=1 draws new ones
+# On a busy machine, an example may take any time. Some need many draws. The examples are the same in every run, so that
+# a change is blamed only for what it breaks; NANOVLLM_TEST_RANDOM=1 draws new ones
 settings.register_profile(
     "patient",
     parent=settings.default,
