@@ -52,10 +52,12 @@ _NEUTRAL = {  # entries that would change what the model computes -> their value
     **dict.fromkeys(("attention.scale", "attn_logit_softcapping", "final_logit_softcapping"), 0),
     **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), 1),
     **dict.fromkeys(("attention.temperature_scale", "pooling_type", "attention.clamp_kqv"), 0),
+    **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor"), 1),
+    "rope.scaling.yarn_log_multiplier": 0,
     "attention.causal": True,
 }
 _YARN = {  # entries of a YaRN rope -> keys of rope_parameters
-    "rope.scaling.attn_factor": "attention_factor",
+    "rope.scaling.yarn_attn_factor": "attention_factor",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }

@@ -69,8 +69,12 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LLAMA3["original_max_position_embeddings"] = 8192
 
 
-@pytest.mark.parametrize("rope", [ROPES["linear"], ROPES["yarn"], LLAMA3])
+YARN_WITH_FACTOR = ROPES["yarn"] | {"attention_factor": 1.5}
+
+
+@pytest.mark.parametrize("rope", [ROPES["linear"], ROPES["yarn"], YARN_WITH_FACTOR, LLAMA3])
 def test_rope_is_that_of_the_checkpoint(rope: dict[str, Any], tmp_path: Path) -> None:
+    """Bug: yarn_attn_factor, in which converters store attention_factor, was ignored."""
     directory = write_tiny_model(tmp_path / "model", "llama", rope=rope, head_dim=128)
     expected, _ = ModelConfig.from_pretrained(str(directory))
     found, _ = ModelConfig.from_pretrained(str(write_gguf(tmp_path / "x.gguf", directory)))
@@ -126,6 +130,8 @@ REFUSED: list[tuple[Callable[[Any], None], str]] = [
     (lambda writer: writer.add_expert_count(8), "llama.expert_count=8, which is not supported"),
     (lambda writer: writer.add_sliding_window(64), "sliding_window=64 is not supported"),
     (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "rope.scaling.type='longrope'"),
+    (lambda writer: writer.add_rope_scaling_yarn_ext_factor(0.5), "rope.scaling.yarn_ext_factor=0.5, which is not"),
+    (lambda writer: writer.add_rope_scaling_attn_factors(1.2), "rope.scaling.attn_factor=1.2, which is not"),
     (lambda writer: writer.add_string("general.alignment", "x"), "general.alignment='x' is not a power of two"),
 ]
 
