@@ -22,6 +22,7 @@ _RULES = {  # tokenizer.ggml.pre -> the pattern of split_patterns.py
     **dict.fromkeys(("smollm", "gpt-2"), "GPT-2"),
 }
 _COMPOSED = ("Qwen2", "Qwen3.5")  # patterns of tokenizers that compose characters (NFC) first
+_BEGIN_WITH_BOS = ("Llama 3", "Tekken")  # patterns of tokenizers that add bos if a file lacks add_bos_token
 _WHOLE_WORDS = ("Llama 3", "Tekken")  # patterns of tokenizers that do not merge a word that is a token (ignore_merges)
 
 
@@ -123,8 +124,9 @@ class _Vocabulary:
         """Return what adds the tokens around a text."""
         from tokenizers.processors import TemplateProcessing
 
-        is_sentencepiece, named = self.get("model") == "llama", self.named()
-        around = {"bos": self.get("add_bos_token", is_sentencepiece), "eos": self.get("add_eos_token", False)}
+        named = self.named()
+        adds_bos = self.get("model") == "llama" or _RULES.get(str(self.get("pre"))) in _BEGIN_WITH_BOS
+        around = {"bos": self.get("add_bos_token", adds_bos), "eos": self.get("add_eos_token", False)}
         adds = {name: text for name, text in named.items() if around.get(name)}
         before, after = ([adds[name]] if name in adds else [] for name in ("bos", "eos"))
         ids = self.ids()
