@@ -9,12 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 from gguf_files import write_gguf
 from tiny_models import ROPES, write_tiny_model
 
 from nanovllm.checkpoint.files import check_tokenizer, find_model
-from nanovllm.checkpoint.gguf import read_model, split_paths
+from nanovllm.checkpoint.gguf import join, read_model, split_paths
 from nanovllm.checkpoint.gguf_config import weights
 from nanovllm.checkpoint.gguf_files import find_gguf
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -242,6 +243,18 @@ def test_split_model_is_found_by_any_of_its_files(directory: Path, tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"lacks m-00002-of-00003.gguf of the 3 files"):
         find_model(str(first))
         read_model(first)
+
+
+@pytest.mark.parametrize("value", ["x", [1, 2]])
+def test_split_numbers_of_wrong_types_are_refused(value: Any, directory: Path, tmp_path: Path) -> None:
+    """Bug: an array as split.count and a text as split.no raised ValueError and TypeError without the file's name."""
+    first = read_model(write_gguf(tmp_path / "x.gguf", directory))
+    wrong = np.array(value) if isinstance(value, list) else value
+    with pytest.raises(CheckpointError, match=r"x.gguf is one of .* files \(split.count\)"):
+        join([first._replace(metadata=first.metadata | {"split.count": wrong})])
+    headers = [first._replace(metadata={"split.count": 2}), first._replace(metadata={"split.no": wrong}, tensors={})]
+    with pytest.raises(CheckpointError, match=r"x.gguf says that it is file .* of its model \(split.no\)"):
+        join(headers)
 
 
 def test_directory_with_several_models_is_refused(directory: Path, tmp_path: Path) -> None:

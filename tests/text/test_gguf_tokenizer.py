@@ -153,6 +153,20 @@ def test_tokenizers_that_cannot_be_made_are_refused() -> None:
             make_tokenizer(file._replace(metadata={**file.metadata, f"tokenizer.ggml.{name}": value}))
 
 
+WRONG: tuple[Any, ...] = ("x", 3, True, np.array([1, 2]), ["a"])
+
+
+def test_entries_of_wrong_types_are_refused_by_name() -> None:
+    """Bug: such entries raised TypeError and ValueError, which name neither the entry nor the file."""
+    file = of_rule("qwen2")[1]
+    for name in ("model", "pre", "tokens", "token_type", "merges", "bos_token_id", "add_bos_token", "chat_template"):
+        key = "tokenizer.chat_template" if name == "chat_template" else f"tokenizer.ggml.{name}"
+        for value in WRONG:
+            if type(value) is not type(file.metadata.get(key, "")):
+                with pytest.raises(CheckpointError, match=r"x.gguf"):
+                    make_tokenizer(file._replace(metadata={**file.metadata, key: value}))
+
+
 def test_real_tokenizer_has_the_ids_that_transformers_gives(smollm2_tokenizer: Path) -> None:
     """transformers leaves out the rule by which digits are split, which only matters beside other digits."""
     from transformers import AutoTokenizer
