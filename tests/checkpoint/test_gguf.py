@@ -16,7 +16,7 @@ from tiny_models import ROPES, write_tiny_model
 
 from nanovllm.checkpoint.files import check_tokenizer, find_model
 from nanovllm.checkpoint.gguf import join, read_model, split_paths
-from nanovllm.checkpoint.gguf_config import weights
+from nanovllm.checkpoint.gguf_config import settings, weights
 from nanovllm.checkpoint.gguf_files import find_gguf
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.settings import read_sampling_defaults
@@ -222,6 +222,16 @@ def test_damage_at_random_is_refused_or_harmless(seed: int, valid: bytes, write:
             make_tokenizer(model)
         except CheckpointError as error:
             assert str(path) in str(error)
+
+
+@pytest.mark.parametrize("name", ["block_count", "ssm.time_step_rank", "ssm.inner_size"])
+def test_numbers_beyond_the_tensors_are_refused_before_anything_is_allocated(name: str, tmp_path: Path) -> None:
+    """Bug: lists and arrays of these lengths took minutes and all memory."""
+    file = read_model(write_gguf(tmp_path / "x.gguf", write_tiny_model(tmp_path / "model", "qwen3_5")))
+    damaged = file._replace(metadata={**file.metadata, f"qwen35.{name}": 2**31})
+    with pytest.raises(CheckpointError, match=rf"x.gguf has qwen35.*{name}"):
+        settings(damaged)
+        list(weights(damaged))
 
 
 # -- where files are found -------------------------------------------------------------------------------------------
