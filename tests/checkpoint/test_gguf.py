@@ -267,6 +267,12 @@ def test_split_numbers_of_wrong_types_are_refused(value: Any, directory: Path, t
         join(headers)
 
 
+def test_directory_with_a_file_in_capitals_is_a_model(directory: Path, tmp_path: Path) -> None:
+    """Bug: the file alone was accepted as M.GGUF, but not its directory."""
+    path = write_gguf(tmp_path / "M.GGUF", directory)
+    assert find_model(str(tmp_path)) == (path, path)
+
+
 def test_directory_with_several_models_is_refused(directory: Path, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m-Q8_0.gguf", directory)
     shutil.copy(path, tmp_path / "mmproj-m.gguf")
@@ -317,7 +323,8 @@ def test_hub_name_without_such_a_file_lists_what_there_is(hub: None) -> None:
 
 
 def test_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    for name in (str(tmp_path / "x.gguf"), "x.gguf", "~nobody-here/x.gguf"):
+    """Bug: of a path such as ../m/x.gguf, the directory was taken for a repository of the hub."""
+    for name in (str(tmp_path / "x.gguf"), "x.gguf", "~nobody-here/x.gguf", "../m/x.gguf", "./m/x.gguf", "~/m/x.gguf"):
         with pytest.raises(CheckpointError, match=r"x.gguf' does not exist; a model in GGUF is FILE.gguf"):
             find_gguf(name)
 
