@@ -100,6 +100,14 @@ def test_end_tokens_are_named_and_known_ones(directory: Path, tmp_path: Path) ->
     assert config.eos_token_ids == (319, 3, 1, 2, 4)
 
 
+def test_quantization_config_for_a_file_is_refused(directory: Path, tmp_path: Path) -> None:
+    """Bug: the tensors were read by their own types, but plans counted the format of hf_overrides."""
+    path = str(write_gguf(tmp_path / "x.gguf", directory, types=["Q8_0"]))
+    for read in (ModelConfig.from_pretrained, ModelConfig.without_weights):
+        with pytest.raises(ConfigError, match=r"hf_overrides has quantization_config, but .*x.gguf has the type"):
+            read(path, {"quantization_config": {"quant_method": "fp8"}})
+
+
 def test_sampling_defaults_are_read(directory: Path, tmp_path: Path) -> None:
     def sampling(writer: gguf.GGUFWriter) -> None:
         writer.add_sampling_temp(0.6)
