@@ -168,16 +168,18 @@ def join(headers: list[GGUFModel]) -> GGUFModel:
     """Return the model that consists of these files, of which the first has the metadata."""
     first, tensors = headers[0], dict[str, GGUFTensor]()
     said = first.metadata.get("split.count", 1)
-    if said not in (len(headers), 0):
+    if not isinstance(said, int) or said not in (len(headers), 0):
         raise CheckpointError(
             f"{first.path} is one of {said} files (split.count), but its name says {len(headers)}; give the files the "
             "names that they had when they were downloaded"
         )
     for i, header in enumerate(headers):
-        if len(headers) > 1 and header.metadata.get("split.no", i) != i:
+        number = header.metadata.get("split.no", i)
+        if len(headers) > 1 and not (isinstance(number, int) and number == i):
+            place = number + 1 if isinstance(number, int) else number
             raise CheckpointError(
-                f"{header.path} says that it is file {header.metadata['split.no'] + 1} of its model (split.no); give "
-                "the files the names that they had when they were downloaded"
+                f"{header.path} says that it is file {place} of its model (split.no); give the files the names that "
+                "they had when they were downloaded"
             )
         for name, tensor in header.tensors.items():
             if name in tensors:

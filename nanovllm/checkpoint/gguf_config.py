@@ -52,10 +52,12 @@ _NEUTRAL = {  # entries that would change what the model computes -> their value
     **dict.fromkeys(("attention.scale", "attn_logit_softcapping", "final_logit_softcapping"), 0),
     **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), 1),
     **dict.fromkeys(("attention.temperature_scale", "pooling_type", "attention.clamp_kqv"), 0),
+    **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor"), 1),
+    "rope.scaling.yarn_log_multiplier": 0,
     "attention.causal": True,
 }
 _YARN = {  # entries of a YaRN rope -> keys of rope_parameters
-    "rope.scaling.attn_factor": "attention_factor",
+    "rope.scaling.yarn_attn_factor": "attention_factor",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
@@ -178,6 +180,9 @@ class _Metadata:
             )
         return int(value)
 
+    def largest_dimension(self) -> int:
+        return max(size for tensor in self._model.tensors.values() for size in tensor.shape)
+
     def refusal(self, name: str, remedy: str) -> CheckpointError:
         return CheckpointError(
             f"{self._model.path} has {self.architecture}.{name}={self.get(name)!r}, which is not supported; {remedy}"
@@ -195,6 +200,8 @@ def settings(model: GGUFModel) -> dict[str, Any]:
         raise given.refusal("expert_count", "use a mixture of experts with the architecture qwen3moe or qwen35moe")
     num_heads, num_draft_layers = given.count("attention.head_count"), given.count("nextn_predict_layers", 0)
     num_layers = given.count("block_count") - num_draft_layers
+    if num_layers > len(names):
+        raise given.refusal("block_count", f"the file has {len(names)} tensors; download it again")
     head_dim = given.count("attention.key_length", given.count("embedding_length") // num_heads)
     if given.count("attention.value_length", head_dim) != head_dim:
         raise given.refusal("attention.value_length", f"K has {head_dim} features, and V must have as many")
@@ -379,9 +386,15 @@ def _llama(given: _Metadata) -> _Change:
 
 def _hybrid(given: _Metadata) -> _Change:
     num_key_heads, num_value_heads = given.count("ssm.group_count"), given.count("ssm.time_step_rank")
-    head_dim, ratio = given.count("ssm.inner_size") // num_value_heads, num_value_heads // num_key_heads
-    if num_value_heads % num_key_heads:
-        raise given.refusal("ssm.time_step_rank", f"it must be a multiple of ssm.group_count={num_key_heads}")
+    num_features, ratio = given.count("ssm.inner_size"), num_value_heads // num_key_heads
+    if num_value_heads % num_key_heads or num_features % num_value_heads:
+        raise given.refusal(
+            "ssm.time_step_rank",
+            f"it must be a multiple of ssm.group_count={num_key_heads} and divide ssm.inner_size={num_features}",
+        )
+    if num_features > given.largest_dimension():
+        raise given.refusal("ssm.inner_size", "no tensor is as large; download the file again")
+    head_dim = num_features // num_value_heads
     # The file's place of each value head of the checkpoint, where the heads of a key head are neighbours
     heads = np.arange(num_value_heads).reshape(ratio, num_key_heads).swapaxes(0, 1).reshape(-1)
     features = (heads[:, None] * head_dim + np.arange(head_dim)).reshape(-1)

@@ -10,7 +10,7 @@ from nanovllm.checkpoint.gguf import GGUFModel, is_gguf, join, read_header, read
 from nanovllm.errors import CheckpointError
 
 GGUF_NAMES = "FILE.gguf, owner/name/FILE.gguf on the hub, or owner/name:Q4_K_M for the file of this quantization"
-_ON_HUB = re.compile(r"([^/:]+/[^/:]+)(?:/(.+\.gguf)|:([\w.-]+))", re.IGNORECASE)
+_ON_HUB = re.compile(r"([^/:.~][^/:]*/[^/:]+)(?:/(.+\.gguf)|:([\w.-]+))", re.IGNORECASE)
 _PLAIN_NAME = re.compile(r"[^/:]+/[^/:]+")
 _DEFAULT_TAG = "Q4_K_M"  # for a hub name without a file, as in llama.cpp
 _OTHER_PARTS = ("mmproj", "mtp-", "imatrix")  # beginnings of names: parts for images, draft heads, statistics
@@ -88,7 +88,7 @@ def find_gguf(model: str) -> GGUFSource | None:
     if is_file and is_gguf(path):
         return GGUFSource(tuple(each.name for each in split_paths(path)), path.parent)
     if is_directory:
-        models = _models(each.name for each in path.glob("*.gguf"))
+        models = _models(each.name for each in path.glob("*"))
         if not models or any(path.glob("*.safetensors")):
             return None
         if len(models) > 1:

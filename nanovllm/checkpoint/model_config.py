@@ -304,6 +304,10 @@ class ModelConfig:
 
 
 def _gguf_config(model: GGUFModel, hf_overrides: Mapping[str, Any] | None) -> ModelConfig:
+    if hf_overrides and hf_overrides.get("quantization_config"):
+        raise ConfigError(
+            f"hf_overrides has quantization_config, but {model.path} has the type of each tensor; leave it out"
+        )
     content = gguf_config.settings(model)
     try:
         config = _read_config(content, model.path, hf_overrides, str(model.path), None)

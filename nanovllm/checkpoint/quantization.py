@@ -199,7 +199,7 @@ def _checked(name: str, names: Iterable[str]) -> tuple[str, ...]:
     names = tuple(names)
     for each in names:
         try:
-            re.compile(each.removeprefix("re:"))
+            re.compile(each[3:] if each.startswith("re:") else "")
         except re.error as error:
             raise CheckpointError(
                 f"quantization_config.{name} has {each!r}, which is not a regular expression ({error}); correct "

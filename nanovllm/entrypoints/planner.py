@@ -325,7 +325,7 @@ def fits(
         contexts = [tokens for tokens in CONTEXTS if tokens <= longest] or [longest]
         own = stored.quantization.method if stored.quantization else dtype_name(Config(model=name), stored)
         formats = {own: stored} if quantization is None else {}
-        for each in QUANTIZATIONS if stored.quantization is None else ():
+        for each in () if stored.quantization or stored.gguf_types else QUANTIZATIONS:
             if quantization in (None, each):
                 formats[each] = stored.quantized(each)
         for format, model in formats.items():

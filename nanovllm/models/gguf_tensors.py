@@ -16,12 +16,22 @@ _COPIED_VALUES = 2**24  # computed at a time, to limit the memory on top of the 
 
 
 def open_gguf(path: Path) -> dict[str, StoredTensor]:
-    """Return the weights of all files of a model by their names in a checkpoint. The files are mapped, not read."""
+    """Return the weights of all files of a model by their names in a checkpoint. The files are mapped, not read.
+
+    Raises CheckpointError if two tensors are the same weight.
+    """
     maps: dict[Path, torch.Tensor] = {}
     model = read_model(path)
     for file in {tensor.path for tensor in model.tensors.values()}:
         maps[file] = torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="c"))  # "c": never written to the file
-    return {name: GGUFWeight(weight, _blocks(weight.tensor, maps)) for name, weight in weights(model)}
+    found: dict[str, StoredTensor] = {}
+    for name, weight in weights(model):
+        if name in found:
+            raise CheckpointError(
+                f"{weight.tensor.where} and {found[name].name} are the same weight; download it again"
+            )
+        found[name] = GGUFWeight(weight, _blocks(weight.tensor, maps))
+    return found
 
 
 def _blocks(tensor: GGUFTensor, maps: dict[Path, torch.Tensor]) -> torch.Tensor:

@@ -135,17 +135,25 @@ def _check(config: ModelConfig, directory: Path, stored: Mapping[str, StoredTens
             used.add(name)
     unused = [name for name in stored if name not in used]
     if missing:
-        remedy = "check that config.json belongs to these files"
-        if beside := [name for name in unused if name.startswith(missing[0].removesuffix("weight"))]:
+        remedy = _remedy(directory)
+        if not is_gguf(directory) and (
+            beside := [name for name in unused if name.startswith(missing[0].removesuffix("weight"))]
+        ):
             remedy = f"the files have {', '.join(beside)} instead; check quantization_config in config.json"
         if all(name.startswith("mtp.") for name in missing):
             remedy = "the draft head in these files is not complete, so use another speculation than mtp or auto"
         raise CheckpointError(f"{directory} misses weights: {_first(missing)}; {remedy}")
     if unknown := [name for name in unused if not _may_be_ignored(name, stored, config, with_mtp)]:
-        remedy = "check that config.json belongs to these files"
+        remedy = _remedy(directory)
         if unknown == [_HEAD]:
             remedy = "it is not the embedding, so remove it, or use hf_overrides={'tie_word_embeddings': False}"
         raise CheckpointError(f"{directory} has weights unknown to the model: {_first(unknown)}; {remedy}")
+
+
+def _remedy(directory: Path) -> str:
+    if is_gguf(directory):
+        return "download the file again, or use a file that a current version of llama.cpp has converted"
+    return "check that config.json belongs to these files"
 
 
 def _first(names: Sequence[str]) -> str:

@@ -8,7 +8,10 @@ the rules are listed here, as the tokenizer.json of the models that use them has
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from nanovllm.checkpoint.gguf import GGUFModel
+from nanovllm.checkpoint.gguf_config import NORMAL_TOKEN
 from nanovllm.errors import CheckpointError
 from nanovllm.text.split_patterns import PATTERNS
 
@@ -22,6 +25,7 @@ _RULES = {  # tokenizer.ggml.pre -> the pattern of split_patterns.py
     **dict.fromkeys(("smollm", "gpt-2"), "GPT-2"),
 }
 _COMPOSED = ("Qwen2", "Qwen3.5")  # patterns of tokenizers that compose characters (NFC) first
+_BEGIN_WITH_BOS = ("Llama 3", "Tekken")  # patterns of tokenizers that add bos if a file lacks add_bos_token
 _WHOLE_WORDS = ("Llama 3", "Tekken")  # patterns of tokenizers that do not merge a word that is a token (ignore_merges)
 
 
@@ -34,7 +38,7 @@ def make_tokenizer(model: GGUFModel) -> Any:
     vocabulary = _Vocabulary(model)
     kind = model.metadata.get("tokenizer.ggml.model")
     makers = {"gpt2": _byte_level, "llama": _sentencepiece}
-    if kind not in makers:
+    if not isinstance(kind, str) or kind not in makers:
         raise vocabulary.refusal("model", f"supported are {', '.join(makers)}")
     try:
         backend = makers[kind](vocabulary)
@@ -47,7 +51,10 @@ def make_tokenizer(model: GGUFModel) -> Any:
     backend.post_processor = vocabulary.post_processor()
     special = {f"{name}_token": text for name, text in vocabulary.named().items()}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
-    tokenizer.chat_template = model.metadata.get("tokenizer.chat_template")
+    template = model.metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise CheckpointError(f"{model.path} has tokenizer.chat_template={template!r}, not a text; download it again")
+    tokenizer.chat_template = template
     return tokenizer
 
 
@@ -57,9 +64,8 @@ class _Vocabulary:
     def __init__(self, model: GGUFModel) -> None:
         self._model = model
         self.tokens: Sequence[str] = self._texts("tokens")
-        self.kinds = [int(kind) for kind in self.get("token_type", [1] * len(self.tokens))]
-        if len(self.kinds) != len(self.tokens):
-            raise self.refusal("token_type", f"there must be one for each of {len(self.tokens)} tokens", shows=False)
+        has_kinds = self.get("token_type") is not None
+        self.kinds: Sequence[float] = self._numbers("token_type") if has_kinds else [NORMAL_TOKEN] * len(self.tokens)
 
     def get(self, name: str, default: Any = None) -> Any:
         return self._model.metadata.get(f"tokenizer.ggml.{name}", default)
@@ -77,6 +83,18 @@ class _Vocabulary:
             raise self.refusal(name, "it must be a list of texts", shows=False)
         return texts
 
+    def _numbers(self, name: str) -> list[float]:
+        numbers = self.get(name)
+        if not isinstance(numbers, np.ndarray) or len(numbers) != len(self.tokens):
+            raise self.refusal(name, f"there must be one for each of {len(self.tokens)} tokens", shows=False)
+        return list(numbers.tolist())
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise self.refusal(name, "it must be true or false")
+        return value
+
     def ids(self) -> dict[str, int]:
         """Return the id of each token, without the entries that only fill up the vocabulary."""
         ids, named = dict[str, int](), self.named().values()
@@ -93,10 +111,7 @@ class _Vocabulary:
         return pairs  # type: ignore[return-value]  # the lengths have been checked
 
     def scores(self) -> list[float]:
-        scores = self.get("scores")
-        if scores is None or len(scores) != len(self.tokens):
-            raise self.refusal("scores", f"there must be one for each of {len(self.tokens)} tokens", shows=False)
-        return [float(score) for score in scores]
+        return self._numbers("scores")
 
     def added(self, *, special: bool) -> list[Any]:
         """Return the tokens that are found in a text as they are. An answer's text can leave out the special tokens."""
@@ -114,7 +129,7 @@ class _Vocabulary:
         for name, token_id in ids.items():
             if token_id is None:
                 continue
-            if not (isinstance(token_id, int) and 0 <= token_id < len(self.tokens)):
+            if not (type(token_id) is int and 0 <= token_id < len(self.tokens)):
                 raise self.refusal(f"{names[name]}_token_id", f"there are {len(self.tokens)} tokens")
             found[name] = self.tokens[token_id]
         return found
@@ -123,8 +138,9 @@ class _Vocabulary:
         """Return what adds the tokens around a text."""
         from tokenizers.processors import TemplateProcessing
 
-        is_sentencepiece, named = self.get("model") == "llama", self.named()
-        around = {"bos": self.get("add_bos_token", is_sentencepiece), "eos": self.get("add_eos_token", False)}
+        named = self.named()
+        adds_bos = self.get("model") == "llama" or _RULES.get(str(self.get("pre"))) in _BEGIN_WITH_BOS
+        around = {"bos": self.flag("add_bos_token", adds_bos), "eos": self.flag("add_eos_token", False)}
         adds = {name: text for name, text in named.items() if around.get(name)}
         before, after = ([adds[name]] if name in adds else [] for name in ("bos", "eos"))
         ids = self.ids()
@@ -169,7 +185,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Any:
     pairs = [(left, right) for *_, left, right in sorted(merges)]
     model = models.BPE(ids, pairs, unk_token=vocabulary.named().get("unk"), fuse_unk=True, byte_fallback=True)
     backend = Tokenizer(model)
-    adds_space = vocabulary.get("add_space_prefix", True)
+    adds_space = vocabulary.flag("add_space_prefix", True)
     backend.normalizer = normalizers.Sequence(
         [*([normalizers.Prepend(_SPACE)] if adds_space else []), normalizers.Replace(" ", _SPACE)]
     )

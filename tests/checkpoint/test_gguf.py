@@ -9,13 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 from gguf_files import write_gguf
 from tiny_models import ROPES, write_tiny_model
 
 from nanovllm.checkpoint.files import check_tokenizer, find_model
-from nanovllm.checkpoint.gguf import read_model, split_paths
-from nanovllm.checkpoint.gguf_config import weights
+from nanovllm.checkpoint.gguf import join, read_model, split_paths
+from nanovllm.checkpoint.gguf_config import settings, weights
 from nanovllm.checkpoint.gguf_files import find_gguf
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.settings import read_sampling_defaults
@@ -69,8 +70,12 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LLAMA3["original_max_position_embeddings"] = 8192
 
 
-@pytest.mark.parametrize("rope", [ROPES["linear"], ROPES["yarn"], LLAMA3])
+YARN_WITH_FACTOR = ROPES["yarn"] | {"attention_factor": 1.5}
+
+
+@pytest.mark.parametrize("rope", [ROPES["linear"], ROPES["yarn"], YARN_WITH_FACTOR, LLAMA3])
 def test_rope_is_that_of_the_checkpoint(rope: dict[str, Any], tmp_path: Path) -> None:
+    """Bug: yarn_attn_factor, in which converters store attention_factor, was ignored."""
     directory = write_tiny_model(tmp_path / "model", "llama", rope=rope, head_dim=128)
     expected, _ = ModelConfig.from_pretrained(str(directory))
     found, _ = ModelConfig.from_pretrained(str(write_gguf(tmp_path / "x.gguf", directory)))
@@ -93,6 +98,14 @@ def test_end_tokens_are_named_and_known_ones(directory: Path, tmp_path: Path) ->
 
     config, _ = ModelConfig.from_pretrained(str(write_gguf(tmp_path / "x.gguf", directory, metadata=vocabulary)))
     assert config.eos_token_ids == (319, 3, 1, 2, 4)
+
+
+def test_quantization_config_for_a_file_is_refused(directory: Path, tmp_path: Path) -> None:
+    """Bug: the tensors were read by their own types, but plans counted the format of hf_overrides."""
+    path = str(write_gguf(tmp_path / "x.gguf", directory, types=["Q8_0"]))
+    for read in (ModelConfig.from_pretrained, ModelConfig.without_weights):
+        with pytest.raises(ConfigError, match=r"hf_overrides has quantization_config, but .*x.gguf has the type"):
+            read(path, {"quantization_config": {"quant_method": "fp8"}})
 
 
 def test_sampling_defaults_are_read(directory: Path, tmp_path: Path) -> None:
@@ -126,6 +139,8 @@ REFUSED: list[tuple[Callable[[Any], None], str]] = [
     (lambda writer: writer.add_expert_count(8), "llama.expert_count=8, which is not supported"),
     (lambda writer: writer.add_sliding_window(64), "sliding_window=64 is not supported"),
     (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "rope.scaling.type='longrope'"),
+    (lambda writer: writer.add_rope_scaling_yarn_ext_factor(0.5), "rope.scaling.yarn_ext_factor=0.5, which is not"),
+    (lambda writer: writer.add_rope_scaling_attn_factors(1.2), "rope.scaling.attn_factor=1.2, which is not"),
     (lambda writer: writer.add_string("general.alignment", "x"), "general.alignment='x' is not a power of two"),
 ]
 
@@ -217,6 +232,16 @@ def test_damage_at_random_is_refused_or_harmless(seed: int, valid: bytes, write:
             assert str(path) in str(error)
 
 
+@pytest.mark.parametrize("name", ["block_count", "ssm.time_step_rank", "ssm.inner_size"])
+def test_numbers_beyond_the_tensors_are_refused_before_anything_is_allocated(name: str, tmp_path: Path) -> None:
+    """Bug: lists and arrays of these lengths took minutes and all memory."""
+    file = read_model(write_gguf(tmp_path / "x.gguf", write_tiny_model(tmp_path / "model", "qwen3_5")))
+    damaged = file._replace(metadata={**file.metadata, f"qwen35.{name}": 2**31})
+    with pytest.raises(CheckpointError, match=rf"x.gguf has qwen35.*{name}"):
+        settings(damaged)
+        list(weights(damaged))
+
+
 # -- where files are found -------------------------------------------------------------------------------------------
 
 
@@ -236,6 +261,24 @@ def test_split_model_is_found_by_any_of_its_files(directory: Path, tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"lacks m-00002-of-00003.gguf of the 3 files"):
         find_model(str(first))
         read_model(first)
+
+
+@pytest.mark.parametrize("value", ["x", [1, 2]])
+def test_split_numbers_of_wrong_types_are_refused(value: Any, directory: Path, tmp_path: Path) -> None:
+    """Bug: an array as split.count and a text as split.no raised ValueError and TypeError without the file's name."""
+    first = read_model(write_gguf(tmp_path / "x.gguf", directory))
+    wrong = np.array(value) if isinstance(value, list) else value
+    with pytest.raises(CheckpointError, match=r"x.gguf is one of .* files \(split.count\)"):
+        join([first._replace(metadata=first.metadata | {"split.count": wrong})])
+    headers = [first._replace(metadata={"split.count": 2}), first._replace(metadata={"split.no": wrong}, tensors={})]
+    with pytest.raises(CheckpointError, match=r"x.gguf says that it is file .* of its model \(split.no\)"):
+        join(headers)
+
+
+def test_directory_with_a_file_in_capitals_is_a_model(directory: Path, tmp_path: Path) -> None:
+    """Bug: the file alone was accepted as M.GGUF, but not its directory."""
+    path = write_gguf(tmp_path / "M.GGUF", directory)
+    assert find_model(str(tmp_path)) == (path, path)
 
 
 def test_directory_with_several_models_is_refused(directory: Path, tmp_path: Path) -> None:
@@ -288,7 +331,8 @@ def test_hub_name_without_such_a_file_lists_what_there_is(hub: None) -> None:
 
 
 def test_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    for name in (str(tmp_path / "x.gguf"), "x.gguf", "~nobody-here/x.gguf"):
+    """Bug: of a path such as ../m/x.gguf, the directory was taken for a repository of the hub."""
+    for name in (str(tmp_path / "x.gguf"), "x.gguf", "~nobody-here/x.gguf", "../m/x.gguf", "./m/x.gguf", "~/m/x.gguf"):
         with pytest.raises(CheckpointError, match=r"x.gguf' does not exist; a model in GGUF is FILE.gguf"):
             find_gguf(name)
 

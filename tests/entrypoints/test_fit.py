@@ -5,6 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from gguf_files import write_gguf
+from tiny_models import write_tiny_model
 
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan, make_plan
@@ -50,6 +52,12 @@ def test_fits_prefers_the_gpu_and_goes_beyond_the_rope_only_as_recommended() -> 
     assert by_context[32768].is_resident and not by_context[131072].is_resident
     assert by_context[131072].kv_bytes == 18 * GIB
     assert not fits(machine("RTX 4090", host_gib=20), ["qwen3-8b"], "fp8", 131072)  # 70% of it is less than 18 GiB
+
+
+def test_fits_of_a_quantized_gguf_file_quantizes_no_further(tmp_path: Path) -> None:
+    """Bug: `plan --fit --model FILE.gguf` was refused with a message about --quantization, which was not given."""
+    path = write_gguf(tmp_path / "x.gguf", write_tiny_model(tmp_path / "model", "llama"), types=["Q8_0"])
+    assert {fit.format for fit in fits(machine(), [str(path)])} == {"bfloat16"}
 
 
 def test_fit_table_names_bounds_as_projected_and_says_when_nothing_runs() -> None:

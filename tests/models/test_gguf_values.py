@@ -1,5 +1,9 @@
 """The values of GGUF's types: exactly those of the package `gguf`, for any bytes."""
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import gguf
 import numpy as np
 import pytest
@@ -8,9 +12,14 @@ from gguf_files import TYPES, write_gguf
 from tiny_models import write_tiny_model
 
 from nanovllm.checkpoint import gguf as gguf_reader
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError
 from nanovllm.models.gguf_tensors import open_gguf
 from nanovllm.models.gguf_values import dequantize
+from nanovllm.models.loader import build_model
+
+ARGUMENTS: dict[str, Any] = {"max_model_len": 64, "dtype": torch.float32, "device": "meta"}
 
 
 def test_types_have_the_numbers_and_sizes_of_the_package() -> None:
@@ -55,3 +64,30 @@ def test_weight_with_values_that_are_not_finite_is_refused(tmp_path) -> None:
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"blk.1.ffn_up.weight in .*x.gguf has values that are not finite"):
         open_gguf(path)["model.layers.1.mlp.up_proj.weight"].read()
+
+
+def test_two_tensors_of_one_weight_are_refused(tmp_path: Path) -> None:
+    """Bug: the second tensor replaced the first, and the model ran with the wrong one."""
+    directory = write_tiny_model(tmp_path / "model", "qwen3")
+    for other in ("blk.00.ffn_norm.weight", "blk.0.post_attention_norm.weight", "model.norm.weight"):
+        path = write_gguf(
+            tmp_path / f"{other}.gguf",
+            directory,
+            metadata=lambda writer, name=other: writer.add_tensor(name, np.ones(64, np.float32)),  # type: ignore[misc]
+        )
+        with pytest.raises(CheckpointError, match=r"norm.weight in .* are the same weight"):
+            open_gguf(path)
+
+
+def test_missing_and_unknown_tensors_are_refused_without_a_word_of_config_json(tmp_path: Path) -> None:
+    """Bug: the remedy was to check config.json, which a GGUF file does not have."""
+    directory = write_tiny_model(tmp_path / "model", "qwen3")
+    path = write_gguf(
+        tmp_path / "x.gguf", directory, metadata=lambda writer: writer.add_tensor("more.weight", np.ones(4, np.float32))
+    )
+    config, _ = ModelConfig.from_pretrained(str(path))
+    with pytest.raises(CheckpointError, match=r"x.gguf has weights unknown to the model: more.weight; download"):
+        build_model(config, TPGroup(), **ARGUMENTS, directory=path)
+    with pytest.raises(CheckpointError, match=r"x.gguf misses weights: model.layers.2.*; download the file again"):
+        longer = replace(config, num_layers=3, layer_kinds=("attention",) * 3)
+        build_model(longer, TPGroup(), **ARGUMENTS, directory=path)

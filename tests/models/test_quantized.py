@@ -275,6 +275,19 @@ def test_layers_that_config_json_leaves_unquantized() -> None:
             parse_quantization({"quant_method": "fp8", "modules_to_not_convert": wrong})
 
 
+def test_wildcards_of_modelopt_may_begin_a_name() -> None:
+    """Bug: every name was compiled as a regular expression, so "*gate" of a real config.json was refused."""
+    given = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.mlp.gate*"]}
+    found = parse_quantization(given | {"exclude_modules": ["*self_attn*"]})
+    assert found is not None
+    for layer in ("lm_head", "model.layers.0.mlp.gate", "model.layers.1.self_attn.q_proj"):
+        assert found.format_of(layer) is None
+    assert found.format_of("model.layers.0.mlp.up_proj") is not None
+    assert parse_quantization({"quant_method": "fp8", "ignored_layers": ["*(gate"]}) is not None
+    with pytest.raises(CheckpointError, match=r"ignore has 're:\*gate', which is not a regular expression"):
+        parse_quantization(given | {"ignore": ["re:*gate"]})
+
+
 def test_quantized_experts_in_one_tensor_are_refused_by_name(tmp_path: Path) -> None:
     """Regression: the message asked to download the model again, because of a scale that has another name."""
     plain = write_tiny_model(tmp_path / "plain", "qwen3_moe")

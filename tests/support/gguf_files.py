@@ -167,6 +167,8 @@ def _add_metadata(writer: Any, config: dict[str, Any], stored: dict[str, torch.T
         writer.add_rope_scaling_factor(rope["factor"])
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "attention_factor" in rope:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
     if config.get("intermediate_size"):

@@ -77,6 +77,17 @@ def test_byte_level_tokenizer_has_the_ids_and_texts_of_the_original(rule: str) -
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_bos_is_added_as_in_llama_cpp_if_the_file_does_not_say(rule: str) -> None:
+    """Bug: files of Llama 3 and Mistral lacked bos unless they had add_bos_token, which converters of 2024 left out."""
+    original, file = of_rule(rule)
+    entries = {name: value for name, value in file.metadata.items() if name != "tokenizer.ggml.add_bos_token"}
+    bos = [original.token_to_id("<s>")] if rule in ("llama-bpe", "tekken") else []
+    assert make_tokenizer(file._replace(metadata=entries)).encode("") == bos
+    says_no = file._replace(metadata=entries | {"tokenizer.ggml.add_bos_token": False})
+    assert make_tokenizer(says_no).encode("") == []
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_long_texts_are_tokenized_in_parts(rule: str) -> None:
     """Texts are cut only for known patterns, so the patterns must be those of tokenizer.json."""
     assert (find_cuts(make_tokenizer(of_rule(rule)[1])) is not None) == (rule != "smollm")
@@ -141,6 +152,20 @@ def test_tokenizers_that_cannot_be_made_are_refused() -> None:
     for name, value, message in cases:
         with pytest.raises(CheckpointError, match=message):
             make_tokenizer(file._replace(metadata={**file.metadata, f"tokenizer.ggml.{name}": value}))
+
+
+WRONG: tuple[Any, ...] = ("x", 3, True, np.array([1, 2]), ["a"])
+
+
+def test_entries_of_wrong_types_are_refused_by_name() -> None:
+    """Bug: such entries raised TypeError and ValueError, which name neither the entry nor the file."""
+    file = of_rule("qwen2")[1]
+    for name in ("model", "pre", "tokens", "token_type", "merges", "bos_token_id", "add_bos_token", "chat_template"):
+        key = "tokenizer.chat_template" if name == "chat_template" else f"tokenizer.ggml.{name}"
+        for value in WRONG:
+            if type(value) is not type(file.metadata.get(key, "")):
+                with pytest.raises(CheckpointError, match=r"x.gguf"):
+                    make_tokenizer(file._replace(metadata={**file.metadata, key: value}))
 
 
 def test_real_tokenizer_has_the_ids_that_transformers_gives(smollm2_tokenizer: Path) -> None:
