@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, cast
 
 from nanovllm.checkpoint.gguf import GGUFModel, is_gguf, join, read_header, read_model, split_paths
 from nanovllm.errors import CheckpointError
@@ -67,13 +67,17 @@ class _RemoteFile:
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
         wanted = f"bytes={self._position}-{self._position + num_bytes - 1}"
+        headers = build_hf_headers() | {"Range": wanted}
         try:
-            response: Any = get_session().get(self._url, headers=build_hf_headers() | {"Range": wanted})
-            hf_raise_for_status(response)
+            with get_session().stream("GET", self._url, headers=headers) as response:
+                if response.status_code == 200:  # the whole file would follow
+                    raise ValueError("the server does not send parts of files")
+                content = bytes(response.read())
+                hf_raise_for_status(response)
         except Exception as error:
             raise CheckpointError(f"{self._url} could not be read: {error}") from error
-        self._position += len(response.content)
-        return bytes(response.content)
+        self._position += len(content)
+        return content
 
 
 def find_gguf(model: str) -> GGUFSource | None:

@@ -378,7 +378,7 @@ def _auto_round_format(given: Mapping[str, Any]) -> Quantization:
 
 
 def _modelopt(given: Mapping[str, Any]) -> Quantization:
-    _choose(given, "quant_algo", ("NVFP4",))
+    _choose(given, "quant_algo", ("NVFP4", "W4A16_NVFP4"))
     names = (*_names(given, "ignore"), *_names(given, "exclude_modules"))
     ignored = (f"re:{translate(name)}" if "*" in name else name for name in names)
     return Quantization(method="modelopt", bits=4, is_fp4=True, block=(1, 16), ignored=tuple(ignored))

@@ -19,7 +19,6 @@ from nanovllm.entrypoints.planner import CONTEXTS, SETTINGS, fit_table, fits
 from nanovllm.errors import ConfigError
 
 GIB = 2**30
-ROOT = Path(__file__).parents[3]
 
 
 def machine(name: str = "RTX 4070", host_gib: int = 64) -> Machine:

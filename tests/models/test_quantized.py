@@ -547,7 +547,10 @@ def test_formats_that_are_not_supported_are_refused_by_name() -> None:
         (group() | {"format": "nvfp4-pack-quantized"}, r"weights\.type='int' is not supported; supported are 'float'"),
         (group(type="float") | {"format": "nvfp4-pack-quantized"}, r"group_size=32 is not supported; supported are 16"),
         (group() | {"config_groups": {}}, r"config_groups={} must be an object with groups"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo='FP8' is not supported; supported are 'NVFP4'"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+            "quant_algo='FP8' is not supported; supported are 'NVFP4', 'W4A16_NVFP4'",
+        ),
         (auto_round | {"bits": 2}, "bits=2"),
         (auto_round | {"packing_format": "auto_round:llm_compressor"}, "packing_format='auto_round:llm_compressor'"),
         (auto_round | {"extra_config": {"x": 16}}, "extra_config={'x': 16}"),
