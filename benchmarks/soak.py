@@ -145,7 +145,8 @@ def texts_of(path: str, payload: bytes, is_stream: bool, num_choices: int) -> li
 
 
 def _events(payload: bytes) -> list[Json]:
-    *events, done = [event[6:] for event in payload.decode().split("\n\n") if event]
+    # Lines that begin with a colon are comments, which keep a slow stream alive
+    *events, done = [line[6:] for line in payload.decode().splitlines() if line.startswith("data: ")] or [""]
     if done != "[DONE]":
         raise ValueError("the stream has no end")
     return [json.loads(event) for event in events]

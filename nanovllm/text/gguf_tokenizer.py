@@ -15,7 +15,7 @@ from nanovllm.checkpoint.gguf_config import NORMAL_TOKEN
 from nanovllm.errors import CheckpointError
 from nanovllm.text.split_patterns import PATTERNS
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # kinds in tokenizer.ggml.token_type
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # kinds in tokenizer.ggml.token_type
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _RULES = {  # tokenizer.ggml.pre -> the pattern of split_patterns.py
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "Llama 3"),

@@ -9,7 +9,16 @@ import pytest
 from http_server import http_server, web_client
 
 from nanovllm import AsyncLLM
+from nanovllm.entrypoints.server.answers import EventStream
 from nanovllm.models.retrieval_model import build_retrieval_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_events_for_silence() -> Iterator[None]:
+    """A machine that stands still for MAX_SILENCE_S would add events to the streams of the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EventStream.__init__, "__defaults__", (1e6,))
+        yield
 
 
 @pytest.fixture(scope="session")

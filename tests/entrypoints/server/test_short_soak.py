@@ -42,3 +42,10 @@ def test_faults_are_noticed() -> None:
 def test_answer_without_a_good_end_is_a_fault(path: str, payload: bytes, is_stream: bool) -> None:
     with pytest.raises(ValueError):
         texts_of(path, payload, is_stream, 1)
+
+
+def test_comments_in_a_stream_are_no_part_of_the_answer() -> None:
+    """Regression: the soak found faults beside other load, because a slow server keeps its streams alive."""
+    event = b'data: {"choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}\n\n'
+    payload = b": no new text yet\n\n" + event + b": no new text yet\n\ndata: [DONE]\n\n"
+    assert texts_of(COMPLETIONS, payload, True, 1) == ["x"]
