@@ -89,7 +89,10 @@ def test_verify_on_a_gpu_agrees_and_reports_rates_beside_bounds(dtype: str, caps
     assert main(["verify", "--model", "demo", "--dtype", dtype, "--device", "cuda"]) == 0
     for path in report_of(capsys.readouterr().out)["paths"][2:]:
         assert path["num_work"] > 0 and path["link_byte_per_s"] > 1e9
-        assert path["decode_tok_per_s"] < path["decode_bound_tok_per_s"]
+        if "guesses" in path["path"] or "shadow" in path["path"]:
+            assert path["decode_bound_tok_per_s"] is None
+        else:
+            assert path["decode_tok_per_s"] < path["decode_bound_tok_per_s"]
 
 
 def test_compare_goes_on_after_a_tie_and_after_another_token(tiny: str) -> None:
