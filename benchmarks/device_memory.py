@@ -3,8 +3,8 @@
 Each case runs in a separate process. The memory of the process is the decrease of free memory on the device since
 before the process began, including CUDA's own memory, so nothing else may use the GPU meanwhile. The memory is read
 when CUDA has started, when the engine is ready, and after the engine has served requests: a prompt of nearly 40,960
-tokens, or the longest that fits, then two such prompts together, then many short prompts, all sampled with filters. The
-plan is made before the engine starts, in the same way as by `nanovllm plan`.
+tokens, or the longest that fits, then two such prompts together, then one whose tokens are scored, then many short
+prompts, all sampled with filters. The plan is made before the engine starts, in the same way as by `nanovllm plan`.
 
 nanovllm/capacity/costs.py holds the constants of the estimates. To fit them: `cuda_bytes` is the context before
 anything is loaded. `unreserved_bytes` minus the context is graphs and kernels loaded later; the case `no-graphs` runs
@@ -16,7 +16,7 @@ import json
 import random
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.engine.setup import find_machine
+from nanovllm.sampling_params import MAX_LOGPROBS
 
 GIB = 2**30
 README = {"model": "qwen3-0.6b", "max_model_len": 40960, "enable_cpu_offload": True, "num_gpu_blocks": 8}
@@ -108,6 +109,8 @@ def serve(llm: LLM, num_short_prompts: int) -> None:
     for num_prompts in (1, 2):  # two together, because a short prompt alone does not fill the token budget
         prompts = [random_prompt(rng, num_tokens, vocab_size) for _ in range(num_prompts)]
         llm.generate(prompts, params, use_tqdm=False)
+    scored = replace(params, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
+    llm.generate([random_prompt(rng, num_tokens, vocab_size)], scored, use_tqdm=False)
     prompts = [random_prompt(rng, rng.randint(1, 30), vocab_size) for _ in range(num_short_prompts)]
     llm.generate(prompts, params, use_tqdm=False)
 

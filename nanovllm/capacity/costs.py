@@ -44,6 +44,7 @@ WORKSPACE_BYTES = 32 * MIB  # with compute capability 9.0 and above
 OLD_WORKSPACE_BYTES = 8320 * 2**10  # below 9.0
 GRAPH_LAYER_BYTES = 12 * 2**10  # a layer of one instantiated graph, about a dozen kernels; 10 to 50 MiB for all graphs
 GRAPH_POOL_BYTES = 4 * MIB  # two pages of torch's allocator, in addition to the activations of the pool's graphs
+DRAFTING_BYTES = 300 * MIB  # kernels and graph pools of drafts from a shadow, beyond the above: 350 to 490 MiB measured
 INPUT_BYTES_PER_ROW = 8 * 14  # token, position, cell, lengths and sampling parameters of a sequence
 MIXED_INPUT_BYTES_PER_TOKEN = 8 * 6  # the same for a token of a step with chunks
 ALLOCATOR_SHARE = 0.4  # memory that torch's allocator cannot reuse for other sizes or streams, relative to activations
@@ -351,8 +352,13 @@ def device_memory(
         activation_bytes=int(activations * (1 + ALLOCATOR_SHARE)) if is_gpu else activations,
         graph_bytes=_graph_bytes(config, model, spec, num_rows) if has_graphs else 0,
         workspace_bytes=NUM_WORKSPACES * workspace if is_gpu else 0,
-        context_bytes=CONTEXT_BYTES + NCCL_BYTES * (config.tensor_parallel_size > 1) if is_gpu else 0,
+        context_bytes=_context_bytes(config, spec) if is_gpu else 0,
     )
+
+
+def _context_bytes(config: Config, spec: KVCacheSpec) -> int:
+    nccl_bytes = NCCL_BYTES if config.tensor_parallel_size > 1 else 0
+    return CONTEXT_BYTES + nccl_bytes + (DRAFTING_BYTES if wants_shadow(config, spec) else 0)
 
 
 def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_rows: int) -> int:

@@ -92,7 +92,7 @@ def test_check_start_engine_that_cannot_start_says_why() -> None:
             r"457 blocks needs 199.94 GiB, but only 100.00 GiB .*(; |, or )lower cpu_memory_gb to",
         ),
         (OFFLOAD | {"cpu_memory_gb": 0.1}, "cpu_memory_gb=0.1 is less than one block of 448.00 MiB; .*raise cpu_mem"),
-        (OFFLOAD | {"num_gpu_blocks": 300}, r"num_gpu_blocks=300 \(131.25 GiB\).*; lower num_gpu_blocks to 279"),
+        (OFFLOAD | {"num_gpu_blocks": 300}, r"num_gpu_blocks=300 \(131.25 GiB\).*; lower num_gpu_blocks to 278"),
         (
             {"num_kvcache_blocks": 5000},
             r"weights \(1.11 GiB\), num_kvcache_blocks=5000 \(136.72 GiB\) and the logits \(148.38 MiB\) need "
