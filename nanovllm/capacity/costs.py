@@ -249,7 +249,7 @@ def decode_bytes(
     weights = _layers_bytes(config, model, num_sequences, is_packed=True)
     weights += model.hidden_size * model.vocab_size * itemsize(config, model)
     states = kv_cache_spec(config, model, config.tensor_parallel_size).states
-    state_bytes = 0 if states is None else 2 * num_sequences * (states.conv_bytes + states.matrix_bytes)
+    state_bytes = 2 * num_sequences * states.state_bytes
     return weights / config.tensor_parallel_size + num_keys * kv_bytes_per_token + state_bytes
 
 
@@ -405,7 +405,7 @@ def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows
         mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)
         kinds.append(mixed)
         num_bytes += layer_bytes(config, model, mixed[-1].num_tokens)
-    if spec.states is not None:
+    if spec.is_recurrent:
         # In a recurrent layer each row has room for its new tokens and for all tokens that may be replayed
         num_verifying = verifying_graph_sizes(num_rows)[-1] if verifies else 0
         num_tokens = num_rows * (1 + config.max_guesses) + num_verifying * (1 + 2 * config.max_guesses)

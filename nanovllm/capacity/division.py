@@ -69,12 +69,10 @@ def divide_memory(
     If `shadow` is None, its size depends on the room: with offload the shadow should hold all CPU blocks, and if
     num_gpu_blocks is not given, it gets half of the room for pages and slots. Without offload, each block has a page.
     """
-    num_slots = 0
-    if spec.states is not None:
-        room_bytes -= spec.draft_bytes(num_cpu_blocks)
-        free_bytes = room_bytes - given * spec.block_bytes if given else room_bytes // 2
-        num_slots = num_state_slots(config, spec.states, free_bytes)
-        room_bytes -= num_slots * spec.states.slot_bytes
+    room_bytes -= spec.draft_bytes(num_cpu_blocks)
+    free_bytes = room_bytes - given * spec.block_bytes if given else room_bytes // 2
+    num_slots = num_state_slots(config, spec.states, free_bytes)
+    room_bytes -= num_slots * spec.states.slot_bytes
     least = given
     if not wants_shadow(config, spec):
         shadow = NO_SHADOW

@@ -100,13 +100,12 @@ class CapacityPlan:
 
     @property
     def state_bytes(self) -> int:
-        return self.num_state_slots * self.spec.states.slot_bytes if self.spec.states is not None else 0
+        return self.num_state_slots * self.spec.states.slot_bytes
 
     @property
     def snapshot_bytes(self) -> int:
         """Size of the snapshots of all ranks together, in CPU memory."""
-        states = self.spec.states
-        return 0 if states is None else self.num_snapshots * states.snapshot_bytes * self.config.tensor_parallel_size
+        return self.num_snapshots * self.spec.states.snapshot_bytes * self.config.tensor_parallel_size
 
     @property
     def shadow_bytes(self) -> int:
@@ -143,7 +142,7 @@ class CapacityPlan:
             by_limit |= {"the slots": self.num_gpu_blocks, "the CPU pool": num_sequences_in(self.num_cpu_blocks, each)}
         else:
             by_limit |= {"the KV cache": num_sequences_in(self.num_gpu_blocks, each)}
-        if self.spec.states is not None:
+        if self.spec.is_recurrent:
             by_limit["the state slots"] = max_stateful_seqs(self.config, self.spec.states, self.num_state_slots)
         limit = min(by_limit, key=by_limit.__getitem__)
         return Capacity(by_limit[limit], limit)
@@ -340,7 +339,7 @@ def _num_snapshots(config: Config, machine: Machine, spec: KVCacheSpec, num_bloc
     take at most the larger of MAX_SNAPSHOT_BYTES and an eighth of the CPU pool. With a disk the number is at least two,
     because one state may be in use while another state is read.
     """
-    if spec.states is None or not config.enable_prefix_caching:
+    if not spec.is_recurrent or not config.enable_prefix_caching:
         return 0
     pool_bytes = num_blocks * spec.block_bytes if config.enable_cpu_offload else 0
     host_bytes = int(machine.host_bytes * MAX_SNAPSHOT_SHARE) // config.tensor_parallel_size - pool_bytes
@@ -408,8 +407,7 @@ def _sizes(
     without = at_least_usable(divide(shadow=NO_SHADOW))
     if not plan_of(without).num_missing_blocks:
         return without
-    if spec.states is not None:
-        room -= without.num_state_slots * spec.states.slot_bytes
+    room -= without.num_state_slots * spec.states.slot_bytes
     shadows = auto_shadows(config, spec, room, given=given, num_cpu_blocks=num_cpu_blocks, max_model_len=limit)
     choices = [at_least_usable(divide(shadow=shadow)) for shadow in shadows]
     if not (machine.memory_byte_per_s and machine.link_byte_per_s):

@@ -157,9 +157,7 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
             config, spec, num_bytes, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks, shadow=shadow
         )
         draft_bytes = spec.draft_bytes(num_cpu_blocks)
-        num_bytes -= draft_bytes
-        if spec.states is not None:
-            num_bytes -= sizes.num_state_slots * spec.states.slot_bytes
+        num_bytes -= draft_bytes + sizes.num_state_slots * spec.states.slot_bytes
         fitting = max(0, num_bytes) // spec.block_bytes if given else sizes.num_gpu_blocks
         if fitting < max(given, least):
             # Leave a reserve: another start may measure some MiB more, because memory fragments differently
@@ -183,7 +181,7 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
 
 def _max_num_seqs(config: Config, spec: KVCacheSpec, sizes: KVCacheSizes) -> int:
     """Return the most sequences that run together. With recurrent layers, each sequence needs a state slot."""
-    if spec.states is None:
+    if not spec.is_recurrent:
         return config.max_num_seqs
     return min(config.max_num_seqs, max_stateful_seqs(config, spec.states, sizes.num_state_slots))
 
@@ -221,7 +219,7 @@ def _make_step_bound(setup: EngineSetup, times: ChunkTimes, link_byte_per_s: flo
 
 
 def _chunk_times(setup: EngineSetup) -> ChunkTimes:
-    has_graphs = setup.device.type == "cuda" and not setup.config.enforce_eager and setup.plan.spec.states is None
+    has_graphs = setup.device.type == "cuda" and not setup.config.enforce_eager and not setup.plan.spec.is_recurrent
     return ChunkTimes(token_keys(setup.model_config), MAX_GRAPH_CHUNK_TOKENS if has_graphs else 0)
 
 
@@ -256,9 +254,8 @@ def _least_load_tokens(setup: EngineSetup, executor: Executor) -> int:
         return 0
     rates = executor.call(Runner.apply, measure_disk)
     token_bytes = spec.block_bytes // spec.block_size
-    state_bytes = 0 if spec.states is None else spec.states.state_bytes
     flop = partial(prefill_flop, plan.config, plan.model)
-    least_tokens = least_load_tokens(rates, flop, token_bytes, state_bytes, setup.max_model_len)
+    least_tokens = least_load_tokens(rates, flop, token_bytes, spec.states.state_bytes, setup.max_model_len)
     logger.info(
         "KV on disk: computing %.0f tokens/s, reading %.2f GB/s: prefixes are loaded from %d tokens on",
         *(rates.num_tokens / rates.prompt_s, rates.read_byte_per_s / 1e9, least_tokens),
@@ -283,8 +280,7 @@ def smallest_sizes(spec: KVCacheSpec, num_cpu_blocks: int, shadow_bits: int) -> 
 
     shadow_bits: 0 without a shadow.
     """
-    num_state_slots = int(spec.states is not None)
-    return KVCacheSizes(1, num_cpu_blocks, int(shadow_bits > 0), shadow_bits, num_state_slots)
+    return KVCacheSizes(1, num_cpu_blocks, int(shadow_bits > 0), shadow_bits, int(spec.is_recurrent))
 
 
 def _make_companions(config: Config, sizes: KVCacheSizes, spec: KVCacheSpec) -> list[Companion]:

@@ -137,13 +137,13 @@ def first_token_s(plan: CapacityPlan) -> float | None:
 
 def disk_states(plan: CapacityPlan) -> int:
     """Return the number of states of recurrent layers on disk for a document of `context` tokens."""
-    return 0 if plan.spec.states is None else num_document_states(plan.context, _prefix_tokens(plan))
+    return num_document_states(plan.context, _prefix_tokens(plan)) if plan.spec.is_recurrent else 0
 
 
 def disk_bytes(plan: CapacityPlan) -> int:
     """Return the size on disk of a document of `context` tokens, on all ranks."""
-    state_bytes = 0 if plan.spec.states is None else plan.spec.states.state_bytes
-    of_rank = document_disk_bytes(plan.context, plan.kv_bytes_per_token, state_bytes, _prefix_tokens(plan))
+    state_bytes, prefix_tokens = plan.spec.states.state_bytes, _prefix_tokens(plan)
+    of_rank = document_disk_bytes(plan.context, plan.kv_bytes_per_token, state_bytes, prefix_tokens)
     return of_rank * plan.config.tensor_parallel_size
 
 
@@ -213,7 +213,7 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
 
 
 def _states_remark(plan: CapacityPlan) -> str:
-    if plan.spec.states is None:
+    if not plan.spec.is_recurrent:
         return ""
     num_seqs = max_stateful_seqs(plan.config, plan.spec.states, plan.num_state_slots)
     return f"of {num_seqs} sequence{'s' * (num_seqs > 1)}, {format_bytes(plan.spec.states.slot_bytes)} each"

@@ -52,20 +52,21 @@ class StagingSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec:
-    """Shape of the recurrent state of one sequence on one rank (see kernels/state_tensors.py).
+    """Shape of the recurrent state of one sequence on one rank (see kernels/state_tensors.py), with sizes of 0 if no
+    layer is recurrent.
 
     A slot on the GPU and a snapshot in CPU memory hold a state and the inputs of the last draft tokens. A slot also
     holds the draft head's outputs for the last tokens.
     """
 
-    num_layers: int  # recurrent layers
-    conv_channels: int
-    conv_tokens: int  # inputs of the convolution that the state holds: the convolution's width - 1
-    num_value_heads: int
-    key_head_dim: int
-    value_head_dim: int
-    itemsize: int  # bytes per element of the convolution's inputs; the matrices are in fp32
-    max_guesses: int
+    num_layers: int = 0  # recurrent layers
+    conv_channels: int = 0
+    conv_tokens: int = 0  # inputs of the convolution that the state holds: the convolution's width - 1
+    num_value_heads: int = 0
+    key_head_dim: int = 0
+    value_head_dim: int = 0
+    itemsize: int = 0  # bytes per element of the convolution's inputs; the matrices are in fp32
+    max_guesses: int = 0
     draft_size: int = 0  # numbers in the draft head's output for a token, or 0 without a draft head
 
     @property
@@ -109,7 +110,7 @@ class KVCacheSpec:
     head_dim: int
     itemsize: int  # bytes per element
     staging: StagingSizes = StagingSizes()
-    states: StateSpec | None = None  # or None if no layer is recurrent
+    states: StateSpec = StateSpec()
 
     @property
     def layer_block_bytes(self) -> int:
@@ -122,8 +123,13 @@ class KVCacheSpec:
         return self.num_layers * self.layer_block_bytes
 
     @property
+    def is_recurrent(self) -> bool:
+        """True if sequences have states."""
+        return self.states.num_layers > 0
+
+    @property
     def has_draft_head(self) -> bool:
-        return self.states is not None and self.states.draft_size > 0
+        return self.states.draft_size > 0
 
     def draft_bytes(self, num_cpu_blocks: int) -> int:
         """Return the size of the draft head's K and V on the GPU with offload: one page for each CPU block.
@@ -187,10 +193,10 @@ def kv_cache_spec(
     )
 
 
-def _state_spec(config: Config, model: ModelConfig, tp_size: int, itemsize: int) -> StateSpec | None:
+def _state_spec(config: Config, model: ModelConfig, tp_size: int, itemsize: int) -> StateSpec:
     r = model.recurrent
     if r is None:
-        return None
+        return StateSpec()
     return StateSpec(
         num_layers=model.num_recurrent_layers,
         conv_channels=r.conv_channels // tp_size,
@@ -220,7 +226,11 @@ def max_stateful_seqs(config: Config, states: StateSpec, num_state_slots: int) -
 
 
 def num_state_slots(config: Config, states: StateSpec, room_bytes: int) -> int:
-    """Return the number of state slots for max_num_seqs sequences, or as many as fit, but enough for one sequence."""
+    """Return the number of state slots for max_num_seqs sequences, or as many as fit, but enough for one sequence.
+    Without states it is 0.
+    """
+    if not states.num_layers:
+        return 0
     others = 1 + num_spare_state_slots(config, states)
     return max(others + 1, min(others + config.max_num_seqs, room_bytes // states.slot_bytes))
 

@@ -260,7 +260,6 @@ class HeadSetup:
 
     def allocate(self, memory: KVMemory) -> DraftHead:
         states = memory.spec.states
-        assert states is not None, "the results of the draft head are stored with states"
         k_pool, v_pool = memory.make_pool(self.num_cpu_blocks, num_layers=1) if self.num_cpu_blocks else memory.cache
         return DraftHead(
             (k_pool[-1], v_pool[-1]),

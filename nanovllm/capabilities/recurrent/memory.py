@@ -129,7 +129,6 @@ class StateSetup:
     num_snapshots: int
 
     def allocate(self, memory: KVMemory) -> StateMemory:
-        assert memory.spec.states is not None, "no layer is recurrent"
         return StateMemory(memory.spec.states, memory.dtype, memory.device, self.num_slots, self.num_snapshots)
 
     def make_drafts(self, companion: CompanionMemory) -> None:
