@@ -69,14 +69,21 @@ def measure_kv_room(
     engine could use. `companions`: of the smallest possible size. Raises ConfigError if memory runs out.
     """
     if runner.device.type == "cuda":
-        profile = profile_memory(runner, num_cpu_blocks, most_gpu_blocks, companions)
+        room_bytes = int(torch.cuda.mem_get_info()[1] * runner.config.gpu_memory_utilization) - used_bytes()
+        fitting = _least_of_ranks(
+            runner, room_bytes // runner.spec.block_bytes
+        )  # with the weights but without activations
+        profile = profile_memory(runner, num_cpu_blocks, min(most_gpu_blocks, max(1, fitting)), companions)
         num_bytes, room = profile.free_bytes, str(profile)
     else:  # the blocks share this memory with the model and with everything else on the machine
         num_bytes = int(available_host_bytes() * runner.config.gpu_memory_utilization / 2) // runner.tp.size
         num_bytes -= runner.spec.staging_bytes if num_cpu_blocks else 0
         room = f"{format_bytes(max(0, num_bytes))} of memory is available"
-    available = torch.tensor([max(0, num_bytes)], device=runner.device)
-    return int(runner.tp.all_gather(available).min()), room
+    return _least_of_ranks(runner, max(0, num_bytes)), room
+
+
+def _least_of_ranks(runner: ModelRunner, number: int) -> int:
+    return int(runner.tp.all_gather(torch.tensor([number], device=runner.device)).min())
 
 
 def measure_drafts(runner: ModelRunner) -> DraftTimes:

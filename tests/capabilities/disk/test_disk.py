@@ -71,7 +71,9 @@ def test_restarted_engine_reads_the_document_from_disk(model: Reference, path: P
             llm.assert_nothing_left()
         states = states_below(path)
         assert len(extents_below(path)) == (expected // BLOCK + 1 if spec.is_recurrent else HIT // BLOCK)
-        assert [file.stat().st_size for file in states] == ([4096 + spec.states.state_bytes] if spec.is_recurrent else [])
+        assert [file.stat().st_size for file in states] == (
+            [4096 + spec.states.state_bytes] if spec.is_recurrent else []
+        )
     assert stats["num_disk_misses"] == stats["num_waiting_for_disk"] == 0
     assert stats["num_disk_stored_bytes"] == 0, "what is on disk is not written again"
     assert stats["disk_read_byte_per_s"] > 0
