@@ -1,4 +1,6 @@
-"""The page in front of `nanovllm serve` with the built-in model, whose cache does not fit in its slots."""
+"""The page in front of `nanovllm serve` with the built-in model, whose cache does not fit in its slots, and with a real
+model.
+"""
 
 import os
 import random
@@ -7,13 +9,14 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 from page_actions import reload
 from page_server import OpenPage
 from playwright.sync_api import Page, expect
 from ports import reserved_port
+from smollm2 import gguf_directory
 from waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.browser
@@ -32,11 +35,11 @@ LINES = [f"{number:x}" for number in random.Random(0).sample(range(2**40), 300)]
 DOCUMENT = "\n".join([*LINES[:100], "The passkey is q7m2x9kd.", *LINES[100:]])  # 3,300 tokens
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+@contextmanager
+def serve(options: str) -> Iterator[str]:
     with reserved_port() as port:
         address = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "nanovllm", "serve", "--port", str(port), *OPTIONS.split()]
+        command = [sys.executable, "-m", "nanovllm", "serve", "--port", str(port), *options.split()]
         server = subprocess.Popen(command, env=os.environ | {"NANOVLLM_API_KEY": "s3cret", "OMP_NUM_THREADS": "1"})
         try:
             wait_until(lambda: server.poll() is not None or is_healthy(address))
@@ -45,6 +48,12 @@ def url() -> Iterator[str]:
         finally:
             server.terminate()
             assert server.wait(LIMIT_S) is not None
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serve(OPTIONS) as address:
+        yield address
 
 
 def is_healthy(address: str) -> bool:
@@ -102,6 +111,19 @@ def test_example_is_read_once_and_answered_rightly(url: str, open_page: OpenPage
     reload(page)  # it asks which blocks hold the document
     expect(page.locator("#documents")).to_contain_text(re.compile(r"tokens · (\d+% )?in the cache"))
     expect(page.locator(".answer .text")).to_have_text(list(ANSWERS.values()))
+
+
+def test_real_model_answers_in_a_conversation(open_page: OpenPage) -> None:
+    with serve(f"--model {gguf_directory()} --device cpu --max-model-len 2048 --num-kvcache-blocks 16") as address:
+        page = open_page(address)
+        page.get_by_role("textbox", name="Key").fill("s3cret")
+        page.keyboard.press("Enter")
+        expect(page.locator("#model")).to_contain_text("smollm2")
+        page.get_by_role("button", name="Settings").click()
+        page.get_by_label("Temperature").fill("0")
+        page.keyboard.press("Enter")
+        assert ask(page, "What is the capital of France?")[0] == "The capital of France is Paris."
+        assert "Italy" in ask(page, "And of Italy?")[0]  # it knows what "of Italy" refers to
 
 
 # Notes every state that a block was shown in.
