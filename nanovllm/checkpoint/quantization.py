@@ -16,9 +16,9 @@ codes in e4m3 have no zero. A format that is not in this list is refused by name
 A weight in e2m1 (FP4) has a scale in e4m3 for 16 columns and a scale for the whole weight (NVFP4), or a power of two
 for 32 columns (MXFP4). Its values replace it when it is loaded, on a GPU too.
 
-A checkpoint that is not quantized can be quantized at loading: QUANTIZATIONS. If a checkpoint in e4m3 asks for dynamic
-quantization of activations, some products quantize activations (layers/packed_weight.py). Otherwise activations and the
-KV cache have the model's dtype. Importing this module loads no torch.
+A checkpoint that is not quantized can be quantized at loading: QUANTIZATIONS. With fp8_dynamic, or if a checkpoint in
+e4m3 asks for dynamic quantization of activations, some products quantize activations (layers/packed_weight.py).
+Otherwise activations and the KV cache have the model's dtype. Importing this module loads no torch.
 """
 
 import math
@@ -47,7 +47,8 @@ class Quantization:
     is_symmetric: bool | None = False  # gptq: all zeros are the middle; None if config.json does not tell
     stores_less_one: bool = False  # zeros are stored less one; a word of zeros is computed modulo 2^32
     has_order: bool = False  # a tensor has the group of each column; if False, the tensor may be missing
-    has_fp8_activations: bool = False  # activations are quantized, too, with scales found at each product (dynamic)
+    # Products of many rows quantize activations, too, with scales found at each product (dynamic)
+    has_fp8_activations: bool = False
     ignored: tuple[str, ...] = ()  # parts of the names of layers that are not quantized; "re:" begins an expression
     # Names of layers with other formats, or expressions after "re:". The first that matches counts.
     exceptions: tuple[tuple[str, "Quantization"], ...] = ()
@@ -92,6 +93,13 @@ class Quantization:
         nested = layer.replace(_TEXT_ALONE, _NESTED, 1)
         return next((each for match, each in self._exceptions if match(layer) or match(nested)), None)
 
+    @property
+    def needs_fp8_products(self) -> bool:
+        """True if the user has asked for activations in fp8, so that a GPU without them must be refused. For a
+        checkpoint that asks for them, such a GPU keeps activations in 16 bits.
+        """
+        return self.is_online and self.has_fp8_activations
+
     def packing_problem(self, num_columns: int) -> str | None:
         """Return the reason why a GPU cannot pack a weight with `num_columns` columns on a rank, or None if it can."""
         if not self.stays_packed:
@@ -121,9 +129,20 @@ class Quantization:
         return frozenset(name.replace(_NESTED, _TEXT_ALONE, 1) for name in names)
 
 
+# torch.nn.functional.scaled_mm with a scale per row: cuBLAS multiplies on 9.0, CUTLASS on the others
+FP8_CAPABILITIES = "8.9, 9.0, 10.0 and 12.0"
+
+
+def can_multiply_fp8(capability: tuple[int, int]) -> bool:
+    """Return True if torch multiplies codes in fp8 with a scale per row on GPUs of this compute capability."""
+    return capability == (8, 9) or capability[0] in (9, 10, 12)
+
+
 _GATES = ("in_proj_a", "in_proj_b")  # small layers whose errors affect states for thousands of tokens
+_FP8 = Quantization(method=_ONLINE, bits=8, is_float=True, block=(1, 0), ignored=_GATES)
 QUANTIZATIONS = {  # formats to which a checkpoint in a float type can be quantized at loading
-    "fp8": Quantization(method=_ONLINE, bits=8, is_float=True, block=(1, 0), ignored=_GATES),
+    "fp8": _FP8,
+    "fp8_dynamic": replace(_FP8, has_fp8_activations=True),  # llm-compressor's FP8_DYNAMIC
     "int4": Quantization(method=_ONLINE, bits=4, block=(1, 128), ignored=_GATES),
 }
 

@@ -18,7 +18,15 @@ from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device import kernel_target
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import ConfigError
-from nanovllm.layers.packed_weight import PackedRows, PackedWeight, can_multiply_codes, new_parameter
+from nanovllm.layers.packed_weight import (
+    MAX_ROWS_BEFORE_CODES,
+    PackedRows,
+    PackedWeight,
+    can_multiply_codes,
+    fits_fp8_products,
+    new_parameter,
+    rounded_to_fp8,
+)
 from nanovllm.utils.arithmetic import ceil_div
 
 Weight: TypeAlias = nn.Parameter | PackedWeight
@@ -65,6 +73,15 @@ def new_weight(
     capability = kernel_target.target_of(device).capability
     multiplies_codes = can_multiply_codes(part_sizes, num_columns, quantization, dtype, capability)
     return PackedWeight(part_sizes, num_columns, quantization, multiplies_codes=multiplies_codes)
+
+
+def rounds_rows(part_sizes: Sequence[int], num_columns: int, quantization: Quantization | None) -> bool:
+    """Return True if a layer rounds its input as a product in fp8 does: with fp8_dynamic on a CPU, whose weights are
+    values instead of codes.
+    """
+    if quantization is None or not quantization.needs_fp8_products or torch.get_default_device().type == "cuda":
+        return False
+    return fits_fp8_products(part_sizes, num_columns, quantization)
 
 
 def weight_rows(weight: Weight, start: int, end: int) -> torch.Tensor | PackedRows:
@@ -133,6 +150,10 @@ def gate_up(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch
     return silu_and_mul(F.linear(x, weight, bias))
 
 
+def _input(x: torch.Tensor, rounds_rows: bool) -> torch.Tensor:
+    return rounded_to_fp8(x) if rounds_rows and len(x) > MAX_ROWS_BEFORE_CODES else x
+
+
 def sum_over_ranks(x: torch.Tensor, tp: TPGroup) -> torch.Tensor:
     """Sum over ranks, in place, of contiguous numbers. Hot: twice per layer."""
     if tp.inboxes is not None:
@@ -183,10 +204,11 @@ class MergedColumnParallelLinear(nn.Module):
         self.parts = parts or [share(layer, size, tp, "output features") for layer, size in enumerate(output_sizes)]
         part_sizes = [part.rows.stop - part.rows.start for part in self.parts]
         self.weight = new_weight(part_sizes, input_size, dtype=dtype, quantization=quantization)
+        self.rounds_rows = rounds_rows(part_sizes, input_size, quantization)
         self.bias = new_parameter(sum(part_sizes), dtype=dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(_input(x, self.rounds_rows), self.weight, self.bias)
 
     def weight_shards(self) -> Iterator[NamedShard]:
         end = 0
@@ -203,7 +225,7 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
     """The first half of a gated MLP, silu(gate) * up: [T, hidden_size] -> [T, intermediate_size / tp]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gate_up(x, self.weight, self.bias)
+        return gate_up(_input(x, self.rounds_rows), self.weight, self.bias)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -289,10 +311,11 @@ class RowParallelLinear(nn.Module):
         self.has_bias = bias
         local_size = divide(input_size, tp.size, "input features")
         self.weight = new_weight([output_size], local_size, dtype=dtype, quantization=quantization)
+        self.rounds_rows = rounds_rows([output_size], local_size, quantization)
         self.bias = new_parameter(output_size, dtype=dtype) if bias and tp.rank == 0 else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum_over_ranks(linear(x, self.weight, self.bias), self.tp)
+        return sum_over_ranks(linear(_input(x, self.rounds_rows), self.weight, self.bias), self.tp)
 
     def weight_shards(self) -> Iterator[NamedShard]:
         local_size = self.weight.shape[1]

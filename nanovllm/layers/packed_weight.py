@@ -1,9 +1,9 @@
 """PackedWeight: a quantized weight that stays packed, and its product with the rows of a step.
 
 For few rows a kernel multiplies the packed weight. For many rows the values are unpacked, part by part, and cuBLAS
-multiplies them (kernels/packed_values.py). If the checkpoint wants activations in fp8, the many rows are quantized
-instead, and cuBLAS multiplies the codes: see `can_multiply_codes`. On a CPU weights are not packed: their values are
-computed when they are loaded.
+multiplies them (kernels/packed_values.py). If the format wants activations in fp8, the many rows are quantized
+instead, and cuBLAS or CUTLASS multiplies the codes: see `can_multiply_codes`. On a CPU weights are not packed: their
+values are computed when they are loaded.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import ScalingType
 
-from nanovllm.checkpoint.quantization import Quantization
+from nanovllm.checkpoint.quantization import Quantization, can_multiply_fp8
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -27,6 +27,7 @@ MAX_ROWS_BEFORE_CODES = 64  # the same where cuBLAS can multiply the codes
 UNPACKED_BYTES = 64 * 2**20  # unpacked values that exist at a time
 _ALIGNED_ROWS = 128  # cuBLAS is slow if the parts of its results are not aligned
 _FP8_BLOCK = 128  # rows and columns that share a scale where cuBLAS multiplies blocks of codes
+_MIN_FP8_RANGE = 2.0**-100  # lower bound of the largest value of a row, as in kernels/quantizing.py
 _CHUNK_ROWS = 1024  # rows whose values are computed at a time, to limit the memory on top of the model
 
 
@@ -57,6 +58,18 @@ def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
+def fits_fp8_products(part_sizes: Sequence[int], num_columns: int, quantization: Quantization) -> bool:
+    """Return True if the format wants activations in fp8 and torch can multiply the codes of this weight by them.
+
+    The weight has a scale for each row, or for each block of 128 x 128, and neither parts nor ranks may cut a block.
+    """
+    if quantization.block == (_FP8_BLOCK, _FP8_BLOCK):
+        fits = not any(size % _FP8_BLOCK for size in (*part_sizes, num_columns))
+    else:
+        fits = quantization.block in ((1, 0), (0, 0)) and num_columns % 64 == 0 and sum(part_sizes) % 16 == 0
+    return quantization.has_fp8_activations and fits
+
+
 def can_multiply_codes(
     part_sizes: Sequence[int],
     num_columns: int,
@@ -64,17 +77,17 @@ def can_multiply_codes(
     dtype: torch.dtype,
     capability: tuple[int, int],
 ) -> bool:
-    """Return True if the checkpoint wants activations in fp8 and cuBLAS can multiply the codes of this weight by them.
+    """Return True if products of many rows multiply codes on this GPU. Blocks need compute capability 9.0."""
+    is_able = capability == (9, 0) if quantization.block[1] else can_multiply_fp8(capability)
+    return dtype == torch.bfloat16 and is_able and fits_fp8_products(part_sizes, num_columns, quantization)
 
-    The weight has a scale for each row, or for each block of 128 x 128, and neither parts nor ranks may cut a block.
-    cuBLAS supports blocks on compute capability 9.0 only, and scales per row were tested on no other GPU.
-    """
-    by_row = quantization.block in ((1, 0), (0, 0)) and num_columns % 64 == 0 and sum(part_sizes) % 16 == 0
-    by_block = quantization.block == (_FP8_BLOCK, _FP8_BLOCK) and not any(
-        size % _FP8_BLOCK for size in (*part_sizes, num_columns)
-    )
-    fits = quantization.has_fp8_activations and (by_row or by_block)
-    return fits and dtype == torch.bfloat16 and capability == (9, 0)
+
+def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Round rows [M, K] to the numbers that `quantize_rows` of kernels/quantizing.py stores as codes and a scale."""
+    largest = x.float().abs().amax(1, keepdim=True).clamp_(min=_MIN_FP8_RANGE)
+    most = torch.full_like(largest, torch.finfo(torch.float8_e4m3fn).max)  # a number would become its reciprocal
+    codes = (x.float() * (most / largest)).clamp_(-most, most).to(torch.float8_e4m3fn)
+    return (codes.float() * (largest / most)).to(x.dtype)
 
 
 class PackedWeight(nn.Module):

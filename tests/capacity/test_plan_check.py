@@ -1,6 +1,7 @@
 """Plans that are refused, and the options that a refusal names."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -246,6 +247,29 @@ def test_following_the_first_option_ends_in_a_plan_that_works_or_with_nothing_to
             num_helped += (refused := problem(plan)) is None
         assert refused is None or OTHERS in refused, (name, gpu, format, context, refused)
     assert num_helped > 0.7 * num_refused > 0.27 * (len(cases) if RUNS_ALL else len(cases) / 5)
+
+
+def test_fp8_dynamic_is_refused_by_name_where_torch_cannot_multiply_codes() -> None:
+    model = MODELS["qwen3-8b"].quantized("fp8_dynamic")
+    for name, dtype, message in (
+        (
+            "A100 80GB",
+            "auto",
+            r"^quantization=fp8_dynamic needs .* 8\.9, .* and A100 80GB has 8\.0; .*quantization=fp8",
+        ),
+        ("RTX 3090", "auto", r"has 8\.6; use another GPU, or use quantization=fp8, which"),
+        ("RTX 4090", "auto", None),
+        ("H100 SXM", "auto", None),
+        ("H100 SXM", "float16", r"multiplies in bfloat16 on a GPU, and dtype is float16; use dtype=bfloat16, or "),
+        ("RTX 5090", "bfloat16", None),
+        (None, "float32", None),
+    ):
+        machine = Machine.gpu(64 * GIB, find_gpu(name)) if name else Machine.cpu(64 * GIB)
+        config = Config(model="m", device="auto" if name else "cpu", dtype=dtype, max_num_batched_tokens=2048)
+        plan = make_plan(config, model, machine, context=1000, num_sequences=1)
+        for check in (check_start, check_plan):
+            with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+                check(plan)
 
 
 def test_columns_in_another_order_are_refused_for_a_gpu_before_anything_is_loaded() -> None:

@@ -222,6 +222,38 @@ def test_quantizing_while_loading_gives_the_values_of_the_rounded_weights(
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+def quantize_rows(module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    scales = args[0].abs().amax(-1, keepdim=True) / 448
+    return (args[0] / scales).to(torch.float8_e4m3fn).float() * scales, *args[1:]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_fp8_dynamic_quantizes_many_rows_on_a_cpu_and_not_the_rows_of_experts(
+    tmp_path: Path, architecture: str
+) -> None:
+    """The reference is a model of the rounded weights, each of whose linear layers is given quantized rows."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_heads": 4}
+    plain = write_tiny_model(tmp_path, architecture, max_position_embeddings=256, **sizes)  # type: ignore[arg-type]
+    for num_tokens, is_quantized in ((64, False), (65, True)):
+        prompt = random_prompt(num_tokens)
+        of_weights, reference = (load_model(plain, quantization="fp8") for _ in range(2))
+        for module in reference.modules():
+            if is_quantized and hasattr(module, "rounds_rows") and module.quantization is not None:
+                module.register_forward_pre_hook(quantize_rows)
+        logits, expected, weights_alone = (
+            run_logits(model, prompt)
+            for model in (load_model(plain, quantization="fp8_dynamic"), reference, of_weights)
+        )
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(logits, weights_alone) != is_quantized
+        assert (expected - weights_alone).abs().max() > 0.01 or not is_quantized, "this test cannot tell rounded rows"
+    # The columns of a rank share the scale of a row, so that two ranks have other errors than one, of the same size
+    first, second = run_ranks(2, lambda tp: run_logits(load_model(plain, tp, quantization="fp8_dynamic"), prompt))
+    assert torch.equal(first, second)
+    error, of_one = ((each - weights_alone).square().mean().sqrt() for each in (first, logits))
+    assert 0.5 * of_one < error < 2 * of_one
+
+
 def test_random_weights_of_a_quantized_model_are_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
     plain = write_tiny_model(tmp_path, hidden_size=128, intermediate_size=256, head_dim=64)
     model = load_model(plain, quantization="int4", load_format="dummy")
@@ -628,7 +660,7 @@ def test_activations_are_quantized_if_the_checkpoint_asks_for_scales_found_at_ea
     ):
         quantization = parse_quantization(given)
         assert quantization is not None and quantization.has_fp8_activations == expected, given
-    assert not any(each.has_fp8_activations for each in QUANTIZATIONS.values())
+    assert [name for name, each in QUANTIZATIONS.items() if each.has_fp8_activations] == ["fp8_dynamic"]
 
 
 def quantize_input(module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
