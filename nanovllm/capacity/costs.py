@@ -115,6 +115,23 @@ def packing_problem(config: Config, model: ModelConfig) -> str | None:
     return None
 
 
+def order_problem(config: Config, model: ModelConfig) -> str | None:
+    """Return the reason why a GPU cannot sort the columns of a quantized weight by group (desc_act), or None if it
+    can.
+    """
+    for size in _weights(model, "layers").sizes:
+        if size.quantization is None or not (size.quantization.has_order and size.quantization.block[1]):
+            continue
+        what = f"quant_method={size.quantization.method!r} has columns in another order (desc_act),"
+        remedy = "a checkpoint with desc_act=false, or device='cpu'"
+        if size.num_experts:
+            return f"{what} which is supported for experts on a CPU only; use {remedy}"
+        if size.split == "columns" and config.tensor_parallel_size > 1:
+            cut = "and a rank would have only some columns of each group"
+            return f"{what} {cut}; use tensor_parallel_size=1, {remedy}"
+    return None
+
+
 def _num_used(model: ModelConfig, size: _Size, num_tokens: int | None) -> float:
     """Return how many weights of this size in a layer a step of `num_tokens` tokens uses, or all if `num_tokens` is
     None.

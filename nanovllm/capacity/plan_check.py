@@ -7,7 +7,7 @@ planned, so one option alone may not be enough. But no option is named with whic
 from dataclasses import replace
 from math import ceil
 
-from nanovllm.capacity.costs import packing_problem, weight_bytes
+from nanovllm.capacity.costs import order_problem, packing_problem, weight_bytes
 from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, heads_problem, least_gpu_blocks
 from nanovllm.checkpoint.model_config import ModelConfig, rope_extension
 from nanovllm.checkpoint.quantization import FP8_CAPABILITIES, QUANTIZATIONS, can_multiply_fp8
@@ -130,10 +130,14 @@ def _cpu_problem(plan: CapacityPlan) -> str | None:
 
 
 def _format_problem(plan: CapacityPlan) -> str | None:
-    """Check that the GPU multiplies in fp8 if the user has asked for it. Machines without a GPU compute the same."""
+    """Check that the GPU can sort columns by group (desc_act), and that it multiplies in fp8 if the user has asked for
+    it. A CPU can do both.
+    """
     quantization, capability = plan.model.quantization, plan.machine.capability
-    if plan.machine.gpu_bytes is None or quantization is None or not quantization.needs_fp8_products:
+    if plan.machine.gpu_bytes is None or quantization is None:
         return None
+    if not quantization.needs_fp8_products:
+        return order_problem(plan.config, plan.model)
     chosen, instead = "quantization=fp8_dynamic", "or use quantization=fp8, which quantizes weights alone"
     if capability is not None and not can_multiply_fp8(capability):
         major, minor = capability

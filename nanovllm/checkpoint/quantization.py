@@ -9,7 +9,7 @@ codes in e4m3 have no zero. A format that is not in this list is refused by name
 - awq: integers of 4 bits (version gemm)
 - gptq: integers of 4 or 8 bits, with zeros stored unchanged (gptq_v2) or less one (gptq). Some files have the wrong one
   of these two names, so if all zeros are the middle of the codes (sym), the stored zeros determine the format.
-  `dynamic` has other settings for some layers
+  `dynamic` has other settings for some layers, in awq too
 - auto-round: packed as gptq or awq. `extra_config` has other settings for some layers
 - modelopt: NVFP4, e2m1
 
@@ -325,6 +325,10 @@ def _is_dynamic(activations: Any, weight_strategy: str) -> bool:
 
 
 def _awq(given: Mapping[str, Any]) -> Quantization:
+    return _with_dynamic(given, _awq_format)
+
+
+def _awq_format(given: Mapping[str, Any]) -> Quantization:
     bits = _choose({"bits": _either(given, "bits", "w_bit")}, "bits", (4,))
     for name in ("version", "format", "checkpoint_format"):  # GPTQModel writes the last two
         if str(given.get(name) or "gemm").lower() != "gemm":
@@ -337,13 +341,21 @@ def _awq(given: Mapping[str, Any]) -> Quantization:
 
 
 def _gptq(given: Mapping[str, Any]) -> Quantization:
-    dynamic = given.get("dynamic") or {}  # a key with "-:" leaves layers out; an empty value changes nothing
+    return _with_dynamic(given, _gptq_format)
+
+
+def _with_dynamic(given: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Quantization]) -> Quantization:
+    """Parse settings of which `dynamic`, written by GPTQModel, changes some for layers whose names match a key. A key
+    with "-:" leaves layers out, and an empty value changes nothing.
+    """
+    dynamic = given.get("dynamic") or {}
     if not isinstance(dynamic, dict) or not all(isinstance(value, dict | None) for value in dynamic.values()):
         raise _refusal("dynamic", dynamic)
     ignored = _checked("dynamic", [f"re:{key[2:]}" for key in dynamic if key.startswith("-:")])
     others = {f"re:{key.removeprefix('+:')}": value for key, value in dynamic.items() if value and key[:2] != "-:"}
-    exceptions = ((name, _gptq_format({**given, **others[name]})) for name in _checked("dynamic", others))
-    return replace(_gptq_format(given), ignored=ignored, exceptions=tuple(exceptions))
+    exceptions = ((name, parse({**given, **others[name]})) for name in _checked("dynamic", others))
+    default = parse(given)
+    return replace(default, ignored=(*default.ignored, *ignored), exceptions=tuple(exceptions))
 
 
 def _gptq_format(given: Mapping[str, Any]) -> Quantization:
@@ -393,7 +405,7 @@ def _auto_round_format(given: Mapping[str, Any]) -> Quantization:
     layouts = ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq", "auto_round:awq")
     if _choose(given, "packing_format", layouts, default=default).endswith("gptq"):
         return _gptq_format({**given, "desc_act": False, "checkpoint_format": "gptq"})
-    return _awq({**given, "zero_point": True})
+    return _awq_format({**given, "zero_point": True})
 
 
 def _modelopt(given: Mapping[str, Any]) -> Quantization:

@@ -62,17 +62,24 @@ class HasWeightShards(Protocol):
 
 
 def new_weight(
-    part_sizes: Sequence[int], num_columns: int, *, dtype: torch.dtype, quantization: Quantization | None
+    part_sizes: Sequence[int],
+    num_columns: int,
+    *,
+    dtype: torch.dtype,
+    quantization: Quantization | None,
+    sorts_columns: bool = True,
 ) -> Weight:
     """Make the weight of a layer with parts of these sizes, such as q, k and v. On a GPU a quantized
-    weight is packed.
+    weight is packed; `sorts_columns` as for PackedWeight.
     """
     device = torch.get_default_device()
     if quantization is None or not quantization.stays_packed or device.type != "cuda":
         return new_parameter(sum(part_sizes), num_columns, dtype=dtype)
     capability = kernel_target.target_of(device).capability
     multiplies_codes = can_multiply_codes(part_sizes, num_columns, quantization, dtype, capability)
-    return PackedWeight(part_sizes, num_columns, quantization, multiplies_codes=multiplies_codes)
+    return PackedWeight(
+        part_sizes, num_columns, quantization, multiplies_codes=multiplies_codes, sorts_columns=sorts_columns
+    )
 
 
 def rounds_rows(part_sizes: Sequence[int], num_columns: int, quantization: Quantization | None) -> bool:

@@ -28,6 +28,7 @@ UNPACKED_BYTES = 64 * 2**20  # unpacked values that exist at a time
 _ALIGNED_ROWS = 128  # cuBLAS is slow if the parts of its results are not aligned
 _FP8_BLOCK = 128  # rows and columns that share a scale where cuBLAS multiplies blocks of codes
 _MIN_FP8_RANGE = 2.0**-100  # lower bound of the largest value of a row, as in kernels/quantizing.py
+_ORDER_REMEDY = "a checkpoint with desc_act=false, or device='cpu'"
 _CHUNK_ROWS = 1024  # rows whose values are computed at a time, to limit the memory on top of the model
 
 
@@ -94,7 +95,8 @@ class PackedWeight(nn.Module):
     """Codes, scales and zeros of a weight [N, K], in uninitialised memory on the device of the `torch.device` context.
 
     part_sizes: rows of each part with separate scales, such as q, k and v. multiplies_codes: many rows
-    are multiplied in fp8. Raises ConfigError if groups or blocks do not fit.
+    are multiplied in fp8. sorts_columns: columns that are not in the order of their groups are sorted, and so are the
+    columns of x at each product. Raises ConfigError if groups or blocks do not fit.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class PackedWeight(nn.Module):
         quantization: Quantization,
         *,
         multiplies_codes: bool = False,
+        sorts_columns: bool = True,
     ) -> None:
         from nanovllm.kernels import packed_values
 
@@ -130,6 +133,9 @@ class PackedWeight(nn.Module):
         self.scales = nn.Parameter(scales, requires_grad=False)
         # Integers have 16-bit scales, whose dtype is known from the first shard
         self.scale_dtype = torch.float32 if self.is_float else None
+        # int32 [K], the checkpoint's column of each column, or None if all are in order; known from the first shard
+        self.column_order: torch.Tensor | None = None
+        self.sorts_columns, self._has_shards = sorts_columns, False
 
     def rows(self, start: int, end: int) -> "PackedRows":
         return PackedRows(self, start, end)
@@ -146,8 +152,38 @@ class PackedWeight(nn.Module):
             )
         self.scale_dtype = dtype
 
+    def choose_order(self, order: torch.Tensor | None, where: str) -> None:
+        """Store the order of columns of a shard. Raises CheckpointError if it is not the order of the other shards."""
+        mine = self.column_order
+        if self._has_shards and (
+            (order is None) != (mine is None)
+            or (order is not None and mine is not None and not torch.equal(order.int(), mine.cpu()))
+        ):
+            raise CheckpointError(
+                f"{where} has columns in another order (desc_act) than the layers that read the same input; on a GPU "
+                f"all must have the same order; use {_ORDER_REMEDY}"
+            )
+        if order is not None and not self.sorts_columns:
+            raise CheckpointError(
+                f"{where} has columns in another order (desc_act), which is supported for experts on a CPU only; "
+                f"use {_ORDER_REMEDY}"
+            )
+        self._has_shards = True
+        if mine is None and order is not None:
+            self.column_order = order.int().to(self.codes.device)
+
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[M, K] -> [M, N]. Hot: several times per layer."""
+        return self._product(self._in_order(x), bias)
+
+    def _in_order(self, x: torch.Tensor) -> torch.Tensor:
+        if self.column_order is None:
+            return x
+        from nanovllm.kernels.fused import select_columns
+
+        return select_columns(x, self.column_order)
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         from nanovllm.kernels import packed_linear as kernels
         from nanovllm.kernels import quantizing
 
@@ -185,9 +221,10 @@ class PackedWeight(nn.Module):
         from nanovllm.kernels import fused
         from nanovllm.kernels import packed_linear as kernels
 
+        x = self._in_order(x)
         if len(x) <= self.max_packed_rows:
             return kernels.products(x, packed(self), bias, gated=True)
-        return fused.silu_and_mul(self.linear(x, bias))
+        return fused.silu_and_mul(self._product(x, bias))
 
 
 class PackedRows:
@@ -202,18 +239,23 @@ class PackedRows:
         return PackedRows(self._weight, self._start + start, self._start + end)
 
     def store(self, given: QuantizedWeight, where: str) -> None:
-        """Store the values of a shard. Raises CheckpointError, which names `where`, for groups that are not contiguous
-        and for scales of several dtypes.
+        """Store the values of a shard. Raises CheckpointError, which names `where`, for columns whose order is not that
+        of the other shards, for groups of which this rank has a part, and for scales of several dtypes.
         """
         from nanovllm.kernels import packed_values
 
         weight, rows = self._weight, slice(self._start, self._end)
-        of_groups = given.groups.view(-1, weight.group_size)
+        order, of_groups = None, given.groups.view(-1, weight.group_size)
         if not (of_groups == of_groups[:, :1]).all():
-            raise CheckpointError(
-                f"{where} has columns in another order (desc_act), which is supported on a CPU only; use a checkpoint "
-                "with desc_act=false, or device='cpu'"
-            )
+            order = given.groups.argsort(stable=True)
+            of_groups = given.groups[order].view(-1, weight.group_size)
+            if not (of_groups == of_groups[:, :1]).all():
+                raise CheckpointError(
+                    f"{where} has columns in another order (desc_act), and on this rank only some columns of a group; "
+                    f"use tensor_parallel_size=1, {_ORDER_REMEDY}"
+                )
+            given = given._replace(codes=given.codes[:, order.to(given.codes.device)])
+        weight.choose_order(order, where)
         step, first, num_groups = weight.scale_rows, int(of_groups[0, 0]), len(of_groups)
         columns: slice | torch.Tensor = slice(first, first + num_groups)
         if of_groups[:, 0].tolist() != list(range(first, first + num_groups)):  # smaller than the checkpoint's

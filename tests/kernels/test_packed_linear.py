@@ -361,12 +361,57 @@ def test_weights_that_cannot_be_packed_are_refused() -> None:
         PackedWeight([16], 192, QUANTIZATIONS["int4"])
     weight = PackedWeight([16], 256, QUANTIZATIONS["int4"])
     given = quantize(torch.randn(16, 256), QUANTIZATIONS["int4"])
-    with pytest.raises(CheckpointError, match=r"^here has columns in another order \(desc_act\)"):
-        weight.rows(0, 16).store(given._replace(groups=given.groups.roll(1)), "here")
+    with pytest.raises(
+        CheckpointError, match=r"^here has columns .* on this rank only some .*tensor_parallel_size=1, a"
+    ):
+        weight.rows(0, 16).store(given._replace(groups=(given.groups + torch.arange(256) % 2)), "here")
     weight.rows(0, 8).store(given.part(slice(0, 8), slice(None)), "here")
     other = given.part(slice(8, 16), slice(None))
     with pytest.raises(CheckpointError, match=r"^there has scales in torch.float16, but .* torch.bfloat16"):
         weight.rows(8, 16).store(other._replace(scales=other.scales.half()), "there")
+
+
+@on_device
+@pytest.mark.parametrize("bits", [4, 8])
+def test_columns_in_another_order_have_their_values(device: str, bits: int) -> None:
+    """As GPTQ stores them with desc_act: two parts whose columns have the same order, for few rows and for many."""
+    size, group, num_rows = 512, 128 if bits == 4 else 32, 16 if INTERPRETED else 256
+    format = Quantization(method="gptq", bits=bits, block=(1, group), has_order=True)
+    order = torch.randperm(size)
+    with torch.device(device):
+        weight = PackedWeight([num_rows, num_rows], size, format)
+    values = torch.empty(2 * num_rows, size)
+    for start in (0, num_rows):
+        sorted_given = quantize(torch.randn(num_rows, size) * torch.randn(size).exp() / size**0.5, format)
+        given = sorted_given._replace(codes=sorted_given.codes[:, order], groups=sorted_given.groups[order])
+        given.copy_values(values[start : start + num_rows])
+        weight.rows(start, start + num_rows).store(given, "this one")
+    values = values.double().to(device)
+    for num_inputs in (1, 3, 19) if INTERPRETED else (1, 3, 19, 600):
+        x = torch.randn(num_inputs, size + 8, device=device).to(DTYPE)[:, :size]
+        exact = F.linear(x.double(), values)
+        assert_close(weight.linear(x, None), x, values, exact)
+        gate, up = exact.chunk(2, dim=-1)
+        assert_close(weight.gate_up(x, None), x, values, F.silu(gate) * up)
+        shuffled = F.linear(x[:, torch.randperm(size)].double(), values)
+        assert (shuffled - exact).abs().max() > 0.5, "this test cannot tell orders apart"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
+def test_columns_in_another_order_than_the_first_shard_or_of_experts_are_refused() -> None:
+    format = Quantization(method="gptq", bits=4, block=(1, 128), has_order=True)
+    given = quantize(torch.randn(16, 256), format)
+    orders = [given._replace(groups=given.groups[torch.randperm(256)]) for _ in range(2)]
+    for first, second in (orders, (given, orders[0]), (orders[0], given)):
+        weight = PackedWeight([16, 16], 256, format)
+        weight.rows(0, 16).store(first, "first")
+        with pytest.raises(CheckpointError, match=r"^second has columns .* than the layers that read .*device='cpu'"):
+            weight.rows(16, 32).store(second, "second")
+    experts = PackedWeight([16, 16], 256, format, sorts_columns=False)
+    experts.rows(0, 16).store(given, "first")
+    for weight in (experts, PackedWeight([16], 256, format, sorts_columns=False)):
+        with pytest.raises(CheckpointError, match=r"^second has columns in another order \(desc_act\)"):
+            weight.rows(0, 16).store(orders[0], "second")
 
 
 # -- quantized while loading -------------------------------------------------------------------------------------
