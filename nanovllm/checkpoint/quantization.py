@@ -130,7 +130,7 @@ class Quantization:
 
 
 # torch.nn.functional.scaled_mm with a scale per row: cuBLAS multiplies on 9.0, CUTLASS on the others
-FP8_CAPABILITIES = "8.9, 9.0, 10.0 and 12.0"
+FP8_CAPABILITIES = "8.9, 9.0, 10.0 or 12.0"
 
 
 def can_multiply_fp8(capability: tuple[int, int]) -> bool:

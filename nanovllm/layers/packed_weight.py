@@ -239,8 +239,8 @@ class PackedRows:
         return PackedRows(self._weight, self._start + start, self._start + end)
 
     def store(self, given: QuantizedWeight, where: str) -> None:
-        """Store the values of a shard. Raises CheckpointError, which names `where`, for columns whose order is not that
-        of the other shards, for groups of which this rank has a part, and for scales of several dtypes.
+        """Store the values of a shard. Raises CheckpointError, which names `where`, for columns in another order than
+        the other shards, for groups of which this rank has a part, and for scales of several dtypes.
         """
         from nanovllm.kernels import packed_values
 

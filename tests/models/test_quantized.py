@@ -22,6 +22,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.layers.packed_weight import rounded_to_fp8
 from nanovllm.models.loader import build_model
 from nanovllm.models.quantized_weights import quantize
 
@@ -258,6 +259,20 @@ def test_fp8_dynamic_quantizes_many_rows_on_a_cpu_and_not_the_rows_of_experts(
     assert torch.equal(first, second)
     error, of_one = ((each - weights_alone).square().mean().sqrt() for each in (first, logits))
     assert 0.5 * of_one < error < 2 * of_one
+
+
+def test_errors_of_products_are_as_documented() -> None:
+    """docs/usage.md has the root mean square of the differences, relative to the product, for normal numbers."""
+    x, weight = torch.randn(256, 2048), torch.randn(512, 2048)
+    exact = x.double() @ weight.double().t()
+    text = (Path(__file__).parents[2] / "docs" / "usage.md").read_text(encoding="utf-8")
+    for name, quantization in QUANTIZATIONS.items():
+        values = torch.empty_like(weight)
+        quantize(weight, quantization).copy_values(values)
+        rows = rounded_to_fp8(x) if quantization.has_fp8_activations else x
+        error = (rows.double() @ values.double().t() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+        (line,) = (line for line in text.splitlines() if line.startswith(f'| `"{name}"` |'))
+        assert float(line.rstrip(" |").rpartition("|")[2]) == pytest.approx(error.item(), rel=0.03)
 
 
 def test_random_weights_of_a_quantized_model_are_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
