@@ -20,6 +20,7 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import ConfigError
 from nanovllm.layers.packed_weight import (
     MAX_ROWS_BEFORE_CODES,
+    Activations,
     PackedRows,
     PackedWeight,
     can_multiply_codes,
@@ -30,6 +31,7 @@ from nanovllm.layers.packed_weight import (
 from nanovllm.utils.arithmetic import ceil_div
 
 Weight: TypeAlias = nn.Parameter | PackedWeight
+_ONLY_PACKED = "only packed weights take codes"
 
 
 @dataclass(frozen=True)
@@ -135,10 +137,11 @@ def use_gemv(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.is_cuda and x.shape[0] <= MAX_GEMV_ROWS and weight.shape[1] * weight.element_size() % 16 == 0
 
 
-def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: Activations, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply [T, K] by weight [N, K] -> [T, N]. Hot: several times per layer."""
     if isinstance(weight, PackedWeight):
         return weight.linear(x, bias)
+    assert isinstance(x, torch.Tensor), _ONLY_PACKED
     if use_gemv(x, weight):
         from nanovllm.kernels import small_linear as kernels
 
@@ -146,10 +149,11 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.
     return F.linear(x, weight, bias)
 
 
-def gate_up(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+def gate_up(x: Activations, weight: Weight, bias: torch.Tensor | None, *, makes_codes: bool = False) -> Activations:
     """silu(first half) * second half of the product: [T, K] by weight [2 * N, K] -> [T, N]. Hot: once per layer."""
     if isinstance(weight, PackedWeight):
-        return weight.gate_up(x, bias)
+        return weight.gate_up(x, bias, makes_codes=makes_codes)
+    assert isinstance(x, torch.Tensor), _ONLY_PACKED
     if use_gemv(x, weight):
         from nanovllm.kernels import small_linear as kernels
 
@@ -157,8 +161,10 @@ def gate_up(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch
     return silu_and_mul(F.linear(x, weight, bias))
 
 
-def _input(x: torch.Tensor, rounds_rows: bool) -> torch.Tensor:
-    return rounded_to_fp8(x) if rounds_rows and len(x) > MAX_ROWS_BEFORE_CODES else x
+def _input(x: Activations, rounds_rows: bool) -> Activations:
+    if rounds_rows and isinstance(x, torch.Tensor) and len(x) > MAX_ROWS_BEFORE_CODES:
+        return rounded_to_fp8(x)
+    return x
 
 
 def sum_over_ranks(x: torch.Tensor, tp: TPGroup) -> torch.Tensor:
@@ -214,7 +220,12 @@ class MergedColumnParallelLinear(nn.Module):
         self.rounds_rows = rounds_rows(part_sizes, input_size, quantization)
         self.bias = new_parameter(sum(part_sizes), dtype=dtype) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def takes_codes(self) -> bool:
+        """True if many rows of the input may be CodedRows."""
+        return isinstance(self.weight, PackedWeight) and self.weight.takes_codes
+
+    def forward(self, x: Activations) -> torch.Tensor:
         return linear(_input(x, self.rounds_rows), self.weight, self.bias)
 
     def weight_shards(self) -> Iterator[NamedShard]:
@@ -229,10 +240,15 @@ class MergedColumnParallelLinear(nn.Module):
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
-    """The first half of a gated MLP, silu(gate) * up: [T, hidden_size] -> [T, intermediate_size / tp]."""
+    """The first half of a gated MLP, silu(gate) * up: [T, hidden_size] -> [T, intermediate_size / tp].
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gate_up(_input(x, self.rounds_rows), self.weight, self.bias)
+    makes_codes: return many rows as CodedRows, for a layer that takes them.
+    """
+
+    makes_codes = False
+
+    def forward(self, x: Activations) -> Activations:  # type: ignore[override]
+        return gate_up(_input(x, self.rounds_rows), self.weight, self.bias, makes_codes=self.makes_codes)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -321,7 +337,12 @@ class RowParallelLinear(nn.Module):
         self.rounds_rows = rounds_rows([output_size], local_size, quantization)
         self.bias = new_parameter(output_size, dtype=dtype) if bias and tp.rank == 0 else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def takes_codes(self) -> bool:
+        """True if many rows of the input may be CodedRows."""
+        return isinstance(self.weight, PackedWeight) and self.weight.takes_codes
+
+    def forward(self, x: Activations) -> torch.Tensor:
         return sum_over_ranks(linear(_input(x, self.rounds_rows), self.weight, self.bias), self.tp)
 
     def weight_shards(self) -> Iterator[NamedShard]:

@@ -7,8 +7,9 @@ values are computed when they are loaded.
 """
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,24 @@ class QuantizedWeight(NamedTuple):
             if self.zeros is not None:
                 codes -= self.zeros[rows, self.groups]
             target[rows] = codes * self.scales[rows, self.groups]
+
+
+@dataclass(frozen=True)
+class CodedRows:
+    """Activations that are quantized for a product of codes with a scale per row: what `quantize_rows` returns."""
+
+    codes: torch.Tensor  # e4m3 [M', K], where M' is num_rows rounded up
+    scales: torch.Tensor  # fp32 [M', 1]
+    num_rows: int
+
+    def split(self, size: int) -> Iterator["CodedRows"]:
+        """Yield the rows in parts of `size` rows, which is a multiple of the padding."""
+        for start in range(0, self.num_rows, size):
+            part = slice(start, start + size)
+            yield CodedRows(self.codes[part], self.scales[part], min(size, self.num_rows - start))
+
+
+Activations: TypeAlias = torch.Tensor | CodedRows  # [M, K]
 
 
 def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -172,8 +191,15 @@ class PackedWeight(nn.Module):
         if mine is None and order is not None:
             self.column_order = order.int().to(self.codes.device)
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    @property
+    def takes_codes(self) -> bool:
+        """True if the kernels that compute many rows of x may return them as CodedRows."""
+        return self.multiplies_codes and self.group_size == self.shape[1]
+
+    def linear(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         """[M, K] -> [M, N]. Hot: several times per layer."""
+        if isinstance(x, CodedRows):
+            return self.product_of_codes(x.codes, x.scales, bias)[: x.num_rows]
         return self._product(self._in_order(x), bias)
 
     def _in_order(self, x: torch.Tensor) -> torch.Tensor:
@@ -216,15 +242,19 @@ class PackedWeight(nn.Module):
         else:
             F.linear(x, new_values(*self.shape, x))
 
-    def gate_up(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """silu(first half) * second half of the product. Hot: once per layer."""
-        from nanovllm.kernels import fused
+    def gate_up(self, x: Activations, bias: torch.Tensor | None, *, makes_codes: bool = False) -> Activations:
+        """silu(first half) * second half of the product, of many rows as CodedRows if `makes_codes`. Hot: once per
+        layer.
+        """
+        from nanovllm.kernels import fused, quantizing
         from nanovllm.kernels import packed_linear as kernels
 
-        x = self._in_order(x)
-        if len(x) <= self.max_packed_rows:
-            return kernels.products(x, packed(self), bias, gated=True)
-        return fused.silu_and_mul(self._product(x, bias))
+        if isinstance(x, torch.Tensor) and len(x) <= self.max_packed_rows:
+            return kernels.products(self._in_order(x), packed(self), bias, gated=True)
+        both = self.linear(x, bias)
+        if makes_codes:
+            return CodedRows(*quantizing.silu_and_quantize(both), len(both))
+        return fused.silu_and_mul(both)
 
 
 class PackedRows:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
+from nanovllm.checkpoint.quantization import QUANTIZATIONS, can_multiply_fp8, parse_quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers.packed_weight import rounded_to_fp8
@@ -692,19 +692,21 @@ def quantize_input(module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_engine_errs_by_what_activations_in_fp8_imply(tmp_path: Path, enforce_eager: bool) -> None:
+@pytest.mark.parametrize("name", ["fp8 blocks", "fp8_dynamic"])
+def test_engine_errs_by_what_activations_in_fp8_imply(tmp_path: Path, name: str, enforce_eager: bool) -> None:
     """The log-probabilities of a prompt differ from those of the values in fp32 about as much as on a CPU where each
     linear layer is given quantized rows. In 16 bits they would differ by a fifth of that.
     """
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("only compute capability 9.0 multiplies codes")
+    capability, is_online = torch.cuda.get_device_capability(), name in QUANTIZATIONS
+    if capability != (9, 0) and not (is_online and can_multiply_fp8(capability)):
+        pytest.skip("this GPU does not multiply such codes")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 1024}
     plain = write_tiny_model(tmp_path / "plain", "qwen3", **sizes)  # type: ignore[arg-type]
-    quantized, _ = write_quantized(plain, tmp_path, "fp8 blocks")
+    quantized = plain if is_online else write_quantized(plain, tmp_path, name)[0]
     prompt = random_prompt(701)
     of_prompt = []
-    for hook in (None, quantize_input):
-        model = load_model(quantized, max_model_len=1024)
+    for hook in (None, quantize_input if not is_online else quantize_rows):
+        model = load_model(quantized, max_model_len=1024, quantization="fp8" if is_online else None)
         for module in model.modules():
             if hook is not None and getattr(module, "quantization", None) is not None:
                 module.register_forward_pre_hook(hook)
@@ -713,6 +715,7 @@ def test_engine_errs_by_what_activations_in_fp8_imply(tmp_path: Path, enforce_ea
     exact, expected = of_prompt
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, prompt_logprobs=0)
     options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 1024, "enforce_eager": enforce_eager}
+    options |= {"quantization": name} if is_online else {}
     with LLM(str(quantized), device="cuda", num_kvcache_blocks=128, **options) as llm:
         (output,) = llm.generate([prompt], params, use_tqdm=False)
         many = llm.generate([random_prompt(n) for n in range(3, 103)], params, use_tqdm=False)
