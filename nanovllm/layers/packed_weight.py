@@ -153,7 +153,8 @@ class PackedWeight(nn.Module):
         # Integers have 16-bit scales, whose dtype is known from the first shard
         self.scale_dtype = torch.float32 if self.is_float else None
         # int32 [K], the checkpoint's column of each column, or None if all are in order; known from the first shard
-        self.column_order: torch.Tensor | None = None
+        self.column_order: torch.Tensor | None
+        self.register_buffer("column_order", None)
         self.sorts_columns, self._has_shards = sorts_columns, False
 
     def rows(self, start: int, end: int) -> "PackedRows":

@@ -394,6 +394,7 @@ def test_columns_in_another_order_have_their_values(device: str, bits: int) -> N
         given = sorted_given._replace(codes=sorted_given.codes[:, order], groups=sorted_given.groups[order])
         given.copy_values(values[start : start + num_rows])
         weight.rows(start, start + num_rows).store(given, "this one")
+    assert "column_order" in weight.state_dict(), "the identity of weights on disk misses the order"
     values = values.double().to(device)
     for num_inputs in (1, 3, 19) if INTERPRETED else (1, 3, 19, 600):
         x = torch.randn(num_inputs, size + 8, device=device).to(DTYPE)[:, :size]
