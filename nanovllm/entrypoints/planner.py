@@ -218,7 +218,7 @@ def _weights_remark(plan: CapacityPlan) -> str:
         return "in fp8, as are activations in products of many rows; fp8 has smaller errors"
     capability = plan.machine.capability
     if plan.config.quantization == "fp8" and capability is not None and can_multiply_fp8(capability):
-        return "in fp8; fp8_dynamic is faster with long prompts and large batches"
+        return "in fp8; fp8_dynamic is for long prompts and large batches"
     return ""
 
 

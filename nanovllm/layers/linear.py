@@ -93,6 +93,11 @@ def rounds_rows(part_sizes: Sequence[int], num_columns: int, quantization: Quant
     return fits_fp8_products(part_sizes, num_columns, quantization)
 
 
+def takes_codes(weight: Weight) -> bool:
+    """Return True if the kernels that compute many rows of a layer's input may return them as CodedRows."""
+    return isinstance(weight, PackedWeight) and weight.takes_codes
+
+
 def weight_rows(weight: Weight, start: int, end: int) -> torch.Tensor | PackedRows:
     """Return the target of a shard that fills these rows."""
     return weight.rows(start, end) if isinstance(weight, PackedWeight) else weight[start:end]
@@ -220,11 +225,6 @@ class MergedColumnParallelLinear(nn.Module):
         self.rounds_rows = rounds_rows(part_sizes, input_size, quantization)
         self.bias = new_parameter(sum(part_sizes), dtype=dtype) if bias else None
 
-    @property
-    def takes_codes(self) -> bool:
-        """True if many rows of the input may be CodedRows."""
-        return isinstance(self.weight, PackedWeight) and self.weight.takes_codes
-
     def forward(self, x: Activations) -> torch.Tensor:
         return linear(_input(x, self.rounds_rows), self.weight, self.bias)
 
@@ -336,11 +336,6 @@ class RowParallelLinear(nn.Module):
         self.weight = new_weight([output_size], local_size, dtype=dtype, quantization=quantization)
         self.rounds_rows = rounds_rows([output_size], local_size, quantization)
         self.bias = new_parameter(output_size, dtype=dtype) if bias and tp.rank == 0 else None
-
-    @property
-    def takes_codes(self) -> bool:
-        """True if many rows of the input may be CodedRows."""
-        return isinstance(self.weight, PackedWeight) and self.weight.takes_codes
 
     def forward(self, x: Activations) -> torch.Tensor:
         return sum_over_ranks(linear(_input(x, self.rounds_rows), self.weight, self.bias), self.tp)

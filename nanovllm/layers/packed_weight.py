@@ -194,7 +194,7 @@ class PackedWeight(nn.Module):
 
     @property
     def takes_codes(self) -> bool:
-        """True if the kernels that compute many rows of x may return them as CodedRows."""
+        """True if many rows of x may be CodedRows."""
         return self.multiplies_codes and self.group_size == self.shape[1]
 
     def linear(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:

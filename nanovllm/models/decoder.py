@@ -28,6 +28,7 @@ from nanovllm.layers.linear import (
     VocabParallelEmbedding,
     WeightShard,
     gate_heads,
+    takes_codes,
 )
 from nanovllm.layers.moe import SparseMLP
 from nanovllm.layers.packed_weight import Activations
@@ -115,7 +116,7 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_up_proj = build.gate_up(f"{name}.gate_up_proj")
         self.down_proj = build.row_parallel(f"{name}.down_proj")
-        self.gate_up_proj.makes_codes = self.gate_up_proj.takes_codes and self.down_proj.takes_codes
+        self.gate_up_proj.makes_codes = takes_codes(self.gate_up_proj.weight) and takes_codes(self.down_proj.weight)
 
     def forward(self, hidden: Activations) -> torch.Tensor:
         return self.down_proj(self.gate_up_proj(hidden))
@@ -136,9 +137,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = build.norm()
         self.mlp = _sparse_mlp(build, f"{name}.mlp") if is_sparse else MLP(build, f"{name}.mlp")
         if self.self_attn is not None:
-            self.input_layernorm.makes_codes = self.self_attn.qkv_proj.takes_codes
+            self.input_layernorm.makes_codes = takes_codes(self.self_attn.qkv_proj.weight)
         if isinstance(self.mlp, MLP):
-            self.post_attention_layernorm.makes_codes = self.mlp.gate_up_proj.takes_codes
+            self.post_attention_layernorm.makes_codes = takes_codes(self.mlp.gate_up_proj.weight)
 
     def forward(
         self,

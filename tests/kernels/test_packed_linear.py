@@ -21,7 +21,7 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers import layernorm, moe
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import GateUpParallelLinear, RowParallelLinear, WeightShard
+from nanovllm.layers.linear import GateUpParallelLinear, RowParallelLinear, WeightShard, takes_codes
 from nanovllm.layers.moe import Experts
 from nanovllm.layers.packed_weight import (
     CodedRows,
@@ -651,7 +651,7 @@ def test_norm_and_mlp_pass_codes_on_and_compute_the_same(device: str) -> None:
     down.weight = stored_weight([hidden_size], size, "rows", device)[0]
     norm = RMSNorm(hidden_size, 1e-6, dtype=dtype).to(device)
     norm.weight.fill_(1)
-    assert gate_up.takes_codes and down.takes_codes
+    assert takes_codes(gate_up.weight) and takes_codes(down.weight)
     x, residual = (torch.randint(-16, 17, (num, hidden_size), device=device).to(dtype) for num in (199, 199))
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:  # the functions of layers use kernels for tensors on a GPU only

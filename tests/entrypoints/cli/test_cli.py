@@ -427,7 +427,7 @@ def test_plan_of_a_quantized_model_has_packed_weights(capsys: pytest.CaptureFixt
     assert cli.main(argv) == 0
     assert "weights        5.76 GiB" in capsys.readouterr().out
     for format, remark in (
-        ("fp8", "fp8_dynamic is faster with long prompts"),
+        ("fp8", "fp8_dynamic is for long prompts"),
         ("fp8_dynamic", "fp8 has smaller errors"),
     ):
         assert cli.main([*argv[:-1], format]) == 0
