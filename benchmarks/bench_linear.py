@@ -1,6 +1,6 @@
 """Times products with packed weights against cuBLAS in bf16, and against the time to read the weight.
 
-    python -m benchmarks.bench_linear                     # the layers of Qwen3-8B, all formats
+    python -m benchmarks.bench_linear                     # the layers of Qwen3-8B, bf16, fp8 and int4
     python -m benchmarks.bench_linear --tiles --rows 1 16 # every tile of the kernels, to choose the defaults
     python -m benchmarks.bench_linear --experts           # the experts of Qwen3-30B-A3B
 
@@ -97,7 +97,7 @@ def ways(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096])
-    parser.add_argument("--formats", nargs="+", default=["bf16", *QUANTIZATIONS])
+    parser.add_argument("--formats", nargs="+", default=["bf16", "fp8", "int4"])
     parser.add_argument("--tiles", action="store_true", help="every tile, not only the default ones")
     parser.add_argument("--experts", action="store_true", help="the experts of a mixture")
     parser.add_argument("--json", metavar="FILE", help="also write the last line to FILE")

@@ -191,7 +191,7 @@ def lengths_after_short_warm_up(num_tokens: int, num_runs: int, num_slots: int, 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="qwen3-0.6b", help="preset, one followed by -fp8, directory or hub name")
-    parser.add_argument("--quantization", help="quantize linear layers while they are loaded: fp8 or int4")
+    parser.add_argument("--quantization", help="quantize linear layers while they are loaded: fp8, fp8_dynamic or int4")
     parser.add_argument("--load-format", default="dummy", help="dummy: random weights; auto: the model's own")
     parser.add_argument("--max-model-len", type=int, default=40960, help="tokens of the long workload")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")

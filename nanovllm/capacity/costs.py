@@ -71,6 +71,11 @@ class _Size(NamedTuple):
     def num_params(self) -> int:
         return sum(self.rows) * self.columns
 
+    @property
+    def has_fp8_products(self) -> bool:
+        """True if a GPU that can multiplies many rows in fp8."""
+        return self.quantization is not None and self.quantization.has_fp8_activations and not self.num_experts
+
     def num_bytes(self, itemsize: int) -> float:
         """Return the size of the weight on a GPU.
 
@@ -116,6 +121,23 @@ def packing_problem(config: Config, model: ModelConfig) -> str | None:
     return None
 
 
+def order_problem(config: Config, model: ModelConfig) -> str | None:
+    """Return the reason why a GPU cannot sort the columns of a quantized weight by group (desc_act), or None if it
+    can.
+    """
+    for size in _weights(model, "layers").sizes:
+        if size.quantization is None or not (size.quantization.has_order and size.quantization.block[1]):
+            continue
+        what = f"quant_method={size.quantization.method!r} has columns in another order (desc_act),"
+        remedy = "a checkpoint with desc_act=false, or device='cpu'"
+        if size.num_experts:
+            return f"{what} which is supported for experts on a CPU only; use {remedy}"
+        if size.split == "columns" and config.tensor_parallel_size > 1:
+            cut = "and a rank would have only some columns of each group"
+            return f"{what} {cut}; use tensor_parallel_size=1, {remedy}"
+    return None
+
+
 def _num_used(model: ModelConfig, size: _Size, num_tokens: int | None) -> float:
     """Return how many weights of this size in a layer a step of `num_tokens` tokens uses, or all if `num_tokens` is
     None.
@@ -130,10 +152,15 @@ def _num_used(model: ModelConfig, size: _Size, num_tokens: int | None) -> float:
     return size.num_experts * (1 - (1 - model.experts.num_experts_per_token / size.num_experts) ** num_tokens)
 
 
-def _token_params(model: ModelConfig) -> float:
-    """Return the number of weight elements in all layers that one token uses, over all GPUs."""
+def _token_params(model: ModelConfig, fp8_share: float = 1) -> float:
+    """Return the number of weight elements in all layers that one token uses, over all GPUs. Elements that are
+    multiplied by activations in fp8 count as `fp8_share`.
+    """
     sizes, num_others = _weights(model, "layers")
-    return num_others + sum(count * _num_used(model, size, 1) * size.num_params for size, count in sizes.items())
+    return num_others + sum(
+        count * _num_used(model, size, 1) * size.num_params * (fp8_share if size.has_fp8_products else 1)
+        for size, count in sizes.items()
+    )
 
 
 def _weight_bytes(
@@ -205,7 +232,8 @@ def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max
 
 
 def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
-    """Return the floating-point operations of one prompt of T tokens.
+    """Return the floating-point operations of one prompt of T tokens. An operation in fp8 counts as half of one, since
+    GPUs do twice as many in a second.
 
     The sum has 2 operations per weight and token, 2 products of T^2 / 2 in causal attention, in each recurrent layer 3
     products of a token with the matrix of each head, which is read, updated and read again, and one row of the head.
@@ -215,14 +243,16 @@ def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
     """
     has_head = uses_draft_head(config, model)
     num_layers = model.num_layers - 1 + has_head
-    token_params = _token_params(model) / model.num_layers
+    token_params = _token_params(model, fp8_share=0.5) / model.num_layers
     num_attention_layers = model.num_attention_layers - 1 + has_head
     attention = 2.0 * num_tokens**2 * num_attention_layers * model.num_heads * model.head_dim
     if model.recurrent is not None:
         r = model.recurrent
         matrix = r.num_value_heads * r.key_head_dim * r.value_head_dim
         attention += 6 * num_tokens * model.num_recurrent_layers * matrix
-    last_kv = 2 * model.hidden_size * model.num_kv_heads * model.head_dim + has_head * 2 * model.hidden_size**2
+    last_kv = 2.0 * model.hidden_size * model.num_kv_heads * model.head_dim + has_head * 2 * model.hidden_size**2
+    if model.quantization is not None and model.quantization.has_fp8_activations:
+        last_kv /= 2
     weights = 2 * num_tokens * (num_layers * token_params + last_kv)
     return (weights + attention + 2 * model.hidden_size * model.vocab_size) / config.tensor_parallel_size
 

@@ -7,13 +7,13 @@ planned, so one option alone may not be enough. But no option is named with whic
 from dataclasses import replace
 from math import ceil
 
-from nanovllm.capacity.costs import packing_problem, weight_bytes
+from nanovllm.capacity.costs import order_problem, packing_problem, weight_bytes
 from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, heads_problem, least_gpu_blocks
 from nanovllm.checkpoint.model_config import ModelConfig, rope_extension
-from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.checkpoint.quantization import FP8_CAPABILITIES, QUANTIZATIONS, can_multiply_fp8
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.errors import ConfigError
-from nanovllm.plan.kv_spec import num_blocks_for, num_watermark_blocks
+from nanovllm.plan.kv_spec import dtype_name, num_blocks_for, num_watermark_blocks
 from nanovllm.plan.step_limits import max_model_len
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
 
@@ -30,7 +30,7 @@ def check_start(plan: CapacityPlan) -> None:
     graphs' logits. An engine that is too large only by estimate may still work; start-up finds out by running the
     largest step.
     """
-    problem = _order_problem(plan) or _pool_problem(plan) or _gpu_problem(plan, with_estimates=False)
+    problem = _format_problem(plan) or _pool_problem(plan) or _gpu_problem(plan, with_estimates=False)
     if problem := problem or _cpu_problem(plan):
         raise ConfigError(problem)
 
@@ -40,7 +40,7 @@ def check_plan(plan: CapacityPlan) -> None:
 
     Estimates count here, too: every plan whose table has a mark (!) is refused.
     """
-    problem = _order_problem(plan) or _packing_problem(plan) or _length_problem(plan)
+    problem = _format_problem(plan) or _packing_problem(plan) or _length_problem(plan)
     problem = problem or _pool_problem(plan) or _gpu_problem(plan, with_estimates=True)
     if problem := problem or _sequences_problem(plan) or _cpu_problem(plan):
         raise ConfigError(problem)
@@ -129,14 +129,25 @@ def _cpu_problem(plan: CapacityPlan) -> str | None:
     )
 
 
-def _order_problem(plan: CapacityPlan) -> str | None:
-    quantization = plan.model.quantization
-    if plan.machine.gpu_bytes is None or quantization is None or not (quantization.has_order and quantization.block[1]):
+def _format_problem(plan: CapacityPlan) -> str | None:
+    """Check that the GPU can sort columns by group (desc_act), and that it multiplies in fp8 if the user has asked for
+    it. A CPU can do both.
+    """
+    quantization, capability = plan.model.quantization, plan.machine.capability
+    if plan.machine.gpu_bytes is None or quantization is None:
         return None
-    return (
-        f"quant_method={quantization.method!r} has columns in another order (desc_act), which is supported on a CPU "
-        "only; use a checkpoint with desc_act=false, or device='cpu'"
-    )
+    if not quantization.needs_fp8_products:
+        return order_problem(plan.config, plan.model)
+    chosen, instead = "quantization=fp8_dynamic", "or use quantization=fp8, which quantizes weights alone"
+    if capability is not None and not can_multiply_fp8(capability):
+        major, minor = capability
+        return (
+            f"{chosen} needs a GPU that multiplies in fp8, with compute capability {FP8_CAPABILITIES}, and "
+            f"{plan.machine.name} has {major}.{minor}; use another GPU, {instead}"
+        )
+    if (dtype := dtype_name(plan.config, plan.model)) != "bfloat16":
+        return f"{chosen} multiplies in bfloat16 on a GPU, and dtype is {dtype}; use dtype=bfloat16, {instead}"
+    return None
 
 
 def _packing_problem(plan: CapacityPlan) -> str | None:

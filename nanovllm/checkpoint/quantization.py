@@ -9,16 +9,16 @@ codes in e4m3 have no zero. A format that is not in this list is refused by name
 - awq: integers of 4 bits (version gemm)
 - gptq: integers of 4 or 8 bits, with zeros stored unchanged (gptq_v2) or less one (gptq). Some files have the wrong one
   of these two names, so if all zeros are the middle of the codes (sym), the stored zeros determine the format.
-  `dynamic` has other settings for some layers
+  `dynamic` has other settings for some layers, in awq too
 - auto-round: packed as gptq or awq. `extra_config` has other settings for some layers
 - modelopt: NVFP4, e2m1
 
 A weight in e2m1 (FP4) has a scale in e4m3 for 16 columns and a scale for the whole weight (NVFP4), or a power of two
 for 32 columns (MXFP4). Its values replace it when it is loaded, on a GPU too.
 
-A checkpoint that is not quantized can be quantized at loading: QUANTIZATIONS. If a checkpoint in e4m3 asks for dynamic
-quantization of activations, some products quantize activations (layers/packed_weight.py). Otherwise activations and the
-KV cache have the model's dtype. Importing this module loads no torch.
+A checkpoint that is not quantized can be quantized at loading: QUANTIZATIONS. With fp8_dynamic, or if a checkpoint in
+e4m3 asks for dynamic quantization of activations, some products quantize activations (layers/packed_weight.py).
+Otherwise activations and the KV cache have the model's dtype. Importing this module loads no torch.
 """
 
 import math
@@ -47,7 +47,8 @@ class Quantization:
     is_symmetric: bool | None = False  # gptq: all zeros are the middle; None if config.json does not tell
     stores_less_one: bool = False  # zeros are stored less one; a word of zeros is computed modulo 2^32
     has_order: bool = False  # a tensor has the group of each column; if False, the tensor may be missing
-    has_fp8_activations: bool = False  # activations are quantized, too, with scales found at each product (dynamic)
+    # Products of many rows quantize activations, too, with scales found at each product (dynamic)
+    has_fp8_activations: bool = False
     ignored: tuple[str, ...] = ()  # parts of the names of layers that are not quantized; "re:" begins an expression
     # Names of layers with other formats, or expressions after "re:". The first that matches counts.
     exceptions: tuple[tuple[str, "Quantization"], ...] = ()
@@ -92,6 +93,13 @@ class Quantization:
         nested = layer.replace(_TEXT_ALONE, _NESTED, 1)
         return next((each for match, each in self._exceptions if match(layer) or match(nested)), None)
 
+    @property
+    def needs_fp8_products(self) -> bool:
+        """True if the user has asked for activations in fp8, so that a GPU without them must be refused. For a
+        checkpoint that asks for them, such a GPU keeps activations in 16 bits.
+        """
+        return self.is_online and self.has_fp8_activations
+
     def packing_problem(self, num_columns: int) -> str | None:
         """Return the reason why a GPU cannot pack a weight with `num_columns` columns on a rank, or None if it can."""
         if not self.stays_packed:
@@ -121,9 +129,20 @@ class Quantization:
         return frozenset(name.replace(_NESTED, _TEXT_ALONE, 1) for name in names)
 
 
+# torch.nn.functional.scaled_mm with a scale per row: cuBLAS multiplies on 9.0, CUTLASS on the others
+FP8_CAPABILITIES = "8.9, 9.0, 10.0 or 12.0"
+
+
+def can_multiply_fp8(capability: tuple[int, int]) -> bool:
+    """Return True if torch multiplies codes in fp8 with a scale per row on GPUs of this compute capability."""
+    return capability == (8, 9) or capability[0] in (9, 10, 12)
+
+
 _GATES = ("in_proj_a", "in_proj_b")  # small layers whose errors affect states for thousands of tokens
+_FP8 = Quantization(method=_ONLINE, bits=8, is_float=True, block=(1, 0), ignored=_GATES)
 QUANTIZATIONS = {  # formats to which a checkpoint in a float type can be quantized at loading
-    "fp8": Quantization(method=_ONLINE, bits=8, is_float=True, block=(1, 0), ignored=_GATES),
+    "fp8": _FP8,
+    "fp8_dynamic": replace(_FP8, has_fp8_activations=True),  # llm-compressor's FP8_DYNAMIC
     "int4": Quantization(method=_ONLINE, bits=4, block=(1, 128), ignored=_GATES),
 }
 
@@ -306,6 +325,10 @@ def _is_dynamic(activations: Any, weight_strategy: str) -> bool:
 
 
 def _awq(given: Mapping[str, Any]) -> Quantization:
+    return _with_dynamic(given, _awq_format)
+
+
+def _awq_format(given: Mapping[str, Any]) -> Quantization:
     bits = _choose({"bits": _either(given, "bits", "w_bit")}, "bits", (4,))
     for name in ("version", "format", "checkpoint_format"):  # GPTQModel writes the last two
         if str(given.get(name) or "gemm").lower() != "gemm":
@@ -318,13 +341,21 @@ def _awq(given: Mapping[str, Any]) -> Quantization:
 
 
 def _gptq(given: Mapping[str, Any]) -> Quantization:
-    dynamic = given.get("dynamic") or {}  # a key with "-:" leaves layers out; an empty value changes nothing
+    return _with_dynamic(given, _gptq_format)
+
+
+def _with_dynamic(given: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], Quantization]) -> Quantization:
+    """Parse settings of which `dynamic`, written by GPTQModel, changes some for layers whose names match a key. A key
+    with "-:" leaves layers out, and an empty value changes nothing.
+    """
+    dynamic = given.get("dynamic") or {}
     if not isinstance(dynamic, dict) or not all(isinstance(value, dict | None) for value in dynamic.values()):
         raise _refusal("dynamic", dynamic)
     ignored = _checked("dynamic", [f"re:{key[2:]}" for key in dynamic if key.startswith("-:")])
     others = {f"re:{key.removeprefix('+:')}": value for key, value in dynamic.items() if value and key[:2] != "-:"}
-    exceptions = ((name, _gptq_format({**given, **others[name]})) for name in _checked("dynamic", others))
-    return replace(_gptq_format(given), ignored=ignored, exceptions=tuple(exceptions))
+    exceptions = ((name, parse({**given, **others[name]})) for name in _checked("dynamic", others))
+    default = parse(given)
+    return replace(default, ignored=(*default.ignored, *ignored), exceptions=tuple(exceptions))
 
 
 def _gptq_format(given: Mapping[str, Any]) -> Quantization:
@@ -374,7 +405,7 @@ def _auto_round_format(given: Mapping[str, Any]) -> Quantization:
     layouts = ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq", "auto_round:awq")
     if _choose(given, "packing_format", layouts, default=default).endswith("gptq"):
         return _gptq_format({**given, "desc_act": False, "checkpoint_format": "gptq"})
-    return _awq({**given, "zero_point": True})
+    return _awq_format({**given, "zero_point": True})
 
 
 def _modelopt(given: Mapping[str, Any]) -> Quantization:

@@ -17,7 +17,7 @@ from nanovllm.capacity.plan import CapacityPlan, least, make_plan
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ARCHITECTURES, ModelConfig
-from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.checkpoint.quantization import QUANTIZATIONS, can_multiply_fp8
 from nanovllm.config import BLOCK_SIZE_STEP, Config
 from nanovllm.errors import ConfigError
 from nanovllm.plan.kv_spec import dtype_name, max_stateful_seqs
@@ -174,7 +174,7 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
     blocks = f"{plan.num_gpu_blocks} of {spec.block_size} tokens, {format_bytes(spec.block_bytes)} each"
     blocks += f", {format_bytes(plan.kv_bytes_per_token)} a token"
     parts = (
-        ("weights", "", memory.weight_bytes, ""),
+        ("weights", "", memory.weight_bytes, _weights_remark(plan)),
         ("slots" if offload else "KV cache", "", memory.kv_bytes, blocks),
         ("shadow", "", memory.shadow_bytes, f"{plan.num_pages} blocks in {plan.shadow_bits} bits, for drafts"),
         ("states", "", memory.state_bytes, _states_remark(plan)),
@@ -210,6 +210,16 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
             remark += f"; there is room for {disk_limit // num_bytes:,} in {format_bytes(disk_limit)}"
         rows.append(("on disk", format_bytes(num_bytes), remark))
     return rows
+
+
+def _weights_remark(plan: CapacityPlan) -> str:
+    """Say what the two formats in fp8 are for."""
+    if plan.config.quantization == "fp8_dynamic":
+        return "in fp8, as are activations in products of many rows; fp8 has smaller errors"
+    capability = plan.machine.capability
+    if plan.config.quantization == "fp8" and capability is not None and can_multiply_fp8(capability):
+        return "in fp8; fp8_dynamic is for long prompts and large batches"
+    return ""
 
 
 def _states_remark(plan: CapacityPlan) -> str:
@@ -285,6 +295,10 @@ SETTINGS: tuple[dict[str, Any], ...] = tuple(
     for offload in (False, True)
     for num_tokens in (8192, 2048, 1024)
 )
+SAME_SIZES = {  # models of later versions that have the sizes of a preset
+    "qwen3.5-27b": "Qwen3.6-27B and Qwen3.8-27B",
+    "qwen3.5-35b-a3b": "Qwen3.6-35B-A3B",
+}
 ANSWER_TOKENS = 500  # plans are compared by the time of an answer of this length to a prompt of the whole context
 
 
@@ -394,4 +408,6 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
         "--quantization FORMAT unless it is the checkpoint's format, --enable-cpu-offload for offload, and for a "
         "context beyond the model's limit the --hf-overrides that plan prints"
     )
-    return "\n".join((title, *lines, how))
+    names = dict.fromkeys(fit.model for fit in found)
+    also = [f"{name} also stands for {SAME_SIZES[name]}" for name in names if name in SAME_SIZES]
+    return "\n".join((title, *lines, how, *also))

@@ -145,6 +145,33 @@ def sigmoid_and_mul(gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def _select_columns_kernel(
+    x_ptr, order_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    source = tl.load(order_ptr + column, mask=inside, other=0)  # at rest, as weights are
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + row * x_stride + source, mask=inside, other=0.0)
+    tl.store(out_ptr + row * SIZE + column, x, mask=inside)
+
+
+def select_columns(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """x[:, order], with `order` int32 [K]: [T, K] -> [T, K]. Hot: several times per layer."""
+    num_rows, size = len(x), len(order)
+    assert x.stride(1) == 1 and x.shape[1] == size, "each column has a place"
+    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    if num_rows:
+        block = min(1024, triton.next_power_of_2(size))
+        on_grid(_select_columns_kernel, (num_rows, triton.cdiv(size, block)))(
+            x, order, out, x.stride(0), SIZE=size, BLOCK=block, num_warps=4, **pdl_options(x.device)
+        )
+    return out
+
+
+@triton.jit
 def _is_cell(head, num_heads, pair, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
     """Mask of the cells of a tile of half heads that exist: [heads, BLOCK_HALF], or [heads, 1] if every pair exists."""
     inside = (head < num_heads)[:, None]

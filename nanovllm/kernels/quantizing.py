@@ -1,5 +1,6 @@
 """Quantize on a GPU. `quantize_weight` writes rows of a weight that is quantized while it is loaded. `quantize_rows`
-writes rows of x in e4m3, so that cuBLAS can multiply the codes of x and of a weight. Codes have the order of packed
+writes rows of x in e4m3, so that cuBLAS can multiply the codes of x and of a weight. `rms_norm_and_quantize` and
+`silu_and_quantize` do so for rows that they compute, which are never written in 16 bits. Codes have the order of packed
 weights (packed_values.py).
 
 Legend: M rows, N output features, K input features.
@@ -214,4 +215,147 @@ def quantize_rows(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch
         BLOCKS=blocks,
         **pdl_options(x.device),
     )
+    return codes, scales
+
+
+@triton.jit
+def _store_row(low, high, codes_ptr, scale_ptr, inside):
+    """Quantize a row, given as pairs of fp32 numbers that share 16 bits, as `_quantize_kernel` does."""
+    largest = tl.maximum(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0), MIN_E4M3_RANGE)
+    factor = tl.div_rn(MAX_E4M3, largest)
+    tl.store(scale_ptr, tl.div_rn(largest, MAX_E4M3))
+    tl.store(codes_ptr, _e4m3_pair(low * factor, high * factor), mask=inside)
+
+
+@triton.jit
+def _first_of_pair(pair):
+    """Column of the first number of a pair; the second is a slice further."""
+    return pair // SLICE * (2 * SLICE) + pair % SLICE
+
+
+@triton.jit
+def _sum_with_residual(x_ptr, residual_ptr, sum_ptr, at, inside, ADD: tl.constexpr):
+    """x, or with ADD x + residual, rounded to x's dtype and stored."""
+    x = tl.load(x_ptr, mask=inside, other=0.0)
+    if ADD:
+        residual = tl.load(residual_ptr + at, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + at, x, mask=inside)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _rms_norm_and_quantize_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    codes_ptr,  # two codes in 16 bits
+    scales_ptr,
+    sum_ptr,
+    x_stride,
+    eps,
+    SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,  # the next power of two
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, PAIRS)
+    inside, column = pair < SIZE // 2, _first_of_pair(pair)
+    low_weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    high_weight = tl.load(weight_ptr + SLICE + column, mask=inside, other=0.0)
+    wait_for_previous(PDL)
+    dtype = x_ptr.dtype.element_ty
+    x_ptr, at = x_ptr + token * x_stride + column, token * SIZE + column
+    low = _sum_with_residual(x_ptr, residual_ptr, sum_ptr, at, inside, ADD)
+    high = _sum_with_residual(x_ptr + SLICE, residual_ptr, sum_ptr, at + SLICE, inside, ADD)
+    scale = 1.0 / tl.sqrt(tl.sum(low * low + high * high, 0) / SIZE + eps)
+    # Round where the norm rounds (fused.py): after the norm and after the weight
+    low, high = (low * scale).to(low_weight.dtype), (high * scale).to(high_weight.dtype)
+    low = (low.to(tl.float32) * low_weight.to(tl.float32)).to(dtype).to(tl.float32)
+    high = (high.to(tl.float32) * high_weight.to(tl.float32)).to(dtype).to(tl.float32)
+    _store_row(low, high, codes_ptr + token * (SIZE // 2) + pair, scales_ptr + token, inside)
+
+
+def rms_norm_and_quantize(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what `quantize_rows` returns for the norm of x [M, K], or of x + residual, with a scale for each row; and
+    x + residual, or x. Hot: twice per layer.
+    """
+    num_rows, size = x.shape
+    assert x.stride(1) == 1 and size % (2 * SLICE.value) == 0, "the kernel reads whole blocks in order"
+    assert residual is None or residual.is_contiguous()
+    (codes, scales), total = new_codes(x, size), x if residual is None else torch.empty_like(residual)
+    if num_rows:
+        pairs = triton.next_power_of_2(size // 2)
+        on_grid(_rms_norm_and_quantize_kernel, (num_rows,))(
+            x,
+            residual,
+            weight,
+            codes.view(torch.int16),
+            scales,
+            total,
+            x.stride(0),
+            eps,
+            SIZE=size,
+            PAIRS=pairs,
+            ADD=residual is not None,
+            num_warps=min(16, max(1, pairs // 256)),
+            **pdl_options(x.device),
+        )
+    return codes, scales, total
+
+
+@triton.jit
+def _gated(gate_ptr, up_ptr, inside):
+    """silu(gate) * up, rounded where `silu_and_mul` of fused.py rounds."""
+    dtype = gate_ptr.dtype.element_ty
+    gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr, mask=inside, other=0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return (silu * up).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _silu_and_quantize_kernel(
+    x_ptr,
+    codes_ptr,  # two codes in 16 bits
+    scales_ptr,
+    x_stride,
+    SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,  # the next power of two
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, PAIRS)
+    inside = pair < SIZE // 2
+    gate_ptr = x_ptr + token * x_stride + _first_of_pair(pair)
+    wait_for_previous(PDL)
+    low = _gated(gate_ptr, gate_ptr + SIZE, inside)
+    high = _gated(gate_ptr + SLICE, gate_ptr + SIZE + SLICE, inside)
+    _store_row(low, high, codes_ptr + token * (SIZE // 2) + pair, scales_ptr + token, inside)
+
+
+def silu_and_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `quantize_rows` returns for silu(first half) * second half of x [M, 2 * K], with a scale for each
+    row. Hot: once per layer.
+    """
+    num_rows, size = x.shape[0], x.shape[1] // 2
+    assert x.stride(1) == 1 and size % (2 * SLICE.value) == 0, "the kernel reads whole blocks in order"
+    codes, scales = new_codes(x[:, :size], size)
+    if num_rows:
+        pairs = triton.next_power_of_2(size // 2)
+        on_grid(_silu_and_quantize_kernel, (num_rows,))(
+            x,
+            codes.view(torch.int16),
+            scales,
+            x.stride(0),
+            SIZE=size,
+            PAIRS=pairs,
+            num_warps=min(32, max(1, pairs // 512)),  # up to 16 pairs in the registers of a thread
+            **pdl_options(x.device),
+        )
     return codes, scales

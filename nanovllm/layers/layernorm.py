@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nanovllm.layers.linear import NamedShard, WeightShard
-from nanovllm.layers.packed_weight import new_parameter
+from nanovllm.layers.packed_weight import MAX_ROWS_BEFORE_CODES, Activations, CodedRows, new_parameter
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -41,7 +41,10 @@ class RMSNorm(nn.Module):
     """RMSNorm over the last dimension, with the same weight on every rank.
 
     adds_one: multiply by 1 + the checkpoint's weight. order: arrangement of the elements, or None for the checkpoint's.
+    makes_codes: return many rows as CodedRows, for a layer that takes them.
     """
+
+    makes_codes = False
 
     def __init__(
         self, size: int, eps: float, *, dtype: torch.dtype, adds_one: bool = False, order: Sequence[slice] | None = None
@@ -51,8 +54,13 @@ class RMSNorm(nn.Module):
         self.weight = new_parameter(size, dtype=torch.float32 if adds_one else dtype)
         self._plus, self._order = float(adds_one), order or [slice(0, size)]
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[Activations, torch.Tensor]:
         """[..., size] -> (normed, new residual). Without a residual, `x` becomes the residual. Hot: twice per layer."""
+        if self.makes_codes and len(x) > MAX_ROWS_BEFORE_CODES:
+            from nanovllm.kernels.quantizing import rms_norm_and_quantize
+
+            codes, scales, total = rms_norm_and_quantize(x, residual, self.weight, self.eps)
+            return CodedRows(codes, scales, len(x)), total
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)

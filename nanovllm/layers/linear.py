@@ -18,10 +18,20 @@ from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device import kernel_target
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import ConfigError
-from nanovllm.layers.packed_weight import PackedRows, PackedWeight, can_multiply_codes, new_parameter
+from nanovllm.layers.packed_weight import (
+    MAX_ROWS_BEFORE_CODES,
+    Activations,
+    PackedRows,
+    PackedWeight,
+    can_multiply_codes,
+    fits_fp8_products,
+    new_parameter,
+    rounded_to_fp8,
+)
 from nanovllm.utils.arithmetic import ceil_div
 
 Weight: TypeAlias = nn.Parameter | PackedWeight
+_ONLY_PACKED = "only packed weights take codes"
 
 
 @dataclass(frozen=True)
@@ -54,17 +64,38 @@ class HasWeightShards(Protocol):
 
 
 def new_weight(
-    part_sizes: Sequence[int], num_columns: int, *, dtype: torch.dtype, quantization: Quantization | None
+    part_sizes: Sequence[int],
+    num_columns: int,
+    *,
+    dtype: torch.dtype,
+    quantization: Quantization | None,
+    sorts_columns: bool = True,
 ) -> Weight:
     """Make the weight of a layer with parts of these sizes, such as q, k and v. On a GPU a quantized
-    weight is packed.
+    weight is packed; `sorts_columns` as for PackedWeight.
     """
     device = torch.get_default_device()
     if quantization is None or not quantization.stays_packed or device.type != "cuda":
         return new_parameter(sum(part_sizes), num_columns, dtype=dtype)
     capability = kernel_target.target_of(device).capability
     multiplies_codes = can_multiply_codes(part_sizes, num_columns, quantization, dtype, capability)
-    return PackedWeight(part_sizes, num_columns, quantization, multiplies_codes=multiplies_codes)
+    return PackedWeight(
+        part_sizes, num_columns, quantization, multiplies_codes=multiplies_codes, sorts_columns=sorts_columns
+    )
+
+
+def rounds_rows(part_sizes: Sequence[int], num_columns: int, quantization: Quantization | None) -> bool:
+    """Return True if a layer rounds its input as a product in fp8 does: with fp8_dynamic on a CPU, whose weights are
+    values instead of codes.
+    """
+    if quantization is None or not quantization.needs_fp8_products or torch.get_default_device().type == "cuda":
+        return False
+    return fits_fp8_products(part_sizes, num_columns, quantization)
+
+
+def takes_codes(weight: Weight) -> bool:
+    """Return True if the kernels that compute many rows of a layer's input may return them as CodedRows."""
+    return isinstance(weight, PackedWeight) and weight.takes_codes
 
 
 def weight_rows(weight: Weight, start: int, end: int) -> torch.Tensor | PackedRows:
@@ -111,10 +142,11 @@ def use_gemv(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.is_cuda and x.shape[0] <= MAX_GEMV_ROWS and weight.shape[1] * weight.element_size() % 16 == 0
 
 
-def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: Activations, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply [T, K] by weight [N, K] -> [T, N]. Hot: several times per layer."""
     if isinstance(weight, PackedWeight):
         return weight.linear(x, bias)
+    assert isinstance(x, torch.Tensor), _ONLY_PACKED
     if use_gemv(x, weight):
         from nanovllm.kernels import small_linear as kernels
 
@@ -122,15 +154,22 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.
     return F.linear(x, weight, bias)
 
 
-def gate_up(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+def gate_up(x: Activations, weight: Weight, bias: torch.Tensor | None, *, makes_codes: bool = False) -> Activations:
     """silu(first half) * second half of the product: [T, K] by weight [2 * N, K] -> [T, N]. Hot: once per layer."""
     if isinstance(weight, PackedWeight):
-        return weight.gate_up(x, bias)
+        return weight.gate_up(x, bias, makes_codes=makes_codes)
+    assert isinstance(x, torch.Tensor), _ONLY_PACKED
     if use_gemv(x, weight):
         from nanovllm.kernels import small_linear as kernels
 
         return kernels.small_gate_up(x, weight, bias)
     return silu_and_mul(F.linear(x, weight, bias))
+
+
+def _input(x: Activations, rounds_rows: bool) -> Activations:
+    if rounds_rows and isinstance(x, torch.Tensor) and len(x) > MAX_ROWS_BEFORE_CODES:
+        return rounded_to_fp8(x)
+    return x
 
 
 def sum_over_ranks(x: torch.Tensor, tp: TPGroup) -> torch.Tensor:
@@ -183,10 +222,11 @@ class MergedColumnParallelLinear(nn.Module):
         self.parts = parts or [share(layer, size, tp, "output features") for layer, size in enumerate(output_sizes)]
         part_sizes = [part.rows.stop - part.rows.start for part in self.parts]
         self.weight = new_weight(part_sizes, input_size, dtype=dtype, quantization=quantization)
+        self.rounds_rows = rounds_rows(part_sizes, input_size, quantization)
         self.bias = new_parameter(sum(part_sizes), dtype=dtype) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+    def forward(self, x: Activations) -> torch.Tensor:
+        return linear(_input(x, self.rounds_rows), self.weight, self.bias)
 
     def weight_shards(self) -> Iterator[NamedShard]:
         end = 0
@@ -200,10 +240,15 @@ class MergedColumnParallelLinear(nn.Module):
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
-    """The first half of a gated MLP, silu(gate) * up: [T, hidden_size] -> [T, intermediate_size / tp]."""
+    """The first half of a gated MLP, silu(gate) * up: [T, hidden_size] -> [T, intermediate_size / tp].
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gate_up(x, self.weight, self.bias)
+    makes_codes: return many rows as CodedRows, for a layer that takes them.
+    """
+
+    makes_codes = False
+
+    def forward(self, x: Activations) -> Activations:  # type: ignore[override]
+        return gate_up(_input(x, self.rounds_rows), self.weight, self.bias, makes_codes=self.makes_codes)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -289,10 +334,11 @@ class RowParallelLinear(nn.Module):
         self.has_bias = bias
         local_size = divide(input_size, tp.size, "input features")
         self.weight = new_weight([output_size], local_size, dtype=dtype, quantization=quantization)
+        self.rounds_rows = rounds_rows([output_size], local_size, quantization)
         self.bias = new_parameter(output_size, dtype=dtype) if bias and tp.rank == 0 else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum_over_ranks(linear(x, self.weight, self.bias), self.tp)
+    def forward(self, x: Activations) -> torch.Tensor:
+        return sum_over_ranks(linear(_input(x, self.rounds_rows), self.weight, self.bias), self.tp)
 
     def weight_shards(self) -> Iterator[NamedShard]:
         local_size = self.weight.shape[1]

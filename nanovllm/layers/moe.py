@@ -105,13 +105,10 @@ class Experts(nn.Module):
             )
         if quantization is not None:  # products with experts take 16-bit activations
             quantization = replace(quantization, has_fp8_activations=False)
-        # The rows of all experts form one weight
-        self.gate_up = new_weight(
-            [self.local_size] * 2 * self.num_experts, hidden_size, dtype=dtype, quantization=quantization
-        )
-        self.down = new_weight(
-            [hidden_size] * self.num_experts, self.local_size, dtype=dtype, quantization=quantization
-        )
+        # The rows of all experts form one weight. Each expert's columns would have another order
+        given: Any = {"dtype": dtype, "quantization": quantization, "sorts_columns": False}
+        self.gate_up = new_weight([self.local_size] * 2 * self.num_experts, hidden_size, **given)
+        self.down = new_weight([hidden_size] * self.num_experts, self.local_size, **given)
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`experts` and `weights` [T, C] come from the router. Only the chosen experts are read."""

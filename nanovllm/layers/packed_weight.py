@@ -1,21 +1,22 @@
 """PackedWeight: a quantized weight that stays packed, and its product with the rows of a step.
 
 For few rows a kernel multiplies the packed weight. For many rows the values are unpacked, part by part, and cuBLAS
-multiplies them (kernels/packed_values.py). If the checkpoint wants activations in fp8, the many rows are quantized
-instead, and cuBLAS multiplies the codes: see `can_multiply_codes`. On a CPU weights are not packed: their values are
-computed when they are loaded.
+multiplies them (kernels/packed_values.py). If the format wants activations in fp8, the many rows are quantized
+instead, and cuBLAS or CUTLASS multiplies the codes: see `can_multiply_codes`. On a CPU weights are not packed: their
+values are computed when they are loaded.
 """
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import ScalingType
 
-from nanovllm.checkpoint.quantization import Quantization
+from nanovllm.checkpoint.quantization import Quantization, can_multiply_fp8
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -27,6 +28,8 @@ MAX_ROWS_BEFORE_CODES = 64  # the same where cuBLAS can multiply the codes
 UNPACKED_BYTES = 64 * 2**20  # unpacked values that exist at a time
 _ALIGNED_ROWS = 128  # cuBLAS is slow if the parts of its results are not aligned
 _FP8_BLOCK = 128  # rows and columns that share a scale where cuBLAS multiplies blocks of codes
+_MIN_FP8_RANGE = 2.0**-100  # lower bound of the largest value of a row, as in kernels/quantizing.py
+_ORDER_REMEDY = "a checkpoint with desc_act=false, or device='cpu'"
 _CHUNK_ROWS = 1024  # rows whose values are computed at a time, to limit the memory on top of the model
 
 
@@ -52,9 +55,39 @@ class QuantizedWeight(NamedTuple):
             target[rows] = codes * self.scales[rows, self.groups]
 
 
+@dataclass(frozen=True)
+class CodedRows:
+    """Activations that are quantized for a product of codes with a scale per row: what `quantize_rows` returns."""
+
+    codes: torch.Tensor  # e4m3 [M', K], where M' is num_rows rounded up
+    scales: torch.Tensor  # fp32 [M', 1]
+    num_rows: int
+
+    def split(self, size: int) -> Iterator["CodedRows"]:
+        """Yield the rows in parts of `size` rows, which is a multiple of the padding."""
+        for start in range(0, self.num_rows, size):
+            part = slice(start, start + size)
+            yield CodedRows(self.codes[part], self.scales[part], min(size, self.num_rows - start))
+
+
+Activations: TypeAlias = torch.Tensor | CodedRows  # [M, K]
+
+
 def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     """A parameter in uninitialised memory on the device of the `torch.device` context. The loader fills it."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def fits_fp8_products(part_sizes: Sequence[int], num_columns: int, quantization: Quantization) -> bool:
+    """Return True if the format wants activations in fp8 and torch can multiply the codes of this weight by them.
+
+    The weight has a scale for each row, or for each block of 128 x 128, and neither parts nor ranks may cut a block.
+    """
+    if quantization.block == (_FP8_BLOCK, _FP8_BLOCK):
+        fits = not any(size % _FP8_BLOCK for size in (*part_sizes, num_columns))
+    else:
+        fits = quantization.block in ((1, 0), (0, 0)) and num_columns % 64 == 0 and sum(part_sizes) % 16 == 0
+    return quantization.has_fp8_activations and fits
 
 
 def can_multiply_codes(
@@ -64,24 +97,25 @@ def can_multiply_codes(
     dtype: torch.dtype,
     capability: tuple[int, int],
 ) -> bool:
-    """Return True if the checkpoint wants activations in fp8 and cuBLAS can multiply the codes of this weight by them.
+    """Return True if products of many rows multiply codes on this GPU. Blocks need compute capability 9.0."""
+    is_able = capability == (9, 0) if quantization.block[1] else can_multiply_fp8(capability)
+    return dtype == torch.bfloat16 and is_able and fits_fp8_products(part_sizes, num_columns, quantization)
 
-    The weight has a scale for each row, or for each block of 128 x 128, and neither parts nor ranks may cut a block.
-    cuBLAS supports blocks on compute capability 9.0 only, and scales per row were tested on no other GPU.
-    """
-    by_row = quantization.block in ((1, 0), (0, 0)) and num_columns % 64 == 0 and sum(part_sizes) % 16 == 0
-    by_block = quantization.block == (_FP8_BLOCK, _FP8_BLOCK) and not any(
-        size % _FP8_BLOCK for size in (*part_sizes, num_columns)
-    )
-    fits = quantization.has_fp8_activations and (by_row or by_block)
-    return fits and dtype == torch.bfloat16 and capability == (9, 0)
+
+def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Round rows [M, K] to the numbers that `quantize_rows` of kernels/quantizing.py stores as codes and a scale."""
+    largest = x.float().abs().amax(1, keepdim=True).clamp_(min=_MIN_FP8_RANGE)
+    most = torch.full_like(largest, torch.finfo(torch.float8_e4m3fn).max)  # a number would become its reciprocal
+    codes = (x.float() * (most / largest)).clamp_(-most, most).to(torch.float8_e4m3fn)
+    return (codes.float() * (largest / most)).to(x.dtype)
 
 
 class PackedWeight(nn.Module):
     """Codes, scales and zeros of a weight [N, K], in uninitialised memory on the device of the `torch.device` context.
 
     part_sizes: rows of each part with separate scales, such as q, k and v. multiplies_codes: many rows
-    are multiplied in fp8. Raises ConfigError if groups or blocks do not fit.
+    are multiplied in fp8. sorts_columns: columns that are not in the order of their groups are sorted, and so are the
+    columns of x at each product. Raises ConfigError if groups or blocks do not fit.
     """
 
     def __init__(
@@ -91,6 +125,7 @@ class PackedWeight(nn.Module):
         quantization: Quantization,
         *,
         multiplies_codes: bool = False,
+        sorts_columns: bool = True,
     ) -> None:
         from nanovllm.kernels import packed_values
 
@@ -117,6 +152,10 @@ class PackedWeight(nn.Module):
         self.scales = nn.Parameter(scales, requires_grad=False)
         # Integers have 16-bit scales, whose dtype is known from the first shard
         self.scale_dtype = torch.float32 if self.is_float else None
+        # int32 [K], the checkpoint's column of each column, or None if all are in order; known from the first shard
+        self.column_order: torch.Tensor | None
+        self.register_buffer("column_order", None)
+        self.sorts_columns, self._has_shards = sorts_columns, False
 
     def rows(self, start: int, end: int) -> "PackedRows":
         return PackedRows(self, start, end)
@@ -133,8 +172,45 @@ class PackedWeight(nn.Module):
             )
         self.scale_dtype = dtype
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def choose_order(self, order: torch.Tensor | None, where: str) -> None:
+        """Store the order of columns of a shard. Raises CheckpointError if it is not the order of the other shards."""
+        mine = self.column_order
+        if self._has_shards and (
+            (order is None) != (mine is None)
+            or (order is not None and mine is not None and not torch.equal(order.int(), mine.cpu()))
+        ):
+            raise CheckpointError(
+                f"{where} has columns in another order (desc_act) than the layers that read the same input; on a GPU "
+                f"all must have the same order; use {_ORDER_REMEDY}"
+            )
+        if order is not None and not self.sorts_columns:
+            raise CheckpointError(
+                f"{where} has columns in another order (desc_act), which is supported for experts on a CPU only; "
+                f"use {_ORDER_REMEDY}"
+            )
+        self._has_shards = True
+        if mine is None and order is not None:
+            self.column_order = order.int().to(self.codes.device)
+
+    @property
+    def takes_codes(self) -> bool:
+        """True if many rows of x may be CodedRows."""
+        return self.multiplies_codes and self.group_size == self.shape[1]
+
+    def linear(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         """[M, K] -> [M, N]. Hot: several times per layer."""
+        if isinstance(x, CodedRows):
+            return self.product_of_codes(x.codes, x.scales, bias)[: x.num_rows]
+        return self._product(self._in_order(x), bias)
+
+    def _in_order(self, x: torch.Tensor) -> torch.Tensor:
+        if self.column_order is None:
+            return x
+        from nanovllm.kernels.fused import select_columns
+
+        return select_columns(x, self.column_order)
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         from nanovllm.kernels import packed_linear as kernels
         from nanovllm.kernels import quantizing
 
@@ -167,14 +243,19 @@ class PackedWeight(nn.Module):
         else:
             F.linear(x, new_values(*self.shape, x))
 
-    def gate_up(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """silu(first half) * second half of the product. Hot: once per layer."""
-        from nanovllm.kernels import fused
+    def gate_up(self, x: Activations, bias: torch.Tensor | None, *, makes_codes: bool = False) -> Activations:
+        """silu(first half) * second half of the product, of many rows as CodedRows if `makes_codes`. Hot: once per
+        layer.
+        """
+        from nanovllm.kernels import fused, quantizing
         from nanovllm.kernels import packed_linear as kernels
 
-        if len(x) <= self.max_packed_rows:
-            return kernels.products(x, packed(self), bias, gated=True)
-        return fused.silu_and_mul(self.linear(x, bias))
+        if isinstance(x, torch.Tensor) and len(x) <= self.max_packed_rows:
+            return kernels.products(self._in_order(x), packed(self), bias, gated=True)
+        both = self.linear(x, bias)
+        if makes_codes:
+            return CodedRows(*quantizing.silu_and_quantize(both), len(both))
+        return fused.silu_and_mul(both)
 
 
 class PackedRows:
@@ -189,18 +270,23 @@ class PackedRows:
         return PackedRows(self._weight, self._start + start, self._start + end)
 
     def store(self, given: QuantizedWeight, where: str) -> None:
-        """Store the values of a shard. Raises CheckpointError, which names `where`, for groups that are not contiguous
-        and for scales of several dtypes.
+        """Store the values of a shard. Raises CheckpointError, which names `where`, for columns in another order than
+        the other shards, for groups of which this rank has a part, and for scales of several dtypes.
         """
         from nanovllm.kernels import packed_values
 
         weight, rows = self._weight, slice(self._start, self._end)
-        of_groups = given.groups.view(-1, weight.group_size)
+        order, of_groups = None, given.groups.view(-1, weight.group_size)
         if not (of_groups == of_groups[:, :1]).all():
-            raise CheckpointError(
-                f"{where} has columns in another order (desc_act), which is supported on a CPU only; use a checkpoint "
-                "with desc_act=false, or device='cpu'"
-            )
+            order = given.groups.argsort(stable=True)
+            of_groups = given.groups[order].view(-1, weight.group_size)
+            if not (of_groups == of_groups[:, :1]).all():
+                raise CheckpointError(
+                    f"{where} has columns in another order (desc_act), and on this rank only some columns of a group; "
+                    f"use tensor_parallel_size=1, {_ORDER_REMEDY}"
+                )
+            given = given._replace(codes=given.codes[:, order.to(given.codes.device)])
+        weight.choose_order(order, where)
         step, first, num_groups = weight.scale_rows, int(of_groups[0, 0]), len(of_groups)
         columns: slice | torch.Tensor = slice(first, first + num_groups)
         if of_groups[:, 0].tolist() != list(range(first, first + num_groups)):  # smaller than the checkpoint's

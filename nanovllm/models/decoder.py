@@ -28,8 +28,10 @@ from nanovllm.layers.linear import (
     VocabParallelEmbedding,
     WeightShard,
     gate_heads,
+    takes_codes,
 )
 from nanovllm.layers.moe import SparseMLP
+from nanovllm.layers.packed_weight import Activations
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotary_order, rotate_and_store
 
 
@@ -89,7 +91,7 @@ class Attention(nn.Module):
             self.k_norm = build.norm(config.head_dim, order)
 
     def forward(
-        self, hidden: torch.Tensor, cos_sin: torch.Tensor, attn: StepAttention, rows: torch.Tensor | None
+        self, hidden: Activations, cos_sin: torch.Tensor, attn: StepAttention, rows: torch.Tensor | None
     ) -> torch.Tensor:
         """Map [T, hidden_size] -> [T, hidden_size], or [S, hidden_size] if `rows` [S] selects the tokens that attend.
 
@@ -114,8 +116,9 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_up_proj = build.gate_up(f"{name}.gate_up_proj")
         self.down_proj = build.row_parallel(f"{name}.down_proj")
+        self.gate_up_proj.makes_codes = takes_codes(self.gate_up_proj.weight) and takes_codes(self.down_proj.weight)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Activations) -> torch.Tensor:
         return self.down_proj(self.gate_up_proj(hidden))
 
 
@@ -133,6 +136,10 @@ class DecoderLayer(nn.Module):
             self.linear_attn = _delta_net(build, f"{name}.linear_attn", number)
         self.post_attention_layernorm = build.norm()
         self.mlp = _sparse_mlp(build, f"{name}.mlp") if is_sparse else MLP(build, f"{name}.mlp")
+        if self.self_attn is not None:
+            self.input_layernorm.makes_codes = takes_codes(self.self_attn.qkv_proj.weight)
+        if isinstance(self.mlp, MLP):
+            self.post_attention_layernorm.makes_codes = takes_codes(self.mlp.gate_up_proj.weight)
 
     def forward(
         self,

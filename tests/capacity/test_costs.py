@@ -81,6 +81,21 @@ def test_weight_bytes_of_packed_formats_by_hand() -> None:
         assert read == num_bytes + 2 * (others - 4096 - 151936 * 4096) + 70
 
 
+def test_operations_in_fp8_count_as_half_of_one_but_not_those_of_experts() -> None:
+    """So no prompt exceeds the plan's bound of prefill, which divides the rate of operations in bf16."""
+    for name, share in (("qwen3-8b", 1.0), ("qwen3-30b-a3b", 48 * (2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128))):
+        model, config = ModelConfig.without_weights(name), Config(model="m")
+        plain, alone, dynamic = (
+            parts.prefill_flop(config, model.quantized(format), 1000) for format in (None, "fp8", "fp8_dynamic")
+        )
+        attention = 2 * 1000**2 * (model.num_layers - 1) * 32 * 128
+        linear = plain - attention - 2 * model.hidden_size * model.vocab_size
+        if model.experts is not None:
+            linear = 2 * 1000 * 47 / 48 * share
+        assert plain == alone
+        assert plain - dynamic == pytest.approx(linear / 2, rel=0.01)
+
+
 def test_weights_that_config_json_leaves_unquantized_count_as_they_are() -> None:
     """Regression: the plan of a checkpoint whose attention is in bf16 had all of it in 4 bits, 10 GiB too little for
     Qwen3.5-27B-GPTQ-Int4.

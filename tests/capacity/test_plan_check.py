@@ -1,6 +1,7 @@
 """Plans that are refused, and the options that a refusal names."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -248,24 +249,51 @@ def test_following_the_first_option_ends_in_a_plan_that_works_or_with_nothing_to
     assert num_helped > 0.7 * num_refused > 0.27 * (len(cases) if RUNS_ALL else len(cases) / 5)
 
 
-def test_columns_in_another_order_are_refused_for_a_gpu_before_anything_is_loaded() -> None:
-    """Regression: the plan said that such a checkpoint fits, and its tensors were refused while they were loaded."""
-    gptq, cpu = {"quant_method": "gptq", "bits": 4, "group_size": 128}, Machine.cpu(64 * GIB)
-    for given, machine, is_refused in (
-        (gptq | {"desc_act": True}, H200, True),
-        (gptq | {"desc_act": True}, cpu, False),
-        (gptq | {"desc_act": True, "static_groups": True}, H200, False),
-        (gptq | {"desc_act": True, "group_size": -1}, H200, False),
-        (gptq, H200, False),
+def test_fp8_dynamic_is_refused_by_name_where_torch_cannot_multiply_codes() -> None:
+    model = MODELS["qwen3-8b"].quantized("fp8_dynamic")
+    for name, dtype, message in (
+        (
+            "A100 80GB",
+            "auto",
+            r"^quantization=fp8_dynamic needs .* 8\.9, .* and A100 80GB has 8\.0; .*quantization=fp8",
+        ),
+        ("RTX 3090", "auto", r"has 8\.6; use another GPU, or use quantization=fp8, which"),
+        ("RTX 4090", "auto", None),
+        ("H100 SXM", "auto", None),
+        ("H100 SXM", "float16", r"multiplies in bfloat16 on a GPU, and dtype is float16; use dtype=bfloat16, or "),
+        ("RTX 5090", "bfloat16", None),
+        (None, "float32", None),
     ):
-        model = replace(MODELS["qwen3-8b"], quantization=parse_quantization(given))
-        device = "cpu" if machine is cpu else "auto"
-        plan = make_plan(Config(model="m", device=device), model, machine, context=1000, num_sequences=1)
+        machine = Machine.gpu(64 * GIB, find_gpu(name)) if name else Machine.cpu(64 * GIB)
+        config = Config(model="m", device="auto" if name else "cpu", dtype=dtype, max_num_batched_tokens=2048)
+        plan = make_plan(config, model, machine, context=1000, num_sequences=1)
         for check in (check_start, check_plan):
-            if not is_refused:
+            with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
                 check(plan)
-                continue
-            with pytest.raises(ConfigError, match=r"'gptq' has columns in another order \(desc_act\).*or device='cpu'"):
+
+
+def test_columns_in_another_order_are_refused_for_a_gpu_before_anything_is_loaded() -> None:
+    """Regression: the plan said that such a checkpoint fits, and its tensors were refused while they were loaded. Only
+    experts, and ranks that have some columns of each group, are refused.
+    """
+    gptq, cpu = {"quant_method": "gptq", "bits": 4, "group_size": 128}, Machine.cpu(64 * GIB)
+    experts = "experts on a CPU only; use a checkpoint with desc_act=false, or device='cpu'"
+    ranks = "a rank would have only some columns of each group; use tensor_parallel_size=1, a checkpoint"
+    for name, given, machine, num_ranks, message in (
+        ("qwen3-8b", gptq | {"desc_act": True}, H200, 1, None),
+        ("qwen3-8b", gptq | {"desc_act": True}, H200, 2, ranks),
+        ("qwen3-8b", gptq | {"desc_act": True}, cpu, 2, None),
+        ("qwen3-8b", gptq | {"desc_act": True, "static_groups": True}, H200, 2, None),
+        ("qwen3-8b", gptq | {"desc_act": True, "group_size": -1}, H200, 2, None),
+        ("qwen3-8b", gptq, H200, 2, None),
+        ("qwen3-30b-a3b", gptq | {"desc_act": True}, H200, 1, experts),
+        ("qwen3-30b-a3b", gptq | {"desc_act": True, "dynamic": {"-:.*experts": {}}}, H200, 1, None),
+    ):
+        model = replace(ModelConfig.without_weights(name), quantization=parse_quantization(given))
+        config = Config(model="m", device="cpu" if machine is cpu else "auto", tensor_parallel_size=num_ranks)
+        plan = make_plan(config, model, machine, context=1000, num_sequences=1)
+        for check in (check_start, check_plan):
+            with nullcontext() if message is None else pytest.raises(ConfigError, match=f"desc_act.*{message}"):
                 check(plan)
 
 

@@ -35,8 +35,8 @@ def fits_here(plan: CapacityPlan) -> bool:
 def test_fits_each_works_with_its_options_and_only_what_never_works_is_missing() -> None:
     name = "qwen2.5-7b-1m"
     found = {(fit.format, fit.plan.context): fit.plan for fit in fits(machine(), [name])}
-    assert {format for format, _ in found} == {"fp8", "int4"} and ("fp8", 32768) in found
-    for format in ("bfloat16", "fp8", "int4"):
+    assert {format for format, _ in found} == {"fp8", "fp8_dynamic", "int4"} and ("fp8", 32768) in found
+    for format in ("bfloat16", "fp8", "fp8_dynamic", "int4"):
         model = ModelConfig.without_weights(name).quantized(None if format == "bfloat16" else format)
         for context in CONTEXTS:
             configs = [Config(model=name, max_model_len=context, **settings) for settings in SETTINGS]
@@ -62,7 +62,14 @@ def test_fits_of_a_quantized_gguf_file_quantizes_no_further(tmp_path: Path) -> N
 def test_fit_table_names_bounds_as_projected_and_says_when_nothing_runs() -> None:
     text = fit_table(machine(), fits(machine(), ["qwen3-8b"], context=32768))
     assert "RTX 4070 (11.60 GiB) with 64.00 GiB of CPU memory" in text and "projected" in text
-    assert text.count("qwen3-8b") == 2 and "--gpu-memory-utilization 0.95 --max-num-seqs 16" in text
+    assert (
+        text.count("qwen3-8b") == 3
+        and "also stands for" not in text
+        and "--gpu-memory-utilization 0.95 --max-num-seqs 16" in text
+    )
+    of_27b = fit_table(machine("A100 80GB"), fits(machine("A100 80GB"), ["qwen3.5-27b"], context=32768))
+    assert "fp8_dynamic" in text and "fp8_dynamic" not in of_27b  # an A100 does not multiply in fp8
+    assert of_27b.endswith("qwen3.5-27b also stands for Qwen3.6-27B and Qwen3.8-27B")
     assert "nothing" in fit_table(machine(), fits(machine(host_gib=1), ["qwen3-30b-a3b"]))
     with pytest.raises(
         ConfigError, match=r"context=1000000 is more than the 131072 tokens that qwen3-8b takes; lower it"

@@ -10,7 +10,7 @@ import itertools
 import os
 import pkgutil
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,6 +130,7 @@ def launch_layers(hidden_size: int, dtype: torch.dtype) -> None:
     fused.add_rms_norm(x, x, weight[0], 1e-6)
     fused.silu_and_mul(x)
     fused.sigmoid_and_mul(x, x)
+    fused.select_columns(x, torch.arange(hidden_size, dtype=torch.int32))
     for bias in (None, weight[0, :6]):
         small_linear.small_linear(x[:1], weight, bias)
         small_linear.small_gate_up(x[:1], weight, bias)
@@ -208,6 +209,16 @@ def launch_packed(
 def launch_quantize_weight(size: int, dtype: torch.dtype) -> None:
     for kind in ("int4", "fp8 by row"):
         quantizing.quantize_weight(torch.zeros(256, size, dtype=dtype), PACKED_KINDS[kind](size, dtype), 0, 0)
+
+
+def launch_quantize_rows(hidden_sizes: Sequence[int], inner_sizes: Sequence[int]) -> None:
+    """The kernels that compute rows and quantize them, which need a GPU with fp8."""
+    for size in hidden_sizes:
+        x, weight = torch.zeros(70, size, dtype=BF16), torch.zeros(size, dtype=BF16)
+        quantizing.rms_norm_and_quantize(x, None, weight, 1e-6)
+        quantizing.rms_norm_and_quantize(x, x.clone(), weight.float(), 1e-6)
+    for size in inner_sizes:
+        quantizing.silu_and_quantize(torch.zeros(70, 2 * size, dtype=BF16))
 
 
 def launch_shadow(head_dim: int, dtype: torch.dtype, bits: int) -> None:
@@ -318,7 +329,10 @@ def test_kernels_fit_at_common_shapes(name: str) -> None:
             launch_packed("int4", 4096, BF16, gates=(False,), rows=(1, 64), tiles=(128,))
             launch_quantize_weight(4096, BF16)
             launch_shadow(128, BF16, bits=4)
-            assert {kernel.name for kernel in compiled} == kernel_names()
+            only_fp8 = {"_rms_norm_and_quantize_kernel", "_silu_and_quantize_kernel"}
+            if name == "9.0":
+                launch_quantize_rows((4096,), (12288,))
+            assert {kernel.name for kernel in compiled} == kernel_names() - (set() if name == "9.0" else only_fp8)
     check(compiled, target)
     uses_pdl = {"griddepcontrol.wait" in kernel.ptx for kernel in compiled if kernel.name == "_decode_kernel"}
     assert uses_pdl == {target.has_dependent_launches}
@@ -417,10 +431,14 @@ def test_packed_products_fit(kind: str) -> None:
 
 @pytest.mark.slow
 def test_quantizing_of_rows_fits() -> None:
-    with compiling_for(target := KNOWN_TARGETS["9.0"]) as compiled:
-        for size, group in ((4096, 128), (4096, 4096), (12288, 12288)):
-            quantizing.quantize_rows(torch.zeros(70, size, dtype=BF16), group)
-    check(compiled, target)
+    for name in ("8.9", "9.0"):
+        with compiling_for(target := KNOWN_TARGETS[name]) as compiled:
+            for size, group in ((4096, 128), (4096, 4096), (12288, 12288)):
+                quantizing.quantize_rows(torch.zeros(70, size, dtype=BF16), group)
+            launch_quantize_rows((4096, 8192), (3072, 12288, 28672))
+        check(compiled, target)
+        rows_in_registers = [each for each in compiled if each.name != "_quantize_kernel"]
+        assert len(rows_in_registers) == 7 and not any(each.stack_bytes() for each in rows_in_registers)
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ def test_silu_and_mul_gates_with_the_first_half() -> None:
 
 
 def test_activations_in_fp8_are_for_weights_that_cublas_can_multiply() -> None:
-    """It needs capability 9.0, bf16, a checkpoint that asks for it, and parts that consist of whole blocks."""
+    """It needs a GPU with fp8, bf16, a format that asks for it, and parts that consist of whole blocks."""
     blocks = Quantization(method="fp8", bits=8, is_float=True, block=(128, 128), has_fp8_activations=True)
     rows, tensor = replace(blocks, block=(1, 0)), replace(blocks, block=(0, 0))
     for part_sizes, size, quantization, dtype, capability, expected in (
@@ -167,7 +167,10 @@ def test_activations_in_fp8_are_for_weights_that_cublas_can_multiply() -> None:
         ([48, 16], 576, rows, torch.bfloat16, (9, 0), True),
         ([48, 16], 576, tensor, torch.bfloat16, (9, 0), True),
         ([48, 8], 576, rows, torch.bfloat16, (9, 0), False),
+        *(([48, 16], 576, rows, torch.bfloat16, each, True) for each in ((8, 9), (10, 0), (12, 0))),
+        *(([48, 16], 576, rows, torch.bfloat16, each, False) for each in ((8, 0), (8, 6))),
         ([48, 16], 576, QUANTIZATIONS["fp8"], torch.bfloat16, (9, 0), False),
+        ([48, 16], 576, QUANTIZATIONS["fp8_dynamic"], torch.bfloat16, (8, 9), True),
     ):
         given = part_sizes, size, quantization, dtype, capability
         assert can_multiply_codes(*given) == expected, given

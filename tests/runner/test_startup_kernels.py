@@ -162,7 +162,10 @@ def test_packed_weights_launch_only_kernels_that_start_up_finds(
             plan = StepPlan(measure._sequences(lengths, max_model_len, BLOCK), KVMoves())
             needed = launched(lambda plan=plan: runner.launch(plan))
             many = "_quantize_kernel" if name == "fp8" else "_unpack_kernel"
-            assert (many in {kernel[0] for kernel in needed}) == (num_tokens > (64 if name == "fp8" else 256))
+            names = {kernel[0] for kernel in needed}
+            assert (many in names) == (num_tokens > (64 if name == "fp8" else 256))
+            fused = {"_rms_norm_and_quantize_kernel", "_silu_and_quantize_kernel"}
+            assert fused & names == (fused if name == "fp8" and num_tokens > 64 else set())
             assert set(needed) <= set(found)
 
 

@@ -1,6 +1,7 @@
 """Quantized checkpoints, packed from descriptions of their formats, beside plain ones with the same values."""
 
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,20 @@ def awq(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return stored, values
 
 
+def in_another_order(name: str, groups: np.ndarray) -> np.ndarray:
+    """The groups of columns in an order that layers share if they read the same input."""
+    parent, _, layer = name.rpartition(".")
+    reads = layer if layer in ("o_proj", "down_proj", "out_proj") else "input"
+    return np.random.default_rng(zlib.crc32(f"{parent} {reads}".encode())).permutation(groups)
+
+
 def gptq(bits: int, offset: int, has_order: bool, is_symmetric: bool = False) -> Quantize:
-    """`offset`: how much less than they are zeros are stored."""
+    """`offset`: how much less than they are zeros are stored. `has_order`: columns have another order."""
 
     def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         groups = np.arange(weight.shape[1]) // GROUP
         if has_order:
-            groups = np.random.default_rng(len(name)).permutation(groups)
+            groups = in_another_order(name, groups)
         codes, scales, zeros, values = integers(weight, bits, GROUP, groups, is_symmetric)
         stored = {
             "qweight": pack(codes.T, bits, 0),
@@ -79,19 +87,22 @@ def gptq(bits: int, offset: int, has_order: bool, is_symmetric: bool = False) ->
     return quantize
 
 
-def packed(bits: int, is_symmetric: bool, is_channel: bool = False) -> Quantize:
-    """compressed-tensors, pack-quantized."""
+def packed(bits: int, is_symmetric: bool, is_channel: bool = False, has_order: bool = False) -> Quantize:
+    """compressed-tensors, pack-quantized. `has_order` as in `gptq`."""
 
     def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         group = weight.shape[1] if is_channel else GROUP
-        codes, scales, zeros, values = integers(
-            weight, bits, group, np.arange(weight.shape[1]) // group, is_symmetric=is_symmetric
-        )
+        groups = np.arange(weight.shape[1]) // group
+        if has_order:
+            groups = in_another_order(name, groups)
+        codes, scales, zeros, values = integers(weight, bits, group, groups, is_symmetric=is_symmetric)
         stored = {
             "weight_packed": pack(codes, bits, 1),
             "weight_scale": torch.from_numpy(scales),
             "weight_shape": torch.tensor(weight.shape),
         }
+        if has_order:
+            stored["weight_g_idx"] = torch.from_numpy(groups.astype(np.int32))
         if not is_symmetric:
             stored["weight_zero_point"] = pack(zeros, bits, 0)
         return stored, values
@@ -195,11 +206,20 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {  # name -> quantization_
         compressed("pack-quantized", num_bits=4, **GROUPED | {"symmetric": False}),
         packed(4, is_symmetric=False),
     ),
+    "packed 4 order": (
+        compressed("pack-quantized", num_bits=4, **GROUPED | {"actorder": "group"}),
+        packed(4, is_symmetric=True, has_order=True),
+    ),
     "packed 8 channel": (
         compressed("pack-quantized", num_bits=8, strategy="channel"),
         packed(8, is_symmetric=True, is_channel=True),
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
+    "awq dynamic": (
+        {"quant_method": "awq", "bits": 4, "group_size": 2 * GROUP, "checkpoint_format": "gemm"}
+        | {"dynamic": {r"+:.*": {"group_size": GROUP}, f"-:{SKIPPED}": {}}},
+        awq,
+    ),
     "gptq": (GPTQ | {"bits": 4, "desc_act": False}, gptq(4, 1, has_order=False)),
     "gptq 8 order": (GPTQ | {"bits": 8, "desc_act": True}, gptq(8, 1, has_order=True)),
     "gptq dynamic": (

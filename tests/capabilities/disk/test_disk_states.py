@@ -86,6 +86,16 @@ def test_state_alone_is_read_where_the_keys_are_in_memory(restart: Callable[...,
         llm.assert_nothing_left()
 
 
+def test_weights_in_fp8_share_nothing_with_the_same_weights_and_activations_in_fp8(
+    hybrid: Reference, options: dict[str, Any]
+) -> None:
+    cached = []
+    for quantization in ("fp8_dynamic", "fp8", "fp8_dynamic"):
+        with LLM(hybrid.directory, **options, quantization=quantization) as llm:
+            cached.append(ask(llm, QUESTIONS[0], max_tokens=1)["num_cached_tokens"])
+    assert cached == [0, 0, HIT]
+
+
 @pytest.mark.parametrize("quantization", ["fp8", pytest.param("int4", marks=SLOW)])
 def test_quantized_weights(hybrid: Reference, options: dict[str, Any], quantization: str) -> None:
     """They share nothing with the weights that they were rounded from."""
