@@ -1,14 +1,15 @@
 """Checks of a plan: the reasons why it cannot work, and the options to change. Arithmetic only.
 
 A reason names up to three options on which the failed part depends, the fastest first. The named options have not been
-planned, so one option alone may not be enough. But no option is named with which the weights alone would not fit.
+planned, except for quantize_head, so one option alone may not be enough. But no option is named with which the weights
+alone would not fit.
 """
 
 from dataclasses import replace
 from math import ceil
 
 from nanovllm.capacity.costs import packing_problem, weight_bytes
-from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, heads_problem, least_gpu_blocks
+from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, heads_problem, least_gpu_blocks, make_plan
 from nanovllm.checkpoint.model_config import ModelConfig, rope_extension
 from nanovllm.checkpoint.quantization import HEAD_QUANTIZATIONS, QUANTIZATIONS
 from nanovllm.config import BLOCK_SIZE_STEP
@@ -248,13 +249,17 @@ def _embedding_on_cpu(plan: CapacityPlan) -> str | None:
 
 
 def _quantized_head(plan: CapacityPlan) -> str | None:
-    """Quantize the output head, if the checkpoint has it in 16 or 32 bits and the weights then fit."""
+    """Quantize the output head if the checkpoint has it in 16 or 32 bits. The option changes results, so it is named
+    only if the plan then works.
+    """
     model = plan.model
     if plan.machine.gpu_bytes is None or model.head_quantization is not None or model.gguf_head_type is not None:
         return None
-    is_on_cpu = plan.config.embedding_on_cpu is not False
-    quantized = replace(model, head_quantization=HEAD_QUANTIZATIONS[HEAD_FORMAT], embedding_on_cpu=is_on_cpu)
-    if packing_problem(plan.config, quantized) or not _weights_fit(plan, quantized, plan.config.tensor_parallel_size):
+    quantized = model.quantized(None, HEAD_FORMAT)
+    if packing_problem(plan.config, quantized):
+        return None
+    other = make_plan(plan.config, quantized, plan.machine, context=plan.context, num_sequences=plan.num_sequences)
+    if not other.fits_gpu or other.capacity(plan.context).num_sequences < plan.num_sequences:
         return None
     return _set(plan, "quantize_head", HEAD_FORMAT)
 

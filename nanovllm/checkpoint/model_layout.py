@@ -41,7 +41,7 @@ class Linear:
     bias: bool = False
     num_experts: int = 0
     may_be_quantized: bool = True
-    own_format: Quantization | None = None  # the format, whatever the format of the other weights
+    own_format: Quantization | None = None  # a format that quantization_config does not name
 
     @property
     def rows(self) -> tuple[int, ...]:

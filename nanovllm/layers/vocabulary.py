@@ -79,7 +79,7 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class ParallelLMHead(_VocabParallel):
-    """The output head. If it is `tied_to` a weight, that of the embedding, the head owns no memory.
+    """The output head. With `tied_to`, the embedding's weight, the head owns no memory.
 
     quantization: the format to which the weight is quantized at loading, or None.
     """

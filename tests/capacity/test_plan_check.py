@@ -168,6 +168,7 @@ def test_pools_of_two_long_sequences_count_what_admission_keeps_free() -> None:
 
 BITS, ROOM = "use quantization=int4", "raise gpu_memory_utilization to 0.95 and lower max_num_batched_tokens to 1024"
 TIGHT: dict[str, Any] = {"gpu_memory_utilization": 0.95, "max_num_batched_tokens": 1024}
+HEAD = "use quantize_head=int8"
 RANKS, OTHERS = "raise tensor_parallel_size to 2", "use a smaller model, a shorter context or more memory"
 
 
@@ -180,7 +181,8 @@ def test_check_plan_names_options_that_the_part_depends_on_and_none_that_is_give
         ("qwen3-8b", 1.7, None, 32768, {}, f"{BITS} and raise tensor_parallel_size to 4"),
         ("qwen3-8b", 7.6, "fp8", 32768, {}, f"{BITS}, or {RANKS}"),  # int4 was not named if fp8 was asked for
         ("qwen3-8b", 7.6, "int4", 32768, {}, f"{ROOM}, or {RANKS}"),
-        ("qwen3-8b", 7.6, "int4", 32768, TIGHT, "use enable_cpu_offload, or raise tensor_parallel_size to 2"),
+        ("qwen3-8b", 7.6, "int4", 32768, TIGHT, f"use enable_cpu_offload, or {RANKS}"),
+        ("qwen3-8b", 10.4, "int4", 32768, TIGHT, f"use enable_cpu_offload, or {RANKS}, or {HEAD}"),
         ("qwen3-8b", 23.5, None, 40960, {}, f"{BITS}, or {ROOM}, or use enable_cpu_offload"),
         ("qwen3-8b", 1, "int4", 40960, TIGHT | {"tensor_parallel_size": 8}, OTHERS),
     )

@@ -1,16 +1,25 @@
 """The embedding's rows in pinned memory, and products with a quantized head: in Triton's interpreter, and on a GPU."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from dense_model import random_prompt, run_logits
 from interpreter import INTERPRETED, needs_triton, on_device
+from tiny_models import write_tiny_model
 
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import HEAD_QUANTIZATIONS, Quantization
 from nanovllm.device.cuda import pinned_view
 from nanovllm.device.pinned_memory import HostBuffer
+from nanovllm.device.tp_group import TPGroup
+from nanovllm.layers import vocabulary
 from nanovllm.layers.packed_weight import PackedWeight
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import build_model, load_weights
 from nanovllm.models.quantized_weights import quantize
 
 pytestmark = needs_triton
@@ -41,6 +50,42 @@ def test_embed_reads_the_bits_of_the_rows_of_this_rank(
     token_ids = torch.tensor([first - 1, first, first + num_rows - 1, first + num_rows, 0])
     got = embed(token_ids.to(device), on_gpu, first).cpu()
     assert torch.equal(got[1:3], table[[0, -1]]) and not got[[0, 3, 4]].any()
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_model_with_its_table_in_cpu_memory_has_the_logits_of_one_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, load_format: str
+) -> None:
+    """In the interpreter, for which memory that is not pinned stands for pinned memory. On a GPU:
+    gpu/test_gpu_vocabulary. The ranks do not divide the vocabulary evenly.
+    """
+    if not INTERPRETED:
+        pytest.skip("a GPU reads pinned memory only")
+    monkeypatch.setattr(vocabulary, "HostBuffer", lambda num_bytes, pinned_for: HostBuffer(num_bytes, None))
+    monkeypatch.setattr(vocabulary, "pinned_view", lambda pinned, device: pinned)
+    plain = write_tiny_model(tmp_path, vocab_size=321)
+    config, directory = ModelConfig.from_pretrained(str(plain))
+    prompt = random_prompt(20)
+
+    def load(tp: TPGroup, is_on_cpu: bool) -> CausalLM:
+        model = build_model(
+            replace(config, embedding_on_cpu=is_on_cpu),
+            tp,
+            max_model_len=64,
+            dtype=torch.float32,
+            device=device,
+            directory=directory if load_format == "auto" else None,
+        )
+        load_weights(model, directory, load_format=load_format)
+        assert (model.model.embed_tokens._pinned is not None) == is_on_cpu
+        return model
+
+    plain_model = load(TPGroup(), False)
+    assert torch.equal(run_logits(load(TPGroup(), True), prompt), run_logits(plain_model, prompt))
+    token_ids = torch.tensor([0, 160, 161, 320, 7])
+    parts = [load(TPGroup(rank, 2), True).model.embed_tokens._look_up(token_ids) for rank in range(2)]
+    assert torch.equal(sum(parts), plain_model.model.embed_tokens(token_ids)) and not parts[0][2:4].any()
 
 
 def quantized_head(

@@ -1,6 +1,5 @@
 """The output head quantized while it is loaded: its values, its groups, tied tables, and what is refused."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,8 @@ import pytest
 import torch
 from dense_model import load_model, random_prompt, run_logits
 from gguf_files import write_gguf
-from model_files import edit_json, edit_quantization
+from head_values import EMBEDDING, HEAD, write_values
+from model_files import edit_quantization
 from quantized_models import FORMATS, write_quantized
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
@@ -23,20 +23,7 @@ from nanovllm.models.quantized_weights import head_format, quantize
 PROMPT = random_prompt(40)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 INT8 = HEAD_QUANTIZATIONS["int8"]
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-VOCAB_SIZE = 317  # which two ranks do not divide
-
-
-def write_values(plain: Path, directory: Path) -> Path:
-    """Write the same model with the values of the quantized head. Tied tables become two."""
-    shutil.copytree(plain, directory)
-    tensors = load_file(plain / "model.safetensors")
-    head = tensors.get(HEAD, tensors[EMBEDDING])
-    tensors[HEAD] = torch.empty_like(head)
-    quantize(head, INT8).copy_values(tensors[HEAD])
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    edit_json(directory / "config.json", tie_word_embeddings=False)
-    return directory
+VOCAB_SIZE = 321  # which two ranks do not divide
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

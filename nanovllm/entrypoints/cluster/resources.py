@@ -279,6 +279,8 @@ def sizes_within(memory_bytes: int, config: Config, machine: Machine) -> dict[st
     sizes: dict[str, Any] = {}
     if config.enable_cpu_offload:
         sizes = {"num_cpu_blocks": plan.num_cpu_blocks, "cpu_memory_gb": None}
+    if machine.gpu_bytes is not None:  # the plan has counted the table in the engine's share
+        sizes["embedding_on_cpu"] = plan.model.embedding_on_cpu
     if machine.gpu_bytes is None:  # weights and blocks share CPU memory, and the blocks' pages fill up with use
         name = "num_gpu_blocks" if config.enable_cpu_offload else "num_kvcache_blocks"
         sizes |= {name: plan.num_gpu_blocks, "kvcache_block_size": config.block_size}
