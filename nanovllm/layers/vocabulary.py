@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.checkpoint.quantization import Quantization
-from nanovllm.device.cuda import pinned_view
+from nanovllm.device.cuda import registered_view
 from nanovllm.device.pinned_memory import HostBuffer
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.linear import NamedShard, Weight, WeightShard, new_weight, sum_over_ranks, weight_rows
@@ -52,7 +52,7 @@ class VocabParallelEmbedding(_VocabParallel):
             device = torch.get_default_device()
             self._buffer = HostBuffer(self.rows_per_rank * hidden_size * dtype.itemsize, pinned_for=device)
             self._pinned = self._buffer.tensor.view(dtype).view(self.rows_per_rank, hidden_size)
-            self.weight = nn.Parameter(pinned_view(self._pinned, device), requires_grad=False)
+            self.weight = nn.Parameter(registered_view(self._pinned, device), requires_grad=False)
         else:
             self.weight = new_parameter(self.rows_per_rank, hidden_size, dtype=dtype)
 

@@ -49,7 +49,10 @@ def with_head(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Referenc
 def assert_table_is_pinned(llm: LLM) -> None:
     embedding = llm.runner.model.model.embed_tokens
     assert embedding._pinned is not None and embedding._pinned.is_pinned()
-    assert embedding.weight.is_cuda and embedding.weight.data_ptr() == embedding._pinned.data_ptr()
+    assert embedding.weight.is_cuda and torch.equal(embedding.weight.cpu(), embedding._pinned)
+    row, embedding._pinned[5] = embedding._pinned[5].clone(), 1
+    assert (embedding.weight[5] == 1).all(), "they share memory"
+    embedding._pinned[5] = row
 
 
 @pytest.mark.parametrize("num_gpu_blocks", [None, 24, 3], ids=["all-GPU", "resident", "streamed"])

@@ -13,7 +13,7 @@ from tiny_models import write_tiny_model
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import HEAD_QUANTIZATIONS, Quantization
-from nanovllm.device.cuda import pinned_view
+from nanovllm.device.cuda import registered_view
 from nanovllm.device.pinned_memory import HostBuffer
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers import vocabulary
@@ -41,7 +41,7 @@ def test_embed_reads_the_bits_of_the_rows_of_this_rank(
     rows = torch.tensor([0, num_rows - 1, num_rows // 2, 0, 7])
     table[rows] = torch.randn(5, size).to(dtype)
     table[7, :3] = torch.tensor([math.nan, -0.0, math.inf], dtype=dtype)
-    on_gpu = pinned_view(table, torch.device(device)) if device == "cuda" else table
+    on_gpu = registered_view(table, torch.device(device)) if device == "cuda" else table
     expected = F.embedding(rows, table)
     for num_tokens in (0, 1, 5):
         got = embed(rows[:num_tokens].to(device), on_gpu, 0)
@@ -63,7 +63,7 @@ def test_model_with_its_table_in_cpu_memory_has_the_logits_of_one_without(
     if not INTERPRETED:
         pytest.skip("a GPU reads pinned memory only")
     monkeypatch.setattr(vocabulary, "HostBuffer", lambda num_bytes, pinned_for: HostBuffer(num_bytes, None))
-    monkeypatch.setattr(vocabulary, "pinned_view", lambda pinned, device: pinned)
+    monkeypatch.setattr(vocabulary, "registered_view", lambda pinned, device: pinned)
     plain = write_tiny_model(tmp_path, vocab_size=321)
     config, directory = ModelConfig.from_pretrained(str(plain))
     prompt = random_prompt(20)
