@@ -21,7 +21,7 @@ from nanovllm.utils.arithmetic import ceil_div, format_bytes
 MAX_REMEDIES = 3
 HIGH_UTILIZATION = 0.95
 SMALL_STEP_TOKENS = 1024
-HEAD_FORMAT = next(iter(HEAD_QUANTIZATIONS))
+HEAD_FORMAT = next(iter(HEAD_QUANTIZATIONS))  # the format of quantize_head that is named
 FEWEST_BITS, FEWEST_BITS_FORMAT = min(QUANTIZATIONS.items(), key=lambda each: each[1].bits)
 
 

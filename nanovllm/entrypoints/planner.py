@@ -20,10 +20,10 @@ from nanovllm.capacity.costs import (
 )
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan, least, make_plan
-from nanovllm.capacity.plan_check import check_plan
+from nanovllm.capacity.plan_check import HEAD_FORMAT, check_plan
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ARCHITECTURES, ModelConfig
-from nanovllm.checkpoint.quantization import HEAD_QUANTIZATIONS, QUANTIZATIONS
+from nanovllm.checkpoint.quantization import QUANTIZATIONS
 from nanovllm.config import BLOCK_SIZE_STEP, Config
 from nanovllm.errors import ConfigError
 from nanovllm.plan.kv_spec import dtype_name, max_stateful_seqs
@@ -234,7 +234,7 @@ def _vocabulary_remark(plan: CapacityPlan) -> str:
         return f"embedding table and output head {table}"
     head = size(head_bytes(config, model, is_packed=False))
     if plan.machine.gpu_bytes is not None and model.gguf_head_type is None:
-        quantized = size(head_bytes(config, replace(model, head_quantization=HEAD_QUANTIZATIONS[HEAD_FORMAT])))
+        quantized = size(head_bytes(config, model.quantized(None, HEAD_FORMAT)))
         instead = f"{quantized} instead of {head}", f"{head} ({quantized} in {HEAD_FORMAT})"
         head = instead[0 if model.head_quantization else 1]
     return f"output head {head}, embedding table {'in CPU memory' if plan.host_table_bytes else table}"
@@ -313,7 +313,6 @@ SETTINGS: tuple[dict[str, Any], ...] = tuple(
     for offload in (False, True)
     for num_tokens in (8192, 2048, 1024)
 )
-HEAD_FORMAT = next(iter(HEAD_QUANTIZATIONS))
 MIN_HEAD_GAIN = 1.1  # in the time of a request, for a quantized output head, which changes results
 ANSWER_TOKENS = 500  # plans are compared by the time of an answer of this length to a prompt of the whole context
 
