@@ -114,7 +114,7 @@ def _weights(model: ModelConfig, part: str) -> _Weights:
 
 def packing_problem(config: Config, model: ModelConfig) -> str | None:
     """Return the reason why a GPU cannot keep a quantized weight packed, or None if all weights can be packed."""
-    for size in _weights(model, "layers").sizes:
+    for size in (*_weights(model, "layers").sizes, *_weights(model, "head").sizes):
         num_columns = size.columns // (config.tensor_parallel_size if size.split == "columns" else 1)
         if size.quantization is not None and (problem := size.quantization.packing_problem(num_columns)):
             return problem
@@ -183,14 +183,29 @@ def _layers_bytes(config: Config, model: ModelConfig, num_tokens: int | None = N
     return sum(_weight_bytes(model, part, itemsize(config, model), num_tokens, is_packed=is_packed) for part in parts)
 
 
+def embedding_bytes(config: Config, model: ModelConfig) -> int:
+    """Return the size of the embedding table, over all GPUs."""
+    return int(_weight_bytes(model, "embedding", itemsize(config, model)))
+
+
+def head_bytes(config: Config, model: ModelConfig, *, is_packed: bool = True) -> int:
+    """Return the size of the weight that the output head multiplies by, over all GPUs, and of the norm before it. A
+    quantized head takes 6% more if loading halves its groups.
+    """
+    head = int(_weight_bytes(model, "head", itemsize(config, model), is_packed=is_packed))
+    return head if model.has_own_head else head + embedding_bytes(config, model)
+
+
 def weight_bytes(config: Config, model: ModelConfig, *, is_packed: bool) -> int:
-    """Return the size of all weights, split evenly over the GPUs.
+    """Return the size of all weights, split evenly over the GPUs, without an embedding table in CPU memory.
 
     is_packed: whether linear weights stay quantized, as on a GPU. On a CPU, quantized weights are loaded as values in
     the model's dtype.
     """
-    ends = _weight_bytes(model, "ends", itemsize(config, model))
-    return int(_layers_bytes(config, model, is_packed=is_packed) + ends) // config.tensor_parallel_size
+    total = _layers_bytes(config, model, is_packed=is_packed) + head_bytes(config, model, is_packed=is_packed)
+    if model.has_own_head and not model.embedding_on_cpu:
+        total += embedding_bytes(config, model)
+    return int(total) // config.tensor_parallel_size
 
 
 def layer_bytes(config: Config, model: ModelConfig, num_tokens: int) -> int:
@@ -276,8 +291,7 @@ def decode_bytes(
 
     num_keys: the number of keys of all sequences together.
     """
-    weights = _layers_bytes(config, model, num_sequences, is_packed=True)
-    weights += model.hidden_size * model.vocab_size * itemsize(config, model)
+    weights = _layers_bytes(config, model, num_sequences, is_packed=True) + head_bytes(config, model)
     states = kv_cache_spec(config, model, config.tensor_parallel_size).states
     state_bytes = 2 * num_sequences * states.state_bytes
     return weights / config.tensor_parallel_size + num_keys * kv_bytes_per_token + state_bytes
@@ -287,9 +301,7 @@ def head_draft_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_
     """Return the bytes that the draft head reads for one draft token per sequence: the weights of the draft head, the
     output head, and the keys of one layer.
     """
-    size = itemsize(config, model)
-    weights = _weight_bytes(model, "mtp", size, num_sequences)
-    weights += model.hidden_size * model.vocab_size * size
+    weights = _weight_bytes(model, "mtp", itemsize(config, model), num_sequences) + head_bytes(config, model)
     return weights / config.tensor_parallel_size + num_keys * spec.layer_block_bytes / spec.block_size
 
 

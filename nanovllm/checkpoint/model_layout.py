@@ -41,6 +41,7 @@ class Linear:
     bias: bool = False
     num_experts: int = 0
     may_be_quantized: bool = True
+    own_format: Quantization | None = None  # a format that quantization_config does not name
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -62,7 +63,7 @@ class Linear:
 
     def _format(self, config: ModelConfig, names: list[str]) -> Quantization | None:
         if config.quantization is None or not self.may_be_quantized:
-            return None
+            return self.own_format
         first, *others = (config.quantization.format_of(name) for name in names)
         return first if all(each == first for each in others) else None
 
@@ -80,7 +81,8 @@ LayoutEntry: TypeAlias = Linear | Tensor
 class ModelLayout(NamedTuple):
     """The weights of a model."""
 
-    ends: tuple[LayoutEntry, ...]  # the embedding, the last norm, and the output head unless it is tied
+    embedding: tuple[LayoutEntry, ...]
+    head: tuple[LayoutEntry, ...]  # the last norm, and the output head unless it uses the embedding
     layers: tuple[LayoutEntry, ...]  # of all layers, first to last
     mtp: tuple[LayoutEntry, ...]  # of the draft head; empty if the checkpoint has no draft head
 
@@ -90,23 +92,24 @@ class ModelLayout(NamedTuple):
 
     def shapes(self, *, with_mtp: bool) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor of the checkpoint by name."""
-        weights = (*self.ends, *self.layers, *(self.mtp if with_mtp else ()))
+        weights = (*self.embedding, *self.head, *self.layers, *(self.mtp if with_mtp else ()))
         return dict(tensor for weight in weights for tensor in weight.tensors())
 
 
 def model_layout(c: ModelConfig) -> ModelLayout:
     """List the weights of a model."""
     sparse = c.experts.layers if c.experts else ()
-    ends: list[LayoutEntry] = [_vocabulary(c, "model.embed_tokens"), Tensor("model.norm.weight", (c.hidden_size,))]
-    ends += [] if c.tie_word_embeddings else [_vocabulary(c, "lm_head")]
+    head: list[LayoutEntry] = [Tensor("model.norm.weight", (c.hidden_size,))]
+    head += [_vocabulary(c, "lm_head", c.head_quantization)] if c.has_own_head else []
     layers = (_layer(c, f"model.layers.{i}", kind, is_sparse=i in sparse) for i, kind in enumerate(c.layer_kinds))
     mtp = tuple(_mtp(c)) if c.has_mtp else ()
-    return ModelLayout(tuple(ends), tuple(weight for layer in layers for weight in layer), mtp)
+    embedding = (_vocabulary(c, "model.embed_tokens"),)
+    return ModelLayout(embedding, tuple(head), tuple(weight for layer in layers for weight in layer), mtp)
 
 
-def _vocabulary(c: ModelConfig, name: str) -> Linear:
-    layer = name.rpartition(".")[2]
-    return Linear(name, {layer: c.vocab_size}, c.hidden_size, split="rows", may_be_quantized=False)
+def _vocabulary(c: ModelConfig, name: str, own_format: Quantization | None = None) -> Linear:
+    layers = {name.rpartition(".")[2]: c.vocab_size}
+    return Linear(name, layers, c.hidden_size, split="rows", may_be_quantized=False, own_format=own_format)
 
 
 def _mtp(c: ModelConfig) -> Iterator[LayoutEntry]:

@@ -16,9 +16,10 @@ codes in e4m3 have no zero. A format that is not in this list is refused by name
 A weight in e2m1 (FP4) has a scale in e4m3 for 16 columns and a scale for the whole weight (NVFP4), or a power of two
 for 32 columns (MXFP4). Its values replace it when it is loaded, on a GPU too.
 
-A checkpoint that is not quantized can be quantized at loading: QUANTIZATIONS. With fp8_dynamic, or if a checkpoint in
-e4m3 asks for dynamic quantization of activations, some products quantize activations (layers/packed_weight.py).
-Otherwise activations and the KV cache have the model's dtype. Importing this module loads no torch.
+A checkpoint that is not quantized can be quantized at loading: QUANTIZATIONS, and HEAD_QUANTIZATIONS for the output
+head. With fp8_dynamic, or if a checkpoint in e4m3 asks for dynamic quantization of activations, some products quantize
+activations (layers/packed_weight.py). Otherwise activations and the KV cache have the model's dtype. Importing this
+module loads no torch.
 """
 
 import math
@@ -145,6 +146,9 @@ QUANTIZATIONS = {  # formats to which a checkpoint in a float type can be quanti
     "fp8_dynamic": replace(_FP8, has_fp8_activations=True),  # llm-compressor's FP8_DYNAMIC
     "int4": Quantization(method=_ONLINE, bits=4, block=(1, 128), ignored=_GATES),
 }
+# Formats to which an output head can be quantized at loading. Loading halves the groups where that pays (`head_format`
+# in models/quantized_weights.py)
+HEAD_QUANTIZATIONS = {"int8": Quantization(method=_ONLINE, bits=8, block=(1, 64))}
 
 
 def parse_quantization(given: Any) -> Quantization | None:

@@ -94,6 +94,8 @@ def rank_devices(device_type: str, size: int) -> list[torch.device]:
 
 def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int]) -> Engine:
     is_gpu = setup.device.type == "cuda"
+    if setup.plan.host_table_bytes:
+        logger.info("the embedding table is in CPU memory, %s", format_bytes(setup.plan.host_table_bytes))
     if setup.config.kv_disk_path is not None:
         executor.call(Runner.apply, identify_weights)
     sizes = _kv_cache_sizes(setup, executor)

@@ -143,8 +143,10 @@ def products(
     num_experts: int = 1,
     factors: torch.Tensor | None = None,
     tile: ManyRowsTile | FewRowsTile | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply x [M, K] by the weight -> [M, N], or with `gated` silu(first half) * second half. Hot: per layer.
+    The result is written to `out` if given.
 
     `experts`, int64 [M, C]: multiply each pair by its expert's rows instead -> [M * C, N]; every pair reads the weight
     anew. `routing`: the same for pairs that are sorted by expert and share the reads. x has a row for each token, or a
@@ -162,7 +164,9 @@ def products(
         target, num_tiles = kernel_target.target_of(x.device), triton.cdiv(num_rows, 16) * num_blocks
         tile = choose_tile(block_rows, num_tiles, target, x, weight, routing is not None)
     assert routing is None or routing.block_m == tile.block_m, "pairs are sorted into blocks of another size"
-    out = x.new_empty(num_pairs, num_rows // 2 if gated else num_rows)
+    if out is None:
+        out = x.new_empty(num_pairs, num_rows // 2 if gated else num_rows)
+    assert out.is_contiguous(), "the kernels write rows in order"
     product = _Product(x, weight, bias, factors, pairs, experts, num_experts, gated, out)
     if isinstance(tile, FewRowsTile):
         return _few_products(product, tile)

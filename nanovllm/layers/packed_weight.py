@@ -197,11 +197,13 @@ class PackedWeight(nn.Module):
         """True if many rows of x may be CodedRows."""
         return self.multiplies_codes and self.group_size == self.shape[1]
 
-    def linear(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
-        """[M, K] -> [M, N]. Hot: several times per layer."""
+    def linear(self, x: Activations, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[M, K] -> [M, N], written to `out` if given and the activations are not quantized. Hot: several times per
+        layer.
+        """
         if isinstance(x, CodedRows):
             return self.product_of_codes(x.codes, x.scales, bias)[: x.num_rows]
-        return self._product(self._in_order(x), bias)
+        return self._product(self._in_order(x), bias, out)
 
     def _in_order(self, x: torch.Tensor) -> torch.Tensor:
         if self.column_order is None:
@@ -210,15 +212,15 @@ class PackedWeight(nn.Module):
 
         return select_columns(x, self.column_order)
 
-    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
         from nanovllm.kernels import packed_linear as kernels
         from nanovllm.kernels import quantizing
 
         if len(x) <= self.max_packed_rows:
-            return kernels.products(x, packed(self), bias)
+            return kernels.products(x, packed(self), bias, out=out)
         if self.multiplies_codes:
             return self.product_of_codes(*quantizing.quantize_rows(x, self.group_size), bias)[: len(x)]
-        return unpacked_linear(x, packed(self), bias)
+        return unpacked_linear(x, packed(self), bias, out=out)
 
     def product_of_codes(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Multiply rows as `quantize_rows` returns them: [M, K], [M, K / group_size] -> [M, N] in bf16. Hot."""
@@ -301,6 +303,11 @@ class PackedRows:
         weight.codes[rows] = packed_values.pack_codes(given.codes.view(torch.uint8), weight.bits).to(self.device)
         packed_values.store_scales(weight.scales, self._start // step, scales)
 
+    @property
+    def can_quantize(self) -> bool:
+        """Return True if `quantize` has a kernel for the format, as for each of QUANTIZATIONS."""
+        return self._weight.is_float or self._weight.bits == 4
+
     def quantize(self, values: torch.Tensor, columns: slice) -> None:
         """Store `columns` of `values` [n, k], a tensor of a checkpoint that is quantized while it is loaded.
 
@@ -333,16 +340,22 @@ def new_values(num_rows: int, num_columns: int, like: torch.Tensor, max_bytes: i
 
 
 def unpacked_linear(
-    x: torch.Tensor, weight: "Packed", bias: torch.Tensor | None, max_bytes: int = UNPACKED_BYTES
+    x: torch.Tensor,
+    weight: "Packed",
+    bias: torch.Tensor | None,
+    max_bytes: int = UNPACKED_BYTES,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply with cuBLAS, unpacking some rows of the weight at a time: [M, K] -> [M, N]. Hot."""
+    """Multiply with cuBLAS, unpacking some rows of the weight at a time: [M, K] -> [M, N], written to `out` if given.
+    Hot.
+    """
     from nanovllm.kernels import packed_values
 
     num_rows = len(weight.codes)
     values = new_values(num_rows, weight.num_columns, x, max_bytes)
-    if len(values) == num_rows:
+    if len(values) == num_rows and out is None:
         return F.linear(x, packed_values.unpack(weight, 0, values), bias)
-    out = x.new_empty(len(x), num_rows)
+    out = x.new_empty(len(x), num_rows) if out is None else out
     for start in range(0, num_rows, len(values)):
         end = min(start + len(values), num_rows)
         part = packed_values.unpack(weight, start, values[: end - start]).t()

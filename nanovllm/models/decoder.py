@@ -22,10 +22,8 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     GateUpParallelLinear,
     HasWeightShards,
-    ParallelLMHead,
     QKVParallelLinear,
     RowParallelLinear,
-    VocabParallelEmbedding,
     WeightShard,
     gate_heads,
     takes_codes,
@@ -33,6 +31,7 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.moe import SparseMLP
 from nanovllm.layers.packed_weight import Activations
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotary_order, rotate_and_store
+from nanovllm.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 
 
 class Builder:
@@ -191,7 +190,11 @@ class Decoder(nn.Module):
         super().__init__()
         config = build.config
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, tp=build.tp, dtype=build.dtype
+            config.vocab_size,
+            config.hidden_size,
+            tp=build.tp,
+            dtype=build.dtype,
+            is_on_cpu=config.embedding_on_cpu,
         )
         self.rotary_emb = RotaryEmbedding(
             config.rope, config.head_dim, max_model_len=max_model_len, rotary_dim=config.rotary_dim
@@ -283,7 +286,7 @@ class CausalLM(nn.Module):
         self, config: ModelConfig, tp: TPGroup, *, max_model_len: int, dtype: torch.dtype, with_mtp: bool = False
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.dtype, self.device = config, dtype, torch.get_default_device()
         build = Builder(config, tp, dtype)
         self.model = Decoder(build, max_model_len=max_model_len)
         self.lm_head = ParallelLMHead(
@@ -291,7 +294,8 @@ class CausalLM(nn.Module):
             config.hidden_size,
             tp=tp,
             dtype=dtype,
-            tied_to=self.model.embed_tokens.weight if config.tie_word_embeddings else None,
+            tied_to=None if config.has_own_head else self.model.embed_tokens.weight,
+            quantization=config.head_quantization,
         )
         assert config.has_mtp or not with_mtp, "the checkpoint has no draft head"
         self.mtp = MTPHead(build) if with_mtp else None

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,10 @@ def test_fits_each_works_with_its_options_and_only_what_never_works_is_missing()
     for format in ("bfloat16", "fp8", "fp8_dynamic", "int4"):
         model = ModelConfig.without_weights(name).quantized(None if format == "bfloat16" else format)
         for context in CONTEXTS:
-            configs = [Config(model=name, max_model_len=context, **settings) for settings in SETTINGS]
-            working = [config for config in configs if fits_here(make_plan(config, model, machine()))]
+            working = []
+            for settings, head in product(SETTINGS, (None, "int8")):
+                config = Config(model=name, max_model_len=context, quantize_head=head, **settings)
+                working += [config] * fits_here(make_plan(config, model.quantized(None, head), machine()))
             assert bool(working) == ((format, context) in found)
             assert not working or found[format, context].config in working
 

@@ -30,6 +30,7 @@ from nanovllm.device.kernel_target import KNOWN_TARGETS, KernelTarget
 from nanovllm.kernels import (
     decode,
     delta_net,
+    embedding,
     fused,
     logit_edits,
     merge,
@@ -138,6 +139,7 @@ def launch_layers(hidden_size: int, dtype: torch.dtype) -> None:
     numbers = torch.zeros(256, dtype=torch.int32)
     inboxes = SimpleNamespace(addresses=numbers.long(), num_sums=numbers, gave_up=numbers, max_words=2**16)
     peer_sum.peer_sum(x, 1, 2, inboxes)  # type: ignore[arg-type]
+    embedding.embed(numbers.long(), weight, 0)
 
 
 def launch_sampler(vocab_size: int, dtype: torch.dtype) -> None:
@@ -164,6 +166,9 @@ PACKED_KINDS: dict[str, Callable[[int, torch.dtype], packed_values.Packed]] = {
         *packed_words(size, 4), packed_values.INT4.value, FP16, 1, size
     ),
     "int8": lambda size, _: packed_values.Packed(*packed_words(size, 8), packed_values.INT8.value, FP16),
+    "int8 in groups of 64": lambda size, _: packed_values.Packed(
+        *packed_words(size, 8), packed_values.INT8.value, BF16, group_size=64
+    ),
     "fp8": lambda size, _: packed_values.Packed(*fp8_words(size), packed_values.E4M3.value, None, 128, 128),
     "fp8 in blocks": lambda size, _: packed_values.Packed(
         fp8_words(size)[0], torch.zeros(1, 8, size // 128), packed_values.E4M3.value, None, 128, 128

@@ -16,7 +16,7 @@ from interpreter import INTERPRETED, needs_triton, on_device
 from safetensors.torch import save_file
 
 from nanovllm.checkpoint.model_config import ExpertsConfig
-from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization
+from nanovllm.checkpoint.quantization import HEAD_QUANTIZATIONS, QUANTIZATIONS, Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers import layernorm, moe
@@ -506,14 +506,15 @@ def test_whole_matrices_are_quantized_at_once_as_by_torch(name: str, size: tuple
 
 @on_device
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-@pytest.mark.parametrize("name", QUANTIZATIONS)
-def test_loader_quantizes_packed_weights_at_once(tmp_path: Path, device: str, name: str, load_format: str) -> None:
+@pytest.mark.parametrize("name", [*QUANTIZATIONS, *HEAD_QUANTIZATIONS])
+def test_loader_quantizes_packed_weights(tmp_path: Path, device: str, name: str, load_format: str) -> None:
     """They have the values of weights that are not packed. Two shards take the second rank's columns; the rows of the
     first are quantized in pieces.
     """
     from nanovllm.kernels import packed_values
 
-    (first, num_rows), size, quantization = (40, 48) if INTERPRETED else (1100, 1200), 128, QUANTIZATIONS[name]
+    (first, num_rows), size = (40, 48) if INTERPRETED else (1100, 1200), 128
+    quantization = (QUANTIZATIONS | HEAD_QUANTIZATIONS)[name]
     save_file({"layer.weight": torch.randn(num_rows, 2 * size)}, tmp_path / "model.safetensors")
     with torch.device(device):
         weight, values = PackedWeight([first, num_rows - first], size, quantization), torch.empty(num_rows, size)
@@ -524,8 +525,9 @@ def test_loader_quantizes_packed_weights_at_once(tmp_path: Path, device: str, na
         ]
         layer: Any = SimpleNamespace(
             weight_shards=lambda shards=shards: [("layer.weight", shard) for shard in shards],
-            lm_head=SimpleNamespace(weight=values),
             config=SimpleNamespace(quantization=quantization, tie_word_embeddings=False),
+            dtype=values.dtype,
+            device=values.device,
         )
         load_weights(layer, tmp_path, load_format=load_format)
     got = packed_values.unpack(packed(weight), 0, torch.empty_like(values))

@@ -19,14 +19,13 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     HasWeightShards,
     MergedColumnParallelLinear,
-    ParallelLMHead,
     QKVParallelLinear,
     RowParallelLinear,
-    VocabParallelEmbedding,
     silu_and_mul,
 )
 from nanovllm.layers.moe import Experts
 from nanovllm.layers.packed_weight import PackedWeight, can_multiply_codes
+from nanovllm.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 
 FP32 = torch.float32
 

@@ -24,7 +24,7 @@ from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KNOWN_TARGETS
 from nanovllm.engine.startup import companion_setups
 from nanovllm.kernels import launch, quantizing
-from nanovllm.layers import linear
+from nanovllm.layers import linear, vocabulary
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.plan.kv_spec import KVCacheSizes
 from nanovllm.plan.step_plan import KVMoves, StepPlan
@@ -167,6 +167,29 @@ def test_packed_weights_launch_only_kernels_that_start_up_finds(
             fused = {"_rms_norm_and_quantize_kernel", "_silu_and_quantize_kernel"}
             assert fused & names == (fused if name == "fp8" and num_tokens > 64 else set())
             assert set(needed) <= set(found)
+
+
+def test_any_number_of_sampled_rows_launches_a_kernel_of_the_quantized_head_that_start_up_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without graphs, no step of start-up samples a few rows only."""
+
+    def new_weight(
+        part_sizes: Sequence[int], num_columns: int, *, quantization: Quantization, **_: Any
+    ) -> PackedWeight:
+        return PackedWeight(part_sizes, num_columns, quantization)
+
+    monkeypatch.setattr(vocabulary, "new_weight", new_weight)
+    model = write_tiny_model(tmp_path, hidden_size=128, head_dim=64, max_position_embeddings=2048)
+    options: dict[str, Any] = {"quantize_head": "int8", "enforce_eager": True}
+    with launching_runner(model, KVCacheSizes(1), **options) as runner:
+        monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
+        found = launched(lambda: measure._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+        found_for_all = launched(lambda: measure.launch_head(runner.model, 512))
+        for num_rows in (*range(1, 35), 63, 64, 65, 100, 128, 129, 200, 256):
+            hidden = torch.zeros(num_rows, 128, dtype=torch.bfloat16)
+            needed = launched(lambda hidden=hidden: runner.model.compute_logits(hidden))
+            assert len(needed) == 1 and set(needed) <= set(found if num_rows <= NUM_SEQS else found_for_all)
 
 
 def test_any_number_of_rows_is_quantized_by_the_same_kernel() -> None:

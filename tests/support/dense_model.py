@@ -83,13 +83,14 @@ def load_model(
     max_model_len: int = 128,
     dtype: torch.dtype = torch.float32,
     quantization: str | None = None,
+    quantize_head: str | None = None,
     load_format: str = "auto",
     device: str = "cpu",
     with_mtp: bool = False,
 ) -> CausalLM:
     stored, path = ModelConfig.from_pretrained(str(directory))
     model = build_model(
-        stored.quantized(quantization),
+        stored.quantized(quantization, quantize_head),
         tp or TPGroup(),
         max_model_len=max_model_len,
         dtype=dtype,
