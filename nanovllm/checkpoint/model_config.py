@@ -17,7 +17,7 @@ from nanovllm.checkpoint import gguf_config
 from nanovllm.checkpoint.files import INDEX_FILE, find_model, read_json, stored_names
 from nanovllm.checkpoint.gguf import GGUFModel, is_gguf, read_model
 from nanovllm.checkpoint.gguf_files import find_gguf
-from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization, parse_quantization
+from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization, gguf_quantization, parse_quantization
 from nanovllm.checkpoint.settings import (
     GENERATION_CONFIG_FILE,
     MAX_POSITIONS,
@@ -220,7 +220,7 @@ class ModelConfig:
     torch_dtype: str  # "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None  # the checkpoint's quantization
-    gguf_types: tuple[str, ...] = ()  # the quantized types of a GGUF file, whose values are computed at loading
+    gguf_types: tuple[str, ...] = ()  # the quantized types of a GGUF file
     experts: ExpertsConfig | None = None  # None if every MLP is dense
     layer_kinds: tuple[str, ...]  # one for each layer: "attention" or "recurrent"
     recurrent: RecurrentConfig | None = None  # None if every layer is attention
@@ -313,7 +313,8 @@ def _gguf_config(model: GGUFModel, hf_overrides: Mapping[str, Any] | None) -> Mo
         config = _read_config(content, model.path, hf_overrides, str(model.path), None)
     except CheckpointError as error:
         raise CheckpointError(f"{model.path} has metadata that is, in the terms of config.json: {error}") from error
-    return replace(config, gguf_types=gguf_config.quantized_types(model))
+    formats = gguf_quantization(gguf_config.quantized_layers(model))
+    return replace(config, gguf_types=gguf_config.quantized_types(model), quantization=formats)
 
 
 def _read_config(

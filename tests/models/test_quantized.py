@@ -308,7 +308,8 @@ def test_experts_of_which_one_is_not_quantized_have_their_values(tmp_path: Path)
     tensors = {key: value for key, value in load_file(file).items() if not key.startswith(f"{name}.")}
     save_file(tensors | {f"{name}.weight": load_file(plain / "model.safetensors")[f"{name}.weight"]}, file)
     model = load_model(quantized)
-    assert [layer.mlp.experts.quantization is None for layer in model.model.layers] == [True, False]
+    formats = [[format is None for format in layer.mlp.experts.formats] for layer in model.model.layers]
+    assert formats == [[False, False, True], [False, False, False]]
 
 
 def test_wrong_tensors_are_refused_by_name(tmp_path: Path, plain: Path) -> None:
