@@ -65,7 +65,7 @@ class _Size(NamedTuple):
     columns: int
     split: str | None  # the features that ranks share, as in Linear
     num_experts: int  # number of experts with this weight, or 0 if every token uses the weight
-    quantization: Quantization | None
+    formats: tuple[Quantization | None, ...]  # of each layer
 
     @property
     def num_params(self) -> int:
@@ -74,20 +74,29 @@ class _Size(NamedTuple):
     @property
     def has_fp8_products(self) -> bool:
         """True if a GPU that can multiplies many rows in fp8."""
-        return self.quantization is not None and self.quantization.has_fp8_activations and not self.num_experts
+        is_fp8 = all(each is not None and each.has_fp8_activations for each in self.formats)
+        return is_fp8 and not self.num_experts
 
-    def num_bytes(self, itemsize: int) -> float:
-        """Return the size of the weight on a GPU.
+    def num_bytes(self, itemsize: int, num_ranks: int) -> float:
+        """Return the size of the weight on the GPUs of all ranks.
 
-        A quantized weight has packed codes, and 4 bytes for each block that shares a scale: an fp32 scale (e4m3), or a
-        scale and a zero of 16 bits each (integers).
+        A quantized layer has packed codes, and 4 bytes for each block that shares a scale: an fp32 scale (e4m3), or a
+        scale and a zero of 16 bits each (integers). GGUF's blocks have several such words.
         """
-        if self.quantization is None or not self.quantization.stays_packed:
-            return self.num_params * itemsize
-        block_rows, block_columns = self.quantization.block
-        num_scales = sum(ceil_div(rows, block_rows or rows) for rows in self.rows)
-        num_scales *= ceil_div(self.columns, block_columns or self.columns)
-        return self.num_params * self.quantization.bits / 8 + 4 * num_scales
+        total = 0.0
+        for rows, format in zip(self.rows, self.formats, strict=True):
+            if format is None or not format.stays_packed(*self.shared_columns(num_ranks)):
+                total += rows * self.columns * itemsize
+                continue
+            block_rows, block_columns = format.block
+            num_blocks = ceil_div(rows, block_rows or rows) * ceil_div(self.columns, block_columns or self.columns)
+            total += rows * self.columns * format.bits / 8 + 4 * num_blocks * max(1, format.scale_words)
+        return total
+
+    def shared_columns(self, num_ranks: int) -> tuple[int, int]:
+        """Return the number of columns of each rank, and the number of ranks that share the columns."""
+        num_ranks = num_ranks if self.split == "columns" else 1
+        return self.columns // num_ranks, num_ranks
 
 
 class _Weights(NamedTuple):
@@ -104,8 +113,8 @@ def _weights(model: ModelConfig, part: str) -> _Weights:
     num_others = 0
     for weight in getattr(model_layout(model), part):
         if isinstance(weight, Linear):
-            quantization = weight.first_expert_quantization(model)
-            sizes[_Size(weight.rows, weight.columns, weight.split, weight.num_experts, quantization)] += 1
+            formats = weight.first_expert_formats(model)
+            sizes[_Size(weight.rows, weight.columns, weight.split, weight.num_experts, formats)] += 1
             num_others += sum(weight.rows) * weight.bias
         else:
             num_others += prod(weight.shape)
@@ -115,9 +124,10 @@ def _weights(model: ModelConfig, part: str) -> _Weights:
 def packing_problem(config: Config, model: ModelConfig) -> str | None:
     """Return the reason why a GPU cannot keep a quantized weight packed, or None if all weights can be packed."""
     for size in (*_weights(model, "layers").sizes, *_weights(model, "head").sizes):
-        num_columns = size.columns // (config.tensor_parallel_size if size.split == "columns" else 1)
-        if size.quantization is not None and (problem := size.quantization.packing_problem(num_columns)):
-            return problem
+        num_columns, _ = size.shared_columns(config.tensor_parallel_size)
+        for each in size.formats:
+            if each is not None and (problem := each.packing_problem(num_columns)):
+                return problem
     return None
 
 
@@ -126,9 +136,10 @@ def order_problem(config: Config, model: ModelConfig) -> str | None:
     can.
     """
     for size in _weights(model, "layers").sizes:
-        if size.quantization is None or not (size.quantization.has_order and size.quantization.block[1]):
+        format = size.formats[0]  # formats that differ are GGUF's
+        if format is None or format.is_gguf or not (format.has_order and format.block[1]):
             continue
-        what = f"quant_method={size.quantization.method!r} has columns in another order (desc_act),"
+        what = f"quant_method={format.method!r} has columns in another order (desc_act),"
         remedy = "a checkpoint with desc_act=false, or device='cpu'"
         if size.num_experts:
             return f"{what} which is supported for experts on a CPU only; use {remedy}"
@@ -164,35 +175,37 @@ def _token_params(model: ModelConfig, fp8_share: float = 1) -> float:
 
 
 def _weight_bytes(
-    model: ModelConfig, part: str, itemsize: int, num_tokens: int | None = None, *, is_packed: bool = True
+    config: Config, model: ModelConfig, part: str, num_tokens: int | None = None, *, is_packed: bool = True
 ) -> float:
     """Return the size of the weights of a part of ModelLayout that a step of `num_tokens` tokens uses, or of all the
     part's weights if `num_tokens` is None, over all GPUs.
     """
     sizes, num_others = _weights(model, part)
-    total: float = num_others * itemsize
+    size_of_value = itemsize(config, model)
+    total: float = num_others * size_of_value
     for size, count in sizes.items():
-        stored = size if is_packed else size._replace(quantization=None)
-        total += count * _num_used(model, size, num_tokens) * stored.num_bytes(itemsize)
+        stored = size if is_packed else size._replace(formats=(None,) * len(size.rows))
+        num_bytes = stored.num_bytes(size_of_value, config.tensor_parallel_size)
+        total += count * _num_used(model, size, num_tokens) * num_bytes
     return total
 
 
 def _layers_bytes(config: Config, model: ModelConfig, num_tokens: int | None = None, *, is_packed: bool) -> float:
     """Return the size of the weights in all layers, and in the draft head if it is used, over all GPUs."""
     parts = ("layers", "mtp") if uses_draft_head(config, model) else ("layers",)
-    return sum(_weight_bytes(model, part, itemsize(config, model), num_tokens, is_packed=is_packed) for part in parts)
+    return sum(_weight_bytes(config, model, part, num_tokens, is_packed=is_packed) for part in parts)
 
 
 def embedding_bytes(config: Config, model: ModelConfig) -> int:
     """Return the size of the embedding table, over all GPUs."""
-    return int(_weight_bytes(model, "embedding", itemsize(config, model)))
+    return int(_weight_bytes(config, model, "embedding"))
 
 
 def head_bytes(config: Config, model: ModelConfig, *, is_packed: bool = True) -> int:
     """Return the size of the weight that the output head multiplies by, over all GPUs, and of the norm before it. A
     quantized head takes 6% more if loading halves its groups.
     """
-    head = int(_weight_bytes(model, "head", itemsize(config, model), is_packed=is_packed))
+    head = int(_weight_bytes(config, model, "head", is_packed=is_packed))
     return head if model.has_own_head else head + embedding_bytes(config, model)
 
 
@@ -301,7 +314,7 @@ def head_draft_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_
     """Return the bytes that the draft head reads for one draft token per sequence: the weights of the draft head, the
     output head, and the keys of one layer.
     """
-    weights = _weight_bytes(model, "mtp", itemsize(config, model), num_sequences) + head_bytes(config, model)
+    weights = _weight_bytes(config, model, "mtp", num_sequences) + head_bytes(config, model)
     return weights / config.tensor_parallel_size + num_keys * spec.layer_block_bytes / spec.block_size
 
 

@@ -17,7 +17,13 @@ from nanovllm.checkpoint import gguf_config
 from nanovllm.checkpoint.files import INDEX_FILE, find_model, read_json, stored_names
 from nanovllm.checkpoint.gguf import GGUFModel, is_gguf, read_model
 from nanovllm.checkpoint.gguf_files import find_gguf
-from nanovllm.checkpoint.quantization import HEAD_QUANTIZATIONS, QUANTIZATIONS, Quantization, parse_quantization
+from nanovllm.checkpoint.quantization import (
+    HEAD_QUANTIZATIONS,
+    QUANTIZATIONS,
+    Quantization,
+    gguf_quantization,
+    parse_quantization,
+)
 from nanovllm.checkpoint.settings import (
     GENERATION_CONFIG_FILE,
     MAX_POSITIONS,
@@ -220,7 +226,7 @@ class ModelConfig:
     torch_dtype: str  # "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None  # the checkpoint's quantization
-    gguf_types: tuple[str, ...] = ()  # the quantized types of a GGUF file, whose values are computed at loading
+    gguf_types: tuple[str, ...] = ()  # the quantized types of a GGUF file
     gguf_head_type: str | None = None  # the type of the output head in a GGUF file, if it is a quantized type
     head_quantization: Quantization | None = None  # of the output head, if the head is quantized at loading
     # True if the embedding table is in pinned CPU memory for a GPU. No result depends on it, so `repr` leaves it out
@@ -331,7 +337,8 @@ def _gguf_config(model: GGUFModel, hf_overrides: Mapping[str, Any] | None) -> Mo
     except CheckpointError as error:
         raise CheckpointError(f"{model.path} has metadata that is, in the terms of config.json: {error}") from error
     types, head_type = gguf_config.quantized_types(model), gguf_config.quantized_head_type(model)
-    return replace(config, gguf_types=types, gguf_head_type=head_type)
+    formats = gguf_quantization(gguf_config.quantized_layers(model))
+    return replace(config, gguf_types=types, gguf_head_type=head_type, quantization=formats)
 
 
 def _read_config(

@@ -53,19 +53,25 @@ class Linear:
         parents = [f"{parent}.{expert}" for expert in range(self.num_experts)] if self.num_experts else [parent]
         return [f"{each}.{layer}".lstrip(".") for each in parents for layer in self.layers]
 
-    def quantization(self, config: ModelConfig) -> Quantization | None:
-        """Return the format of all of these layers, or None if they are not quantized or have several formats."""
-        return self._format(config, self.checkpoint_names())
+    def formats(self, config: ModelConfig) -> tuple[Quantization | None, ...]:
+        """Return the format of each of `layers`, or None if it is not quantized.
 
-    def first_expert_quantization(self, config: ModelConfig) -> Quantization | None:
-        """Return the format of the first expert's layers, because checking all experts takes half a second."""
-        return self._format(config, self.checkpoint_names()[: len(self.layers)])
+        Layers that have several formats are not quantized, except in a GGUF file, where each has a type.
+        """
+        return self._formats(config, self.checkpoint_names())
 
-    def _format(self, config: ModelConfig, names: list[str]) -> Quantization | None:
+    def first_expert_formats(self, config: ModelConfig) -> tuple[Quantization | None, ...]:
+        """Return the formats of the first expert's layers, because checking all experts takes half a second."""
+        return self._formats(config, self.checkpoint_names()[: len(self.layers)])
+
+    def _formats(self, config: ModelConfig, names: list[str]) -> tuple[Quantization | None, ...]:
+        num_layers = len(self.layers)
         if config.quantization is None or not self.may_be_quantized:
-            return self.own_format
+            return (self.own_format,) * num_layers
+        if config.quantization.is_gguf:  # the experts have the types of the first expert
+            return tuple(config.quantization.format_of(name) for name in names[:num_layers])
         first, *others = (config.quantization.format_of(name) for name in names)
-        return first if all(each == first for each in others) else None
+        return (first if all(each == first for each in others) else None,) * num_layers
 
     def tensors(self) -> Iterator[Tensor]:
         for i, name in enumerate(self.checkpoint_names()):

@@ -14,7 +14,7 @@ from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.cuda import registered_view
 from nanovllm.device.pinned_memory import HostBuffer
 from nanovllm.device.tp_group import TPGroup
-from nanovllm.layers.linear import NamedShard, Weight, WeightShard, new_weight, sum_over_ranks, weight_rows
+from nanovllm.layers.linear import NamedShard, WeightShard, new_weight, sum_over_ranks, weight_rows
 from nanovllm.layers.packed_weight import PackedRows, PackedWeight, new_parameter
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -96,9 +96,9 @@ class ParallelLMHead(_VocabParallel):
     ) -> None:
         super().__init__(vocab_size, hidden_size, tp)
         self.is_tied, self.quantization = tied_to is not None, quantization
-        self.weight: Weight = tied_to if tied_to is not None else self._new_weight(dtype)
+        self.weight = tied_to if tied_to is not None else self._new_weight(dtype)
 
-    def _new_weight(self, dtype: torch.dtype) -> Weight:
+    def _new_weight(self, dtype: torch.dtype) -> nn.Parameter | PackedWeight:
         return new_weight([self.rows_per_rank], self.hidden_size, dtype=dtype, quantization=self.quantization)
 
     def weight_shards(self) -> Iterator[NamedShard]:

@@ -326,7 +326,8 @@ def warm_up_products(model: CausalLM, num_tokens: int) -> Iterator[None]:
     layers = (model.model.layers, model.mtp)
     modules = [module for part in layers if part is not None for module in part.modules()]
     given = [getattr(module, "weight", None) for module in modules if not isinstance(module, Router)]
-    of_shape = {tuple(weight.shape): weight for weight in given if weight is not None and len(weight.shape) == 2}
+    weights = [each for weight in given for each in getattr(weight, "weights", [weight])]  # of a StackedWeight
+    of_shape = {tuple(weight.shape): weight for weight in weights if weight is not None and len(weight.shape) == 2}
     # Routers have sums in fp32. All routers have the same shape
     routers = [module for module in modules if isinstance(module, Router)][:1]
     multiplied = [*of_shape.values(), *routers]

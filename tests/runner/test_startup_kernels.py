@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cpu_runner import BLOCK, NUM_SEQS, NUM_TOKENS, make_runner
+from gguf_files import write_gguf
 from tiny_models import write_tiny_model
 
 pytest.importorskip("triton")
@@ -149,6 +150,7 @@ def test_packed_weights_launch_only_kernels_that_start_up_finds(
         return torch.zeros(len(codes), weight.shape[0], dtype=torch.bfloat16)
 
     monkeypatch.setattr(linear, "new_weight", new_weight)
+    monkeypatch.setattr(linear, "packed_format", lambda quantization, *_: quantization)
     monkeypatch.setattr(PackedWeight, "product_of_codes", product_of_codes)
     monkeypatch.setattr(quantizing, "quantize_weight", lambda *_: None)  # launched while the weights are loaded
     sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 1024, "head_dim": 64}
@@ -166,6 +168,28 @@ def test_packed_weights_launch_only_kernels_that_start_up_finds(
             assert (many in names) == (num_tokens > (64 if name == "fp8" else 256))
             fused = {"_rms_norm_and_quantize_kernel", "_silu_and_quantize_kernel"}
             assert fused & names == (fused if name == "fp8" and num_tokens > 64 else set())
+            assert set(needed) <= set(found)
+
+
+def test_layers_of_several_types_launch_only_kernels_that_start_up_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Start-up runs one layer of each kind. Here four layers in a row have the types of a GGUF file in other places."""
+
+    def packed_format(quantization: Quantization | None, *sizes: int) -> Quantization | None:
+        return quantization if quantization is not None and quantization.stays_packed(*sizes) else None
+
+    monkeypatch.setattr(linear, "packed_format", packed_format)
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 64, "num_layers": 5}
+    directory = write_tiny_model(tmp_path / "model", max_position_embeddings=2048, **sizes)
+    model = write_gguf(tmp_path / "model.gguf", directory, types=["Q4_K", "Q6_K", "Q8_0"])
+    with launching_runner(model, KVCacheSizes(1)) as runner:
+        monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
+        found = launched(lambda: measure._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+        for num_tokens in (1, 20, 47, 100, 200, 300):
+            plan = StepPlan(measure._sequences((num_tokens,), 2048, BLOCK), KVMoves())
+            needed = launched(lambda plan=plan: runner.launch(plan))
+            assert ("_unpack_kernel" in {kernel[0] for kernel in needed}) == (num_tokens > 256)
             assert set(needed) <= set(found)
 
 
