@@ -196,9 +196,9 @@ def _layers_bytes(config: Config, model: ModelConfig, num_tokens: int | None = N
     return sum(_weight_bytes(config, model, part, num_tokens, is_packed=is_packed) for part in parts)
 
 
-def embedding_bytes(config: Config, model: ModelConfig) -> int:
+def embedding_bytes(config: Config, model: ModelConfig, *, is_packed: bool = True) -> int:
     """Return the size of the embedding table, over all GPUs."""
-    return int(_weight_bytes(config, model, "embedding"))
+    return int(_weight_bytes(config, model, "embedding", is_packed=is_packed))
 
 
 def head_bytes(config: Config, model: ModelConfig, *, is_packed: bool = True) -> int:
@@ -206,7 +206,7 @@ def head_bytes(config: Config, model: ModelConfig, *, is_packed: bool = True) ->
     quantized head takes 6% more if loading halves its groups.
     """
     head = int(_weight_bytes(config, model, "head", is_packed=is_packed))
-    return head if model.has_own_head else head + embedding_bytes(config, model)
+    return head if model.has_own_head else head + embedding_bytes(config, model, is_packed=is_packed)
 
 
 def weight_bytes(config: Config, model: ModelConfig, *, is_packed: bool) -> int:
@@ -217,7 +217,7 @@ def weight_bytes(config: Config, model: ModelConfig, *, is_packed: bool) -> int:
     """
     total = _layers_bytes(config, model, is_packed=is_packed) + head_bytes(config, model, is_packed=is_packed)
     if model.has_own_head and not model.embedding_on_cpu:
-        total += embedding_bytes(config, model)
+        total += embedding_bytes(config, model, is_packed=is_packed)
     return int(total) // config.tensor_parallel_size
 
 

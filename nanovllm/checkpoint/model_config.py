@@ -244,6 +244,21 @@ class ModelConfig:
         return not self.tie_word_embeddings or self.head_quantization is not None
 
     @property
+    def head_format(self) -> Quantization | None:
+        """The format of the output head's own weight, or None if it is not quantized."""
+        return self.head_quantization or self._vocabulary_format("lm_head")
+
+    @property
+    def embedding_format(self) -> Quantization | None:
+        """The format of the embedding table, or None if it is not quantized. In CPU memory the table has 16 bits."""
+        return None if self.embedding_on_cpu else self._vocabulary_format("model.embed_tokens")
+
+    def _vocabulary_format(self, name: str) -> Quantization | None:
+        """Return the type that a GGUF file has for a weight. Other formats do not quantize the vocabulary."""
+        is_gguf = self.quantization is not None and self.quantization.is_gguf
+        return self.quantization.format_of(name) if self.quantization is not None and is_gguf else None
+
+    @property
     def num_attention_layers(self) -> int:
         return self.layer_kinds.count("attention")
 

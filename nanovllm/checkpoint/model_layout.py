@@ -106,14 +106,14 @@ def model_layout(c: ModelConfig) -> ModelLayout:
     """List the weights of a model."""
     sparse = c.experts.layers if c.experts else ()
     head: list[LayoutEntry] = [Tensor("model.norm.weight", (c.hidden_size,))]
-    head += [_vocabulary(c, "lm_head", c.head_quantization)] if c.has_own_head else []
+    head += [_vocabulary(c, "lm_head", c.head_format)] if c.has_own_head else []
     layers = (_layer(c, f"model.layers.{i}", kind, is_sparse=i in sparse) for i, kind in enumerate(c.layer_kinds))
     mtp = tuple(_mtp(c)) if c.has_mtp else ()
-    embedding = (_vocabulary(c, "model.embed_tokens"),)
+    embedding = (_vocabulary(c, "model.embed_tokens", c.embedding_format),)
     return ModelLayout(embedding, tuple(head), tuple(weight for layer in layers for weight in layer), mtp)
 
 
-def _vocabulary(c: ModelConfig, name: str, own_format: Quantization | None = None) -> Linear:
+def _vocabulary(c: ModelConfig, name: str, own_format: Quantization | None) -> Linear:
     layers = {name.rpartition(".")[2]: c.vocab_size}
     return Linear(name, layers, c.hidden_size, split="rows", may_be_quantized=False, own_format=own_format)
 

@@ -243,11 +243,12 @@ def _vocabulary_remark(plan: CapacityPlan) -> str:
     def size(num_bytes: int) -> str:
         return format_bytes(num_bytes // config.tensor_parallel_size)
 
-    table = size(embedding_bytes(config, model))
+    is_gpu = plan.machine.gpu_bytes is not None
+    table = size(embedding_bytes(config, model, is_packed=is_gpu))
     if not model.has_own_head:
         return f"embedding table and output head {table}"
-    head = size(head_bytes(config, model, is_packed=False))
-    if plan.machine.gpu_bytes is not None and model.gguf_head_type is None:
+    head = size(head_bytes(config, model, is_packed=is_gpu and model.gguf_head_type is not None))
+    if is_gpu and model.gguf_head_type is None:
         quantized = size(head_bytes(config, model.quantized(None, HEAD_FORMAT)))
         instead = f"{quantized} instead of {head}", f"{head} ({quantized} in {HEAD_FORMAT})"
         head = instead[0 if model.head_quantization else 1]

@@ -308,13 +308,15 @@ def block_values(
 # -- values ------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows"])
+@triton.jit(do_not_specialize=["first_row", "num_rows", "num_weight_rows"])
 def _unpack_kernel(
     codes_ptr,
     scales_ptr,
+    rows_ptr,  # the rows to unpack, or None for num_rows in order
     out_ptr,
-    first_row,
+    first_row,  # the number of the weight's first row in rows_ptr; without rows_ptr the first row to unpack
     num_rows,
+    num_weight_rows,
     tile_stride,
     row_stride,
     GROUP_STRIDE: tl.constexpr,
@@ -327,7 +329,13 @@ def _unpack_kernel(
 ):
     out_row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     is_row, block = out_row < num_rows, tl.program_id(1)
-    row = (first_row + out_row).to(tl.int64)
+    is_there = is_row
+    if rows_ptr is None:
+        row = (first_row + out_row).to(tl.int64)
+    else:
+        row = tl.load(rows_ptr + out_row, mask=is_row, other=0).to(tl.int64) - first_row
+        is_there = is_row & (row >= 0) & (row < num_weight_rows)
+        row = tl.where(is_there, row, 0)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     CODES: tl.constexpr = CODES_OF_WORD[KIND]
     word = block * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, :]
@@ -344,21 +352,38 @@ def _unpack_kernel(
         else:
             scale_bits = tl.load(scales + column // GROUP * GROUP_STRIDE, mask=is_row, other=0)
             values = _values(words, scale_bits, part, KIND, SCALE_DTYPE, dtype)
+        if rows_ptr is not None:
+            values = tl.where(is_there, values, 0.0)
         at = out_row.to(tl.int64) * K + column + tl.arange(0, SLICE)[None, :]
         tl.store(out_ptr + at, values, mask=is_row)
 
 
 def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
     """Write the values of the weight's rows from `first_row` on to all rows of `out` [rows, K]. Hot."""
+    return _unpack(weight, None, first_row, out)
+
+
+def unpack_rows(weight: Packed, rows: torch.Tensor, first_row: int, out: torch.Tensor) -> torch.Tensor:
+    """Write the values of rows to `out` [T, K], or zeros for rows that the weight does not have. Hot: once per step.
+
+    rows: int64 [T], in a numbering in which the weight's first row is `first_row`.
+    """
+    assert rows.is_contiguous(), "the kernel reads the rows in order"
+    return _unpack(weight, rows, first_row, out) if len(rows) else out
+
+
+def _unpack(weight: Packed, rows: torch.Tensor | None, first_row: int, out: torch.Tensor) -> torch.Tensor:
     assert weight.scales is not None and out.is_contiguous(), "a dense weight needs no unpacking"
     block_n = 32
     num_blocks = weight.num_columns // weight.block_columns
     on_grid(_unpack_kernel, (triton.cdiv(len(out), block_n), num_blocks))(
         weight.codes,
         weight.scales,
+        rows,
         out,
         first_row,
         len(out),
+        len(weight.codes),
         *weight.scales.stride(),
         K=weight.num_columns,
         GROUP=weight.group_size,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nanovllm.kernels.packed_values import Packed
 
 MAX_PACKED_ROWS = 256  # rows up to which multiplying the packed weight was fastest on an H100
+MAX_BLOCK_ROWS = {4: 128, 5: 16, 6: 16, 8: 256}  # the same for GGUF's blocks, by bits of a code, on an H200
 MAX_ROWS_BEFORE_CODES = 64  # the same where cuBLAS can multiply the codes
 UNPACKED_BYTES = 64 * 2**20  # unpacked values that exist at a time
 _ALIGNED_ROWS = 128  # cuBLAS is slow if the parts of its results are not aligned
@@ -194,7 +195,7 @@ class PackedWeight(nn.Module):
         assert quantization.block_type is not None and num_columns % block_columns == 0, "blocks must be whole"
         self.kind = gguf_words.kind_of(quantization.block_type)
         self.scale_rows, self.group_size, self.scale_dtype = 1, gguf_words.GROUP.value, None
-        self.multiplies_codes, self.max_packed_rows = False, MAX_PACKED_ROWS
+        self.multiplies_codes, self.max_packed_rows = False, MAX_BLOCK_ROWS[self.bits]
         num_words = num_columns // block_columns * quantization.scale_words
         self.codes = new_parameter(num_rows, num_columns * self.bits // 32, dtype=torch.int32)
         self.scales = nn.Parameter(packed_values.new_scales(num_rows, num_words, torch.int32), requires_grad=False)
@@ -276,6 +277,7 @@ class PackedWeight(nn.Module):
             ScalingType.RowWise if by_row else ScalingType.BlockWise1x128,
             of_rows.t(),
             ScalingType.RowWise if by_row else ScalingType.BlockWise128x128,
+            use_fast_accum=by_row,
         )
         return out if bias is None else out.add_(bias)
 

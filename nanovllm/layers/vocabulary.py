@@ -1,7 +1,8 @@
 """The embedding and the output head. Each rank has the weights of some token ids.
 
-The embedding table is on the device or, where a GPU is short of memory, in pinned CPU memory, which a kernel reads.
-The output head is dense, quantized, or the embedding table itself if both are tied.
+The embedding table is on the device, where it may be packed as in a GGUF file, or, where a GPU is short of memory, in
+pinned CPU memory, which a kernel reads. The output head is dense or packed, or it is the embedding table if both are
+tied.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from nanovllm.device.cuda import registered_view
 from nanovllm.device.pinned_memory import HostBuffer
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.linear import NamedShard, WeightShard, new_weight, sum_over_ranks, weight_rows
-from nanovllm.layers.packed_weight import PackedRows, PackedWeight, new_parameter
+from nanovllm.layers.packed_weight import PackedRows, PackedWeight, packed
 from nanovllm.utils.arithmetic import ceil_div
 
 
@@ -41,12 +42,24 @@ class _VocabParallel(nn.Module):
 
 
 class VocabParallelEmbedding(_VocabParallel):
-    """The embedding table. `is_on_cpu`: keep it in pinned CPU memory, which `weight` shows as a tensor on the GPU."""
+    """The embedding table. `is_on_cpu`: keep it in pinned CPU memory, which `weight` shows as a tensor on the GPU.
+
+    quantization: the format of the table, or None if it is not quantized.
+    """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype, is_on_cpu: bool = False
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        is_on_cpu: bool = False,
+        quantization: Quantization | None = None,
     ) -> None:
         super().__init__(vocab_size, hidden_size, tp)
+        self.dtype, self.quantization = dtype, quantization
+        self.weight: nn.Parameter | PackedWeight
         self._pinned: torch.Tensor | None = None
         if is_on_cpu:
             device = torch.get_default_device()
@@ -54,10 +67,11 @@ class VocabParallelEmbedding(_VocabParallel):
             self._pinned = self._buffer.tensor.view(dtype).view(self.rows_per_rank, hidden_size)
             self.weight = nn.Parameter(registered_view(self._pinned, device), requires_grad=False)
         else:
-            self.weight = new_parameter(self.rows_per_rank, hidden_size, dtype=dtype)
+            self.weight = new_weight([self.rows_per_rank], hidden_size, dtype=dtype, quantization=quantization)
 
     def weight_shards(self) -> Iterator[NamedShard]:
-        yield self._shard(self.weight if self._pinned is None else self._pinned)
+        target = weight_rows(self.weight, 0, self.rows_per_rank) if self._pinned is None else self._pinned
+        yield self._shard(target, self.quantization)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, hidden_size]; every id must be within the vocabulary."""
@@ -66,6 +80,11 @@ class VocabParallelEmbedding(_VocabParallel):
 
     def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows, and zeros for the tokens of other ranks."""
+        if isinstance(self.weight, PackedWeight):
+            from nanovllm.kernels import packed_values
+
+            out = torch.empty(len(token_ids), self.hidden_size, dtype=self.dtype, device=token_ids.device)
+            return packed_values.unpack_rows(packed(self.weight), token_ids, self.first_row, out)
         if self._pinned is not None:
             from nanovllm.kernels import embedding as kernels
 
@@ -81,7 +100,7 @@ class VocabParallelEmbedding(_VocabParallel):
 class ParallelLMHead(_VocabParallel):
     """The output head. With `tied_to`, the embedding's weight, the head owns no memory.
 
-    quantization: the format to which the weight is quantized at loading, or None.
+    quantization: the format of the weight, or None if it is not quantized.
     """
 
     def __init__(
@@ -91,7 +110,7 @@ class ParallelLMHead(_VocabParallel):
         *,
         tp: TPGroup,
         dtype: torch.dtype,
-        tied_to: nn.Parameter | None = None,
+        tied_to: nn.Parameter | PackedWeight | None = None,
         quantization: Quantization | None = None,
     ) -> None:
         super().__init__(vocab_size, hidden_size, tp)

@@ -194,6 +194,7 @@ class Decoder(nn.Module):
             tp=build.tp,
             dtype=build.dtype,
             is_on_cpu=config.embedding_on_cpu,
+            quantization=config.embedding_format,
         )
         self.rotary_emb = RotaryEmbedding(
             config.rope, config.head_dim, max_model_len=max_model_len, rotary_dim=config.rotary_dim
@@ -296,7 +297,7 @@ class CausalLM(nn.Module):
             tp=tp,
             dtype=dtype,
             tied_to=None if config.has_own_head else self.model.embed_tokens.weight,
-            quantization=config.head_quantization,
+            quantization=config.head_format,
         )
         assert config.has_mtp or not with_mtp, "the checkpoint has no draft head"
         self.mtp = MTPHead(build) if with_mtp else None

@@ -66,6 +66,22 @@ def test_unpacked_values_are_the_rounded_values_of_the_file(device: str, name: s
 
 @on_device
 @pytest.mark.parametrize("name", NAMES)
+def test_rows_of_tokens_are_unpacked_and_those_of_other_ranks_are_zeros(device: str, name: str) -> None:
+    from nanovllm.kernels import packed_values
+
+    weight, values = block_weight(name, random_rows(name, 22, SIZE), device)
+    tokens = torch.tensor([105, 99, 121, 100, 122, 0, 105, 110] * 6, device=device)  # the weight has tokens 100 to 121
+    is_there = (tokens >= 100) & (tokens < 122)
+    expected = torch.where(is_there[:, None], values[(tokens - 100).clamp(0, 21)], 0.0).to(DTYPE)
+    for num_tokens in (1, 8, 48):
+        out = torch.full((num_tokens, SIZE), torch.nan, dtype=DTYPE, device=device)
+        assert torch.equal(
+            packed_values.unpack_rows(packed(weight), tokens[:num_tokens], 100, out), expected[:num_tokens]
+        )
+
+
+@on_device
+@pytest.mark.parametrize("name", NAMES)
 def test_products_with_any_number_of_rows(device: str, name: str) -> None:
     from nanovllm.kernels import packed_linear as kernels
 

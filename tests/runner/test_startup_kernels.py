@@ -25,7 +25,7 @@ from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KNOWN_TARGETS
 from nanovllm.engine.startup import companion_setups
 from nanovllm.kernels import launch, quantizing
-from nanovllm.layers import linear, vocabulary
+from nanovllm.layers import linear
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.plan.kv_spec import KVCacheSizes
 from nanovllm.plan.step_plan import KVMoves, StepPlan
@@ -189,7 +189,7 @@ def test_layers_of_several_types_launch_only_kernels_that_start_up_finds(
         for num_tokens in (1, 20, 47, 100, 200, 300):
             plan = StepPlan(measure._sequences((num_tokens,), 2048, BLOCK), KVMoves())
             needed = launched(lambda plan=plan: runner.launch(plan))
-            assert ("_unpack_kernel" in {kernel[0] for kernel in needed}) == (num_tokens > 256)
+            assert "_unpack_kernel" in {kernel[0] for kernel in needed}  # which also reads the embedding table
             assert set(needed) <= set(found)
 
 
@@ -198,12 +198,7 @@ def test_any_number_of_sampled_rows_launches_a_kernel_of_the_quantized_head_that
 ) -> None:
     """Without graphs, no step of start-up samples a few rows only."""
 
-    def new_weight(
-        part_sizes: Sequence[int], num_columns: int, *, quantization: Quantization, **_: Any
-    ) -> PackedWeight:
-        return PackedWeight(part_sizes, num_columns, quantization)
-
-    monkeypatch.setattr(vocabulary, "new_weight", new_weight)
+    monkeypatch.setattr(linear, "packed_format", lambda quantization, *sizes: quantization)
     model = write_tiny_model(tmp_path, hidden_size=128, head_dim=64, max_position_embeddings=2048)
     options: dict[str, Any] = {"quantize_head": "int8", "enforce_eager": True}
     with launching_runner(model, KVCacheSizes(1), **options) as runner:

@@ -42,7 +42,7 @@ class DenseAttention:
         config, layers = model.config, model.model.layers
         (qkv_proj, *_) = [layer.self_attn.qkv_proj for layer in layers if layer.self_attn is not None]
         shape = (2, config.num_attention_layers + 1, 1, num_tokens, qkv_proj.heads_per_part[1], qkv_proj.head_dim)
-        dtype = model.lm_head.weight.dtype
+        dtype = model.dtype
         self.k_cache, self.v_cache = torch.zeros(shape, dtype=dtype)
         self.positions = torch.arange(0)
         self.rows: StateRows | None = None
