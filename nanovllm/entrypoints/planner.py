@@ -225,7 +225,9 @@ def _weights_remark(plan: CapacityPlan) -> str:
 
 
 def _fp8_remark(plan: CapacityPlan) -> str:
-    """Say what the two formats in fp8 are for."""
+    """Say what the two formats in fp8 are for. On a CPU the weights are values in the model's dtype."""
+    if plan.machine.gpu_bytes is None:
+        return ""
     if plan.config.quantization == "fp8_dynamic":
         return "in fp8, as are activations in products of many rows; fp8 has smaller errors"
     capability = plan.machine.capability
