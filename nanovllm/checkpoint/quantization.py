@@ -119,6 +119,13 @@ class Quantization:
         """
         return self.is_online and self.has_fp8_activations
 
+    def has_fp8_products(self, capability: tuple[int, int]) -> bool:
+        """Return True if GPUs of this compute capability multiply activations in fp8 by weights of this format. Blocks
+        need 9.0.
+        """
+        is_able = capability == (9, 0) if self.block[1] else can_multiply_fp8(capability)
+        return self.has_fp8_activations and is_able
+
     def packing_problem(self, num_columns: int) -> str | None:
         """Return the reason why a GPU cannot pack a weight with `num_columns` columns on a rank, or None if it can."""
         if self.is_fp4 or self.is_gguf:

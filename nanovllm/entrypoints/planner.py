@@ -127,7 +127,8 @@ def flop_prefill_tok_per_s(plan: CapacityPlan) -> float | None:
     """Return the bound of prefill that the GPU's arithmetic sets."""
     if not plan.machine.flop_per_s:
         return None
-    return plan.context * plan.machine.flop_per_s / prefill_flop(plan.config, plan.model, plan.context)
+    flop = prefill_flop(plan.config, plan.model, plan.context, plan.machine.capability)
+    return plan.context * plan.machine.flop_per_s / flop
 
 
 def prefill_tok_per_s(plan: CapacityPlan) -> float | None:
