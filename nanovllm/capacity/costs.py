@@ -121,13 +121,24 @@ def _weights(model: ModelConfig, part: str) -> _Weights:
 
 
 def packing_problem(config: Config, model: ModelConfig) -> str | None:
-    """Return the reason why a GPU cannot keep a quantized weight packed, or None if all weights can be packed."""
-    for size in (*_weights(model, "layers").sizes, *_weights(model, "head").sizes):
+    """Return the reason why a GPU cannot keep a quantized weight of a layer packed, or None if all can be packed."""
+    for size in _weights(model, "layers").sizes:
         num_columns, _ = size.shared_columns(config.tensor_parallel_size)
         for each in size.formats:
             if each is not None and (problem := each.packing_problem(num_columns)):
                 return problem
     return None
+
+
+def head_problem(model: ModelConfig) -> str | None:
+    """Return the reason why a GPU cannot quantize the output head, or None if it can. Ranks share its rows alone."""
+    format = model.head_quantization
+    if format is None or not format.packing_problem(model.hidden_size):
+        return None
+    return (
+        f"quantize_head needs rows in whole groups of {format.block[1]} columns on a GPU, and the output head has "
+        f"{model.hidden_size} columns; leave it out, or use device='cpu'"
+    )
 
 
 def order_problem(config: Config, model: ModelConfig) -> str | None:

@@ -8,7 +8,7 @@ alone would not fit.
 from dataclasses import replace
 from math import ceil
 
-from nanovllm.capacity.costs import order_problem, packing_problem, weight_bytes
+from nanovllm.capacity.costs import head_problem, order_problem, packing_problem, weight_bytes
 from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, heads_problem, least_gpu_blocks, make_plan
 from nanovllm.checkpoint.model_config import ModelConfig, rope_extension
 from nanovllm.checkpoint.quantization import FP8_CAPABILITIES, HEAD_QUANTIZATIONS, QUANTIZATIONS, can_multiply_fp8
@@ -142,12 +142,14 @@ def _cpu_problem(plan: CapacityPlan) -> str | None:
 
 
 def _format_problem(plan: CapacityPlan) -> str | None:
-    """Check that the GPU can sort columns by group (desc_act), and that it multiplies in fp8 if the user has asked for
-    it. A CPU can do both.
+    """Check that the GPU can quantize the output head and sort columns by group (desc_act), and that it multiplies in
+    fp8 if the user has asked for it. A CPU can do all of this.
     """
     quantization, capability = plan.model.quantization, plan.machine.capability
-    if plan.machine.gpu_bytes is None or quantization is None:
+    if plan.machine.gpu_bytes is None:
         return None
+    if (problem := head_problem(plan.model)) or quantization is None:
+        return problem
     if not quantization.needs_fp8_products:
         return order_problem(plan.config, plan.model)
     chosen, instead = "quantization=fp8_dynamic", "or use quantization=fp8, which quantizes weights alone"
@@ -267,7 +269,7 @@ def _quantized_head(plan: CapacityPlan) -> str | None:
     if plan.machine.gpu_bytes is None or model.head_quantization is not None or model.gguf_head_type is not None:
         return None
     quantized = model.quantized(None, HEAD_FORMAT)
-    if packing_problem(plan.config, quantized):
+    if head_problem(quantized):
         return None
     other = make_plan(plan.config, quantized, plan.machine, context=plan.context, num_sequences=plan.num_sequences)
     if not other.fits_gpu or other.capacity(plan.context).num_sequences < plan.num_sequences:

@@ -140,6 +140,18 @@ def test_tied_embedding_cannot_leave_the_gpu_unless_the_head_is_quantized() -> N
     assert not on_cpu.model.embedding_on_cpu  # there, nothing changes and nothing is refused
 
 
+def test_a_head_that_a_gpu_cannot_pack_is_refused_before_it_is_loaded() -> None:
+    """Regression: the plan named fewer ranks, though they share rows alone, and start-up did not check this."""
+    odd = replace(ModelConfig.without_weights("qwen3-8b"), hidden_size=4000).quantized(None, "int8")
+    config = Config(model="m", quantize_head="int8")
+    for check in (check_start, check_plan):
+        check(make_plan(config, odd, Machine.cpu(64 * GIB)))
+        with pytest.raises(
+            ConfigError, match=r"quantize_head needs .* of 64 columns .* has 4000 columns; leave it out"
+        ):
+            check(make_plan(config, odd, DESKTOP))
+
+
 def test_a_step_reads_the_head_in_its_format_and_no_embedding() -> None:
     config, model = Config(model="qwen3-8b"), ModelConfig.without_weights("qwen3-8b")
     dense, quantized = (costs.decode_bytes(config, model.quantized(None, head), 1, 0, 1) for head in (None, "int8"))
