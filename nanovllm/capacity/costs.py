@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple
 
 from nanovllm.capacity.division import wants_shadow
@@ -80,15 +80,16 @@ class _Size(NamedTuple):
         """Return the size of the weight on the GPUs of all ranks.
 
         A quantized layer has packed codes, and 4 bytes for each block that shares a scale: an fp32 scale (e4m3), or a
-        scale and a zero of 16 bits each (integers). GGUF's blocks have several such words.
+        scale and a zero of 16 bits each (integers). GGUF's blocks have several such words. Ranks that share columns
+        have smaller blocks where whole ones do not fit, and each has its own scales.
         """
-        total = 0.0
+        total, (num_columns, num_sharing) = 0.0, self.shared_columns(num_ranks)
         for rows, format in zip(self.rows, self.formats, strict=True):
-            if format is None or not format.stays_packed(*self.shared_columns(num_ranks)):
+            if format is None or not format.stays_packed(num_columns, num_sharing):
                 total += rows * self.columns * itemsize
                 continue
             block_rows, block_columns = format.block
-            num_blocks = ceil_div(rows, block_rows or rows) * ceil_div(self.columns, block_columns or self.columns)
+            num_blocks = ceil_div(rows, block_rows or rows) * self.columns // gcd(block_columns, num_columns)
             total += rows * self.columns * format.bits / 8 + 4 * num_blocks * max(1, format.scale_words)
         return total
 
