@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple
 
 from nanovllm.capacity.division import wants_shadow
@@ -22,7 +22,7 @@ from nanovllm.checkpoint.model_config import MAX_MLP_TOKENS, ModelConfig
 from nanovllm.checkpoint.model_layout import Linear, model_layout
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
-from nanovllm.plan.kv_spec import KVCacheSpec, kv_cache_spec, uses_draft_head
+from nanovllm.plan.kv_spec import KVCacheSpec, dtype_name, kv_cache_spec, uses_draft_head
 from nanovllm.plan.step_limits import (
     MAX_GRAPH_CHUNKS,
     draft_graph_sizes,
@@ -71,25 +71,25 @@ class _Size(NamedTuple):
     def num_params(self) -> int:
         return sum(self.rows) * self.columns
 
-    @property
-    def has_fp8_products(self) -> bool:
-        """True if a GPU that can multiplies many rows in fp8."""
-        is_fp8 = all(each is not None and each.has_fp8_activations for each in self.formats)
+    def has_fp8_products(self, capability: tuple[int, int]) -> bool:
+        """Return True if a GPU of this compute capability multiplies many rows in fp8."""
+        is_fp8 = all(each is not None and each.has_fp8_products(capability) for each in self.formats)
         return is_fp8 and not self.num_experts
 
     def num_bytes(self, itemsize: int, num_ranks: int) -> float:
         """Return the size of the weight on the GPUs of all ranks.
 
         A quantized layer has packed codes, and 4 bytes for each block that shares a scale: an fp32 scale (e4m3), or a
-        scale and a zero of 16 bits each (integers). GGUF's blocks have several such words.
+        scale and a zero of 16 bits each (integers). GGUF's blocks have several such words. Ranks that share columns
+        have smaller blocks where whole ones do not fit, and each has its own scales.
         """
-        total = 0.0
+        total, (num_columns, num_sharing) = 0.0, self.shared_columns(num_ranks)
         for rows, format in zip(self.rows, self.formats, strict=True):
-            if format is None or not format.stays_packed(*self.shared_columns(num_ranks)):
+            if format is None or not format.stays_packed(num_columns, num_sharing):
                 total += rows * self.columns * itemsize
                 continue
             block_rows, block_columns = format.block
-            num_blocks = ceil_div(rows, block_rows or rows) * ceil_div(self.columns, block_columns or self.columns)
+            num_blocks = ceil_div(rows, block_rows or rows) * self.columns // gcd(block_columns, num_columns)
             total += rows * self.columns * format.bits / 8 + 4 * num_blocks * max(1, format.scale_words)
         return total
 
@@ -122,13 +122,24 @@ def _weights(model: ModelConfig, part: str) -> _Weights:
 
 
 def packing_problem(config: Config, model: ModelConfig) -> str | None:
-    """Return the reason why a GPU cannot keep a quantized weight packed, or None if all weights can be packed."""
-    for size in (*_weights(model, "layers").sizes, *_weights(model, "head").sizes):
+    """Return the reason why a GPU cannot keep a quantized weight of a layer packed, or None if all can be packed."""
+    for size in _weights(model, "layers").sizes:
         num_columns, _ = size.shared_columns(config.tensor_parallel_size)
         for each in size.formats:
             if each is not None and (problem := each.packing_problem(num_columns)):
                 return problem
     return None
+
+
+def head_problem(model: ModelConfig) -> str | None:
+    """Return the reason why a GPU cannot quantize the output head, or None if it can. Ranks share its rows alone."""
+    format = model.head_quantization
+    if format is None or not format.packing_problem(model.hidden_size):
+        return None
+    return (
+        f"quantize_head needs rows in whole groups of {format.block[1]} columns on a GPU, and the output head has "
+        f"{model.hidden_size} columns; leave it out, or use device='cpu'"
+    )
 
 
 def order_problem(config: Config, model: ModelConfig) -> str | None:
@@ -163,13 +174,13 @@ def _num_used(model: ModelConfig, size: _Size, num_tokens: int | None) -> float:
     return size.num_experts * (1 - (1 - model.experts.num_experts_per_token / size.num_experts) ** num_tokens)
 
 
-def _token_params(model: ModelConfig, fp8_share: float = 1) -> float:
-    """Return the number of weight elements in all layers that one token uses, over all GPUs. Elements that are
-    multiplied by activations in fp8 count as `fp8_share`.
+def _token_params(model: ModelConfig, fp8_capability: tuple[int, int] = (0, 0)) -> float:
+    """Return the number of weight elements in all layers that one token uses, over all GPUs. Elements that a GPU of
+    this compute capability multiplies by activations in fp8 count as half.
     """
     sizes, num_others = _weights(model, "layers")
     return num_others + sum(
-        count * _num_used(model, size, 1) * size.num_params * (fp8_share if size.has_fp8_products else 1)
+        count * _num_used(model, size, 1) * size.num_params * (0.5 if size.has_fp8_products(fp8_capability) else 1)
         for size, count in sizes.items()
     )
 
@@ -259,9 +270,11 @@ def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max
     return max(layer_bytes(config, model, num_tokens), at_head)
 
 
-def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
+def prefill_flop(
+    config: Config, model: ModelConfig, num_tokens: int, capability: tuple[int, int] | None = None
+) -> float:
     """Return the floating-point operations of one prompt of T tokens. An operation in fp8 counts as half of one, since
-    GPUs do twice as many in a second.
+    GPUs do twice as many in a second. Without a `capability`, the GPU has all products in fp8.
 
     The sum has 2 operations per weight and token, 2 products of T^2 / 2 in causal attention, in each recurrent layer 3
     products of a token with the matrix of each head, which is read, updated and read again, and one row of the head.
@@ -271,7 +284,8 @@ def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
     """
     has_head = uses_draft_head(config, model)
     num_layers = model.num_layers - 1 + has_head
-    token_params = _token_params(model, fp8_share=0.5) / model.num_layers
+    fp8_capability = (capability or (9, 0)) if dtype_name(config, model) == "bfloat16" else (0, 0)
+    token_params = _token_params(model, fp8_capability) / model.num_layers
     num_attention_layers = model.num_attention_layers - 1 + has_head
     attention = 2.0 * num_tokens**2 * num_attention_layers * model.num_heads * model.head_dim
     if model.recurrent is not None:
@@ -279,7 +293,7 @@ def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
         matrix = r.num_value_heads * r.key_head_dim * r.value_head_dim
         attention += 6 * num_tokens * model.num_recurrent_layers * matrix
     last_kv = 2.0 * model.hidden_size * model.num_kv_heads * model.head_dim + has_head * 2 * model.hidden_size**2
-    if model.quantization is not None and model.quantization.has_fp8_activations:
+    if model.quantization is not None and model.quantization.has_fp8_products(fp8_capability):
         last_kv /= 2
     weights = 2 * num_tokens * (num_layers * token_params + last_kv)
     return (weights + attention + 2 * model.hidden_size * model.vocab_size) / config.tensor_parallel_size

@@ -288,10 +288,12 @@ def make_plan(
         return plan_of(model)
     if config.embedding_on_cpu is True:
         if not model.has_own_head:
+            remedy = "; leave it out"
+            if model.gguf_head_type is None:
+                remedy += ", or add quantize_head='int8', which gives the head a table"
             raise ConfigError(
                 f"embedding_on_cpu=True is not possible with {config.model}: its output head uses the embedding table, "
-                "and all of the head is read in each step; leave it out, or add quantize_head='int8', which gives the "
-                "head a table"
+                f"and all of the head is read in each step{remedy}"
             )
         return plan_of(on_cpu)
     plan = plan_of(model)

@@ -8,10 +8,17 @@ alone would not fit.
 from dataclasses import replace
 from math import ceil
 
-from nanovllm.capacity.costs import order_problem, packing_problem, weight_bytes
+from nanovllm.capacity.costs import head_problem, order_problem, packing_problem, weight_bytes
+from nanovllm.capacity.machine import Machine
 from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, heads_problem, least_gpu_blocks, make_plan
 from nanovllm.checkpoint.model_config import ModelConfig, rope_extension
-from nanovllm.checkpoint.quantization import FP8_CAPABILITIES, HEAD_QUANTIZATIONS, QUANTIZATIONS, can_multiply_fp8
+from nanovllm.checkpoint.quantization import (
+    FP8_CAPABILITIES,
+    HEAD_QUANTIZATIONS,
+    QUANTIZATIONS,
+    Quantization,
+    can_multiply_fp8,
+)
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.errors import ConfigError
 from nanovllm.plan.kv_spec import dtype_name, num_blocks_for, num_watermark_blocks
@@ -22,6 +29,8 @@ MAX_REMEDIES = 3
 HIGH_UTILIZATION = 0.95
 SMALL_STEP_TOKENS = 1024
 HEAD_FORMAT = next(iter(HEAD_QUANTIZATIONS))  # the format of quantize_head that is named
+_DYNAMIC = "quantization=fp8_dynamic"
+_NOT_DYNAMIC = "or use quantization=fp8, which quantizes weights alone"
 FEWEST_BITS, FEWEST_BITS_FORMAT = min(QUANTIZATIONS.items(), key=lambda each: each[1].bits)
 
 
@@ -142,24 +151,33 @@ def _cpu_problem(plan: CapacityPlan) -> str | None:
 
 
 def _format_problem(plan: CapacityPlan) -> str | None:
-    """Check that the GPU can sort columns by group (desc_act), and that it multiplies in fp8 if the user has asked for
-    it. A CPU can do both.
+    """Check that the GPU can quantize the output head and sort columns by group (desc_act), and that it multiplies in
+    fp8 if the user has asked for it. A CPU can do all of this.
     """
-    quantization, capability = plan.model.quantization, plan.machine.capability
-    if plan.machine.gpu_bytes is None or quantization is None:
+    quantization = plan.model.quantization
+    if plan.machine.gpu_bytes is None:
         return None
+    if (problem := head_problem(plan.model)) or quantization is None:
+        return problem
     if not quantization.needs_fp8_products:
         return order_problem(plan.config, plan.model)
-    chosen, instead = "quantization=fp8_dynamic", "or use quantization=fp8, which quantizes weights alone"
-    if capability is not None and not can_multiply_fp8(capability):
-        major, minor = capability
-        return (
-            f"{chosen} needs a GPU that multiplies in fp8, with compute capability {FP8_CAPABILITIES}, and "
-            f"{plan.machine.name} has {major}.{minor}; use another GPU, {instead}"
-        )
+    if problem := fp8_problem(plan.machine, quantization):
+        return problem
     if (dtype := dtype_name(plan.config, plan.model)) != "bfloat16":
-        return f"{chosen} multiplies in bfloat16 on a GPU, and dtype is {dtype}; use dtype=bfloat16, {instead}"
+        return f"{_DYNAMIC} multiplies in bfloat16 on a GPU, and dtype is {dtype}; use dtype=bfloat16, {_NOT_DYNAMIC}"
     return None
+
+
+def fp8_problem(machine: Machine, quantization: Quantization) -> str | None:
+    """Return the reason why the GPU cannot multiply in fp8 as the user has asked, or None if it can."""
+    capability = machine.capability
+    if not quantization.needs_fp8_products or capability is None or can_multiply_fp8(capability):
+        return None
+    major, minor = capability
+    return (
+        f"{_DYNAMIC} needs a GPU that multiplies in fp8, with compute capability {FP8_CAPABILITIES}, and "
+        f"{machine.name} has {major}.{minor}; use another GPU, {_NOT_DYNAMIC}"
+    )
 
 
 def _packing_problem(plan: CapacityPlan) -> str | None:
@@ -267,7 +285,7 @@ def _quantized_head(plan: CapacityPlan) -> str | None:
     if plan.machine.gpu_bytes is None or model.head_quantization is not None or model.gguf_head_type is not None:
         return None
     quantized = model.quantized(None, HEAD_FORMAT)
-    if packing_problem(plan.config, quantized):
+    if head_problem(quantized):
         return None
     other = make_plan(plan.config, quantized, plan.machine, context=plan.context, num_sequences=plan.num_sequences)
     if not other.fits_gpu or other.capacity(plan.context).num_sequences < plan.num_sequences:

@@ -119,6 +119,13 @@ class Quantization:
         """
         return self.is_online and self.has_fp8_activations
 
+    def has_fp8_products(self, capability: tuple[int, int]) -> bool:
+        """Return True if GPUs of this compute capability multiply activations in fp8 by weights of this format. Blocks
+        need 9.0.
+        """
+        is_able = capability == (9, 0) if self.block[1] else can_multiply_fp8(capability)
+        return self.has_fp8_activations and is_able
+
     def packing_problem(self, num_columns: int) -> str | None:
         """Return the reason why a GPU cannot pack a weight with `num_columns` columns on a rank, or None if it can."""
         if self.is_fp4 or self.is_gguf:
@@ -126,9 +133,11 @@ class Quantization:
         least, group = 512 // self.bits, math.gcd(self.block[1], num_columns)
         if num_columns % least == 0 and group % 32 == 0:  # blocks and slices of kernels/packed_values.py
             return None
+        fits_fp8 = self.is_online and self.bits == 4 and _FP8.packing_problem(num_columns) is None
         return (
             f"a quantized weight has {num_columns} columns on each rank, in groups of {group}; on a GPU the columns "
-            f"must be a multiple of {least} and the groups of 32; use fewer ranks, or device='cpu'"
+            f"must be a multiple of {least} and the groups of 32; use fewer ranks, "
+            f"{'or quantization=fp8, ' if fits_fp8 else ''}or device='cpu'"
         )
 
     @cached_property

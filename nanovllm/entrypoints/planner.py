@@ -20,7 +20,7 @@ from nanovllm.capacity.costs import (
 )
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan, least, make_plan
-from nanovllm.capacity.plan_check import HEAD_FORMAT, check_plan
+from nanovllm.capacity.plan_check import HEAD_FORMAT, check_plan, fp8_problem
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ARCHITECTURES, ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, can_multiply_fp8
@@ -127,7 +127,8 @@ def flop_prefill_tok_per_s(plan: CapacityPlan) -> float | None:
     """Return the bound of prefill that the GPU's arithmetic sets."""
     if not plan.machine.flop_per_s:
         return None
-    return plan.context * plan.machine.flop_per_s / prefill_flop(plan.config, plan.model, plan.context)
+    flop = prefill_flop(plan.config, plan.model, plan.context, plan.machine.capability)
+    return plan.context * plan.machine.flop_per_s / flop
 
 
 def prefill_tok_per_s(plan: CapacityPlan) -> float | None:
@@ -225,7 +226,9 @@ def _weights_remark(plan: CapacityPlan) -> str:
 
 
 def _fp8_remark(plan: CapacityPlan) -> str:
-    """Say what the two formats in fp8 are for."""
+    """Say what the two formats in fp8 are for. On a CPU the weights are values in the model's dtype."""
+    if plan.machine.gpu_bytes is None:
+        return ""
     if plan.config.quantization == "fp8_dynamic":
         return "in fp8, as are activations in products of many rows; fp8 has smaller errors"
     capability = plan.machine.capability
@@ -364,9 +367,11 @@ def fits(
     list has all presets, the checkpoint's format and all of QUANTIZATIONS, and each of CONTEXTS that the model
     supports, or the model's longest context if that is shorter than all of CONTEXTS.
 
-    Raises ConfigError if one of `models` does not take `context`.
+    Raises ConfigError if one of `models` does not take `context` or `quantization`, and if the GPU does not.
     """
     found, named = [], tuple(models)
+    if quantization is not None and (problem := fp8_problem(machine, QUANTIZATIONS[quantization])):
+        raise ConfigError(problem)
     for name in named or presets():
         stored = ModelConfig.without_weights(name)
         longest = max(stored.max_model_len_limit, _recommended_context(stored))
@@ -374,10 +379,9 @@ def fits(
             raise ConfigError(f"context={context} is more than the {longest} tokens that {name} takes; lower it")
         contexts = [tokens for tokens in CONTEXTS if tokens <= longest] or [longest]
         own = stored.quantization.method if stored.quantization else dtype_name(Config(model=name), stored)
-        formats = {own: stored} if quantization is None else {}
-        for each in () if stored.quantization or stored.gguf_types else QUANTIZATIONS:
-            if quantization in (None, each):
-                formats[each] = stored.quantized(each)
+        formats = {own: stored} if quantization is None else {quantization: stored.quantized(quantization)}
+        if quantization is None and not (stored.quantization or stored.gguf_types):
+            formats |= {each: stored.quantized(each) for each in QUANTIZATIONS}
         for format, model in formats.items():
             for tokens in contexts if context is None else [context]:
                 if (plan := _best_plan(name, model, machine, tokens)) is not None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import ScalingType
 
-from nanovllm.checkpoint.quantization import Quantization, can_multiply_fp8
+from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -121,9 +121,9 @@ def can_multiply_codes(
     dtype: torch.dtype,
     capability: tuple[int, int],
 ) -> bool:
-    """Return True if products of many rows multiply codes on this GPU. Blocks need compute capability 9.0."""
-    is_able = capability == (9, 0) if quantization.block[1] else can_multiply_fp8(capability)
-    return dtype == torch.bfloat16 and is_able and fits_fp8_products(part_sizes, num_columns, quantization)
+    """Return True if products of many rows multiply codes on this GPU."""
+    is_able = dtype == torch.bfloat16 and quantization.has_fp8_products(capability)
+    return is_able and fits_fp8_products(part_sizes, num_columns, quantization)
 
 
 def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:

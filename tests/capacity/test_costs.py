@@ -106,6 +106,26 @@ def test_operations_in_fp8_count_as_half_of_one_but_not_those_of_experts() -> No
         assert plain - dynamic == pytest.approx(linear / 2, rel=0.01)
 
 
+def test_operations_in_fp8_count_as_half_only_where_the_gpu_has_them() -> None:
+    """Regression: the bound of prompts of a checkpoint in fp8 was twice what an RTX 3090 can do, which multiplies its
+    values in bf16.
+    """
+    model = ModelConfig.without_weights("qwen3-8b")
+    plain = parts.prefill_flop(Config(model="m"), model, 1000)
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    for given, dtype, capability, is_half in (
+        ({"quant_method": "fp8"}, "auto", (8, 9), True),
+        ({"quant_method": "fp8"}, "auto", (8, 6), False),
+        ({"quant_method": "fp8"}, "float16", (8, 9), False),
+        (blocks, "auto", (9, 0), True),
+        (blocks, "auto", (8, 9), False),
+        (blocks, "auto", (12, 0), False),
+    ):
+        stored = replace(model, quantization=parse_quantization(given))
+        flop = parts.prefill_flop(Config(model="m", dtype=dtype), stored, 1000, capability)
+        assert flop < 0.6 * plain if is_half else flop == plain, (given, dtype, capability)
+
+
 def test_packed_weights_of_a_gguf_file_take_at_most_a_twentieth_more_than_the_file() -> None:
     """Of each type, and of types that differ within a stacked weight."""
     config, model = Config(model="m"), ModelConfig.without_weights("qwen3-8b")

@@ -317,6 +317,11 @@ def test_ranks_that_cut_groups_of_packed_weights_are_neither_planned_nor_a_remed
             continue
         with pytest.raises(ConfigError, match=message):
             check_plan(plan)
+    # Regression: with one rank, no remedy helped
+    smollm2 = replace(ModelConfig.without_weights("qwen3-8b"), hidden_size=576).quantized("int4")
+    with pytest.raises(ConfigError, match=r"576 columns on .*; use fewer ranks, or quantization=fp8, or device='cpu'"):
+        check_plan(make_plan(Config(model="m"), smollm2, H200))
+    check_plan(make_plan(Config(model="m"), replace(smollm2, quantization=QUANTIZATIONS["fp8"]), H200))
     plan = make_plan(Config(model="m"), model.quantized("int4"), machine, context=1000, num_sequences=1)
     with pytest.raises(ConfigError) as error:
         check_plan(plan)

@@ -121,6 +121,10 @@ def test_tied_embedding_cannot_leave_the_gpu_unless_the_head_is_quantized() -> N
         ConfigError, match=r"embedding_on_cpu=True is not possible with qwen3-4b: .*quantize_head='int8'"
     ):
         plan_for("qwen3-4b", embedding_on_cpu=True)
+    # Regression: a GGUF file whose table is quantized was told to add quantize_head, which it was then refused for
+    packed = replace(ModelConfig.without_weights("qwen3-4b"), gguf_head_type="Q6_K")
+    with pytest.raises(ConfigError, match=r"embedding_on_cpu=True is not possible .* in each step; leave it out$"):
+        make_plan(Config(model="m.gguf", embedding_on_cpu=True), packed, DESKTOP)
     short = plan_for("qwen3-4b", 6, format=None)
     assert not short.model.embedding_on_cpu
     head = plan_for("qwen3-4b", 6, format=None, quantize_head="int8")
@@ -134,6 +138,18 @@ def test_tied_embedding_cannot_leave_the_gpu_unless_the_head_is_quantized() -> N
     assert both.memory.weight_bytes - short.memory.weight_bytes == head_bytes
     on_cpu = make_plan(Config(model="qwen3-4b", embedding_on_cpu=True), short.model, Machine.cpu(64 * GIB))
     assert not on_cpu.model.embedding_on_cpu  # there, nothing changes and nothing is refused
+
+
+def test_a_head_that_a_gpu_cannot_pack_is_refused_before_it_is_loaded() -> None:
+    """Regression: the plan named fewer ranks, though they share rows alone, and start-up did not check this."""
+    odd = replace(ModelConfig.without_weights("qwen3-8b"), hidden_size=4000).quantized(None, "int8")
+    config = Config(model="m", quantize_head="int8")
+    for check in (check_start, check_plan):
+        check(make_plan(config, odd, Machine.cpu(64 * GIB)))
+        with pytest.raises(
+            ConfigError, match=r"quantize_head needs .* of 64 columns .* has 4000 columns; leave it out"
+        ):
+            check(make_plan(config, odd, DESKTOP))
 
 
 def test_a_step_reads_the_head_in_its_format_and_no_embedding() -> None:
@@ -160,6 +176,11 @@ def test_table_shows_the_sizes_with_and_without() -> None:
         table = plan_table(plan_for(**options))
         assert text in table and ("in pinned CPU memory" in table) == ("embedding_on_cpu" in options)
     assert "embedding table and output head 741.88 MiB\n" in plan_table(plan_for("qwen3-4b"))
+    assert "in fp8, as are activations" in plan_table(plan_for(format="fp8_dynamic", quantization="fp8_dynamic"))
+    # Regression: a plan for a CPU said "in fp8" of values in the model's dtype
+    config, model = Config(model="m", quantization="fp8_dynamic"), ModelConfig.without_weights("qwen3-8b")
+    of_cpu = make_plan(config, model.quantized("fp8_dynamic"), Machine.cpu(64 * GIB))
+    assert "fp8" not in plan_table(of_cpu) and of_cpu.memory.weight_bytes > 15 * GIB
 
 
 def test_fit_quantizes_the_head_only_where_kv_is_missing_and_it_gains() -> None:

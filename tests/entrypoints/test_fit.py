@@ -60,6 +60,15 @@ def test_fits_of_a_quantized_gguf_file_quantizes_no_further(tmp_path: Path) -> N
     """Bug: `plan --fit --model FILE.gguf` was refused with a message about --quantization, which was not given."""
     path = write_gguf(tmp_path / "x.gguf", write_tiny_model(tmp_path / "model", "llama"), types=["Q8_0"])
     assert {fit.format for fit in fits(machine(), [str(path)])} == {"gguf"}
+    with pytest.raises(ConfigError, match=r"quantization='int4' is for checkpoints .* types Q8_0; leave it out"):
+        fits(machine(), [str(path)], "int4")
+
+
+def test_fits_names_the_reason_if_the_gpu_does_not_take_the_format() -> None:
+    """Regression: the answer was "nothing; use a smaller model or context, or more memory"."""
+    with pytest.raises(ConfigError, match=r"fp8_dynamic needs a GPU .* RTX 3090 has 8\.6; use another GPU, or use"):
+        fits(machine("RTX 3090"), ["qwen3-8b"], "fp8_dynamic")
+    assert fits(machine("RTX 3090"), ["qwen3-8b"], "fp8")
 
 
 def test_fit_table_names_bounds_as_projected_and_says_when_nothing_runs() -> None:
