@@ -258,14 +258,6 @@ def quantized_types(model: GGUFModel) -> tuple[str, ...]:
     return tuple(name for name, _ in types.most_common())
 
 
-def quantized_head_type(model: GGUFModel) -> str | None:
-    """Return the name of the type of the output head, or of the embedding if it is the head, if the type is a quantized
-    type, else None.
-    """
-    tensor = model.tensors.get("output.weight") or model.tensors.get("token_embd.weight")
-    return tensor.type.name if tensor is not None and tensor.type.is_quantized else None
-
-
 def _end_tokens(metadata: Mapping[str, Any]) -> list[int]:
     """Return the tokens that end an answer: the tokens that the file names for it, and known end tokens."""
     named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]

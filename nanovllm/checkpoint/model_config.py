@@ -227,7 +227,6 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None  # the checkpoint's quantization
     gguf_types: tuple[str, ...] = ()  # the quantized types of a GGUF file
-    gguf_head_type: str | None = None  # the type of the output head in a GGUF file, if it is a quantized type
     head_quantization: Quantization | None = None  # of the output head, if the head is quantized at loading
     # True if the embedding table is in pinned CPU memory for a GPU. No result depends on it, so `repr` leaves it out
     embedding_on_cpu: bool = field(default=False, repr=False)
@@ -252,6 +251,12 @@ class ModelConfig:
     def embedding_format(self) -> Quantization | None:
         """The format of the embedding table, or None if it is not quantized. In CPU memory the table has 16 bits."""
         return None if self.embedding_on_cpu else self._vocabulary_format("model.embed_tokens")
+
+    @property
+    def gguf_head_type(self) -> str | None:
+        """The type of the weight that the output head multiplies by in a GGUF file, if it is a quantized type."""
+        format = self._vocabulary_format("model.embed_tokens" if self.tie_word_embeddings else "lm_head")
+        return None if format is None else format.block_type
 
     def _vocabulary_format(self, name: str) -> Quantization | None:
         """Return the type that a GGUF file has for a weight. Other formats do not quantize the vocabulary."""
@@ -351,9 +356,8 @@ def _gguf_config(model: GGUFModel, hf_overrides: Mapping[str, Any] | None) -> Mo
         config = _read_config(content, model.path, hf_overrides, str(model.path), None)
     except CheckpointError as error:
         raise CheckpointError(f"{model.path} has metadata that is, in the terms of config.json: {error}") from error
-    types, head_type = gguf_config.quantized_types(model), gguf_config.quantized_head_type(model)
     formats = gguf_quantization(gguf_config.quantized_layers(model))
-    return replace(config, gguf_types=types, gguf_head_type=head_type, quantization=formats)
+    return replace(config, gguf_types=gguf_config.quantized_types(model), quantization=formats)
 
 
 def _read_config(

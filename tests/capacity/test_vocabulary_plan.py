@@ -10,6 +10,7 @@ from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.capacity.plan_check import check_plan, check_start
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import GGUFLayer, gguf_quantization
 from nanovllm.config import Config
 from nanovllm.entrypoints.planner import fit_table, fits, plan_table
 from nanovllm.errors import ConfigError
@@ -122,7 +123,8 @@ def test_tied_embedding_cannot_leave_the_gpu_unless_the_head_is_quantized() -> N
     ):
         plan_for("qwen3-4b", embedding_on_cpu=True)
     # Regression: a GGUF file whose table is quantized was told to add quantize_head, which it was then refused for
-    packed = replace(ModelConfig.without_weights("qwen3-4b"), gguf_head_type="Q6_K")
+    formats = gguf_quantization([GGUFLayer("model.embed_tokens", "Q6_K", False)])
+    packed = replace(ModelConfig.without_weights("qwen3-4b"), quantization=formats)
     with pytest.raises(ConfigError, match=r"embedding_on_cpu=True is not possible .* in each step; leave it out$"):
         make_plan(Config(model="m.gguf", embedding_on_cpu=True), packed, DESKTOP)
     short = plan_for("qwen3-4b", 6, format=None)
