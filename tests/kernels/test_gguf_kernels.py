@@ -276,6 +276,7 @@ def test_loader_packs_the_values_of_the_file(
         assert num_packed >= 4
 
 
+@pytest.mark.slow
 @on_device
 def test_model_of_packed_blocks_has_the_logits_of_its_values(
     device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

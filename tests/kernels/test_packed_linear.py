@@ -631,6 +631,7 @@ def test_silu_and_quantize_is_quantize_of_the_gated_numbers(device: str, size: i
         assert torch.equal(codes[:num_rows].view(torch.uint8), expected_codes[:num_rows].view(torch.uint8))
 
 
+@pytest.mark.slow
 @on_device
 def test_norm_and_mlp_pass_codes_on_and_compute_the_same(device: str) -> None:
     """From 65 rows on. A layer splits them into parts; the last part, of 71 rows, has one more as padding."""
