@@ -54,6 +54,7 @@ _UPPER = tl.constexpr(
 BASES = tl.constexpr((0, 0, 0, 0, 16 + 8, 64 + 16, 272 + 128, 64 + 32, 16, 64, 16, 64, 0, 0, 0))
 HAS_LEAST = tl.constexpr((0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0))
 HAS_UNITS = tl.constexpr((0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 1, 0))
+NUM_GROUPS = tl.constexpr((0, 0, 0, 0, 4, 4, 2, 8, 4, 4, 4, 4, 4, 4, 4))  # with a scale, of a block
 SCALE_WORDS = tl.constexpr((0, 0, 0, 0, 2, 2, 1, 2, 4, 4, 2, 2, 2, 1, 1))  # of a block, without the word of a unit
 _IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -215,6 +216,13 @@ def _byte(words, PLACE: tl.constexpr, ZERO: tl.constexpr):
 
 
 @triton.jit
+def _power_of_two(exponent):
+    """2^(exponent - 128), half of what E8M0 means; the two smallest are subnormal."""
+    bits = tl.where(exponent < 2, (1 << 21) << (exponent & 1), (exponent - 1) << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def scale_and_least(words, GROUP: tl.constexpr, KIND: tl.constexpr):
     """The fp32 scale of a group of a block, and what is subtracted from the product (0 without a minimum)."""
     least = 0.0
@@ -226,13 +234,112 @@ def scale_and_least(words, GROUP: tl.constexpr, KIND: tl.constexpr):
     elif HAS_LEAST[KIND]:
         scale, least = _half(words[GROUP], False), -_half(words[GROUP], True)
     elif KIND == MXFP4:
-        exponent = (words[0] >> 8 * GROUP) & 255
-        # 2^(exponent - 128), half of what E8M0 means; the two smallest are subnormal
-        bits = tl.where(exponent < 2, (1 << 21) << (exponent & 1), (exponent - 1) << 23)
-        scale = bits.to(tl.float32, bitcast=True)
+        scale = _power_of_two((words[0] >> 8 * GROUP) & 255)
     else:
         scale = _half(words[GROUP // 2], GROUP % 2 == 1)
     return scale, least
+
+
+# -- one row of x (one_row_kernel.py) ------------------------------------------------------------------------------
+# Each of the 8 columns of a result has the sums of one group of a block, and one factor.
+
+
+@triton.jit
+def column_groups(column, KIND: tl.constexpr):
+    """The group of each of the 8 columns."""
+    return column * NUM_GROUPS[KIND] // 8
+
+
+@triton.jit
+def _shifted(words, PLACES: tl.constexpr):
+    """Shift words to the right, or to the left if PLACES is negative."""
+    if PLACES < 0:
+        words = words << -PLACES
+    else:
+        words = words >> PLACES
+    return words
+
+
+@triton.jit
+def spread_upper_bits(uppers, PART: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
+    """For slice PART of a block: repeat words with upper bits, [lanes, BITS], for the 4 words of each lane, with the
+    bits where `column_numbers` wants them: [lanes, 4].
+    """
+    BITS: tl.constexpr = UPPER_BITS[KIND]
+    PLACE: tl.constexpr = BITS * PART - 4 - (0 if dtype == tl.bfloat16 else 3)
+    if BITS == 1:
+        first = tl.join(_shifted(uppers, PLACE), _shifted(uppers, PLACE + 4))
+        second = tl.join(_shifted(uppers, PLACE + 8), _shifted(uppers, PLACE + 12))
+        spread = tl.join(first, second).permute(0, 1, 3, 2)
+    else:
+        spread = tl.join(_shifted(uppers, PLACE), _shifted(uppers, PLACE + 8))
+    return spread.reshape(uppers.shape[0], 4)
+
+
+@triton.jit
+def column_numbers(words, uppers, PART: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
+    """Like `block_numbers`, but with bases that need fewer shifts (`column_bases`). `uppers` has been spread."""
+    IS_BF16: tl.constexpr = dtype == tl.bfloat16
+    if UPPER_BITS[KIND] > 0:  # 128 + code
+        bits = _shifted(words, 4 * PART - (0 if IS_BF16 else 3))
+        if IS_BF16:
+            bits = mask_and_set(bits, 0x000F000F, 0x43004300, "lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;")
+        else:
+            bits = mask_and_set(bits, 0x00780078, 0x58005800, "lop3.b32 $0, $1, 0x00780078, 0x58005800, 0xEA;")
+        MASK: tl.constexpr = (0x00300030 if UPPER_BITS[KIND] == 2 else 0x00100010) << (0 if IS_BF16 else 3)
+        x = halves(bits | (uppers & MASK), dtype)
+    elif IS_BF16 and KIND < FIRST_WITH_TABLE and KIND != Q8_0 and PART == 0:  # 128 + code
+        bits = mask_and_set(words, 0x000F000F, 0x43004300, "lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;")
+        x = halves(bits, dtype)
+    else:
+        x = block_numbers(words, None, PART, KIND, dtype)
+    return x
+
+
+@triton.jit
+def column_bases(column, KIND: tl.constexpr, dtype: tl.constexpr):
+    """What has to be subtracted from `column_numbers` to get code - zero, in fp32."""
+    base = BASES[KIND] + 0.0
+    if UPPER_BITS[KIND] > 0:
+        base = BASES[KIND] + 64.0
+    elif dtype == tl.bfloat16 and KIND != Q8_0:
+        base = tl.where(column_groups(column, KIND) == 0, BASES[KIND] + 112.0, BASES[KIND] + 0.0)
+    return base
+
+
+@triton.jit
+def _byte_of_column(word, place, ZERO: tl.constexpr):
+    """Convert byte `place` of words to fp32, less ZERO."""
+    bits = _bytes_of(word + 0 * place, _UPPER + 0 * place, (place | 0x7440) + 0 * word)
+    return bits.to(tl.float32, bitcast=True) - (2.0**23 + ZERO)
+
+
+@triton.jit
+def column_factors(words, column, KIND: tl.constexpr):
+    """The factor of each column in fp32: the scale of its group, or in odd columns what is subtracted (`least`)."""
+    group, is_scale = column_groups(column, KIND), column % 2 == 0
+    if HAS_UNITS[KIND]:
+        if HAS_LEAST[KIND]:
+            unit = tl.where(is_scale, _half(words[0], False), _half(words[0], True))
+            factor = unit * _byte_of_column(tl.where(is_scale, words[1], words[2]), group, 0)
+        else:
+            word = words[1]
+            if SCALE_WORDS[KIND] == 2:
+                word = tl.where(group < 4, words[1], words[2])
+            factor = words[0].to(tl.float32, bitcast=True) * _byte_of_column(word, group % 4, 128)
+    elif KIND == MXFP4:
+        factor = _power_of_two((words[0] >> 8 * group) & 255)
+    else:
+        EACH: tl.constexpr = 1 if HAS_LEAST[KIND] else 2  # groups of a word
+        NUM: tl.constexpr = SCALE_WORDS[KIND]
+        word = words[0]
+        for i in tl.static_range(1, NUM):
+            word = tl.where(group // EACH == i, words[i], word)
+        if HAS_LEAST[KIND]:
+            factor = tl.where(is_scale, _half(word, False), -_half(word, True))  # here the minimum is added
+        else:
+            factor = tl.where(group % 2 == 0, _half(word, False), _half(word, True))
+    return factor
 
 
 # -- values ------------------------------------------------------------------------------------------------------

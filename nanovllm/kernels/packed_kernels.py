@@ -49,7 +49,7 @@ def _nothing():
 
 
 @triton.jit
-def _two_rows(low, high):
+def two_rows(low, high):
     """Arrange words of two rows, [SPLIT * 32, 4] each -> [SPLIT, 2, 8, 4, 4]."""
     words = tl.join(low, high)
     return words.reshape(words.shape[0] // 32, 8, 4, 4, 2).permute(0, 4, 1, 2, 3)
@@ -89,12 +89,12 @@ def _load_block(
     low, high = low_row + chunk * BLOCK_WORDS, high_row + chunk * BLOCK_WORDS
     is_block, other = (None, None) if IS_FULL else (chunk * COLUMNS < K, 0)
     low_words = tl.load(low, is_block, other, eviction_policy="evict_first")
-    words = _two_rows(low_words, tl.load(high, is_block, other, eviction_policy="evict_first"))
+    words = two_rows(low_words, tl.load(high, is_block, other, eviction_policy="evict_first"))
     uppers, scales = _nothing(), _nothing()
     if BITS > 0:
         low = tl.load(low_uppers + chunk * (4 * BITS), is_block, other, eviction_policy="evict_first")
         high = tl.load(high_uppers + chunk * (4 * BITS), is_block, other, eviction_policy="evict_first")
-        uppers = (_two_rows(_spread(low, BITS), _spread(high, BITS)),)
+        uppers = (two_rows(_spread(low, BITS), _spread(high, BITS)),)
     if KIND >= FIRST_BLOCK_TYPE:
         scales = load_scale_words(scales_of_row, scale_chunk, scale_chunk * COLUMNS < K, 0, GROUP_STRIDE, KIND)
     elif scales_of_row is not None:
@@ -106,14 +106,14 @@ def _load_block(
 
 
 @triton.jit
-def _weight_operand(numbers):
+def weight_operand(numbers):
     """Reshape numbers of a slice [SPLIT, 2, 8, 4, 8] -> [SPLIT, 16, 32]. No number moves to another thread."""
     SPLIT: tl.constexpr = numbers.shape[0]
     return numbers.reshape(SPLIT, 2, 8, 4, 2, 2, 2).permute(0, 1, 2, 5, 3, 4, 6).reshape(SPLIT, 16, 32)
 
 
 @triton.jit
-def _load_x(x_row, column, KIND: tl.constexpr):
+def load_x(x_row, column, KIND: tl.constexpr):
     """Load words with x [lanes, 4] for a slice. `x_row` points to the lane's first words, in Q6_K to 2 of them."""
     if KIND == Q6_K:  # words alternate between the groups of 16 columns
         x = tl.load(x_row + column // 2)
@@ -124,7 +124,7 @@ def _load_x(x_row, column, KIND: tl.constexpr):
 
 
 @triton.jit
-def _both_groups(operand, IS_X: tl.constexpr):
+def both_groups(operand, IS_X: tl.constexpr):
     """Split an operand along its 32 columns."""
     SPLIT: tl.constexpr = operand.shape[0]
     if IS_X:
@@ -148,11 +148,11 @@ def _scaled(sums, code_sums, x_sums, scales, GROUP: tl.constexpr, KIND: tl.const
 def _slice_products(sums, words, uppers, x, scales, PART: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
     """Add the products of slice PART of a block of a GGUF type to `sums`."""
     none = tl.zeros_like(sums)
-    numbers = _weight_operand(block_numbers(words, uppers, PART, KIND, dtype))
+    numbers = weight_operand(block_numbers(words, uppers, PART, KIND, dtype))
     if KIND == Q6_K:
-        x_first, x_second = _both_groups(x, True)
-        first, second = _both_groups(numbers, False)
-        bases, _ = _both_groups(_weight_operand(block_bases(words, KIND, dtype)), False)
+        x_first, x_second = both_groups(x, True)
+        first, second = both_groups(numbers, False)
+        bases, _ = both_groups(weight_operand(block_bases(words, KIND, dtype)), False)
         first_sums = tl.dot(first, x_first, tl.dot(bases, x_first, none))
         second_sums = tl.dot(second, x_second, tl.dot(bases, x_second, none))
         sums = _scaled(sums, first_sums, None, scales, 2 * PART, KIND)
@@ -160,24 +160,27 @@ def _slice_products(sums, words, uppers, x, scales, PART: tl.constexpr, KIND: tl
     else:
         code_sums, x_sums = none, none
         if HAS_LEAST[KIND]:
-            x_sums = tl.dot(_weight_operand(ones(words, dtype)), x, none)
+            x_sums = tl.dot(weight_operand(ones(words, dtype)), x, none)
         elif KIND < FIRST_WITH_TABLE:
-            code_sums = tl.dot(_weight_operand(block_bases(words, KIND, dtype)), x, none)
+            code_sums = tl.dot(weight_operand(block_bases(words, KIND, dtype)), x, none)
         code_sums = tl.dot(numbers, x, code_sums)
         if KIND == Q8_0:
-            code_sums = tl.dot(_weight_operand(nibbles(words, 8 * PART + 4, dtype, True)), x, code_sums)
+            code_sums = tl.dot(weight_operand(nibbles(words, 8 * PART + 4, dtype, True)), x, code_sums)
         sums = _scaled(sums, code_sums, x_sums, scales, PART, KIND)
     return sums
 
 
 @triton.jit
-def _x_operand(words, KIND: tl.constexpr, dtype: tl.constexpr):
-    """Words of a slice [SPLIT * 32, 4, rows / 8] -> [SPLIT, 32, rows], with columns in the weight's order."""
+def x_operand(words, KIND: tl.constexpr, dtype: tl.constexpr):
+    """Words of a slice [SPLIT * 32, 4, rows / 8] -> [SPLIT, 32, rows], with columns in the weight's order. Or 2 words
+    of 16 columns each.
+    """
     SPLIT: tl.constexpr = words.shape[0] // 32
+    PAIRS: tl.constexpr = words.shape[1] // 2
     EIGHTS: tl.constexpr = words.shape[2]
     numbers = enlarged(words, dtype) if KIND == E4M3 else halves(words, dtype)
-    numbers = numbers.reshape(SPLIT, 8, 4, 2, 2, EIGHTS, 2).permute(0, 4, 2, 3, 6, 5, 1)
-    return numbers.reshape(SPLIT, 32, 8 * EIGHTS)
+    numbers = numbers.reshape(SPLIT, 8, 4, 2, PAIRS, EIGHTS, 2).permute(0, 4, 2, 3, 6, 5, 1)
+    return numbers.reshape(SPLIT, 16 * PAIRS, 8 * EIGHTS)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])  # compile once for all numbers of rows
@@ -332,24 +335,24 @@ def few_products_kernel(
             code_sums = sums if AT_END or KIND == DENSE else tl.zeros_like(sums)
             x_sums = tl.zeros_like(sums)
             for i in tl.static_range(start // SLICE, (start + SHARED) // SLICE):
-                x = _load_x(x_row[0], column + i * SLICE, KIND)[:, :, None]
+                x = load_x(x_row[0], column + i * SLICE, KIND)[:, :, None]
                 if BLOCK_M == 16:
-                    x = tl.join(x.reshape(x.shape[0], 4), _load_x(x_row[1], column + i * SLICE, KIND))
-                x = _x_operand(x, KIND, dtype)
+                    x = tl.join(x.reshape(x.shape[0], 4), load_x(x_row[1], column + i * SLICE, KIND))
+                x = x_operand(x, KIND, dtype)
                 if KIND >= FIRST_BLOCK_TYPE:
                     upper = uppers[0] if BITS > 0 else None
                     sums = _slice_products(sums, words, upper, x, scales, i, KIND, dtype)
                 elif KIND == DENSE:
-                    code_sums = tl.dot(_weight_operand(halves(words, dtype)), x, code_sums)
+                    code_sums = tl.dot(weight_operand(halves(words, dtype)), x, code_sums)
                 elif KIND == E4M3:
-                    code_sums = tl.dot(_weight_operand(small_e4m3(words, 8 * i, dtype)), x, code_sums)
+                    code_sums = tl.dot(weight_operand(small_e4m3(words, 8 * i, dtype)), x, code_sums)
                 else:
                     if KIND == INT4:
-                        code_sums = tl.dot(_weight_operand(nibbles(words, 4 * i, dtype)), x, code_sums)
+                        code_sums = tl.dot(weight_operand(nibbles(words, 4 * i, dtype)), x, code_sums)
                     else:
-                        code_sums = tl.dot(_weight_operand(nibbles(words, 8 * i, dtype)), x, code_sums)
-                        code_sums = tl.dot(_weight_operand(nibbles(words, 8 * i + 4, dtype, True)), x, code_sums)
-                    x_sums = tl.dot(_weight_operand(ones(words, dtype)), x, x_sums)
+                        code_sums = tl.dot(weight_operand(nibbles(words, 8 * i, dtype)), x, code_sums)
+                        code_sums = tl.dot(weight_operand(nibbles(words, 8 * i + 4, dtype, True)), x, code_sums)
+                    x_sums = tl.dot(weight_operand(ones(words, dtype)), x, x_sums)
             if AT_END or KIND == DENSE:
                 sums = code_sums
             elif KIND < FIRST_BLOCK_TYPE:
@@ -362,7 +365,7 @@ def few_products_kernel(
     if SUMMED:
         sums *= tl.load(factors_ptr + block * SUMMED + warp, mask=warp < SUMMED, other=0.0)
     sums = tl.sum(sums, 0)
-    _finish(
+    finish(
         sums, row, feature, pair, bias_ptr, None if SUMMED else factors_ptr, out_ptr, out_stride, num_pairs, N, GATED
     )
 
@@ -467,7 +470,7 @@ def products_kernel(
         is_there = (pair < num_pairs)[None, :] & (feature + in_tile % FEATURES < N)[:, None]
         tl.store(out_ptr + part[None, :] + row[:, None], sums, mask=is_there)
     else:
-        _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED)
+        finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -523,7 +526,7 @@ def sum_parts_kernel(
     for split in tl.static_range(SPLITS):
         part = (split * num_pairs + of_pair) * (ROWS * N)
         sums += tl.load(parts_ptr + part[None, :] + row[:, None])
-    _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED)
+    finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED)
 
 
 @triton.jit
@@ -536,7 +539,7 @@ def _gated(sums, dtype: tl.constexpr):
 
 
 @triton.jit
-def _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED: tl.constexpr):
+def finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED: tl.constexpr):
     """Store the results of `sums` [BLOCK_N, BLOCK_M], for rows of the weight and pairs."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     FEATURES: tl.constexpr = sums.shape[0] // (2 if GATED else 1)

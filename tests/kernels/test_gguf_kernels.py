@@ -34,10 +34,10 @@ MIXED = (("Q4_K", "Q6_K"), ("Q8_0", None), ("Q4_K", "Q4_K"))  # of two layers; N
 
 def tiles() -> list[tuple[int, object]]:
     """Numbers of rows and tiles, which None leaves to the default."""
-    from nanovllm.kernels.packed_linear import FewRowsTile, ManyRowsTile
+    from nanovllm.kernels.packed_linear import FewRowsTile, ManyRowsTile, OneRowTile
 
     if INTERPRETED:
-        return [(1, FewRowsTile(8, 2, 1)), (11, FewRowsTile(16, 4, 3)), (19, ManyRowsTile(16, 16, 4, 2, 2)), (3, None)]
+        return [(1, OneRowTile(2, 1, 1)), (11, FewRowsTile(16, 4, 3)), (19, ManyRowsTile(16, 16, 4, 2, 2)), (3, None)]
     many = [(rows, None) for rows in (1, 2, 9, 16, 17, 33, 64, 65, 128, 200, 256)]
     return [*many, (8, FewRowsTile(8, 8, 1)), (20, ManyRowsTile(64, 64, 4, 3, 4)), (128, ManyRowsTile(128, 128, 8, 3))]
 
@@ -99,6 +99,25 @@ def test_products_with_any_number_of_rows(device: str, name: str) -> None:
                 gate, up = exact.chunk(2, dim=-1)
                 got = kernels.products(x, packed(weight), bias, gated=True, tile=tile)
                 assert_close(got, x, values, F.silu(gate) * up)
+
+
+@on_device
+@pytest.mark.parametrize("name", NAMES if not INTERPRETED else ["Q4_K", "Q6_K", "Q8_0"])
+def test_one_row_with_any_number_of_steps(device: str, name: str) -> None:
+    """Fewer blocks than warps, an unrolled loop, a loop, and a last step in which only some warps have a block."""
+    from nanovllm.kernels.packed_linear import OneRowTile, products
+
+    wide = 2560 if INTERPRETED else 12288
+    for size, tile in (
+        (256, OneRowTile(8, 1, 2)),
+        (768, OneRowTile(4, 2, 3)),
+        (wide, OneRowTile(2, 1, 3)),
+        (wide + 256, OneRowTile(4, 2, 2)),
+    ):
+        weight, values = block_weight(name, random_rows(name, 22, size), device)
+        x = torch.randn(1, size, device=device).to(DTYPE)
+        exact = F.linear(x.double(), values)
+        assert_close(products(x, packed(weight), tile=tile), x, values, exact)
 
 
 @on_device
