@@ -54,7 +54,7 @@ _UPPER = tl.constexpr(
 BASES = tl.constexpr((0, 0, 0, 0, 16 + 8, 64 + 16, 272 + 128, 64 + 32, 16, 64, 16, 64, 0, 0, 0))
 HAS_LEAST = tl.constexpr((0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0))
 HAS_UNITS = tl.constexpr((0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 1, 0))
-NUM_GROUPS = tl.constexpr((0, 0, 0, 0, 4, 4, 2, 8, 4, 4, 4, 4, 4, 4, 4))  # with a scale, of a block
+NUM_GROUPS = tl.constexpr((0, 0, 0, 0, 4, 4, 2, 8, 4, 4, 4, 4, 4, 4, 4))  # of a block; each has a scale
 SCALE_WORDS = tl.constexpr((0, 0, 0, 0, 2, 2, 1, 2, 4, 4, 2, 2, 2, 1, 1))  # of a block, without the word of a unit
 _IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -241,7 +241,7 @@ def scale_and_least(words, GROUP: tl.constexpr, KIND: tl.constexpr):
 
 
 # -- one row of x (one_row_kernel.py) ------------------------------------------------------------------------------
-# Each of the 8 columns of a result has the sums of one group of a block, and one factor.
+# Each of the 8 columns of a result has the sums of one group of a block, and one factor. Q8_0 is not supported.
 
 
 @triton.jit
@@ -288,7 +288,7 @@ def column_numbers(words, uppers, PART: tl.constexpr, KIND: tl.constexpr, dtype:
             bits = mask_and_set(bits, 0x00780078, 0x58005800, "lop3.b32 $0, $1, 0x00780078, 0x58005800, 0xEA;")
         MASK: tl.constexpr = (0x00300030 if UPPER_BITS[KIND] == 2 else 0x00100010) << (0 if IS_BF16 else 3)
         x = halves(bits | (uppers & MASK), dtype)
-    elif IS_BF16 and KIND < FIRST_WITH_TABLE and KIND != Q8_0 and PART == 0:  # 128 + code
+    elif IS_BF16 and KIND < FIRST_WITH_TABLE and PART == 0:  # 128 + code
         bits = mask_and_set(words, 0x000F000F, 0x43004300, "lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;")
         x = halves(bits, dtype)
     else:
@@ -302,7 +302,7 @@ def column_bases(column, KIND: tl.constexpr, dtype: tl.constexpr):
     base = BASES[KIND] + 0.0
     if UPPER_BITS[KIND] > 0:
         base = BASES[KIND] + 64.0
-    elif dtype == tl.bfloat16 and KIND != Q8_0:
+    elif dtype == tl.bfloat16:
         base = tl.where(column_groups(column, KIND) == 0, BASES[KIND] + 112.0, BASES[KIND] + 0.0)
     return base
 

@@ -1,9 +1,9 @@
 """Multiply a weight in GGUF's blocks (gguf_words.py) by one row of x: the decode steps of a single sequence.
 
 `few_products_kernel` of packed_kernels.py also multiplies a single row, but then the 8 columns of each result of the
-tensor cores are equal, and all threads of a weight row scale the same sums. Here each of the 8 columns keeps the sums of
-one group of a block, so that a thread scales the sums of one group, or of two in Q6_K. In types with a minimum, even
-columns have the scales and odd columns the minimums. At the end the columns are added.
+tensor cores are equal, and the four threads of a weight row scale the same sums. Here each of the 8 columns keeps the
+sums of one group of a block, so that a thread scales the sums of one group, or of two in Q6_K. In types with a minimum,
+even columns have the scales and odd columns the minimums. At the end the columns are added.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ from nanovllm.kernels.packed_words import (
     CODES_OF_WORD,
     FIRST_WITH_TABLE,
     Q6_K,
-    Q8_0,
     SLICE,
     UPPER_BITS,
     filled,
-    nibbles,
 )
 
 MAX_UNROLLED_STEPS = tl.constexpr(8)  # with more steps the loop stays a loop, because the code would get too long
@@ -107,8 +105,6 @@ def _add_block(sums, block, x_row, x_group, column, KIND: tl.constexpr, dtype: t
             products = tl.where(in_tile % 2 == 0, tl.dot(first, x_first, none), tl.dot(second, x_second, none))
         else:
             products = tl.dot(numbers, x, none)
-            if KIND == Q8_0:
-                products = tl.dot(weight_operand(nibbles(words, 8 * part + 4, dtype, True)), x, products)
         if part == 0:
             group_sums = products
         else:
@@ -171,12 +167,12 @@ def one_row_kernel(
     # Two warps share the two blocks of a unit, so the distance between a warp's scales does not change
     units = scale_row(scales_ptr, row[None, :, None] + 0 * warp, SCALE_STRIDES[0], SCALE_STRIDES[1], 1)
     NUM: tl.constexpr = SCALE_WORDS[KIND]
+    UNIT: tl.constexpr = (1 + 2 * NUM) * GROUP_STRIDE
+    SCALE_STEP: tl.constexpr = UNIT * SPLIT // 2 if HAS_UNITS[KIND] else NUM * GROUP_STRIDE * SPLIT
     if HAS_UNITS[KIND]:
-        SCALE_STEP: tl.constexpr = (1 + 2 * NUM) * GROUP_STRIDE * SPLIT // 2
-        units += warp // 2 * ((1 + 2 * NUM) * GROUP_STRIDE)
+        units += warp // 2 * UNIT
         scales_of_row = units + (1 + warp % 2 * NUM) * GROUP_STRIDE
     else:
-        SCALE_STEP: tl.constexpr = NUM * GROUP_STRIDE * SPLIT
         scales_of_row = units + warp * (NUM * GROUP_STRIDE)
     rows = low_row, high_row, low_uppers, high_uppers, units, scales_of_row
     queue = _nothing()
@@ -192,7 +188,9 @@ def one_row_kernel(
     x_group = x_row + column_groups(m, KIND) * (COLUMNS // NUM_GROUPS[KIND] // 2)
     sums = tl.zeros((SPLIT, 16, 8), tl.float32)
     LOOP: tl.constexpr = STEPS - AHEAD
-    UNROLLED: tl.constexpr = LOOP if 0 < LOOP and STEPS <= MAX_UNROLLED_STEPS else 1
+    # If a turn has AHEAD + 1 steps, no registers are copied. In Q6_K such a turn would spill registers.
+    IN_LOOP: tl.constexpr = 1 if KIND == Q6_K else AHEAD + 1
+    UNROLLED: tl.constexpr = IN_LOOP if STEPS > MAX_UNROLLED_STEPS else LOOP if LOOP > 0 else 1
     for step in tl.range(LOOP, num_stages=1, loop_unroll_factor=UNROLLED):
         block, scale_block = (step + AHEAD) * SPLIT + part, (step + AHEAD) * SPLIT + warp
         ahead = _load_block(

@@ -284,8 +284,8 @@ def faults(kernel: Compiled, target: KernelTarget) -> Iterator[str]:
     is_packed = kernel.name == "products_kernel" and kernel.constants["KIND"] != DENSE.value
     if is_packed and re.search(r"wgmma\.wait_group\.sync\.aligned [1-9]", kernel.ptx):
         yield "overwrites values that the tensor cores still read"
-    if kernel.name == "few_products_kernel":
-        sums_bytes = 4 * 16 * kernel.constants["BLOCK_M"] * kernel.constants["num_warps"]
+    if kernel.name in ("few_products_kernel", "one_row_kernel"):
+        sums_bytes = 4 * 16 * kernel.constants.get("BLOCK_M", 8) * kernel.constants["num_warps"]
         if kernel.shared_bytes > sums_bytes:  # which depends on the layouts that Triton chooses
             yield f"needs {kernel.shared_bytes} bytes of shared memory where the sums take {sums_bytes}"
     if kernel.name not in ("_prefill_kernel", "_decode_kernel"):
@@ -342,6 +342,8 @@ def test_kernels_fit_at_common_shapes(name: str) -> None:
             launch_layers(4096, BF16)
             launch_sampler(151936, BF16)
             launch_packed("int4", 4096, BF16, gates=(False,), rows=(1, 64), tiles=(128,))
+            for size in (4096, 12288):  # an unrolled loop, and a loop
+                packed_linear.products(torch.zeros(1, size, dtype=BF16), PACKED_KINDS["Q6_K"](size, BF16))
             launch_quantize_weight(4096, BF16)
             launch_shadow(128, BF16, bits=4)
             only_fp8 = {"_rms_norm_and_quantize_kernel", "_silu_and_quantize_kernel"}
