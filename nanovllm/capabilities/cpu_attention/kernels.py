@@ -15,9 +15,9 @@ from nanovllm.capabilities.cpu_attention import build
 from nanovllm.capabilities.cpu_attention.build import InstructionSet
 from nanovllm.capabilities.cpu_attention.job import (
     DTYPE_CODES,
+    MAX_HEAD_DIM,
     MAX_QUEUED_JOBS,
-    AttentionJob,
-    CJob,
+    CpuJob,
     CpuKernel,
     check_flags,
 )
@@ -28,16 +28,20 @@ KERNEL_NAMES = (*(variant.name for variant in build.INSTRUCTION_SETS), TorchKern
 
 logger = logging.getLogger("nanovllm")
 
-_MAX_HEAD_DIM = 256
 _AWAKE_NS = 1_000_000  # time for which threads spin after a job; the next layer's job comes sooner
 
 _SIGNATURES = {
     "nanovllm_open": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
     "nanovllm_close": (None, [ctypes.c_void_p]),
-    "nanovllm_attend": (None, [ctypes.c_void_p, ctypes.POINTER(CJob), ctypes.c_int64]),
+    **dict.fromkeys(
+        ("nanovllm_attend", "nanovllm_compute_experts"), (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64])
+    ),
     "nanovllm_read": (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]),
     "nanovllm_serve": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_void_p]),
-    "nanovllm_submit": (ctypes.c_int64, [ctypes.c_void_p, ctypes.POINTER(CJob), ctypes.c_int64, ctypes.c_int32]),
+    **dict.fromkeys(
+        ("nanovllm_submit", "nanovllm_submit_experts"),
+        (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]),
+    ),
     "nanovllm_end_server": (None, [ctypes.c_void_p, ctypes.c_void_p]),
 }
 
@@ -69,8 +73,8 @@ def why_unfit(head_dim: int, dtype: torch.dtype) -> str | None:
     """Return why no compiled kernel supports such a KV cache, or None if the compiled kernels support it."""
     if dtype not in DTYPE_CODES:
         return f"the compiled kernels are for float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-    if head_dim % 16 or not 0 < head_dim <= _MAX_HEAD_DIM:
-        return f"the compiled kernels are for multiples of 16 up to {_MAX_HEAD_DIM}, and the head dim is {head_dim}"
+    if head_dim % 16 or not 0 < head_dim <= MAX_HEAD_DIM:
+        return f"the compiled kernels are for multiples of 16 up to {MAX_HEAD_DIM}, and the head dim is {head_dim}"
     return None
 
 
@@ -108,10 +112,10 @@ class CompiledKernel(CpuKernel):
         self.name, self.num_threads = variant.name, len(cpus)
         self._engine = _Engine(load_library(variant), cpus, is_pinned, stays_awake)
 
-    def attend(self, job: AttentionJob, layer: int) -> None:
+    def attend(self, job: CpuJob, layer: int) -> None:
         assert self._engine.is_open, "the kernel is closed"
-        _check(job, layer)
-        self._engine.library.nanovllm_attend(self._engine.handle, job.c_job, layer)
+        job.check(layer)
+        getattr(self._engine.library, job.run_function)(self._engine.handle, ctypes.byref(job.c_job), layer)
 
     def read(self, memory: torch.Tensor) -> None:
         """Read every byte once. Benchmarks time this call, because reading bounds the rate of any kernel."""
@@ -140,11 +144,12 @@ class CompiledServer:
             raise RuntimeError("the operating system refuses another thread for attention on the CPU")
         self._end = weakref.finalize(self, _end_server, engine, self._handle, flags, os.getpid())
 
-    def submit(self, job: AttentionJob, layer: int, number: int) -> None:
+    def submit(self, job: CpuJob, layer: int, number: int) -> None:
         """See CpuServer. Hot: once per layer."""
         assert self._end.alive and self._engine.is_open, "the server is closed"
-        _check(job, layer)
-        if not self._engine.library.nanovllm_submit(self._handle, job.c_job, layer, number):
+        job.check(layer)
+        submit = getattr(self._engine.library, job.submit_function)
+        if not submit(self._handle, ctypes.byref(job.c_job), layer, number):
             raise RuntimeError(
                 f"{MAX_QUEUED_JOBS} jobs are waiting for attention on the CPU; wait for some of them first"
             )
@@ -157,14 +162,6 @@ def _end_server(engine: _Engine, handle: int, flags: torch.Tensor, pid: int) -> 
     """End the server's thread. `flags` is an argument so that the tensor lives as long as the thread that reads it."""
     if engine.is_open and os.getpid() == pid:
         engine.library.nanovllm_end_server(engine.handle, handle)
-
-
-def _check(job: AttentionJob, layer: int) -> None:
-    num_layers, _, _, _, head_dim = job.k_cache.shape
-    assert 0 <= layer < num_layers, f"layer {layer} of {num_layers}"
-    assert job.c_job.dtype >= 0 and head_dim % 16 == 0 and head_dim <= _MAX_HEAD_DIM, (
-        "this job is for TorchKernel: see why_unfit"
-    )
 
 
 def choose_kernel(

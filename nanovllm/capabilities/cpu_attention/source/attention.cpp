@@ -13,7 +13,7 @@
 //   output    When all chunks are done, the threads merge the partials of each row and head into out and lse.
 //
 // A job is the attention of one layer. It runs at once (nanovllm_attend), or a Server runs it when the GPU has written
-// its queries. Everything is computed in fp32, except that the bf16 variants multiply bf16 by bf16 and sum in fp32; for
+// its queries. The threads run jobs of a second kind, too, the experts of one layer (cpu_experts/source/experts.h). Everything is computed in fp32, except that the bf16 variants multiply bf16 by bf16 and sum in fp32; for
 // that they round the weights to bf16.
 //
 // Legend: T query rows, H query heads, K kv heads, G = H / K query heads per kv head, D head dim.
@@ -49,9 +49,13 @@ void nanovllm_close(void* engine) { delete static_cast<Engine*>(engine); }
 // Returns when the output is complete.
 void nanovllm_attend(void* engine, const Job* job, int64_t layer) {
   Engine& it = *static_cast<Engine*>(engine);
-  const Job of_layer = job->of_layer(layer);
-  Attention attention(of_layer, it.workers);
-  it.pool.run(attention);
+  run_job(job->of_layer(layer), it.workers, it.pool);
+}
+
+// Returns when the output is complete.
+void nanovllm_compute_experts(void* engine, const ExpertJob* job, int64_t layer) {
+  Engine& it = *static_cast<Engine*>(engine);
+  run_job(job->of_layer(layer), it.workers, it.pool);
 }
 
 // Reads every byte once, on all threads: what a kernel that does nothing else would reach.
@@ -75,6 +79,10 @@ void* nanovllm_serve(void* engine, int32_t* flags) {
 
 // Returns at once; 0: the queue is full. The job's struct is copied, what it points to is not.
 int64_t nanovllm_submit(void* server, const Job* job, int64_t layer, int32_t number) {
+  return static_cast<Server*>(server)->submit(job->of_layer(layer), number);
+}
+
+int64_t nanovllm_submit_experts(void* server, const ExpertJob* job, int64_t layer, int32_t number) {
   return static_cast<Server*>(server)->submit(job->of_layer(layer), number);
 }
 

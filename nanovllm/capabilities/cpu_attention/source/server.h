@@ -1,5 +1,5 @@
-// What the threads do together (attend, or for benchmarks only read), jobs that wait for the GPU, and everything that a
-// kernel owns.
+// What the threads do together (attend, compute experts, or for benchmarks only read), jobs that wait for the GPU, and
+// everything that a kernel owns.
 
 #pragma once
 
@@ -7,10 +7,12 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <variant>
 #include <vector>
 
 #include <sys/prctl.h>
 
+#include "../../cpu_experts/source/experts.h"
 #include "job.h"
 #include "pool.h"
 
@@ -60,6 +62,19 @@ struct Attention : Work {
   }
 };
 
+using AnyJob = std::variant<Job, ExpertJob>;
+
+// Returns when the output is complete.
+inline void run_job(const AnyJob& job, std::vector<Worker>& workers, Pool& pool) {
+  if (const auto* of_attention = std::get_if<Job>(&job)) {
+    Attention attention(*of_attention, workers);
+    pool.run(attention);
+  } else {
+    Mixture mixture(std::get<ExpertJob>(job));
+    pool.run(mixture);
+  }
+}
+
 struct Reading : Work {
   const char* base;
   int64_t num_bytes;
@@ -96,7 +111,7 @@ class Server {
   }
 
   // False: the queue is full.
-  bool submit(const Job& job, int32_t number) {
+  bool submit(const AnyJob& job, int32_t number) {
     const std::lock_guard turn(one_caller_);
     const uint32_t place = num_submitted_;
     if (place - num_done_ >= CAPACITY) return false;
@@ -112,7 +127,7 @@ class Server {
   static constexpr int64_t SPIN_NS = 200'000, POLL_NS = 20'000;
 
   struct Entry {
-    Job job;
+    AnyJob job;
     int32_t number;
   };
 
@@ -125,8 +140,7 @@ class Server {
       if (stopping_) return;
       const Entry& entry = queue_[place % CAPACITY];
       if (!wait_for_queries(entry.number)) return;
-      Attention attention(entry.job, workers_);
-      pool_.run(attention);
+      run_job(entry.job, workers_, pool_);
       std::atomic_ref(flags_[1]).store(entry.number, std::memory_order_release);
       num_done_ = place + 1;
     }

@@ -1,0 +1,306 @@
+"""The weights of experts in CPU memory: one copy, in the layout that the kernels read (source/formats.h).
+
+A matrix of all experts of a layer that are in CPU memory is [P, N, K]: P places, each with one expert. Its rows consist
+of blocks. The types are:
+
+- GGUF's types, whose blocks are the bytes of the file (models/gguf_values.py); F32, F16 and BF16 are among them.
+- INT4, INT8 and E4M3: codes in the order of the GPU's kernels (kernels/packed_values.py), so that the GPU can use them
+  as they are. Groups of columns in a row share a scale and, in INT4 and INT8, a zero.
+
+Legend: P places, N output features, K input features, G groups of a row.
+"""
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.checkpoint.gguf import TYPES, BlockType
+from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.layers.packed_weight import QuantizedWeight
+from nanovllm.models.gguf_values import dequantize
+from nanovllm.offload.pinned_memory import HostBuffer
+
+ROW_MULTIPLE = 32  # HIDDEN_ROWS in source/experts.h
+_SLICE = 32  # SLICE in source/formats.h: columns whose codes are read together
+_ALIGNMENT = 64  # of a matrix's parts
+_MAX_INT4_ZERO = 16  # MAX_INT4_ZERO in source/formats.h
+_WORD_BYTES = 64  # bytes of a block of INT4, INT8 or E4M3
+
+INT4, INT8, E4M3 = (
+    BlockType("INT4", 128, _WORD_BYTES),
+    BlockType("INT8", 64, _WORD_BYTES),
+    BlockType("E4M3", 64, _WORD_BYTES),
+)
+TYPE_CODES = {block_type: number for number, block_type in TYPES.items()} | {INT4: 100, INT8: 101, E4M3: 102}
+WEIGHT_TYPES = {block_type.name: block_type for block_type in TYPE_CODES}
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SCALE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype in cpu_attention/source/vectors.h
+
+
+class CMatrix(ctypes.Structure):
+    """Matrix in source/formats.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "codes scales zeros".split()),
+        *((name, ctypes.c_int64) for name in "type num_rows num_columns row_bytes group scale_dtype zero".split()),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixFormat:
+    """The shape and type of a weight [N, K] of an expert. Raises ConfigError for what the kernels cannot read."""
+
+    type: BlockType
+    num_rows: int
+    num_columns: int
+    group_size: int = 0  # columns that share a scale; 0 if the scales are in the blocks
+    scale_dtype: torch.dtype = torch.float32  # of groups: float32, bfloat16 or float16; float32 for E4M3
+    has_zeros: bool = False  # False if all zeros are the middle of the codes
+
+    def __post_init__(self) -> None:
+        if problem := self._problem():
+            raise ConfigError(
+                f"an expert's weight in {self.type.name} has {self.num_rows} rows and {self.num_columns} columns, "
+                f"{problem} in CPU memory; keep all experts on the GPU, or use fewer ranks"
+            )
+
+    def _problem(self) -> str | None:
+        columns = math.lcm(self.type.num_values, _SLICE)
+        if self.num_rows <= 0 or self.num_rows % ROW_MULTIPLE:
+            return f"whose rows must be a multiple of {ROW_MULTIPLE}"
+        if self.num_columns <= 0 or self.num_columns % columns:
+            return f"whose columns must be a multiple of {columns}"
+        if self.is_grouped:
+            least = _SLICE * 2 if self.type == E4M3 else _SLICE
+            if self.group_size <= 0 or self.group_size % least or self.num_columns % self.group_size:
+                return f"in groups of {self.group_size}, which must be a multiple of {least} that divides the columns"
+        return None
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.type in (INT4, INT8, E4M3)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.num_columns // self.type.num_values * self.type.num_bytes
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of a row."""
+        return self.num_columns // self.group_size if self.is_grouped else 0
+
+    @property
+    def part_bytes(self) -> tuple[int, int, int]:
+        """Bytes of an expert's codes, scales and zeros."""
+        num_groups = self.num_rows * self.num_groups
+        codes, zeros = self.num_rows * self.row_bytes, 2 * num_groups * self.has_zeros
+        return codes, self.scale_dtype.itemsize * num_groups, zeros
+
+    def num_bytes(self, num_places: int) -> int:
+        """Bytes of the memory for `num_places` experts."""
+        return sum(_aligned(num_places * part) for part in self.part_bytes)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class ExpertMatrix:
+    """The same weight, such as gate, of the experts of a layer that are in CPU memory. The loader fills it."""
+
+    def __init__(self, matrix_format: MatrixFormat, num_places: int, memory: torch.Tensor) -> None:
+        """memory: uint8, `matrix_format.num_bytes(num_places)` bytes of CPU memory, aligned to 64 bytes."""
+        assert memory.dtype == torch.uint8 and memory.device.type == "cpu" and memory.data_ptr() % _ALIGNMENT == 0
+        assert memory.shape == (matrix_format.num_bytes(num_places),), "the memory is too small or too large"
+        self.format, self.num_places = matrix_format, num_places
+        codes, scales, zeros = memory.split([_aligned(num_places * part) for part in matrix_format.part_bytes])
+        rows = num_places, matrix_format.num_rows
+        num_groups = matrix_format.num_groups
+        self.codes = _shaped(codes, torch.uint8, *rows, matrix_format.row_bytes)
+        self.scales = _shaped(scales, matrix_format.scale_dtype, *rows, num_groups) if num_groups else None
+        self.zeros = _shaped(zeros, torch.int16, *rows, num_groups) if matrix_format.has_zeros else None
+
+    @property
+    def c_matrix(self) -> CMatrix:
+        given = self.format
+        return CMatrix(
+            codes=self.codes.data_ptr(),
+            scales=None if self.scales is None else self.scales.data_ptr(),
+            zeros=None if self.zeros is None else self.zeros.data_ptr(),
+            type=TYPE_CODES[given.type],
+            num_rows=given.num_rows,
+            num_columns=given.num_columns,
+            row_bytes=given.row_bytes,
+            group=given.group_size,
+            scale_dtype=_SCALE_CODES[given.scale_dtype],
+            zero=self._middle,
+        )
+
+    @property
+    def _middle(self) -> int:
+        return {INT4: 8, INT8: 128}.get(self.format.type, 0)
+
+    def store_blocks(self, place: int, first_row: int, blocks: torch.Tensor) -> None:
+        """Store rows of GGUF's blocks: uint8 [n, bytes of a row]."""
+        assert not self.format.is_grouped, f"{self.format.type.name} has no blocks in files"
+        self.codes[place, first_row : first_row + len(blocks)] = blocks
+
+    def store_values(self, place: int, first_row: int, values: torch.Tensor) -> None:
+        """Store rows of numbers [n, K], rounded to the type, which is F32, F16 or BF16."""
+        dtype = _FLOATS[self.format.type.name]
+        self.store_blocks(place, first_row, values.to("cpu", dtype).contiguous().view(torch.uint8))
+
+    def store_quantized(self, place: int, first_row: int, given: QuantizedWeight, where: str) -> None:
+        """Store rows of codes with the scales of their groups. Raises CheckpointError, which names `where`, if the
+        columns are not in the order of their groups, or a scale or zero cannot be stored exactly.
+        """
+        rows = slice(first_row, first_row + len(given.codes))
+        of_groups = given.groups.view(-1, self.format.group_size)
+        if not (of_groups == of_groups[:, :1]).all():
+            raise CheckpointError(
+                f"{where} has columns in another order (desc_act), which is not supported for experts in CPU memory; "
+                "use a checkpoint with desc_act=false"
+            )
+        groups = of_groups[:, 0]
+        scales = given.scales.cpu()[:, groups]
+        assert self.scales is not None, f"{self.format.type.name} has no groups"
+        self.scales[place, rows] = scales.to(self.format.scale_dtype)
+        if (self.scales[place, rows] != scales).any():
+            raise CheckpointError(
+                f"{where} has scales in {scales.dtype} that {self.format.scale_dtype} cannot hold; experts in CPU "
+                "memory need the scales of all experts in one dtype"
+            )
+        self._store_zeros(place, rows, given, groups, where)
+        self.codes[place, rows] = _words_of(given.codes.cpu(), self.format.type)
+
+    def _store_zeros(self, place: int, rows: slice, given: QuantizedWeight, groups: torch.Tensor, where: str) -> None:
+        if given.zeros is None:
+            assert self.format.type == E4M3, "integers have zeros"
+            return
+        zeros = given.zeros.cpu()[:, groups]
+        if self.zeros is not None:
+            self.zeros[place, rows] = zeros
+        most = _MAX_INT4_ZERO if self.format.type == INT4 else 2 * self._middle
+        if (self.zeros is None and (zeros != self._middle).any()) or not ((zeros >= 0) & (zeros <= most)).all():
+            raise CheckpointError(
+                f"{where} has zeros from {zeros.min()} to {zeros.max()}; experts in CPU memory take "
+                + (f"zeros from 0 to {most}" if self.format.has_zeros else f"the zero {self._middle} alone")
+            )
+
+    def values(self, place: int) -> torch.Tensor:
+        """Return the values of an expert, fp32 [N, K]."""
+        codes = self.codes[place]
+        if not self.format.is_grouped:
+            return dequantize(codes, self.format.type)
+        assert self.scales is not None, "grouped weights have scales"
+        numbers, groups = _numbers_of(codes, self.format.type), torch.arange(self.format.num_groups)
+        if self.format.type != E4M3:
+            zeros = torch.tensor(self._middle) if self.zeros is None else self.zeros[place]
+            numbers = numbers - zeros.float().expand(len(codes), len(groups)).repeat_interleave(
+                self.format.group_size, 1
+            )
+        return numbers * self.scales[place].float().repeat_interleave(self.format.group_size, 1)
+
+
+def _shaped(memory: torch.Tensor, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def _words_of(codes: torch.Tensor, block_type: BlockType) -> torch.Tensor:
+    """Pack codes [n, K] -> bytes, uint8 [n, bytes of a row], as `pack_codes` of kernels/packed_values.py does."""
+    bits = 512 // block_type.num_values
+    slices = codes.contiguous().view(torch.uint8).view(len(codes), -1, 16 // bits, _SLICE).int()
+    places = torch.arange(0, 16, bits, dtype=torch.int32)[:, None]
+    words = (slices << places).sum(2, dtype=torch.int32)
+    return words.to(torch.int16).flatten(1).view(torch.uint8)
+
+
+def _numbers_of(packed: torch.Tensor, block_type: BlockType) -> torch.Tensor:
+    """Unpack rows of bytes: uint8 [n, bytes of a row] -> the codes or the numbers in e4m3, fp32 [n, K]."""
+    bits = 512 // block_type.num_values
+    words = packed.contiguous().view(torch.int16).view(len(packed), -1, 1, _SLICE).int()
+    places = torch.arange(0, 16, bits, dtype=torch.int32)[:, None]
+    codes = (words >> places & (1 << bits) - 1).to(torch.uint8).flatten(1)
+    return (codes.view(torch.float8_e4m3fn) if block_type == E4M3 else codes).float()
+
+
+class CExpertLayer(ctypes.Structure):
+    """ExpertLayer in source/experts.h."""
+
+    _fields_ = [(name, CMatrix) for name in ("gate", "up", "down")] + [("places", ctypes.c_void_p)]
+
+
+class LayerFormat(NamedTuple):
+    """The formats of the experts of a layer: gate and up [I, H], down [H, I]."""
+
+    gate: MatrixFormat
+    up: MatrixFormat
+    down: MatrixFormat
+
+    def check(self) -> None:
+        shapes = [(each.num_rows, each.num_columns) for each in self]
+        assert shapes[0] == shapes[1] == shapes[2][::-1], f"gate, up and down do not fit each other: {shapes}"
+
+
+class ExpertLayer:
+    """The experts of one layer that are in CPU memory."""
+
+    def __init__(self, formats: LayerFormat, places: torch.Tensor, memory: torch.Tensor) -> None:
+        """places: int32 [experts], the place of each expert, or -1 for an expert that is on the GPU. `memory`: as
+        many bytes as `layer_bytes` says.
+        """
+        formats.check()
+        self.places, num_places = places.contiguous(), int((places >= 0).sum())
+        assert places.dtype == torch.int32 and places.device.type == "cpu", "places are int32 in CPU memory"
+        used = places[places >= 0].sort().values
+        assert used.tolist() == list(range(num_places)), "each place has one expert, and no place is empty"
+        parts = memory.split([each.num_bytes(num_places) for each in formats])
+        self.gate, self.up, self.down = (
+            ExpertMatrix(each, num_places, part) for each, part in zip(formats, parts, strict=True)
+        )
+        self.num_places, self.size, self.hidden_size = num_places, formats.gate.num_rows, formats.gate.num_columns
+
+    @property
+    def matrices(self) -> tuple[ExpertMatrix, ExpertMatrix, ExpertMatrix]:
+        return self.gate, self.up, self.down
+
+    @property
+    def c_layer(self) -> CExpertLayer:
+        return CExpertLayer(*(each.c_matrix for each in self.matrices), self.places.data_ptr())
+
+
+def layer_bytes(formats: LayerFormat, num_places: int) -> int:
+    """Return the bytes of CPU memory for `num_places` experts of a layer."""
+    return sum(each.num_bytes(num_places) for each in formats)
+
+
+class ExpertStore:
+    """The experts of all layers that are in CPU memory, in one allocation."""
+
+    def __init__(
+        self, formats: Sequence[LayerFormat], places: Sequence[torch.Tensor], pinned_for: torch.device | None
+    ) -> None:
+        """formats, places: of each layer. pinned_for: the GPU that copies experts from the memory, or None."""
+        sizes = [layer_bytes(each, int((of.cpu() >= 0).sum())) for each, of in zip(formats, places, strict=True)]
+        self._buffer = HostBuffer(max(1, sum(sizes)), pinned_for)
+        memory = self._buffer.tensor[: sum(sizes)].split(sizes)
+        self.layers = [ExpertLayer(*each) for each in zip(formats, places, memory, strict=True)]
+        first = self.layers[0]
+        assert all(
+            (layer.size, layer.hidden_size, len(layer.places)) == (first.size, first.hidden_size, len(first.places))
+            for layer in self.layers
+        ), "all layers have experts of one shape"
+        self.num_experts = len(first.places)
+        self.c_layers = (CExpertLayer * len(self.layers))(*(layer.c_layer for layer in self.layers))
+
+    @property
+    def num_bytes(self) -> int:
+        return self._buffer.tensor.numel()
+
+    def close(self) -> None:
+        """Unpin the memory; see HostBuffer."""
+        self._buffer.close()
