@@ -16,6 +16,7 @@ from nanovllm.capabilities.cpu_experts.store import (
     ExpertStore,
     LayerFormat,
     MatrixFormat,
+    stored_group,
 )
 from nanovllm.layers.packed_weight import QuantizedWeight
 
@@ -31,8 +32,7 @@ def matrix_format(
     name: str,
     num_rows: int,
     num_columns: int,
-    group_size: int = 64,
-    scale_dtype: torch.dtype = torch.bfloat16,
+    group_size: int = 64,  # in the checkpoint
     has_zeros: bool = False,
 ) -> MatrixFormat:
     block_type = WEIGHT_TYPES[name]
@@ -42,8 +42,7 @@ def matrix_format(
         type=block_type,
         num_rows=num_rows,
         num_columns=num_columns,
-        group_size=group_size,
-        scale_dtype=torch.float32 if block_type == E4M3 else scale_dtype,
+        group_size=stored_group(block_type, num_columns, group_size),
         has_zeros=has_zeros and block_type != E4M3,
     )
 
@@ -62,7 +61,7 @@ def random_quantized(given: MatrixFormat, generator: torch.Generator) -> Quantiz
     if given.has_zeros:
         zeros = torch.randint(most + 1, scales.shape, generator=generator).to(torch.int16)
     codes = torch.randint(most, shape, generator=generator).to(torch.uint8)
-    return QuantizedWeight(codes, (scales * size * 4 / most).to(given.scale_dtype), zeros, groups)
+    return QuantizedWeight(codes, (scales * size * 4 / most).to(torch.float16), zeros, groups)
 
 
 def random_blocks(given: MatrixFormat, generator: torch.Generator) -> torch.Tensor:

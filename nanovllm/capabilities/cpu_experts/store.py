@@ -5,7 +5,7 @@ of blocks. The types are:
 
 - GGUF's types, whose blocks are the bytes of the file (models/gguf_values.py); F32, F16 and BF16 are among them.
 - INT4, INT8 and E4M3: codes in the order of the GPU's kernels (kernels/packed_values.py), so that the GPU can use them
-  as they are. Groups of columns in a row share a scale and, in INT4 and INT8, a zero.
+  as they are. Groups of columns in a row share a scale in fp32 and, in INT4 and INT8, a zero.
 
 Legend: P places, N output features, K input features, G groups of a row.
 """
@@ -35,10 +35,11 @@ INT4, INT8, E4M3 = (
     BlockType("INT8", 64, _WORD_BYTES),
     BlockType("E4M3", 64, _WORD_BYTES),
 )
+# Columns that may share a scale. Larger groups are stored as several groups with the same scale
+GROUP_SIZES = {INT4: (32, 64, 128), INT8: (32, 64), E4M3: (64, 128)}
 TYPE_CODES = {block_type: number for number, block_type in TYPES.items()} | {INT4: 100, INT8: 101, E4M3: 102}
 WEIGHT_TYPES = {block_type.name: block_type for block_type in TYPE_CODES}
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_SCALE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype in cpu_attention/source/vectors.h
 
 
 class CMatrix(ctypes.Structure):
@@ -46,7 +47,7 @@ class CMatrix(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in "codes scales zeros".split()),
-        *((name, ctypes.c_int64) for name in "type num_rows num_columns row_bytes group scale_dtype zero".split()),
+        *((name, ctypes.c_int64) for name in "type num_rows num_columns row_bytes group zero".split()),
     ]
 
 
@@ -57,8 +58,7 @@ class MatrixFormat:
     type: BlockType
     num_rows: int
     num_columns: int
-    group_size: int = 0  # columns that share a scale; 0 if the scales are in the blocks
-    scale_dtype: torch.dtype = torch.float32  # of groups: float32, bfloat16 or float16; float32 for E4M3
+    group_size: int = 0  # columns that share a scale, see `stored_group`; 0 if the scales are in the blocks
     has_zeros: bool = False  # False if all zeros are the middle of the codes
 
     def __post_init__(self) -> None:
@@ -74,10 +74,9 @@ class MatrixFormat:
             return f"whose rows must be a multiple of {ROW_MULTIPLE}"
         if self.num_columns <= 0 or self.num_columns % columns:
             return f"whose columns must be a multiple of {columns}"
-        if self.is_grouped:
-            least = _SLICE * 2 if self.type == E4M3 else _SLICE
-            if self.group_size <= 0 or self.group_size % least or self.num_columns % self.group_size:
-                return f"in groups of {self.group_size}, which must be a multiple of {least} that divides the columns"
+        if self.is_grouped and self.group_size not in GROUP_SIZES[self.type]:
+            sizes = ", ".join(map(str, GROUP_SIZES[self.type]))
+            return f"in groups that can be stored as groups of {self.group_size}, which must be {sizes} columns wide"
         return None
 
     @property
@@ -98,11 +97,18 @@ class MatrixFormat:
         """Bytes of an expert's codes, scales and zeros."""
         num_groups = self.num_rows * self.num_groups
         codes, zeros = self.num_rows * self.row_bytes, 2 * num_groups * self.has_zeros
-        return codes, self.scale_dtype.itemsize * num_groups, zeros
+        return codes, 4 * num_groups, zeros
 
     def num_bytes(self, num_places: int) -> int:
         """Bytes of the memory for `num_places` experts."""
         return sum(_aligned(num_places * part) for part in self.part_bytes)
+
+
+def stored_group(block_type: BlockType, num_columns: int, group_size: int) -> int:
+    """Return the group size in CPU memory of a weight with groups of `group_size` columns, or 0 for whole rows, in the
+    checkpoint. If the kernels can read no such groups, the result is none of GROUP_SIZES.
+    """
+    return math.gcd(group_size, num_columns, max(GROUP_SIZES[block_type]))
 
 
 def _aligned(num_bytes: int) -> int:
@@ -121,7 +127,7 @@ class ExpertMatrix:
         rows = num_places, matrix_format.num_rows
         num_groups = matrix_format.num_groups
         self.codes = _shaped(codes, torch.uint8, *rows, matrix_format.row_bytes)
-        self.scales = _shaped(scales, matrix_format.scale_dtype, *rows, num_groups) if num_groups else None
+        self.scales = _shaped(scales, torch.float32, *rows, num_groups) if num_groups else None
         self.zeros = _shaped(zeros, torch.int16, *rows, num_groups) if matrix_format.has_zeros else None
 
     @property
@@ -136,7 +142,6 @@ class ExpertMatrix:
             num_columns=given.num_columns,
             row_bytes=given.row_bytes,
             group=given.group_size,
-            scale_dtype=_SCALE_CODES[given.scale_dtype],
             zero=self._middle,
         )
 
@@ -156,7 +161,7 @@ class ExpertMatrix:
 
     def store_quantized(self, place: int, first_row: int, given: QuantizedWeight, where: str) -> None:
         """Store rows of codes with the scales of their groups. Raises CheckpointError, which names `where`, if the
-        columns are not in the order of their groups, or a scale or zero cannot be stored exactly.
+        columns are not in the order of their groups, or a zero cannot be stored.
         """
         rows = slice(first_row, first_row + len(given.codes))
         of_groups = given.groups.view(-1, self.format.group_size)
@@ -166,14 +171,8 @@ class ExpertMatrix:
                 "use a checkpoint with desc_act=false"
             )
         groups = of_groups[:, 0]
-        scales = given.scales.cpu()[:, groups]
         assert self.scales is not None, f"{self.format.type.name} has no groups"
-        self.scales[place, rows] = scales.to(self.format.scale_dtype)
-        if (self.scales[place, rows] != scales).any():
-            raise CheckpointError(
-                f"{where} has scales in {scales.dtype} that {self.format.scale_dtype} cannot hold; experts in CPU "
-                "memory need the scales of all experts in one dtype"
-            )
+        self.scales[place, rows] = given.scales.cpu().float()[:, groups]
         self._store_zeros(place, rows, given, groups, where)
         self.codes[place, rows] = _words_of(given.codes.cpu(), self.format.type)
 
@@ -203,7 +202,7 @@ class ExpertMatrix:
             numbers = numbers - zeros.float().expand(len(codes), len(groups)).repeat_interleave(
                 self.format.group_size, 1
             )
-        return numbers * self.scales[place].float().repeat_interleave(self.format.group_size, 1)
+        return numbers * self.scales[place].repeat_interleave(self.format.group_size, 1)
 
 
 def _shaped(memory: torch.Tensor, dtype: torch.dtype, *shape: int) -> torch.Tensor:

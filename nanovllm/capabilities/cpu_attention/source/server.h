@@ -70,7 +70,7 @@ inline void run_job(const AnyJob& job, std::vector<Worker>& workers, Pool& pool)
     Attention attention(*of_attention, workers);
     pool.run(attention);
   } else {
-    Mixture mixture(std::get<ExpertJob>(job));
+    Mixture mixture(std::get<ExpertJob>(job), pool.num_threads());
     pool.run(mixture);
   }
 }

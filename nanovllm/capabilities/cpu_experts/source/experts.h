@@ -107,13 +107,14 @@ struct Parts {
 struct Mixture : Work {
   const ExpertJob& job;
   const ExpertLayer& layer;
+  const int64_t num_threads;
   float *x_floats, *x_sums, *hidden_floats, *hidden_sums, *sums;
   Bfloat16* hidden_pairs;
   int32_t *tokens, *choices, *rows, *starts, *groups;  // of the sorted pairs; first pair and place of each group
   int64_t num_pairs = 0, num_groups = 0, num_hidden_units = 0;
   std::atomic<int64_t> next_hidden{0}, num_hidden_done{0}, next_output{0}, num_outputs_done{0};
 
-  explicit Mixture(const ExpertJob& job) : job(job), layer(*job.layers) {
+  Mixture(const ExpertJob& job, int64_t num_threads) : job(job), layer(*job.layers), num_threads(num_threads) {
     const int64_t t = job.num_tokens, p = t * job.num_chosen, h = job.hidden_size, i = job.size;
     Parts parts{job.scratch};
     x_floats = parts.take<float>(t * h);
@@ -183,23 +184,44 @@ struct Mixture : Work {
     return {x_floats, uses_pairs(matrix) ? static_cast<const Bfloat16*>(job.x) : nullptr, x_sums, job.hidden_size};
   }
 
+  int64_t num_output_units() const { return job.hidden_size / OUTPUT_ROWS; }
+
   void run(int) override {
-    for (int64_t unit; (unit = next_hidden++) < num_hidden_units; ++num_hidden_done) compute_hidden(unit);
+    run_units(next_hidden, num_hidden_done, num_hidden_units, [this](auto... units) { compute_hidden(units...); });
     spin_until([this] { return num_hidden_done >= num_hidden_units; });
-    const int64_t num_outputs = job.hidden_size / OUTPUT_ROWS;
-    for (int64_t unit; (unit = next_output++) < num_outputs; ++num_outputs_done) compute_output(unit * OUTPUT_ROWS);
-    spin_until([&] { return num_outputs_done >= num_outputs; });
+    run_units(next_output, num_outputs_done, num_output_units(), [this](auto... units) { compute_output(units...); });
+    spin_until([this] { return num_outputs_done >= num_output_units(); });
   }
 
-  void compute_hidden(int64_t unit) {
+  // Calls compute(unit, the unit that this thread computes afterwards or -1) for units that no other thread has taken. A
+  // unit is taken early, so that its memory can be prefetched, unless another thread could begin it at once.
+  template <class Compute>
+  void run_units(std::atomic<int64_t>& next, std::atomic<int64_t>& num_done, int64_t num_units, Compute compute) {
+    for (int64_t unit = next++, following; unit < num_units; unit = following, ++num_done) {
+      const bool takes_early = num_units - next > 2 * num_threads;
+      if (takes_early) following = next++;
+      compute(unit, takes_early && following < num_units ? following : -1);
+      if (!takes_early) following = next++;
+    }
+  }
+
+  Piece hidden_piece(const Matrix& matrix, int64_t unit) const {
+    if (unit < 0) return {};
+    const int64_t units_of_group = job.size / HIDDEN_ROWS;
+    const int64_t row = groups[unit / units_of_group] * job.size + unit % units_of_group * HIDDEN_ROWS;
+    return {&matrix, row, HIDDEN_ROWS};
+  }
+
+  void compute_hidden(int64_t unit, int64_t following) {
     const int64_t units_of_group = job.size / HIDDEN_ROWS, group = unit / units_of_group;
-    const int64_t feature = unit % units_of_group * HIDDEN_ROWS, row = groups[group] * job.size + feature;
-    const uint8_t* up_codes = layer.up.codes + row * layer.up.row_bytes;
+    const int64_t feature = unit % units_of_group * HIDDEN_ROWS;
+    const Piece gate = hidden_piece(layer.gate, unit), up = hidden_piece(layer.up, unit);
+    const Piece next = hidden_piece(layer.gate, following);
     float gates[MAX_SHARING * HIDDEN_ROWS], ups[MAX_SHARING * HIDDEN_ROWS];
     for (int64_t first = start_of(group), end = end_of(group); first < end; first += MAX_SHARING) {
       const int64_t count = std::min<int64_t>(end - first, MAX_SHARING);
-      multiply<HIDDEN_ROWS>(layer.gate, row, inputs_of(layer.gate), tokens + first, count, up_codes, gates);
-      multiply<HIDDEN_ROWS>(layer.up, row, inputs_of(layer.up), tokens + first, count, nullptr, ups);
+      multiply<HIDDEN_ROWS>(gate, up, inputs_of(layer.gate), tokens + first, count, gates);
+      multiply<HIDDEN_ROWS>(up, next, inputs_of(layer.up), tokens + first, count, ups);
       for (int64_t i = 0; i < count; ++i)
         store_hidden(gates + i * HIDDEN_ROWS, ups + i * HIDDEN_ROWS, (first + i) * job.size + feature);
     }
@@ -217,18 +239,22 @@ struct Mixture : Work {
     hidden_sums[at / SLICE] = sum(total);
   }
 
-  void compute_output(int64_t column) {
-    const int64_t h = job.hidden_size;
+  Piece output_piece(int64_t group, int64_t unit) const {
+    if (unit < 0) return {};
+    return {&layer.down, groups[group] * job.hidden_size + unit * OUTPUT_ROWS, OUTPUT_ROWS};
+  }
+
+  void compute_output(int64_t unit, int64_t following) {
+    const int64_t h = job.hidden_size, column = unit * OUTPUT_ROWS;
     for (int64_t t = 0; t < job.num_tokens; ++t) std::fill_n(sums + t * h + column, OUTPUT_ROWS, 0.0f);
     const Activations hidden{hidden_floats, uses_pairs(layer.down) ? hidden_pairs : nullptr, hidden_sums, job.size};
     float products[MAX_SHARING * OUTPUT_ROWS];
     for (int64_t group = 0; group < num_groups; ++group) {
-      const int64_t row = groups[group] * h + column;
-      const uint8_t* next =
-          group + 1 < num_groups ? layer.down.codes + (groups[group + 1] * h + column) * layer.down.row_bytes : nullptr;
+      const Piece down = output_piece(group, unit);
+      const Piece next = group + 1 < num_groups ? output_piece(group + 1, unit) : output_piece(0, following);
       for (int64_t first = start_of(group), end = end_of(group); first < end; first += MAX_SHARING) {
         const int64_t count = std::min<int64_t>(end - first, MAX_SHARING);
-        multiply<OUTPUT_ROWS>(layer.down, row, hidden, rows + first, count, next, products);
+        multiply<OUTPUT_ROWS>(down, next, hidden, rows + first, count, products);
         for (int64_t i = 0; i < count; ++i) {
           float* to = sums + tokens[first + i] * h + column;
           const float weight = job.weights[choices[first + i]];

@@ -14,6 +14,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <bit>
 
@@ -32,30 +33,24 @@ enum WeightType : int64_t {  // mirrored by WeightType in store.py; GGUF's types
 
 struct Matrix {          // of all experts of a layer, [experts, N, K]; mirrored by CMatrix in store.py
   const uint8_t* codes;  // row_bytes for each row
-  const void* scales;    // [experts, N, K / group], of INT4 and INT8 (scale_dtype) and E4M3 (fp32)
+  const float* scales;   // [experts, N, K / group], of INT4, INT8 and E4M3
   const int16_t* zeros;  // the same shape, or nullptr: every zero is `zero`
-  int64_t type, num_rows, num_columns, row_bytes, group, scale_dtype, zero;
+  int64_t type, num_rows, num_columns, row_bytes, group, zero;
+
+  int64_t groups_of_row() const { return group ? num_columns / group : 0; }
 };
 
 struct Row {
   const uint8_t* codes;
-  const uint8_t* scales;
-  const int16_t* zeros;
-  int64_t group, scale_dtype, zero;
+  const float* scales;
+  const int16_t* zeros;  // nullptr: every zero is `zero`
+  int16_t zero;
 
-  Row(const Matrix& matrix, int64_t row) : group(matrix.group), scale_dtype(matrix.scale_dtype), zero(matrix.zero) {
-    const int64_t first_group = matrix.group ? row * (matrix.num_columns / matrix.group) : 0;
+  Row(const Matrix& matrix, int64_t row) : zero(int16_t(matrix.zero)) {
     codes = matrix.codes + row * matrix.row_bytes;
-    scales = static_cast<const uint8_t*>(matrix.scales) + first_group * (matrix.scale_dtype == FLOAT32 ? 4 : 2);
-    zeros = matrix.zeros ? matrix.zeros + first_group : nullptr;
+    scales = matrix.scales + row * matrix.groups_of_row();
+    zeros = matrix.zeros ? matrix.zeros + row * matrix.groups_of_row() : nullptr;
   }
-
-  float scale_of(int64_t group_index) const {
-    if (scale_dtype == FLOAT32) return load_vector<float>(scales + 4 * group_index);
-    const uint16_t bits = load_vector<uint16_t>(scales + 2 * group_index);
-    return scale_dtype == FLOAT16 ? _cvtsh_ss(bits) : bits_of<float>(uint32_t(bits) << 16);
-  }
-  int zero_of(int64_t group_index) const { return zeros ? zeros[group_index] : int(zero); }
 };
 
 // -- bytes ----------------------------------------------------------------------------------------------------------
@@ -135,32 +130,38 @@ inline __m512i look_up(__m512i indices, const Table& table) {
   return _mm512_permutexvar_epi16(indices, _mm512_loadu_si512(table.data()));
 }
 
+// The nibbles of 16 bytes as `nibbles_of_16` orders them, looked up in a table that is repeated.
+inline __m512bh look_up_nibbles_of_16(const uint8_t* from, const Table& table) {
+  const __m256i bytes = _mm256_cvtepu8_epi16(load_vector<__m128i>(from));
+  return pairs_in(look_up(_mm512_inserti64x4(_mm512_castsi256_si512(bytes), _mm256_srli_epi16(bytes, 4), 1), table));
+}
+
 inline __m512bh pairs_of_floats(const SliceFloats& codes) { return _mm512_cvtne2ps_pbh(codes[1], codes[0]); }
 #endif
 
 // What codes of few bits mean. `indices` are bytes.
 
 template <int BITS, int ZERO> struct Counting {  // index - ZERO
+  static constexpr Table TABLE = counting_table(-ZERO, BITS == 4 ? 16 : 32), UPPER = counting_table(32 - ZERO, 32);
   static __m256i int8s_of(__m256i indices) { return _mm256_sub_epi8(indices, every_byte(ZERO)); }
 #if defined(__AVX512BF16__)
   static __m512bh pairs_of(__m256i indices) {
-    static constexpr Table low = counting_table(-ZERO, BITS == 4 ? 16 : 32), high = counting_table(32 - ZERO, 32);
-    const __m512i words = _mm512_cvtepu8_epi16(indices);
-    if constexpr (BITS <= 5) return pairs_in(look_up(words, low));
-    else return pairs_in(_mm512_permutex2var_epi16(_mm512_loadu_si512(low.data()), words, _mm512_loadu_si512(high.data())));
+    const __m512i words = _mm512_cvtepu8_epi16(indices), low = _mm512_loadu_si512(TABLE.data());
+    if constexpr (BITS <= 5) return pairs_in(_mm512_permutexvar_epi16(words, low));
+    else return pairs_in(_mm512_permutex2var_epi16(low, words, _mm512_loadu_si512(UPPER.data())));
   }
 #endif
 };
 
 template <const std::array<int8_t, 16>& VALUES> struct Lookup {
+  static constexpr Table TABLE = table_of(VALUES);
   static __m256i int8s_of(__m256i indices) {
     const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(VALUES.data()));
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), indices);
   }
 #if defined(__AVX512BF16__)
   static __m512bh pairs_of(__m256i indices) {
-    static constexpr Table table = table_of(VALUES);
-    return pairs_in(look_up(_mm512_cvtepu8_epi16(indices), table));
+    return pairs_in(look_up(_mm512_cvtepu8_epi16(indices), TABLE));
   }
 #endif
 };
@@ -187,6 +188,9 @@ template <int BYTES, int CODES, class Meaning> struct Nibbles : SmallBlock, Mean
     scale = half_at(block);
   }
   template <int> __m256i indices() const { return nibbles_of_16(block + CODES); }
+#if defined(__AVX512BF16__)
+  template <int> __m512bh pairs() const { return look_up_nibbles_of_16(block + CODES, Meaning::TABLE); }
+#endif
 };
 
 using Q4_0Format = Nibbles<18, 2, Counting<4, 8>>;
@@ -274,6 +278,13 @@ struct Q4KFormat : KBlock, Counting<4, 0> {
     read_groups();
   }
   template <int s> __m256i indices() const { return fields_of_32<s % 2 * 4, 4>(block + 16 + s / 2 * 32); }
+#if defined(__AVX512BF16__)
+  template <int s> __m512bh pairs() const {  // as pairs_of(indices), without the masks
+    static constexpr Table table = counting_table(0, 16);
+    const __m512i bytes = _mm512_cvtepu8_epi16(load32(block + 16 + s / 2 * 32));
+    return pairs_in(look_up(s % 2 ? _mm512_srli_epi16(bytes, 4) : bytes, table));
+  }
+#endif
 };
 
 struct Q5KFormat : KBlock, Counting<5, 0> {
@@ -311,12 +322,18 @@ struct IQ4XSFormat : LargeBlock, Lookup<IQ4_VALUES> {
   static constexpr int BLOCK_BYTES = 136;
   void begin(const Row& row, int64_t b) {
     block = row.codes + b * BLOCK_BYTES;
-    const float scale = half_at(block);
-    const int high = load_vector<uint16_t>(block + 2);
-    for (int g = 0; g < 8; ++g)
-      scales[g] = scale * float(((block[4 + g / 2] >> (g % 2 * 4) & 15) | (high >> (2 * g) & 3) << 4) - 32);
+    const __m256i low = spread(load_vector<int32_t>(block + 4), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28), 15);
+    const __m256i high = spread(load_vector<uint16_t>(block + 2), _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14), 3);
+    const __m256i sixes = _mm256_sub_epi32(_mm256_or_si256(low, _mm256_slli_epi32(high, 4)), _mm256_set1_epi32(32));
+    _mm256_store_ps(scales, _mm256_mul_ps(_mm256_cvtepi32_ps(sixes), _mm256_set1_ps(half_at(block))));
+  }
+  static __m256i spread(int bits, __m256i places, int mask) {
+    return _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(bits), places), _mm256_set1_epi32(mask));
   }
   template <int s> __m256i indices() const { return nibbles_of_16(block + 8 + s * 16); }
+#if defined(__AVX512BF16__)
+  template <int s> __m512bh pairs() const { return look_up_nibbles_of_16(block + 8 + s * 16, TABLE); }
+#endif
 };
 
 // -- codes in the order of the GPU's kernels (kernels/packed_values.py) ---------------------------------------------
@@ -330,12 +347,12 @@ struct WordBlock {
   float least_at(int) const { return 0; }
 
   // Bits PLACE to PLACE + WIDTH - 1 of each word, as integers.
-  template <int PLACE, int WIDTH> void fields(Ints (&out)[SLICE_VECTORS]) const {
+  template <int PLACE, int WIDTH> static void fields(const uint8_t* from, Ints (&out)[SLICE_VECTORS]) {
     for (int i = 0; i < SLICE_VECTORS; ++i) {
 #if defined(__AVX512F__)
-      const Ints words = Ints(_mm512_cvtepu16_epi32(load32(block + i * 32)));
+      const Ints words = Ints(_mm512_cvtepu16_epi32(load32(from + i * 32)));
 #else
-      const Ints words = Ints(_mm256_cvtepu16_epi32(load_vector<__m128i>(block + i * 16)));
+      const Ints words = Ints(_mm256_cvtepu16_epi32(load_vector<__m128i>(from + i * 16)));
 #endif
       out[i] = (words >> PLACE) & ((1 << WIDTH) - 1);
     }
@@ -343,31 +360,31 @@ struct WordBlock {
 };
 
 template <int BITS, int SLICES_OF_GROUP> struct IntegerFormat : WordBlock {
-  static constexpr int COLUMNS = 512 / BITS, GROUP_SLICES = SLICES_OF_GROUP;
-  static constexpr int NUM_GROUPS = COLUMNS / (GROUP_SLICES * SLICE);
-  float scales[NUM_GROUPS];
-  int zeros[NUM_GROUPS];
+  static constexpr int COLUMNS = 512 / BITS, GROUP_SLICES = SLICES_OF_GROUP, UNIT = GROUP_SLICES * SLICE;
+  const float* scales;   // of this block
+  const int16_t* zeros;  // of this block, or of all blocks
+  int64_t zero_mask;     // 0: all groups have the same zero
 
-  float scale_at(int column) const { return scales[column / (GROUP_SLICES * SLICE)]; }
+  float scale_at(int column) const { return scales[column / UNIT]; }
+  int zero_at(int slice) const { return zeros[slice / GROUP_SLICES & zero_mask]; }
+
   void begin(const Row& row, int64_t b) {
     block = row.codes + b * BLOCK_BYTES;
-    for (int g = 0; g < NUM_GROUPS; ++g) {
-      const int64_t group = (b * COLUMNS + g * GROUP_SLICES * SLICE) / row.group;
-      scales[g] = row.scale_of(group);
-      zeros[g] = row.zero_of(group);
-    }
+    scales = row.scales + b * (COLUMNS / UNIT);
+    zeros = row.zeros ? row.zeros + b * (COLUMNS / UNIT) : &row.zero;
+    zero_mask = row.zeros ? -1 : 0;
   }
   template <int s> void floats(SliceFloats& out) const {
     Ints codes[SLICE_VECTORS];
-    fields<BITS * s, BITS>(codes);
+    fields<BITS * s, BITS>(block, codes);
     for (int i = 0; i < SLICE_VECTORS; ++i)
-      out[i] = __builtin_convertvector(codes[i] - zeros[s / GROUP_SLICES], Floats);
+      out[i] = __builtin_convertvector(codes[i] - zero_at(s), Floats);
   }
 #if defined(__AVX512BF16__)
   template <int s> __m512bh pairs() const {
     if constexpr (BITS == 4) {
       const __m512i words = _mm512_srli_epi16(_mm512_loadu_si512(block), BITS * s);
-      return pairs_in(look_up(words, INT4_TABLES.less_zero[zeros[s / GROUP_SLICES]]));
+      return pairs_in(look_up(words, INT4_TABLES.less_zero[zero_at(s)]));
     } else {
       SliceFloats codes;
       floats<s>(codes);
@@ -377,17 +394,18 @@ template <int BITS, int SLICES_OF_GROUP> struct IntegerFormat : WordBlock {
 #endif
 };
 
-struct E4M3Format : WordBlock {
-  static constexpr int COLUMNS = 64, GROUP_SLICES = 2;
+template <int SLICES_OF_GROUP> struct E4M3Format : WordBlock {
+  static constexpr int COLUMNS = SLICES_OF_GROUP * SLICE, GROUP_SLICES = SLICES_OF_GROUP;
+  static constexpr int BLOCK_BYTES = COLUMNS;
   float scale;
   float scale_at(int) const { return scale; }
   void begin(const Row& row, int64_t b) {
     block = row.codes + b * BLOCK_BYTES;
-    scale = row.scale_of(b * COLUMNS / row.group);
+    scale = row.scales[b];
   }
   template <int s> void floats(SliceFloats& out) const {
     Ints codes[SLICE_VECTORS];
-    fields<8 * s, 8>(codes);
+    fields<8 * (s % 2), 8>(block + s / 2 * 64, codes);
     for (int i = 0; i < SLICE_VECTORS; ++i)  // the bits in place are 2^-120 of the number
       out[i] = bits_of<Floats>((codes[i] & 0x7f) << 20 | (codes[i] & 0x80) << 24) * 0x1p120f;
   }
@@ -398,14 +416,14 @@ struct E4M3Format : WordBlock {
       for (int i = 0; i < 8; ++i) table[i] = bfloat16_of(float(i) / 512);
       return table;
     }();
-    const __m512i loaded = _mm512_loadu_si512(block);
-    const __m512i words = s ? _mm512_srli_epi16(loaded, 8) : loaded;
+    const __m512i loaded = _mm512_loadu_si512(block + s / 2 * 64);
+    const __m512i words = s % 2 ? _mm512_srli_epi16(loaded, 8) : loaded;
     const __m512i magnitude = _mm512_and_si512(_mm512_slli_epi16(words, 4), _mm512_set1_epi16(0x07f0));
     const __m512i normal = _mm512_add_epi16(magnitude, _mm512_set1_epi16(120 << 7));
     const __mmask32 is_subnormal = _mm512_testn_epi16_mask(words, _mm512_set1_epi16(0x78));
     const __m512i index = _mm512_and_si512(words, _mm512_set1_epi16(7));
     const __m512i both = _mm512_mask_permutexvar_epi16(normal, is_subnormal, index, _mm512_loadu_si512(subnormals.data()));
-    const __m512i signs = s ? loaded : _mm512_slli_epi16(loaded, 8);
+    const __m512i signs = s % 2 ? loaded : _mm512_slli_epi16(loaded, 8);
     const __m512i sign_bit = _mm512_set1_epi16(int16_t(0x8000));
     return pairs_in(_mm512_ternarylogic_epi32(both, signs, sign_bit, 0xf8));  // both | (signs & sign_bit)
   }
@@ -465,13 +483,15 @@ template <class Body> inline void with_format(const Matrix& matrix, Body body) {
     case IQ4_NL: return body(IQ4NLFormat());
     case IQ4_XS: return body(IQ4XSFormat());
     case MXFP4: return body(MXFP4Format());
-    case E4M3: return body(E4M3Format());
+    case E4M3:
+      if (matrix.group == 64) return body(E4M3Format<2>());
+      return body(E4M3Format<4>());
     case INT8:
-      if (matrix.group % 64) return body(IntegerFormat<8, 1>());
+      if (matrix.group == 32) return body(IntegerFormat<8, 1>());
       return body(IntegerFormat<8, 2>());
     default:  // INT4
-      if (matrix.group % 64) return body(IntegerFormat<4, 1>());
-      if (matrix.group % 128) return body(IntegerFormat<4, 2>());
+      if (matrix.group == 32) return body(IntegerFormat<4, 1>());
+      if (matrix.group == 64) return body(IntegerFormat<4, 2>());
       return body(IntegerFormat<4, 4>());
   }
 }
