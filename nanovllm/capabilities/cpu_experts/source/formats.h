@@ -5,12 +5,15 @@
 // scales). Codes are exact in bf16, except in F16 and F32. Legend of the fields of GGUF's blocks: models/gguf_values.py.
 //
 //   COLUMNS           of a block
-//   GROUP_SLICES      slices with the same scale; 0 if the codes are the values
+//   GROUP_SLICES      slices that are summed before the scale multiplies the sum; 0 if the codes are the values
+//   SCALE_COLUMNS     columns with the same scale; 0 if the codes are the values
 //   HAS_LEAST         false if every least is 0
 //   HAS_PAIRS         true if the codes are exact in bf16
-//   floats<s>(out)    the codes of slice s in fp32; or int8s<s>(), the same as integers
-//   pairs<s>()        the codes of slice s in bf16; or indices<s>(), from which pairs_of makes the codes
-//   scale_at(column), least_at(column)
+//   floats<s>(out)    the codes of slice s in fp32, divided by CODE_UNIT
+//   pairs<s>()        the codes of slice s in bf16
+//   indices<s>()      32 bytes from which int8s_of and pairs_of make the codes, where a format lacks the former two
+//   scale_at(column)
+//   least, leasts     of the block, or of its slices
 
 #pragma once
 
@@ -173,12 +176,12 @@ constexpr std::array<int8_t, 16> MXFP4_VALUES = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1,
 // -- GGUF's blocks of 32 values -------------------------------------------------------------------------------------
 
 struct SmallBlock {
-  static constexpr int COLUMNS = SLICE, GROUP_SLICES = 1;
+  static constexpr int COLUMNS = SLICE, GROUP_SLICES = 1, SCALE_COLUMNS = SLICE;
+  static constexpr float CODE_UNIT = 1;
   static constexpr bool HAS_LEAST = false, HAS_PAIRS = true;
   const uint8_t* block;
   float scale, least = 0;
   float scale_at(int) const { return scale; }
-  float least_at(int) const { return least; }
 };
 
 template <int BYTES, int CODES, class Meaning> struct Nibbles : SmallBlock, Meaning {
@@ -246,12 +249,12 @@ struct Q8_0Format : SmallBlock {
 // -- GGUF's blocks of 256 values ------------------------------------------------------------------------------------
 
 struct LargeBlock {
-  static constexpr int COLUMNS = 256, GROUP_SLICES = 1;
+  static constexpr int COLUMNS = 256, GROUP_SLICES = 1, SCALE_COLUMNS = SLICE;
+  static constexpr float CODE_UNIT = 1;
   static constexpr bool HAS_LEAST = false, HAS_PAIRS = true;
   const uint8_t* block;
   alignas(32) float scales[8], leasts[8];
   float scale_at(int column) const { return scales[column / SLICE]; }
-  float least_at(int column) const { return leasts[column / SLICE]; }
 };
 
 struct KBlock : LargeBlock {
@@ -300,10 +303,9 @@ struct Q5KFormat : KBlock, Counting<5, 0> {
 };
 
 struct Q6KFormat : LargeBlock, Counting<6, 32> {
-  static constexpr int BLOCK_BYTES = 210;
+  static constexpr int BLOCK_BYTES = 210, SCALE_COLUMNS = 16;
   alignas(64) float half_scales[16];  // of 16 columns each
   float scale_at(int column) const { return half_scales[column / 16]; }
-  float least_at(int) const { return 0; }
   void begin(const Row& row, int64_t b) {
     block = row.codes + b * BLOCK_BYTES;
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block + 192));
@@ -342,43 +344,46 @@ struct IQ4XSFormat : LargeBlock, Lookup<IQ4_VALUES> {
 
 struct WordBlock {
   static constexpr int BLOCK_BYTES = 64;
+  static constexpr float CODE_UNIT = 1;
   static constexpr bool HAS_LEAST = false, HAS_PAIRS = true;
   const uint8_t* block;
-  float least_at(int) const { return 0; }
 
-  // Bits PLACE to PLACE + WIDTH - 1 of each word, as integers.
-  template <int PLACE, int WIDTH> static void fields(const uint8_t* from, Ints (&out)[SLICE_VECTORS]) {
-    for (int i = 0; i < SLICE_VECTORS; ++i) {
+
+  // 16 words of the 32, or 16 words that were made of them.
+  static __m256i half_of(const uint8_t* from, int half) { return load32(from + half * 32); }
+
+  static void floats_of_words(__m256i words, Floats* out) {
 #if defined(__AVX512F__)
-      const Ints words = Ints(_mm512_cvtepu16_epi32(load32(from + i * 32)));
+    out[0] = Floats(_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(words)));
 #else
-      const Ints words = Ints(_mm256_cvtepu16_epi32(load_vector<__m128i>(from + i * 16)));
+    out[0] = Floats(_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm256_castsi256_si128(words))));
+    out[1] = Floats(_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm256_extracti128_si256(words, 1))));
 #endif
-      out[i] = (words >> PLACE) & ((1 << WIDTH) - 1);
-    }
   }
 };
 
 template <int BITS, int SLICES_OF_GROUP> struct IntegerFormat : WordBlock {
-  static constexpr int COLUMNS = 512 / BITS, GROUP_SLICES = SLICES_OF_GROUP, UNIT = GROUP_SLICES * SLICE;
+  static constexpr int COLUMNS = 512 / BITS, GROUP_SLICES = SLICES_OF_GROUP;
+  static constexpr int SCALE_COLUMNS = GROUP_SLICES * SLICE;
   const float* scales;   // of this block
   const int16_t* zeros;  // of this block, or of all blocks
   int64_t zero_mask;     // 0: all groups have the same zero
 
-  float scale_at(int column) const { return scales[column / UNIT]; }
+  float scale_at(int column) const { return scales[column / SCALE_COLUMNS]; }
   int zero_at(int slice) const { return zeros[slice / GROUP_SLICES & zero_mask]; }
 
   void begin(const Row& row, int64_t b) {
     block = row.codes + b * BLOCK_BYTES;
-    scales = row.scales + b * (COLUMNS / UNIT);
-    zeros = row.zeros ? row.zeros + b * (COLUMNS / UNIT) : &row.zero;
+    scales = row.scales + b * (COLUMNS / SCALE_COLUMNS);
+    zeros = row.zeros ? row.zeros + b * (COLUMNS / SCALE_COLUMNS) : &row.zero;
     zero_mask = row.zeros ? -1 : 0;
   }
   template <int s> void floats(SliceFloats& out) const {
-    Ints codes[SLICE_VECTORS];
-    fields<BITS * s, BITS>(block, codes);
-    for (int i = 0; i < SLICE_VECTORS; ++i)
-      out[i] = __builtin_convertvector(codes[i] - zero_at(s), Floats);
+    const __m256i mask = _mm256_set1_epi16((1 << BITS) - 1), zero = _mm256_set1_epi16(int16_t(zero_at(s)));
+    for (int half = 0; half < 2; ++half) {
+      const __m256i codes = _mm256_and_si256(_mm256_srli_epi16(half_of(block, half), BITS * s), mask);
+      floats_of_words(_mm256_sub_epi16(codes, zero), out + half * SLICE_VECTORS / 2);
+    }
   }
 #if defined(__AVX512BF16__)
   template <int s> __m512bh pairs() const {
@@ -396,7 +401,8 @@ template <int BITS, int SLICES_OF_GROUP> struct IntegerFormat : WordBlock {
 
 template <int SLICES_OF_GROUP> struct E4M3Format : WordBlock {
   static constexpr int COLUMNS = SLICES_OF_GROUP * SLICE, GROUP_SLICES = SLICES_OF_GROUP;
-  static constexpr int BLOCK_BYTES = COLUMNS;
+  static constexpr int BLOCK_BYTES = COLUMNS, SCALE_COLUMNS = COLUMNS;
+  static constexpr float CODE_UNIT = 256;
   float scale;
   float scale_at(int) const { return scale; }
   void begin(const Row& row, int64_t b) {
@@ -404,10 +410,15 @@ template <int SLICES_OF_GROUP> struct E4M3Format : WordBlock {
     scale = row.scales[b];
   }
   template <int s> void floats(SliceFloats& out) const {
-    Ints codes[SLICE_VECTORS];
-    fields<8 * (s % 2), 8>(block + s / 2 * 64, codes);
-    for (int i = 0; i < SLICE_VECTORS; ++i)  // the bits in place are 2^-120 of the number
-      out[i] = bits_of<Floats>((codes[i] & 0x7f) << 20 | (codes[i] & 0x80) << 24) * 0x1p120f;
+    for (int half = 0; half < 2; ++half) {  // the bits in the place of fp16's are 2^-8 of the number
+      const __m256i words = half_of(block + s / 2 * 64, half);
+      const __m256i high = s % 2 ? words : _mm256_slli_epi16(words, 8);
+      const __m256i magnitudes = _mm256_and_si256(_mm256_srli_epi16(high, 1), _mm256_set1_epi16(0x3f80));
+      const __m256i signs = _mm256_and_si256(high, _mm256_set1_epi16(int16_t(0x8000)));
+      alignas(32) Float16 halves[16];
+      _mm256_store_si256(reinterpret_cast<__m256i*>(halves), _mm256_or_si256(magnitudes, signs));
+      for (int i = 0; i < SLICE_VECTORS / 2; ++i) out[half * SLICE_VECTORS / 2 + i] = load(halves + i * W);
+    }
   }
 #if defined(__AVX512BF16__)
   template <int s> __m512bh pairs() const {
@@ -433,7 +444,8 @@ template <int SLICES_OF_GROUP> struct E4M3Format : WordBlock {
 // -- floats ---------------------------------------------------------------------------------------------------------
 
 template <class T, bool IS_EXACT_IN_BF16> struct FloatFormat {
-  static constexpr int COLUMNS = SLICE, GROUP_SLICES = 0, BLOCK_BYTES = SLICE * sizeof(T);
+  static constexpr int COLUMNS = SLICE, GROUP_SLICES = 0, SCALE_COLUMNS = 0, BLOCK_BYTES = SLICE * sizeof(T);
+  static constexpr float CODE_UNIT = 1;
   static constexpr bool HAS_LEAST = false, HAS_PAIRS = IS_EXACT_IN_BF16;
   const T* block;
   void begin(const Row& row, int64_t b) { block = reinterpret_cast<const T*>(row.codes + b * BLOCK_BYTES); }

@@ -1,8 +1,8 @@
 // Products of rows of a matrix with rows of activations, for any format.
 //
-// The codes of a slice are made once and multiplied by a few rows of x. In bf16 a code times an activation is exact, the
-// products of a group are summed in fp32, and the scale multiplies the sum; least * sum of x is added for each group. In
-// fp32 each value is computed as ggml does it, and multiplied.
+// The codes of a slice are made once and multiplied by a few rows of x. The products of a group are summed in fp32, and the
+// scale multiplies the sum; least * sum of x is subtracted for each group. Codes and x are in bf16, so that each product is
+// exact, or both are in fp32.
 
 #pragma once
 
@@ -106,11 +106,28 @@ template <int N> inline void sum_lanes(const Floats (&vectors)[N], float (&sums)
   }
 }
 
+inline Floats widened(__m256 values) {
+#if defined(__AVX512F__)
+  return Floats(_mm512_zextps256_ps512(values));
+#else
+  return Floats(values);
+#endif
+}
+
+// Subtracts least * sum of x for all slices of a block. The lanes of `total` are summed later, so any lane will do.
+template <class Format> inline void subtract_leasts(const Format& format, const float* sums, Floats& total) {
+  if constexpr (Format::COLUMNS == SLICE)
+    total -= widened(_mm256_zextps128_ps256(_mm_set_ss(format.least))) * broadcast(*sums);
+  else
+    total -= widened(_mm256_load_ps(format.leasts)) * widened(_mm256_loadu_ps(sums));
+}
+
 // sums[r * T + t] = row r of the matrix . row x_rows[t] of x
 template <class Format, int R, int T>
-inline void multiply_floats(const std::array<Row, R>& rows, const Activations& x, const int32_t* x_rows, Prefetching& ahead,
-                            float (&sums)[R * T]) {
-  Floats totals[R * T] = {};
+inline void multiply_floats(const std::array<Row, R>& rows, const Activations& x, const int32_t* x_rows,
+                            Prefetching& ahead, float (&sums)[R * T]) {
+  constexpr int NUM_SLICES = Format::COLUMNS / SLICE, GROUP = Format::SCALE_COLUMNS;
+  Floats totals[R * T] = {}, group_sums[R * T];
   Format formats[R];
   const float* of_tokens[T];
   for (int t = 0; t < T; ++t) of_tokens[t] = x.floats + x_rows[t] * x.num_columns;
@@ -118,48 +135,48 @@ inline void multiply_floats(const std::array<Row, R>& rows, const Activations& x
   for (int64_t b = 0; b < num_blocks; ++b) {
     for (int r = 0; r < R; ++r) formats[r].begin(rows[r], b);
     ahead.step(R * Format::BLOCK_BYTES);
-    unrolled<Format::COLUMNS / SLICE>([&](auto s) {
-      const int64_t column = b * Format::COLUMNS + s * SLICE;
+    unrolled<NUM_SLICES>([&](auto s) {
       for (int r = 0; r < R; ++r) {
-        SliceFloats values;
-        codes_of<s>(formats[r], values);
+        SliceFloats codes;
+        codes_of<s>(formats[r], codes);
         for (int v = 0; v < SLICE_VECTORS; ++v) {
-          if constexpr (Format::GROUP_SLICES) values[v] *= formats[r].scale_at(s * SLICE + v * W);
-          if constexpr (Format::HAS_LEAST) values[v] -= formats[r].least_at(s * SLICE + v * W);
-          for (int t = 0; t < T; ++t) totals[r * T + t] += values[v] * load(of_tokens[t] + column + v * W);
+          const int column = s * SLICE + v * W;
+          for (int t = 0; t < T; ++t) {
+            const Floats of_x = load(of_tokens[t] + b * Format::COLUMNS + column);
+            if constexpr (GROUP == 0) {
+              totals[r * T + t] += codes[v] * of_x;
+            } else {
+              Floats& group_sum = group_sums[r * T + t];
+              group_sum = column % GROUP ? group_sum + codes[v] * of_x : codes[v] * of_x;
+              if ((column + W) % GROUP == 0)
+                totals[r * T + t] += formats[r].scale_at(column) * Format::CODE_UNIT * group_sum;
+            }
+          }
         }
       }
     });
+    if constexpr (Format::HAS_LEAST)
+      for (int r = 0; r < R; ++r)
+        for (int t = 0; t < T; ++t)
+          subtract_leasts(formats[r], x.sums + (x_rows[t] * num_blocks + b) * NUM_SLICES, totals[r * T + t]);
   }
   sum_lanes(totals, sums);
 }
 
 #if defined(__AVX512BF16__)
-template <int s, class Format> inline __m512 scales_of(const Format& format) {
-  const float scale = format.scale_at(s * SLICE);
-  if constexpr (std::is_same_v<Format, Q6KFormat>) {  // lanes 0 to 7 have the sums of the first 16 columns
-    const __m256 second = _mm256_set1_ps(format.scale_at(s * SLICE + 16));
-    return _mm512_insertf32x8(_mm512_set1_ps(scale), second, 1);
-  } else {
-    return _mm512_set1_ps(scale);
-  }
-}
-
-// Adds least * sum of x for all slices of a block to the lanes of `total`.
-template <class Format> inline void add_leasts(const Format& format, const float* sums, __m256& total) {
-  if constexpr (Format::COLUMNS == SLICE)
-    total = _mm256_fmadd_ps(_mm256_set_m128(_mm_setzero_ps(), _mm_set_ss(format.least)),
-                            _mm256_set_m128(_mm_setzero_ps(), _mm_load_ss(sums)), total);
-  else
-    total = _mm256_fmadd_ps(_mm256_load_ps(format.leasts), _mm256_loadu_ps(sums), total);
+template <int s, class Format> inline Floats scales_of(const Format& format) {
+  const __m512 scale = _mm512_set1_ps(format.scale_at(s * SLICE));
+  if constexpr (Format::SCALE_COLUMNS >= SLICE) return Floats(scale);
+  else  // lanes 0 to 7 have the sums of the first 16 columns
+    return Floats(_mm512_insertf32x8(scale, _mm256_set1_ps(format.scale_at(s * SLICE + 16)), 1));
 }
 
 template <class Format, int R, int T>
 inline void multiply_pairs(const std::array<Row, R>& rows, const Activations& x, const int32_t* x_rows, Prefetching& ahead,
                            float (&sums)[R * T]) {
   constexpr int NUM_SLICES = Format::COLUMNS / SLICE, GROUP = Format::GROUP_SLICES;
-  __m512 totals[R][T] = {}, group_sums[R][T];
-  __m256 leasts[R][T] = {};
+  Floats totals[R * T] = {};
+  __m512 group_sums[R * T];
   Format formats[R];
   const Bfloat16* of_tokens[T];
   for (int t = 0; t < T; ++t) of_tokens[t] = x.pairs + x_rows[t] * x.num_columns;
@@ -174,12 +191,11 @@ inline void multiply_pairs(const std::array<Row, R>& rows, const Activations& x,
         for (int t = 0; t < T; ++t) {
           const __m512bh of_x = pairs_in(_mm512_loadu_si512(of_tokens[t] + column));
           if constexpr (GROUP == 0) {
-            totals[r][t] = _mm512_dpbf16_ps(totals[r][t], codes, of_x);
+            totals[r * T + t] = Floats(_mm512_dpbf16_ps(__m512(totals[r * T + t]), codes, of_x));
           } else {
-            const __m512 before = s % GROUP ? group_sums[r][t] : _mm512_setzero_ps();
-            group_sums[r][t] = _mm512_dpbf16_ps(before, codes, of_x);
-            if constexpr (s % GROUP == GROUP - 1)
-              totals[r][t] = _mm512_fmadd_ps(scales_of<s>(formats[r]), group_sums[r][t], totals[r][t]);
+            __m512& group_sum = group_sums[r * T + t];
+            group_sum = _mm512_dpbf16_ps(s % GROUP ? group_sum : _mm512_setzero_ps(), codes, of_x);
+            if constexpr (s % GROUP == GROUP - 1) totals[r * T + t] += scales_of<s>(formats[r]) * Floats(group_sum);
           }
         }
       }
@@ -187,15 +203,9 @@ inline void multiply_pairs(const std::array<Row, R>& rows, const Activations& x,
     if constexpr (Format::HAS_LEAST)
       for (int r = 0; r < R; ++r)
         for (int t = 0; t < T; ++t)
-          add_leasts(formats[r], x.sums + (x_rows[t] * num_blocks + b) * NUM_SLICES, leasts[r][t]);
+          subtract_leasts(formats[r], x.sums + (x_rows[t] * num_blocks + b) * NUM_SLICES, totals[r * T + t]);
   }
-  Floats all[R * T];
-  for (int r = 0; r < R; ++r)
-    for (int t = 0; t < T; ++t) {
-      const __m512 least = Format::HAS_LEAST ? _mm512_zextps256_ps512(leasts[r][t]) : _mm512_setzero_ps();
-      all[r * T + t] = Floats(_mm512_sub_ps(totals[r][t], least));
-    }
-  sum_lanes(all, sums);
+  sum_lanes(totals, sums);
 }
 #endif
 
@@ -218,12 +228,15 @@ inline void multiply_some(const Matrix& matrix, int64_t first_row, const Activat
     for (int t = 0; t < T; ++t) products[t * NUM_ROWS + r] = sums[r * T + t];
 }
 
+constexpr int ROWS = 4;  // of a piece that are read at once
+constexpr int MANY = 4;  // rows of x that share the codes; a register has the sums of one of them and one row of the piece
+
+// Rows of the piece that share the loads of T rows of x.
 #if defined(__AVX512F__)
-constexpr int ROWS_OF_ONE = 4, ROWS_OF_MANY = 2;  // rows of the matrix that share the loads of x
+constexpr int rows_for(int num_x_rows) { return num_x_rows == MANY ? 2 : 4; }
 #else
-constexpr int ROWS_OF_ONE = 4, ROWS_OF_MANY = 1;
+constexpr int rows_for(int num_x_rows) { return 4 / num_x_rows; }
 #endif
-constexpr int MANY = 4;  // rows of x that share the codes
 
 // products[i * NUM_ROWS + r] = row r of the piece . row x_rows[i] of x, for all i < num_x_rows. `next` is what this thread
 // reads afterwards.
@@ -232,18 +245,19 @@ inline void multiply(const Piece& piece, const Piece& next, const Activations& x
                      int64_t num_x_rows, float* products) {
   with_format(*piece.matrix, [&](auto format) {
     using Format = decltype(format);
-    constexpr int R = ROWS_OF_ONE;
-    Prefetching ahead(piece, next, R), none = ahead.nothing();
-    for (int r = 0; r < NUM_ROWS; r += R) {
-      const int64_t row = piece.first_row + r;
+    Prefetching ahead(piece, next, ROWS), none = ahead.nothing();
+    for (int r = 0; r < NUM_ROWS; r += ROWS) {
       int64_t i = 0;
-      for (; i + MANY <= num_x_rows; i += MANY)
-        for (int part = 0; part < R; part += ROWS_OF_MANY)
-          multiply_some<Format, NUM_ROWS, ROWS_OF_MANY, MANY>(*piece.matrix, row + part, x, x_rows + i,
-                                                              i ? none : ahead, products + i * NUM_ROWS + r + part);
-      for (; i < num_x_rows; ++i)
-        multiply_some<Format, NUM_ROWS, R, 1>(*piece.matrix, row, x, x_rows + i, i ? none : ahead,
-                                              products + i * NUM_ROWS + r);
+      const auto some = [&](auto num) {
+        constexpr int T = num, R = rows_for(T);
+        for (int part = r; part < r + ROWS; part += R)
+          multiply_some<Format, NUM_ROWS, R, T>(*piece.matrix, piece.first_row + part, x, x_rows + i, i ? none : ahead,
+                                                products + i * NUM_ROWS + part);
+        i += T;
+      };
+      while (i + MANY <= num_x_rows) some(std::integral_constant<int, MANY>());
+      if (i + 2 <= num_x_rows) some(std::integral_constant<int, 2>());
+      if (i < num_x_rows) some(std::integral_constant<int, 1>());
     }
   });
 }
