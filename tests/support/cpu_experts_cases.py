@@ -16,6 +16,7 @@ from nanovllm.capabilities.cpu_experts.store import (
     ExpertStore,
     LayerFormat,
     MatrixFormat,
+    store_bytes,
     stored_group,
 )
 from nanovllm.layers.packed_weight import QuantizedWeight
@@ -120,6 +121,7 @@ class Case:
     num_layers: int = 1
     seed: int = 0
     grouped: dict[str, object] = field(default_factory=dict)  # arguments of matrix_format
+    memory: torch.Tensor | None = None  # of the weights, otherwise new memory
     job: ExpertJob = field(init=False)
 
     def __post_init__(self) -> None:
@@ -131,7 +133,9 @@ class Case:
         present = [expert for expert in range(self.num_experts) if expert not in self.absent]
         order = torch.randperm(len(present), generator=generator)
         places[present] = order.int()
-        self.store = ExpertStore([formats] * self.num_layers, [places] * self.num_layers, None)
+        layers = [formats] * self.num_layers, [places] * self.num_layers
+        memory = torch.empty(store_bytes(*layers), dtype=torch.uint8) if self.memory is None else self.memory
+        self.store = ExpertStore(*layers, memory)
         self.values = [
             [fill(matrix, generator) for matrix in (layer.gate, layer.up, layer.down)] for layer in self.store.layers
         ]

@@ -22,7 +22,6 @@ from nanovllm.checkpoint.gguf import TYPES, BlockType
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers.packed_weight import QuantizedWeight
 from nanovllm.models.gguf_values import dequantize
-from nanovllm.offload.pinned_memory import HostBuffer
 
 ROW_MULTIPLE = 32  # HIDDEN_ROWS in source/experts.h
 _SLICE = 32  # SLICE in source/formats.h: columns whose codes are read together
@@ -277,17 +276,22 @@ def layer_bytes(formats: LayerFormat, num_places: int) -> int:
     return sum(each.num_bytes(num_places) for each in formats)
 
 
-class ExpertStore:
-    """The experts of all layers that are in CPU memory, in one allocation."""
+def store_bytes(formats: Sequence[LayerFormat], places: Sequence[torch.Tensor]) -> int:
+    """Return the bytes of CPU memory of an ExpertStore."""
+    return sum(layer_bytes(each, int((of >= 0).sum())) for each, of in zip(formats, places, strict=True))
 
-    def __init__(
-        self, formats: Sequence[LayerFormat], places: Sequence[torch.Tensor], pinned_for: torch.device | None
-    ) -> None:
-        """formats, places: of each layer. pinned_for: the GPU that copies experts from the memory, or None."""
-        sizes = [layer_bytes(each, int((of.cpu() >= 0).sum())) for each, of in zip(formats, places, strict=True)]
-        self._buffer = HostBuffer(max(1, sum(sizes)), pinned_for)
-        memory = self._buffer.tensor[: sum(sizes)].split(sizes)
-        self.layers = [ExpertLayer(*each) for each in zip(formats, places, memory, strict=True)]
+
+class ExpertStore:
+    """The experts of all layers that are in CPU memory."""
+
+    def __init__(self, formats: Sequence[LayerFormat], places: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
+        """formats, places: of each layer, see ExpertLayer. memory: uint8, as many bytes as `store_bytes` says, aligned
+        to 64 bytes; a HostBuffer's if the GPU reads it, too.
+        """
+        assert memory.shape == (store_bytes(formats, places),), "the memory is too small or too large"
+        sizes = [layer_bytes(each, int((of >= 0).sum())) for each, of in zip(formats, places, strict=True)]
+        self.memory = memory
+        self.layers = [ExpertLayer(*each) for each in zip(formats, places, memory.split(sizes), strict=True)]
         first = self.layers[0]
         assert all(
             (layer.size, layer.hidden_size, len(layer.places)) == (first.size, first.hidden_size, len(first.places))
@@ -295,11 +299,3 @@ class ExpertStore:
         ), "all layers have experts of one shape"
         self.num_experts = len(first.places)
         self.c_layers = (CExpertLayer * len(self.layers))(*(layer.c_layer for layer in self.layers))
-
-    @property
-    def num_bytes(self) -> int:
-        return self._buffer.tensor.numel()
-
-    def close(self) -> None:
-        """Unpin the memory; see HostBuffer."""
-        self._buffer.close()

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from cpu_attention_cases import memory_before_guard_page
 from cpu_experts_cases import Case
 from tiers import RUNS_ALL
 
@@ -193,6 +194,16 @@ def test_random_jobs(open_kernel) -> None:
         )
         draw.choice(kernels).attend(case.job, 0)
         case.check()
+
+
+def test_nothing_is_read_after_the_weights(kernel: CpuKernel) -> None:
+    """The last row of the last expert's down ends before a page that must not be read."""
+    for name, dtype in itertools.product(WEIGHT_TYPES, (torch.float32, torch.bfloat16)):
+        case = Case(name, dtype=dtype, num_tokens=5)
+        with memory_before_guard_page(case.store.memory.nbytes) as memory:
+            guarded = Case(name, dtype=dtype, num_tokens=5, memory=memory)
+            kernel.attend(guarded.job, 0)
+            guarded.check()
 
 
 def test_structs_are_those_of_the_sources() -> None:

@@ -10,7 +10,6 @@ from nanovllm.capabilities.cpu_experts.store import (
     WEIGHT_TYPES,
     ExpertLayer,
     ExpertMatrix,
-    ExpertStore,
     LayerFormat,
     MatrixFormat,
     _words_of,
@@ -61,11 +60,10 @@ def test_codes_have_the_order_of_the_gpu() -> None:
 def test_places_follow_each_other_in_one_allocation() -> None:
     case = Case("Q4_K", "Q4_K", "Q6_K", num_layers=2, absent=(0, 3))
     formats = LayerFormat(*(matrix.format for matrix in case.store.layers[0].matrices))
-    assert case.store.num_bytes == 2 * layer_bytes(formats, 4)
+    assert case.store.memory.nbytes == 2 * layer_bytes(formats, 4)
     assert layer_bytes(formats, 4) == 4 * (2 * 256 * 144 + 256 * 210)
     starts = [matrix.codes.data_ptr() for layer in case.store.layers for matrix in layer.matrices]
     assert starts == sorted(starts) and not any(start % 64 for start in starts)
-    case.store.close()
 
 
 @pytest.mark.parametrize(
@@ -133,4 +131,4 @@ def test_places_must_be_complete() -> None:
             ExpertLayer(formats, torch.tensor(places, dtype=torch.int32), memory)
     with pytest.raises(AssertionError, match="do not fit"):
         wrong = LayerFormat(matrix_format("BF16", 32, 64), matrix_format("BF16", 32, 64), matrix_format("BF16", 32, 32))
-        ExpertStore([wrong], [torch.zeros(1, dtype=torch.int32)], None)
+        ExpertLayer(wrong, torch.zeros(1, dtype=torch.int32), memory)
