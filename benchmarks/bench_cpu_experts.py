@@ -4,9 +4,10 @@
     python -m benchmarks.bench_cpu_experts --kernel avx2 --type Q4_K --tokens 1,8 --threads 8,14
     python -m benchmarks.bench_cpu_experts --mib 64 --runs 5        # small: does it run?
 
-Each job has other tokens, so the chosen experts differ, and the layers' weights together are larger than the caches. A
-rate in GB/s counts the weights of each chosen expert once; the bound is plain reading by the same number of threads. The
-tokens per second of all layers of the model count the experts alone, and are therefore projected. The last line is JSON.
+Each job has other tokens, so the chosen experts differ, and the layers' weights together are larger than the caches.
+A rate in GB/s counts the weights of each chosen expert once; the bound is plain reading by the same number of threads.
+The tokens per second of all layers of the model count the experts alone, and are therefore projected. The last line is
+JSON.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 // The experts of one layer that are in CPU memory: sums over each token's chosen experts of
 // weight * down(silu(gate(x)) * up(x)).
 //
-//   routing   Before the threads begin, the pairs of a token and a chosen expert are sorted by expert, and x is converted
-//             to fp32 if some format needs it. Pairs of an expert that is not in CPU memory are dropped.
+//   routing   Before the threads begin, the pairs of a token and a chosen expert are sorted by expert, and x is
+//             converted to fp32 if a format needs it. Pairs of an expert that is not in CPU memory are dropped.
 //   hidden    The threads take units of HIDDEN_ROWS rows of an expert's gate and up, and multiply them by all of the
 //             expert's tokens, so that each weight is read once.
 //   output    When all hidden values are there, the threads take units of OUTPUT_ROWS rows of the downs of all chosen
@@ -193,8 +193,8 @@ struct Mixture : Work {
     spin_until([this] { return num_outputs_done >= num_output_units(); });
   }
 
-  // Calls compute(unit, the unit that this thread computes afterwards or -1) for units that no other thread has taken. A
-  // unit is taken early, so that its memory can be prefetched, unless another thread could begin it at once.
+  // Calls compute(unit, the unit that this thread computes afterwards or -1) for units that no other thread has taken.
+  // A unit is taken early, so that its memory can be prefetched, unless another thread could begin it at once.
   template <class Compute>
   void run_units(std::atomic<int64_t>& next, std::atomic<int64_t>& num_done, int64_t num_units, Compute compute) {
     for (int64_t unit = next++, following; unit < num_units; unit = following, ++num_done) {

@@ -1,8 +1,9 @@
 // The types of weights: how the codes of a slice, 32 neighbouring columns of a row, become numbers.
 //
-// A weight is a matrix [N, K] for each expert. Its rows consist of blocks. A format, the type's struct below, is placed on
-// one block of one row by `begin`. A value is code * scale - least, where a slice has one scale and one least (Q6_K: two
-// scales). Codes are exact in bf16, except in F16 and F32. Legend of the fields of GGUF's blocks: models/gguf_values.py.
+// A weight is a matrix [N, K] for each expert. Its rows consist of blocks. A format, the type's struct below, is placed
+// on one block of one row by `begin`. A value is code * scale - least, where a slice has one scale and one least (Q6_K:
+// two scales). Codes are exact in bf16, except in F16 and F32. Legend of the fields of GGUF's blocks:
+// models/gguf_values.py.
 //
 //   COLUMNS           of a block
 //   GROUP_SLICES      slices that are summed before the scale multiplies the sum; 0 if the codes are the values
@@ -259,18 +260,22 @@ struct LargeBlock {
 
 struct KBlock : LargeBlock {
   static constexpr bool HAS_LEAST = true;
+  // The first 16 bytes are both factors and 12 bytes with 6 bits for each group: the scales of groups 0 to 3, their
+  // leasts, and the low bits of groups 4 to 7, whose high bits are those above the 6 bits of groups 0 to 3.
   void read_groups() {
-    constexpr uint32_t SIX = 0x3f3f3f3f, FOUR = 0x0f0f0f0f, TWO = 0x03030303;
-    uint32_t packed[3];
-    std::memcpy(packed, block + 4, 12);
-    const uint32_t upper_scales = (packed[2] & FOUR) | ((packed[0] >> 6 & TWO) << 4);
-    const uint32_t upper_leasts = (packed[2] >> 4 & FOUR) | ((packed[1] >> 6 & TWO) << 4);
-    store_groups(scales, packed[0] & SIX, upper_scales, half_at(block));
-    store_groups(leasts, packed[1] & SIX, upper_leasts, half_at(block + 2));
+    constexpr int SIX = 0x3f3f3f3f, FOUR = 0x0f0f0f0f, HIGH = 0x30303030;
+    const __m128i head = load_vector<__m128i>(block);
+    const __m128i low = _mm_shuffle_epi32(head, _MM_SHUFFLE(3, 2, 3, 1));    // scales 0-3 and 4-7, leasts 0-3 and 4-7
+    const __m128i upper = _mm_shuffle_epi32(head, _MM_SHUFFLE(2, 2, 1, 1));  // has the high bits of 4-7
+    const __m128i bytes = _mm_or_si128(
+        _mm_and_si128(_mm_srlv_epi32(low, _mm_setr_epi32(0, 0, 0, 4)), _mm_setr_epi32(SIX, FOUR, SIX, FOUR)),
+        _mm_and_si128(_mm_srli_epi32(upper, 2), _mm_setr_epi32(0, HIGH, 0, HIGH)));
+    const __m128 factors = _mm_cvtph_ps(head);
+    store_groups(scales, bytes, _mm256_broadcastss_ps(factors));
+    store_groups(leasts, _mm_srli_si128(bytes, 8), _mm256_broadcastss_ps(_mm_movehdup_ps(factors)));
   }
-  static void store_groups(float* to, uint32_t first, uint32_t second, float factor) {
-    const __m128i bytes = _mm_cvtsi64_si128(int64_t(uint64_t(second) << 32 | first));
-    _mm256_store_ps(to, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)), _mm256_set1_ps(factor)));
+  static void store_groups(float* to, __m128i bytes, __m256 factor) {
+    _mm256_store_ps(to, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)), factor));
   }
 };
 
@@ -433,7 +438,8 @@ template <int SLICES_OF_GROUP> struct E4M3Format : WordBlock {
     const __m512i normal = _mm512_add_epi16(magnitude, _mm512_set1_epi16(120 << 7));
     const __mmask32 is_subnormal = _mm512_testn_epi16_mask(words, _mm512_set1_epi16(0x78));
     const __m512i index = _mm512_and_si512(words, _mm512_set1_epi16(7));
-    const __m512i both = _mm512_mask_permutexvar_epi16(normal, is_subnormal, index, _mm512_loadu_si512(subnormals.data()));
+    const __m512i table = _mm512_loadu_si512(subnormals.data());
+    const __m512i both = _mm512_mask_permutexvar_epi16(normal, is_subnormal, index, table);
     const __m512i signs = s % 2 ? loaded : _mm512_slli_epi16(loaded, 8);
     const __m512i sign_bit = _mm512_set1_epi16(int16_t(0x8000));
     return pairs_in(_mm512_ternarylogic_epi32(both, signs, sign_bit, 0xf8));  // both | (signs & sign_bit)

@@ -1,8 +1,8 @@
 // Products of rows of a matrix with rows of activations, for any format.
 //
-// The codes of a slice are made once and multiplied by a few rows of x. The products of a group are summed in fp32, and the
-// scale multiplies the sum; least * sum of x is subtracted for each group. Codes and x are in bf16, so that each product is
-// exact, or both are in fp32.
+// The codes of a slice are made once and multiplied by a few rows of x. The products of a group are summed in fp32, and
+// the scale multiplies the sum; least * sum of x is subtracted for each group. Codes and x are in bf16, so that each
+// product is exact, or both are in fp32.
 
 #pragma once
 
@@ -35,8 +35,8 @@ struct Piece {
   int64_t num_bytes() const { return num_rows * matrix->row_bytes; }
 };
 
-// Fetches memory some KiB before the products read it: the rest of a piece, and the beginning of the next one. Without it
-// a thread waits at the beginning of each piece, and the pieces of an expert have a few KiB.
+// Fetches memory some KiB before the products read it: the rest of a piece, and the beginning of the next one. Without
+// it a thread waits at the beginning of each piece, and the pieces of an expert have a few KiB.
 class Prefetching {
  public:
   // `num_rows` rows are read at once, so they are all fetched before the first of them is read.
@@ -172,8 +172,8 @@ template <int s, class Format> inline Floats scales_of(const Format& format) {
 }
 
 template <class Format, int R, int T>
-inline void multiply_pairs(const std::array<Row, R>& rows, const Activations& x, const int32_t* x_rows, Prefetching& ahead,
-                           float (&sums)[R * T]) {
+inline void multiply_pairs(const std::array<Row, R>& rows, const Activations& x, const int32_t* x_rows,
+                           Prefetching& ahead, float (&sums)[R * T]) {
   constexpr int NUM_SLICES = Format::COLUMNS / SLICE, GROUP = Format::GROUP_SLICES;
   Floats totals[R * T] = {};
   __m512 group_sums[R * T];
@@ -229,7 +229,7 @@ inline void multiply_some(const Matrix& matrix, int64_t first_row, const Activat
 }
 
 constexpr int ROWS = 4;  // of a piece that are read at once
-constexpr int MANY = 4;  // rows of x that share the codes; a register has the sums of one of them and one row of the piece
+constexpr int MANY = 4;  // rows of x that share the codes
 
 // Rows of the piece that share the loads of T rows of x.
 #if defined(__AVX512F__)
@@ -238,8 +238,8 @@ constexpr int rows_for(int num_x_rows) { return num_x_rows == MANY ? 2 : 4; }
 constexpr int rows_for(int num_x_rows) { return 4 / num_x_rows; }
 #endif
 
-// products[i * NUM_ROWS + r] = row r of the piece . row x_rows[i] of x, for all i < num_x_rows. `next` is what this thread
-// reads afterwards.
+// products[i * NUM_ROWS + r] = row r of the piece . row x_rows[i] of x, for all i < num_x_rows. `next` is what this
+// thread reads afterwards.
 template <int NUM_ROWS>
 inline void multiply(const Piece& piece, const Piece& next, const Activations& x, const int32_t* x_rows,
                      int64_t num_x_rows, float* products) {
