@@ -186,11 +186,11 @@ struct Mixture : Work {
 
   int64_t num_output_units() const { return job.hidden_size / OUTPUT_ROWS; }
 
-  void run(int) override {
+  void run(int thread) override {
     run_units(next_hidden, num_hidden_done, num_hidden_units, [this](auto... units) { compute_hidden(units...); });
     spin_until([this] { return num_hidden_done >= num_hidden_units; });
     run_units(next_output, num_outputs_done, num_output_units(), [this](auto... units) { compute_output(units...); });
-    spin_until([this] { return num_outputs_done >= num_output_units(); });
+    if (thread == 0) spin_until([this] { return num_outputs_done >= num_output_units(); });
   }
 
   // Calls compute(unit, the unit that this thread computes afterwards or -1) for units that no other thread has taken.

@@ -98,6 +98,17 @@ inline void floats_of(__m256i int8s, SliceFloats& out) {
 #endif
 }
 
+// Loads that extend bytes are cheaper than shuffles of a register.
+inline void floats_of(const uint8_t* int8s, SliceFloats& out) {
+  for (int i = 0; i < SLICE_VECTORS; ++i) {
+#if defined(__AVX512F__)
+    out[i] = Floats(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_vector<__m128i>(int8s + i * W))));
+#else
+    out[i] = Floats(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load_vector<int64_t>(int8s + i * W)))));
+#endif
+  }
+}
+
 // -- numbers in bf16 ------------------------------------------------------------------------------------------------
 
 using Table = std::array<uint16_t, 32>;  // what a permutation of 32 words looks up
@@ -244,7 +255,7 @@ struct Q8_0Format : SmallBlock {
     block = row.codes + b * BLOCK_BYTES;
     scale = half_at(block);
   }
-  template <int> void floats(SliceFloats& out) const { floats_of(load32(block + 2), out); }
+  template <int> void floats(SliceFloats& out) const { floats_of(block + 2, out); }
 };
 
 // -- GGUF's blocks of 256 values ------------------------------------------------------------------------------------
