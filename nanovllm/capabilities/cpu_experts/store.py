@@ -146,6 +146,7 @@ class ExpertMatrix:
 
     @property
     def _middle(self) -> int:
+        """The zero of integers without stored zeros."""
         return {INT4: 8, INT8: 128}.get(self.format.type, 0)
 
     def store_blocks(self, place: int, first_row: int, blocks: torch.Tensor) -> None:
@@ -195,13 +196,12 @@ class ExpertMatrix:
         if not self.format.is_grouped:
             return dequantize(codes, self.format.type)
         assert self.scales is not None, "grouped weights have scales"
-        numbers, groups = _numbers_of(codes, self.format.type), torch.arange(self.format.num_groups)
-        if self.format.type != E4M3:
-            zeros = torch.tensor(self._middle) if self.zeros is None else self.zeros[place]
-            numbers = numbers - zeros.float().expand(len(codes), len(groups)).repeat_interleave(
-                self.format.group_size, 1
-            )
-        return numbers * self.scales[place].repeat_interleave(self.format.group_size, 1)
+        numbers, group_size = _numbers_of(codes, self.format.type), self.format.group_size
+        if self.zeros is None:
+            numbers -= self._middle
+        else:
+            numbers -= self.zeros[place].float().repeat_interleave(group_size, 1)
+        return numbers * self.scales[place].repeat_interleave(group_size, 1)
 
 
 def _shaped(memory: torch.Tensor, dtype: torch.dtype, *shape: int) -> torch.Tensor:
