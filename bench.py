@@ -18,6 +18,7 @@ from benchmarks.common import (
     random_prompt,
     time_decode,
     time_prompts,
+    weight_options,
 )
 from benchmarks.reporting import Samples, report, run_options, versions
 from nanovllm import LLM, SamplingParams
@@ -106,7 +107,7 @@ def main() -> None:
     llm = LLM(
         model_of_length(args.model, args.max_model_len),
         load_format=args.load_format,
-        quantization=args.quantization,
+        **weight_options(args),
         tensor_parallel_size=args.tp,
         attn_backend=args.backend,
         **size_options(args),

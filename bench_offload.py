@@ -30,6 +30,7 @@ from benchmarks.common import (
     serve,
     time_decode,
     time_prompts,
+    weight_options,
 )
 from benchmarks.reporting import Samples, report, run_options, versions
 from benchmarks.speculation import run_speculation
@@ -54,7 +55,7 @@ def make_llm(args: argparse.Namespace, max_model_len: int, **options: Any) -> LL
     return LLM(
         model_of_length(args.model, max_model_len),
         load_format=args.load_format,
-        quantization=args.quantization,
+        **weight_options(args),
         max_model_len=max_model_len,
         max_num_seqs=max(8, args.batch),
         tensor_parallel_size=args.tp,

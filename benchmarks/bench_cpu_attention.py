@@ -24,8 +24,8 @@ from benchmarks.reporting import Samples, report, run_options, versions
 from nanovllm.capabilities.cpu_attention.job import AttentionJob, CpuKernel, RowSpans, TokenSpan
 from nanovllm.capabilities.cpu_attention.kernels import KERNEL_NAMES, CompiledKernel, choose_kernel
 from nanovllm.capabilities.cpu_attention.threads import attention_cpus
+from nanovllm.device.pinned_memory import HostBuffer
 from nanovllm.errors import ConfigError
-from nanovllm.offload.pinned_memory import HostBuffer
 
 HEADS = "8x1,8x2,8x4,4x7,8x8,2x16"  # kv heads x query heads per kv head
 BLOCK_SIZE = 64

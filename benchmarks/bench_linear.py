@@ -3,6 +3,7 @@
     python -m benchmarks.bench_linear                     # the layers of Qwen3-8B, bf16, fp8 and int4
     python -m benchmarks.bench_linear --tiles --rows 1 16 # every tile of the kernels, to choose the defaults
     python -m benchmarks.bench_linear --experts           # the experts of Qwen3-30B-A3B
+    python -m benchmarks.bench_linear --formats Q4_K Q6_K # types of GGUF
 
 Calls are timed in a graph of calls over copies of the weight, so that the GPU's cache holds none of the weight. The
 last line is JSON.
@@ -20,11 +21,12 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.common import measure_ceilings, median_seconds
 from benchmarks.reporting import report, versions
-from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.checkpoint.quantization import BLOCK_TYPES, QUANTIZATIONS
 from nanovllm.kernels import packed_linear as kernels
 from nanovllm.kernels.packed_values import Packed
 from nanovllm.layers.moe import MAX_SINGLE_PAIRS
-from nanovllm.layers.packed_weight import PackedWeight, packed, unpacked_linear
+from nanovllm.layers.packed_weight import PackedWeight, packed, store_blocks, unpacked_linear
+from nanovllm.models.gguf_values import random_parts
 from nanovllm.models.quantized_weights import quantize
 
 LAYERS = {"qkv": (1, 6144, 4096), "o": (1, 4096, 4096), "gate_up": (1, 24576, 4096), "down": (1, 4096, 12288)}
@@ -39,6 +41,14 @@ TILES = [
 
 
 def make_weight(num_rows: int, size: int, name: str) -> torch.nn.Parameter | PackedWeight:
+    if name in BLOCK_TYPES:
+        with torch.device("cuda"):
+            weight = PackedWeight([num_rows], size, BLOCK_TYPES[name])
+        generator = torch.Generator("cuda").manual_seed(0)
+        for start in range(0, num_rows, 1024):
+            rows = weight.rows(start, min(start + 1024, num_rows))
+            store_blocks(random_parts(rows.end - start, size, name, generator), [rows])
+        return weight
     values = torch.randn(num_rows, size, dtype=torch.bfloat16, device="cuda") / size**0.5
     if name == "bf16":
         return torch.nn.Parameter(values, requires_grad=False)
@@ -97,7 +107,7 @@ def ways(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096])
-    parser.add_argument("--formats", nargs="+", default=["bf16", "fp8", "int4"])
+    parser.add_argument("--formats", nargs="+", default=["bf16", "fp8", "int4"], help="also types of GGUF")
     parser.add_argument("--tiles", action="store_true", help="every tile, not only the default ones")
     parser.add_argument("--experts", action="store_true", help="the experts of a mixture")
     parser.add_argument("--json", metavar="FILE", help="also write the last line to FILE")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -189,9 +189,17 @@ def lengths_after_short_warm_up(num_tokens: int, num_runs: int, num_slots: int, 
     return [min(num_tokens, (num_slots + 4) * block_size)] + [num_tokens] * num_runs
 
 
+def weight_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine's options for the formats and places of the weights."""
+    place = {"true": True, "false": False}.get(args.embedding_on_cpu, "auto")
+    return {"quantization": args.quantization, "quantize_head": args.quantize_head, "embedding_on_cpu": place}
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="qwen3-0.6b", help="preset, one followed by -fp8, directory or hub name")
     parser.add_argument("--quantization", help="quantize linear layers while they are loaded: fp8, fp8_dynamic or int4")
+    parser.add_argument("--quantize-head", help="quantize the output head while it is loaded: int8")
+    parser.add_argument("--embedding-on-cpu", choices=("true", "false", "auto"), default="auto")
     parser.add_argument("--load-format", default="dummy", help="dummy: random weights; auto: the model's own")
     parser.add_argument("--max-model-len", type=int, default=40960, help="tokens of the long workload")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")

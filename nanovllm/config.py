@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from nanovllm.checkpoint.model_config import DTYPES
-from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.checkpoint.quantization import HEAD_QUANTIZATIONS, QUANTIZATIONS
 from nanovllm.checkpoint.settings import check_overrides
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import MAX_SEED, MIN_SEED
@@ -63,6 +63,22 @@ class Config:
         "activations, too, in products of many rows",
         group=_MODEL,
         choices=tuple(QUANTIZATIONS),
+    )
+    quantize_head: str | None = option(
+        None,
+        help=f"quantize the output head while it is loaded, if the checkpoint has it in 16 or 32 bits: "
+        f"{', '.join(HEAD_QUANTIZATIONS)}; by default it stays as it is. On a GPU it takes about half of the memory of "
+        "16 bits",
+        group=_MODEL,
+        choices=tuple(HEAD_QUANTIZATIONS),
+    )
+    embedding_on_cpu: bool | str = option(
+        "auto",
+        help="keep the embedding table in pinned CPU memory, from which the GPU reads the rows that it needs: True, "
+        "False; auto: where otherwise less than one sequence of max_model_len would fit the GPU. If the output head "
+        "uses the same table, it must be quantized (quantize_head). On a CPU nothing changes",
+        group=_MODEL,
+        choices=(True, False, "auto"),
     )
     hf_overrides: dict | None = option(
         None,

@@ -5,18 +5,22 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from dense_model import load_model, run_logits
 from http_server import http_server
 
 import bench
 import bench_offload
 import bench_serve
+from benchmarks import gguf_shapes
 from benchmarks.common import Ceilings
 from nanovllm import LLM, AsyncLLM
+from nanovllm.checkpoint.model_config import ModelConfig
 
 CEILINGS = Ceilings("a laptop", 1e12, 1e11, 1e10)
 UNIT = re.compile(
@@ -80,3 +84,18 @@ def test_bench_serve_small(
     assert json.loads(path.read_text()) == result and "secret" not in path.read_text()
     assert (result["num_requests"], result["num_errors"]) == (12, 0)
     assert result["output_tok_per_s_min"] <= result["output_tok_per_s"] <= result["output_tok_per_s_max"]
+
+
+def test_gguf_shapes_have_a_header_that_can_be_read_and_blocks_that_can_be_loaded(tmp_path: Path) -> None:
+    preset = ModelConfig.without_weights("qwen3-0.6b")
+    sizes = {"num_layers": 8, "layer_kinds": ("attention",) * 8, "vocab_size": 320, "hidden_size": 256}
+    sizes |= {"intermediate_size": 256, "num_heads": 2, "num_kv_heads": 1, "head_dim": 128}
+    config = replace(preset, **sizes)  # type: ignore[arg-type]
+    for with_data in (False, True):
+        gguf_shapes.write(path := tmp_path / "x.gguf", config, with_data=with_data)
+        found, _ = ModelConfig.from_pretrained(str(path))
+        assert found.quantization is not None and sorted(found.gguf_types) == ["Q4_K", "Q6_K"]
+        assert replace(found, quantization=None, gguf_types=(), eos_token_ids=config.eos_token_ids) == config
+        for load_format in ("dummy", "auto") if with_data else ("dummy",):
+            logits = run_logits(load_model(path, load_format=load_format), [1, 2, 3])
+            assert logits.isfinite().all() and logits.std() > 0

@@ -47,6 +47,8 @@ def test_defaults_are_those_of_the_specification() -> None:
         "dtype": "auto",
         "load_format": "auto",
         "quantization": None,
+        "quantize_head": None,
+        "embedding_on_cpu": "auto",
         "hf_overrides": None,
         "generation_config": "auto",
         "skip_tokenizer_init": False,

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple
 
 from nanovllm.capacity.division import wants_shadow
@@ -22,7 +22,7 @@ from nanovllm.checkpoint.model_config import MAX_MLP_TOKENS, ModelConfig
 from nanovllm.checkpoint.model_layout import Linear, model_layout
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
-from nanovllm.plan.kv_spec import KVCacheSpec, kv_cache_spec, uses_draft_head
+from nanovllm.plan.kv_spec import KVCacheSpec, dtype_name, kv_cache_spec, uses_draft_head
 from nanovllm.plan.step_limits import (
     MAX_GRAPH_CHUNKS,
     draft_graph_sizes,
@@ -65,29 +65,38 @@ class _Size(NamedTuple):
     columns: int
     split: str | None  # the features that ranks share, as in Linear
     num_experts: int  # number of experts with this weight, or 0 if every token uses the weight
-    quantization: Quantization | None
+    formats: tuple[Quantization | None, ...]  # of each layer
 
     @property
     def num_params(self) -> int:
         return sum(self.rows) * self.columns
 
-    @property
-    def has_fp8_products(self) -> bool:
-        """True if a GPU that can multiplies many rows in fp8."""
-        return self.quantization is not None and self.quantization.has_fp8_activations and not self.num_experts
+    def has_fp8_products(self, capability: tuple[int, int]) -> bool:
+        """Return True if a GPU of this compute capability multiplies many rows in fp8."""
+        is_fp8 = all(each is not None and each.has_fp8_products(capability) for each in self.formats)
+        return is_fp8 and not self.num_experts
 
-    def num_bytes(self, itemsize: int) -> float:
-        """Return the size of the weight on a GPU.
+    def num_bytes(self, itemsize: int, num_ranks: int) -> float:
+        """Return the size of the weight on the GPUs of all ranks.
 
-        A quantized weight has packed codes, and 4 bytes for each block that shares a scale: an fp32 scale (e4m3), or a
-        scale and a zero of 16 bits each (integers).
+        A quantized layer has packed codes, and 4 bytes for each block that shares a scale: an fp32 scale (e4m3), or a
+        scale and a zero of 16 bits each (integers). GGUF's blocks have several such words. Ranks that share columns
+        have smaller blocks where whole ones do not fit, and each has its own scales.
         """
-        if self.quantization is None or not self.quantization.stays_packed:
-            return self.num_params * itemsize
-        block_rows, block_columns = self.quantization.block
-        num_scales = sum(ceil_div(rows, block_rows or rows) for rows in self.rows)
-        num_scales *= ceil_div(self.columns, block_columns or self.columns)
-        return self.num_params * self.quantization.bits / 8 + 4 * num_scales
+        total, (num_columns, num_sharing) = 0.0, self.shared_columns(num_ranks)
+        for rows, format in zip(self.rows, self.formats, strict=True):
+            if format is None or not format.stays_packed(num_columns, num_sharing):
+                total += rows * self.columns * itemsize
+                continue
+            block_rows, block_columns = format.block
+            num_blocks = ceil_div(rows, block_rows or rows) * self.columns // gcd(block_columns, num_columns)
+            total += rows * self.columns * format.bits / 8 + 4 * num_blocks * max(1, format.scale_words)
+        return total
+
+    def shared_columns(self, num_ranks: int) -> tuple[int, int]:
+        """Return the number of columns of each rank, and the number of ranks that share the columns."""
+        num_ranks = num_ranks if self.split == "columns" else 1
+        return self.columns // num_ranks, num_ranks
 
 
 class _Weights(NamedTuple):
@@ -104,8 +113,8 @@ def _weights(model: ModelConfig, part: str) -> _Weights:
     num_others = 0
     for weight in getattr(model_layout(model), part):
         if isinstance(weight, Linear):
-            quantization = weight.first_expert_quantization(model)
-            sizes[_Size(weight.rows, weight.columns, weight.split, weight.num_experts, quantization)] += 1
+            formats = weight.first_expert_formats(model)
+            sizes[_Size(weight.rows, weight.columns, weight.split, weight.num_experts, formats)] += 1
             num_others += sum(weight.rows) * weight.bias
         else:
             num_others += prod(weight.shape)
@@ -113,12 +122,24 @@ def _weights(model: ModelConfig, part: str) -> _Weights:
 
 
 def packing_problem(config: Config, model: ModelConfig) -> str | None:
-    """Return the reason why a GPU cannot keep a quantized weight packed, or None if all weights can be packed."""
+    """Return the reason why a GPU cannot keep a quantized weight of a layer packed, or None if all can be packed."""
     for size in _weights(model, "layers").sizes:
-        num_columns = size.columns // (config.tensor_parallel_size if size.split == "columns" else 1)
-        if size.quantization is not None and (problem := size.quantization.packing_problem(num_columns)):
-            return problem
+        num_columns, _ = size.shared_columns(config.tensor_parallel_size)
+        for each in size.formats:
+            if each is not None and (problem := each.packing_problem(num_columns)):
+                return problem
     return None
+
+
+def head_problem(model: ModelConfig) -> str | None:
+    """Return the reason why a GPU cannot quantize the output head, or None if it can. Ranks share its rows alone."""
+    format = model.head_quantization
+    if format is None or not format.packing_problem(model.hidden_size):
+        return None
+    return (
+        f"quantize_head needs rows in whole groups of {format.block[1]} columns on a GPU, and the output head has "
+        f"{model.hidden_size} columns; leave it out, or use device='cpu'"
+    )
 
 
 def order_problem(config: Config, model: ModelConfig) -> str | None:
@@ -126,9 +147,10 @@ def order_problem(config: Config, model: ModelConfig) -> str | None:
     can.
     """
     for size in _weights(model, "layers").sizes:
-        if size.quantization is None or not (size.quantization.has_order and size.quantization.block[1]):
+        format = size.formats[0]  # formats that differ are GGUF's
+        if format is None or format.is_gguf or not (format.has_order and format.block[1]):
             continue
-        what = f"quant_method={size.quantization.method!r} has columns in another order (desc_act),"
+        what = f"quant_method={format.method!r} has columns in another order (desc_act),"
         remedy = "a checkpoint with desc_act=false, or device='cpu'"
         if size.num_experts:
             return f"{what} which is supported for experts on a CPU only; use {remedy}"
@@ -152,45 +174,62 @@ def _num_used(model: ModelConfig, size: _Size, num_tokens: int | None) -> float:
     return size.num_experts * (1 - (1 - model.experts.num_experts_per_token / size.num_experts) ** num_tokens)
 
 
-def _token_params(model: ModelConfig, fp8_share: float = 1) -> float:
-    """Return the number of weight elements in all layers that one token uses, over all GPUs. Elements that are
-    multiplied by activations in fp8 count as `fp8_share`.
+def _token_params(model: ModelConfig, fp8_capability: tuple[int, int] = (0, 0)) -> float:
+    """Return the number of weight elements in all layers that one token uses, over all GPUs. Elements that a GPU of
+    this compute capability multiplies by activations in fp8 count as half.
     """
     sizes, num_others = _weights(model, "layers")
     return num_others + sum(
-        count * _num_used(model, size, 1) * size.num_params * (fp8_share if size.has_fp8_products else 1)
+        count * _num_used(model, size, 1) * size.num_params * (0.5 if size.has_fp8_products(fp8_capability) else 1)
         for size, count in sizes.items()
     )
 
 
 def _weight_bytes(
-    model: ModelConfig, part: str, itemsize: int, num_tokens: int | None = None, *, is_packed: bool = True
+    config: Config, model: ModelConfig, part: str, num_tokens: int | None = None, *, is_packed: bool = True
 ) -> float:
     """Return the size of the weights of a part of ModelLayout that a step of `num_tokens` tokens uses, or of all the
     part's weights if `num_tokens` is None, over all GPUs.
     """
     sizes, num_others = _weights(model, part)
-    total: float = num_others * itemsize
+    size_of_value = itemsize(config, model)
+    total: float = num_others * size_of_value
     for size, count in sizes.items():
-        stored = size if is_packed else size._replace(quantization=None)
-        total += count * _num_used(model, size, num_tokens) * stored.num_bytes(itemsize)
+        stored = size if is_packed else size._replace(formats=(None,) * len(size.rows))
+        num_bytes = stored.num_bytes(size_of_value, config.tensor_parallel_size)
+        total += count * _num_used(model, size, num_tokens) * num_bytes
     return total
 
 
 def _layers_bytes(config: Config, model: ModelConfig, num_tokens: int | None = None, *, is_packed: bool) -> float:
     """Return the size of the weights in all layers, and in the draft head if it is used, over all GPUs."""
     parts = ("layers", "mtp") if uses_draft_head(config, model) else ("layers",)
-    return sum(_weight_bytes(model, part, itemsize(config, model), num_tokens, is_packed=is_packed) for part in parts)
+    return sum(_weight_bytes(config, model, part, num_tokens, is_packed=is_packed) for part in parts)
+
+
+def embedding_bytes(config: Config, model: ModelConfig, *, is_packed: bool = True) -> int:
+    """Return the size of the embedding table, over all GPUs."""
+    return int(_weight_bytes(config, model, "embedding", is_packed=is_packed))
+
+
+def head_bytes(config: Config, model: ModelConfig, *, is_packed: bool = True) -> int:
+    """Return the size of the weight that the output head multiplies by, over all GPUs, and of the norm before it. A
+    quantized head takes 6% more if loading halves its groups.
+    """
+    head = int(_weight_bytes(config, model, "head", is_packed=is_packed))
+    return head if model.has_own_head else head + embedding_bytes(config, model, is_packed=is_packed)
 
 
 def weight_bytes(config: Config, model: ModelConfig, *, is_packed: bool) -> int:
-    """Return the size of all weights, split evenly over the GPUs.
+    """Return the size of all weights, split evenly over the GPUs, without an embedding table in CPU memory.
 
     is_packed: whether linear weights stay quantized, as on a GPU. On a CPU, quantized weights are loaded as values in
     the model's dtype.
     """
-    ends = _weight_bytes(model, "ends", itemsize(config, model))
-    return int(_layers_bytes(config, model, is_packed=is_packed) + ends) // config.tensor_parallel_size
+    total = _layers_bytes(config, model, is_packed=is_packed) + head_bytes(config, model, is_packed=is_packed)
+    if model.has_own_head and not model.embedding_on_cpu:
+        total += embedding_bytes(config, model, is_packed=is_packed)
+    return int(total) // config.tensor_parallel_size
 
 
 def layer_bytes(config: Config, model: ModelConfig, num_tokens: int) -> int:
@@ -231,9 +270,11 @@ def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max
     return max(layer_bytes(config, model, num_tokens), at_head)
 
 
-def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
+def prefill_flop(
+    config: Config, model: ModelConfig, num_tokens: int, capability: tuple[int, int] | None = None
+) -> float:
     """Return the floating-point operations of one prompt of T tokens. An operation in fp8 counts as half of one, since
-    GPUs do twice as many in a second.
+    GPUs do twice as many in a second. Without a `capability`, the GPU has all products in fp8.
 
     The sum has 2 operations per weight and token, 2 products of T^2 / 2 in causal attention, in each recurrent layer 3
     products of a token with the matrix of each head, which is read, updated and read again, and one row of the head.
@@ -243,7 +284,8 @@ def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
     """
     has_head = uses_draft_head(config, model)
     num_layers = model.num_layers - 1 + has_head
-    token_params = _token_params(model, fp8_share=0.5) / model.num_layers
+    fp8_capability = (capability or (9, 0)) if dtype_name(config, model) == "bfloat16" else (0, 0)
+    token_params = _token_params(model, fp8_capability) / model.num_layers
     num_attention_layers = model.num_attention_layers - 1 + has_head
     attention = 2.0 * num_tokens**2 * num_attention_layers * model.num_heads * model.head_dim
     if model.recurrent is not None:
@@ -251,7 +293,7 @@ def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
         matrix = r.num_value_heads * r.key_head_dim * r.value_head_dim
         attention += 6 * num_tokens * model.num_recurrent_layers * matrix
     last_kv = 2.0 * model.hidden_size * model.num_kv_heads * model.head_dim + has_head * 2 * model.hidden_size**2
-    if model.quantization is not None and model.quantization.has_fp8_activations:
+    if model.quantization is not None and model.quantization.has_fp8_products(fp8_capability):
         last_kv /= 2
     weights = 2 * num_tokens * (num_layers * token_params + last_kv)
     return (weights + attention + 2 * model.hidden_size * model.vocab_size) / config.tensor_parallel_size
@@ -276,8 +318,7 @@ def decode_bytes(
 
     num_keys: the number of keys of all sequences together.
     """
-    weights = _layers_bytes(config, model, num_sequences, is_packed=True)
-    weights += model.hidden_size * model.vocab_size * itemsize(config, model)
+    weights = _layers_bytes(config, model, num_sequences, is_packed=True) + head_bytes(config, model)
     states = kv_cache_spec(config, model, config.tensor_parallel_size).states
     state_bytes = 2 * num_sequences * states.state_bytes
     return weights / config.tensor_parallel_size + num_keys * kv_bytes_per_token + state_bytes
@@ -287,9 +328,7 @@ def head_draft_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_
     """Return the bytes that the draft head reads for one draft token per sequence: the weights of the draft head, the
     output head, and the keys of one layer.
     """
-    size = itemsize(config, model)
-    weights = _weight_bytes(model, "mtp", size, num_sequences)
-    weights += model.hidden_size * model.vocab_size * size
+    weights = _weight_bytes(config, model, "mtp", num_sequences) + head_bytes(config, model)
     return weights / config.tensor_parallel_size + num_keys * spec.layer_block_bytes / spec.block_size
 
 

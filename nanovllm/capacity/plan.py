@@ -63,7 +63,7 @@ class CapacityPlan:
     """
 
     config: Config
-    model: ModelConfig
+    model: ModelConfig  # with the place of the embedding table
     machine: Machine
     spec: KVCacheSpec  # the KV cache of one GPU
     context: int  # tokens of each sequence
@@ -129,8 +129,13 @@ class CapacityPlan:
         return self.num_cpu_blocks * self.spec.block_bytes * self.config.tensor_parallel_size
 
     @property
+    def host_table_bytes(self) -> int:
+        """Size of the embedding table of all ranks together in pinned CPU memory, or 0 if it is on the GPU."""
+        return _host_table_bytes(self.config, self.model)
+
+    @property
     def fits_host(self) -> bool:
-        return self.cpu_pool_bytes + self.snapshot_bytes <= self.machine.host_bytes
+        return self.cpu_pool_bytes + self.snapshot_bytes + self.host_table_bytes <= self.machine.host_bytes
 
     # -- sequences and blocks --------------------------------------------------------------------------------------
 
@@ -268,10 +273,67 @@ def make_plan(
 ) -> CapacityPlan:
     """Plan an engine with these options that runs `num_sequences` sequences of `context` tokens together.
 
-    `context` defaults to max_model_len. sizes: the sizes that start-up has chosen, or None before start-up has chosen.
-    With speculation="auto" the plan's `model` may lack the draft head. Raises ConfigError if max_model_len exceeds the
-    length that the model's rope covers, and if the heads cannot be split evenly. plan_check.py checks everything else.
+    `context` defaults to max_model_len. sizes: the sizes that start-up has chosen, or None before start-up has chosen;
+    with sizes, the embedding table is where `model` has it. With speculation="auto" the plan's `model` may lack the
+    draft head. Raises ConfigError if max_model_len exceeds the length that the model's rope covers, if the heads cannot
+    be split evenly, and if the embedding table cannot be in CPU memory. plan_check.py checks everything else.
     """
+    plan_of = partial(
+        _make_plan, config, machine=machine, context=context, num_sequences=num_sequences, sizes=sizes, staging=staging
+    )
+    if sizes is not None:
+        return plan_of(model)
+    model, on_cpu = replace(model, embedding_on_cpu=False), replace(model, embedding_on_cpu=True)
+    if machine.gpu_bytes is None:
+        return plan_of(model)
+    if config.embedding_on_cpu is True:
+        if not model.has_own_head:
+            remedy = "; leave it out"
+            if model.gguf_head_type is None:
+                remedy += ", or add quantize_head='int8', which gives the head a table"
+            raise ConfigError(
+                f"embedding_on_cpu=True is not possible with {config.model}: its output head uses the embedding table, "
+                f"and all of the head is read in each step{remedy}"
+            )
+        return plan_of(on_cpu)
+    plan = plan_of(model)
+    if config.embedding_on_cpu is False or not model.has_own_head or not _is_short_of_memory(plan):
+        return plan
+    return other if _gives_more(other := plan_of(on_cpu), plan) else plan
+
+
+def _is_short_of_memory(plan: CapacityPlan) -> bool:
+    """Return True if the GPU has no room for all weights and the KV of a sequence of max_model_len."""
+    limit = max_model_len(plan.config, plan.model)
+    return not plan.fits_gpu or plan.num_gpu_blocks < ceil_div(limit, plan.spec.block_size)
+
+
+def _gives_more(on_cpu: CapacityPlan, on_gpu: CapacityPlan) -> bool:
+    """Return True if more of the KV is on the GPU with the embedding table in CPU memory. CPU memory must have room for
+    the table and for as many long sequences as without it.
+    """
+    limit = max_model_len(on_gpu.config, on_gpu.model)
+    if not on_cpu.fits_host or on_cpu.capacity(limit).num_sequences < on_gpu.capacity(limit).num_sequences:
+        return False
+    more = on_cpu.memory.kv_bytes + on_cpu.shadow_bytes > on_gpu.memory.kv_bytes + on_gpu.shadow_bytes
+    return more or not on_gpu.fits_gpu or not _is_short_of_memory(on_cpu)
+
+
+def _host_table_bytes(config: Config, model: ModelConfig) -> int:
+    return costs.embedding_bytes(config, model) if model.embedding_on_cpu else 0
+
+
+def _make_plan(
+    config: Config,
+    model: ModelConfig,
+    machine: Machine,
+    *,
+    context: int | None,
+    num_sequences: int,
+    sizes: KVCacheSizes | None,
+    staging: StagingSizes,
+) -> CapacityPlan:
+    """Make the plan with the embedding table where `model` has it."""
     limit = max_model_len(config, model)
     if problem := heads_problem(config, model):
         raise ConfigError(problem)
@@ -280,6 +342,8 @@ def make_plan(
             f"speculation='mtp' drafts with the head for multi-token prediction, which {config.model} does not have; "
             "use another speculation"
         )
+    left_bytes = max(0, machine.host_bytes - _host_table_bytes(config, model))
+    machine, whole = replace(machine, host_bytes=left_bytes), machine
     spec, num_cpu_blocks = _spec_and_pool(config, model, machine, limit, staging)
     unused_draft_bytes = 0
     if config.speculation_method == "auto" and (draft_bytes := spec.draft_bytes(num_cpu_blocks)):
@@ -297,7 +361,7 @@ def make_plan(
     return CapacityPlan(
         config=config,
         model=model,
-        machine=machine,
+        machine=whole,
         spec=spec,
         context=context or limit,
         num_sequences=num_sequences,

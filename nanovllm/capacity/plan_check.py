@@ -1,16 +1,24 @@
 """Checks of a plan: the reasons why it cannot work, and the options to change. Arithmetic only.
 
 A reason names up to three options on which the failed part depends, the fastest first. The named options have not been
-planned, so one option alone may not be enough. But no option is named with which the weights alone would not fit.
+planned, except for quantize_head, so one option alone may not be enough. But no option is named with which the weights
+alone would not fit.
 """
 
 from dataclasses import replace
 from math import ceil
 
-from nanovllm.capacity.costs import order_problem, packing_problem, weight_bytes
-from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, heads_problem, least_gpu_blocks
+from nanovllm.capacity.costs import head_problem, order_problem, packing_problem, weight_bytes
+from nanovllm.capacity.machine import Machine
+from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, heads_problem, least_gpu_blocks, make_plan
 from nanovllm.checkpoint.model_config import ModelConfig, rope_extension
-from nanovllm.checkpoint.quantization import FP8_CAPABILITIES, QUANTIZATIONS, can_multiply_fp8
+from nanovllm.checkpoint.quantization import (
+    FP8_CAPABILITIES,
+    HEAD_QUANTIZATIONS,
+    QUANTIZATIONS,
+    Quantization,
+    can_multiply_fp8,
+)
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.errors import ConfigError
 from nanovllm.plan.kv_spec import dtype_name, num_blocks_for, num_watermark_blocks
@@ -20,6 +28,9 @@ from nanovllm.utils.arithmetic import ceil_div, format_bytes
 MAX_REMEDIES = 3
 HIGH_UTILIZATION = 0.95
 SMALL_STEP_TOKENS = 1024
+HEAD_FORMAT = next(iter(HEAD_QUANTIZATIONS))  # the format of quantize_head that is named
+_DYNAMIC = "quantization=fp8_dynamic"
+_NOT_DYNAMIC = "or use quantization=fp8, which quantizes weights alone"
 FEWEST_BITS, FEWEST_BITS_FORMAT = min(QUANTIZATIONS.items(), key=lambda each: each[1].bits)
 
 
@@ -47,7 +58,14 @@ def check_plan(plan: CapacityPlan) -> None:
 
 
 def _pool_problem(plan: CapacityPlan) -> str | None:
-    config, available = plan.config, plan.machine.host_bytes
+    """Check the CPU memory of a machine with a GPU: the embedding table, and the CPU pool."""
+    config, table_bytes = plan.config, plan.host_table_bytes
+    if table_bytes > plan.machine.host_bytes:
+        return (
+            f"the embedding table needs {format_bytes(table_bytes)} of CPU memory, but only "
+            f"{format_bytes(plan.machine.host_bytes)} is available; use embedding_on_cpu=False"
+        )
+    available = plan.machine.host_bytes - table_bytes
     if not config.enable_cpu_offload:
         return None
     if plan.num_cpu_blocks < 1:
@@ -59,10 +77,11 @@ def _pool_problem(plan: CapacityPlan) -> str | None:
         return f"{room} is less than one block of {block}; {_either(_smaller_blocks(plan))}"
     if not plan.fits_host:
         states = f" and states for later prompts {format_bytes(plan.snapshot_bytes)}" if plan.snapshot_bytes else ""
+        beside = f" besides the embedding table's {format_bytes(table_bytes)}" if table_bytes else ""
         num_fitting = max(1, int(available * MAX_HOST_SHARE) // _pool_block_bytes(plan))
         return (
             f"a CPU pool of {plan.num_cpu_blocks} blocks needs {format_bytes(plan.cpu_pool_bytes)}{states}, "
-            f"but only {format_bytes(available)} of memory is available; {_set_pool(plan, num_fitting)}"
+            f"but only {format_bytes(available)} of memory is available{beside}; {_set_pool(plan, num_fitting)}"
         )
     return None
 
@@ -89,9 +108,11 @@ def _gpu_problem(plan: CapacityPlan, with_estimates: bool) -> str | None:
     remedies = _either(
         _fewer_gpu_blocks(plan),
         _set(plan, "speculation", "prompt_lookup") if memory.draft_bytes else None,
+        _embedding_on_cpu(plan),
         _fewer_bits(plan),
         _more_room(plan, of_estimates=memory.exact_bytes <= limit) if memory.weight_bytes < limit else None,
         _more_ranks(plan),
+        _quantized_head(plan),
     )
     if memory.exact_bytes > limit:
         return f"{exact} need {exact_bytes} of GPU memory, {more}; {remedies}"
@@ -130,24 +151,33 @@ def _cpu_problem(plan: CapacityPlan) -> str | None:
 
 
 def _format_problem(plan: CapacityPlan) -> str | None:
-    """Check that the GPU can sort columns by group (desc_act), and that it multiplies in fp8 if the user has asked for
-    it. A CPU can do both.
+    """Check that the GPU can quantize the output head and sort columns by group (desc_act), and that it multiplies in
+    fp8 if the user has asked for it. A CPU can do all of this.
     """
-    quantization, capability = plan.model.quantization, plan.machine.capability
-    if plan.machine.gpu_bytes is None or quantization is None:
+    quantization = plan.model.quantization
+    if plan.machine.gpu_bytes is None:
         return None
+    if (problem := head_problem(plan.model)) or quantization is None:
+        return problem
     if not quantization.needs_fp8_products:
         return order_problem(plan.config, plan.model)
-    chosen, instead = "quantization=fp8_dynamic", "or use quantization=fp8, which quantizes weights alone"
-    if capability is not None and not can_multiply_fp8(capability):
-        major, minor = capability
-        return (
-            f"{chosen} needs a GPU that multiplies in fp8, with compute capability {FP8_CAPABILITIES}, and "
-            f"{plan.machine.name} has {major}.{minor}; use another GPU, {instead}"
-        )
+    if problem := fp8_problem(plan.machine, quantization):
+        return problem
     if (dtype := dtype_name(plan.config, plan.model)) != "bfloat16":
-        return f"{chosen} multiplies in bfloat16 on a GPU, and dtype is {dtype}; use dtype=bfloat16, {instead}"
+        return f"{_DYNAMIC} multiplies in bfloat16 on a GPU, and dtype is {dtype}; use dtype=bfloat16, {_NOT_DYNAMIC}"
     return None
+
+
+def fp8_problem(machine: Machine, quantization: Quantization) -> str | None:
+    """Return the reason why the GPU cannot multiply in fp8 as the user has asked, or None if it can."""
+    capability = machine.capability
+    if not quantization.needs_fp8_products or capability is None or can_multiply_fp8(capability):
+        return None
+    major, minor = capability
+    return (
+        f"{_DYNAMIC} needs a GPU that multiplies in fp8, with compute capability {FP8_CAPABILITIES}, and "
+        f"{machine.name} has {major}.{minor}; use another GPU, {_NOT_DYNAMIC}"
+    )
 
 
 def _packing_problem(plan: CapacityPlan) -> str | None:
@@ -193,7 +223,8 @@ def _sequences_remedies(plan: CapacityPlan, limit: str) -> str:
         return _set(plan, "max_num_seqs", num_sequences)
     if limit == "the CPU pool":
         needed = _needed_blocks(plan)
-        fits = needed * _pool_block_bytes(plan) + plan.snapshot_bytes <= plan.machine.host_bytes
+        others = plan.snapshot_bytes + plan.host_table_bytes
+        fits = needed * _pool_block_bytes(plan) + others <= plan.machine.host_bytes
         return _set_pool(plan, needed) if fits else _either()
     needed = num_sequences if limit == "the slots" else _needed_blocks(plan)
     given, is_on_cpu = _given_gpu_blocks(plan), plan.machine.gpu_bytes is None
@@ -202,10 +233,12 @@ def _sequences_remedies(plan: CapacityPlan, limit: str) -> str:
         return _set(plan, blocks_name, needed)
     return _either(
         f"leave {blocks_name} unset" if given and limit == "the state slots" else None,
+        _embedding_on_cpu(plan),
         _fewer_bits(plan),
         _more_room(plan),
         None if plan.config.enable_cpu_offload or is_on_cpu else "use enable_cpu_offload",
         _more_ranks(plan),
+        _quantized_head(plan),
     )
 
 
@@ -235,6 +268,29 @@ def _more_room(plan: CapacityPlan, *, of_estimates: bool = True) -> str | None:
     if of_estimates and plan.config.max_num_batched_tokens > SMALL_STEP_TOKENS:
         changes.append(_set(plan, "max_num_batched_tokens", SMALL_STEP_TOKENS))
     return " and ".join(changes) or None
+
+
+def _embedding_on_cpu(plan: CapacityPlan) -> str | None:
+    """Let the embedding table be in CPU memory, if the user has forbidden it."""
+    if plan.machine.gpu_bytes is None or plan.config.embedding_on_cpu is not False or not plan.model.has_own_head:
+        return None
+    return _set(plan, "embedding_on_cpu", "True")
+
+
+def _quantized_head(plan: CapacityPlan) -> str | None:
+    """Quantize the output head if the checkpoint has it in 16 or 32 bits. The option changes results, so it is named
+    only if the plan then works.
+    """
+    model = plan.model
+    if plan.machine.gpu_bytes is None or model.head_quantization is not None or model.gguf_head_type is not None:
+        return None
+    quantized = model.quantized(None, HEAD_FORMAT)
+    if head_problem(quantized):
+        return None
+    other = make_plan(plan.config, quantized, plan.machine, context=plan.context, num_sequences=plan.num_sequences)
+    if not other.fits_gpu or other.capacity(plan.context).num_sequences < plan.num_sequences:
+        return None
+    return _set(plan, "quantize_head", HEAD_FORMAT)
 
 
 def _fewer_bits(plan: CapacityPlan) -> str | None:

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from nanovllm.checkpoint.gguf import GGUFModel, GGUFTensor
+from nanovllm.checkpoint.quantization import GGUFLayer, without_expert
 from nanovllm.errors import CheckpointError
 
 _ARCHITECTURES = {  # general.architecture -> architectures[0] and model_type of config.json
@@ -349,6 +350,16 @@ def weights(model: GGUFModel) -> Iterator[tuple[str, Weight]]:
             yield f"{parent}.{_OF_LAYERS[stem]}.{ending}", changed(last, Weight(tensor, tensor.shape))
         else:
             yield name, Weight(tensor, tensor.shape)
+
+
+def quantized_layers(model: GGUFModel) -> set[GGUFLayer]:
+    """Return the layers whose weights are blocks of a quantized type."""
+    found = set()
+    for name, weight in weights(model):
+        parent, _, last = name.rpartition(".")
+        if weight.tensor.type.is_quantized and last == "weight" and len(weight.shape) == 2:
+            found.add(GGUFLayer(without_expert(parent), weight.tensor.type.name, weight.column_order is not None))
+    return found
 
 
 def _experts(tensor: GGUFTensor, parent: str, layers: tuple[str, ...]) -> Iterator[tuple[str, Weight]]:

@@ -17,7 +17,13 @@ from nanovllm.checkpoint import gguf_config
 from nanovllm.checkpoint.files import INDEX_FILE, find_model, read_json, stored_names
 from nanovllm.checkpoint.gguf import GGUFModel, is_gguf, read_model
 from nanovllm.checkpoint.gguf_files import find_gguf
-from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization, parse_quantization
+from nanovllm.checkpoint.quantization import (
+    HEAD_QUANTIZATIONS,
+    QUANTIZATIONS,
+    Quantization,
+    gguf_quantization,
+    parse_quantization,
+)
 from nanovllm.checkpoint.settings import (
     GENERATION_CONFIG_FILE,
     MAX_POSITIONS,
@@ -220,13 +226,42 @@ class ModelConfig:
     torch_dtype: str  # "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None  # the checkpoint's quantization
-    gguf_types: tuple[str, ...] = ()  # the quantized types of a GGUF file, whose values are computed at loading
+    gguf_types: tuple[str, ...] = ()  # the quantized types of a GGUF file
+    head_quantization: Quantization | None = None  # of the output head, if the head is quantized at loading
+    # True if the embedding table is in pinned CPU memory for a GPU. No result depends on it, so `repr` leaves it out
+    embedding_on_cpu: bool = field(default=False, repr=False)
     experts: ExpertsConfig | None = None  # None if every MLP is dense
     layer_kinds: tuple[str, ...]  # one for each layer: "attention" or "recurrent"
     recurrent: RecurrentConfig | None = None  # None if every layer is attention
     attention_gate: bool = False  # sigmoid gates multiply the output of attention
     norms_add_one: bool = False  # norms multiply by 1 + weight
     has_mtp: bool = False  # the checkpoint has a draft head (MTPHead)
+
+    @property
+    def has_own_head(self) -> bool:
+        """True if the output head has a weight, False if the head uses the embedding table."""
+        return not self.tie_word_embeddings or self.head_quantization is not None
+
+    @property
+    def head_format(self) -> Quantization | None:
+        """The format of the output head's own weight, or None if it is not quantized."""
+        return self.head_quantization or self._vocabulary_format("lm_head")
+
+    @property
+    def embedding_format(self) -> Quantization | None:
+        """The format of the embedding table, or None if it is not quantized. In CPU memory the table has 16 bits."""
+        return None if self.embedding_on_cpu else self._vocabulary_format("model.embed_tokens")
+
+    @property
+    def gguf_head_type(self) -> str | None:
+        """The type of the weight that the output head multiplies by in a GGUF file, if it is a quantized type."""
+        format = self._vocabulary_format("model.embed_tokens" if self.tie_word_embeddings else "lm_head")
+        return None if format is None else format.block_type
+
+    def _vocabulary_format(self, name: str) -> Quantization | None:
+        """Return the type that a GGUF file has for a weight. Other formats do not quantize the vocabulary."""
+        is_gguf = self.quantization is not None and self.quantization.is_gguf
+        return self.quantization.format_of(name) if self.quantization is not None and is_gguf else None
 
     @property
     def num_attention_layers(self) -> int:
@@ -285,11 +320,18 @@ class ModelConfig:
             return _gguf_config(read_model(directory), hf_overrides)
         return _read_config(read_json(config_path), config_path, hf_overrides, model, directory)
 
-    def quantized(self, name: str | None) -> "ModelConfig":
-        """Return this config with quantization to a format of QUANTIZATIONS at loading, or unchanged if `name` is None.
+    def quantized(self, name: str | None, head: str | None = None) -> "ModelConfig":
+        """Return this config with quantization at loading: of linear layers to a format of QUANTIZATIONS, unless `name`
+        is None, and of the output head to a format of HEAD_QUANTIZATIONS, unless `head` is None.
 
-        Raises ConfigError if the checkpoint is quantized already.
+        Raises ConfigError if the checkpoint is quantized already. Only the checkpoint's files tell if a head in
+        safetensors is quantized; loading checks that.
         """
+        if head is not None and self.gguf_head_type is not None:
+            raise ConfigError(
+                f"quantize_head={head!r} is for output heads in 16 or 32 bits, and this GGUF file has the head in "
+                f"{self.gguf_head_type}; leave it out"
+            )
         if name is not None and self.gguf_types:
             raise ConfigError(
                 f"quantization={name!r} is for checkpoints that are not quantized, and this GGUF file has the types "
@@ -300,7 +342,8 @@ class ModelConfig:
                 f"quantization={name!r} is for checkpoints that are not quantized, and this one has "
                 f"quant_method={self.quantization.method!r}; leave it out"
             )
-        return self if name is None else replace(self, quantization=QUANTIZATIONS[name])
+        quantized = self if name is None else replace(self, quantization=QUANTIZATIONS[name])
+        return quantized if head is None else replace(quantized, head_quantization=HEAD_QUANTIZATIONS[head])
 
 
 def _gguf_config(model: GGUFModel, hf_overrides: Mapping[str, Any] | None) -> ModelConfig:
@@ -313,7 +356,8 @@ def _gguf_config(model: GGUFModel, hf_overrides: Mapping[str, Any] | None) -> Mo
         config = _read_config(content, model.path, hf_overrides, str(model.path), None)
     except CheckpointError as error:
         raise CheckpointError(f"{model.path} has metadata that is, in the terms of config.json: {error}") from error
-    return replace(config, gguf_types=gguf_config.quantized_types(model))
+    formats = gguf_quantization(gguf_config.quantized_layers(model))
+    return replace(config, gguf_types=gguf_config.quantized_types(model), quantization=formats)
 
 
 def _read_config(

@@ -41,6 +41,7 @@ class Linear:
     bias: bool = False
     num_experts: int = 0
     may_be_quantized: bool = True
+    own_format: Quantization | None = None  # a format that quantization_config does not name
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -52,19 +53,25 @@ class Linear:
         parents = [f"{parent}.{expert}" for expert in range(self.num_experts)] if self.num_experts else [parent]
         return [f"{each}.{layer}".lstrip(".") for each in parents for layer in self.layers]
 
-    def quantization(self, config: ModelConfig) -> Quantization | None:
-        """Return the format of all of these layers, or None if they are not quantized or have several formats."""
-        return self._format(config, self.checkpoint_names())
+    def formats(self, config: ModelConfig) -> tuple[Quantization | None, ...]:
+        """Return the format of each of `layers`, or None if it is not quantized.
 
-    def first_expert_quantization(self, config: ModelConfig) -> Quantization | None:
-        """Return the format of the first expert's layers, because checking all experts takes half a second."""
-        return self._format(config, self.checkpoint_names()[: len(self.layers)])
+        Layers that have several formats are not quantized, except in a GGUF file, where each has a type.
+        """
+        return self._formats(config, self.checkpoint_names())
 
-    def _format(self, config: ModelConfig, names: list[str]) -> Quantization | None:
+    def first_expert_formats(self, config: ModelConfig) -> tuple[Quantization | None, ...]:
+        """Return the formats of the first expert's layers, because checking all experts takes half a second."""
+        return self._formats(config, self.checkpoint_names()[: len(self.layers)])
+
+    def _formats(self, config: ModelConfig, names: list[str]) -> tuple[Quantization | None, ...]:
+        num_layers = len(self.layers)
         if config.quantization is None or not self.may_be_quantized:
-            return None
+            return (self.own_format,) * num_layers
+        if config.quantization.is_gguf:  # the experts have the types of the first expert
+            return tuple(config.quantization.format_of(name) for name in names[:num_layers])
         first, *others = (config.quantization.format_of(name) for name in names)
-        return first if all(each == first for each in others) else None
+        return (first if all(each == first for each in others) else None,) * num_layers
 
     def tensors(self) -> Iterator[Tensor]:
         for i, name in enumerate(self.checkpoint_names()):
@@ -80,7 +87,8 @@ LayoutEntry: TypeAlias = Linear | Tensor
 class ModelLayout(NamedTuple):
     """The weights of a model."""
 
-    ends: tuple[LayoutEntry, ...]  # the embedding, the last norm, and the output head unless it is tied
+    embedding: tuple[LayoutEntry, ...]
+    head: tuple[LayoutEntry, ...]  # the last norm, and the output head unless it uses the embedding
     layers: tuple[LayoutEntry, ...]  # of all layers, first to last
     mtp: tuple[LayoutEntry, ...]  # of the draft head; empty if the checkpoint has no draft head
 
@@ -90,23 +98,24 @@ class ModelLayout(NamedTuple):
 
     def shapes(self, *, with_mtp: bool) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor of the checkpoint by name."""
-        weights = (*self.ends, *self.layers, *(self.mtp if with_mtp else ()))
+        weights = (*self.embedding, *self.head, *self.layers, *(self.mtp if with_mtp else ()))
         return dict(tensor for weight in weights for tensor in weight.tensors())
 
 
 def model_layout(c: ModelConfig) -> ModelLayout:
     """List the weights of a model."""
     sparse = c.experts.layers if c.experts else ()
-    ends: list[LayoutEntry] = [_vocabulary(c, "model.embed_tokens"), Tensor("model.norm.weight", (c.hidden_size,))]
-    ends += [] if c.tie_word_embeddings else [_vocabulary(c, "lm_head")]
+    head: list[LayoutEntry] = [Tensor("model.norm.weight", (c.hidden_size,))]
+    head += [_vocabulary(c, "lm_head", c.head_format)] if c.has_own_head else []
     layers = (_layer(c, f"model.layers.{i}", kind, is_sparse=i in sparse) for i, kind in enumerate(c.layer_kinds))
     mtp = tuple(_mtp(c)) if c.has_mtp else ()
-    return ModelLayout(tuple(ends), tuple(weight for layer in layers for weight in layer), mtp)
+    embedding = (_vocabulary(c, "model.embed_tokens", c.embedding_format),)
+    return ModelLayout(embedding, tuple(head), tuple(weight for layer in layers for weight in layer), mtp)
 
 
-def _vocabulary(c: ModelConfig, name: str) -> Linear:
-    layer = name.rpartition(".")[2]
-    return Linear(name, {layer: c.vocab_size}, c.hidden_size, split="rows", may_be_quantized=False)
+def _vocabulary(c: ModelConfig, name: str, own_format: Quantization | None) -> Linear:
+    layers = {name.rpartition(".")[2]: c.vocab_size}
+    return Linear(name, layers, c.hidden_size, split="rows", may_be_quantized=False, own_format=own_format)
 
 
 def _mtp(c: ModelConfig) -> Iterator[LayoutEntry]:

@@ -13,26 +13,30 @@ codes in e4m3 have no zero. A format that is not in this list is refused by name
 - auto-round: packed as gptq or awq. `extra_config` has other settings for some layers
 - modelopt: NVFP4, e2m1
 
+- gguf: the types of GGUF's blocks. The file has a type for each tensor
+
 A weight in e2m1 (FP4) has a scale in e4m3 for 16 columns and a scale for the whole weight (NVFP4), or a power of two
 for 32 columns (MXFP4). Its values replace it when it is loaded, on a GPU too.
 
-A checkpoint that is not quantized can be quantized at loading: QUANTIZATIONS. With fp8_dynamic, or if a checkpoint in
-e4m3 asks for dynamic quantization of activations, some products quantize activations (layers/packed_weight.py).
-Otherwise activations and the KV cache have the model's dtype. Importing this module loads no torch.
+A checkpoint that is not quantized can be quantized at loading: QUANTIZATIONS, and HEAD_QUANTIZATIONS for the output
+head. With fp8_dynamic, or if a checkpoint in e4m3 asks for dynamic quantization of activations, some products quantize
+activations (layers/packed_weight.py). Otherwise activations and the KV cache have the model's dtype. Importing this
+module loads no torch.
 """
 
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm.errors import CheckpointError
 
 WORD_BITS = 32
-_ONLINE = "online"
+_ONLINE, _GGUF = "online", "gguf"
+_OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 _NESTED, _TEXT_ALONE = "model.language_model.", "model."  # beginnings of the names of layers
 
 
@@ -53,6 +57,10 @@ class Quantization:
     # Names of layers with other formats, or expressions after "re:". The first that matches counts.
     exceptions: tuple[tuple[str, "Quantization"], ...] = ()
     is_for_others: bool = True  # False if only the layers of `exceptions` are quantized
+    # gguf: the quantized layers. All experts of a layer are one. Hashing hundreds of names takes long
+    layers: tuple["GGUFLayer", ...] = field(default=(), hash=False)
+    block_type: str | None = None  # gguf: the type of a layer's blocks
+    scale_words: int = 0  # gguf: words of 32 bits that a GPU needs for the scales of a block of a row
 
     @property
     def is_online(self) -> bool:
@@ -69,9 +77,18 @@ class Quantization:
         return 1 << (self.bits - 1)
 
     @property
-    def stays_packed(self) -> bool:
-        """True if a GPU keeps the weight packed."""
-        return not self.is_fp4
+    def is_gguf(self) -> bool:
+        """True for the format of a GGUF file, and of its layers."""
+        return self.method == _GGUF
+
+    def stays_packed(self, num_columns: int, num_ranks: int = 1) -> bool:
+        """Return True if a GPU keeps a weight packed whose columns `num_ranks` share: `num_columns` on each rank.
+
+        A GPU keeps whole blocks of GGUF's types. Other formats that cannot be packed are refused (`packing_problem`).
+        """
+        if self.block_type is None:
+            return not self.is_fp4
+        return num_columns % self.block[1] == 0 and (num_ranks == 1 or not self.has_order)
 
     def format_of(self, layer: str) -> "Quantization | None":
         """Return the format of the linear layer of this name according to config.json, or None if it is not quantized.
@@ -85,6 +102,8 @@ class Quantization:
         ends = range(1, len(parts) + 1)
         if any(".".join(parts[i:j]) in self._ignored_names for j in ends for i in range(j)):
             return None
+        if self.is_gguf:
+            return self._formats.get(without_expert(layer))
         found = self.exception(layer)
         return found or (self if self.is_for_others else None)
 
@@ -100,16 +119,25 @@ class Quantization:
         """
         return self.is_online and self.has_fp8_activations
 
+    def has_fp8_products(self, capability: tuple[int, int]) -> bool:
+        """Return True if GPUs of this compute capability multiply activations in fp8 by weights of this format. Blocks
+        need 9.0.
+        """
+        is_able = capability == (9, 0) if self.block[1] else can_multiply_fp8(capability)
+        return self.has_fp8_activations and is_able
+
     def packing_problem(self, num_columns: int) -> str | None:
         """Return the reason why a GPU cannot pack a weight with `num_columns` columns on a rank, or None if it can."""
-        if not self.stays_packed:
+        if self.is_fp4 or self.is_gguf:
             return None
         least, group = 512 // self.bits, math.gcd(self.block[1], num_columns)
         if num_columns % least == 0 and group % 32 == 0:  # blocks and slices of kernels/packed_values.py
             return None
+        fits_fp8 = self.is_online and self.bits == 4 and _FP8.packing_problem(num_columns) is None
         return (
             f"a quantized weight has {num_columns} columns on each rank, in groups of {group}; on a GPU the columns "
-            f"must be a multiple of {least} and the groups of 32; use fewer ranks, or device='cpu'"
+            f"must be a multiple of {least} and the groups of 32; use fewer ranks, "
+            f"{'or quantization=fp8, ' if fits_fp8 else ''}or device='cpu'"
         )
 
     @cached_property
@@ -124,11 +152,39 @@ class Quantization:
         ]
 
     @cached_property
+    def _formats(self) -> dict[str, "Quantization"]:
+        return {
+            name: replace(BLOCK_TYPES[block_type], has_order=has_order) for name, block_type, has_order in self.layers
+        }
+
+    @cached_property
     def _ignored_names(self) -> frozenset[str]:
         names = (part.rstrip(".") for part in self.ignored if not part.startswith("re:"))
         return frozenset(name.replace(_NESTED, _TEXT_ALONE, 1) for name in names)
 
 
+class GGUFLayer(NamedTuple):
+    name: str  # without the number of an expert
+    block_type: str
+    has_order: bool  # the columns are in another order than in the model
+
+
+BLOCK_TYPES = {  # bits of a code, columns of a block as kernels/gguf_words.py arranges it, and words with its scales
+    name: Quantization(method=_GGUF, bits=bits, block=(1, columns), block_type=name, scale_words=num_words)
+    for name, bits, columns, num_words in (
+        ("Q4_0", 4, 128, 2),
+        ("Q4_1", 4, 128, 4),
+        ("Q5_0", 5, 128, 2),
+        ("Q5_1", 5, 128, 4),
+        ("Q8_0", 8, 64, 1),
+        ("Q4_K", 4, 256, 5),
+        ("Q5_K", 5, 256, 5),
+        ("Q6_K", 6, 256, 5),
+        ("IQ4_NL", 4, 128, 2),
+        ("IQ4_XS", 4, 256, 3),
+        ("MXFP4", 4, 128, 1),
+    )
+}
 # torch.nn.functional.scaled_mm with a scale per row: cuBLAS multiplies on 9.0, CUTLASS on the others
 FP8_CAPABILITIES = "8.9, 9.0, 10.0 or 12.0"
 
@@ -145,6 +201,21 @@ QUANTIZATIONS = {  # formats to which a checkpoint in a float type can be quanti
     "fp8_dynamic": replace(_FP8, has_fp8_activations=True),  # llm-compressor's FP8_DYNAMIC
     "int4": Quantization(method=_ONLINE, bits=4, block=(1, 128), ignored=_GATES),
 }
+# Formats to which an output head can be quantized at loading. Loading halves the groups where that pays (`head_format`
+# in models/quantized_weights.py)
+HEAD_QUANTIZATIONS = {"int8": Quantization(method=_ONLINE, bits=8, block=(1, 64))}
+
+
+def without_expert(layer: str) -> str:
+    """Return the name of a layer without the number of an expert."""
+    return _OF_EXPERT.sub(".experts.", layer)
+
+
+def gguf_quantization(layers: Iterable[GGUFLayer]) -> Quantization | None:
+    """Return the format of a GGUF file with these quantized layers, or None if there are none."""
+    found = tuple(sorted(layers))
+    # Gates are small, and one weight in the model has both
+    return Quantization(method=_GGUF, bits=8, layers=found, ignored=_GATES, is_for_others=False) if found else None
 
 
 def parse_quantization(given: Any) -> Quantization | None:

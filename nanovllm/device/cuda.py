@@ -32,14 +32,14 @@ def new_stream(device: torch.device, owner: object | None = None) -> torch.cuda.
 
 
 class _CudaArray:
-    """Pinned memory, presented to torch as an array on the GPU, where it has the same address."""
+    """Pinned memory, presented to torch as an array on the GPU. address: where the GPU has the memory."""
 
-    def __init__(self, pinned: torch.Tensor) -> None:
+    def __init__(self, pinned: torch.Tensor, address: int) -> None:
         self.pinned = pinned  # the tensor made from this object keeps it alive
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (pinned.nbytes,),
             "typestr": "|u1",
-            "data": (pinned.data_ptr(), False),
+            "data": (address, False),
             "version": 3,
         }
 
@@ -50,9 +50,30 @@ def pinned_view(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
     A copy of the same rows would wait: the copy engine first finishes the large copies that were enqueued on other
     streams, 0.2 ms each. Synchronize the two tensors like one tensor that two streams use.
     """
+    return _view(pinned, pinned.data_ptr(), device)
+
+
+def registered_view(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a `pinned_view` of memory that is registered with CUDA (pinned_memory.py). Unlike memory that CUDA has
+    allocated, it has another address on the GPU on some systems, such as Windows.
+
+    Raises UnsupportedDriverError if the GPU cannot reach the memory.
+    """
+    address = ctypes.c_uint64()
+    with torch.cuda.device(device):
+        _call_driver(
+            "cuMemHostGetDevicePointer_v2",
+            ctypes.byref(address),
+            ctypes.c_void_p(pinned.data_ptr()),
+            ctypes.c_uint(0),
+        )
+    return _view(pinned, address.value, device)
+
+
+def _view(pinned: torch.Tensor, address: int, device: torch.device) -> torch.Tensor:
     assert pinned.is_contiguous() and pinned.is_pinned(), "the GPU can only reach contiguous pinned memory"
-    view = torch.as_tensor(_CudaArray(pinned), device=device)
-    assert view.data_ptr() == pinned.data_ptr(), "torch has copied pinned memory instead of viewing it"
+    view = torch.as_tensor(_CudaArray(pinned, address), device=device)
+    assert view.data_ptr() == address, "torch has copied pinned memory instead of viewing it"
     return view.view(pinned.dtype).view(pinned.shape)
 
 
@@ -161,6 +182,16 @@ def _check(code: int) -> None:
         raise UnsupportedDriverError(f"the CUDA driver refuses to wait for values in memory (error {code})")
 
 
+def _call_driver(name: str, *arguments: Any, must_succeed: bool = True) -> None:
+    """Call a function of the CUDA driver API. Raises UnsupportedDriverError if there is none, and for an error."""
+    try:
+        error = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    except (OSError, AttributeError) as missing:
+        raise UnsupportedDriverError(f"there is no CUDA driver with {name} ({missing})") from missing
+    if error and must_succeed:
+        raise UnsupportedDriverError(f"{name} failed (CUDA error {error})")
+
+
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
@@ -180,16 +211,16 @@ class SharedMemory:
 
     def __init__(self, address: int, close: str) -> None:
         self.address = address
-        weakref.finalize(self, self._call, close, ctypes.c_uint64(address), must_succeed=False).atexit = False
+        weakref.finalize(self, _call_driver, close, ctypes.c_uint64(address), must_succeed=False).atexit = False
 
     @classmethod
     def allocate(cls, num_bytes: int) -> "SharedMemory":
         """Allocate zeros on the current device, a multiple of 2 MiB, so that no other memory is shared."""
         assert num_bytes % 2**21 == 0, num_bytes
         address = ctypes.c_uint64()
-        cls._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        _call_driver("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         memory = cls(address.value, "cuMemFree_v2")
-        cls._call("cuMemsetD32_v2", address, 0, ctypes.c_size_t(num_bytes // 4))
+        _call_driver("cuMemsetD32_v2", address, 0, ctypes.c_size_t(num_bytes // 4))
         return memory
 
     @classmethod
@@ -197,20 +228,11 @@ class SharedMemory:
         """Open the memory of another process by its `handle`. The memory may be on another device."""
         address = ctypes.c_uint64()
         given = _Handle.from_buffer_copy(handle)
-        cls._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_ENABLE_PEER_ACCESS))
+        _call_driver("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_ENABLE_PEER_ACCESS))
         return cls(address.value, "cuIpcCloseMemHandle")
 
     def handle(self) -> bytes:
         """Return the bytes with which another process can `open` this memory."""
         handle = _Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self.address))
+        _call_driver("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self.address))
         return bytes(handle.reserved)
-
-    @staticmethod
-    def _call(name: str, *arguments: Any, must_succeed: bool = True) -> None:
-        try:
-            error = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
-        except (OSError, AttributeError) as missing:
-            raise UnsupportedDriverError(f"there is no CUDA driver with {name} ({missing})") from missing
-        if error and must_succeed:
-            raise UnsupportedDriverError(f"{name} failed (CUDA error {error})")

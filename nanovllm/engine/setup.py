@@ -77,7 +77,7 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
         raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
     config = Config(model=model_path(str(model)), **options)
     stored, directory = ModelConfig.from_pretrained(config.model, config.hf_overrides)
-    model_config = stored.quantized(config.quantization)
+    model_config = stored.quantized(config.quantization, config.quantize_head)
     limit = max_model_len(config, model_config)
     device = resolve_device(config)
     _check_parts(config, model_config, device)
@@ -87,7 +87,7 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     check_start(plan)
     return EngineSetup(
         config=config,
-        model_config=model_config,
+        model_config=replace(model_config, embedding_on_cpu=plan.model.embedding_on_cpu),
         directory=directory,
         max_model_len=limit,
         device=device,

@@ -94,6 +94,8 @@ def rank_devices(device_type: str, size: int) -> list[torch.device]:
 
 def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int]) -> Engine:
     is_gpu = setup.device.type == "cuda"
+    if setup.plan.host_table_bytes:
+        logger.info("the embedding table is in CPU memory, %s", format_bytes(setup.plan.host_table_bytes))
     if setup.config.kv_disk_path is not None:
         executor.call(Runner.apply, identify_weights)
     sizes = _kv_cache_sizes(setup, executor)
@@ -254,7 +256,7 @@ def _least_load_tokens(setup: EngineSetup, executor: Executor) -> int:
         return 0
     rates = executor.call(Runner.apply, measure_disk)
     token_bytes = spec.block_bytes // spec.block_size
-    flop = partial(prefill_flop, plan.config, plan.model)
+    flop = partial(prefill_flop, plan.config, plan.model, capability=plan.machine.capability)
     least_tokens = least_load_tokens(rates, flop, token_bytes, spec.states.state_bytes, setup.max_model_len)
     logger.info(
         "KV on disk: computing %.0f tokens/s, reading %.2f GB/s: prefixes are loaded from %d tokens on",

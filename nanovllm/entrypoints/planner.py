@@ -11,10 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from nanovllm.capabilities.disk.disk_moves import document_disk_bytes, num_document_states
-from nanovllm.capacity.costs import num_full_blocks, num_prefill_loaded_blocks, prefill_flop
+from nanovllm.capacity.costs import (
+    embedding_bytes,
+    head_bytes,
+    num_full_blocks,
+    num_prefill_loaded_blocks,
+    prefill_flop,
+)
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan, least, make_plan
-from nanovllm.capacity.plan_check import check_plan
+from nanovllm.capacity.plan_check import HEAD_FORMAT, check_plan, fp8_problem
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ARCHITECTURES, ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, can_multiply_fp8
@@ -121,7 +127,8 @@ def flop_prefill_tok_per_s(plan: CapacityPlan) -> float | None:
     """Return the bound of prefill that the GPU's arithmetic sets."""
     if not plan.machine.flop_per_s:
         return None
-    return plan.context * plan.machine.flop_per_s / prefill_flop(plan.config, plan.model, plan.context)
+    flop = prefill_flop(plan.config, plan.model, plan.context, plan.machine.capability)
+    return plan.context * plan.machine.flop_per_s / flop
 
 
 def prefill_tok_per_s(plan: CapacityPlan) -> float | None:
@@ -199,6 +206,8 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         remark = f"{plan.num_cpu_blocks} blocks, {num_tokens:,} tokens of all requests together"
         remark += f"; {format_bytes(plan.machine.host_bytes)} was available"
         rows.append(("CPU pool", format_bytes(plan.cpu_pool_bytes), remark + ("" if plan.fits_host else " (!)")))
+    if plan.host_table_bytes:
+        rows.append(("embedding", format_bytes(plan.host_table_bytes), "in pinned CPU memory instead of the GPU's"))
     if plan.snapshot_bytes:
         remark = f"{plan.num_snapshots} state{'s' * (plan.num_snapshots > 1)} for later prompts, in CPU memory"
         rows.append(("snapshots", format_bytes(plan.snapshot_bytes), remark))
@@ -213,13 +222,40 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
 
 
 def _weights_remark(plan: CapacityPlan) -> str:
-    """Say what the two formats in fp8 are for."""
+    return "; ".join(filter(None, (_fp8_remark(plan), _vocabulary_remark(plan))))
+
+
+def _fp8_remark(plan: CapacityPlan) -> str:
+    """Say what the two formats in fp8 are for. On a CPU the weights are values in the model's dtype."""
+    if plan.machine.gpu_bytes is None:
+        return ""
     if plan.config.quantization == "fp8_dynamic":
         return "in fp8, as are activations in products of many rows; fp8 has smaller errors"
     capability = plan.machine.capability
     if plan.config.quantization == "fp8" and capability is not None and can_multiply_fp8(capability):
         return "in fp8; fp8_dynamic is for long prompts and large batches"
     return ""
+
+
+def _vocabulary_remark(plan: CapacityPlan) -> str:
+    """Return the sizes of the output head and the embedding table per GPU, and of the head with and without
+    quantization.
+    """
+    config, model = plan.config, plan.model
+
+    def size(num_bytes: int) -> str:
+        return format_bytes(num_bytes // config.tensor_parallel_size)
+
+    is_gpu = plan.machine.gpu_bytes is not None
+    table = size(embedding_bytes(config, model, is_packed=is_gpu))
+    if not model.has_own_head:
+        return f"embedding table and output head {table}"
+    head = size(head_bytes(config, model, is_packed=is_gpu and model.gguf_head_type is not None))
+    if is_gpu and model.gguf_head_type is None:
+        quantized = size(head_bytes(config, model.quantized(None, HEAD_FORMAT)))
+        instead = f"{quantized} instead of {head}", f"{head} ({quantized} in {HEAD_FORMAT})"
+        head = instead[0 if model.head_quantization else 1]
+    return f"output head {head}, embedding table {'in CPU memory' if plan.host_table_bytes else table}"
 
 
 def _states_remark(plan: CapacityPlan) -> str:
@@ -299,12 +335,15 @@ SAME_SIZES = {  # models of later versions that have the sizes of a preset
     "qwen3.5-27b": "Qwen3.6-27B and Qwen3.8-27B",
     "qwen3.5-35b-a3b": "Qwen3.6-35B-A3B",
 }
+MIN_HEAD_GAIN = 1.1  # in the time of a request, for a quantized output head, which changes results
 ANSWER_TOKENS = 500  # plans are compared by the time of an answer of this length to a prompt of the whole context
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A model that runs. format: the format of the model's linear weights."""
+    """A model that runs. format: the format of the model's linear weights. The output head is quantized if
+    `plan.model` has it so.
+    """
 
     model: str
     format: str
@@ -328,9 +367,11 @@ def fits(
     list has all presets, the checkpoint's format and all of QUANTIZATIONS, and each of CONTEXTS that the model
     supports, or the model's longest context if that is shorter than all of CONTEXTS.
 
-    Raises ConfigError if one of `models` does not take `context`.
+    Raises ConfigError if one of `models` does not take `context` or `quantization`, and if the GPU does not.
     """
     found, named = [], tuple(models)
+    if quantization is not None and (problem := fp8_problem(machine, QUANTIZATIONS[quantization])):
+        raise ConfigError(problem)
     for name in named or presets():
         stored = ModelConfig.without_weights(name)
         longest = max(stored.max_model_len_limit, _recommended_context(stored))
@@ -338,15 +379,28 @@ def fits(
             raise ConfigError(f"context={context} is more than the {longest} tokens that {name} takes; lower it")
         contexts = [tokens for tokens in CONTEXTS if tokens <= longest] or [longest]
         own = stored.quantization.method if stored.quantization else dtype_name(Config(model=name), stored)
-        formats = {own: stored} if quantization is None else {}
-        for each in () if stored.quantization or stored.gguf_types else QUANTIZATIONS:
-            if quantization in (None, each):
-                formats[each] = stored.quantized(each)
+        formats = {own: stored} if quantization is None else {quantization: stored.quantized(quantization)}
+        if quantization is None and not (stored.quantization or stored.gguf_types):
+            formats |= {each: stored.quantized(each) for each in QUANTIZATIONS}
         for format, model in formats.items():
             for tokens in contexts if context is None else [context]:
-                if plans := list(_plans(name, model, machine, tokens)):
-                    found.append(Fit(model=name, format=format, plan=min(plans, key=request_s)))
+                if (plan := _best_plan(name, model, machine, tokens)) is not None:
+                    found.append(Fit(model=name, format=format, plan=plan))
     return found
+
+
+def _best_plan(name: str, model: ModelConfig, machine: Machine, context: int) -> CapacityPlan | None:
+    """Return the fastest plan that works, or None. The embedding table is in CPU memory where that pays; if KV is still
+    missing on the GPU, the output head is quantized where only that lets the context run, or MIN_HEAD_GAIN as fast.
+    """
+    best = min(_plans(name, model, machine, context), key=request_s, default=None)
+    if (best is not None and not best.num_missing_blocks) or model.gguf_head_type is not None:
+        return best
+    small_head = model.quantized(None, HEAD_FORMAT)
+    other = min(_plans(name, small_head, machine, context), key=request_s, default=None)
+    if other is None or (best is not None and request_s(other) * MIN_HEAD_GAIN > request_s(best)):
+        return best
+    return other
 
 
 def _recommended_context(model: ModelConfig) -> int:
@@ -361,7 +415,9 @@ def _plans(name: str, model: ModelConfig, machine: Machine, context: int) -> Ite
         model = replace(model, max_position_embeddings=context)
     for settings in SETTINGS:
         with suppress(ConfigError):
-            plan = make_plan(Config(model=name, max_model_len=context, **settings), model, machine)
+            head = HEAD_FORMAT if model.head_quantization else None
+            config = Config(model=name, max_model_len=context, quantize_head=head, **settings)
+            plan = make_plan(config, model, machine)
             check_plan(plan)
             yield plan
 
@@ -384,11 +440,12 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
     )
     if not found:
         return f"{title}\n  nothing; use a smaller model or context, or more memory"
-    head = ("model", "format", "context", "KV cache", "where", "decode", "first token", "step tokens")
+    head = ("model", "format", "head", "context", "KV cache", "where", "decode", "first token", "step tokens")
     rows = [
         (
             fit.model,
             fit.format,
+            fit.plan.config.quantize_head or "as is",
             f"{fit.plan.context:,}",
             format_bytes(fit.kv_bytes),
             "GPU" if fit.is_resident else "offload",
@@ -400,13 +457,14 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
     ]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [
-        "  ".join(["", *map(str.ljust, row[:2], widths), *map(str.rjust, row[2:], widths[2:])]) for row in (head, *rows)
+        "  ".join(["", *map(str.ljust, row[:3], widths), *map(str.rjust, row[3:], widths[3:])]) for row in (head, *rows)
     ]
     common = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in COMMON.items())
     how = (
         f"every line needs {common}; add --max-model-len CONTEXT --max-num-batched-tokens STEP_TOKENS, "
-        "--quantization FORMAT unless it is the checkpoint's format, --enable-cpu-offload for offload, and for a "
-        "context beyond the model's limit the --hf-overrides that plan prints"
+        "--quantization FORMAT unless it is the checkpoint's format, --quantize-head HEAD unless it is as is, "
+        "--enable-cpu-offload for offload, and for a context beyond the model's limit the --hf-overrides that plan "
+        "prints"
     )
     names = dict.fromkeys(fit.model for fit in found)
     also = [f"{name} also stands for {SAME_SIZES[name]}" for name in names if name in SAME_SIZES]

@@ -13,21 +13,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.gguf_words import (
+    BASES,
+    HAS_LEAST,
+    block_bases,
+    block_numbers,
+    load_scale_words,
+    load_upper_words,
+    scale_and_least,
+)
 from nanovllm.kernels.launch import let_next_start, wait_for_previous
-from nanovllm.kernels.packed_values import (
+from nanovllm.kernels.packed_values import block_values, enlarged, scale_of, scale_row, small_e4m3
+from nanovllm.kernels.packed_words import (
     BLOCK_WORDS,
+    CODES_OF_WORD,
     DENSE,
     E4M3,
+    FIRST_BLOCK_TYPE,
+    FIRST_WITH_TABLE,
     INT4,
+    Q6_K,
+    Q8_0,
     SLICE,
-    block_values,
-    enlarged,
+    UPPER_BITS,
     halves,
     nibbles,
     ones,
-    scale_of,
-    scale_row,
-    small_e4m3,
 )
 
 
@@ -38,9 +49,27 @@ def _nothing():
 
 
 @triton.jit
+def _two_rows(low, high):
+    """Arrange words of two rows, [SPLIT * 32, 4] each -> [SPLIT, 2, 8, 4, 4]."""
+    words = tl.join(low, high)
+    return words.reshape(words.shape[0] // 32, 8, 4, 4, 2).permute(0, 4, 1, 2, 3)
+
+
+@triton.jit
+def _spread(uppers, BITS: tl.constexpr):
+    """Repeat words [lanes, BITS] with upper bits for the 4 words of each lane, shifted for each: [lanes, 4]."""
+    uppers = tl.join(uppers, uppers >> 8)
+    if BITS == 1:
+        uppers = tl.join(uppers, uppers >> 4)
+    return uppers.reshape(uppers.shape[0], 4)
+
+
+@triton.jit
 def _load_block(
     low_row,
     high_row,
+    low_uppers,  # where the rows' upper bits are
+    high_uppers,
     scales_of_row,  # None if no scales are wanted
     chunk,
     scale_chunk,
@@ -49,23 +78,31 @@ def _load_block(
     COLUMNS: tl.constexpr,
     SHARED: tl.constexpr,
     GROUP: tl.constexpr,
+    KIND: tl.constexpr,
     IS_FULL: tl.constexpr,  # every warp has a block
 ):
-    """Load words of a block of each warp's 16 rows, [SPLIT, 2, 8, 4, 4], and scales [SPLIT, 16, 1] for every SHARED
-    columns. Words and scales past the last block are 0. `scale_chunk` is `chunk` in the layout of the scales.
+    """Load words of a block of each warp's 16 rows, [SPLIT, 2, 8, 4, 4], a tuple with their upper bits in the same
+    shape, which may be empty, and scales [SPLIT, 16, 1] for every SHARED columns, or the words of GGUF's scales. Words
+    and scales past the last block are 0. `scale_chunk` is `chunk` in the layout of the scales.
     """
+    BITS: tl.constexpr = UPPER_BITS[KIND]
     low, high = low_row + chunk * BLOCK_WORDS, high_row + chunk * BLOCK_WORDS
     is_block, other = (None, None) if IS_FULL else (chunk * COLUMNS < K, 0)
     low_words = tl.load(low, is_block, other, eviction_policy="evict_first")
-    words = tl.join(low_words, tl.load(high, is_block, other, eviction_policy="evict_first"))
-    words = words.reshape(words.shape[0] // 32, 8, 4, 4, 2).permute(0, 4, 1, 2, 3)
-    scales = _nothing()
-    if scales_of_row is not None:
+    words = _two_rows(low_words, tl.load(high, is_block, other, eviction_policy="evict_first"))
+    uppers, scales = _nothing(), _nothing()
+    if BITS > 0:
+        low = tl.load(low_uppers + chunk * (4 * BITS), is_block, other, eviction_policy="evict_first")
+        high = tl.load(high_uppers + chunk * (4 * BITS), is_block, other, eviction_policy="evict_first")
+        uppers = (_two_rows(_spread(low, BITS), _spread(high, BITS)),)
+    if KIND >= FIRST_BLOCK_TYPE:
+        scales = load_scale_words(scales_of_row, scale_chunk, scale_chunk * COLUMNS < K, 0, GROUP_STRIDE, KIND)
+    elif scales_of_row is not None:
         column = scale_chunk * COLUMNS
         for start in tl.static_range(0, COLUMNS, SHARED):
             scale = tl.load(scales_of_row + (column + start) // GROUP * GROUP_STRIDE, mask=column < K, other=0)
             scales = scales + (scale,)  # noqa: RUF005  # Triton cannot unpack here
-    return words, scales
+    return words, uppers, scales
 
 
 @triton.jit
@@ -73,6 +110,64 @@ def _weight_operand(numbers):
     """Reshape numbers of a slice [SPLIT, 2, 8, 4, 8] -> [SPLIT, 16, 32]. No number moves to another thread."""
     SPLIT: tl.constexpr = numbers.shape[0]
     return numbers.reshape(SPLIT, 2, 8, 4, 2, 2, 2).permute(0, 1, 2, 5, 3, 4, 6).reshape(SPLIT, 16, 32)
+
+
+@triton.jit
+def _load_x(x_row, column, KIND: tl.constexpr):
+    """Load words with x [lanes, 4] for a slice. `x_row` points to the lane's first words, in Q6_K to 2 of them."""
+    if KIND == Q6_K:  # words alternate between the groups of 16 columns
+        x = tl.load(x_row + column // 2)
+        x = tl.join(x, tl.load(x_row + (column // 2 + SLICE // 4))).reshape(x.shape[0], 4)
+    else:
+        x = tl.load(x_row + column // 2)
+    return x
+
+
+@triton.jit
+def _both_groups(operand, IS_X: tl.constexpr):
+    """Split an operand along its 32 columns."""
+    SPLIT: tl.constexpr = operand.shape[0]
+    if IS_X:
+        parts = operand.reshape(SPLIT, 2, 16, operand.shape[2]).permute(0, 2, 3, 1)
+    else:
+        parts = operand.reshape(SPLIT, 16, 2, 16).permute(0, 1, 3, 2)
+    return tl.split(parts)
+
+
+@triton.jit
+def _scaled(sums, code_sums, x_sums, scales, GROUP: tl.constexpr, KIND: tl.constexpr):
+    """Add the products of a group of columns of a GGUF type to `sums`."""
+    scale, least = scale_and_least(scales, GROUP, KIND)
+    sums += code_sums * scale
+    if HAS_LEAST[KIND]:
+        sums -= x_sums * (scale * BASES[KIND] + least)
+    return sums
+
+
+@triton.jit
+def _slice_products(sums, words, uppers, x, scales, PART: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
+    """Add the products of slice PART of a block of a GGUF type to `sums`."""
+    none = tl.zeros_like(sums)
+    numbers = _weight_operand(block_numbers(words, uppers, PART, KIND, dtype))
+    if KIND == Q6_K:
+        x_first, x_second = _both_groups(x, True)
+        first, second = _both_groups(numbers, False)
+        bases, _ = _both_groups(_weight_operand(block_bases(words, KIND, dtype)), False)
+        first_sums = tl.dot(first, x_first, tl.dot(bases, x_first, none))
+        second_sums = tl.dot(second, x_second, tl.dot(bases, x_second, none))
+        sums = _scaled(sums, first_sums, None, scales, 2 * PART, KIND)
+        sums = _scaled(sums, second_sums, None, scales, 2 * PART + 1, KIND)
+    else:
+        code_sums, x_sums = none, none
+        if HAS_LEAST[KIND]:
+            x_sums = tl.dot(_weight_operand(ones(words, dtype)), x, none)
+        elif KIND < FIRST_WITH_TABLE:
+            code_sums = tl.dot(_weight_operand(block_bases(words, KIND, dtype)), x, none)
+        code_sums = tl.dot(numbers, x, code_sums)
+        if KIND == Q8_0:
+            code_sums = tl.dot(_weight_operand(nibbles(words, 8 * PART + 4, dtype, True)), x, code_sums)
+        sums = _scaled(sums, code_sums, x_sums, scales, PART, KIND)
+    return sums
 
 
 @triton.jit
@@ -99,6 +194,7 @@ def few_products_kernel(
     num_pairs,
     num_experts,
     N,  # features of the result
+    out_stride,  # between rows of `out`
     CHOSEN: tl.constexpr,  # pairs of a row of x
     SUMMED: tl.constexpr,  # pairs that are summed for a row of the result, one warp each, or 0 if nothing is summed
     K: tl.constexpr,
@@ -123,6 +219,8 @@ def few_products_kernel(
         let_next_start(PDL)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     CODES: tl.constexpr = COLUMNS // BLOCK_WORDS  # codes of a word
+    BITS: tl.constexpr = UPPER_BITS[KIND]
+    ROW_WORDS: tl.constexpr = K // CODES + K // 32 * BITS
     STRIDE: tl.constexpr = 1 if SUMMED else SPLIT  # distance in blocks between a warp's blocks
     FULL: tl.constexpr = K // COLUMNS // STRIDE  # steps in which every warp has a block
     STEPS: tl.constexpr = (K // COLUMNS + STRIDE - 1) // STRIDE
@@ -160,8 +258,12 @@ def few_products_kernel(
         else:  # one block per pair, or per sum
             pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
     code_ptr = codes_ptr.to(tl.pointer_type(tl.int32)) + word
-    low_row = code_ptr + (expert * (ROWS * N) + low).to(tl.int64) * (K // CODES)
-    high_row = code_ptr + (expert * (ROWS * N) + high).to(tl.int64) * (K // CODES)
+    low_words = (expert * (ROWS * N) + low).to(tl.int64) * ROW_WORDS
+    high_words = (expert * (ROWS * N) + high).to(tl.int64) * ROW_WORDS
+    low_row, high_row, low_uppers, high_uppers = code_ptr + low_words, code_ptr + high_words, None, None
+    if BITS > 0:
+        upper_ptr = codes_ptr + K // CODES + lane % 4 * BITS + tl.arange(0, BITS)[None, :]
+        low_uppers, high_uppers = upper_ptr + low_words, upper_ptr + high_words
     scales_of_row = None
     if KIND != DENSE:
         weight_row = warp_expert * (ROWS * N) + row[None, :, None] + 0 * warp
@@ -172,13 +274,27 @@ def few_products_kernel(
     for step in tl.static_range(AHEAD):
         chunk, scale_chunk = step * STRIDE + first, step * STRIDE + scale_first
         ahead = _load_block(
-            low_row, high_row, row_scales, chunk, scale_chunk, SCALE_STRIDES[2], K, COLUMNS, SHARED, GROUP, step < FULL
+            low_row,
+            high_row,
+            low_uppers,
+            high_uppers,
+            row_scales,
+            chunk,
+            scale_chunk,
+            SCALE_STRIDES[2],
+            K,
+            COLUMNS,
+            SHARED,
+            GROUP,
+            KIND,
+            step < FULL,
         )
         queue = queue + (ahead,)  # noqa: RUF005
     if experts_ptr is None or SUMMED:
         wait_for_previous(PDL)  # before this only weights may be read; other kernels use x and out
     # Rows of x that do not exist are replaced by copies of others
-    x_ptr = x_ptr.to(tl.pointer_type(tl.int32)) + word
+    x_word = lane % 4 * 2 + tl.arange(0, 2)[None, :] if KIND == Q6_K else word
+    x_ptr = x_ptr.to(tl.pointer_type(tl.int32)) + x_word
     x_row = _nothing()
     for i in tl.static_range(BLOCK_M // 8):
         if SUMMED:
@@ -192,10 +308,23 @@ def few_products_kernel(
         x_row = x_row + (x_ptr + (of_x // CHOSEN).to(tl.int64) * (4 * x_stride),)  # noqa: RUF005
     sums = tl.zeros((SPLIT, 16, BLOCK_M), tl.float32)
     for step in tl.range(STEPS, num_stages=1, loop_unroll_factor=UNROLLED):
-        words, scales = queue[0]
+        words, uppers, scales = queue[0]
         chunk, scale_chunk = (step + AHEAD) * STRIDE + first, (step + AHEAD) * STRIDE + scale_first
         ahead = _load_block(
-            low_row, high_row, row_scales, chunk, scale_chunk, SCALE_STRIDES[2], K, COLUMNS, SHARED, GROUP, False
+            low_row,
+            high_row,
+            low_uppers,
+            high_uppers,
+            row_scales,
+            chunk,
+            scale_chunk,
+            SCALE_STRIDES[2],
+            K,
+            COLUMNS,
+            SHARED,
+            GROUP,
+            KIND,
+            False,
         )
         queue = queue[1:] + (ahead,)  # noqa: RUF005
         column = tl.minimum((step * STRIDE + first) * COLUMNS, K - COLUMNS)
@@ -203,11 +332,14 @@ def few_products_kernel(
             code_sums = sums if AT_END or KIND == DENSE else tl.zeros_like(sums)
             x_sums = tl.zeros_like(sums)
             for i in tl.static_range(start // SLICE, (start + SHARED) // SLICE):
-                x = tl.load(x_row[0] + (column + i * SLICE) // 2)[:, :, None]
+                x = _load_x(x_row[0], column + i * SLICE, KIND)[:, :, None]
                 if BLOCK_M == 16:
-                    x = tl.join(x.reshape(x.shape[0], 4), tl.load(x_row[1] + (column + i * SLICE) // 2))
+                    x = tl.join(x.reshape(x.shape[0], 4), _load_x(x_row[1], column + i * SLICE, KIND))
                 x = _x_operand(x, KIND, dtype)
-                if KIND == DENSE:
+                if KIND >= FIRST_BLOCK_TYPE:
+                    upper = uppers[0] if BITS > 0 else None
+                    sums = _slice_products(sums, words, upper, x, scales, i, KIND, dtype)
+                elif KIND == DENSE:
                     code_sums = tl.dot(_weight_operand(halves(words, dtype)), x, code_sums)
                 elif KIND == E4M3:
                     code_sums = tl.dot(_weight_operand(small_e4m3(words, 8 * i, dtype)), x, code_sums)
@@ -220,7 +352,7 @@ def few_products_kernel(
                     x_sums = tl.dot(_weight_operand(ones(words, dtype)), x, x_sums)
             if AT_END or KIND == DENSE:
                 sums = code_sums
-            else:
+            elif KIND < FIRST_BLOCK_TYPE:
                 scale_bits = scales[start // SHARED]
                 if KIND != E4M3:
                     code_sums -= x_sums * (scale_bits >> 16).to(tl.float32)
@@ -230,7 +362,9 @@ def few_products_kernel(
     if SUMMED:
         sums *= tl.load(factors_ptr + block * SUMMED + warp, mask=warp < SUMMED, other=0.0)
     sums = tl.sum(sums, 0)
-    _finish(sums, row, feature, pair, bias_ptr, None if SUMMED else factors_ptr, out_ptr, num_pairs, N, GATED)
+    _finish(
+        sums, row, feature, pair, bias_ptr, None if SUMMED else factors_ptr, out_ptr, out_stride, num_pairs, N, GATED
+    )
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -247,6 +381,7 @@ def products_kernel(
     num_pairs,
     num_experts,
     N,
+    out_stride,
     CHOSEN: tl.constexpr,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,  # columns that are loaded at once
@@ -274,7 +409,7 @@ def products_kernel(
     if experts_ptr is not None:
         let_next_start(PDL)  # see `few_products_kernel`
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    CODES: tl.constexpr = 1 if KIND == DENSE else 8 if KIND == INT4 else 4  # codes of a word
+    CODES: tl.constexpr = CODES_OF_WORD[KIND]
     AT_END: tl.constexpr = KIND == E4M3 and GROUP == K
     # Programs that share a part of the weight are neighbours, so that they find it in the cache
     block, in_tile = tl.program_id(0), tl.arange(0, BLOCK_N)
@@ -295,7 +430,9 @@ def products_kernel(
             pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
     x_row = tl.minimum(pair, num_pairs - 1) // CHOSEN  # rows that do not exist are replaced by copies of others
     x_column = x_ptr + x_row.to(tl.int64)[None, :] * x_stride + tl.arange(0, COLUMNS // PRODUCTS)[:, None]
-    code_row = codes_ptr + weight_row[:, None] * (K // CODES) + tl.arange(0, COLUMNS // CODES)[None, :]
+    word = tl.arange(0, COLUMNS // CODES)[None, :]
+    first_word = codes_ptr + weight_row[:, None] * (K // CODES + K // 32 * UPPER_BITS[KIND])
+    code_row, upper_row = first_word + word, first_word + K // CODES
     scales_of_row = 0
     if KIND != DENSE:
         scales_of_row = scale_row(scales_ptr, weight_row[:, None], SCALE_STRIDES[0], SCALE_STRIDES[1], SCALE_ROWS)
@@ -308,12 +445,18 @@ def products_kernel(
             sums = tl.dot(words, tl.load(x_column + step * COLUMNS), sums, input_precision="ieee")
         else:
             scales = _nothing()
-            for start in tl.static_range(0, COLUMNS, SHARED):
-                scale_ptr = scales_of_row + (step * COLUMNS + start) // GROUP * SCALE_STRIDES[2]
-                scales = scales + (0 if AT_END else tl.load(scale_ptr),)  # noqa: RUF005
+            uppers = load_upper_words(upper_row, step * (COLUMNS // CODES) + word, None, None, KIND)
+            if KIND >= FIRST_BLOCK_TYPE:
+                scales = load_scale_words(scales_of_row, step, None, None, SCALE_STRIDES[2], KIND)
+            else:
+                for start in tl.static_range(0, COLUMNS, SHARED):
+                    scale_ptr = scales_of_row + (step * COLUMNS + start) // GROUP * SCALE_STRIDES[2]
+                    scales = scales + (0 if AT_END else tl.load(scale_ptr),)  # noqa: RUF005
             for part in tl.static_range(PRODUCTS):
                 x = tl.load(x_column + (step * COLUMNS + part * (COLUMNS // PRODUCTS)))
-                values = block_values(words, scales, part, PRODUCTS, SHARED, KIND, SCALE_DTYPE, dtype, not AT_END)
+                values = block_values(
+                    words, uppers, scales, part, PRODUCTS, SHARED, KIND, SCALE_DTYPE, dtype, not AT_END
+                )
                 sums = tl.dot(values, x, sums, input_precision="ieee")
                 if WAIT:  # using the sums makes Triton wait for the product
                     sums = tl.inline_asm_elementwise("// $0", "=r,0", [sums], tl.float32, is_pure=False, pack=1)
@@ -324,7 +467,7 @@ def products_kernel(
         is_there = (pair < num_pairs)[None, :] & (feature + in_tile % FEATURES < N)[:, None]
         tl.store(out_ptr + part[None, :] + row[:, None], sums, mask=is_there)
     else:
-        _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, num_pairs, N, GATED)
+        _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -361,6 +504,7 @@ def sum_parts_kernel(
     out_ptr,
     num_pairs,
     N,
+    out_stride,
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -379,7 +523,7 @@ def sum_parts_kernel(
     for split in tl.static_range(SPLITS):
         part = (split * num_pairs + of_pair) * (ROWS * N)
         sums += tl.load(parts_ptr + part[None, :] + row[:, None])
-    _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, num_pairs, N, GATED)
+    _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED)
 
 
 @triton.jit
@@ -392,7 +536,7 @@ def _gated(sums, dtype: tl.constexpr):
 
 
 @triton.jit
-def _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, num_pairs, N, GATED: tl.constexpr):
+def _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED: tl.constexpr):
     """Store the results of `sums` [BLOCK_N, BLOCK_M], for rows of the weight and pairs."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     FEATURES: tl.constexpr = sums.shape[0] // (2 if GATED else 1)
@@ -403,5 +547,5 @@ def _finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, num_pairs,
     if factors_ptr is not None:
         sums *= tl.load(factors_ptr + pair, mask=pair < num_pairs, other=0.0)[None, :]
     feature += tl.arange(0, FEATURES)
-    out = out_ptr + pair.to(tl.int64)[None, :] * N + feature[:, None]
+    out = out_ptr + pair.to(tl.int64)[None, :] * out_stride + feature[:, None]
     tl.store(out, sums.to(dtype), mask=(pair < num_pairs)[None, :] & (feature < N)[:, None])

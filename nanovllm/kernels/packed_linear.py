@@ -21,7 +21,8 @@ from nanovllm.kernels.packed_kernels import (
     products_kernel,
     sum_parts_kernel,
 )
-from nanovllm.kernels.packed_values import E4M3, INT4, SLICE, Packed
+from nanovllm.kernels.packed_values import Packed
+from nanovllm.kernels.packed_words import E4M3, INT4, SLICE
 
 MAX_FEW_ROWS, MAX_BLOCK_M = 16, 128
 MAX_SUMMED = 16  # experts of a token
@@ -143,8 +144,11 @@ def products(
     num_experts: int = 1,
     factors: torch.Tensor | None = None,
     tile: ManyRowsTile | FewRowsTile | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply x [M, K] by the weight -> [M, N], or with `gated` silu(first half) * second half. Hot: per layer.
+
+    The results are in `out` if it is given, whose rows may be apart, else in a new tensor.
 
     `experts`, int64 [M, C]: multiply each pair by its expert's rows instead -> [M * C, N]; every pair reads the weight
     anew. `routing`: the same for pairs that are sorted by expert and share the reads. x has a row for each token, or a
@@ -162,7 +166,9 @@ def products(
         target, num_tiles = kernel_target.target_of(x.device), triton.cdiv(num_rows, 16) * num_blocks
         tile = choose_tile(block_rows, num_tiles, target, x, weight, routing is not None)
     assert routing is None or routing.block_m == tile.block_m, "pairs are sorted into blocks of another size"
-    out = x.new_empty(num_pairs, num_rows // 2 if gated else num_rows)
+    if out is None:
+        out = x.new_empty(num_pairs, num_rows // 2 if gated else num_rows)
+    assert out.stride(1) == 1 and len(out) == num_pairs, "the kernels write rows"
     product = _Product(x, weight, bias, factors, pairs, experts, num_experts, gated, out)
     if isinstance(tile, FewRowsTile):
         return _few_products(product, tile)
@@ -229,6 +235,7 @@ class _Product(NamedTuple):
             num_pairs,
             self.num_experts,
             num_features,
+            self.out.stride(0),
             CHOSEN=max(1, num_pairs // len(x)),  # 1 for sums, which have fewer rows than x
             K=weight.num_columns,
             COLUMNS=columns,
@@ -307,6 +314,7 @@ def _products(product: _Product, tile: ManyRowsTile) -> torch.Tensor:
             out,
             num_pairs,
             num_features,
+            out.stride(0),
             GATED=product.gated,
             BLOCK_M=8,
             BLOCK_N=128,

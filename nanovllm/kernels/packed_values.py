@@ -16,6 +16,7 @@ slice, which has one scale.
 
 - A 4-bit integer reads as 16 + code. An 8-bit integer is read as two 4-bit integers.
 - The bits of an e4m3 number, read in place as bf16, are 2^-120 of its value.
+- Blocks of GGUF files have further words, with upper bits of codes, and other scales: gguf_words.py.
 
 `unpack` writes the values of some rows, so that cuBLAS can multiply them by many rows of x.
 
@@ -30,19 +31,32 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.gguf_words import block_type_values, load_scale_words, load_upper_words
 from nanovllm.kernels.launch import on_grid
+from nanovllm.kernels.packed_words import (
+    BLOCK_WORDS,
+    CODES_OF_WORD,
+    DENSE,
+    E4M3,
+    FIRST_BLOCK_TYPE,
+    INT4,
+    INTERPRETED,
+    Q6_K,
+    SLICE,
+    UPPER_BITS,
+    fma,
+    halves,
+    nibbles,
+)
 
-DENSE, INT4, INT8, E4M3 = (tl.constexpr(kind) for kind in range(4))
-BLOCK_WORDS, SLICE = (tl.constexpr(size) for size in (16, 32))  # words of a block, columns of a slice
 SCALE_TILE = tl.constexpr(8)  # rows whose scales are stored together
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Packed(NamedTuple):
     """The tensors of a weight [N, K]. A dense weight has only `codes`, which are its values."""
 
-    codes: torch.Tensor  # int32 words [N, K / 8] or [N, K / 4]; dense: the values [N, K]
-    # [tiles, 8 rows, K / group_size] as from `new_scales`: fp32, or words of `pack_scales`
+    codes: torch.Tensor  # int32 words [N, K * bits / 32]; dense: the values [N, K]
+    # [tiles, 8 rows, K / group_size] as from `new_scales`: fp32, or words of `pack_scales`; GGUF: see gguf_words.py
     scales: torch.Tensor | None = None
     kind: int = DENSE.value
     scale_dtype: torch.dtype | None = None  # bf16 or fp16 within words, or None for fp32
@@ -55,12 +69,14 @@ class Packed(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        return self.codes.shape[1] * (1 if self.kind == DENSE.value else 8 if self.kind == INT4.value else 4)
+        if self.kind == DENSE.value:
+            return self.codes.shape[1]
+        return self.codes.shape[1] * 32 // (32 // CODES_OF_WORD.value[self.kind] + UPPER_BITS.value[self.kind])
 
     @property
     def block_columns(self) -> int:
         """Columns of a block; for a dense weight, columns in the same number of bytes."""
-        return BLOCK_WORDS.value * 4 // self.codes.element_size() * self.num_columns // self.codes.shape[1]
+        return BLOCK_WORDS.value * 4 // self.codes.element_size() * CODES_OF_WORD.value[self.kind]
 
 
 def can_pack(num_columns: int, bits: int, group_size: int) -> bool:
@@ -82,9 +98,8 @@ def new_scales(num_rows: int, num_groups: int, dtype: torch.dtype) -> torch.Tens
     return tiles.transpose(1, 2)
 
 
-def store_scales(target: torch.Tensor, first_row: int, scales: torch.Tensor) -> None:
-    """Write scales [n, groups] to `target`, for the rows from `first_row` on."""
-    row = torch.arange(first_row, first_row + len(scales), device=target.device)
+def store_scales(target: torch.Tensor, row: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write scales [n, groups] to `target`, for these rows, int64 [n]."""
     target[row // SCALE_TILE.value, row % SCALE_TILE.value, : scales.shape[1]] = scales.to(target.device)
 
 
@@ -96,61 +111,47 @@ def pack_scales(scales: torch.Tensor, zeros: torch.Tensor, bits: int) -> torch.T
     return (scales.contiguous().view(torch.int16).int() & 0xFFFF) | (offsets << 16)
 
 
-# -- codes to numbers --------------------------------------------------------------------------------------------
+def pack_block_codes(codes: torch.Tensor, kind: int, bits: int) -> torch.Tensor:
+    """Pack codes uint8 [n, K] of `bits` bits -> words int32 [n, K * bits / 32]."""
+    if kind == Q6_K.value:  # [.., group, pair, 2] -> [.., pair, group, 2]
+        codes = codes.reshape(len(codes), -1, 2, 8, 2).transpose(2, 3).flatten(1)
+    if bits in (4, 8):
+        return pack_codes(codes, bits)
+    upper_bits = bits - 4
+    # Dimensions: blocks, slices s, upper words j, words i of an upper word, halves h
+    upper = (codes >> 4).view(len(codes), -1, 4, 4 * upper_bits, 4 // upper_bits, 2).int()
+    places = torch.arange(0, 4 * upper_bits, upper_bits, dtype=torch.int32, device=codes.device).view(4, 1, 1, 1)
+    places = places + torch.arange(0, 16, 4 * upper_bits, dtype=torch.int32, device=codes.device).view(1, 1, -1, 1)
+    places = places + torch.arange(0, 32, 16, dtype=torch.int32, device=codes.device)
+    words = (upper << places).sum((2, 4, 5), dtype=torch.int32)
+    return torch.cat([pack_codes(codes & 15, 4), words.flatten(1)], 1)
 
 
-@triton.jit
-def halves(words, dtype: tl.constexpr):
-    """Split words into the two numbers that each holds: [.., n] -> [.., 2 n]."""
-    low = words.to(tl.int16).to(dtype, bitcast=True)
-    high = (words >> 16).to(tl.int16).to(dtype, bitcast=True)
-    both = tl.join(low, high)
-    return both.reshape(both.shape[:-2] + [2 * both.shape[-2]])  # noqa: RUF005  # Triton cannot unpack here
+def pack_block_scales(
+    scales: torch.Tensor,
+    leasts: torch.Tensor | None,
+    group_scales: torch.Tensor | None,
+    group_leasts: torch.Tensor | None,
+) -> torch.Tensor:
+    """Pack the scales of rows as the module describes -> words int32 [n, words].
 
-
-@triton.jit
-def mask_and_set(words, MASK: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Compute (words & MASK) | BITS with one instruction; the compiler would use two."""
-    if _INTERPRETED:
-        words = (words & MASK) | BITS
-    else:
-        words = tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
-    return words
-
-
-@triton.jit
-def nibbles(words, PLACE: tl.constexpr, dtype: tl.constexpr, IS_HIGH: tl.constexpr = False):
-    """The 4 bits at PLACE and at PLACE + 16 of words [.., n]: [.., 2 n] in `dtype`, which is bf16 or fp16.
-
-    The result is 16 + bits, or with IS_HIGH, for the upper half of an 8-bit code, 256 + 16 * bits.
+    scales, leasts: fp16 [n, blocks of the file], or in MXFP4 exponents uint8. group_scales, group_leasts: uint8
+    [n, groups].
     """
-    SHIFT: tl.constexpr = PLACE - (3 if dtype == tl.bfloat16 else 6)
-    if SHIFT < 0:
-        bits = words << -SHIFT
+    if leasts is not None:
+        heads = (scales.view(torch.int16).int() & 0xFFFF) | (leasts.view(torch.int16).int() << 16)
+    elif group_scales is not None:
+        heads = scales.float().view(torch.int32)
     else:
-        bits = words >> SHIFT
-    if dtype == tl.bfloat16:
-        if IS_HIGH:
-            bits = mask_and_set(bits, 0x00780078, 0x43804380, "lop3.b32 $0, $1, 0x00780078, 0x43804380, 0xEA;")
-        else:
-            bits = mask_and_set(bits, 0x00780078, 0x41804180, "lop3.b32 $0, $1, 0x00780078, 0x41804180, 0xEA;")
-    elif IS_HIGH:
-        bits = mask_and_set(bits, 0x03C003C0, 0x5C005C00, "lop3.b32 $0, $1, 0x03C003C0, 0x5C005C00, 0xEA;")
-    else:
-        bits = mask_and_set(bits, 0x03C003C0, 0x4C004C00, "lop3.b32 $0, $1, 0x03C003C0, 0x4C004C00, 0xEA;")
-    return halves(bits, dtype)
+        return scales.contiguous().view(torch.int32)
+    if group_scales is None:
+        return heads
+    parts = [group_scales, group_leasts] if group_leasts is not None else [group_scales]
+    of_blocks = [part.contiguous().view(torch.int32).unflatten(1, (heads.shape[1], 2, -1)) for part in parts]
+    return torch.cat([heads[..., None], torch.cat(of_blocks, 3).flatten(2)], 2).flatten(1)
 
 
-@triton.jit
-def ones(words, dtype: tl.constexpr):
-    """1 for each column of a slice. The ones formally depend on the words, so that they get the same layout."""
-    if _INTERPRETED:
-        ones = words * 0 + (0x3F803F80 if dtype == tl.bfloat16 else 0x3C003C00)
-    elif dtype == tl.bfloat16:
-        ones = tl.inline_asm_elementwise("mov.b32 $0, 0x3F803F80;", "=r,r", [words], tl.int32, is_pure=True, pack=1)
-    else:
-        ones = tl.inline_asm_elementwise("mov.b32 $0, 0x3C003C00;", "=r,r", [words], tl.int32, is_pure=True, pack=1)
-    return halves(ones, dtype)
+# -- codes to numbers --------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -163,7 +164,7 @@ def small_e4m3(words, PLACE: tl.constexpr, dtype: tl.constexpr):
     else:
         bits = (words >> SHIFT) & MASK
     signs = words << (8 - PLACE)
-    if _INTERPRETED:
+    if INTERPRETED:
         bits |= signs & -0x7FFF8000
     else:
         asm: tl.constexpr = "lop3.b32 $0, $1, 0x80008000, $2, 0xEA;"  # (signs & mask) | bits
@@ -178,7 +179,7 @@ def enlarged(words, dtype: tl.constexpr):
     """
     if dtype == tl.float16:  # in fp16 the scales include the whole factor
         x = halves(words, dtype)
-    elif _INTERPRETED:
+    elif INTERPRETED:
         x = (halves(words, dtype).to(tl.float32) * 2.0**60).to(dtype)
     else:
         asm: tl.constexpr = """{
@@ -209,20 +210,6 @@ def scale_of(bits, SCALE_DTYPE: tl.constexpr, KIND: tl.constexpr, dtype: tl.cons
 
 
 @triton.jit
-def _fma(x, factor, addend):
-    """x * factor + addend in 16 bits, for two numbers at a time."""
-    if _INTERPRETED:
-        x = (x.to(tl.float32) * factor.to(tl.float32) + addend.to(tl.float32)).to(x.dtype)
-    elif x.dtype == tl.bfloat16:
-        asm: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;"
-        x = tl.inline_asm_elementwise(asm, "=r,r,r,r", [x, factor, addend], x.dtype, is_pure=True, pack=2)
-    else:
-        half_asm: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;"
-        x = tl.inline_asm_elementwise(half_asm, "=r,r,r,r", [x, factor, addend], x.dtype, is_pure=True, pack=2)
-    return x
-
-
-@triton.jit
 def _differences(words, scale_bits, PART: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
     """code - zero, or the number in e4m3, for slice PART of a block: [.., n] -> [.., 2 n] in bf16 or fp16, without
     rounding.
@@ -230,13 +217,13 @@ def _differences(words, scale_bits, PART: tl.constexpr, KIND: tl.constexpr, dtyp
     one, none = tl.full((1, 1), 1.0, dtype), tl.zeros((1, 1), dtype)
     if KIND == E4M3:
         factor: tl.constexpr = 2.0**8 if dtype == tl.float16 else 2.0**120
-        x = _fma(small_e4m3(words, 8 * PART, dtype), tl.full((1, 1), factor, dtype), none)
+        x = fma(small_e4m3(words, 8 * PART, dtype), tl.full((1, 1), factor, dtype), none)
     elif KIND == INT4:
-        x = _fma(nibbles(words, 4 * PART, dtype), one, (-(scale_bits >> 16)).to(tl.float32).to(dtype))
+        x = fma(nibbles(words, 4 * PART, dtype), one, (-(scale_bits >> 16)).to(tl.float32).to(dtype))
     else:
-        x = _fma(nibbles(words, 8 * PART + 4, dtype, True), one, tl.full((1, 1), -272.0, dtype))
-        x = _fma(nibbles(words, 8 * PART, dtype), one, x)
-        x = _fma(x, one, (272 - (scale_bits >> 16)).to(tl.float32).to(dtype))
+        x = fma(nibbles(words, 8 * PART + 4, dtype, True), one, tl.full((1, 1), -272.0, dtype))
+        x = fma(nibbles(words, 8 * PART, dtype), one, x)
+        x = fma(x, one, (272 - (scale_bits >> 16)).to(tl.float32).to(dtype))
     return x
 
 
@@ -261,16 +248,36 @@ def _values(
         if dtype == tl.bfloat16 or (dtype == tl.float16 and dtype == SCALE_DTYPE):
             rounded, rest = scale.to(dtype), tl.zeros((1, 1), dtype)
             if dtype != SCALE_DTYPE:
-                rest = _fma(x, (scale - rounded.to(tl.float32)).to(dtype), rest)
-            x = _fma(x, rounded, rest)
+                rest = fma(x, (scale - rounded.to(tl.float32)).to(dtype), rest)
+            x = fma(x, rounded, rest)
         else:  # in fp16 small scales would lose bits
             x = x.to(tl.float32) * scale
     return x.to(dtype)
 
 
 @triton.jit
+def _slice_values(
+    words,
+    uppers,
+    scales,
+    PART: tl.constexpr,
+    EACH: tl.constexpr,  # slices that share one of `scales`
+    KIND: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
+    dtype: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    if KIND >= FIRST_BLOCK_TYPE:
+        x = block_type_values(words, uppers, scales, PART, KIND, dtype)
+    else:
+        x = _values(words, scales[PART // EACH], PART, KIND, SCALE_DTYPE, dtype, SCALED)
+    return x
+
+
+@triton.jit
 def block_values(
     words,
+    uppers,
     scales,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
@@ -281,17 +288,18 @@ def block_values(
     SCALED: tl.constexpr,
 ):
     """The values of a part of each block, with the columns in order: [rows, n] -> [rows, n * codes of a word / PARTS].
-    SHARED columns of a block share one of `scales`.
+    SHARED columns of a block share one of `scales`. In GGUF's types `scales` are the words of one block.
     """
     EACH: tl.constexpr = SHARED // SLICE
-    SLICES: tl.constexpr = (4 if KIND == INT4 else 2) // PARTS
+    SLICES: tl.constexpr = CODES_OF_WORD[KIND] // 2 // PARTS
     FIRST: tl.constexpr = PART * SLICES
-    x = _values(words, scales[FIRST // EACH], FIRST, KIND, SCALE_DTYPE, dtype, SCALED)
+    x = _slice_values(words, uppers, scales, FIRST, EACH, KIND, SCALE_DTYPE, dtype, SCALED)
     if SLICES > 1:
-        second = _values(words, scales[(FIRST + 1) // EACH], FIRST + 1, KIND, SCALE_DTYPE, dtype, SCALED)
+        second = _slice_values(words, uppers, scales, FIRST + 1, EACH, KIND, SCALE_DTYPE, dtype, SCALED)
         if SLICES == 4:
-            x = tl.join(x, _values(words, scales[2 // EACH], 2, KIND, SCALE_DTYPE, dtype, SCALED))
-            second = tl.join(second, _values(words, scales[3 // EACH], 3, KIND, SCALE_DTYPE, dtype, SCALED))
+            third = _slice_values(words, uppers, scales, 2, EACH, KIND, SCALE_DTYPE, dtype, SCALED)
+            fourth = _slice_values(words, uppers, scales, 3, EACH, KIND, SCALE_DTYPE, dtype, SCALED)
+            x, second = tl.join(x, third), tl.join(second, fourth)
         x = tl.join(x, second).reshape(words.shape[0], words.shape[1] // BLOCK_WORDS, SLICE, SLICES)
         x = x.permute(0, 1, 3, 2).reshape(words.shape[0], words.shape[1] * 2 * SLICES)
     return x
@@ -300,16 +308,18 @@ def block_values(
 # -- values ------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows"])
+@triton.jit(do_not_specialize=["first_row", "num_rows", "num_weight_rows"])
 def _unpack_kernel(
     codes_ptr,
     scales_ptr,
+    rows_ptr,  # the rows to unpack, or None for num_rows in order
     out_ptr,
-    first_row,
+    first_row,  # the number of the weight's first row in rows_ptr; without rows_ptr the first row to unpack
     num_rows,
+    num_weight_rows,
     tile_stride,
     row_stride,
-    group_stride,
+    GROUP_STRIDE: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
@@ -319,30 +329,61 @@ def _unpack_kernel(
 ):
     out_row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     is_row, block = out_row < num_rows, tl.program_id(1)
-    row = (first_row + out_row).to(tl.int64)
-    CODES: tl.constexpr = 8 if KIND == INT4 else 4
+    is_there = is_row
+    if rows_ptr is None:
+        row = (first_row + out_row).to(tl.int64)
+    else:
+        row = tl.load(rows_ptr + out_row, mask=is_row, other=0).to(tl.int64) - first_row
+        is_there = is_row & (row >= 0) & (row < num_weight_rows)
+        row = tl.where(is_there, row, 0)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    CODES: tl.constexpr = CODES_OF_WORD[KIND]
     word = block * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, :]
-    words = tl.load(codes_ptr + row * (K // CODES) + word, mask=is_row, other=0)
+    code_row = codes_ptr + row * (K // CODES + K // 32 * UPPER_BITS[KIND])
+    words = tl.load(code_row + word, mask=is_row, other=0)
     scales = scale_row(scales_ptr, row, tile_stride, row_stride, SCALE_ROWS)
+    if KIND >= FIRST_BLOCK_TYPE:
+        uppers = load_upper_words(code_row + K // CODES, word, is_row, 0, KIND)
+        scale_words = load_scale_words(scales, block, is_row, 0, GROUP_STRIDE, KIND)
     for part in tl.static_range(CODES // 2):
         column = block * BLOCK_WORDS * CODES + part * SLICE
-        scale_bits = tl.load(scales + column // GROUP * group_stride, mask=is_row, other=0)
-        values = _values(words, scale_bits, part, KIND, SCALE_DTYPE, out_ptr.dtype.element_ty)
+        if KIND >= FIRST_BLOCK_TYPE:
+            values = block_type_values(words, uppers, scale_words, part, KIND, dtype)
+        else:
+            scale_bits = tl.load(scales + column // GROUP * GROUP_STRIDE, mask=is_row, other=0)
+            values = _values(words, scale_bits, part, KIND, SCALE_DTYPE, dtype)
+        if rows_ptr is not None:
+            values = tl.where(is_there, values, 0.0)
         at = out_row.to(tl.int64) * K + column + tl.arange(0, SLICE)[None, :]
         tl.store(out_ptr + at, values, mask=is_row)
 
 
 def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
     """Write the values of the weight's rows from `first_row` on to all rows of `out` [rows, K]. Hot."""
+    return _unpack(weight, None, first_row, out)
+
+
+def unpack_rows(weight: Packed, rows: torch.Tensor, first_row: int, out: torch.Tensor) -> torch.Tensor:
+    """Write the values of rows to `out` [T, K], or zeros for rows that the weight does not have. Hot: once per step.
+
+    rows: int64 [T], in a numbering in which the weight's first row is `first_row`.
+    """
+    assert rows.is_contiguous(), "the kernel reads the rows in order"
+    return _unpack(weight, rows, first_row, out) if len(rows) else out
+
+
+def _unpack(weight: Packed, rows: torch.Tensor | None, first_row: int, out: torch.Tensor) -> torch.Tensor:
     assert weight.scales is not None and out.is_contiguous(), "a dense weight needs no unpacking"
     block_n = 32
-    num_blocks = weight.codes.shape[1] // BLOCK_WORDS.value
+    num_blocks = weight.num_columns // weight.block_columns
     on_grid(_unpack_kernel, (triton.cdiv(len(out), block_n), num_blocks))(
         weight.codes,
         weight.scales,
+        rows,
         out,
         first_row,
         len(out),
+        len(weight.codes),
         *weight.scales.stride(),
         K=weight.num_columns,
         GROUP=weight.group_size,

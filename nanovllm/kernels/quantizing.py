@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
-from nanovllm.kernels.packed_values import BLOCK_WORDS, E4M3, INT4, SLICE, Packed, scale_row
+from nanovllm.kernels.packed_values import Packed, scale_row
+from nanovllm.kernels.packed_words import BLOCK_WORDS, E4M3, INT4, SLICE
 
 MAX_E4M3 = tl.constexpr(448.0)
 MIN_E4M3_RANGE = tl.constexpr(2.0**-100)  # lower bound of the largest value of a group

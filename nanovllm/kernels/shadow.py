@@ -29,7 +29,7 @@ from nanovllm.device.kernel_target import KernelTarget
 from nanovllm.kernels.configs import plan_num_splits
 from nanovllm.kernels.launch import LN_2, LOG2_E, let_next_start, on_grid, pdl_options, wait_for_previous
 from nanovllm.kernels.merge import merge_splits
-from nanovllm.kernels.packed_values import mask_and_set
+from nanovllm.kernels.packed_words import mask_and_set
 from nanovllm.plan.shadow_spec import KEY_GROUP, SLICE_TOKENS, ShadowSpec
 
 MAX_ROWS = 16  # query heads of a program

@@ -12,7 +12,7 @@ Legend: T packed tokens, N state slots, C channels of the convolution, W its wid
 this rank, K key head dim, V value head dim. Value head h uses key head h * Q // H.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -52,9 +52,9 @@ class GatedDeltaNet(nn.Module):
         eps: float,
         tp: TPGroup,
         dtype: torch.dtype,
-        quantizations: tuple[Quantization | None, Quantization | None, Quantization | None] = (None, None, None),
+        formats: Sequence[Sequence[Quantization | None]] = ((None, None), (None, None), (None,)),
     ) -> None:
-        """layer: index among the recurrent layers. quantizations: of in_proj_qkvz, in_proj_ba and out_proj."""
+        """layer: index among the recurrent layers. formats: of the layers in in_proj_qkvz, in_proj_ba and out_proj."""
         super().__init__()
         self.layer, self.config = layer, config
         key_size = config.num_key_heads * config.key_head_dim
@@ -73,14 +73,14 @@ class GatedDeltaNet(nn.Module):
             bias=False,
             tp=tp,
             dtype=dtype,
-            quantization=quantizations[0],
+            formats=formats[0],
             parts=[*self.conv_parts, share(1, value_size, tp, "z")],
         )
         self.in_proj_ba = MergedColumnParallelLinear(
-            hidden_size, [heads, heads], bias=False, tp=tp, dtype=dtype, quantization=quantizations[1]
+            hidden_size, [heads, heads], bias=False, tp=tp, dtype=dtype, formats=formats[1]
         )
         self.out_proj = RowParallelLinear(
-            value_size, hidden_size, bias=False, tp=tp, dtype=dtype, quantization=quantizations[2]
+            value_size, hidden_size, bias=False, tp=tp, dtype=dtype, quantization=formats[2][0]
         )
         self.value_rows = value_rows
         local_heads = value_rows.stop - value_rows.start

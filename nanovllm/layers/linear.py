@@ -1,4 +1,4 @@
-"""Tensor-parallel linear layers, the vocabulary's embedding and output head, and where their weights come from.
+"""Tensor-parallel linear layers, and where their weights come from.
 
 In a column-parallel layer each rank owns some output features, and nothing is communicated. In a row-parallel layer
 each rank owns some input features, and the outputs are summed over the ranks, so a column-parallel layer followed by a
@@ -8,6 +8,7 @@ passed and never global.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -28,9 +29,8 @@ from nanovllm.layers.packed_weight import (
     new_parameter,
     rounded_to_fp8,
 )
-from nanovllm.utils.arithmetic import ceil_div
 
-Weight: TypeAlias = nn.Parameter | PackedWeight
+Weight: TypeAlias = "nn.Parameter | PackedWeight | StackedWeight"
 _ONLY_PACKED = "only packed weights take codes"
 
 
@@ -63,25 +63,35 @@ class HasWeightShards(Protocol):
         ...
 
 
+def packed_format(quantization: Quantization | None, num_columns: int, num_ranks: int = 1) -> Quantization | None:
+    """Return the format if the device of the `torch.device` context keeps a weight packed, else None.
+
+    num_columns: on each rank. num_ranks: the number of ranks that share the columns.
+    """
+    is_gpu = torch.get_default_device().type == "cuda"
+    is_packed = is_gpu and quantization is not None and quantization.stays_packed(num_columns, num_ranks)
+    return quantization if is_packed else None
+
+
 def new_weight(
     part_sizes: Sequence[int],
     num_columns: int,
     *,
     dtype: torch.dtype,
     quantization: Quantization | None,
+    num_ranks: int = 1,
     sorts_columns: bool = True,
-) -> Weight:
-    """Make the weight of a layer with parts of these sizes, such as q, k and v. On a GPU a quantized
-    weight is packed; `sorts_columns` as for PackedWeight.
+) -> nn.Parameter | PackedWeight:
+    """Make the weight of a layer with parts of these sizes, such as q, k and v. On a GPU a quantized weight is packed.
+
+    num_ranks: the number of ranks that share the columns. sorts_columns: as for PackedWeight.
     """
-    device = torch.get_default_device()
-    if quantization is None or not quantization.stays_packed or device.type != "cuda":
+    format = packed_format(quantization, num_columns, num_ranks)
+    if format is None:
         return new_parameter(sum(part_sizes), num_columns, dtype=dtype)
-    capability = kernel_target.target_of(device).capability
-    multiplies_codes = can_multiply_codes(part_sizes, num_columns, quantization, dtype, capability)
-    return PackedWeight(
-        part_sizes, num_columns, quantization, multiplies_codes=multiplies_codes, sorts_columns=sorts_columns
-    )
+    capability = kernel_target.target_of(torch.get_default_device()).capability
+    multiplies_codes = can_multiply_codes(part_sizes, num_columns, format, dtype, capability)
+    return PackedWeight(part_sizes, num_columns, format, multiplies_codes=multiplies_codes, sorts_columns=sorts_columns)
 
 
 def rounds_rows(part_sizes: Sequence[int], num_columns: int, quantization: Quantization | None) -> bool:
@@ -98,9 +108,58 @@ def takes_codes(weight: Weight) -> bool:
     return isinstance(weight, PackedWeight) and weight.takes_codes
 
 
+def stack_weights(
+    part_sizes: Sequence[int], num_columns: int, *, dtype: torch.dtype, formats: Sequence[Quantization | None]
+) -> Weight:
+    """Make the weight of a layer whose parts may have several formats: one weight for each run of equal formats."""
+    kept = [packed_format(each, num_columns) for each in formats]
+    runs = [(format, list(run)) for format, run in groupby(range(len(kept)), kept.__getitem__)]
+    weights = [
+        new_weight([part_sizes[i] for i in run], num_columns, dtype=dtype, quantization=format) for format, run in runs
+    ]
+    return weights[0] if len(weights) == 1 else StackedWeight(weights)
+
+
+class StackedWeight(nn.Module):
+    """Weights with the same columns, as the rows of one weight. In GGUF files, q, k and v often have several types."""
+
+    def __init__(self, weights: Sequence[nn.Parameter | PackedWeight]) -> None:
+        super().__init__()
+        for i, weight in enumerate(weights):
+            setattr(self, f"part_{i}", weight)
+        self.weights = tuple(weights)
+        self.starts = list(accumulate((weight.shape[0] for weight in weights), initial=0))
+        self.shape = self.starts[-1], weights[0].shape[1]
+
+    def rows(self, start: int, end: int) -> torch.Tensor | PackedRows:
+        """Return the target of a shard that fills rows of one of the weights."""
+        part = max(i for i, first in enumerate(self.starts[:-1]) if first <= start)
+        first = self.starts[part]
+        assert end <= self.starts[part + 1], "a shard fills rows of one weight"
+        return weight_rows(self.weights[part], start - first, end - first)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[T, K] -> [T, N]: each weight writes some columns of the result. Hot: several times per layer."""
+        out = x.new_empty(len(x), self.shape[0])
+        for weight, start in zip(self.weights, self.starts, strict=False):
+            rows = slice(start, start + weight.shape[0])
+            part, of_part = out[:, rows], None if bias is None else bias[rows]
+            if isinstance(weight, PackedWeight):
+                weight.linear(x, of_part, part)
+            elif of_part is None:
+                torch.mm(x, weight.t(), out=part)
+            else:
+                torch.addmm(of_part, x, weight.t(), out=part)
+        return out
+
+    def gate_up(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """silu(first half) * second half of the product. Hot: once per layer."""
+        return silu_and_mul(self.linear(x, bias))
+
+
 def weight_rows(weight: Weight, start: int, end: int) -> torch.Tensor | PackedRows:
     """Return the target of a shard that fills these rows."""
-    return weight.rows(start, end) if isinstance(weight, PackedWeight) else weight[start:end]
+    return weight.rows(start, end) if isinstance(weight, PackedWeight | StackedWeight) else weight[start:end]
 
 
 def divide(size: int, parts: int, name: str) -> int:
@@ -147,6 +206,8 @@ def linear(x: Activations, weight: Weight, bias: torch.Tensor | None) -> torch.T
     if isinstance(weight, PackedWeight):
         return weight.linear(x, bias)
     assert isinstance(x, torch.Tensor), _ONLY_PACKED
+    if isinstance(weight, StackedWeight):
+        return weight.linear(x, bias)
     if use_gemv(x, weight):
         from nanovllm.kernels import small_linear as kernels
 
@@ -158,7 +219,9 @@ def gate_up(x: Activations, weight: Weight, bias: torch.Tensor | None, *, makes_
     """silu(first half) * second half of the product: [T, K] by weight [2 * N, K] -> [T, N]. Hot: once per layer."""
     if isinstance(weight, PackedWeight):
         return weight.gate_up(x, bias, makes_codes=makes_codes)
-    assert isinstance(x, torch.Tensor), _ONLY_PACKED
+    assert isinstance(x, torch.Tensor) and not makes_codes, _ONLY_PACKED
+    if isinstance(weight, StackedWeight):
+        return weight.gate_up(x, bias)
     if use_gemv(x, weight):
         from nanovllm.kernels import small_linear as kernels
 
@@ -211,18 +274,19 @@ class MergedColumnParallelLinear(nn.Module):
         bias: bool,
         tp: TPGroup,
         dtype: torch.dtype,
-        quantization: Quantization | None = None,
+        formats: Sequence[Quantization | None] | None = None,
         parts: Sequence[Rows] | None = None,
     ) -> None:
-        """`quantization`: the format of the weight, or None if it is not quantized."""
+        """`formats`: of each layer, None if it is not quantized; by default no layer is quantized."""
         super().__init__()
-        self.tp, self.quantization = tp, quantization
+        self.tp, self.formats = tp, formats or [None] * len(output_sizes)
         self.input_size = input_size
         self.output_sizes = list(output_sizes)
         self.parts = parts or [share(layer, size, tp, "output features") for layer, size in enumerate(output_sizes)]
         part_sizes = [part.rows.stop - part.rows.start for part in self.parts]
-        self.weight = new_weight(part_sizes, input_size, dtype=dtype, quantization=quantization)
-        self.rounds_rows = rounds_rows(part_sizes, input_size, quantization)
+        of_parts = [self.formats[part.layer] for part in self.parts]
+        self.weight = stack_weights(part_sizes, input_size, dtype=dtype, formats=of_parts)
+        self.rounds_rows = rounds_rows(part_sizes, input_size, self.formats[0])
         self.bias = new_parameter(sum(part_sizes), dtype=dtype) if bias else None
 
     def forward(self, x: Activations) -> torch.Tensor:
@@ -233,7 +297,7 @@ class MergedColumnParallelLinear(nn.Module):
         for layer, rows in self.parts:
             size, start, end = self.output_sizes[layer], end, end + rows.stop - rows.start
             target, index = weight_rows(self.weight, start, end), (rows, slice(None))
-            weight = WeightShard(target, (size, self.input_size), index, self.quantization)
+            weight = WeightShard(target, (size, self.input_size), index, self.formats[layer])
             yield NamedShard(layer, "weight", weight)
             if self.bias is not None:
                 yield NamedShard(layer, "bias", WeightShard(self.bias[start:end], (size,), (rows,)))
@@ -269,7 +333,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         bias: bool,
         tp: TPGroup,
         dtype: torch.dtype,
-        quantization: Quantization | None = None,
+        formats: Sequence[Quantization | None] | None = None,
         gated: bool = False,
         head_rows: Sequence[slice] | None = None,
     ) -> None:
@@ -287,9 +351,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         if gated:
             parts += rows(0, heads, q_rows, [slice(head_dim, 2 * head_dim)])
         sizes = [num_heads * q_rows, num_kv_heads * head_dim, num_kv_heads * head_dim]
-        super().__init__(
-            hidden_size, sizes, bias=bias, tp=tp, dtype=dtype, quantization=quantization, parts=_joined(parts)
-        )
+        super().__init__(hidden_size, sizes, bias=bias, tp=tp, dtype=dtype, formats=formats, parts=_joined(parts))
         self.head_dim = head_dim
         self.heads_per_part = [heads, kv_heads, kv_heads, heads if gated else 0]
 
@@ -333,7 +395,7 @@ class RowParallelLinear(nn.Module):
         self.full_shape = (output_size, input_size)
         self.has_bias = bias
         local_size = divide(input_size, tp.size, "input features")
-        self.weight = new_weight([output_size], local_size, dtype=dtype, quantization=quantization)
+        self.weight = new_weight([output_size], local_size, dtype=dtype, quantization=quantization, num_ranks=tp.size)
         self.rounds_rows = rounds_rows([output_size], local_size, quantization)
         self.bias = new_parameter(output_size, dtype=dtype) if bias and tp.rank == 0 else None
 
@@ -349,59 +411,3 @@ class RowParallelLinear(nn.Module):
         if self.has_bias:  # the other ranks list the tensor but read nothing from it
             target = torch.empty(0) if self.bias is None else self.bias
             yield NamedShard(0, "bias", WeightShard(target, self.full_shape[:1], (slice(0, target.shape[0]),)))
-
-
-class _VocabParallel(nn.Module):
-    """A weight [ceil(vocab_size / tp), hidden_size] whose rows are this rank's token ids, starting at `first_row`.
-
-    The vocabulary is padded to a multiple of the number of ranks. The padding rows are on the last ranks; they are
-    never looked up, and their logits are cut off.
-    """
-
-    def __init__(
-        self, vocab_size: int, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype, tied_to: nn.Parameter | None = None
-    ) -> None:
-        super().__init__()
-        self.tp = tp
-        self.vocab_size = vocab_size
-        self.rows_per_rank = ceil_div(vocab_size, tp.size)
-        self.first_row = tp.rank * self.rows_per_rank
-        self.is_tied = tied_to is not None
-        self.weight = new_parameter(self.rows_per_rank, hidden_size, dtype=dtype) if tied_to is None else tied_to
-
-    def weight_shards(self) -> Iterator[NamedShard]:
-        if self.is_tied:  # the embedding that it is tied to lists the weight
-            return
-        start = min(self.first_row, self.vocab_size)
-        end = min(start + self.rows_per_rank, self.vocab_size)
-        shape = (self.vocab_size, self.weight.shape[1])
-        yield NamedShard(0, "weight", WeightShard(self.weight[: end - start], shape, (slice(start, end), slice(None))))
-
-
-class VocabParallelEmbedding(_VocabParallel):
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, hidden_size]; every id must be within the vocabulary."""
-        if self.tp.size == 1:
-            return F.embedding(token_ids, self.weight)
-        rows = token_ids - self.first_row
-        foreign = (rows < 0) | (rows >= self.rows_per_rank)
-        embedded = F.embedding(rows.masked_fill(foreign, 0), self.weight)
-        return sum_over_ranks(embedded.masked_fill(foreign.unsqueeze(-1), 0), self.tp)
-
-
-class ParallelLMHead(_VocabParallel):
-    """The output head. If the embeddings are tied, `tied_to` is their weight and the head owns no memory."""
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Width of the logits of all ranks together, including padding."""
-        return self.rows_per_rank * self.tp.size
-
-    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[S, hidden_size] -> logits [S, vocab_size], the same on every rank, in the dtype of the weight.
-
-        The logits are written to `out` [S, padded_vocab_size] if given, else to a new tensor.
-        """
-        if self.tp.size == 1:
-            return F.linear(hidden, self.weight) if out is None else torch.mm(hidden, self.weight.t(), out=out)
-        return self.tp.all_gather(F.linear(hidden, self.weight), out)[:, : self.vocab_size]

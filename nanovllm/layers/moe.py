@@ -4,7 +4,7 @@ Tensor parallelism splits every expert: each rank has some features of all exper
 ranks. Legend: T tokens, E experts, C experts chosen for each token.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +18,18 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import ConfigError
 from nanovllm.layers.linear import (
     NamedShard,
+    StackedWeight,
+    Weight,
     WeightShard,
     divide,
     new_weight,
+    packed_format,
     silu_and_mul,
+    stack_weights,
     sum_over_ranks,
     weight_rows,
 )
-from nanovllm.layers.packed_weight import PackedWeight, new_parameter, packed
+from nanovllm.layers.packed_weight import new_parameter, packed
 
 MAX_ROUTER_ROWS = 4  # tokens up to which our kernel computes the router's logits
 MAX_SINGLE_PAIRS = 32  # number of (token, expert) pairs up to which every pair reads its expert separately
@@ -91,11 +95,13 @@ class Experts(nn.Module):
         config: ExpertsConfig,
         tp: TPGroup,
         dtype: torch.dtype,
-        quantization: Quantization | None = None,
+        formats: Sequence[Quantization | None] = (None, None, None),
     ) -> None:
-        """`quantization`: the format of the weights, or None if they are not quantized."""
+        """`formats`: of gate, up and down, None if they are not quantized."""
         super().__init__()
-        self.tp, self.quantization = tp, quantization
+        # products with experts take 16-bit activations
+        self.formats = [format and replace(format, has_fp8_activations=False) for format in formats]
+        self.tp = tp
         self.size, self.num_experts, self.hidden_size = config.intermediate_size, config.num_experts, hidden_size
         self.local_size = divide(config.intermediate_size, tp.size, "moe_intermediate_size")
         if torch.get_default_device().type == "cuda" and (hidden_size % 16 or self.local_size % 16):
@@ -103,12 +109,24 @@ class Experts(nn.Module):
                 f"an expert has {hidden_size} and {self.local_size} features on each rank, which must be multiples of "
                 "16 on a GPU; use fewer ranks, or device='cpu'"
             )
-        if quantization is not None:  # products with experts take 16-bit activations
-            quantization = replace(quantization, has_fp8_activations=False)
-        # The rows of all experts form one weight. Each expert's columns would have another order
-        given: Any = {"dtype": dtype, "quantization": quantization, "sorts_columns": False}
-        self.gate_up = new_weight([self.local_size] * 2 * self.num_experts, hidden_size, **given)
-        self.down = new_weight([hidden_size] * self.num_experts, self.local_size, **given)
+        # The rows of all experts form one weight, or two if gate and up have different formats. Each expert's columns
+        # would have another order
+        gate, up, down = self.formats
+        self.gate_up: Weight  # in the order of the experts, or gates of all experts and then ups
+        if packed_format(gate, hidden_size) == packed_format(up, hidden_size):
+            sizes = [self.local_size] * 2 * self.num_experts
+            self.gate_up = new_weight(sizes, hidden_size, dtype=dtype, quantization=gate, sorts_columns=False)
+        else:
+            sizes = [self.local_size * self.num_experts] * 2
+            self.gate_up = stack_weights(sizes, hidden_size, dtype=dtype, formats=(gate, up))
+        self.down = new_weight(
+            [hidden_size] * self.num_experts,
+            self.local_size,
+            dtype=dtype,
+            quantization=down,
+            num_ranks=tp.size,
+            sorts_columns=False,
+        )
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`experts` and `weights` [T, C] come from the router. Only the chosen experts are read."""
@@ -117,7 +135,7 @@ class Experts(nn.Module):
 
     def _sum_by_expert(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Compute the chosen experts one after the other, on a CPU."""
-        assert not isinstance(self.gate_up, PackedWeight) and not isinstance(self.down, PackedWeight), "not on a CPU"
+        assert isinstance(self.gate_up, nn.Parameter) and isinstance(self.down, nn.Parameter), "not on a CPU"
         gate_up, down = (each.unflatten(0, (self.num_experts, -1)) for each in (self.gate_up, self.down))
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in experts.unique().tolist():
@@ -133,7 +151,13 @@ class Experts(nn.Module):
         chosen: dict[str, Any] = {"experts": experts, "num_experts": self.num_experts}
         if experts.numel() > MAX_SINGLE_PAIRS:
             chosen = {"routing": kernels.route(experts, self.num_experts)}
-        hidden = kernels.products(x, packed(self.gate_up), gated=True, **chosen)
+        if isinstance(self.gate_up, StackedWeight):
+            gates_and_ups = x.new_empty(experts.numel(), 2 * self.local_size)
+            for weight, out in zip(self.gate_up.weights, gates_and_ups.chunk(2, dim=-1), strict=True):
+                kernels.products(x, packed(weight), out=out, **chosen)
+            hidden = silu_and_mul(gates_and_ups)
+        else:
+            hidden = kernels.products(x, packed(self.gate_up), gated=True, **chosen)
         down = packed(self.down)
         if experts.numel() <= MAX_SINGLE_PAIRS and kernels.can_sum_experts(hidden, down, experts):
             return kernels.sum_of_experts(hidden, down, experts, self.num_experts, weights)
@@ -145,12 +169,13 @@ class Experts(nn.Module):
         own, all_of = slice(self.tp.rank * local, (self.tp.rank + 1) * local), slice(None)
         for expert in range(self.num_experts):
             for part, name in enumerate(("gate_proj", "up_proj")):
-                start = (2 * expert + part) * local
+                is_stacked = isinstance(self.gate_up, StackedWeight)
+                start = (part * self.num_experts + expert if is_stacked else 2 * expert + part) * local
                 target = weight_rows(self.gate_up, start, start + local)
-                shard = WeightShard(target, (self.size, hidden_size), (own, all_of), self.quantization)
+                shard = WeightShard(target, (self.size, hidden_size), (own, all_of), self.formats[part])
                 yield NamedShard(0, f"{expert}.{name}.weight", shard)
             target = weight_rows(self.down, expert * hidden_size, (expert + 1) * hidden_size)
-            shard = WeightShard(target, (hidden_size, self.size), (all_of, own), self.quantization)
+            shard = WeightShard(target, (hidden_size, self.size), (all_of, own), self.formats[2])
             yield NamedShard(0, f"{expert}.down_proj.weight", shard)
 
 
@@ -166,13 +191,13 @@ class SparseMLP(nn.Module):
         config: ExpertsConfig,
         tp: TPGroup,
         dtype: torch.dtype,
-        quantization: Quantization | None = None,
+        formats: Sequence[Quantization | None] = (None, None, None),
         shared_expert: nn.Module | None = None,
     ) -> None:
-        """`quantization`: the format of the experts' weights."""
+        """`formats`: of the experts' weights gate, up and down."""
         super().__init__()
         self.gate = Router(hidden_size, config, dtype)
-        self.experts = Experts(hidden_size, config, tp, dtype, quantization)
+        self.experts = Experts(hidden_size, config, tp, dtype, formats)
         self.shared_expert = shared_expert
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import ScalingType
 
-from nanovllm.checkpoint.quantization import Quantization, can_multiply_fp8
+from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nanovllm.kernels.packed_values import Packed
 
 MAX_PACKED_ROWS = 256  # rows up to which multiplying the packed weight was fastest on an H100
+MAX_BLOCK_ROWS = {4: 128, 5: 16, 6: 16, 8: 256}  # for GGUF's blocks, by bits of a code, on an H200; 5 as 6
 MAX_ROWS_BEFORE_CODES = 64  # the same where cuBLAS can multiply the codes
 UNPACKED_BYTES = 64 * 2**20  # unpacked values that exist at a time
 _ALIGNED_ROWS = 128  # cuBLAS is slow if the parts of its results are not aligned
@@ -53,6 +54,29 @@ class QuantizedWeight(NamedTuple):
             if self.zeros is not None:
                 codes -= self.zeros[rows, self.groups]
             target[rows] = codes * self.scales[rows, self.groups]
+
+
+class BlockParts(NamedTuple):
+    """n rows and k columns of a weight in GGUF's blocks. The type of the blocks says what the parts mean
+    (kernels/gguf_words.py).
+    """
+
+    codes: torch.Tensor  # uint8 [n, k]
+    scales: torch.Tensor  # fp16 [n, blocks], or exponents, uint8
+    leasts: torch.Tensor | None = None  # fp16 [n, blocks]: minimums, or factors of minimums
+    group_scales: torch.Tensor | None = None  # uint8 [n, groups]
+    group_leasts: torch.Tensor | None = None  # uint8 [n, groups]
+
+    def part(self, rows: slice, columns: slice) -> "BlockParts":
+        """Return some rows, and columns that consist of whole blocks."""
+        num_columns = self.codes.shape[1]
+        start, end, _ = columns.indices(num_columns)
+        parts = {}
+        for name, each in self._asdict().items():
+            if each is not None:
+                width = each.shape[1]
+                parts[name] = each[rows, start * width // num_columns : end * width // num_columns]
+        return BlockParts(**parts)
 
 
 @dataclass(frozen=True)
@@ -97,9 +121,9 @@ def can_multiply_codes(
     dtype: torch.dtype,
     capability: tuple[int, int],
 ) -> bool:
-    """Return True if products of many rows multiply codes on this GPU. Blocks need compute capability 9.0."""
-    is_able = capability == (9, 0) if quantization.block[1] else can_multiply_fp8(capability)
-    return dtype == torch.bfloat16 and is_able and fits_fp8_products(part_sizes, num_columns, quantization)
+    """Return True if products of many rows multiply codes on this GPU."""
+    is_able = dtype == torch.bfloat16 and quantization.has_fp8_products(capability)
+    return is_able and fits_fp8_products(part_sizes, num_columns, quantization)
 
 
 def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +140,11 @@ class PackedWeight(nn.Module):
     part_sizes: rows of each part with separate scales, such as q, k and v. multiplies_codes: many rows
     are multiplied in fp8. sorts_columns: columns that are not in the order of their groups are sorted, and so are the
     columns of x at each product. Raises ConfigError if groups or blocks do not fit.
+
+    The columns of some weights in GGUF's blocks stay in the order of the file, and the columns of x are permuted, too.
     """
+
+    column_order: torch.Tensor | None
 
     def __init__(
         self,
@@ -127,13 +155,20 @@ class PackedWeight(nn.Module):
         multiplies_codes: bool = False,
         sorts_columns: bool = True,
     ) -> None:
-        from nanovllm.kernels import packed_values
+        from nanovllm.kernels import packed_values, packed_words
 
         super().__init__()
         num_rows, (block_rows, block_columns) = sum(part_sizes), quantization.block
         self.shape, self.bits, self.is_float = (num_rows, num_columns), quantization.bits, quantization.is_float
-        integers = packed_values.INT4 if self.bits == 4 else packed_values.INT8
-        self.kind = (packed_values.E4M3 if self.is_float else integers).value
+        self.block_type = quantization.block_type
+        # int32 [K], the column of x for each column, or None if all are in order; known from the first shard
+        self.register_buffer("column_order", None)
+        self.sorts_columns, self._has_shards = sorts_columns, False
+        if self.block_type is not None:
+            self._allocate_blocks(quantization)
+            return
+        integers = packed_words.INT4 if self.bits == 4 else packed_words.INT8
+        self.kind = (packed_words.E4M3 if self.is_float else integers).value
         self.scale_rows = math.gcd(block_rows, *part_sizes)
         self.group_size = math.gcd(block_columns, num_columns)
         if problem := quantization.packing_problem(num_columns):
@@ -152,10 +187,18 @@ class PackedWeight(nn.Module):
         self.scales = nn.Parameter(scales, requires_grad=False)
         # Integers have 16-bit scales, whose dtype is known from the first shard
         self.scale_dtype = torch.float32 if self.is_float else None
-        # int32 [K], the checkpoint's column of each column, or None if all are in order; known from the first shard
-        self.column_order: torch.Tensor | None
-        self.register_buffer("column_order", None)
-        self.sorts_columns, self._has_shards = sorts_columns, False
+
+    def _allocate_blocks(self, quantization: Quantization) -> None:
+        from nanovllm.kernels import gguf_words, packed_values
+
+        (num_rows, num_columns), block_columns = self.shape, quantization.block[1]
+        assert quantization.block_type is not None and num_columns % block_columns == 0, "blocks must be whole"
+        self.kind = gguf_words.kind_of(quantization.block_type)
+        self.scale_rows, self.group_size, self.scale_dtype = 1, gguf_words.GROUP.value, None
+        self.multiplies_codes, self.max_packed_rows = False, MAX_BLOCK_ROWS[self.bits]
+        num_words = num_columns // block_columns * quantization.scale_words
+        self.codes = new_parameter(num_rows, num_columns * self.bits // 32, dtype=torch.int32)
+        self.scales = nn.Parameter(packed_values.new_scales(num_rows, num_words, torch.int32), requires_grad=False)
 
     def rows(self, start: int, end: int) -> "PackedRows":
         return PackedRows(self, start, end)
@@ -197,11 +240,13 @@ class PackedWeight(nn.Module):
         """True if many rows of x may be CodedRows."""
         return self.multiplies_codes and self.group_size == self.shape[1]
 
-    def linear(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
-        """[M, K] -> [M, N]. Hot: several times per layer."""
+    def linear(self, x: Activations, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[M, K] -> [M, N], written to `out` if given and the activations are not quantized. Hot: several times per
+        layer.
+        """
         if isinstance(x, CodedRows):
             return self.product_of_codes(x.codes, x.scales, bias)[: x.num_rows]
-        return self._product(self._in_order(x), bias)
+        return self._product(self._in_order(x), bias, out)
 
     def _in_order(self, x: torch.Tensor) -> torch.Tensor:
         if self.column_order is None:
@@ -210,15 +255,16 @@ class PackedWeight(nn.Module):
 
         return select_columns(x, self.column_order)
 
-    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
         from nanovllm.kernels import packed_linear as kernels
         from nanovllm.kernels import quantizing
 
         if len(x) <= self.max_packed_rows:
-            return kernels.products(x, packed(self), bias)
+            return kernels.products(x, packed(self), bias, out=out)
         if self.multiplies_codes:
+            assert out is None, "cuBLAS allocates the result"
             return self.product_of_codes(*quantizing.quantize_rows(x, self.group_size), bias)[: len(x)]
-        return unpacked_linear(x, packed(self), bias)
+        return unpacked_linear(x, packed(self), bias, out=out)
 
     def product_of_codes(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Multiply rows as `quantize_rows` returns them: [M, K], [M, K / group_size] -> [M, N] in bf16. Hot."""
@@ -231,6 +277,7 @@ class PackedWeight(nn.Module):
             ScalingType.RowWise if by_row else ScalingType.BlockWise1x128,
             of_rows.t(),
             ScalingType.RowWise if by_row else ScalingType.BlockWise128x128,
+            use_fast_accum=by_row,
         )
         return out if bias is None else out.add_(bias)
 
@@ -262,12 +309,12 @@ class PackedRows:
     """Rows start to end - 1 of a packed weight, which the loader fills."""
 
     def __init__(self, weight: PackedWeight, start: int, end: int) -> None:
-        self._weight, self._start, self._end = weight, start, end
-        self.device = weight.codes.device
+        self.weight, self.start, self.end = weight, start, end
+        self.device, self.block_type = weight.codes.device, weight.block_type
 
     def __getitem__(self, rows: slice) -> "PackedRows":
-        start, end, _ = rows.indices(self._end - self._start)
-        return PackedRows(self._weight, self._start + start, self._start + end)
+        start, end, _ = rows.indices(self.end - self.start)
+        return PackedRows(self.weight, self.start + start, self.start + end)
 
     def store(self, given: QuantizedWeight, where: str) -> None:
         """Store the values of a shard. Raises CheckpointError, which names `where`, for columns in another order than
@@ -275,7 +322,7 @@ class PackedRows:
         """
         from nanovllm.kernels import packed_values
 
-        weight, rows = self._weight, slice(self._start, self._end)
+        weight, rows = self.weight, slice(self.start, self.end)
         order, of_groups = None, given.groups.view(-1, weight.group_size)
         if not (of_groups == of_groups[:, :1]).all():
             order = given.groups.argsort(stable=True)
@@ -291,7 +338,7 @@ class PackedRows:
         columns: slice | torch.Tensor = slice(first, first + num_groups)
         if of_groups[:, 0].tolist() != list(range(first, first + num_groups)):  # smaller than the checkpoint's
             columns = of_groups[:, 0].to(self.device)
-        assert self._start % step == 0 and self._end % step == 0, "a part of a block of scales cannot be stored"
+        assert self.start % step == 0 and self.end % step == 0, "a part of a block of scales cannot be stored"
         scales = given.scales[::step, columns]
         if given.zeros is None:
             scales = scales.float()
@@ -299,7 +346,14 @@ class PackedRows:
             weight.choose_scales(scales.dtype, where)
             scales = packed_values.pack_scales(scales, given.zeros[::step, columns], weight.bits)
         weight.codes[rows] = packed_values.pack_codes(given.codes.view(torch.uint8), weight.bits).to(self.device)
-        packed_values.store_scales(weight.scales, self._start // step, scales)
+        first_row = self.start // step
+        scale_rows = torch.arange(first_row, first_row + len(scales), device=self.device)
+        packed_values.store_scales(weight.scales, scale_rows, scales)
+
+    @property
+    def can_quantize(self) -> bool:
+        """Return True if `quantize` has a kernel for the format, as for each of QUANTIZATIONS."""
+        return self.weight.is_float or self.weight.bits == 4
 
     def quantize(self, values: torch.Tensor, columns: slice) -> None:
         """Store `columns` of `values` [n, k], a tensor of a checkpoint that is quantized while it is loaded.
@@ -309,11 +363,24 @@ class PackedRows:
         """
         from nanovllm.kernels import quantizing
 
-        assert len(values) == self._end - self._start, "values must have as many rows as the target"
-        if not self._weight.is_float:
-            self._weight.scale_dtype = torch.bfloat16
+        assert len(values) == self.end - self.start, "values must have as many rows as the target"
+        if not self.weight.is_float:
+            self.weight.scale_dtype = torch.bfloat16
         first_column, _, _ = columns.indices(values.shape[1])
-        quantizing.quantize_weight(values, packed(self._weight), self._start, first_column)
+        quantizing.quantize_weight(values, packed(self.weight), self.start, first_column)
+
+
+def store_blocks(parts: BlockParts, targets: Sequence[PackedRows]) -> None:
+    """Store rows of blocks in the type of the targets' weight: first the rows of the first target, and so on."""
+    from nanovllm.kernels import packed_values
+
+    weight, device = targets[0].weight, targets[0].device
+    assert all(each.weight is weight for each in targets), "the targets must be rows of one weight"
+    rows = torch.cat([torch.arange(each.start, each.end) for each in targets]).to(device)
+    assert len(parts.codes) == len(rows), "the parts must have as many rows as the targets"
+    weight.codes[rows] = packed_values.pack_block_codes(parts.codes, weight.kind, weight.bits)
+    words = packed_values.pack_block_scales(parts.scales, parts.leasts, parts.group_scales, parts.group_leasts)
+    packed_values.store_scales(weight.scales, rows, words)
 
 
 def packed(weight: nn.Parameter | PackedWeight) -> "Packed":
@@ -333,16 +400,22 @@ def new_values(num_rows: int, num_columns: int, like: torch.Tensor, max_bytes: i
 
 
 def unpacked_linear(
-    x: torch.Tensor, weight: "Packed", bias: torch.Tensor | None, max_bytes: int = UNPACKED_BYTES
+    x: torch.Tensor,
+    weight: "Packed",
+    bias: torch.Tensor | None,
+    max_bytes: int = UNPACKED_BYTES,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply with cuBLAS, unpacking some rows of the weight at a time: [M, K] -> [M, N]. Hot."""
+    """Multiply with cuBLAS, unpacking some rows of the weight at a time: [M, K] -> [M, N], written to `out` if given.
+    Hot.
+    """
     from nanovllm.kernels import packed_values
 
     num_rows = len(weight.codes)
     values = new_values(num_rows, weight.num_columns, x, max_bytes)
-    if len(values) == num_rows:
+    if len(values) == num_rows and out is None:
         return F.linear(x, packed_values.unpack(weight, 0, values), bias)
-    out = x.new_empty(len(x), num_rows)
+    out = x.new_empty(len(x), num_rows) if out is None else out
     for start in range(0, num_rows, len(values)):
         end = min(start + len(values), num_rows)
         part = packed_values.unpack(weight, start, values[: end - start]).t()

@@ -22,10 +22,8 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     GateUpParallelLinear,
     HasWeightShards,
-    ParallelLMHead,
     QKVParallelLinear,
     RowParallelLinear,
-    VocabParallelEmbedding,
     WeightShard,
     gate_heads,
     takes_codes,
@@ -33,6 +31,7 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.moe import SparseMLP
 from nanovllm.layers.packed_weight import Activations
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotary_order, rotate_and_store
+from nanovllm.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 
 
 class Builder:
@@ -42,23 +41,21 @@ class Builder:
         self.config, self.tp, self.dtype = config, tp, dtype
         self._linears = model_layout(config).linears()
 
-    def quantization(self, *names: str) -> Quantization | None:
-        """Return the format of these weights if all of them are quantized, else None."""
-        formats = [self._linears[name].quantization(self.config) for name in names]
-        return formats[0] if all(formats) else None
+    def formats(self, name: str) -> tuple[Quantization | None, ...]:
+        """Return the format of each layer that is stacked in the weight, or None if it is not quantized."""
+        return self._linears[name].formats(self.config)
 
     def settings(self, name: str) -> dict[str, Any]:
         """Return the arguments of a linear layer that do not depend on its class."""
-        bias, quantization = self._linears[name].bias, self.quantization(name)
-        return {"bias": bias, "quantization": quantization, "tp": self.tp, "dtype": self.dtype}
+        return {"bias": self._linears[name].bias, "tp": self.tp, "dtype": self.dtype}
 
     def row_parallel(self, name: str) -> RowParallelLinear:
-        linear = self._linears[name]
-        return RowParallelLinear(linear.columns, linear.rows[0], **self.settings(name))
+        linear, (quantization,) = self._linears[name], self.formats(name)
+        return RowParallelLinear(linear.columns, linear.rows[0], quantization=quantization, **self.settings(name))
 
     def gate_up(self, name: str) -> GateUpParallelLinear:
         linear = self._linears[name]
-        return GateUpParallelLinear(linear.columns, linear.rows, **self.settings(name))
+        return GateUpParallelLinear(linear.columns, linear.rows, formats=self.formats(name), **self.settings(name))
 
     def norm(self, size: int | None = None, order: Sequence[slice] | None = None) -> RMSNorm:
         """Return a norm of `size` features, by default of the hidden state's size."""
@@ -81,6 +78,7 @@ class Attention(nn.Module):
             config.num_kv_heads,
             gated=config.attention_gate,
             head_rows=order,
+            formats=build.formats(f"{name}.qkv_proj"),
             **build.settings(f"{name}.qkv_proj"),
         )
         self.o_proj = build.row_parallel(f"{name}.o_proj")
@@ -170,18 +168,18 @@ class DecoderLayer(nn.Module):
 def _delta_net(build: Builder, name: str, number: int) -> GatedDeltaNet:
     config = build.config
     assert config.recurrent is not None, "the layer is recurrent"
-    qkvz, ba, out = (build.quantization(f"{name}.{each}") for each in ("in_proj_qkvz", "in_proj_ba", "out_proj"))
+    formats = [build.formats(f"{name}.{each}") for each in ("in_proj_qkvz", "in_proj_ba", "out_proj")]
     return GatedDeltaNet(
-        config.hidden_size, config.recurrent, number, config.rms_norm_eps, build.tp, build.dtype, (qkvz, ba, out)
+        config.hidden_size, config.recurrent, number, config.rms_norm_eps, build.tp, build.dtype, formats
     )
 
 
 def _sparse_mlp(build: Builder, name: str) -> SparseMLP:
     experts = build.config.experts
     assert experts is not None, "the layer has experts"
-    quantization = build.quantization(f"{name}.experts.gate_up", f"{name}.experts.down")
+    formats = *build.formats(f"{name}.experts.gate_up"), *build.formats(f"{name}.experts.down")
     shared = MLP(build, f"{name}.shared_expert") if experts.shared_size else None
-    return SparseMLP(build.config.hidden_size, experts, build.tp, build.dtype, quantization, shared)
+    return SparseMLP(build.config.hidden_size, experts, build.tp, build.dtype, formats, shared)
 
 
 class Decoder(nn.Module):
@@ -191,7 +189,12 @@ class Decoder(nn.Module):
         super().__init__()
         config = build.config
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, tp=build.tp, dtype=build.dtype
+            config.vocab_size,
+            config.hidden_size,
+            tp=build.tp,
+            dtype=build.dtype,
+            is_on_cpu=config.embedding_on_cpu,
+            quantization=config.embedding_format,
         )
         self.rotary_emb = RotaryEmbedding(
             config.rope, config.head_dim, max_model_len=max_model_len, rotary_dim=config.rotary_dim
@@ -228,9 +231,11 @@ class Decoder(nn.Module):
         return self.norm(hidden, residual)[0]
 
 
-def _kind(module: nn.Module) -> tuple[type, type]:
-    """Return the classes of a layer's modules. Layers with equal classes launch the same kernels."""
-    return type(module), type(getattr(module, "weight", None))
+def _kind(module: nn.Module) -> tuple[type, type, int | None]:
+    """Return the class of a module, of its weight, and the kind of a packed weight. Layers whose modules have equal
+    kinds launch the same kernels.
+    """
+    return type(module), type(getattr(module, "weight", None)), getattr(module, "kind", None)
 
 
 class MTPHead(nn.Module):
@@ -283,7 +288,7 @@ class CausalLM(nn.Module):
         self, config: ModelConfig, tp: TPGroup, *, max_model_len: int, dtype: torch.dtype, with_mtp: bool = False
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.dtype, self.device = config, dtype, torch.get_default_device()
         build = Builder(config, tp, dtype)
         self.model = Decoder(build, max_model_len=max_model_len)
         self.lm_head = ParallelLMHead(
@@ -291,7 +296,8 @@ class CausalLM(nn.Module):
             config.hidden_size,
             tp=tp,
             dtype=dtype,
-            tied_to=self.model.embed_tokens.weight if config.tie_word_embeddings else None,
+            tied_to=None if config.has_own_head else self.model.embed_tokens.weight,
+            quantization=config.head_format,
         )
         assert config.has_mtp or not with_mtp, "the checkpoint has no draft head"
         self.mtp = MTPHead(build) if with_mtp else None

@@ -9,10 +9,11 @@ import torch
 from nanovllm.checkpoint.gguf import GGUFTensor, read_model
 from nanovllm.checkpoint.gguf_config import Weight, weights
 from nanovllm.errors import CheckpointError
-from nanovllm.models.gguf_values import dequantize
+from nanovllm.layers.packed_weight import PackedRows, store_blocks
+from nanovllm.models.gguf_values import are_finite, dequantize, read_parts
 from nanovllm.models.stored_tensors import StoredTensor
 
-_COPIED_VALUES = 2**24  # computed at a time, to limit the memory on top of the model
+_COPIED_VALUES, _PACKED_VALUES = 2**24, 2**22  # computed and packed at a time, to limit the memory on top of the model
 
 
 def open_gguf(path: Path) -> dict[str, StoredTensor]:
@@ -45,17 +46,17 @@ class GGUFWeight(StoredTensor):
 
     def __init__(self, weight: Weight, blocks: torch.Tensor) -> None:
         self.name, self.where, self.shape = weight.tensor.name, weight.tensor.where, weight.shape
-        self.dtype = "F32"
+        self.dtype, self.type = "F32", weight.tensor.type
+        self.column_order = weight.column_order
         self._weight, self._blocks = weight, blocks
 
     def read(self, *index: slice, device: torch.device | None = None) -> torch.Tensor:
         """Return the values of some rows and columns, or all, computed on `device`, by default on the CPU."""
-        weight, rows = self._weight, index[0] if index else slice(None)
+        rows = index[0] if index else slice(None)
         if len(self.shape) == 1:
-            return self._values(slice(0, 1), device)[0, rows]
+            return self._values(self._blocks, device)[0, rows]
         start, end, _ = rows.indices(self.shape[0])
-        wanted = slice(weight.first_row + start, weight.first_row + end)
-        values = self._values(wanted if weight.row_order is None else weight.row_order[start:end], device)
+        values = self._values(self._rows(start, end), device)
         inner = slice(None), *index[1:]
         return values.view(end - start, *self.shape[1:])[inner]
 
@@ -69,17 +70,78 @@ class GGUFWeight(StoredTensor):
             rows = slice(start, min(start + step, end))
             target[rows.start - first : rows.stop - first] = self.read(rows, *index[1:], device=target.device)
 
-    def _values(self, rows: slice | np.ndarray, device: torch.device | None) -> torch.Tensor:
+    def part(self, rows: slice, columns: slice) -> torch.Tensor:
+        """Return the blocks of some rows and columns, which consist of whole blocks, uint8 [n, bytes]."""
+        _, num_values, num_bytes = self.type
+        start, end, _ = rows.indices(self.shape[0])
+        first, last, _ = columns.indices(self.shape[1])
+        return self._rows(start, end)[:, first // num_values * num_bytes : last // num_values * num_bytes]
+
+    def _rows(self, start: int, end: int) -> torch.Tensor:
+        """Return the blocks of rows of the weight."""
+        weight = self._weight
+        if weight.row_order is None:
+            return self._blocks[weight.first_row + start : weight.first_row + end]
+        return self._blocks[torch.from_numpy(weight.row_order[start:end])]
+
+    def _values(self, blocks: torch.Tensor, device: torch.device | None) -> torch.Tensor:
         """Return the values of rows of the tensor, fp32 [rows, columns]."""
         weight = self._weight
-        blocks = self._blocks[rows if isinstance(rows, slice) else torch.from_numpy(rows)].to(device or "cpu")
-        values = dequantize(blocks, weight.tensor.type)
-        if weight.column_order is not None:
-            values = values[:, torch.from_numpy(weight.column_order).to(values.device)]
+        values = dequantize(blocks.to(device or "cpu"), self.type)
+        if self.column_order is not None:
+            values = values[:, torch.from_numpy(self.column_order).to(values.device)]
         if weight.change == "minus one":
             values = values - 1
         elif weight.change == "log of minus":
             values = (-values).log()
-        if not values.isfinite().all():
-            raise CheckpointError(f"{self.where} has values that are not finite numbers; download the file again")
+        _check_finite(self.where, bool(values.isfinite().all()))
         return values
+
+
+class BlockWriter:
+    """Packs blocks on a GPU, many rows at a time: a mixture has tens of thousands of matrices, and packing takes dozens
+    of operations.
+    """
+
+    def __init__(self) -> None:
+        # By weight and tensor: blocks, and the rows that they fill
+        self._waiting: dict[tuple[int, str], list[tuple[torch.Tensor, PackedRows]]] = {}
+
+    def add(self, source: GGUFWeight, target: PackedRows, rows: slice, columns: slice) -> None:
+        """Pack some rows and columns in `target`, now or later. Raises CheckpointError for values that are not finite,
+        of these rows or of others.
+        """
+        assert target.block_type == source.type.name, "the weight has the file's type"
+        first, end, _ = rows.indices(source.shape[0])
+        step = max(1, _PACKED_VALUES // source.shape[1])
+        key = id(target.weight), source.where
+        waiting = self._waiting.setdefault(key, [])
+        for start in range(first, end, step):
+            some = slice(start, min(start + step, end))
+            waiting.append((source.part(some, columns), target[some.start - first : some.stop - first]))
+            if sum(len(blocks) for blocks, _ in waiting) >= step:
+                self._write(*key)
+        if source.column_order is not None:
+            target.weight.choose_order(torch.from_numpy(np.argsort(source.column_order)), source.where)
+
+    def flush(self) -> None:
+        """Pack what waits."""
+        for key in self._waiting:
+            self._write(*key)
+
+    def _write(self, weight: int, where: str) -> None:
+        waiting = self._waiting[weight, where]
+        if waiting:
+            targets = [target for _, target in waiting]
+            blocks = waiting[0][0] if len(waiting) == 1 else torch.cat([blocks for blocks, _ in waiting])
+            block_type = targets[0].weight.block_type
+            assert block_type is not None, "the weight consists of blocks"
+            parts = read_parts(blocks.to(targets[0].device), block_type)
+            _check_finite(where, are_finite(parts, block_type))
+            store_blocks(parts, targets)
+            waiting.clear()
+
+
+def _check_finite(where: str, is_finite: bool) -> None:
+    if not is_finite:
+        raise CheckpointError(f"{where} has values that are not finite numbers; download the file again")

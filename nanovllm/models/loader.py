@@ -16,12 +16,13 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.model_layout import model_layout
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
-from nanovllm.errors import CheckpointError
+from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers.linear import WeightShard
-from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight
+from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight, store_blocks
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.gguf_tensors import open_gguf
-from nanovllm.models.quantized_weights import QuantizedReader, quantize, stored_parts
+from nanovllm.models.gguf_tensors import BlockWriter, GGUFWeight, open_gguf
+from nanovllm.models.gguf_values import part_values, random_parts
+from nanovllm.models.quantized_weights import QuantizedReader, head_format, quantize, stored_parts
 from nanovllm.models.stored_tensors import FLOAT_DTYPES, StoredTensor, open_tensors
 from nanovllm.utils import progress_bar
 
@@ -60,22 +61,28 @@ def build_model(
         with ExitStack() as files:
             stored = _open(directory, files, config)
             quantization = config.quantization
-            if quantization is not None and not quantization.is_online:
+            if quantization is not None and not (quantization.is_online or quantization.is_gguf):
                 ignored = (*quantization.ignored, *_unquantized_layers(stored))
                 config = replace(config, quantization=replace(quantization, ignored=ignored))
             _check(config, directory, stored, with_mtp=with_mtp)
+            if config.head_quantization is not None:
+                config = replace(config, head_quantization=head_format(stored[_HEAD], config.head_quantization))
     with torch.device(device):
         return CausalLM(config, tp, max_model_len=max_model_len, dtype=dtype, with_mtp=with_mtp)
 
 
 def _open(directory: Path | None, files: ExitStack, config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return the stored tensors by name. A tied model's embedding may be stored under either of its two names."""
+    """Return the stored tensors by name. A tied model's embedding may be stored under either of its two names, and it
+    has both names if the head is quantized.
+    """
     if directory is not None and is_gguf(directory):
         stored = open_gguf(directory)
     else:
         stored = open_tensors(directory, files)
     if config.tie_word_embeddings and _EMBEDDING not in stored and _HEAD in stored:
         stored[_EMBEDDING] = stored.pop(_HEAD)
+    if config.tie_word_embeddings and config.has_own_head and _EMBEDDING in stored:
+        stored.setdefault(_HEAD, stored[_EMBEDDING])
     return stored
 
 
@@ -107,16 +114,18 @@ def load_weights(
     ):
         if load_format == "dummy":
             for name, of_name in shards.items():
-                _fill_dummy(name, of_name, seed, model.lm_head.weight.dtype)
+                tied = _EMBEDDING if name == _HEAD and model.config.tie_word_embeddings else name
+                _fill_dummy(tied, of_name, seed, model.dtype, model.device)
                 progress.update()
             return
-        stored = _open(directory, files, model.config)
+        stored, blocks = _open(directory, files, model.config), BlockWriter()
         for name, of_name in shards.items():
             for shard in of_name:
                 source = _find(name, shard.full_shape, stored, model.config.quantization, shard.target.device)
                 assert source is not None, "a missing tensor has been refused"
-                _fill(shard, source)
+                _fill(shard, source, blocks)
             progress.update()
+        blocks.flush()
 
 
 def _check(config: ModelConfig, directory: Path, stored: Mapping[str, StoredTensor], *, with_mtp: bool) -> None:
@@ -127,12 +136,19 @@ def _check(config: ModelConfig, directory: Path, stored: Mapping[str, StoredTens
     cpu, shapes = torch.device("cpu"), model_layout(config).shapes(with_mtp=with_mtp)
     sources = {name: _find(name, shape, stored, config.quantization, cpu) for name, shape in shapes.items()}
     missing = [name for name, source in sources.items() if source is None]
+    if config.head_quantization is not None and isinstance(head := sources[_HEAD], QuantizedReader):
+        raise ConfigError(
+            f"quantize_head is for output heads in 16 or 32 bits, and {head.main.where} is quantized already; leave it "
+            "out"
+        )
     used: set[str] = set()
     for name, source in sources.items():
         if isinstance(source, QuantizedReader):
             used |= {name.removesuffix("weight") + part for part in source.parts}
         else:
             used.add(name)
+    if config.tie_word_embeddings and stored.get(_HEAD) is not stored.get(_EMBEDDING):
+        used.discard(_HEAD)  # it must equal the embedding
     unused = [name for name in stored if name not in used]
     if missing:
         remedy = _remedy(directory)
@@ -190,9 +206,13 @@ def _find(
     return source
 
 
-def _fill(shard: WeightShard, source: QuantizedReader | StoredTensor) -> None:
-    """Fill a parameter, or part of it."""
-    if isinstance(source, QuantizedReader):
+def _fill(shard: WeightShard, source: QuantizedReader | StoredTensor, blocks: BlockWriter) -> None:
+    """Fill a parameter, or part of it. Blocks of GGUF that stay packed are filled at the latest when `blocks` is
+    flushed.
+    """
+    if isinstance(source, GGUFWeight) and isinstance(shard.target, PackedRows) and shard.target.block_type is not None:
+        blocks.add(source, shard.target, *shard.index)
+    elif isinstance(source, QuantizedReader):
         rows, columns = shard.index
         _store(source.read(rows, columns), shard.target, source.main.where)
     elif shard.quantization is not None and shard.quantization.is_online:
@@ -201,10 +221,11 @@ def _fill(shard: WeightShard, source: QuantizedReader | StoredTensor) -> None:
             rows = slice(first, min(first + _QUANTIZED_ROWS, end))
             values = source.read(rows, slice(None)).to(shard.target.device)
             target = shard.target[rows.start - start : rows.stop - start]
-            if isinstance(target, PackedRows):
+            if isinstance(target, PackedRows) and target.can_quantize:
                 target.quantize(values, shard.index[1])
             else:
-                quantize(values, shard.quantization).part(slice(None), shard.index[1]).copy_values(target)
+                weight = quantize(values, shard.quantization).part(slice(None), shard.index[1])
+                _store(weight, target, source.where)
     else:
         assert isinstance(shard.target, torch.Tensor), "a packed weight is quantized"
         source.copy_to(shard.target, shard.index)
@@ -237,13 +258,13 @@ def _may_be_ignored(name: str, stored: Mapping[str, StoredTensor], config: Model
     return name.endswith("rotary_emb.inv_freq")
 
 
-def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torch.dtype) -> None:
+def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torch.dtype, device: torch.device) -> None:
     """Fill parameters with random values: norms are 1, biases and logarithms of decays 0, and matrices are normal with
     variance 1 / input features, so that activations keep their scale. Matrices of quantized layers are rounded to the
-    codes of their format.
+    codes of their format, or are random blocks of a GGUF type.
 
-    Every rank draws the whole checkpoint tensor, some rows at a time, and keeps the rank's slices, so that the model
-    does not depend on the number of ranks.
+    Every rank draws the whole checkpoint tensor on the model's device, some rows at a time, and keeps the rank's
+    slices, so that the model depends neither on the number of ranks nor on the place of its embedding table.
     """
     num_rows, *others = shards[0].full_shape
     if not others:
@@ -251,18 +272,26 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
             assert isinstance(shard.target, torch.Tensor), "only matrices are packed"
             shard.target.fill_(0.0 if name.endswith(("bias", "A_log")) else 1.0)
         return
-    device, quantization = shards[0].target.device, shards[0].quantization
-    if quantization is not None and not quantization.stays_packed:
+    target, quantization = shards[0].target, shards[0].quantization
+    if quantization is not None and quantization.is_fp4:
         quantization = None
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     has_one_scale = quantization is not None and not quantization.block[0]
-    target_quantizes = quantization is not None and quantization.is_online and isinstance(shards[0].target, PackedRows)
-    num_drawn = num_rows if has_one_scale else _DUMMY_ROWS
+    target_quantizes = (
+        quantization is not None and quantization.is_online and isinstance(target, PackedRows) and target.can_quantize
+    )
+    block_type = None if quantization is None else quantization.block_type
+    num_drawn = num_rows if has_one_scale else _DUMMY_ROWS if block_type is None else _QUANTIZED_ROWS
     for start in range(0, num_rows, num_drawn):
         end = min(start + num_drawn, num_rows)
-        drawn = torch.empty(end - start, *others, dtype=dtype, device=device)
-        drawn.normal_(0, math.prod(others) ** -0.5, generator=generator)
-        weight = None if quantization is None or target_quantizes else quantize(drawn, quantization)
+        if block_type is None:
+            drawn = torch.empty(end - start, *others, dtype=dtype, device=device)
+            drawn.normal_(0, math.prod(others) ** -0.5, generator=generator)
+        else:
+            parts = random_parts(end - start, others[0], block_type, generator)
+            drawn = part_values(parts, block_type)
+        is_quantized = quantization is not None and block_type is None and not target_quantizes
+        weight = quantize(drawn, quantization) if quantization is not None and is_quantized else None
         for shard in shards:
             rows, *columns = shard.index
             first_row, last_row, _ = rows.indices(num_rows)
@@ -273,6 +302,8 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
             part = shard.target[kept.start - first_row : kept.stop - first_row]
             if weight is not None:
                 _store(weight.part(of_drawn, *columns), part, name)
+            elif isinstance(part, PackedRows) and part.block_type is not None:
+                store_blocks(parts.part(of_drawn, *columns), [part])
             elif isinstance(part, PackedRows):
                 part.quantize(drawn[of_drawn], *columns)
             else:

@@ -18,6 +18,7 @@ e2m1 are a byte, the first one in the lower half; their scales are in e4m3, or a
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,8 @@ from nanovllm.models.stored_tensors import StoredTensor
 from nanovllm.utils.arithmetic import ceil_div
 
 _SCALE_DTYPES = ("F32", "F16", "BF16")  # as safetensors names them
+_COMPARED_PARTS, _COMPARED_ROWS = 16, 64  # of an output head, to choose its groups
+_WORTHWHILE_ERROR = 0.75  # largest mean square error with groups of half the size, relative to the whole size
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position in a word of each of 8 neighbours
 
 
@@ -58,6 +61,23 @@ def quantize(values: torch.Tensor, quantization: Quantization) -> QuantizedWeigh
     codes = codes.round_().add_(quantization.middle).clamp_(0, 2 * quantization.middle - 1).to(torch.uint8)
     zeros = torch.full(scales.shape, quantization.middle, dtype=torch.int16, device=scales.device)
     return QuantizedWeight(codes, scales, zeros, groups)
+
+
+def head_format(head: StoredTensor, quantization: Quantization) -> Quantization:
+    """Return the format of an output head that is quantized at loading: `quantization`, or the same with groups of half
+    the size, which take 6% more memory, if that lowers the mean square error by a quarter or more.
+
+    For normal values it lowers the error by a sixth, and by more if a few values are far larger than their neighbours.
+    Every rank compares the same rows, taken from all parts of the head.
+    """
+    formats = quantization, replace(quantization, block=(1, quantization.block[1] // 2))
+    errors, num_rows = [0.0, 0.0], head.shape[0]
+    for start in range(0, num_rows, max(_COMPARED_ROWS, num_rows // _COMPARED_PARTS)):
+        values = head.read(slice(start, min(start + _COMPARED_ROWS, num_rows)), slice(None)).float()
+        for i, each in enumerate(formats):
+            quantize(values, each).copy_values(rounded := torch.empty_like(values))
+            errors[i] += float((rounded - values).square().sum())
+    return formats[1] if errors[1] <= _WORTHWHILE_ERROR * errors[0] else formats[0]
 
 
 @functools.cache

@@ -43,7 +43,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from nanovllm.offload.pinned_memory import HostBuffer
+from nanovllm.device.pinned_memory import HostBuffer
 from nanovllm.offload.streams import Event, Stream, StreamLog, Streams, WorkTimer
 from nanovllm.plan.kv_spec import KVCacheSpec
 from nanovllm.plan.step_plan import KVMoves, SlotLoad, SlotOffload, StreamedGroup

@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -162,6 +163,7 @@ def _compile_kernels(runner: ModelRunner, steps: Sequence[StepPlan], most_gpu_bl
         if runner.triton_start is not None:
             runner.triton_start.wait()
         launch_sampler(runner.model)
+        launch_head(runner.model, max_step_rows(runner.config, most_gpu_blocks))
         _launch_attention_kernels(runner, num_tokens)
         with runner.model.skipping_inner_layers():
             for plan in (*short, *steps):
@@ -298,10 +300,21 @@ def launch_sampler(model: CausalLM) -> None:
     """Sample from a row of logits of the model's dtype, and from a row of edited logits, which are fp32. The values are
     arbitrary.
     """
+    head, device = model.lm_head, model.device
+    params = to_device(sampling_arrays([SamplingRow()], np.ones(1, np.int64), np.ones(1, np.int64)), device)
+    logits = torch.zeros(1, head.padded_vocab_size, dtype=model.dtype, device=device)
+    sample(logits[:, : head.vocab_size], params)
+    sample(torch.zeros(1, head.vocab_size, dtype=torch.float32, device=device), params)
+
+
+def launch_head(model: CausalLM, max_num_rows: int) -> None:
+    """Multiply a packed output head by 1 to `max_num_rows` rows. Each power of two may have a separate kernel, and
+    without graphs no other step launches all of them.
+    """
     head = model.lm_head
-    params = to_device(sampling_arrays([SamplingRow()], np.ones(1, np.int64), np.ones(1, np.int64)), head.weight.device)
-    sample(head.weight.new_zeros(1, head.padded_vocab_size)[:, : head.vocab_size], params)
-    sample(head.weight.new_zeros(1, head.vocab_size, dtype=torch.float32), params)
+    if isinstance(head.weight, PackedWeight):
+        for num_rows in sorted({min(n, max_num_rows) for n in (1, 8, 16, 32, 64, 128, MAX_PACKED_ROWS)}):
+            head.weight.linear(torch.zeros(num_rows, head.hidden_size, dtype=model.dtype, device=model.device), None)
 
 
 @contextmanager
@@ -310,27 +323,28 @@ def warm_up_products(model: CausalLM, num_tokens: int) -> Iterator[None]:
 
     cuBLAS chooses a kernel by the number of rows, and loads the kernel at its first use, which takes 15 to 140 ms.
     """
-    head = model.lm_head.weight
     layers = (model.model.layers, model.mtp)
     modules = [module for part in layers if part is not None for module in part.modules()]
     given = [getattr(module, "weight", None) for module in modules if not isinstance(module, Router)]
-    of_shape = {tuple(weight.shape): weight for weight in given if weight is not None and len(weight.shape) == 2}
+    weights = [each for weight in given for each in getattr(weight, "weights", [weight])]  # of a StackedWeight
+    of_shape = {tuple(weight.shape): weight for weight in weights if weight is not None and len(weight.shape) == 2}
     # Routers have sums in fp32. All routers have the same shape
     routers = [module for module in modules if isinstance(module, Router)][:1]
     multiplied = [*of_shape.values(), *routers]
+    zeros = partial(torch.zeros, dtype=model.dtype, device=model.device)
     has_ended = threading.Event()
 
     @torch.inference_mode()
     def multiply() -> None:
-        with current_device(head.device), suppress(torch.OutOfMemoryError):
+        with current_device(model.device), suppress(torch.OutOfMemoryError):
             for num_rows, each in itertools.product(product_rows(num_tokens), multiplied):
                 if has_ended.is_set():
                     return
                 if isinstance(each, Router):
-                    each.product_of_many(head.new_zeros(num_rows, each.weight.shape[1]))
+                    each.product_of_many(zeros(num_rows, each.weight.shape[1]))
                 elif isinstance(each, PackedWeight):
                     if num_rows > each.max_packed_rows:  # fewer rows never reach cuBLAS
-                        each.warm_up(head.new_zeros(num_rows, each.shape[1]))
+                        each.warm_up(zeros(num_rows, each.shape[1]))
                 else:
                     F.linear(each.new_zeros(num_rows, each.shape[1]), each)
 

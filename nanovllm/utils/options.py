@@ -25,7 +25,7 @@ def option(
     *,
     help: str,
     group: str,
-    choices: tuple[str, ...] | None = None,
+    choices: tuple[bool | str, ...] | None = None,
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
@@ -54,7 +54,7 @@ class _Rule(NamedTuple):
 
     name: str
     kinds: tuple[type, ...]
-    choices: tuple[str, ...] | None
+    choices: tuple[bool | str, ...] | None
     least: float | None
     above: float | None
     most: float | None
@@ -101,7 +101,7 @@ def check_options(options: object, error: type[Exception], owner: str = "") -> N
         if rule.kinds and not _is_a(value, rule.kinds):
             problem = f"must be {' or '.join(_NOUNS[kind] for kind in rule.kinds)}"
         elif rule.choices and value is not None and value not in rule.choices:
-            problem = f"is unknown; choose one of {', '.join(rule.choices)}"
+            problem = f"is unknown; choose one of {', '.join(map(str, rule.choices))}"
         elif value is not None and not rule.is_within(value):
             problem = f"must be {rule.limits()}"
         if problem:

@@ -1,5 +1,6 @@
 """The GPU memory of an engine: part by part by hand, and on a GPU against what a process holds."""
 
+import itertools
 import json
 from dataclasses import replace
 from typing import Any
@@ -10,8 +11,17 @@ import torch
 from nanovllm.capacity import costs as parts
 from nanovllm.capacity.costs import DeviceMemory, device_memory
 from nanovllm.capacity.machine import Machine, find_gpu
+from nanovllm.checkpoint.gguf import TYPES
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization, parse_quantization
+from nanovllm.checkpoint.model_layout import model_layout
+from nanovllm.checkpoint.quantization import (
+    BLOCK_TYPES,
+    QUANTIZATIONS,
+    GGUFLayer,
+    Quantization,
+    gguf_quantization,
+    parse_quantization,
+)
 from nanovllm.config import Config
 from nanovllm.plan.kv_spec import kv_cache_spec
 from nanovllm.plan.step_limits import graph_sizes, max_sampled_rows
@@ -78,7 +88,7 @@ def test_weight_bytes_of_packed_formats_by_hand() -> None:
         assert parts.weight_bytes(config, stored, is_packed=True) == num_bytes + 2 * others
         assert parts.weight_bytes(config, stored, is_packed=False) == 2 * (linear + others)
         read = parts.decode_bytes(config, stored, num_sequences=1, num_keys=10, kv_bytes_per_token=7)
-        assert read == num_bytes + 2 * (others - 4096 - 151936 * 4096) + 70
+        assert read == num_bytes + 2 * (others - 151936 * 4096) + 70
 
 
 def test_operations_in_fp8_count_as_half_of_one_but_not_those_of_experts() -> None:
@@ -94,6 +104,71 @@ def test_operations_in_fp8_count_as_half_of_one_but_not_those_of_experts() -> No
             linear = 2 * 1000 * 47 / 48 * share
         assert plain == alone
         assert plain - dynamic == pytest.approx(linear / 2, rel=0.01)
+
+
+def test_operations_in_fp8_count_as_half_only_where_the_gpu_has_them() -> None:
+    """Regression: the bound of prompts of a checkpoint in fp8 was twice what an RTX 3090 can do, which multiplies its
+    values in bf16.
+    """
+    model = ModelConfig.without_weights("qwen3-8b")
+    plain = parts.prefill_flop(Config(model="m"), model, 1000)
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    for given, dtype, capability, is_half in (
+        ({"quant_method": "fp8"}, "auto", (8, 9), True),
+        ({"quant_method": "fp8"}, "auto", (8, 6), False),
+        ({"quant_method": "fp8"}, "float16", (8, 9), False),
+        (blocks, "auto", (9, 0), True),
+        (blocks, "auto", (8, 9), False),
+        (blocks, "auto", (12, 0), False),
+    ):
+        stored = replace(model, quantization=parse_quantization(given))
+        flop = parts.prefill_flop(Config(model="m", dtype=dtype), stored, 1000, capability)
+        assert flop < 0.6 * plain if is_half else flop == plain, (given, dtype, capability)
+
+
+def test_packed_weights_of_a_gguf_file_take_at_most_a_twentieth_more_than_the_file() -> None:
+    """Of each type, and of types that differ within a stacked weight."""
+    config, model = Config(model="m"), ModelConfig.without_weights("qwen3-8b")
+    sizes = {
+        name.removesuffix(".weight"): rows * columns
+        for name, (rows, columns) in (
+            each for each in model_layout(model).shapes(with_mtp=False).items() if each[0].endswith("proj.weight")
+        )
+    }
+    others = parts.weight_bytes(config, model, is_packed=True) - 2 * sum(sizes.values())
+    types = {each.name: each.num_bytes / each.num_values for each in TYPES.values() if each.is_quantized}
+    assert types.keys() == BLOCK_TYPES.keys()
+    for names in ([name] for name in types):
+        check_gguf_bytes(config, model, dict(zip(sizes, itertools.cycle(names))), sizes, types, others)
+    check_gguf_bytes(config, model, dict(zip(sizes, itertools.cycle(types))), sizes, types, others)
+
+
+def check_gguf_bytes(
+    config: Config,
+    model: ModelConfig,
+    names: dict[str, str],
+    sizes: dict[str, int],
+    types: dict[str, float],
+    others: int,
+) -> None:
+    stored = replace(model, quantization=gguf_quantization(GGUFLayer(*each, False) for each in names.items()))
+    of_file = sum(size * types[names[name]] for name, size in sizes.items())
+    packed = parts.weight_bytes(config, stored, is_packed=True) - others
+    assert 0.999 * of_file <= packed <= 1.05 * of_file, names
+    assert parts.weight_bytes(config, stored, is_packed=False) == others + 2 * sum(sizes.values())
+
+
+def test_columns_of_ranks_without_whole_blocks_count_in_16_bits() -> None:
+    """12,288 columns are 48 blocks of 256, which 32 ranks cannot share; and a rank has no whole blocks of columns that
+    are in another order.
+    """
+    model, down = ModelConfig.without_weights("qwen3-8b"), "model.layers.0.mlp.down_proj"
+    for num_ranks, has_order, is_packed in ((1, False, True), (1, True, True), (2, False, True), (2, True, False)):
+        config = Config(model="m", tensor_parallel_size=num_ranks)
+        stored = replace(model, quantization=gguf_quantization([GGUFLayer(down, "Q4_K", has_order)]))
+        saved = parts.weight_bytes(config, model, is_packed=True) - parts.weight_bytes(config, stored, is_packed=True)
+        assert saved == pytest.approx(is_packed * 4096 * 12288 * (16 - 4.625) / 8 / num_ranks, abs=2)
+    assert not BLOCK_TYPES["Q4_K"].stays_packed(12288 // 32) and BLOCK_TYPES["Q8_0"].stays_packed(12288 // 32)
 
 
 def test_weights_that_config_json_leaves_unquantized_count_as_they_are() -> None:

@@ -49,8 +49,8 @@ def changes(message: str) -> list[dict[str, Any]]:
         for part in remedy.split(" and "):
             number = re.fullmatch(r"(?:set|raise|lower) (\w+) to ([\d.]+)", part)
             use, unset = re.fullmatch(r"use (\w+)", part), re.fullmatch(r"leave (\w+) unset", part)
-            if format := re.fullmatch(r"use quantization=(\w+)", part):
-                options["quantization"] = format[1]
+            if format := re.fullmatch(r"use (quantization|quantize_head)=(\w+)", part):
+                options[format[1]] = format[2]
             elif number:
                 options[number[1]] = float(number[2]) if "." in number[2] else int(number[2])
             elif use:
@@ -75,6 +75,7 @@ def with_changes(plan: CapacityPlan, options: dict[str, Any]) -> CapacityPlan:
     model = replace(plan.model, has_mtp=plan.model.has_mtp or plan.unused_draft_bytes > 0)  # as the checkpoint is
     if "quantization" in options:
         model = replace(model, quantization=None).quantized(options.pop("quantization"))
+    model = model.quantized(None, options.get("quantize_head"))
     config = replace(plan.config, **options)
     return make_plan(config, model, plan.machine, context=plan.context, num_sequences=plan.num_sequences)
 
@@ -126,7 +127,7 @@ def test_check_plan_llama_on_16_gib_is_refused_by_the_estimates() -> None:
     machine = PlanOptions(gpu_memory_gb=16, host_memory_gb=64).apply(H200)
     plan = plan_for(machine, model="llama-3.1-8b", enable_cpu_offload=True, **options)
     check_start(plan)
-    needed = r"about 1\d\.\d+ GiB of GPU memory is needed, .*the weights \(14\.96 GiB\).*an estimated \d\.\d+ GiB; "
+    needed = r"about 1\d\.\d+ GiB of GPU memory is needed, .*the weights \(13\.98 GiB\).*an estimated \d\.\d+ GiB; "
     with pytest.raises(ConfigError, match=needed):
         check_plan(plan)
 
@@ -168,19 +169,21 @@ def test_pools_of_two_long_sequences_count_what_admission_keeps_free() -> None:
 
 BITS, ROOM = "use quantization=int4", "raise gpu_memory_utilization to 0.95 and lower max_num_batched_tokens to 1024"
 TIGHT: dict[str, Any] = {"gpu_memory_utilization": 0.95, "max_num_batched_tokens": 1024}
+HEAD = "use quantize_head=int8"
 RANKS, OTHERS = "raise tensor_parallel_size to 2", "use a smaller model, a shorter context or more memory"
 
 
 def test_check_plan_names_options_that_the_part_depends_on_and_none_that_is_given() -> None:
     """Weights beyond the limit do not fit at any utilization, and a longer KV cache does not need more ranks."""
     cases: tuple[tuple[str, float, str | None, int, dict[str, Any], str], ...] = (
-        ("llama-3.1-8b", 16, None, 8192, {}, f"{BITS}, or {RANKS}"),  # regression: it named a higher utilization
+        ("llama-3.1-8b", 14, None, 8192, {}, f"{BITS}, or {RANKS}"),  # regression: it named a higher utilization
         ("qwen3-8b", 7.6, None, 32768, {}, f"{BITS}, or raise tensor_parallel_size to 4"),  # two ranks lack room, too
         # Regression: int4 was named for weights that are too large even then
         ("qwen3-8b", 1.7, None, 32768, {}, f"{BITS} and raise tensor_parallel_size to 4"),
         ("qwen3-8b", 7.6, "fp8", 32768, {}, f"{BITS}, or {RANKS}"),  # int4 was not named if fp8 was asked for
         ("qwen3-8b", 7.6, "int4", 32768, {}, f"{ROOM}, or {RANKS}"),
-        ("qwen3-8b", 7.6, "int4", 32768, TIGHT, "use enable_cpu_offload, or raise tensor_parallel_size to 2"),
+        ("qwen3-8b", 7.6, "int4", 32768, TIGHT, f"use enable_cpu_offload, or {RANKS}"),
+        ("qwen3-8b", 10.4, "int4", 32768, TIGHT, f"use enable_cpu_offload, or {RANKS}, or {HEAD}"),
         ("qwen3-8b", 23.5, None, 40960, {}, f"{BITS}, or {ROOM}, or use enable_cpu_offload"),
         ("qwen3-8b", 1, "int4", 40960, TIGHT | {"tensor_parallel_size": 8}, OTHERS),
     )
@@ -314,6 +317,11 @@ def test_ranks_that_cut_groups_of_packed_weights_are_neither_planned_nor_a_remed
             continue
         with pytest.raises(ConfigError, match=message):
             check_plan(plan)
+    # Regression: with one rank, no remedy helped
+    smollm2 = replace(ModelConfig.without_weights("qwen3-8b"), hidden_size=576).quantized("int4")
+    with pytest.raises(ConfigError, match=r"576 columns on .*; use fewer ranks, or quantization=fp8, or device='cpu'"):
+        check_plan(make_plan(Config(model="m"), smollm2, H200))
+    check_plan(make_plan(Config(model="m"), replace(smollm2, quantization=QUANTIZATIONS["fp8"]), H200))
     plan = make_plan(Config(model="m"), model.quantized("int4"), machine, context=1000, num_sequences=1)
     with pytest.raises(ConfigError) as error:
         check_plan(plan)

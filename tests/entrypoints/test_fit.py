@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,10 @@ def test_fits_each_works_with_its_options_and_only_what_never_works_is_missing()
     for format in ("bfloat16", "fp8", "fp8_dynamic", "int4"):
         model = ModelConfig.without_weights(name).quantized(None if format == "bfloat16" else format)
         for context in CONTEXTS:
-            configs = [Config(model=name, max_model_len=context, **settings) for settings in SETTINGS]
-            working = [config for config in configs if fits_here(make_plan(config, model, machine()))]
+            working = []
+            for settings, head in product(SETTINGS, (None, "int8")):
+                config = Config(model=name, max_model_len=context, quantize_head=head, **settings)
+                working += [config] * fits_here(make_plan(config, model.quantized(None, head), machine()))
             assert bool(working) == ((format, context) in found)
             assert not working or found[format, context].config in working
 
@@ -56,7 +59,16 @@ def test_fits_prefers_the_gpu_and_goes_beyond_the_rope_only_as_recommended() -> 
 def test_fits_of_a_quantized_gguf_file_quantizes_no_further(tmp_path: Path) -> None:
     """Bug: `plan --fit --model FILE.gguf` was refused with a message about --quantization, which was not given."""
     path = write_gguf(tmp_path / "x.gguf", write_tiny_model(tmp_path / "model", "llama"), types=["Q8_0"])
-    assert {fit.format for fit in fits(machine(), [str(path)])} == {"bfloat16"}
+    assert {fit.format for fit in fits(machine(), [str(path)])} == {"gguf"}
+    with pytest.raises(ConfigError, match=r"quantization='int4' is for checkpoints .* types Q8_0; leave it out"):
+        fits(machine(), [str(path)], "int4")
+
+
+def test_fits_names_the_reason_if_the_gpu_does_not_take_the_format() -> None:
+    """Regression: the answer was "nothing; use a smaller model or context, or more memory"."""
+    with pytest.raises(ConfigError, match=r"fp8_dynamic needs a GPU .* RTX 3090 has 8\.6; use another GPU, or use"):
+        fits(machine("RTX 3090"), ["qwen3-8b"], "fp8_dynamic")
+    assert fits(machine("RTX 3090"), ["qwen3-8b"], "fp8")
 
 
 def test_fit_table_names_bounds_as_projected_and_says_when_nothing_runs() -> None:

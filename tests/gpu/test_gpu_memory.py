@@ -62,6 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "triton": {"attn_backend": "triton", "max_num_seqs": 64},
     "eager": {"enforce_eager": True, "max_num_seqs": 300},
     "small slots": {"enable_cpu_offload": True, "cpu_memory_gb": 20.0, "kvcache_block_size": 256},
+    "vocabulary": {"quantize_head": "int8", "embedding_on_cpu": True},
     "draft head": {"model": "qwen3.5-9b", "speculation": "mtp", "enable_cpu_offload": True, "cpu_memory_gb": 20.0},
 }
 

@@ -26,10 +26,12 @@ from triton.runtime.jit import JITFunction
 from nanovllm import kernels
 from nanovllm.attention.base import PartialAttention, RunningMerge
 from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.checkpoint.quantization import BLOCK_TYPES
 from nanovllm.device.kernel_target import KNOWN_TARGETS, KernelTarget
 from nanovllm.kernels import (
     decode,
     delta_net,
+    embedding,
     fused,
     logit_edits,
     merge,
@@ -42,8 +44,10 @@ from nanovllm.kernels import (
     shadow,
     small_linear,
 )
+from nanovllm.kernels.packed_words import DENSE, E4M3, INT4, INT8
 from nanovllm.kernels.sampling_tensors import NUM_EDIT_COLUMNS, EditTensors, SamplingTensors
 from nanovllm.kernels.state_tensors import DeltaWeights, LayerStates, StateSave
+from nanovllm.layers.packed_weight import PackedWeight, packed
 from nanovllm.plan.shadow_spec import ShadowSpec
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -138,6 +142,7 @@ def launch_layers(hidden_size: int, dtype: torch.dtype) -> None:
     numbers = torch.zeros(256, dtype=torch.int32)
     inboxes = SimpleNamespace(addresses=numbers.long(), num_sums=numbers, gave_up=numbers, max_words=2**16)
     peer_sum.peer_sum(x, 1, 2, inboxes)  # type: ignore[arg-type]
+    embedding.embed(numbers.long(), weight, 0)
 
 
 def launch_sampler(vocab_size: int, dtype: torch.dtype) -> None:
@@ -156,20 +161,30 @@ def launch_sampler(vocab_size: int, dtype: torch.dtype) -> None:
 
 PACKED_KINDS: dict[str, Callable[[int, torch.dtype], packed_values.Packed]] = {
     "plain": lambda size, dtype: packed_values.Packed(torch.zeros(256, size, dtype=dtype)),
-    "int4": lambda size, _: packed_values.Packed(*packed_words(size, 4), packed_values.INT4.value, FP16),
+    "int4": lambda size, _: packed_values.Packed(*packed_words(size, 4), INT4.value, FP16),
     "int4 in groups of 32": lambda size, _: packed_values.Packed(
-        *packed_words(size, 4), packed_values.INT4.value, BF16, group_size=32
+        *packed_words(size, 4), INT4.value, BF16, group_size=32
     ),
-    "int4 by row": lambda size, _: packed_values.Packed(
-        *packed_words(size, 4), packed_values.INT4.value, FP16, 1, size
+    "int4 by row": lambda size, _: packed_values.Packed(*packed_words(size, 4), INT4.value, FP16, 1, size),
+    "int8": lambda size, _: packed_values.Packed(*packed_words(size, 8), INT8.value, FP16),
+    "int8 in groups of 64": lambda size, _: packed_values.Packed(
+        *packed_words(size, 8), INT8.value, BF16, group_size=64
     ),
-    "int8": lambda size, _: packed_values.Packed(*packed_words(size, 8), packed_values.INT8.value, FP16),
-    "fp8": lambda size, _: packed_values.Packed(*fp8_words(size), packed_values.E4M3.value, None, 128, 128),
+    "fp8": lambda size, _: packed_values.Packed(*fp8_words(size), E4M3.value, None, 128, 128),
     "fp8 in blocks": lambda size, _: packed_values.Packed(
-        fp8_words(size)[0], torch.zeros(1, 8, size // 128), packed_values.E4M3.value, None, 128, 128
+        fp8_words(size)[0], torch.zeros(1, 8, size // 128), E4M3.value, None, 128, 128
     ),
-    "fp8 by row": lambda size, _: packed_values.Packed(*fp8_words(size), packed_values.E4M3.value, None, 1, size),
+    "fp8 by row": lambda size, _: packed_values.Packed(*fp8_words(size), E4M3.value, None, 1, size),
+    "Q4_K": lambda size, _: blocks("Q4_K", size),
+    "Q5_1": lambda size, _: blocks("Q5_1", size),
+    "Q6_K": lambda size, _: blocks("Q6_K", size),
+    "Q8_0": lambda size, _: blocks("Q8_0", size),
+    "IQ4_XS": lambda size, _: blocks("IQ4_XS", size),
 }
+
+
+def blocks(name: str, size: int) -> packed_values.Packed:
+    return packed(PackedWeight([256], size, BLOCK_TYPES[name]))
 
 
 def packed_words(size: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,7 +281,7 @@ def faults(kernel: Compiled, target: KernelTarget) -> Iterator[str]:
         yield f"needs {kernel.shared_bytes} bytes of shared memory"
     if (num_spills := kernel.num_spills_in_loops()) > PARKED_VALUES:
         yield f"loads or stores {num_spills} spilled registers in loops"
-    is_packed = kernel.name == "products_kernel" and kernel.constants["KIND"] != packed_values.DENSE.value
+    is_packed = kernel.name == "products_kernel" and kernel.constants["KIND"] != DENSE.value
     if is_packed and re.search(r"wgmma\.wait_group\.sync\.aligned [1-9]", kernel.ptx):
         yield "overwrites values that the tensor cores still read"
     if kernel.name == "few_products_kernel":
@@ -421,7 +436,7 @@ def test_shadow_kernels_fit(head_dim: int, dtype: torch.dtype, bits: int, name: 
 def test_packed_products_fit(kind: str) -> None:
     """Each kind of weight with all tiles, on one target. What differs only by its scales' groups has a few of them."""
     with compiling_for(target := rotating(1 + list(PACKED_KINDS).index(kind))) as compiled:
-        if kind in ("plain", "int4", "int8", "fp8"):
+        if kind in ("plain", "int4", "int8", "fp8") or kind in BLOCK_TYPES:
             launch_packed(kind, 4096, BF16, gates=(False,), rows=(1,), tiles=(16, 128))
             launch_packed(kind, 4096, BF16, gates=(True,), rows=(16, 32, 64), tiles=(32, 64))
         else:

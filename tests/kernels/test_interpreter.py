@@ -15,6 +15,8 @@ FILES = [
     "kernels/test_decode_queries.py",
     "kernels/test_small_linear.py",
     "kernels/test_packed_linear.py",
+    "kernels/test_gguf_kernels.py",
+    "kernels/test_vocabulary_kernels.py",
     "kernels/test_shadow_kernels.py",
     "kernels/test_delta_net.py",
     "kernels/test_edit_kernels.py",

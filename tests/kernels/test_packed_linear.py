@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from interpreter import INTERPRETED, needs_triton, on_device
+from rounding import assert_close
 from safetensors.torch import save_file
 
 from nanovllm.checkpoint.model_config import ExpertsConfig
-from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization
+from nanovllm.checkpoint.quantization import HEAD_QUANTIZATIONS, QUANTIZATIONS, Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers import layernorm, moe
@@ -58,7 +59,7 @@ def in_tiles(scales: torch.Tensor, device: str) -> torch.Tensor:
 
     with torch.device(device):
         tiles = packed_values.new_scales(*scales.shape, scales.dtype)
-    packed_values.store_scales(tiles, 0, scales)
+    packed_values.store_scales(tiles, torch.arange(len(scales), device=device), scales)
     return tiles
 
 
@@ -66,7 +67,7 @@ def make_weight(  # type: ignore[no-untyped-def]
     kind: str, num_rows: int, size: int, group: int, device: str
 ):
     """A packed weight and its values in fp64; outputs are near 1."""
-    from nanovllm.kernels import packed_values
+    from nanovllm.kernels import packed_values, packed_words
 
     if kind == "dense":
         values = (torch.randn(num_rows, size) / size**0.5).to(DTYPE)
@@ -78,7 +79,7 @@ def make_weight(  # type: ignore[no-untyped-def]
         scales = torch.rand(num_rows // scale_rows, size // group) / size**0.5
         values = codes.double() * scales.double().repeat_interleave(group, 1).repeat_interleave(scale_rows, 0)
         packed = packed_values.pack_codes(codes.view(torch.uint8), 8)
-        tensors = packed.to(device), in_tiles(scales, device), packed_values.E4M3.value
+        tensors = packed.to(device), in_tiles(scales, device), packed_words.E4M3.value
         return packed_values.Packed(*tensors, None, scale_rows, group), values.to(device)
     bits, dtype = (8, torch.bfloat16) if "int8" in kind else (4, torch.float16)
     codes = torch.randint(2**bits, (num_rows, size), dtype=torch.uint8)
@@ -87,18 +88,9 @@ def make_weight(  # type: ignore[no-untyped-def]
     values = codes.double() - zeros.double().repeat_interleave(group, 1)
     values *= scales.double().repeat_interleave(group, 1)
     words, scales = packed_values.pack_codes(codes, bits), packed_values.pack_scales(scales, zeros, bits)
-    kind = packed_values.INT4 if bits == 4 else packed_values.INT8
+    kind = packed_words.INT4 if bits == 4 else packed_words.INT8
     weight = packed_values.Packed(words.to(device), in_tiles(scales, device), kind.value, dtype, 1, group)
     return weight, values.to(device)
-
-
-def assert_close(got: torch.Tensor, x: torch.Tensor, values: torch.Tensor, exact: torch.Tensor) -> None:
-    """Error at most twice that of a product with the values in the dtype of x, or two roundings of the result."""
-    plain = F.linear(x, values.to(x.dtype)) if exact.shape == (len(x), len(values)) else exact.to(x.dtype)
-    rounding = torch.finfo(x.dtype).eps * exact.abs().max().item()
-    error, plain_error = ((y.double() - exact).abs().max().item() for y in (got, plain))
-    assert got.dtype == x.dtype and got.shape == exact.shape
-    assert error <= max(2 * plain_error, 2 * rounding), f"{error:.2e}, plain {plain_error:.2e}, {rounding:.2e}"
 
 
 @on_device
@@ -131,12 +123,12 @@ def test_products_with_any_number_of_rows(device: str, kind: str, num_rows: int,
 def test_products_with_numbers_in_e4m3_that_are_all_subnormal(device: str) -> None:
     """They read as subnormal 16-bit numbers, which a matrix unit might take for 0."""
     from nanovllm.kernels import packed_linear as kernels
-    from nanovllm.kernels import packed_values
+    from nanovllm.kernels import packed_values, packed_words
 
     codes = torch.randint(1, 8, (16, 256), dtype=torch.uint8)
     values = codes.view(torch.float8_e4m3fn).double().to(device)
     scales, words = in_tiles(torch.ones(16, 1), device), packed_values.pack_codes(codes, 8).to(device)
-    weight = packed_values.Packed(words, scales, packed_values.E4M3.value, None, 1, 256)
+    weight = packed_values.Packed(words, scales, packed_words.E4M3.value, None, 1, 256)
     x = torch.randn(3, 256, device=device).to(DTYPE)
     for tile in TILES:
         got = kernels.products(x, weight, tile=as_tile(tile))
@@ -506,14 +498,15 @@ def test_whole_matrices_are_quantized_at_once_as_by_torch(name: str, size: tuple
 
 @on_device
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-@pytest.mark.parametrize("name", QUANTIZATIONS)
-def test_loader_quantizes_packed_weights_at_once(tmp_path: Path, device: str, name: str, load_format: str) -> None:
+@pytest.mark.parametrize("name", [*QUANTIZATIONS, *HEAD_QUANTIZATIONS])
+def test_loader_quantizes_packed_weights(tmp_path: Path, device: str, name: str, load_format: str) -> None:
     """They have the values of weights that are not packed. Two shards take the second rank's columns; the rows of the
     first are quantized in pieces.
     """
     from nanovllm.kernels import packed_values
 
-    (first, num_rows), size, quantization = (40, 48) if INTERPRETED else (1100, 1200), 128, QUANTIZATIONS[name]
+    (first, num_rows), size = (40, 48) if INTERPRETED else (1100, 1200), 128
+    quantization = (QUANTIZATIONS | HEAD_QUANTIZATIONS)[name]
     save_file({"layer.weight": torch.randn(num_rows, 2 * size)}, tmp_path / "model.safetensors")
     with torch.device(device):
         weight, values = PackedWeight([first, num_rows - first], size, quantization), torch.empty(num_rows, size)
@@ -524,8 +517,9 @@ def test_loader_quantizes_packed_weights_at_once(tmp_path: Path, device: str, na
         ]
         layer: Any = SimpleNamespace(
             weight_shards=lambda shards=shards: [("layer.weight", shard) for shard in shards],
-            lm_head=SimpleNamespace(weight=values),
             config=SimpleNamespace(quantization=quantization, tie_word_embeddings=False),
+            dtype=values.dtype,
+            device=values.device,
         )
         load_weights(layer, tmp_path, load_format=load_format)
     got = packed_values.unpack(packed(weight), 0, torch.empty_like(values))
@@ -637,6 +631,7 @@ def test_silu_and_quantize_is_quantize_of_the_gated_numbers(device: str, size: i
         assert torch.equal(codes[:num_rows].view(torch.uint8), expected_codes[:num_rows].view(torch.uint8))
 
 
+@pytest.mark.slow
 @on_device
 def test_norm_and_mlp_pass_codes_on_and_compute_the_same(device: str) -> None:
     """From 65 rows on. A layer splits them into parts; the last part, of 71 rows, has one more as padding."""

@@ -19,14 +19,13 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     HasWeightShards,
     MergedColumnParallelLinear,
-    ParallelLMHead,
     QKVParallelLinear,
     RowParallelLinear,
-    VocabParallelEmbedding,
     silu_and_mul,
 )
 from nanovllm.layers.moe import Experts
 from nanovllm.layers.packed_weight import PackedWeight, can_multiply_codes
+from nanovllm.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 
 FP32 = torch.float32
 
@@ -184,10 +183,10 @@ def test_layers_choose_products_for_the_device_and_experts_keep_16_bits(monkeypa
         num_experts=2, num_experts_per_token=1, intermediate_size=128, norm_topk_prob=True, layers=(0,)
     )
     with FakeTensorMode(), torch.device("cuda"):
-        given = {"tp": TPGroup(), "dtype": torch.bfloat16, "quantization": blocks}
-        row = RowParallelLinear(256, 384, bias=False, **given)
-        column = MergedColumnParallelLinear(256, [384, 128], bias=True, **given)
-        experts = Experts(128, config, **given)
+        given = {"tp": TPGroup(), "dtype": torch.bfloat16}
+        row = RowParallelLinear(256, 384, bias=False, quantization=blocks, **given)
+        column = MergedColumnParallelLinear(256, [384, 128], bias=True, formats=[blocks] * 2, **given)
+        experts = Experts(128, config, formats=[blocks] * 3, **given)
     for weight, expected in ((row.weight, True), (column.weight, True), (experts.down, False)):
         assert isinstance(weight, PackedWeight) and weight.multiplies_codes == expected
     assert isinstance(row.weight, PackedWeight) and row.weight.scales.shape == (1, 8, 4)  # 2 groups and padding

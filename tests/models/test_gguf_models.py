@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dense_model import random_prompt
 from gguf_files import TYPES, write_gguf
 from smollm2 import GGUF_NAME, gguf_directory, write_model
 from tiny_models import greedy_reference, reference_model, write_tiny_model
@@ -79,6 +80,70 @@ def test_file_in_16_bits_can_be_quantized_while_loading(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "model", "qwen3", hidden_size=128, dtype=torch.bfloat16)
     file = write_gguf(tmp_path / "m.gguf", directory, types=["BF16"])
     assert answer(file, quantization="int4") == answer(directory, quantization="int4")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
+def test_gpu_and_cpu_give_the_same_tokens(architecture: str, tmp_path: Path) -> None:
+    """In fp32, of types that differ within q, k and v, within experts, and in columns in another order; many rows, some
+    and one. The GPU holds about the bytes of the file.
+    """
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_layers": 4, "num_heads": 8, "head_dim": 64}
+    recurrent = {"linear_num_key_heads": 2, "linear_num_value_heads": 8, "linear_value_head_dim": 64}
+    recurrent |= {"linear_key_head_dim": 64}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+    if architecture == "qwen3_5_moe":
+        experts["shared_expert_intermediate_size"] = 256
+    directory = write_tiny_model(
+        tmp_path / "model",
+        architecture,
+        **sizes,
+        recurrent=recurrent,
+        experts=experts,
+        max_position_embeddings=2048,  # type: ignore[arg-type]
+    )
+    file = write_gguf(tmp_path / "model.gguf", directory, types=[name for name in QUANTIZED if "16" not in name])
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    answers = []
+    for device in ("cuda", "cpu"):
+        with LLM(
+            str(file), device=device, dtype="float32", skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=4
+        ) as llm:
+            outputs = llm.generate([random_prompt(n, seed=n) for n in (700, 40, 3)], params)
+            outputs += llm.generate([PROMPT], params)
+            answers.append([output["token_ids"] for output in outputs])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_gpu_in_bf16_errs_as_a_checkpoint_with_the_same_values(architecture: str, tmp_path: Path) -> None:
+    """Log-probabilities of prompts of many tokens and of few, against fp32."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_layers": 4, "num_heads": 8, "head_dim": 64}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    directory = write_tiny_model(tmp_path / "model", architecture, **sizes, experts=experts)  # type: ignore[arg-type]
+    types = [name for name in QUANTIZED if "16" not in name]
+    file = write_gguf(tmp_path / "model.gguf", directory, types=types, same_values=tmp_path / "same")
+    prompts, params = [random_prompt(n, seed=n) for n in (120, 12)], SamplingParams(max_tokens=1, prompt_logprobs=0)
+
+    def logprobs(model: Path, device: str, dtype: str) -> torch.Tensor:
+        with LLM(str(model), device=device, dtype=dtype, skip_tokenizer_init=True) as llm:
+            outputs = [llm.generate([prompt], params)[0] for prompt in prompts]
+        given = zip(prompts, outputs, strict=True)
+        return torch.tensor(
+            [
+                entry[token][0]
+                for prompt, output in given
+                for token, entry in zip(prompt[1:], output["prompt_logprobs"][1:], strict=True)
+            ]
+        )
+
+    exact = logprobs(file, "cpu", "float32")
+    error, plain = (
+        (logprobs(model, "cuda", "bfloat16") - exact).square().mean().sqrt().item()
+        for model in (file, tmp_path / "same")
+    )
+    assert error <= 2 * plain
 
 
 # -- a real model ----------------------------------------------------------------------------------------------------

@@ -245,7 +245,8 @@ def test_fp8_dynamic_quantizes_many_rows_on_a_cpu_and_not_the_rows_of_experts(
         prompt = random_prompt(num_tokens)
         of_weights, reference = (load_model(plain, quantization="fp8") for _ in range(2))
         for module in reference.modules():
-            if is_quantized and hasattr(module, "rounds_rows") and module.quantization is not None:
+            formats = getattr(module, "formats", [getattr(module, "quantization", None)])
+            if is_quantized and hasattr(module, "rounds_rows") and any(formats):
                 module.register_forward_pre_hook(quantize_rows)
         logits, expected, weights_alone = (
             run_logits(model, prompt)
@@ -361,7 +362,8 @@ def test_experts_of_which_one_is_not_quantized_have_their_values(tmp_path: Path)
     tensors = {key: value for key, value in load_file(file).items() if not key.startswith(f"{name}.")}
     save_file(tensors | {f"{name}.weight": load_file(plain / "model.safetensors")[f"{name}.weight"]}, file)
     model = load_model(quantized)
-    assert [layer.mlp.experts.quantization is None for layer in model.model.layers] == [True, False]
+    formats = [[format is None for format in layer.mlp.experts.formats] for layer in model.model.layers]
+    assert formats == [[False, False, True], [False, False, False]]
 
 
 def test_wrong_tensors_are_refused_by_name(tmp_path: Path, plain: Path) -> None:

@@ -50,7 +50,7 @@ def _table(options: type) -> str:
 def _row(field: Field[Any]) -> str:
     default = repr(field.default).replace("'", '"')
     names = (rf"{each.name}(?:=\w+)?" for options in DOCUMENTED for each in fields(options) if "_" in each.name)
-    words = "|".join((r"\w+\.json", *names, "SamplingParams", "None", *field.metadata.get("choices", ())))
+    words = "|".join((r"\w+\.json", *names, "SamplingParams", "None", *map(str, field.metadata.get("choices", ()))))
     meaning = re.sub(rf"\b({words})\b", r"`\1`", field.metadata["help"])
     return f"| `{field.name}` | `{default}` | {meaning} |"
 
@@ -78,8 +78,9 @@ def _doc_cell(found: Sequence[Fit]) -> str:
     rate, plain, first = best.plan.expected_decode_tok_per_s, best.plan.decode_tok_per_s, first_token_s(best.plan)
     assert rate and plain and first, "all rates of the table of GPUs are known"
     drafted = f" ({rate_text(plain)} without drafts)" if best.plan.num_pages else ""
+    head = f", {best.plan.config.quantize_head} head" if best.plan.config.quantize_head else ""
     where = "" if best.is_resident else ", offload"
-    return f"{best.format}{where}: {rate_text(rate)} tok/s{drafted}, {seconds_text(first)}"
+    return f"{best.format}{head}{where}: {rate_text(rate)} tok/s{drafted}, {seconds_text(first)}"
 
 
 TABLES: dict[str, Callable[[], str]] = {

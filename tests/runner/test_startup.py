@@ -289,7 +289,7 @@ def test_warm_up_multiplies_by_the_router_as_a_step_does() -> None:
         num_experts=4, num_experts_per_token=2, intermediate_size=16, norm_topk_prob=True, layers=(0, 1)
     )
     layers = torch.nn.ModuleList(RecordingRouter(16, experts, torch.bfloat16) for _ in range(2))
-    head = SimpleNamespace(weight=torch.zeros(8, 16, dtype=torch.bfloat16))
-    model: Any = SimpleNamespace(lm_head=head, model=SimpleNamespace(layers=layers), mtp=None)
+    device, decoder = torch.device("cpu"), SimpleNamespace(layers=layers)
+    model: Any = SimpleNamespace(dtype=torch.bfloat16, device=device, model=decoder, mtp=None)
     with measure.warm_up_products(model, num_tokens=8):
         wait_until(lambda: RecordingRouter.num_rows == measure.product_rows(8))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cpu_runner import BLOCK, NUM_SEQS, NUM_TOKENS, make_runner
+from gguf_files import write_gguf
 from tiny_models import write_tiny_model
 
 pytest.importorskip("triton")
@@ -149,6 +150,7 @@ def test_packed_weights_launch_only_kernels_that_start_up_finds(
         return torch.zeros(len(codes), weight.shape[0], dtype=torch.bfloat16)
 
     monkeypatch.setattr(linear, "new_weight", new_weight)
+    monkeypatch.setattr(linear, "packed_format", lambda quantization, *_: quantization)
     monkeypatch.setattr(PackedWeight, "product_of_codes", product_of_codes)
     monkeypatch.setattr(quantizing, "quantize_weight", lambda *_: None)  # launched while the weights are loaded
     sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 1024, "head_dim": 64}
@@ -167,6 +169,46 @@ def test_packed_weights_launch_only_kernels_that_start_up_finds(
             fused = {"_rms_norm_and_quantize_kernel", "_silu_and_quantize_kernel"}
             assert fused & names == (fused if name == "fp8" and num_tokens > 64 else set())
             assert set(needed) <= set(found)
+
+
+def test_layers_of_several_types_launch_only_kernels_that_start_up_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Start-up runs one layer of each kind. Here four layers in a row have the types of a GGUF file in other places."""
+
+    def packed_format(quantization: Quantization | None, *sizes: int) -> Quantization | None:
+        return quantization if quantization is not None and quantization.stays_packed(*sizes) else None
+
+    monkeypatch.setattr(linear, "packed_format", packed_format)
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 64, "num_layers": 5}
+    directory = write_tiny_model(tmp_path / "model", max_position_embeddings=2048, **sizes)
+    model = write_gguf(tmp_path / "model.gguf", directory, types=["Q4_K", "Q6_K", "Q8_0"])
+    with launching_runner(model, KVCacheSizes(1)) as runner:
+        monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
+        found = launched(lambda: measure._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+        for num_tokens in (1, 20, 47, 100, 200, 300):
+            plan = StepPlan(measure._sequences((num_tokens,), 2048, BLOCK), KVMoves())
+            needed = launched(lambda plan=plan: runner.launch(plan))
+            assert "_unpack_kernel" in {kernel[0] for kernel in needed}  # which also reads the embedding table
+            assert set(needed) <= set(found)
+
+
+def test_any_number_of_sampled_rows_launches_a_kernel_of_the_quantized_head_that_start_up_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without graphs, no step of start-up samples a few rows only."""
+
+    monkeypatch.setattr(linear, "packed_format", lambda quantization, *sizes: quantization)
+    model = write_tiny_model(tmp_path, hidden_size=128, head_dim=64, max_position_embeddings=2048)
+    options: dict[str, Any] = {"quantize_head": "int8", "enforce_eager": True}
+    with launching_runner(model, KVCacheSizes(1), **options) as runner:
+        monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
+        found = launched(lambda: measure._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+        found_for_all = launched(lambda: measure.launch_head(runner.model, 512))
+        for num_rows in (*range(1, 35), 63, 64, 65, 100, 128, 129, 200, 256):
+            hidden = torch.zeros(num_rows, 128, dtype=torch.bfloat16)
+            needed = launched(lambda hidden=hidden: runner.model.compute_logits(hidden))
+            assert len(needed) == 1 and set(needed) <= set(found if num_rows <= NUM_SEQS else found_for_all)
 
 
 def test_any_number_of_rows_is_quantized_by_the_same_kernel() -> None:

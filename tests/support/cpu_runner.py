@@ -60,7 +60,7 @@ def make_runner(model: Path, num_cpu_blocks: int, **options: Any) -> ModelRunner
         **options,
     )
     model_config, directory = ModelConfig.from_pretrained(str(model))
-    model_config = model_config.quantized(config.quantization)
+    model_config = model_config.quantized(config.quantization, config.quantize_head)
     spec = kv_cache_spec(config, model_config, tp_size=1)
     device, factories = torch.device("cpu"), (make_offload_engine, make_cpu_attention)
     return ModelRunner(config, model_config, directory, spec, TPGroup(), device, *factories)

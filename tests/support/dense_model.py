@@ -42,7 +42,7 @@ class DenseAttention:
         config, layers = model.config, model.model.layers
         (qkv_proj, *_) = [layer.self_attn.qkv_proj for layer in layers if layer.self_attn is not None]
         shape = (2, config.num_attention_layers + 1, 1, num_tokens, qkv_proj.heads_per_part[1], qkv_proj.head_dim)
-        dtype = qkv_proj.weight.dtype
+        dtype = model.dtype
         self.k_cache, self.v_cache = torch.zeros(shape, dtype=dtype)
         self.positions = torch.arange(0)
         self.rows: StateRows | None = None
@@ -83,13 +83,14 @@ def load_model(
     max_model_len: int = 128,
     dtype: torch.dtype = torch.float32,
     quantization: str | None = None,
+    quantize_head: str | None = None,
     load_format: str = "auto",
     device: str = "cpu",
     with_mtp: bool = False,
 ) -> CausalLM:
     stored, path = ModelConfig.from_pretrained(str(directory))
     model = build_model(
-        stored.quantized(quantization),
+        stored.quantized(quantization, quantize_head),
         tp or TPGroup(),
         max_model_len=max_model_len,
         dtype=dtype,

@@ -1,6 +1,7 @@
-"""Measures how far a merged result is off, in units of the error that rounding the exact result once makes."""
+"""Measures how far a result is off, in units of the error that rounding makes."""
 
 import torch
+import torch.nn.functional as F
 
 from nanovllm.attention.base import PartialAttention
 
@@ -32,3 +33,12 @@ def make_parts(
     whole = PartialAttention((weights * outs).sum(0).to(device), lses.double().logsumexp(0).to(device))
     parts = zip(outs.to(device=device, dtype=dtype), lses.to(device), strict=True)
     return [PartialAttention(*part) for part in parts], whole
+
+
+def assert_close(got: torch.Tensor, x: torch.Tensor, values: torch.Tensor, exact: torch.Tensor) -> None:
+    """Error at most twice that of a product with the values in the dtype of x, or two roundings of the result."""
+    plain = F.linear(x, values.to(x.dtype)) if exact.shape == (len(x), len(values)) else exact.to(x.dtype)
+    rounding = torch.finfo(x.dtype).eps * exact.abs().max().item()
+    error, plain_error = ((y.double() - exact).abs().max().item() for y in (got, plain))
+    assert got.dtype == x.dtype and got.shape == exact.shape
+    assert error <= max(2 * plain_error, 2 * rounding), f"{error:.2e}, plain {plain_error:.2e}, {rounding:.2e}"

@@ -56,7 +56,7 @@ from nanovllm.capabilities.disk.disk_moves import (
 from nanovllm.capabilities.disk.store import REFRESH_S, DiskStore
 from nanovllm.capabilities.disk.tier import DiskBoard
 from nanovllm.device.devices import current_device
-from nanovllm.offload.pinned_memory import HostBuffer
+from nanovllm.device.pinned_memory import HostBuffer
 from nanovllm.offload.streams import Event, Stream, Streams
 from nanovllm.plan.kv_spec import KVCacheSpec
 from nanovllm.runner.seams import RankStore

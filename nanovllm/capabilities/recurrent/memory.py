@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from nanovllm.capabilities.recurrent.places import SnapshotSave, StateFlushes, StateStep
+from nanovllm.device.pinned_memory import HostBuffer
 from nanovllm.kernels.state_tensors import HostStateRows, LayerStates, StateRows, StateSave
-from nanovllm.offload.pinned_memory import HostBuffer
 from nanovllm.plan.kv_spec import StateSpec
 from nanovllm.plan.step_plan import StepPlan, find_payload
 from nanovllm.runner.kv_memory import KVMemory

@@ -89,7 +89,7 @@ def _flag_settings(field: Field[Any], options: type, default: Any) -> dict[str, 
     if field.type is bool:
         return settings | {"action": "store_true"}
     kind = _scalar_type(field.type)
-    metavar = {int: "N", float: "X", str: "TEXT", _json_object: "JSON"}[kind]
+    metavar = {int: "N", float: "X", str: "TEXT", _json_object: "JSON", _switch: "TEXT"}[kind]
     settings |= {"type": _integer if kind is int else kind, "metavar": metavar}
     if isinstance(field.default, tuple):
         return settings | {"action": "extend", "nargs": "+"}
@@ -99,11 +99,15 @@ def _flag_settings(field: Field[Any], options: type, default: Any) -> dict[str, 
 
 
 def _scalar_type(annotation: Any) -> Any:
-    """Return int, float, str or a JSON parser. For `int | None` or `tuple[int, ...] | list[int]` it is int."""
+    """Return int, float, str, or a parser of JSON or of a switch. For `int | None` or `tuple[int, ...] | list[int]` it
+    is int, and for `bool | str` a parser of a switch.
+    """
     if annotation in (int, float, str):
         return annotation
     if annotation is dict:
         return _json_object
+    if annotation is bool:
+        return _switch
     return next(kind for member in get_args(annotation) if (kind := _scalar_type(member)))
 
 
@@ -114,6 +118,11 @@ def _integer(text: str) -> int:
         return int(text if factor == 1 else text[:-1]) * factor
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not an integer, such as 131072, 131k or 1m: {text!r}") from error
+
+
+def _switch(text: str) -> bool | str:
+    """Return True or False for these words, and other texts unchanged."""
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -272,12 +272,15 @@ def sizes_within(memory_bytes: int, config: Config, machine: Machine) -> dict[st
 
     Raises ConfigError if the engine cannot start with its share, and CheckpointError if the model cannot be read.
     """
-    model = ModelConfig.without_weights(config.model, config.hf_overrides).quantized(config.quantization)
+    model = ModelConfig.without_weights(config.model, config.hf_overrides)
+    model = model.quantized(config.quantization, config.quantize_head)
     plan = make_plan(config, model, replace(machine, host_bytes=min(machine.host_bytes, memory_bytes)))
     check_start(plan)
     sizes: dict[str, Any] = {}
     if config.enable_cpu_offload:
         sizes = {"num_cpu_blocks": plan.num_cpu_blocks, "cpu_memory_gb": None}
+    if machine.gpu_bytes is not None:  # the plan has counted the table in the engine's share
+        sizes["embedding_on_cpu"] = plan.model.embedding_on_cpu
     if machine.gpu_bytes is None:  # weights and blocks share CPU memory, and the blocks' pages fill up with use
         name = "num_gpu_blocks" if config.enable_cpu_offload else "num_kvcache_blocks"
         sizes |= {name: plan.num_gpu_blocks, "kvcache_block_size": config.block_size}

@@ -124,9 +124,9 @@ def test_name_flags_replaces_fields_and_nothing_else() -> None:
 def test_help_field_with_choices_names_them_all() -> None:
     choices = {field.name: field.metadata["choices"] for field in fields(Config) if "choices" in field.metadata}
     expected = {"attn_backend", "dtype", "load_format", "generation_config", "cpu_attention", "speculation"}
-    expected |= {"quantization"}
+    expected |= {"quantization", "quantize_head", "embedding_on_cpu"}
     assert set(choices) == expected
-    assert all(choice in help_of(Config, name) for name in choices for choice in choices[name])
+    assert all(str(choice) in help_of(Config, name) for name in choices for choice in choices[name])
 
 
 def test_options_every_field_has_help_and_a_group() -> None:
@@ -454,7 +454,7 @@ def test_plan_fit_lists_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "--fit", "--gpu", "4090", "--host-memory-gb", "64", "--context", "32768"]
     assert cli.main(argv) == 0
     out = capsys.readouterr().out
-    assert re.search(r"qwen3-8b +bfloat16 +32,768 +4.50 GiB +GPU +<= 50.5/s +>= 4.5 s", out)
+    assert re.search(r"qwen3-8b +bfloat16 +as is +32,768 +4.50 GiB +GPU +<= 50.5/s +>= 4.5 s", out)
     assert cli.main([*argv, "--model", "qwen3-8b", "--quantization", "int4"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
     for flags, message in (

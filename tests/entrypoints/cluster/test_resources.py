@@ -167,6 +167,8 @@ def test_sizes_keep_an_engine_within_its_share() -> None:
     few = sizes(Machine.cpu(10 * GIB), 4, device="cpu", num_kvcache_blocks=64)
     default = sizes(Machine.cpu(10 * GIB), 4, device="cpu")
     assert few["num_kvcache_blocks"] == 64 < default["num_kvcache_blocks"]
+    for given, is_on_cpu in (("auto", False), (True, True)):  # the engine must not choose by the whole machine's memory
+        assert sizes(machine, 8, embedding_on_cpu=given)["embedding_on_cpu"] is is_on_cpu
 
 
 def test_serve_names_the_flag_that_is_to_blame(capsys: pytest.CaptureFixture[str]) -> None:

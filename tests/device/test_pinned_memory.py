@@ -10,8 +10,8 @@ from typing import ClassVar
 import pytest
 import torch
 
+from nanovllm.device.pinned_memory import HostBuffer
 from nanovllm.errors import ConfigError
-from nanovllm.offload.pinned_memory import HostBuffer
 
 GPU = torch.device("cuda", 1)
 
