@@ -6,19 +6,17 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import linear
 
-from nanovllm.capabilities.cpu_experts.job import ExpertJob
-from nanovllm.capabilities.cpu_experts.store import (
+from nanovllm.capabilities.cpu_experts.formats import (
     E4M3,
     INT4,
     INT8,
     WEIGHT_TYPES,
-    ExpertMatrix,
-    ExpertStore,
     LayerFormat,
     MatrixFormat,
-    store_bytes,
     stored_group,
 )
+from nanovllm.capabilities.cpu_experts.job import ExpertJob
+from nanovllm.capabilities.cpu_experts.store import ExpertMatrix, ExpertStore, store_bytes
 from nanovllm.layers.packed_weight import QuantizedWeight
 
 FLOATS = ("F32", "F16", "BF16")

@@ -13,31 +13,27 @@ Legend: P places, N output features, K input features, G groups of a row.
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from nanovllm.checkpoint.gguf import TYPES, BlockType
-from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.capabilities.cpu_experts.formats import (
+    ALIGNMENT,
+    E4M3,
+    INT4,
+    INT8,
+    SLICE,
+    TYPE_CODES,
+    LayerFormat,
+    MatrixFormat,
+    aligned,
+    layer_bytes,
+)
+from nanovllm.checkpoint.gguf import BlockType
+from nanovllm.errors import CheckpointError
 from nanovllm.layers.packed_weight import QuantizedWeight
 from nanovllm.models.gguf_values import dequantize
 
-ROW_MULTIPLE = 32  # HIDDEN_ROWS in source/experts.h
-_SLICE = 32  # SLICE in source/formats.h: columns whose codes are read together
-_ALIGNMENT = 64  # of a matrix's parts
 _MAX_INT4_ZERO = 16  # MAX_INT4_ZERO in source/formats.h
-_WORD_BYTES = 64  # bytes of a block of INT4, INT8 or E4M3
-
-INT4, INT8, E4M3 = (
-    BlockType("INT4", 128, _WORD_BYTES),
-    BlockType("INT8", 64, _WORD_BYTES),
-    BlockType("E4M3", 64, _WORD_BYTES),
-)
-# Columns that may share a scale. Larger groups are stored as several groups with the same scale
-GROUP_SIZES = {INT4: (32, 64, 128), INT8: (32, 64), E4M3: (64, 128)}
-TYPE_CODES = {block_type: number for number, block_type in TYPES.items()} | {INT4: 100, INT8: 101, E4M3: 102}
-WEIGHT_TYPES = {block_type.name: block_type for block_type in TYPE_CODES}
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -50,79 +46,15 @@ class CMatrix(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MatrixFormat:
-    """The shape and type of a weight [N, K] of an expert. Raises ConfigError for what the kernels cannot read."""
-
-    type: BlockType
-    num_rows: int
-    num_columns: int
-    group_size: int = 0  # columns that share a scale, see `stored_group`; 0 if the scales are in the blocks
-    has_zeros: bool = False  # False if all zeros are the middle of the codes
-
-    def __post_init__(self) -> None:
-        if problem := self._problem():
-            raise ConfigError(
-                f"an expert's weight in {self.type.name} has {self.num_rows} rows and {self.num_columns} columns, "
-                f"{problem} in CPU memory; keep all experts on the GPU, or use fewer ranks"
-            )
-
-    def _problem(self) -> str | None:
-        columns = math.lcm(self.type.num_values, _SLICE)
-        if self.num_rows <= 0 or self.num_rows % ROW_MULTIPLE:
-            return f"whose rows must be a multiple of {ROW_MULTIPLE}"
-        if self.num_columns <= 0 or self.num_columns % columns:
-            return f"whose columns must be a multiple of {columns}"
-        if self.is_grouped and self.group_size not in GROUP_SIZES[self.type]:
-            sizes = ", ".join(map(str, GROUP_SIZES[self.type]))
-            return f"in groups that can be stored as groups of {self.group_size}, which must be {sizes} columns wide"
-        return None
-
-    @property
-    def is_grouped(self) -> bool:
-        return self.type in (INT4, INT8, E4M3)
-
-    @property
-    def row_bytes(self) -> int:
-        return self.num_columns // self.type.num_values * self.type.num_bytes
-
-    @property
-    def num_groups(self) -> int:
-        """Groups of a row."""
-        return self.num_columns // self.group_size if self.is_grouped else 0
-
-    @property
-    def part_bytes(self) -> tuple[int, int, int]:
-        """Bytes of an expert's codes, scales and zeros."""
-        num_groups = self.num_rows * self.num_groups
-        codes, zeros = self.num_rows * self.row_bytes, 2 * num_groups * self.has_zeros
-        return codes, 4 * num_groups, zeros
-
-    def num_bytes(self, num_places: int) -> int:
-        """Bytes of the memory for `num_places` experts."""
-        return sum(_aligned(num_places * part) for part in self.part_bytes)
-
-
-def stored_group(block_type: BlockType, num_columns: int, group_size: int) -> int:
-    """Return the group size in CPU memory of a weight with groups of `group_size` columns, or 0 for whole rows, in the
-    checkpoint. If the kernels can read no such groups, the result is none of GROUP_SIZES.
-    """
-    return math.gcd(group_size, num_columns, max(GROUP_SIZES[block_type]))
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
 class ExpertMatrix:
     """The same weight, such as gate, of the experts of a layer that are in CPU memory. The loader fills it."""
 
     def __init__(self, matrix_format: MatrixFormat, num_places: int, memory: torch.Tensor) -> None:
         """memory: uint8, `matrix_format.num_bytes(num_places)` bytes of CPU memory, aligned to 64 bytes."""
-        assert memory.dtype == torch.uint8 and memory.device.type == "cpu" and memory.data_ptr() % _ALIGNMENT == 0
+        assert memory.dtype == torch.uint8 and memory.device.type == "cpu" and memory.data_ptr() % ALIGNMENT == 0
         assert memory.shape == (matrix_format.num_bytes(num_places),), "the memory is too small or too large"
         self.format, self.num_places = matrix_format, num_places
-        codes, scales, zeros = memory.split([_aligned(num_places * part) for part in matrix_format.part_bytes])
+        codes, scales, zeros = memory.split([aligned(num_places * part) for part in matrix_format.part_bytes])
         rows = num_places, matrix_format.num_rows
         num_groups = matrix_format.num_groups
         self.codes = _shaped(codes, torch.uint8, *rows, matrix_format.row_bytes)
@@ -211,7 +143,7 @@ def _shaped(memory: torch.Tensor, dtype: torch.dtype, *shape: int) -> torch.Tens
 def _words_of(codes: torch.Tensor, block_type: BlockType) -> torch.Tensor:
     """Pack codes [n, K] -> bytes, uint8 [n, bytes of a row], as `pack_codes` of kernels/packed_values.py does."""
     bits = 512 // block_type.num_values
-    slices = codes.contiguous().view(torch.uint8).view(len(codes), -1, 16 // bits, _SLICE).int()
+    slices = codes.contiguous().view(torch.uint8).view(len(codes), -1, 16 // bits, SLICE).int()
     places = torch.arange(0, 16, bits, dtype=torch.int32)[:, None]
     words = (slices << places).sum(2, dtype=torch.int32)
     return words.to(torch.int16).flatten(1).view(torch.uint8)
@@ -220,7 +152,7 @@ def _words_of(codes: torch.Tensor, block_type: BlockType) -> torch.Tensor:
 def _numbers_of(packed: torch.Tensor, block_type: BlockType) -> torch.Tensor:
     """Unpack rows of bytes: uint8 [n, bytes of a row] -> the codes or the numbers in e4m3, fp32 [n, K]."""
     bits = 512 // block_type.num_values
-    words = packed.contiguous().view(torch.int16).view(len(packed), -1, 1, _SLICE).int()
+    words = packed.contiguous().view(torch.int16).view(len(packed), -1, 1, SLICE).int()
     places = torch.arange(0, 16, bits, dtype=torch.int32)[:, None]
     codes = (words >> places & (1 << bits) - 1).to(torch.uint8).flatten(1)
     return (codes.view(torch.float8_e4m3fn) if block_type == E4M3 else codes).float()
@@ -230,18 +162,6 @@ class CExpertLayer(ctypes.Structure):
     """ExpertLayer in source/experts.h."""
 
     _fields_ = [(name, CMatrix) for name in ("gate", "up", "down")] + [("places", ctypes.c_void_p)]
-
-
-class LayerFormat(NamedTuple):
-    """The formats of the experts of a layer: gate and up [I, H], down [H, I]."""
-
-    gate: MatrixFormat
-    up: MatrixFormat
-    down: MatrixFormat
-
-    def check(self) -> None:
-        shapes = [(each.num_rows, each.num_columns) for each in self]
-        assert shapes[0] == shapes[1] == shapes[2][::-1], f"gate, up and down do not fit each other: {shapes}"
 
 
 class ExpertLayer:
@@ -269,11 +189,6 @@ class ExpertLayer:
     @property
     def c_layer(self) -> CExpertLayer:
         return CExpertLayer(*(each.c_matrix for each in self.matrices), self.places.data_ptr())
-
-
-def layer_bytes(formats: LayerFormat, num_places: int) -> int:
-    """Return the bytes of CPU memory for `num_places` experts of a layer."""
-    return sum(each.num_bytes(num_places) for each in formats)
 
 
 def store_bytes(formats: Sequence[LayerFormat], places: Sequence[torch.Tensor]) -> int:

@@ -12,10 +12,12 @@ from tiers import RUNS_ALL
 
 from nanovllm.capabilities.cpu_attention import build
 from nanovllm.capabilities.cpu_attention.job import CpuKernel
+from nanovllm.capabilities.cpu_experts import formats as formats_module
 from nanovllm.capabilities.cpu_experts import job as job_module
 from nanovllm.capabilities.cpu_experts import store as store_module
+from nanovllm.capabilities.cpu_experts.formats import TYPE_CODES, WEIGHT_TYPES
 from nanovllm.capabilities.cpu_experts.job import CExpertJob, scratch_bytes
-from nanovllm.capabilities.cpu_experts.store import TYPE_CODES, WEIGHT_TYPES, CExpertLayer, CMatrix
+from nanovllm.capabilities.cpu_experts.store import CExpertLayer, CMatrix
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -229,10 +231,10 @@ def test_constants_are_those_of_the_sources() -> None:
     numbers = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", enum[1])}
     assert numbers == {block_type.name: number for block_type, number in TYPE_CODES.items()}
     for text, name, value in (
-        (formats, "SLICE", store_module._SLICE),
+        (formats, "SLICE", formats_module.SLICE),
         (formats, "SLICE", job_module._SLICE),
         (formats, "MAX_INT4_ZERO", store_module._MAX_INT4_ZERO),
-        (experts, "HIDDEN_ROWS", store_module.ROW_MULTIPLE),
+        (experts, "HIDDEN_ROWS", formats_module.ROW_MULTIPLE),
     ):
         assert re.search(rf"\b{name} = {value}[,;]", text), name
 

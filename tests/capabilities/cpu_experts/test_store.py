@@ -4,18 +4,16 @@ import pytest
 import torch
 from cpu_experts_cases import Case, fill, matrix_format, random_quantized
 
-from nanovllm.capabilities.cpu_experts.store import (
+from nanovllm.capabilities.cpu_experts.formats import (
     E4M3,
     INT4,
     WEIGHT_TYPES,
-    ExpertLayer,
-    ExpertMatrix,
     LayerFormat,
     MatrixFormat,
-    _words_of,
     layer_bytes,
     stored_group,
 )
+from nanovllm.capabilities.cpu_experts.store import ExpertLayer, ExpertMatrix, _words_of
 from nanovllm.checkpoint.quantization import QUANTIZATIONS
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels.packed_values import pack_codes
