@@ -87,7 +87,7 @@ def measure(kernel: CpuKernel, store: ExpertStore, shape: Shape, num_tokens: int
     for _ in range(num_runs + 1):
         start_s = time.perf_counter()
         for job in jobs:
-            kernel.attend(job, next(layers))
+            kernel.compute_experts(job, next(layers))
         seconds = time.perf_counter() - start_s
         rates.append(num_bytes / seconds / 1e9)
         speeds.append(num_tokens * len(jobs) / seconds / shape.num_layers)

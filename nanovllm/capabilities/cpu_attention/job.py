@@ -1,8 +1,9 @@
 """AttentionJob: one step's attention on the CPU, and how its tokens are divided among threads. CpuKernel: the interface
-of the kernels. CpuJob: what kernels run; ExpertJob (cpu_experts/job.py) is the other kind.
+of the kernels.
 
 A kernel owns threads, and runs one job at a time: either while the caller waits (`attend`) or in a server (`serve`). A
-server waits for the queries of each job. So the thread that launches the GPU's work never waits for the CPU.
+server waits for the queries of each job. So the thread that launches the GPU's work never waits for the CPU. The same
+threads compute experts (ExpertJob in cpu_experts/job.py).
 
 Legend: L layers, N blocks, P tokens per block, T query rows, H query heads, K kv heads, D head dim.
 """
@@ -12,21 +13,21 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from nanovllm.attention.base import merge_parts
-from nanovllm.attention.torch_backend import flash_attn_with_lse
 from nanovllm.offload.streams import CpuServer
+
+if TYPE_CHECKING:
+    from nanovllm.capabilities.cpu_experts.job import ExpertJob
 
 TILE_TOKENS = 64  # TILE in source/vectors.h: tokens that are scored together
 _MAX_CHUNK_TOKENS = 1024  # exceeded only to keep the chunks' partial results below MAX_SCRATCH_BYTES
 MAX_SCRATCH_BYTES = 32 * 2**20  # exceeded only if a single chunk for each span already takes (almost) this much
 MAX_QUEUED_JOBS = 2048  # CAPACITY in source/server.h
 FAR_AHEAD = 2**30  # a closed server marks this many jobs after its newest job as done
-MAX_HEAD_DIM = 256  # of the compiled kernels
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype in source/vectors.h
 
 
@@ -73,27 +74,7 @@ class CJob(ctypes.Structure):
     ]
 
 
-class CpuJob(ABC):
-    """The work of a step in each layer that threads of the CPU do. Only one layer runs at a time."""
-
-    run_function: ClassVar[str]  # of the compiled library: runs the job in a layer
-    submit_function: ClassVar[str]  # of the compiled library: gives the job to a server
-    c_job: ctypes.Structure  # the job as the compiled library reads it
-
-    @abstractmethod
-    def check(self, layer: int) -> None:
-        """Assert that the job has this layer, and that the compiled kernels can run the job."""
-
-    @abstractmethod
-    def run_in_torch(self, layer: int) -> None:
-        """Do the work of a layer in plain torch, the reference for the compiled kernels."""
-
-    @abstractmethod
-    def spoil_output(self) -> None:
-        """Make every output NaN, because the work has failed and an older output must not be read instead."""
-
-
-class AttentionJob(CpuJob):
+class AttentionJob:
     """A step's attention on the CPU. All layers share the buffers, and read the same tokens, each from its own pool.
 
     `k_cache` and `v_cache` are [L, N, P, K, D], `q_THD` and `out_THD` have the dtype of the caches, `lse_HT` is fp32,
@@ -102,8 +83,6 @@ class AttentionJob(CpuJob):
     `scratch` is fp32 memory for the partial results. If `scratch` is too small, the job allocates new memory. Jobs that
     never run concurrently, such as the jobs of one kernel, may share their scratch.
     """
-
-    run_function, submit_function = "nanovllm_attend", "nanovllm_submit"
 
     def __init__(
         self,
@@ -138,30 +117,6 @@ class AttentionJob(CpuJob):
     def scratch(self) -> torch.Tensor:
         """Return the memory for partial results. Another job may get this memory as its `scratch`."""
         return self._scratch
-
-    def check(self, layer: int) -> None:
-        num_layers, _, _, _, head_dim = self.k_cache.shape
-        assert 0 <= layer < num_layers, f"layer {layer} of {num_layers}"
-        assert self.c_job.dtype >= 0 and head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM, (
-            "this job is for TorchKernel: see why_unfit"
-        )
-
-    def run_in_torch(self, layer: int) -> None:
-        """Attend to each span separately and merge the results, on torch's threads."""
-        assert 0 <= layer < len(self.k_cache), f"layer {layer} of {len(self.k_cache)}"
-        k_SKD, v_SKD = self.k_cache[layer].flatten(0, 1), self.v_cache[layer].flatten(0, 1)
-        first_row = 0
-        for num_rows, spans in self.rows:
-            rows = slice(first_row, first_row + num_rows)
-            first_row += num_rows
-            q_THD = self.q_THD[rows]
-            views = [slice(first, first + num_tokens) for first, num_tokens in spans] or [slice(0)]
-            parts = [flash_attn_with_lse(q_THD, k_SKD[view], v_SKD[view], self.scale) for view in views]
-            self.out_THD[rows], self.lse_HT[:, rows] = merge_parts(parts, q_THD.dtype)
-
-    def spoil_output(self) -> None:
-        self.out_THD.fill_(torch.nan)
-        self.lse_HT.zero_()  # a finite LSE gives the NaN a weight in every merge
 
     def _check(self) -> None:
         tensors = (self.k_cache, self.v_cache, self.q_THD, self.out_THD, self.lse_HT)
@@ -280,20 +235,37 @@ def _tiles(num_tokens: float) -> int:
     return math.ceil(num_tokens / TILE_TOKENS) * TILE_TOKENS
 
 
+class ExpertServer(Protocol):
+    """Computes experts as soon as the GPU has written what a layer needs (see `CpuKernel.serve_experts`)."""
+
+    def close(self) -> None:
+        """Finish the layer that has started, and release all waiters: the number of done layers moves far ahead."""
+
+
 class CpuKernel(ABC):
-    """A CpuWorker: `num_threads` threads that attend to keys in CPU memory, or compute experts there."""
+    """A CpuWorker: `num_threads` threads for attention of a few query rows to keys in CPU memory, and for experts."""
 
     name: str
     num_threads: int
     unit_tokens = TILE_TOKENS  # the CPU's share of a block should be a multiple of this
 
     @abstractmethod
-    def attend(self, job: CpuJob, layer: int) -> None:
-        """Run the job in a layer. Returns when its output is complete. Releases the interpreter lock."""
+    def attend(self, job: AttentionJob, layer: int) -> None:
+        """Compute out_THD and lse_HT of the job. Returns when both are complete. Releases the interpreter lock."""
 
     @abstractmethod
     def serve(self, flags: torch.Tensor) -> CpuServer:
         """Start a server; see CpuWorker."""
+
+    @abstractmethod
+    def compute_experts(self, job: "ExpertJob", layer: int) -> None:
+        """Compute the job's output in a layer. Returns when it is complete. Releases the interpreter lock."""
+
+    @abstractmethod
+    def serve_experts(self, job: "ExpertJob", exchange: torch.Tensor) -> ExpertServer:
+        """Start a server. `exchange`: see `new_exchange` in cpu_experts/job.py. The caller keeps the job and its
+        tensors alive until the server is closed.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -15,34 +15,34 @@ from nanovllm.capabilities.cpu_attention import build
 from nanovllm.capabilities.cpu_attention.build import InstructionSet
 from nanovllm.capabilities.cpu_attention.job import (
     DTYPE_CODES,
-    MAX_HEAD_DIM,
     MAX_QUEUED_JOBS,
-    CpuJob,
+    AttentionJob,
+    CJob,
     CpuKernel,
     check_flags,
 )
 from nanovllm.capabilities.cpu_attention.torch_kernel import TorchKernel
+from nanovllm.capabilities.cpu_experts.job import CExpertJob, ExpertJob
 from nanovllm.errors import ConfigError
 
 KERNEL_NAMES = (*(variant.name for variant in build.INSTRUCTION_SETS), TorchKernel.name)  # best first
 
 logger = logging.getLogger("nanovllm")
 
+_MAX_HEAD_DIM = 256
 _AWAKE_NS = 1_000_000  # time for which threads spin after a job; the next layer's job comes sooner
 
 _SIGNATURES = {
     "nanovllm_open": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
     "nanovllm_close": (None, [ctypes.c_void_p]),
-    **dict.fromkeys(
-        ("nanovllm_attend", "nanovllm_compute_experts"), (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64])
-    ),
+    "nanovllm_attend": (None, [ctypes.c_void_p, ctypes.POINTER(CJob), ctypes.c_int64]),
     "nanovllm_read": (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]),
     "nanovllm_serve": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_void_p]),
-    **dict.fromkeys(
-        ("nanovllm_submit", "nanovllm_submit_experts"),
-        (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]),
-    ),
+    "nanovllm_submit": (ctypes.c_int64, [ctypes.c_void_p, ctypes.POINTER(CJob), ctypes.c_int64, ctypes.c_int32]),
     "nanovllm_end_server": (None, [ctypes.c_void_p, ctypes.c_void_p]),
+    "nanovllm_compute_experts": (None, [ctypes.c_void_p, ctypes.POINTER(CExpertJob), ctypes.c_int64]),
+    "nanovllm_serve_experts": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.POINTER(CExpertJob), ctypes.c_void_p]),
+    "nanovllm_end_expert_server": (None, [ctypes.c_void_p, ctypes.c_void_p]),
 }
 
 
@@ -73,8 +73,8 @@ def why_unfit(head_dim: int, dtype: torch.dtype) -> str | None:
     """Return why no compiled kernel supports such a KV cache, or None if the compiled kernels support it."""
     if dtype not in DTYPE_CODES:
         return f"the compiled kernels are for float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-    if head_dim % 16 or not 0 < head_dim <= MAX_HEAD_DIM:
-        return f"the compiled kernels are for multiples of 16 up to {MAX_HEAD_DIM}, and the head dim is {head_dim}"
+    if head_dim % 16 or not 0 < head_dim <= _MAX_HEAD_DIM:
+        return f"the compiled kernels are for multiples of 16 up to {_MAX_HEAD_DIM}, and the head dim is {head_dim}"
     return None
 
 
@@ -112,10 +112,10 @@ class CompiledKernel(CpuKernel):
         self.name, self.num_threads = variant.name, len(cpus)
         self._engine = _Engine(load_library(variant), cpus, is_pinned, stays_awake)
 
-    def attend(self, job: CpuJob, layer: int) -> None:
+    def attend(self, job: AttentionJob, layer: int) -> None:
         assert self._engine.is_open, "the kernel is closed"
-        job.check(layer)
-        getattr(self._engine.library, job.run_function)(self._engine.handle, ctypes.byref(job.c_job), layer)
+        _check(job, layer)
+        self._engine.library.nanovllm_attend(self._engine.handle, job.c_job, layer)
 
     def read(self, memory: torch.Tensor) -> None:
         """Read every byte once. Benchmarks time this call, because reading bounds the rate of any kernel."""
@@ -124,6 +124,14 @@ class CompiledKernel(CpuKernel):
 
     def serve(self, flags: torch.Tensor) -> "CompiledServer":
         return CompiledServer(self._engine, flags)
+
+    def compute_experts(self, job: ExpertJob, layer: int) -> None:
+        assert self._engine.is_open, "the kernel is closed"
+        job.check(layer)
+        self._engine.library.nanovllm_compute_experts(self._engine.handle, job.c_job, layer)
+
+    def serve_experts(self, job: ExpertJob, exchange: torch.Tensor) -> "CompiledExpertServer":
+        return CompiledExpertServer(self._engine, job, exchange)
 
     def close(self) -> None:
         self._engine.close()
@@ -144,12 +152,11 @@ class CompiledServer:
             raise RuntimeError("the operating system refuses another thread for attention on the CPU")
         self._end = weakref.finalize(self, _end_server, engine, self._handle, flags, os.getpid())
 
-    def submit(self, job: CpuJob, layer: int, number: int) -> None:
+    def submit(self, job: AttentionJob, layer: int, number: int) -> None:
         """See CpuServer. Hot: once per layer."""
         assert self._end.alive and self._engine.is_open, "the server is closed"
-        job.check(layer)
-        submit = getattr(self._engine.library, job.submit_function)
-        if not submit(self._handle, ctypes.byref(job.c_job), layer, number):
+        _check(job, layer)
+        if not self._engine.library.nanovllm_submit(self._handle, job.c_job, layer, number):
             raise RuntimeError(
                 f"{MAX_QUEUED_JOBS} jobs are waiting for attention on the CPU; wait for some of them first"
             )
@@ -158,26 +165,52 @@ class CompiledServer:
         self._end()
 
 
+class CompiledExpertServer:
+    """A thread of the library, like CompiledServer."""
+
+    def __init__(self, engine: _Engine, job: ExpertJob, exchange: torch.Tensor) -> None:
+        assert engine.is_open, "the kernel is closed"
+        exchange.zero_()
+        handle = engine.library.nanovllm_serve_experts(engine.handle, job.c_job, exchange.data_ptr())
+        if not handle:
+            raise RuntimeError("the operating system refuses another thread for experts on the CPU")
+        self.close = weakref.finalize(self, _end_expert_server, engine, handle, (job, exchange), os.getpid())
+
+
+def _end_expert_server(engine: _Engine, handle: int, used: tuple[ExpertJob, torch.Tensor], pid: int) -> None:
+    """End the server's thread. `used` lives as long as the thread."""
+    if engine.is_open and os.getpid() == pid:
+        engine.library.nanovllm_end_expert_server(engine.handle, handle)
+
+
 def _end_server(engine: _Engine, handle: int, flags: torch.Tensor, pid: int) -> None:
     """End the server's thread. `flags` is an argument so that the tensor lives as long as the thread that reads it."""
     if engine.is_open and os.getpid() == pid:
         engine.library.nanovllm_end_server(engine.handle, handle)
 
 
+def _check(job: AttentionJob, layer: int) -> None:
+    num_layers, _, _, _, head_dim = job.k_cache.shape
+    assert 0 <= layer < num_layers, f"layer {layer} of {num_layers}"
+    assert job.c_job.dtype >= 0 and head_dim % 16 == 0 and head_dim <= _MAX_HEAD_DIM, (
+        "this job is for TorchKernel: see why_unfit"
+    )
+
+
 def choose_kernel(
     cpus: Sequence[int],
     name: str | None = None,
     *,
-    head_dim: int = 128,
+    head_dim: int = 16,
     dtype: torch.dtype = torch.bfloat16,
     is_pinned: bool = True,
     stays_awake: bool = True,
 ) -> CpuKernel:
     """Open the kernel `name`, or the best kernel that can run here, with one thread for each of `cpus`.
 
-    head_dim, dtype: of the KV cache. is_pinned: True to keep each thread on its cpu, False to let the threads run on
-    any cpu that the process may use. stays_awake: True to let the threads spin for a while after each job, because the
-    next layer's job comes soon; False if other threads need the cpus between two layers.
+    head_dim, dtype: of the KV cache, if the kernel attends. is_pinned: True to keep each thread on its cpu, False to
+    let the threads run on any cpu that the process may use. stays_awake: True to let the threads spin for a while after
+    each job, because the next layer's job comes soon; False if other threads need the cpus between two layers.
 
     Compiles the kernel on first use, and logs a warning if a faster kernel cannot be compiled. Raises ConfigError if
     the kernel `name` cannot run here.

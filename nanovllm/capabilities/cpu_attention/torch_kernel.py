@@ -1,4 +1,4 @@
-"""TorchKernel: runs jobs on the CPU in plain torch, the reference for the compiled kernels.
+"""TorchKernel: attention on the CPU in plain torch, the reference for the compiled kernels.
 
 TorchKernel is used where no compiled kernel can run: without a compiler, on processors other than x86-64 with AVX2, and
 for head dims and dtypes that the compiled kernels do not support.
@@ -14,11 +14,36 @@ from queue import SimpleQueue
 
 import torch
 
-from nanovllm.capabilities.cpu_attention.job import FAR_AHEAD, MAX_QUEUED_JOBS, CpuJob, CpuKernel, check_flags
+from nanovllm.attention.base import merge_parts
+from nanovllm.attention.torch_backend import flash_attn_with_lse
+from nanovllm.capabilities.cpu_attention.job import (
+    FAR_AHEAD,
+    MAX_QUEUED_JOBS,
+    AttentionJob,
+    CpuKernel,
+    ExpertServer,
+    check_flags,
+)
+from nanovllm.capabilities.cpu_experts.job import ARRIVED, DONE, LAYER, NUM_TOKENS, ExpertJob
 from nanovllm.device.cuda import as_int32
 from nanovllm.offload.streams import CpuServer
 
 _POLL_S = 50e-6
+
+
+@torch.inference_mode()
+def attend(job: AttentionJob, layer: int) -> None:
+    """Attend to each span separately and merge the results, on torch's threads."""
+    assert 0 <= layer < len(job.k_cache), f"layer {layer} of {len(job.k_cache)}"
+    k_SKD, v_SKD = job.k_cache[layer].flatten(0, 1), job.v_cache[layer].flatten(0, 1)
+    first_row = 0
+    for num_rows, spans in job.rows:
+        rows = slice(first_row, first_row + num_rows)
+        first_row += num_rows
+        q_THD = job.q_THD[rows]
+        views = [slice(first, first + num_tokens) for first, num_tokens in spans] or [slice(0)]
+        parts = [flash_attn_with_lse(q_THD, k_SKD[view], v_SKD[view], job.scale) for view in views]
+        job.out_THD[rows], job.lse_HT[:, rows] = merge_parts(parts, q_THD.dtype)
 
 
 class TorchKernel(CpuKernel):
@@ -28,14 +53,23 @@ class TorchKernel(CpuKernel):
         assert cpus, "a kernel needs at least one cpu"
         self.num_threads = len(cpus)
         self._cpus = list(cpus) if is_pinned else None
-        self._servers: weakref.WeakSet[TorchServer] = weakref.WeakSet()
+        self._servers: weakref.WeakSet[TorchServer | TorchExpertServer] = weakref.WeakSet()
 
-    def attend(self, job: CpuJob, layer: int) -> None:
-        with torch.inference_mode(), _torch_threads(self.num_threads):
-            job.run_in_torch(layer)
+    def attend(self, job: AttentionJob, layer: int) -> None:
+        with _torch_threads(self.num_threads):
+            attend(job, layer)
 
     def serve(self, flags: torch.Tensor) -> CpuServer:
         server = TorchServer(flags, self.num_threads, self._cpus)
+        self._servers.add(server)
+        return server
+
+    def compute_experts(self, job: ExpertJob, layer: int) -> None:
+        with torch.inference_mode(), _torch_threads(self.num_threads):
+            job.run_in_torch(layer)
+
+    def serve_experts(self, job: ExpertJob, exchange: torch.Tensor) -> ExpertServer:
+        server = TorchExpertServer(job, exchange, self.num_threads, self._cpus)
         self._servers.add(server)
         return server
 
@@ -61,7 +95,7 @@ class _Shared:
 
     def __init__(self, flags: torch.Tensor) -> None:
         self.flags = flags.numpy()  # keeps the tensor alive
-        self.queue: SimpleQueue[tuple[CpuJob, int, int] | None] = SimpleQueue()  # None ends the thread
+        self.queue: SimpleQueue[tuple[AttentionJob, int, int] | None] = SimpleQueue()  # None ends the thread
         self.room = threading.Semaphore(MAX_QUEUED_JOBS)
         self.newest_number = 0
         self.is_closing = False
@@ -71,8 +105,8 @@ class _Shared:
 class TorchServer:
     """The CpuServer of TorchKernel: a Python thread.
 
-    If a job raises, the thread spoils the job's output before it sets flags[1], so that no older result is used
-    instead. The next `submit` or `close` raises the exception.
+    If a job raises, the thread sets the job's out to NaN and its lse to 0 before it sets flags[1], so that no older
+    result is merged instead. The next `submit` or `close` raises the exception.
     """
 
     def __init__(self, flags: torch.Tensor, num_threads: int, cpus: list[int] | None) -> None:
@@ -85,7 +119,7 @@ class TorchServer:
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._shared, self._thread)
 
-    def submit(self, job: CpuJob, layer: int, number: int) -> None:
+    def submit(self, job: AttentionJob, layer: int, number: int) -> None:
         shared = self._shared
         assert not shared.is_closing, "the server is closed"
         self._raise_error()
@@ -116,12 +150,17 @@ def _end(shared: _Shared, thread: threading.Thread) -> None:
 
 @torch.inference_mode()
 def _serve(shared: _Shared, num_threads: int, cpus: list[int] | None) -> None:
-    if cpus is not None:
-        with suppress(OSError):  # if a cpu is gone, run on any cpu
-            os.sched_setaffinity(0, cpus)  # applies to this thread, and to the OpenMP threads that it starts
-    torch.set_num_threads(num_threads)
+    _settle(num_threads, cpus)
     while _serve_next(shared):
         pass
+
+
+def _settle(num_threads: int, cpus: list[int] | None) -> None:
+    """Let this thread, and the OpenMP threads that it starts, run on `cpus`."""
+    if cpus is not None:
+        with suppress(OSError):  # if a cpu is gone, run on any cpu
+            os.sched_setaffinity(0, cpus)
+    torch.set_num_threads(num_threads)
 
 
 def _serve_next(shared: _Shared) -> bool:
@@ -133,11 +172,62 @@ def _serve_next(shared: _Shared) -> bool:
             time.sleep(_POLL_S)
             continue
         try:
-            job.run_in_torch(layer)
+            attend(job, layer)
         except BaseException as error:
             shared.error = shared.error or error
-            job.spoil_output()
+            job.out_THD.fill_(torch.nan)
+            job.lse_HT.zero_()  # a finite LSE gives the NaN a weight in every merge
         shared.flags[1] = number
         shared.room.release()
         return True
     return False
+
+
+class _ExpertState:
+    """The state that a TorchExpertServer shares with its thread."""
+
+    def __init__(self, job: ExpertJob, exchange: torch.Tensor) -> None:
+        self.job, self.exchange = job, exchange.numpy()  # keeps the tensor alive
+        self.is_closing = False
+        self.error: BaseException | None = None
+
+
+class TorchExpertServer:
+    """The ExpertServer of TorchKernel: a Python thread. A layer that raises leaves NaN; `close` raises the error."""
+
+    def __init__(self, job: ExpertJob, exchange: torch.Tensor, num_threads: int, cpus: list[int] | None) -> None:
+        exchange.zero_()
+        self._state = _ExpertState(job, exchange)
+        args = self._state, num_threads, cpus
+        self._thread = threading.Thread(target=_serve_experts, args=args, name="cpu-experts", daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, _end_experts, self._state, self._thread)
+
+    def close(self) -> None:
+        self._end()
+        error, self._state.error = self._state.error, None
+        if error is not None:
+            raise error
+
+
+def _end_experts(state: _ExpertState, thread: threading.Thread) -> None:
+    state.is_closing = True
+    thread.join()
+    state.exchange[DONE] = as_int32(int(state.exchange[DONE]) + FAR_AHEAD)
+
+
+@torch.inference_mode()
+def _serve_experts(state: _ExpertState, num_threads: int, cpus: list[int] | None) -> None:
+    _settle(num_threads, cpus)
+    job, exchange = state.job, state.exchange
+    while not state.is_closing:
+        if exchange[ARRIVED] == exchange[DONE]:
+            time.sleep(_POLL_S)
+            continue
+        try:
+            job.num_tokens = int(exchange[NUM_TOKENS])
+            job.run_in_torch(int(exchange[LAYER]))
+        except BaseException as error:
+            state.error = state.error or error
+            job.out.fill_(torch.nan)
+        exchange[DONE] = exchange[ARRIVED]

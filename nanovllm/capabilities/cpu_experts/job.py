@@ -1,7 +1,7 @@
-"""ExpertJob: one step's experts on the CPU.
+"""ExpertJob: the experts of a step on the CPU, one layer at a time.
 
-The threads and servers that attend (cpu_attention/) run the job in each layer: `kernel.attend(job, layer)` while the
-caller waits, or `server.submit(job, layer, number)` once the GPU has written x, the chosen experts and their weights.
+The threads that attend (cpu_attention/) run the job: `kernel.compute_experts(job, layer)` while the caller waits, or a
+server (`kernel.serve_experts`) whenever the GPU has written x, the chosen experts and their weights.
 
 Legend: T tokens, C chosen experts of a token, H hidden size, I features of an expert.
 """
@@ -11,12 +11,17 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from nanovllm.capabilities.cpu_attention.job import DTYPE_CODES, CpuJob
 from nanovllm.capabilities.cpu_experts.store import ExpertStore
 from nanovllm.layers.linear import silu_and_mul
 
 _SLICE = 32  # SLICE in source/formats.h
 _ALIGNMENT = 64
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype in cpu_attention/source/vectors.h
+
+# int32 numbers that GPU and CPU share (Exchange in source/server.h). The GPU writes the layer and the number of tokens,
+# and then raises ARRIVED by one. The server sets DONE to the same number when the output is complete.
+ARRIVED, DONE, LAYER, NUM_TOKENS = range(4)
+EXCHANGE_NUMBERS = 4
 
 
 class CExpertJob(ctypes.Structure):
@@ -38,19 +43,18 @@ def scratch_bytes(num_tokens: int, num_chosen: int, hidden_size: int, size: int,
     return sum(-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts) + _ALIGNMENT
 
 
-class ExpertJob(CpuJob):
+class ExpertJob:
     """The sums over the chosen experts in CPU memory of weight * down(silu(gate(x)) * up(x)), in each layer.
 
     All layers share the tensors, which are contiguous and in CPU memory: `x` [T, H] in fp32, bf16 or fp16; `experts`
-    int32 [T, C] and `weights` fp32 [T, C]; `out` [T, H] in the dtype of x or fp32. Experts that are not in CPU memory
-    are skipped, and so are numbers outside the range of experts. Gate, up, silu and their product are rounded to the
-    dtype of x, other sums are fp32. Any number of threads may run a job, but only one layer at a time.
+    int32 [T, C] and `weights` fp32 [T, C]; `out` [T, H] in the dtype of x or fp32. The first `num_tokens` rows of each
+    are used, by default all. Experts that are not in CPU memory are skipped, and so are numbers outside the range of
+    experts. Gate, up, silu and their product are rounded to the dtype of x, other sums are fp32. Any number of threads
+    may run a job, but only one layer at a time.
 
-    `scratch` is uint8 memory for intermediate results, whose content does not matter. If `scratch` is too small, the
-    job allocates new memory. Jobs that never run concurrently, such as the jobs of one kernel, may share their scratch.
+    `scratch` is uint8 memory for intermediate results, whose content does not matter, or None for new memory. Jobs that
+    never run concurrently may share their scratch.
     """
-
-    run_function, submit_function = "nanovllm_compute_experts", "nanovllm_submit_experts"
 
     def __init__(
         self,
@@ -66,25 +70,49 @@ class ExpertJob(CpuJob):
         self._check_tensors()
         layer, (num_tokens, num_chosen) = store.layers[0], experts.shape
         num_bytes = scratch_bytes(num_tokens, num_chosen, layer.hidden_size, layer.size, store.num_experts)
-        if scratch is None or scratch.numel() < num_bytes:
-            scratch = torch.empty(num_bytes, dtype=torch.uint8)
-        self.scratch = scratch
+        self.scratch = torch.empty(num_bytes, dtype=torch.uint8) if scratch is None else scratch
+        assert self.scratch.numel() >= num_bytes, "the scratch memory is too small"
         self.c_job = CExpertJob(
             layers=ctypes.addressof(store.c_layers),
             x=x.data_ptr(),
             experts=experts.data_ptr(),
             weights=weights.data_ptr(),
             out=out.data_ptr(),
-            scratch=-(-scratch.data_ptr() // _ALIGNMENT) * _ALIGNMENT,
+            scratch=-(-self.scratch.data_ptr() // _ALIGNMENT) * _ALIGNMENT,
             num_tokens=num_tokens,
             num_chosen=num_chosen,
             hidden_size=layer.hidden_size,
             size=layer.size,
             num_experts=store.num_experts,
             num_places=max(layer.num_places for layer in store.layers),
-            dtype=DTYPE_CODES[x.dtype],
-            out_dtype=DTYPE_CODES[out.dtype],
+            dtype=_DTYPE_CODES[x.dtype],
+            out_dtype=_DTYPE_CODES[out.dtype],
         )
+
+    @classmethod
+    def of_rows(cls, store: ExpertStore, num_rows: int, num_chosen: int, dtype: torch.dtype, pin: bool) -> "ExpertJob":
+        """Make a job with new tensors for up to `num_rows` tokens. pin: True for memory that a GPU reads and writes."""
+
+        def new(num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(num_rows, num_columns, dtype=dtype, pin_memory=pin)
+
+        hidden_size = store.layers[0].hidden_size
+        return cls(
+            store,
+            x=new(hidden_size, dtype),
+            experts=new(num_chosen, torch.int32),
+            weights=new(num_chosen, torch.float32),
+            out=new(hidden_size, dtype),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.c_job.num_tokens)
+
+    @num_tokens.setter
+    def num_tokens(self, num_tokens: int) -> None:
+        assert 0 < num_tokens <= len(self.x), f"{num_tokens} tokens of {len(self.x)}"
+        self.c_job.num_tokens = num_tokens
 
     def _check_tensors(self) -> None:
         tensors = (self.x, self.experts, self.weights, self.out)
@@ -95,7 +123,7 @@ class ExpertJob(CpuJob):
             "x or out is not [T, H]"
         )
         assert self.experts.shape == self.weights.shape and len(self.experts) == len(self.x), "not [T, C]"
-        assert self.x.dtype in DTYPE_CODES, f"x is in {self.x.dtype}"
+        assert self.x.dtype in _DTYPE_CODES, f"x is in {self.x.dtype}"
         assert self.out.dtype in (self.x.dtype, torch.float32), f"out is in {self.out.dtype}"
         assert (self.experts.dtype, self.weights.dtype) == (torch.int32, torch.float32), "int32 experts, fp32 weights"
 
@@ -103,13 +131,16 @@ class ExpertJob(CpuJob):
         assert 0 <= layer < len(self.store.layers), f"layer {layer} of {len(self.store.layers)}"
 
     def run_in_torch(self, layer: int) -> None:
-        """Compute the chosen experts one after the other, from the values of their weights in fp32."""
+        """Compute the chosen experts one after the other, from the values of their weights in fp32. The reference for
+        the compiled kernels.
+        """
         self.check(layer)
-        weights_of, dtype = self.store.layers[layer], self.x.dtype
-        is_expert = (self.experts >= 0) & (self.experts < self.store.num_experts)
-        places = weights_of.places[self.experts.clamp(0, self.store.num_experts - 1).long()]
+        weights_of, dtype, rows = self.store.layers[layer], self.x.dtype, slice(self.num_tokens)
+        experts = self.experts[rows]
+        is_expert = (experts >= 0) & (experts < self.store.num_experts)
+        places = weights_of.places[experts.clamp(0, self.store.num_experts - 1).long()]
         places = places.masked_fill(~is_expert, -1)
-        sums = torch.zeros(self.x.shape)
+        sums = torch.zeros(self.x[rows].shape)
         for place in places[places >= 0].unique().tolist():
             token, choice = (places == place).nonzero(as_tuple=True)
             x = self.x[token].float()
@@ -118,7 +149,4 @@ class ExpertJob(CpuJob):
             sums.index_add_(
                 0, token, F.linear(hidden, weights_of.down.values(place)) * self.weights[token, choice, None]
             )
-        self.out.copy_(sums)
-
-    def spoil_output(self) -> None:
-        self.out.fill_(torch.nan)
+        self.out[rows] = sums

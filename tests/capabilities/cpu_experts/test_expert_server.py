@@ -1,4 +1,4 @@
-"""Jobs of experts that wait for the GPU, among jobs of attention."""
+"""Layers of experts that begin when the GPU has written what they need, beside jobs of attention."""
 
 import time
 
@@ -10,81 +10,85 @@ from cpu_experts_cases import Case
 from waiting import wait_until
 
 from nanovllm.capabilities.cpu_attention.torch_kernel import TorchKernel
+from nanovllm.capabilities.cpu_experts.job import ARRIVED, DONE, EXCHANGE_NUMBERS, LAYER, NUM_TOKENS
 
 
-def new_flags() -> torch.Tensor:
-    return torch.zeros(2, dtype=torch.int32)
+class Gpu:
+    """Does what the GPU's kernels do."""
 
+    def __init__(self) -> None:
+        self.exchange = torch.zeros(EXCHANGE_NUMBERS, dtype=torch.int32)
 
-def wait_for(flags: torch.Tensor, number: int) -> None:
-    wait_until(lambda: int(flags[1]) >= number)
+    def begin(self, layer: int, num_tokens: int) -> None:
+        self.exchange[LAYER], self.exchange[NUM_TOKENS] = layer, num_tokens
+        self.exchange[ARRIVED] += 1
+
+    def wait(self) -> None:
+        wait_until(lambda: int(self.exchange[DONE]) == int(self.exchange[ARRIVED]))
 
 
 def test_server_reads_the_route_when_it_has_arrived(open_kernel) -> None:
-    """The GPU writes the chosen experts after the job has been submitted."""
-    kernel, flags, case = open_kernel(), new_flags(), Case("Q4_K", dtype=torch.bfloat16)
-    server = kernel.serve(flags)
+    kernel, gpu, case = open_kernel(), Gpu(), Case("Q4_K", dtype=torch.bfloat16)
+    server = kernel.serve_experts(case.job, gpu.exchange)
     experts = case.job.experts.clone()
     case.job.experts.fill_(-1)
-    server.submit(case.job, 0, 1)
     time.sleep(0.01)
-    assert flags.tolist() == [0, 0] and case.job.out.isnan().all()
+    assert gpu.exchange[DONE] == 0 and case.job.out.isnan().all()
     case.job.experts.copy_(experts)
-    flags[0] = 1
-    wait_for(flags, 1)
+    gpu.begin(0, case.num_tokens)
+    gpu.wait()
     case.check()
     server.close()
 
 
-def test_server_runs_two_queued_jobs_in_order(open_kernel) -> None:
-    """The second layer's job is queued while the first waits. Both use the same buffers and scratch."""
-    flags, case = new_flags(), Case("INT4", num_layers=2)
-    server = open_kernel(3).serve(flags)
-    for number in (1, 2):
-        server.submit(case.job, number - 1, number)
-    for number in (1, 2):
+def test_server_computes_the_layer_and_the_tokens_that_the_gpu_names(open_kernel) -> None:
+    gpu, case = Gpu(), Case("INT4", num_layers=2, num_tokens=5)
+    server = open_kernel(3).serve_experts(case.job, gpu.exchange)
+    for layer, num_tokens in ((1, 5), (0, 2), (1, 1)):
         case.forget()
-        flags[0] = number
-        wait_for(flags, number)
-        case.check(number - 1)
+        gpu.begin(layer, num_tokens)
+        gpu.wait()
+        assert case.job.out[num_tokens:].isnan().all()
+        case.job.out[num_tokens:] = case.expected(layer)[num_tokens:]
+        case.check(layer)
     server.close()
 
 
-def test_server_alternates_between_attention_and_experts(open_kernel) -> None:
+def test_threads_alternate_between_attention_and_experts(open_kernel) -> None:
     """As in the layers of a mixture whose keys are not all on the GPU."""
-    flags, experts, attention = new_flags(), Case("Q8_0", num_layers=2), AttentionCase(mixed_rows(2), torch.bfloat16)
-    server = open_kernel().serve(flags)
-    for number in range(1, 41, 2):
-        layer = number // 2 % 2
+    gpu, flags = Gpu(), torch.zeros(2, dtype=torch.int32)
+    experts, attention = Case("Q8_0", num_layers=2), AttentionCase(mixed_rows(2), torch.bfloat16)
+    kernel = open_kernel()
+    servers = kernel.serve(flags), kernel.serve_experts(experts.job, gpu.exchange)
+    for number in range(1, 21):
+        layer = number % 2
         attention.forget()
         experts.forget()
-        server.submit(attention.job, layer, number)
-        server.submit(experts.job, layer, number + 1)
+        servers[0].submit(attention.job, layer, number)
         flags[0] = number
-        wait_for(flags, number)
+        wait_until(lambda number=number: int(flags[1]) >= number)
         attention.check(layer)
-        flags[0] = number + 1
-        wait_for(flags, number + 1)
+        gpu.begin(layer, experts.num_tokens)
+        gpu.wait()
         experts.check(layer)
+    for server in servers:
+        server.close()
+
+
+def test_closing_releases_whoever_waits(open_kernel) -> None:
+    gpu, case = Gpu(), Case("Q4_0")
+    server = open_kernel().serve_experts(case.job, gpu.exchange)
     server.close()
+    assert int(gpu.exchange[DONE]) > 1000
 
 
-def test_server_closed_drops_experts_that_wait(open_kernel) -> None:
-    flags, case = new_flags(), Case("Q4_0")
-    server = open_kernel().serve(flags)
-    server.submit(case.job, 0, 1)
-    server.close()
-    assert case.job.out.isnan().all() and int(flags[1]) > 1000
-
-
-def test_torch_server_job_that_raises_spoils_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags, case, kernel = new_flags(), Case("Q4_0"), TorchKernel([0])
-    server = kernel.serve(flags)
+def test_torch_layer_that_raises_spoils_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, case, kernel = Gpu(), Case("Q4_0"), TorchKernel([0])
+    server = kernel.serve_experts(case.job, gpu.exchange)
     case.job.out.zero_()
     monkeypatch.setattr(case.store.layers[0].gate, "values", lambda place: 1 / 0)
-    server.submit(case.job, 0, 1)
-    flags[0] = 1
-    wait_for(flags, 1)
+    gpu.begin(0, case.num_tokens)
+    gpu.wait()
     assert case.job.out.isnan().all()
     with pytest.raises(ZeroDivisionError):
         server.close()
@@ -95,4 +99,4 @@ def test_layer_that_does_not_exist_is_refused(open_kernel) -> None:
     kernel, case = open_kernel(), Case("Q4_0")
     for layer in (-1, 1):
         with pytest.raises(AssertionError, match=f"layer {layer} of 1"):
-            kernel.attend(case.job, layer)
+            kernel.compute_experts(case.job, layer)

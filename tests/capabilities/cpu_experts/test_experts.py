@@ -31,7 +31,7 @@ def kernel(open_kernel, kernel_name: str) -> CpuKernel:
 def test_each_type_and_dtype_is_as_exact_as_torch(kernel: CpuKernel) -> None:
     for i, (name, dtype) in enumerate(itertools.product(WEIGHT_TYPES, DTYPES)):
         case = Case(name, dtype=dtype, seed=i, num_tokens=1 + i % 6)
-        kernel.attend(case.job, 0)
+        kernel.compute_experts(case.job, 0)
         case.check()
 
 
@@ -44,7 +44,7 @@ def test_sums_in_fp32_of_bf16_activations_are_close_to_the_reference(kernel: Cpu
         case.job.run_in_torch(0)
         expected = case.job.out.clone()
         case.forget()
-        kernel.attend(case.job, 0)
+        kernel.compute_experts(case.job, 0)
         error = (case.job.out - expected).norm() / expected.norm()
         assert error < 3e-4, f"{name}: {error:.2g}"
 
@@ -57,13 +57,13 @@ def test_each_number_of_tokens(open_kernel, kernel_name: str) -> None:
             case = Case(name, dtype=dtype, num_tokens=num_tokens, num_chosen=3, seed=num_tokens)
             for kernel in kernels:
                 case.forget()
-                kernel.attend(case.job, 0)
+                kernel.compute_experts(case.job, 0)
                 case.check()
 
 
 def test_more_tokens_than_share_a_reading(kernel: CpuKernel) -> None:
     case = Case("Q8_0", num_tokens=131, num_chosen=1, num_experts=1, absent=(), hidden_size=64, size=32)
-    kernel.attend(case.job, 0)
+    kernel.compute_experts(case.job, 0)
     case.check()
 
 
@@ -76,7 +76,7 @@ def test_groups_and_zeros(kernel: CpuKernel, name: str) -> None:
         grouped = {"group_size": group_size, "has_zeros": has_zeros}
         for dtype in DTYPES if RUNS_ALL else (DTYPES[i % 2],):
             case = Case(name, dtype=dtype, hidden_size=384, size=384, num_experts=3, seed=i, grouped=grouped)
-            kernel.attend(case.job, 0)
+            kernel.compute_experts(case.job, 0)
             case.check()
 
 
@@ -84,14 +84,14 @@ def test_types_differ_among_gate_up_and_down(kernel: CpuKernel) -> None:
     cases = (("Q4_K", "Q4_K", "Q6_K"), ("F16", "Q5_K", "Q4_1"), ("Q4_0", "F32", "Q8_0"), ("IQ4_XS", "Q5_1", "F16"))
     for (gate, up, down), dtype in itertools.product(cases, DTYPES):
         case = Case(gate, up, down, dtype=dtype, num_tokens=5)
-        kernel.attend(case.job, 0)
+        kernel.compute_experts(case.job, 0)
         case.check()
 
 
 def test_output_in_fp32(kernel: CpuKernel) -> None:
     for dtype in DTYPES:
         case = Case("Q4_K", dtype=dtype, out_dtype=torch.float32)
-        kernel.attend(case.job, 0)
+        kernel.compute_experts(case.job, 0)
         case.check()
 
 
@@ -100,18 +100,18 @@ def test_absent_experts_and_numbers_out_of_range_are_skipped(kernel: CpuKernel) 
     case.job.experts[0] = torch.tensor([0, 2, 5, 0])  # no expert in CPU memory
     case.job.experts[1] = torch.tensor([3, -1, 6, 2**31 - 1])
     case.job.experts[2] = torch.tensor([-(2**31), 4, 1, 3])
-    kernel.attend(case.job, 0)
+    kernel.compute_experts(case.job, 0)
     case.check()
     assert not case.job.out[0].any()
     case.job.experts[:] = 2
     case.forget()
-    kernel.attend(case.job, 0)
+    kernel.compute_experts(case.job, 0)
     assert not case.job.out.any()
 
 
 def test_layer_without_experts_gives_zeros(kernel: CpuKernel) -> None:
     case = Case("BF16", absent=range(6))
-    kernel.attend(case.job, 0)
+    kernel.compute_experts(case.job, 0)
     assert not case.job.out.any()
 
 
@@ -119,7 +119,7 @@ def test_expert_chosen_twice_counts_twice(kernel: CpuKernel) -> None:
     case = Case("Q8_0", num_tokens=4, num_chosen=3)
     case.job.experts[:] = torch.tensor([3, 3, 0])
     case.job.weights[:] = 0.25
-    kernel.attend(case.job, 0)
+    kernel.compute_experts(case.job, 0)
     case.check()
 
 
@@ -127,7 +127,7 @@ def test_layers_have_their_own_weights(kernel: CpuKernel) -> None:
     case = Case("Q5_0", num_layers=3)
     for layer in (2, 0, 1):
         case.forget()
-        kernel.attend(case.job, layer)
+        kernel.compute_experts(case.job, layer)
         case.check(layer)
 
 
@@ -139,7 +139,7 @@ def test_result_does_not_depend_on_the_number_of_threads(open_kernel) -> None:
     results = []
     for num_threads in (1, 2, 3, 4) * 3:
         case.forget()
-        open_kernel(num_threads).attend(case.job, 0)
+        open_kernel(num_threads).compute_experts(case.job, 0)
         results.append(case.job.out.clone())
     assert all(torch.equal(result, results[0]) for result in results)
 
@@ -147,14 +147,14 @@ def test_result_does_not_depend_on_the_number_of_threads(open_kernel) -> None:
 def test_token_gives_the_same_alone_and_among_others(kernel: CpuKernel) -> None:
     """Up to rounding: with several tokens the order of the sums may differ."""
     many = Case("Q6_K", num_tokens=8, num_chosen=3)
-    kernel.attend(many.job, 0)
+    kernel.compute_experts(many.job, 0)
     alone = Case("Q6_K", num_tokens=1, num_chosen=3)
     for token in range(8):
         alone.job.x.copy_(many.job.x[token : token + 1])
         alone.job.experts.copy_(many.job.experts[token : token + 1])
         alone.job.weights.copy_(many.job.weights[token : token + 1])
         alone.forget()
-        kernel.attend(alone.job, 0)
+        kernel.compute_experts(alone.job, 0)
         alone.check()
         torch.testing.assert_close(alone.job.out[0], many.job.out[token], rtol=1e-5, atol=1e-5)
 
@@ -163,7 +163,7 @@ def test_large_gates_neither_overflow_nor_vanish(kernel: CpuKernel) -> None:
     for dtype, factor in itertools.product((torch.float32, torch.bfloat16), (60.0, 1e4)):
         case = Case("F32", dtype=dtype, num_tokens=4)
         case.job.x.mul_(factor)
-        kernel.attend(case.job, 0)
+        kernel.compute_experts(case.job, 0)
         case.check()
 
 
@@ -171,7 +171,7 @@ def test_nan_in_one_token_stays_in_it(kernel: CpuKernel) -> None:
     for name, dtype in itertools.product(("Q4_K", "BF16", "INT4"), DTYPES):
         case = Case(name, dtype=dtype, num_tokens=5, absent=())
         case.job.x[2, 100] = torch.nan
-        kernel.attend(case.job, 0)
+        kernel.compute_experts(case.job, 0)
         assert case.job.out[2].isnan().all() and not case.job.out[[0, 1, 3, 4]].isnan().any()
 
 
@@ -194,7 +194,7 @@ def test_random_jobs(open_kernel) -> None:
             seed=seed,
             grouped={"group_size": 64, "has_zeros": draw.random() < 0.5},
         )
-        draw.choice(kernels).attend(case.job, 0)
+        draw.choice(kernels).compute_experts(case.job, 0)
         case.check()
 
 
@@ -204,7 +204,7 @@ def test_nothing_is_read_after_the_weights(kernel: CpuKernel) -> None:
         case = Case(name, dtype=dtype, num_tokens=5)
         with memory_before_guard_page(case.store.memory.nbytes) as memory:
             guarded = Case(name, dtype=dtype, num_tokens=5, memory=memory)
-            kernel.attend(guarded.job, 0)
+            kernel.compute_experts(guarded.job, 0)
             guarded.check()
 
 
@@ -254,6 +254,6 @@ def test_scratch_is_as_large_as_the_kernels_use(kernel: CpuKernel) -> None:
             scratch=memory[:num_bytes],
         )
         assert job.scratch.data_ptr() == memory.data_ptr()
-        kernel.attend(job, 0)
+        kernel.compute_experts(job, 0)
         case.check()
         assert (memory[num_bytes:] == 0x5A).all()

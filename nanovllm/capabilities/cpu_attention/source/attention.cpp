@@ -13,8 +13,8 @@
 //   output    When all chunks are done, the threads merge the partials of each row and head into out and lse.
 //
 // A job is the attention of one layer. It runs at once (nanovllm_attend), or a Server runs it when the GPU has written
-// its queries. The threads run jobs of a second kind, too, the experts of one layer (cpu_experts/source/experts.h). Everything is computed in fp32, except that the bf16 variants multiply bf16 by bf16 and sum in fp32; for
-// that they round the weights to bf16.
+// its queries. Everything is computed in fp32, except that the bf16 variants multiply bf16 by bf16 and sum in fp32; for
+// that they round the weights to bf16. The same threads compute experts (cpu_experts/source).
 //
 // Legend: T query rows, H query heads, K kv heads, G = H / K query heads per kv head, D head dim.
 // Legend of a tile: R query vectors of one kv head (rows x G), N tokens (TILE).
@@ -49,13 +49,15 @@ void nanovllm_close(void* engine) { delete static_cast<Engine*>(engine); }
 // Returns when the output is complete.
 void nanovllm_attend(void* engine, const Job* job, int64_t layer) {
   Engine& it = *static_cast<Engine*>(engine);
-  run_job(job->of_layer(layer), it.workers, it.pool);
+  const Job of_layer = job->of_layer(layer);
+  Attention attention(of_layer, it.workers);
+  it.pool.run(attention);
 }
 
-// Returns when the output is complete.
+// Returns when the output of the job's tokens in the layer is complete.
 void nanovllm_compute_experts(void* engine, const ExpertJob* job, int64_t layer) {
   Engine& it = *static_cast<Engine*>(engine);
-  run_job(job->of_layer(layer), it.workers, it.pool);
+  run_experts(job->of_layer(layer), it.pool);
 }
 
 // Reads every byte once, on all threads: what a kernel that does nothing else would reach.
@@ -82,8 +84,22 @@ int64_t nanovllm_submit(void* server, const Job* job, int64_t layer, int32_t num
   return static_cast<Server*>(server)->submit(job->of_layer(layer), number);
 }
 
-int64_t nanovllm_submit_experts(void* server, const ExpertJob* job, int64_t layer, int32_t number) {
-  return static_cast<Server*>(server)->submit(job->of_layer(layer), number);
+// The job's struct is copied, what it points to is not. nullptr: the operating system refuses the thread.
+void* nanovllm_serve_experts(void* engine, const ExpertJob* job, int32_t* exchange) {
+  Engine& it = *static_cast<Engine*>(engine);
+  const std::lock_guard turn(it.servers_change);
+  try {
+    it.expert_servers.push_back(std::make_unique<ExpertServer>(it.pool, *job, it.first_cpu, exchange));
+    return it.expert_servers.back().get();
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+void nanovllm_end_expert_server(void* engine, void* server) {
+  Engine& it = *static_cast<Engine*>(engine);
+  const std::lock_guard turn(it.servers_change);
+  std::erase_if(it.expert_servers, [server](const auto& other) { return other.get() == server; });
 }
 
 void nanovllm_end_server(void* engine, void* server) {

@@ -1,4 +1,4 @@
-// What the threads do together (attend, compute experts, or for benchmarks only read), jobs that wait for the GPU, and
+// What the threads do together besides experts (attend, or for benchmarks only read), jobs that wait for the GPU, and
 // everything that a kernel owns.
 
 #pragma once
@@ -7,12 +7,11 @@
 #include <memory>
 #include <mutex>
 #include <thread>
-#include <variant>
 #include <vector>
 
 #include <sys/prctl.h>
 
-#include "../../cpu_experts/source/experts.h"
+#include "../../cpu_experts/source/server.h"
 #include "job.h"
 #include "pool.h"
 
@@ -62,19 +61,6 @@ struct Attention : Work {
   }
 };
 
-using AnyJob = std::variant<Job, ExpertJob>;
-
-// Returns when the output is complete.
-inline void run_job(const AnyJob& job, std::vector<Worker>& workers, Pool& pool) {
-  if (const auto* of_attention = std::get_if<Job>(&job)) {
-    Attention attention(*of_attention, workers);
-    pool.run(attention);
-  } else {
-    Mixture mixture(std::get<ExpertJob>(job), pool.num_threads());
-    pool.run(mixture);
-  }
-}
-
 struct Reading : Work {
   const char* base;
   int64_t num_bytes;
@@ -111,7 +97,7 @@ class Server {
   }
 
   // False: the queue is full.
-  bool submit(const AnyJob& job, int32_t number) {
+  bool submit(const Job& job, int32_t number) {
     const std::lock_guard turn(one_caller_);
     const uint32_t place = num_submitted_;
     if (place - num_done_ >= CAPACITY) return false;
@@ -127,7 +113,7 @@ class Server {
   static constexpr int64_t SPIN_NS = 200'000, POLL_NS = 20'000;
 
   struct Entry {
-    AnyJob job;
+    Job job;
     int32_t number;
   };
 
@@ -140,7 +126,8 @@ class Server {
       if (stopping_) return;
       const Entry& entry = queue_[place % CAPACITY];
       if (!wait_for_queries(entry.number)) return;
-      run_job(entry.job, workers_, pool_);
+      Attention attention(entry.job, workers_);
+      pool_.run(attention);
       std::atomic_ref(flags_[1]).store(entry.number, std::memory_order_release);
       num_done_ = place + 1;
     }
@@ -180,6 +167,7 @@ struct Engine {
   Pool pool;
   std::mutex servers_change;
   std::vector<std::unique_ptr<Server>> servers;
+  std::vector<std::unique_ptr<ExpertServer>> expert_servers;
 
   Engine(const int64_t* cpus, int num_threads, int64_t awake_ns)
       : first_cpu(cpus ? cpus[0] : -1), workers(num_threads), pool(cpus, num_threads, awake_ns) {}
