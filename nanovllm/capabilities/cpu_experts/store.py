@@ -54,6 +54,7 @@ class ExpertMatrix:
         assert memory.dtype == torch.uint8 and memory.device.type == "cpu" and memory.data_ptr() % ALIGNMENT == 0
         assert memory.shape == (matrix_format.num_bytes(num_places),), "the memory is too small or too large"
         self.format, self.num_places = matrix_format, num_places
+        self.scale_dtype: torch.dtype | None = None  # of the scales of groups in the checkpoint, once they are stored
         codes, scales, zeros = memory.split([aligned(num_places * part) for part in matrix_format.part_bytes])
         rows = num_places, matrix_format.num_rows
         num_groups = matrix_format.num_groups
@@ -73,11 +74,11 @@ class ExpertMatrix:
             num_columns=given.num_columns,
             row_bytes=given.row_bytes,
             group=given.group_size,
-            zero=self._middle,
+            zero=self.middle,
         )
 
     @property
-    def _middle(self) -> int:
+    def middle(self) -> int:
         """The zero of integers without stored zeros."""
         return {INT4: 8, INT8: 128}.get(self.format.type, 0)
 
@@ -105,6 +106,7 @@ class ExpertMatrix:
         groups = of_groups[:, 0]
         assert self.scales is not None, f"{self.format.type.name} has no groups"
         self.scales[place, rows] = given.scales.cpu().float()[:, groups]
+        self.scale_dtype = given.scales.dtype
         self._store_zeros(place, rows, given, groups, where)
         self.codes[place, rows] = _words_of(given.codes.cpu(), self.format.type)
 
@@ -115,11 +117,11 @@ class ExpertMatrix:
         zeros = given.zeros.cpu()[:, groups]
         if self.zeros is not None:
             self.zeros[place, rows] = zeros
-        most = _MAX_INT4_ZERO if self.format.type == INT4 else 2 * self._middle
-        if (self.zeros is None and (zeros != self._middle).any()) or not ((zeros >= 0) & (zeros <= most)).all():
+        most = _MAX_INT4_ZERO if self.format.type == INT4 else 2 * self.middle
+        if (self.zeros is None and (zeros != self.middle).any()) or not ((zeros >= 0) & (zeros <= most)).all():
             raise CheckpointError(
                 f"{where} has zeros from {zeros.min()} to {zeros.max()}; experts in CPU memory take "
-                + (f"zeros from 0 to {most}" if self.format.has_zeros else f"the zero {self._middle} alone")
+                + (f"zeros from 0 to {most}" if self.format.has_zeros else f"the zero {self.middle} alone")
             )
 
     def values(self, place: int) -> torch.Tensor:
@@ -130,7 +132,7 @@ class ExpertMatrix:
         assert self.scales is not None, "grouped weights have scales"
         numbers, group_size = _numbers_of(codes, self.format.type), self.format.group_size
         if self.zeros is None:
-            numbers -= self._middle
+            numbers -= self.middle
         else:
             numbers -= self.zeros[place].float().repeat_interleave(group_size, 1)
         return numbers * self.scales[place].repeat_interleave(group_size, 1)
@@ -172,6 +174,7 @@ class ExpertLayer:
         many bytes as `layer_bytes` says.
         """
         formats.check()
+        self.formats = formats
         self.places, num_places = places.contiguous(), int((places >= 0).sum())
         assert places.dtype == torch.int32 and places.device.type == "cpu", "places are int32 in CPU memory"
         used = places[places >= 0].sort().values
@@ -185,6 +188,11 @@ class ExpertLayer:
     @property
     def matrices(self) -> tuple[ExpertMatrix, ExpertMatrix, ExpertMatrix]:
         return self.gate, self.up, self.down
+
+    @property
+    def kind(self) -> tuple[LayerFormat, tuple[torch.dtype | None, ...]]:
+        """What tells layers apart that a GPU stores differently. Known once the layer has been filled."""
+        return self.formats, tuple(matrix.scale_dtype for matrix in self.matrices)
 
     @property
     def c_layer(self) -> CExpertLayer:

@@ -1,0 +1,174 @@
+"""ExpertStaging: the experts of layers in CPU memory, streamed to the GPU for steps with many rows.
+
+Two buffers on the GPU hold the experts of one layer each. While the GPU computes a layer, the experts of the next layer
+in CPU memory are copied to the other buffer, and arranged there as the GPU's kernels read them.
+
+Stream edges:
+  E15  experts arranged -> multiplied    h2d -> compute  experts_ready
+  E16  multiplied -> next layer's copies compute -> h2d  experts_done
+No other edge is needed: the experts in CPU memory never change.
+
+Legend: E experts of a layer, N output features, K input features of a weight, G groups of a row.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from nanovllm.capabilities.cpu_experts.store import ExpertLayer, ExpertMatrix
+from nanovllm.layers.linear import StackedWeight
+from nanovllm.layers.moe import Experts
+from nanovllm.layers.packed_weight import PackedRows, PackedWeight, store_blocks
+from nanovllm.models.gguf_values import read_parts
+from nanovllm.offload.streams import Event, Streams
+
+NUM_BUFFERS = 2
+_ALIGNMENT = 256
+_PIECE_BYTES = 2**24  # scales or blocks that are copied and then arranged at a time
+
+
+class _Rows:
+    """The rows of a weight on the GPU that all gates, all ups or all downs of a layer fill."""
+
+    def __init__(self, weight: nn.Parameter | PackedWeight, num_experts: int, part: int, num_parts: int) -> None:
+        """The rows of an expert have `num_parts` parts, of which this is number `part`."""
+        self.weight, self.num_experts, self.part, self.num_parts = weight, num_experts, part, num_parts
+
+    def of_experts(self, rows: torch.Tensor) -> torch.Tensor:
+        """Select this part in a tensor with a first dimension of rows, or of tiles of rows: [E, rows of the part, ..]."""
+        return rows.unflatten(0, (self.num_experts, self.num_parts, -1))[:, self.part]
+
+    def packed_rows(self, expert: int, num_rows: int) -> PackedRows:
+        assert isinstance(self.weight, PackedWeight)
+        start = (expert * self.num_parts + self.part) * num_rows
+        return PackedRows(self.weight, start, start + num_rows)
+
+
+def _rows_of(experts: Experts) -> tuple[_Rows, _Rows, _Rows]:
+    """Return the targets of gate, up and down."""
+    count = experts.num_experts
+    if isinstance(experts.gate_up, StackedWeight):  # gates of all experts, then ups
+        gate, up = (_Rows(weight, count, 0, 1) for weight in experts.gate_up.weights)
+    else:
+        gate, up = (_Rows(experts.gate_up, count, part, 2) for part in range(2))
+    assert not isinstance(experts.down, StackedWeight)
+    return gate, up, _Rows(experts.down, count, 0, 1)
+
+
+class ExpertStaging:
+    """The buffers, on the device of `streams`. Layers are numbered as in the ExpertStore."""
+
+    def __init__(
+        self, layers: Sequence[ExpertLayer], make_experts: Callable[[int], Experts], streams: Streams
+    ) -> None:
+        """`make_experts(layer)` allocates the weights of a layer's experts on the GPU, which layers with experts of the
+        same kind share. The layers have been filled.
+        """
+        self.layers, self.streams = layers, streams
+        self._experts: list[dict[object, Experts]] = [{} for _ in range(NUM_BUFFERS)]
+        kinds = {layer.kind: number for number, layer in enumerate(layers)}
+        made = {kind: [make_experts(number) for _ in range(NUM_BUFFERS)] for kind, number in kinds.items()}
+        size = max(_num_bytes(experts) for experts, _ in made.values())
+        device = next(next(iter(made.values()))[0].parameters()).device
+        self._arenas = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
+        for kind, of_buffers in made.items():
+            for arena, by_kind, experts in zip(self._arenas, self._experts, of_buffers, strict=True):
+                _move(experts, arena)
+                by_kind[kind] = experts
+        self._raw = torch.zeros(_PIECE_BYTES, dtype=torch.uint8, device=device)
+        self._held: list[int | None] = [None] * NUM_BUFFERS  # the layer in each buffer, or on its way there
+        self._ready = [streams.event() for _ in range(NUM_BUFFERS)]
+        self._done: list[Event | None] = [None] * NUM_BUFFERS
+
+    def experts(self, layer: int) -> Experts:
+        """Return the layer's experts, for which the compute stream waits. Calls for the next layer's. Hot: per layer."""
+        self._fetch(layer)
+        buffer = layer % NUM_BUFFERS
+        self.streams.compute.wait(self._ready[buffer])  # E15: experts arranged -> multiplied
+        return self._experts[buffer][self.layers[layer].kind]
+
+    def multiplied(self, layer: int) -> None:
+        """Call after the products with the layer's experts are enqueued. Begins to copy the next layer. Hot: per layer."""
+        buffer = layer % NUM_BUFFERS
+        if self._done[buffer] is None:
+            self._done[buffer] = self.streams.event()
+        self.streams.compute.record(self._done[buffer])
+        if layer + 1 < len(self.layers):
+            self._fetch(layer + 1)
+
+    def _fetch(self, layer: int) -> None:
+        """Enqueue the copies of a layer unless its buffer has it."""
+        buffer = layer % NUM_BUFFERS
+        if self._held[buffer] == layer:
+            return
+        self._held[buffer] = layer
+        if (done := self._done[buffer]) is not None:
+            self.streams.h2d.wait(done)  # E16: multiplied -> next layer's copies
+        given = self.layers[layer]
+        for matrix, rows in zip(given.matrices, _rows_of(self._experts[buffer][given.kind]), strict=True):
+            self._fill(matrix, rows)
+        self.streams.h2d.record(self._ready[buffer])
+
+    def _fill(self, matrix: ExpertMatrix, rows: _Rows) -> None:
+        weight = rows.weight
+        if isinstance(weight, PackedWeight) and weight.block_type is not None:
+            self._fill_blocks(matrix, rows, weight)
+            return
+        codes = rows.of_experts(weight.codes if isinstance(weight, PackedWeight) else weight).flatten(1)
+        self.streams.h2d.copy_rows(codes.view(torch.uint8), matrix.codes.flatten(1))
+        if isinstance(weight, PackedWeight):
+            self._fill_scales(matrix, rows, weight)
+
+    def _fill_scales(self, matrix: ExpertMatrix, rows: _Rows, weight: PackedWeight) -> None:
+        """Arrange scales [E, N, G] in tiles of eight rows, with zeros in the same words if they are of 16 bits."""
+        from nanovllm.kernels import packed_values
+
+        assert matrix.scales is not None, "a packed weight has scales"
+        tiles = rows.of_experts(weight.scales.transpose(1, 2))  # [E, N / 8, G, 8]
+        step = max(1, _PIECE_BYTES // (6 * matrix.scales[0].numel()))
+        for first in range(0, rows.num_experts, step):
+            some = slice(first, first + step)
+            scales = self._on_device(matrix.scales[some])
+            zeros = None if matrix.zeros is None else self._on_device(matrix.zeros[some], scales.nbytes)
+
+            def arrange(target=tiles[some], scales=scales, zeros=zeros) -> None:  # type: ignore[no-untyped-def]
+                if weight.scale_dtype is not None:
+                    offsets = zeros if zeros is not None else torch.full_like(scales, matrix.middle, dtype=torch.int16)
+                    scales = packed_values.pack_scales(scales.to(weight.scale_dtype), offsets, weight.bits)
+                target.copy_(scales.unflatten(1, (target.shape[1], -1)).transpose(2, 3))
+
+            self.streams.h2d.run(tiles[some], self._raw, arrange)
+
+    def _fill_blocks(self, matrix: ExpertMatrix, rows: _Rows, weight: PackedWeight) -> None:
+        num_rows, row_bytes = matrix.codes.shape[1:]
+        step = max(1, _PIECE_BYTES // (num_rows * row_bytes))
+        for first in range(0, rows.num_experts, step):
+            blocks = self._on_device(matrix.codes[first : first + step])
+            targets = [rows.packed_rows(first + i, num_rows) for i in range(len(blocks))]
+
+            def arrange(blocks=blocks, targets=targets) -> None:  # type: ignore[no-untyped-def]
+                store_blocks(read_parts(blocks.view(-1, row_bytes), matrix.format.type.name), targets)
+
+            self.streams.h2d.run(weight.codes, self._raw, arrange)
+
+    def _on_device(self, part: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Enqueue the copy of a part of a matrix to the raw memory from byte `start` on. Returns the copy."""
+        copy = self._raw[start : start + part.nbytes].view(part.dtype).view(part.shape)
+        self.streams.h2d.copy(copy, part)
+        return copy
+
+
+def _num_bytes(experts: nn.Module) -> int:
+    return sum(-(-each.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT for each in experts.parameters())
+
+
+def _move(experts: nn.Module, arena: torch.Tensor) -> None:
+    """Move the parameters into the arena, in which layers with other formats have theirs, too."""
+    start = 0
+    for each in experts.parameters():
+        storage = each.untyped_storage()
+        own = arena[start : start + storage.nbytes()]
+        moved = own.view(each.dtype).as_strided(each.shape, each.stride())
+        each.data = moved
+        start += -(-own.numel() // _ALIGNMENT) * _ALIGNMENT
