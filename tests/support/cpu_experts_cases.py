@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import linear
 
-from nanovllm.capabilities.cpu_experts.formats import (
+from nanovllm.capabilities.cpu_experts.job import ExpertJob
+from nanovllm.capabilities.cpu_experts.store import ExpertMatrix, ExpertStore, store_bytes
+from nanovllm.layers.packed_weight import QuantizedWeight
+from nanovllm.plan.expert_formats import (
     E4M3,
     INT4,
     INT8,
@@ -15,9 +18,6 @@ from nanovllm.capabilities.cpu_experts.formats import (
     MatrixFormat,
     stored_group,
 )
-from nanovllm.capabilities.cpu_experts.job import ExpertJob
-from nanovllm.capabilities.cpu_experts.store import ExpertMatrix, ExpertStore, store_bytes
-from nanovllm.layers.packed_weight import QuantizedWeight
 
 FLOATS = ("F32", "F16", "BF16")
 # Bytes of each type's block at which fp16 numbers begin

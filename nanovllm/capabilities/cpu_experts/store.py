@@ -16,7 +16,11 @@ from collections.abc import Sequence
 
 import torch
 
-from nanovllm.capabilities.cpu_experts.formats import (
+from nanovllm.checkpoint.gguf import BlockType
+from nanovllm.errors import CheckpointError
+from nanovllm.layers.packed_weight import QuantizedWeight
+from nanovllm.models.gguf_values import dequantize
+from nanovllm.plan.expert_formats import (
     ALIGNMENT,
     E4M3,
     INT4,
@@ -28,10 +32,6 @@ from nanovllm.capabilities.cpu_experts.formats import (
     aligned,
     layer_bytes,
 )
-from nanovllm.checkpoint.gguf import BlockType
-from nanovllm.errors import CheckpointError
-from nanovllm.layers.packed_weight import QuantizedWeight
-from nanovllm.models.gguf_values import dequantize
 
 _MAX_INT4_ZERO = 16  # MAX_INT4_ZERO in source/formats.h
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -12,12 +12,12 @@ from tiers import RUNS_ALL
 
 from nanovllm.capabilities.cpu_attention import build
 from nanovllm.capabilities.cpu_attention.job import CpuKernel
-from nanovllm.capabilities.cpu_experts import formats as formats_module
 from nanovllm.capabilities.cpu_experts import job as job_module
 from nanovllm.capabilities.cpu_experts import store as store_module
-from nanovllm.capabilities.cpu_experts.formats import TYPE_CODES, WEIGHT_TYPES
 from nanovllm.capabilities.cpu_experts.job import CExpertJob, scratch_bytes
 from nanovllm.capabilities.cpu_experts.store import CExpertLayer, CMatrix
+from nanovllm.plan import expert_formats as formats_module
+from nanovllm.plan.expert_formats import TYPE_CODES, WEIGHT_TYPES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

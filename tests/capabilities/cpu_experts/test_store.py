@@ -4,7 +4,12 @@ import pytest
 import torch
 from cpu_experts_cases import Case, fill, matrix_format, random_quantized
 
-from nanovllm.capabilities.cpu_experts.formats import (
+from nanovllm.capabilities.cpu_experts.store import ExpertLayer, ExpertMatrix, _words_of
+from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.kernels.packed_values import pack_codes
+from nanovllm.models.quantized_weights import quantize
+from nanovllm.plan.expert_formats import (
     E4M3,
     INT4,
     WEIGHT_TYPES,
@@ -13,11 +18,6 @@ from nanovllm.capabilities.cpu_experts.formats import (
     layer_bytes,
     stored_group,
 )
-from nanovllm.capabilities.cpu_experts.store import ExpertLayer, ExpertMatrix, _words_of
-from nanovllm.checkpoint.quantization import QUANTIZATIONS
-from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.kernels.packed_values import pack_codes
-from nanovllm.models.quantized_weights import quantize
 
 
 def new_matrix(given: MatrixFormat, num_places: int = 2) -> ExpertMatrix:
