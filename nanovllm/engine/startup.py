@@ -10,6 +10,7 @@ import torch
 
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit, FollowingSplit
 from nanovllm.capabilities.cpu_attention.rates import make_cpu_attention, measure_split
+from nanovllm.capabilities.cpu_experts.layer import RankExperts
 from nanovllm.capabilities.disk.disk_moves import DiskSetup, least_load_tokens
 from nanovllm.capabilities.disk.start import identify_weights, measure_disk, open_disk
 from nanovllm.capabilities.disk.tier import DiskBoard, DiskTier
@@ -81,6 +82,7 @@ def _make_executor(setup: EngineSetup) -> Executor:
         setup.device,
         setup.internals.make_offload_engine,
         make_cpu_attention,
+        RankExperts,
     )
     if config.tensor_parallel_size == 1:
         return LocalExecutor(factory)

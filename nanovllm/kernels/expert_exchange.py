@@ -20,12 +20,12 @@ import triton.language as tl
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
 from nanovllm.kernels.packed_words import INTERPRETED
 
-# Places in `ExpertRows.exchange`, int32 [EXCHANGE_SIZE]; the CPU's number has a cache line of its own
+# Places in `ExchangedRows.exchange`, int32 [EXCHANGE_SIZE]; the CPU's number has a cache line of its own
 ARRIVED, LAYER, NUM_TOKENS, DONE, EXCHANGE_SIZE = (tl.constexpr(i) for i in (0, 1, 2, 16, 32))
 _BLOCK = 1024
 
 
-class ExpertRows(NamedTuple):
+class ExchangedRows(NamedTuple):
     """What both sides share, as tensors on the GPU. All but `counts` are in pinned CPU memory."""
 
     x: torch.Tensor  # [R, H]
@@ -33,7 +33,7 @@ class ExpertRows(NamedTuple):
     weights: torch.Tensor  # fp32 [R, C]
     out: torch.Tensor  # [R, H]
     exchange: torch.Tensor  # int32 [EXCHANGE_SIZE]
-    counts: torch.Tensor  # int32 [2], in the GPU's memory: layers that were sent, and programs of `send` that have ended
+    counts: torch.Tensor  # int32 [2], on the GPU: layers that were sent, and programs of `send` that have ended
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def _receive_kernel(
 
 
 def send(
-    rows: ExpertRows,
+    rows: ExchangedRows,
     layer: int,
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -134,7 +134,7 @@ def send(
     )
 
 
-def receive(rows: ExpertRows, like: torch.Tensor) -> torch.Tensor:
+def receive(rows: ExchangedRows, like: torch.Tensor) -> torch.Tensor:
     """Wait for the layer that was sent last. Returns its output, with the shape and dtype of `like`. Hot."""
     out = torch.empty_like(like)
     num_tokens, size = out.shape

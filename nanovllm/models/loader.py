@@ -4,10 +4,11 @@ slices. Quantized weights are unpacked to codes; other weights may be quantized 
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -18,6 +19,7 @@ from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers.linear import WeightShard
+from nanovllm.layers.moe import CpuExpertLayers
 from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight, store_blocks
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.gguf_tensors import BlockWriter, GGUFWeight, open_gguf
@@ -35,6 +37,10 @@ _QUANTIZED_ROWS = 1024  # quantized at a time; a multiple of all common blocks
 _DUMMY_ROWS = 8192  # rows drawn at a time, to limit the memory needed in addition to the model
 
 
+# config, tp, dtype, device, with_mtp -> CpuExpertLayers
+CpuExpertsFactory: TypeAlias = Callable[[ModelConfig, TPGroup, torch.dtype, torch.device, bool], CpuExpertLayers]
+
+
 def build_model(
     config: ModelConfig,
     tp: TPGroup,
@@ -44,13 +50,15 @@ def build_model(
     device: torch.device | str,
     directory: Path | None = None,
     with_mtp: bool = False,
+    make_cpu_experts: CpuExpertsFactory | None = None,
 ) -> CausalLM:
     """Allocate this rank's part of the model on `device` in `dtype`. `load_weights` fills it.
 
     max_model_len: tokens of the longest sequence. directory: the directory of the weights, if `load_weights` will read
     them, or None. The names, shapes and types of the stored tensors are checked before anything is allocated, and
     determine the layers that a quantized checkpoint leaves unquantized. with_mtp: build the draft head, too;
-    `config.has_mtp` tells whether the checkpoint has one.
+    `config.has_mtp` tells whether the checkpoint has one. make_cpu_experts: makes the layers whose experts are in CPU
+    memory, if the model has such layers.
 
     Raises CheckpointError, with the name of the file or tensor, if one is missing, damaged or unknown, or if a tensor
     has a wrong shape or type. Raises ConfigError if the heads or the MLP's features are not divisible by the number of
@@ -67,8 +75,14 @@ def build_model(
             _check(config, directory, stored, with_mtp=with_mtp)
             if config.head_quantization is not None:
                 config = replace(config, head_quantization=head_format(stored[_HEAD], config.head_quantization))
+    cpu_experts = None
+    if config.has_cpu_experts:
+        assert make_cpu_experts is not None, "start-up provides experts in CPU memory"
+        cpu_experts = make_cpu_experts(config, tp, dtype, torch.device(device), with_mtp)
     with torch.device(device):
-        return CausalLM(config, tp, max_model_len=max_model_len, dtype=dtype, with_mtp=with_mtp)
+        return CausalLM(
+            config, tp, max_model_len=max_model_len, dtype=dtype, with_mtp=with_mtp, cpu_experts=cpu_experts
+        )
 
 
 def _open(directory: Path | None, files: ExitStack, config: ModelConfig) -> dict[str, StoredTensor]:

@@ -263,8 +263,8 @@ class CpuKernel(ABC):
 
     @abstractmethod
     def serve_experts(self, job: "ExpertJob", exchange: torch.Tensor) -> ExpertServer:
-        """Start a server. `exchange`: see `new_exchange` in cpu_experts/job.py. The caller keeps the job and its
-        tensors alive until the server is closed.
+        """Start a server. `exchange`: int32 [EXCHANGE_SIZE], see cpu_experts/job.py. The caller keeps the job's tensors
+        alive until the server is closed.
         """
 
     @abstractmethod

@@ -18,10 +18,10 @@ _SLICE = 32  # SLICE in source/formats.h
 _ALIGNMENT = 64
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype in cpu_attention/source/vectors.h
 
-# int32 numbers that GPU and CPU share (Exchange in source/server.h). The GPU writes the layer and the number of tokens,
-# and then raises ARRIVED by one. The server sets DONE to the same number when the output is complete.
-ARRIVED, DONE, LAYER, NUM_TOKENS = range(4)
-EXCHANGE_NUMBERS = 4
+# Places in the memory that GPU and CPU share, int32 [EXCHANGE_SIZE]: Exchange in source/server.h, and kernels/
+# expert_exchange.py. The GPU writes the layer and the number of tokens, and then raises ARRIVED by one. The server sets
+# DONE to the same number when the output is complete. DONE has a cache line of its own, because the GPU polls it.
+ARRIVED, LAYER, NUM_TOKENS, DONE, EXCHANGE_SIZE = 0, 1, 2, 16, 32
 
 
 class CExpertJob(ctypes.Structure):
@@ -90,11 +90,13 @@ class ExpertJob:
         )
 
     @classmethod
-    def of_rows(cls, store: ExpertStore, num_rows: int, num_chosen: int, dtype: torch.dtype, pin: bool) -> "ExpertJob":
-        """Make a job with new tensors for up to `num_rows` tokens. pin: True for memory that a GPU reads and writes."""
+    def of_rows(
+        cls, store: ExpertStore, num_rows: int, num_chosen: int, dtype: torch.dtype, *, is_pinned: bool
+    ) -> "ExpertJob":
+        """Make a job with new tensors for up to `num_rows` tokens. is_pinned: for a GPU."""
 
         def new(num_columns: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(num_rows, num_columns, dtype=dtype, pin_memory=pin)
+            return torch.zeros(num_rows, num_columns, dtype=dtype, pin_memory=is_pinned)
 
         hidden_size = store.layers[0].hidden_size
         return cls(

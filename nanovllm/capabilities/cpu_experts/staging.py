@@ -36,7 +36,7 @@ class _Rows:
         self.weight, self.num_experts, self.part, self.num_parts = weight, num_experts, part, num_parts
 
     def of_experts(self, rows: torch.Tensor) -> torch.Tensor:
-        """Select this part in a tensor with a first dimension of rows, or of tiles of rows: [E, rows of the part, ..]."""
+        """Select this part in a tensor with a first dimension of rows, or of of tiles: [E, rows of the part, ..]."""
         return rows.unflatten(0, (self.num_experts, self.num_parts, -1))[:, self.part]
 
     def packed_rows(self, expert: int, num_rows: int) -> PackedRows:
@@ -59,9 +59,7 @@ def _rows_of(experts: Experts) -> tuple[_Rows, _Rows, _Rows]:
 class ExpertStaging:
     """The buffers, on the device of `streams`. Layers are numbered as in the ExpertStore."""
 
-    def __init__(
-        self, layers: Sequence[ExpertLayer], make_experts: Callable[[int], Experts], streams: Streams
-    ) -> None:
+    def __init__(self, layers: Sequence[ExpertLayer], make_experts: Callable[[int], Experts], streams: Streams) -> None:
         """`make_experts(layer)` allocates the weights of a layer's experts on the GPU, which layers with experts of the
         same kind share. The layers have been filled.
         """
@@ -82,20 +80,26 @@ class ExpertStaging:
         self._done: list[Event | None] = [None] * NUM_BUFFERS
 
     def experts(self, layer: int) -> Experts:
-        """Return the layer's experts, for which the compute stream waits. Calls for the next layer's. Hot: per layer."""
+        """Return the layer's experts, for which the compute stream waits. Hot: once per layer."""
         self._fetch(layer)
         buffer = layer % NUM_BUFFERS
         self.streams.compute.wait(self._ready[buffer])  # E15: experts arranged -> multiplied
         return self._experts[buffer][self.layers[layer].kind]
 
     def multiplied(self, layer: int) -> None:
-        """Call after the products with the layer's experts are enqueued. Begins to copy the next layer. Hot: per layer."""
+        """Begin to copy the next layer, now that the products of this one are enqueued. Hot: once per layer."""
         buffer = layer % NUM_BUFFERS
         if self._done[buffer] is None:
             self._done[buffer] = self.streams.event()
         self.streams.compute.record(self._done[buffer])
         if layer + 1 < len(self.layers):
             self._fetch(layer + 1)
+
+    def fetch_again(self, layer: int) -> None:
+        """Copy a layer that may be in its buffer already, and wait until it is there. Start-up times this."""
+        self._held[layer % NUM_BUFFERS] = None
+        self._fetch(layer)
+        self.streams.synchronize()
 
     def _fetch(self, layer: int) -> None:
         """Enqueue the copies of a layer unless its buffer has it."""

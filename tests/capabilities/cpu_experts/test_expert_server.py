@@ -10,14 +10,14 @@ from cpu_experts_cases import Case
 from waiting import wait_until
 
 from nanovllm.capabilities.cpu_attention.torch_kernel import TorchKernel
-from nanovllm.capabilities.cpu_experts.job import ARRIVED, DONE, EXCHANGE_NUMBERS, LAYER, NUM_TOKENS
+from nanovllm.capabilities.cpu_experts.job import ARRIVED, DONE, EXCHANGE_SIZE, LAYER, NUM_TOKENS
 
 
 class Gpu:
     """Does what the GPU's kernels do."""
 
     def __init__(self) -> None:
-        self.exchange = torch.zeros(EXCHANGE_NUMBERS, dtype=torch.int32)
+        self.exchange = torch.zeros(EXCHANGE_SIZE, dtype=torch.int32)
 
     def begin(self, layer: int, num_tokens: int) -> None:
         self.exchange[LAYER], self.exchange[NUM_TOKENS] = layer, num_tokens

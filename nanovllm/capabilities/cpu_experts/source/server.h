@@ -21,7 +21,7 @@ inline void run_experts(const ExpertJob& job, Pool& pool) {
 // Fields of the memory that GPU and CPU share, mirrored by the constants in job.py. The GPU writes LAYER and NUM_TOKENS
 // and then raises ARRIVED by one. The thread sets DONE to the same number when the output is complete. Numbers wrap
 // around, so only their differences are compared.
-enum Exchange { ARRIVED, DONE, LAYER, NUM_TOKENS };
+enum Exchange { ARRIVED = 0, LAYER = 1, NUM_TOKENS = 2, DONE = 16 };
 
 class ExpertServer {
  public:
