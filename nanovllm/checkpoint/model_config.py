@@ -185,7 +185,8 @@ class ExpertsConfig:
     norm_topk_prob: bool  # divide the weights of the chosen experts by their sum
     layers: tuple[int, ...]  # the layers with a sparse MLP; all other layers have a dense MLP
     shared_size: int = 0  # features of the expert that every token uses, scaled by a gate; 0 without such an expert
-    cpu_layers: tuple[int, ...] = ()  # those of `layers` whose experts are in CPU memory
+    # Those of `layers` whose experts are in CPU memory. KV on disk does not depend on it, so `repr` leaves it out
+    cpu_layers: tuple[int, ...] = field(default=(), repr=False)
 
     def on_gpu(self, num_layers: int) -> "ExpertsConfig":
         """Return the configuration with the experts of `num_layers` layers on the GPU and the others in CPU memory.
@@ -279,6 +280,11 @@ class ModelConfig:
         """Return the type that a GGUF file has for a weight. Other formats do not quantize the vocabulary."""
         is_gguf = self.quantization is not None and self.quantization.is_gguf
         return self.quantization.format_of(name) if self.quantization is not None and is_gguf else None
+
+    @property
+    def has_cpu_experts(self) -> bool:
+        """True if the experts of some layers are in CPU memory."""
+        return self.experts is not None and bool(self.experts.cpu_layers)
 
     @property
     def num_attention_layers(self) -> int:
