@@ -267,6 +267,10 @@ class LLM:
         cpu_attention_byte_per_s     the rate of the CPU while the link is busy, from start-up and decode steps
         cpu_load_byte_per_s          bytes that the CPU attended to per second of decode steps that missed blocks
 
+        With experts in CPU memory:
+        num_cpu_expert_layers        layers whose experts are in CPU memory
+        cpu_expert_bytes             size of these experts, on all ranks
+
         With speculation:
         num_guesses                  draft tokens
         num_accepted_guesses         accepted draft tokens; all draft tokens after a wrong one count as rejected

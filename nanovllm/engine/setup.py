@@ -87,7 +87,7 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     check_start(plan)
     return EngineSetup(
         config=config,
-        model_config=replace(model_config, embedding_on_cpu=plan.model.embedding_on_cpu),
+        model_config=replace(model_config, embedding_on_cpu=plan.model.embedding_on_cpu, experts=plan.model.experts),
         directory=directory,
         max_model_len=limit,
         device=device,

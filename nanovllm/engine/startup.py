@@ -23,8 +23,8 @@ from nanovllm.capabilities.shadow.pages import ShadowPages
 from nanovllm.capabilities.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from nanovllm.capabilities.speculation.speculator import Speculator, StepTimes
 from nanovllm.capacity.costs import prefill_flop, token_keys
-from nanovllm.capacity.division import ShadowSize, divide_memory
-from nanovllm.capacity.plan import make_plan, plan_summary
+from nanovllm.capacity.division import ShadowSize, divide_memory, kept_blocks
+from nanovllm.capacity.plan import experts_summary, make_plan, plan_summary
 from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import GPU_RESERVE_BYTES, Config
 from nanovllm.device.devices import release_failed_start
@@ -98,6 +98,11 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     is_gpu = setup.device.type == "cuda"
     if setup.plan.host_table_bytes:
         logger.info("the embedding table is in CPU memory, %s", format_bytes(setup.plan.host_table_bytes))
+    if setup.model_config.has_cpu_experts:
+        reason = ""
+        if setup.config.enable_expert_offload is None:
+            reason = f", because they do not fit the GPU beside the KV of max_model_len={setup.max_model_len}"
+        logger.info("experts are in CPU memory: %s%s", experts_summary(setup.plan), reason)
     if setup.config.kv_disk_path is not None:
         executor.call(Runner.apply, identify_weights)
     sizes = _kv_cache_sizes(setup, executor)
@@ -125,12 +130,13 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
         store=disk,
     )
     logger.info("started in %s", report.phases)
-    if setup.config.enable_cpu_offload:
+    if setup.config.enable_cpu_offload or setup.model_config.has_cpu_experts:
         plan, together = setup.plan, None
         if split is not None and split.link_byte_per_s and split.cpu_byte_per_s:
             together = (split.link_byte_per_s + split.cpu_byte_per_s) * plan.config.tensor_parallel_size
         machine = plan.machine.with_link(report.link_byte_per_s, "measured")
-        machine = replace(machine, cpu_byte_per_s=together, cpu_source="measured, the link and the CPU together")
+        if together or not setup.model_config.has_cpu_experts:
+            machine = replace(machine, cpu_byte_per_s=together, cpu_source="measured, the link and the CPU together")
         plan = make_plan(plan.config, setup.model_config, machine, sizes=sizes, staging=plan.spec.staging)
         logger.info("%s", plan_summary(plan))
         setup = replace(setup, plan=plan)
@@ -157,9 +163,9 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
         measure = partial(measure_kv_room, num_cpu_blocks, given or useful, companions)
         num_bytes, room = executor.call(Runner.apply, measure)
         shadow = ShadowSize(plan.num_pages, plan.shadow_bits) if config.speculation_method == "auto" else None
-        sizes = divide_memory(
-            config, spec, num_bytes, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks, shadow=shadow
-        )
+        kept = kept_blocks(config, setup.model_config, setup.max_model_len)
+        counts = {"given": given, "useful": useful, "num_cpu_blocks": num_cpu_blocks, "kept": kept}
+        sizes = divide_memory(config, spec, num_bytes, **counts, shadow=shadow)
         draft_bytes = spec.draft_bytes(num_cpu_blocks)
         num_bytes -= draft_bytes + sizes.num_state_slots * spec.states.slot_bytes
         fitting = max(0, num_bytes) // spec.block_bytes if given else sizes.num_gpu_blocks
