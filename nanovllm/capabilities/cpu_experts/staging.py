@@ -137,7 +137,7 @@ class ExpertStaging:
             zeros = None if matrix.zeros is None else self._on_device(matrix.zeros[some], scales.nbytes)
 
             def arrange(target=tiles[some], scales=scales, zeros=zeros) -> None:  # type: ignore[no-untyped-def]
-                if weight.scale_dtype is not None:
+                if not weight.is_float:
                     offsets = zeros if zeros is not None else torch.full_like(scales, matrix.middle, dtype=torch.int16)
                     scales = packed_values.pack_scales(scales.to(weight.scale_dtype), offsets, weight.bits)
                 target.copy_(scales.unflatten(1, (target.shape[1], -1)).transpose(2, 3))
