@@ -16,7 +16,6 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-from nanovllm.offload.pinned_memory import HostBuffer
 
 from benchmarks.common import NUM_RUNS
 from benchmarks.reporting import Samples, report, run_options, versions
@@ -26,6 +25,7 @@ from nanovllm.capabilities.cpu_attention.threads import attention_cpus
 from nanovllm.capabilities.cpu_experts.formats import GROUP_SIZES, WEIGHT_TYPES, LayerFormat, MatrixFormat, layer_bytes
 from nanovllm.capabilities.cpu_experts.job import ExpertJob
 from nanovllm.capabilities.cpu_experts.store import ExpertMatrix, ExpertStore, store_bytes
+from nanovllm.device.pinned_memory import HostBuffer
 
 _JOBS_PER_RUN = 8
 
