@@ -20,10 +20,10 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers.linear import WeightShard
 from nanovllm.layers.moe import CpuExpertLayers
-from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight, store_blocks
+from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight, WeightRows, store_blocks
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.gguf_tensors import BlockWriter, GGUFWeight, open_gguf
-from nanovllm.models.gguf_values import part_values, random_parts
+from nanovllm.models.gguf_values import part_values, random_blocks, read_parts, select_columns
 from nanovllm.models.quantized_weights import QuantizedReader, head_format, quantize, stored_parts
 from nanovllm.models.stored_tensors import FLOAT_DTYPES, StoredTensor, open_tensors
 from nanovllm.utils import progress_bar
@@ -235,23 +235,23 @@ def _fill(shard: WeightShard, source: QuantizedReader | StoredTensor, blocks: Bl
             rows = slice(first, min(first + _QUANTIZED_ROWS, end))
             values = source.read(rows, slice(None)).to(shard.target.device)
             target = shard.target[rows.start - start : rows.stop - start]
-            if isinstance(target, PackedRows) and target.can_quantize:
+            if not isinstance(target, torch.Tensor) and target.can_quantize:
                 target.quantize(values, shard.index[1])
             else:
                 weight = quantize(values, shard.quantization).part(slice(None), shard.index[1])
                 _store(weight, target, source.where)
     else:
-        assert isinstance(shard.target, torch.Tensor), "a packed weight is quantized"
+        assert isinstance(shard.target, torch.Tensor), "a weight of codes is quantized"
         source.copy_to(shard.target, shard.index)
         if shard.plus:
             shard.target.add_(shard.plus)
 
 
-def _store(weight: QuantizedWeight, target: torch.Tensor | PackedRows, where: str) -> None:
-    if isinstance(target, PackedRows):
-        target.store(weight, where)
-    else:
+def _store(weight: QuantizedWeight, target: torch.Tensor | WeightRows, where: str) -> None:
+    if isinstance(target, torch.Tensor):
         weight.copy_values(target)
+    else:
+        target.store(weight, where)
 
 
 def _may_be_ignored(name: str, stored: Mapping[str, StoredTensor], config: ModelConfig, with_mtp: bool) -> bool:
@@ -283,7 +283,7 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
     num_rows, *others = shards[0].full_shape
     if not others:
         for shard in shards:
-            assert isinstance(shard.target, torch.Tensor), "only matrices are packed"
+            assert isinstance(shard.target, torch.Tensor), "only matrices consist of codes"
             shard.target.fill_(0.0 if name.endswith(("bias", "A_log")) else 1.0)
         return
     target, quantization = shards[0].target, shards[0].quantization
@@ -292,7 +292,10 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     has_one_scale = quantization is not None and not quantization.block[0]
     target_quantizes = (
-        quantization is not None and quantization.is_online and isinstance(target, PackedRows) and target.can_quantize
+        quantization is not None
+        and quantization.is_online
+        and not isinstance(target, torch.Tensor)
+        and target.can_quantize
     )
     block_type = None if quantization is None else quantization.block_type
     num_drawn = num_rows if has_one_scale else _DUMMY_ROWS if block_type is None else _QUANTIZED_ROWS
@@ -302,8 +305,7 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
             drawn = torch.empty(end - start, *others, dtype=dtype, device=device)
             drawn.normal_(0, math.prod(others) ** -0.5, generator=generator)
         else:
-            parts = random_parts(end - start, others[0], block_type, generator)
-            drawn = part_values(parts, block_type)
+            drawn = random_blocks(end - start, others[0], block_type, generator)
         is_quantized = quantization is not None and block_type is None and not target_quantizes
         weight = quantize(drawn, quantization) if quantization is not None and is_quantized else None
         for shard in shards:
@@ -316,10 +318,22 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
             part = shard.target[kept.start - first_row : kept.stop - first_row]
             if weight is not None:
                 _store(weight.part(of_drawn, *columns), part, name)
-            elif isinstance(part, PackedRows) and part.block_type is not None:
-                store_blocks(parts.part(of_drawn, *columns), [part])
-            elif isinstance(part, PackedRows):
-                part.quantize(drawn[of_drawn], *columns)
-            else:
+            elif block_type is not None:
+                _store_blocks(drawn[of_drawn], part, block_type, *columns)
+            elif isinstance(part, torch.Tensor):
                 index = of_drawn, *columns
                 part.copy_(drawn[index])
+            else:
+                part.quantize(drawn[of_drawn], *columns)
+
+
+def _store_blocks(blocks: torch.Tensor, target: torch.Tensor | WeightRows, block_type: str, columns: slice) -> None:
+    """Store some columns of rows of blocks, as they are or as values."""
+    if isinstance(target, PackedRows):
+        store_blocks(read_parts(select_columns(blocks, block_type, columns), block_type), [target])
+        return
+    assert isinstance(target, torch.Tensor), "other weights of codes have no blocks"
+    if target.dtype == torch.uint8:
+        target.copy_(select_columns(blocks, block_type, columns))
+    else:
+        target.copy_(part_values(read_parts(blocks, block_type), block_type)[:, columns])

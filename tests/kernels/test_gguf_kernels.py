@@ -23,7 +23,7 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers import linear, moe
 from nanovllm.layers.linear import GateUpParallelLinear, MergedColumnParallelLinear, StackedWeight
 from nanovllm.layers.packed_weight import PackedWeight, packed, store_blocks, unpacked_linear
-from nanovllm.models.gguf_values import dequantize, part_values, random_parts, read_parts
+from nanovllm.models.gguf_values import dequantize, random_blocks, read_parts, select_columns
 
 pytestmark = needs_triton
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter truncates to bf16 where a GPU rounds
@@ -159,10 +159,9 @@ def test_rows_and_columns_of_ranks_are_the_parts_of_the_weight(device: str, name
     values = dequantize(rows, kind)
     with torch.device(device):
         weight = PackedWeight([13, 14], SIZE // 2, BLOCK_TYPES[name])
-    parts = read_parts(rows.to(device), name)
-    columns = slice(SIZE // 2, None)
-    store_blocks(parts.part(slice(20, 34), columns), [weight.rows(13, 27)])
-    store_blocks(parts.part(slice(2, 15), columns), [weight.rows(8, 13), weight.rows(0, 8)])
+    halves = select_columns(rows.to(device), name, slice(SIZE // 2, None))
+    store_blocks(read_parts(halves[20:34], name), [weight.rows(13, 27)])
+    store_blocks(read_parts(halves[2:15], name), [weight.rows(8, 13), weight.rows(0, 8)])
     got = packed_values.unpack(packed(weight), 0, torch.empty(27, SIZE // 2, device=device)).cpu()
     assert torch.equal(got, torch.cat((values[7:15], values[2:7], values[20:34]))[:, SIZE // 2 :])
 
@@ -214,9 +213,9 @@ def test_layers_of_several_types_are_one_product(
 
 @on_device
 @pytest.mark.parametrize("name", NAMES)
-def test_random_parts_keep_the_scale_of_activations(device: str, name: str) -> None:
+def test_random_blocks_keep_the_scale_of_activations(device: str, name: str) -> None:
     generator = torch.Generator(device).manual_seed(0)
-    values = part_values(random_parts(64, 1024, name, generator), name)
+    values = dequantize(random_blocks(64, 1024, name, generator), TYPE_OF[name])
     assert 0.7 < values.std().item() * 1024**0.5 < 1.4 and abs(values.mean().item()) < 0.1 / 1024**0.5
 
 

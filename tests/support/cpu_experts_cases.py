@@ -19,6 +19,7 @@ from nanovllm.plan.expert_formats import (
     stored_group,
 )
 
+_CPU = torch.device("cpu")
 FLOATS = ("F32", "F16", "BF16")
 # Bytes of each type's block at which fp16 numbers begin
 _HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2]}
@@ -92,10 +93,10 @@ def fill(matrix: ExpertMatrix, generator: torch.Generator) -> torch.Tensor:
             target.copy_(codes * quantized.scales.double()[:, quantized.groups])
         elif given.type.name in FLOATS:
             target = torch.randn(given.num_rows, given.num_columns, generator=generator) * given.num_columns**-0.5
-            matrix.store_values(place, 0, target)
+            matrix.rows(place, _CPU).copy_(target)
             target = matrix.values(place).double()
         else:
-            matrix.store_blocks(place, 0, random_blocks(given, generator))
+            matrix.rows(place, _CPU).copy_(random_blocks(given, generator))
             target = matrix.values(place).double()
         values.append(target)
     return torch.stack(values) if values else torch.zeros(0, given.num_rows, given.num_columns, dtype=torch.float64)

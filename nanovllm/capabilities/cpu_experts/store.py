@@ -13,12 +13,13 @@ Legend: P places, N output features, K input features, G groups of a row.
 import ctypes
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from nanovllm.checkpoint.gguf import BlockType
 from nanovllm.errors import CheckpointError
-from nanovllm.layers.packed_weight import QuantizedWeight
+from nanovllm.layers.packed_weight import QuantizedWeight, WeightRows
 from nanovllm.models.gguf_values import dequantize
 from nanovllm.plan.expert_formats import (
     ALIGNMENT,
@@ -82,19 +83,18 @@ class ExpertMatrix:
         """The zero of integers without stored zeros."""
         return {INT4: 8, INT8: 128}.get(self.format.type, 0)
 
-    def store_blocks(self, place: int, first_row: int, blocks: torch.Tensor) -> None:
-        """Store rows of GGUF's blocks: uint8 [n, bytes of a row]."""
-        assert not self.format.is_grouped, f"{self.format.type.name} has no blocks in files"
-        self.codes[place, first_row : first_row + len(blocks)] = blocks
-
-    def store_values(self, place: int, first_row: int, values: torch.Tensor) -> None:
-        """Store rows of numbers [n, K], rounded to the type, which is F32, F16 or BF16."""
-        dtype = _FLOATS[self.format.type.name]
-        self.store_blocks(place, first_row, values.to("cpu", dtype).contiguous().view(torch.uint8))
+    def rows(self, place: int, device: torch.device) -> "torch.Tensor | ExpertRows":
+        """Return the target of the shard that fills a place: numbers [N, K], blocks of a GGUF file as bytes, uint8
+        [N, bytes of a row], or codes, which `device` computes.
+        """
+        if self.format.is_grouped:
+            return ExpertRows(self, place, range(self.format.num_rows), device)
+        codes, dtype = self.codes[place], _FLOATS.get(self.format.type.name)
+        return codes if dtype is None else codes.view(dtype)
 
     def store_quantized(self, place: int, first_row: int, given: QuantizedWeight, where: str) -> None:
-        """Store rows of codes with the scales of their groups. Raises CheckpointError, which names `where`, if the
-        columns are not in the order of their groups, or a zero cannot be stored.
+        """Store rows of codes, on any device, with the scales of their groups. Raises CheckpointError, which names
+        `where`, if the columns are not in the order of their groups, or a zero cannot be stored.
         """
         rows = slice(first_row, first_row + len(given.codes))
         of_groups = given.groups.view(-1, self.format.group_size)
@@ -108,7 +108,7 @@ class ExpertMatrix:
         self.scales[place, rows] = given.scales.cpu().float()[:, groups]
         self.scale_dtype = given.scales.dtype
         self._store_zeros(place, rows, given, groups, where)
-        self.codes[place, rows] = _words_of(given.codes.cpu(), self.format.type)
+        self.codes[place, rows].copy_(_words_of(given.codes, self.format.type))
 
     def _store_zeros(self, place: int, rows: slice, given: QuantizedWeight, groups: torch.Tensor, where: str) -> None:
         if given.zeros is None:
@@ -138,6 +138,47 @@ class ExpertMatrix:
         return numbers * self.scales[place].repeat_interleave(group_size, 1)
 
 
+@dataclass
+class ExpertRows(WeightRows):
+    """Rows of the expert at `place`, in INT4, INT8 or E4M3."""
+
+    matrix: ExpertMatrix
+    place: int
+    rows: range
+    device: torch.device
+
+    def __getitem__(self, rows: slice) -> "ExpertRows":
+        return replace(self, rows=self.rows[rows])
+
+    @property
+    def can_quantize(self) -> bool:
+        return self.device.type == "cuda" and self.matrix.format.type != INT8
+
+    def store(self, given: QuantizedWeight, where: str) -> None:
+        assert len(given.codes) == len(self.rows), "the weight must have as many rows as the target"
+        self.matrix.store_quantized(self.place, self.rows.start, given, where)
+
+    def quantize(self, values: torch.Tensor, columns: slice) -> None:
+        from nanovllm.kernels import packed_values, packed_words, quantizing
+
+        assert len(values) == len(self.rows) and self.matrix.scales is not None
+        given, rows = self.matrix.format, slice(self.rows.start, self.rows.stop)
+        is_float = given.type == E4M3
+        kind, dtype = (packed_words.E4M3, torch.float32) if is_float else (packed_words.INT4, torch.int32)
+        group_size = given.num_columns if is_float else given.group_size
+        with self.device:
+            codes = torch.empty(len(values), given.row_bytes // 4, dtype=torch.int32)
+            scales = packed_values.new_scales(len(values), given.num_columns // group_size, dtype)
+        packed = packed_values.Packed(codes, scales, kind.value, group_size=group_size)
+        first_column, _, _ = columns.indices(values.shape[1])
+        quantizing.quantize_weight(values, packed, 0, first_column)
+        self.matrix.scale_dtype = torch.float32 if is_float else torch.bfloat16
+        scales = scales.flatten(0, 1)[: len(values)]
+        # A word of an integer's scale has bf16 in its lower half (`pack_scales`)
+        self.matrix.scales[self.place, rows].copy_(scales if is_float else (scales << 16).view(torch.float32))
+        self.matrix.codes[self.place, rows].copy_(codes.view(torch.uint8))
+
+
 def _shaped(memory: torch.Tensor, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
@@ -146,7 +187,7 @@ def _words_of(codes: torch.Tensor, block_type: BlockType) -> torch.Tensor:
     """Pack codes [n, K] -> bytes, uint8 [n, bytes of a row], as `pack_codes` of kernels/packed_values.py does."""
     bits = 512 // block_type.num_values
     slices = codes.contiguous().view(torch.uint8).view(len(codes), -1, 16 // bits, SLICE).int()
-    places = torch.arange(0, 16, bits, dtype=torch.int32)[:, None]
+    places = torch.arange(0, 16, bits, dtype=torch.int32, device=codes.device)[:, None]
     words = (slices << places).sum(2, dtype=torch.int32)
     return words.to(torch.int16).flatten(1).view(torch.uint8)
 
