@@ -543,7 +543,7 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
     how = (
         f"every line needs {common}; add --max-model-len CONTEXT --max-num-batched-tokens STEP_TOKENS, "
         "--quantization FORMAT unless it is the checkpoint's format, --quantize-head HEAD unless it is as is, "
-        "--enable-cpu-offload for offload, --enable-expert-offload for experts (otherwise --no-enable-expert-offload), and "
+        "--enable-cpu-offload for offload, --enable-expert-offload for experts (else --no-enable-expert-offload), and "
         "for a context beyond the model's limit the --hf-overrides that plan prints"
     )
     names = dict.fromkeys(fit.model for fit in found)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import write_gguf
-from nanovllm.capabilities.cpu_experts.formats import layer_bytes, layer_format
 from quantized_models import FORMATS, write_quantized
 from tiny_models import write_tiny_model
 from torch import nn
@@ -22,6 +21,7 @@ from nanovllm.layers.linear import NamedShard, WeightShard
 from nanovllm.layers.moe import Experts
 from nanovllm.layers.packed_weight import PackedWeight, packed
 from nanovllm.models.loader import build_model, load_weights
+from nanovllm.plan.expert_formats import layer_bytes, layer_format
 
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
 REFUSED = ("fp8 small blocks", "gptq 8 order", "gptq_v2", "packed 4 order")  # small groups, or columns in another order
