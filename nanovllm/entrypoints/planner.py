@@ -246,6 +246,8 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         rows.append(("CPU pool", format_bytes(plan.cpu_pool_bytes), remark + ("" if plan.fits_host else " (!)")))
     if plan.model.has_cpu_experts:
         rows.append(("experts", format_bytes(plan.host_expert_bytes), _experts_remark(plan)))
+    elif plan.config.enable_expert_offload:
+        rows.append(("experts", "0 B", "in CPU memory, because all experts fit the GPU"))
     if plan.host_table_bytes:
         rows.append(("embedding", format_bytes(plan.host_table_bytes), "in pinned CPU memory instead of the GPU's"))
     if plan.snapshot_bytes:

@@ -324,9 +324,11 @@ def test_table_and_summary_say_what_is_where_and_why() -> None:
     assert f"; experts in CPU memory: {size} of {cpu} of 48 layers; " in plan_summary(plan)
     assert "; KV cache: " in plan_summary(plan) and "CPU pool" not in plan_summary(plan)
     assert "0 are on the GPU, as given" in plan_table(plan_for(gib=16, **ALL_OUT))
-    for options in ({"enable_expert_offload": False}, {"enable_expert_offload": True}):
-        text = plan_table(plan_for(gib=80, **options))
-        assert not any(word in text for word in ("experts", "reads", "staging", "CPU memory"))
+    text = plan_table(plan_for(gib=80))
+    assert not any(word in text for word in ("experts", "reads", "staging", "CPU memory"))
+    assert "0 B  in CPU memory, because all experts fit the GPU" in plan_table(
+        plan_for(gib=80, enable_expert_offload=True)
+    )
 
 
 def test_fit_lists_plans_with_experts_in_cpu_memory() -> None:
