@@ -6,7 +6,7 @@ after measuring the link rate. `nanovllm plan` prints a plan without loading a m
 This module is arithmetic only and loads neither torch nor weights.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -429,12 +429,14 @@ def _place_experts(
     needed = replace(all_on_cpu, num_gpu_blocks=num_blocks, num_state_slots=num_slots, num_pages=0).memory.total_bytes
     free_bytes = (all_on_cpu.gpu_limit_bytes or 0) - GPU_RESERVE_BYTES - PLACEMENT_RESERVE_BYTES - needed
     num_layers = _num_fitting_layers(config, model, experts, free_bytes)
-    while num_layers:
+
+    def is_short(num_layers: int) -> bool:
         plan = plan_with(num_layers)
-        if plan.fits_gpu and room(plan) == most:
-            return plan
-        num_layers -= 1
-    return all_on_cpu
+        return not plan.fits_gpu or room(plan) != most
+
+    if num_layers and is_short(num_layers):  # a shadow needs room, too
+        num_layers = bisect_left(range(1, num_layers), True, key=is_short)
+    return plan_with(num_layers)
 
 
 def _num_fitting_layers(config: Config, model: ModelConfig, experts: ExpertsConfig, num_bytes: int) -> int:
