@@ -101,8 +101,10 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     if setup.model_config.has_cpu_experts:
         reason = ""
         if setup.config.enable_expert_offload is None:
-            reason = f", because they do not fit the GPU beside the KV of max_model_len={setup.max_model_len}"
+            reason = f", because the GPU has no room for them and the KV of max_model_len={setup.max_model_len}"
         logger.info("experts are in CPU memory: %s%s", experts_summary(setup.plan), reason)
+    elif setup.config.enable_expert_offload:
+        logger.info("all experts are on the GPU, which has room for them and the KV of max_model_len")
     if setup.config.kv_disk_path is not None:
         executor.call(Runner.apply, identify_weights)
     sizes = _kv_cache_sizes(setup, executor)

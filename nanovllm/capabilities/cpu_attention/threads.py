@@ -55,8 +55,8 @@ def attention_cpus(num_threads: int | None, rank: int, num_ranks: int, numa_node
     if not 1 <= num_threads <= num_cpus:
         of_rank = f" for each of its {num_ranks} ranks" if num_ranks > 1 else ""
         raise ConfigError(
-            f"{num_threads} threads for attention on the CPU, but the engine may use {num_cpus} cpus{of_rank}; "
-            f"set 1 to {num_cpus} threads, or allow it more cpus (taskset, the limit of the container)"
+            f"{num_threads} threads for attention and experts on the CPU, but the engine may use {num_cpus} "
+            f"cpus{of_rank}; set 1 to {num_cpus} threads, or allow it more cpus (taskset, the limit of the container)"
         )
     # The threads that drive the GPU should be near the GPU, so the spare cpus are on the nearest node. On each node the
     # last cpus are used first, because the system tends to use the first cpus.
