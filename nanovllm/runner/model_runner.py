@@ -74,7 +74,7 @@ class ModelRunner:
         device: torch.device,
         make_offload_engine: OffloadEngineFactory,
         make_cpu_part: CpuPartFactory,
-        make_cpu_experts: CpuExpertsFactory,
+        make_cpu_experts: CpuExpertsFactory | None = None,
     ) -> None:
         """Build this rank's part of the model and load its weights from `directory`."""
         self.config, self.model_config, self.spec, self.tp, self.device = config, model_config, spec, tp, device

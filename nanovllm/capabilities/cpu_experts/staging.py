@@ -125,24 +125,33 @@ class ExpertStaging:
             self._fill_scales(matrix, rows, weight)
 
     def _fill_scales(self, matrix: ExpertMatrix, rows: _Rows, weight: PackedWeight) -> None:
-        """Arrange scales [E, N, G] in tiles of eight rows, with zeros in the same words if they are of 16 bits."""
+        """Arrange scales [E, N, G] as the GPU's kernels read them, integers' zeros in the same words.
+
+        Rows, and neighbouring groups, that share a scale on the GPU have it several times in CPU memory.
+        """
         from nanovllm.kernels import packed_values
 
         assert matrix.scales is not None, "a packed weight has scales"
-        tiles = rows.of_experts(weight.scales.transpose(1, 2))  # [E, N / 8, G, 8]
-        step = max(1, _PIECE_BYTES // (6 * matrix.scales[0].numel()))
+        num_rows, num_groups = matrix.scales.shape[1:]
+        some_rows = slice(None, None, weight.scale_rows)
+        some_groups = slice(None, None, num_groups * weight.group_size // weight.shape[1])
+        step = max(1, _PIECE_BYTES // (6 * num_rows * num_groups))
         for first in range(0, rows.num_experts, step):
-            some = slice(first, first + step)
-            scales = self._on_device(matrix.scales[some])
-            zeros = None if matrix.zeros is None else self._on_device(matrix.zeros[some], scales.nbytes)
+            experts = slice(first, first + step)
+            scales = self._on_device(matrix.scales[experts])
+            zeros = None if matrix.zeros is None else self._on_device(matrix.zeros[experts], scales.nbytes)
 
-            def arrange(target=tiles[some], scales=scales, zeros=zeros) -> None:  # type: ignore[no-untyped-def]
+            def arrange(first=first, scales=scales, zeros=zeros) -> None:  # type: ignore[no-untyped-def]
+                kept = scales[:, some_rows, some_groups]
                 if not weight.is_float:
-                    offsets = zeros if zeros is not None else torch.full_like(scales, matrix.middle, dtype=torch.int16)
-                    scales = packed_values.pack_scales(scales.to(weight.scale_dtype), offsets, weight.bits)
-                target.copy_(scales.unflatten(1, (target.shape[1], -1)).transpose(2, 3))
+                    offsets = torch.tensor(matrix.middle) if zeros is None else zeros[:, some_rows, some_groups]
+                    kept = packed_values.pack_scales(kept.to(weight.scale_dtype), offsets, weight.bits)
+                experts = torch.arange(first, first + len(scales), device=scales.device)
+                starts = (experts * rows.num_parts + rows.part) * num_rows // weight.scale_rows
+                places = starts[:, None] + torch.arange(kept.shape[1], device=scales.device)
+                packed_values.store_scales(weight.scales, places.flatten(), kept.flatten(0, 1))
 
-            self.streams.h2d.run(tiles[some], self._raw, arrange)
+            self.streams.h2d.run(weight.scales, self._raw, arrange)
 
     def _fill_blocks(self, matrix: ExpertMatrix, rows: _Rows, weight: PackedWeight) -> None:
         num_rows, row_bytes = matrix.codes.shape[1:]
