@@ -264,8 +264,10 @@ class ModelRunner:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the copies of this rank, and the rate of its link."""
-        return ({} if self._memory is None else self._memory.stats()) | self.store.stats()
+        """Counters of the copies of this rank and of its experts in CPU memory, and the rate of its link."""
+        experts = None if self._memory is None else self.model.cpu_experts
+        of_experts = {} if experts is None else experts.stats()
+        return ({} if self._memory is None else self._memory.stats()) | self.store.stats() | of_experts
 
     @on_own_device
     def close(self) -> None:

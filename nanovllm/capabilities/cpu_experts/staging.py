@@ -75,6 +75,7 @@ class ExpertStaging:
                 _move(experts, arena)
                 by_kind[kind] = experts
         self._raw = torch.zeros(_PIECE_BYTES, dtype=torch.uint8, device=device)
+        self.num_fetched = 0  # layers
         self._held: list[int | None] = [None] * NUM_BUFFERS  # the layer in each buffer, or on its way there
         self._ready = [streams.event() for _ in range(NUM_BUFFERS)]
         self._done: list[Event | None] = [None] * NUM_BUFFERS
@@ -107,6 +108,7 @@ class ExpertStaging:
         if self._held[buffer] == layer:
             return
         self._held[buffer] = layer
+        self.num_fetched += 1
         if (done := self._done[buffer]) is not None:
             self.streams.h2d.wait(done)  # E16: multiplied -> next layer's copies
         given = self.layers[layer]
