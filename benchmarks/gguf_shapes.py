@@ -1,4 +1,4 @@
-"""Writes a GGUF file with the shapes and types of Qwen3, or of a mixture of it, in Q4_K_M, to measure without a download.
+"""Writes a GGUF file with the shapes and types of Qwen3 or of its mixtures in Q4_K_M, to measure without a download.
 
     python -m benchmarks.gguf_shapes /tmp/8b.gguf --model qwen3-8b
 
