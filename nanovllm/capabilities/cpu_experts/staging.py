@@ -36,8 +36,13 @@ class _Rows:
         self.weight, self.num_experts, self.part, self.num_parts = weight, num_experts, part, num_parts
 
     def of_experts(self, rows: torch.Tensor) -> torch.Tensor:
-        """Select this part in a tensor with a first dimension of rows, or of of tiles: [E, rows of the part, ..]."""
+        """Select this part in a tensor with a first dimension of rows: [E, rows of the part, ..]."""
         return rows.unflatten(0, (self.num_experts, self.num_parts, -1))[:, self.part]
+
+    def scale_rows(self, weight: PackedWeight, experts: slice) -> torch.Tensor:
+        """Return the numbers of the rows of scales of this part of some experts, int64, on the weight's device."""
+        numbers = torch.arange(weight.shape[0] // weight.scale_rows, device=weight.scales.device)
+        return self.of_experts(numbers)[experts].flatten()
 
     def packed_rows(self, expert: int, num_rows: int) -> PackedRows:
         assert isinstance(self.weight, PackedWeight)
@@ -74,7 +79,7 @@ class ExpertStaging:
             for arena, by_kind, experts in zip(self._arenas, self._experts, of_buffers, strict=True):
                 _move(experts, arena)
                 by_kind[kind] = experts
-        self._raw = torch.zeros(_PIECE_BYTES, dtype=torch.uint8, device=device)
+        self._raw = torch.zeros(max(_PIECE_BYTES, _largest_expert(layers)), dtype=torch.uint8, device=device)
         self._held: list[int | None] = [None] * NUM_BUFFERS  # the layer in each buffer, or on its way there
         self._ready = [streams.event() for _ in range(NUM_BUFFERS)]
         self._done: list[Event | None] = [None] * NUM_BUFFERS
@@ -125,24 +130,32 @@ class ExpertStaging:
             self._fill_scales(matrix, rows, weight)
 
     def _fill_scales(self, matrix: ExpertMatrix, rows: _Rows, weight: PackedWeight) -> None:
-        """Arrange scales [E, N, G] in tiles of eight rows, with zeros in the same words if they are of 16 bits."""
+        """Arrange scales [E, N, G] as `new_scales` has them, with zeros in the same words if they are of 16 bits.
+
+        Rows and groups that share a scale on the GPU have the same scale several times in CPU memory.
+        """
         from nanovllm.kernels import packed_values
 
         assert matrix.scales is not None, "a packed weight has scales"
-        tiles = rows.of_experts(weight.scales.transpose(1, 2))  # [E, N / 8, G, 8]
+        groups = slice(None, None, weight.group_size // matrix.format.group_size)
+        shared = slice(None), slice(None, None, weight.scale_rows), groups
         step = max(1, _PIECE_BYTES // (6 * matrix.scales[0].numel()))
         for first in range(0, rows.num_experts, step):
             some = slice(first, first + step)
             scales = self._on_device(matrix.scales[some])
             zeros = None if matrix.zeros is None else self._on_device(matrix.zeros[some], scales.nbytes)
 
-            def arrange(target=tiles[some], scales=scales, zeros=zeros) -> None:  # type: ignore[no-untyped-def]
+            def arrange(some=some, scales=scales, zeros=zeros) -> None:  # type: ignore[no-untyped-def]
+                words = scales[shared].flatten(0, 1)
                 if not weight.is_float:
-                    offsets = zeros if zeros is not None else torch.full_like(scales, matrix.middle, dtype=torch.int16)
-                    scales = packed_values.pack_scales(scales.to(weight.scale_dtype), offsets, weight.bits)
-                target.copy_(scales.unflatten(1, (target.shape[1], -1)).transpose(2, 3))
+                    if zeros is None:
+                        offsets = torch.full_like(words, matrix.middle, dtype=torch.int16)
+                    else:
+                        offsets = zeros[shared].flatten(0, 1)
+                    words = packed_values.pack_scales(words.to(weight.scale_dtype), offsets, weight.bits)
+                packed_values.store_scales(weight.scales, rows.scale_rows(weight, some), words)
 
-            self.streams.h2d.run(tiles[some], self._raw, arrange)
+            self.streams.h2d.run(weight.scales.transpose(1, 2), self._raw, arrange)
 
     def _fill_blocks(self, matrix: ExpertMatrix, rows: _Rows, weight: PackedWeight) -> None:
         num_rows, row_bytes = matrix.codes.shape[1:]
@@ -161,6 +174,12 @@ class ExpertStaging:
         copy = self._raw[start : start + part.nbytes].view(part.dtype).view(part.shape)
         self.streams.h2d.copy(copy, part)
         return copy
+
+
+def _largest_expert(layers: Sequence[ExpertLayer]) -> int:
+    """Return the most bytes of an expert's weight that are copied to the raw memory together."""
+    parts = (matrix.format.part_bytes for layer in layers for matrix in layer.matrices)
+    return max(max(codes, scales + zeros) for codes, scales, zeros in parts)
 
 
 def _num_bytes(experts: nn.Module) -> int:
