@@ -270,6 +270,9 @@ class LLM:
         With experts in CPU memory:
         num_cpu_expert_layers        layers whose experts are in CPU memory
         cpu_expert_bytes             size of these experts, on all ranks
+        max_cpu_expert_rows          tokens of a step up to which the CPU computes experts, chosen at start-up
+        num_cpu_computed_layers      layers whose experts the CPU of rank 0 has computed, in all steps
+        num_streamed_expert_layers   layers whose experts were streamed to rank 0's GPU, in all steps
 
         With speculation:
         num_guesses                  draft tokens

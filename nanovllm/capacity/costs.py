@@ -417,8 +417,8 @@ def head_draft_expert_bytes(config: Config, model: ModelConfig, num_sequences: i
 
 
 def prefill_expert_bytes(config: Config, model: ModelConfig, num_tokens: int) -> float:
-    """Return the bytes of experts that cross the link for a chunk of a prompt: all experts in CPU memory, except those
-    of the last layer and of the draft head, which compute few tokens.
+    """Return the bytes of experts that cross the link for a chunk of a prompt: all experts in CPU memory, except in the
+    last layer and in the draft head, which compute few tokens.
     """
     if not model.has_cpu_experts or num_tokens <= MAX_CPU_EXPERT_ROWS:
         return 0.0

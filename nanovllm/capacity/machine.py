@@ -9,9 +9,9 @@ reports. This total is less than the card's nominal memory, and varies a little 
 Only the H200's link was measured, at 54.6 of the 63.0 GB/s of PCIe 5 x16. Other links are projected to reach the same
 fraction of their peak.
 
-The rate of CPU memory is the rate at which the link and the CPU read together. A server's rate was measured on the host
-of an H200: the CPU attended at 70 to 78 GB/s while the link carried 50 to 52. A desktop with two channels of DDR5-5600
-and Grace with 512 GB/s are projected to reach two thirds of their peak.
+The rate of CPU memory is the rate at which the link and the CPU read together, and a bound for each of them alone. A
+server's rate was measured on the host of an H200: the CPU attended at 70 to 78 GB/s while the link carried 50 to 52. A
+desktop with two channels of DDR5-5600 and Grace with 512 GB/s are projected to reach two thirds of their peak.
 """
 
 import re

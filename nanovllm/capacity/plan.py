@@ -6,7 +6,7 @@ after measuring the link rate. `nanovllm plan` prints a plan without loading a m
 This module is arithmetic only and loads neither torch nor weights.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -377,7 +377,7 @@ def _place_weights(config: Config, model: ModelConfig, machine: Machine, plan_of
     if is_forbidden or not _is_short_of_memory(plan):
         return plan
     try:
-        other = _place_experts(config, model, experts, machine, plan_of)
+        other = _place_experts(config, model, experts, machine, plan_of, plan)
     except ConfigError:  # the CPU's kernels cannot read the experts
         if config.enable_expert_offload:
             raise
@@ -401,10 +401,15 @@ def _num_gpu_expert_layers(config: Config, model: ModelConfig, experts: ExpertsC
 
 
 def _place_experts(
-    config: Config, model: ModelConfig, experts: ExpertsConfig, machine: Machine, plan_of: PlanOf
+    config: Config,
+    model: ModelConfig,
+    experts: ExpertsConfig,
+    machine: Machine,
+    plan_of: PlanOf,
+    all_on_gpu: CapacityPlan,
 ) -> CapacityPlan:
     """Return the plan with the most layers of experts on the GPU that take no room from the KV of one sequence of
-    max_model_len and from the states of NUM_PLACED_SEQS sequences. Not all layers fit.
+    max_model_len and from the states of NUM_PLACED_SEQS sequences. all_on_gpu: the plan with all layers on the GPU.
     """
     model = replace(model, embedding_on_cpu=model.has_own_head and config.embedding_on_cpu is not False)
 
@@ -418,16 +423,20 @@ def _place_experts(
 
     all_on_cpu = plan_with(0)
     num_blocks, num_seqs = most = room(all_on_cpu)
+    if all_on_gpu.fits_gpu and room(all_on_gpu) == most:  # the user has set the number of blocks
+        return all_on_gpu
     num_slots = all_on_cpu.num_state_slots and 1 + num_spare_state_slots(config, all_on_cpu.spec.states) + num_seqs
     needed = replace(all_on_cpu, num_gpu_blocks=num_blocks, num_state_slots=num_slots, num_pages=0).memory.total_bytes
     free_bytes = (all_on_cpu.gpu_limit_bytes or 0) - GPU_RESERVE_BYTES - PLACEMENT_RESERVE_BYTES - needed
     num_layers = _num_fitting_layers(config, model, experts, free_bytes)
-    while num_layers:
+
+    def is_short(num_layers: int) -> bool:
         plan = plan_with(num_layers)
-        if plan.fits_gpu and room(plan) == most:
-            return plan
-        num_layers -= 1
-    return all_on_cpu
+        return not plan.fits_gpu or room(plan) != most
+
+    if num_layers and is_short(num_layers):  # a shadow needs room, too
+        num_layers = bisect_left(range(1, num_layers), True, key=is_short)
+    return plan_with(num_layers)
 
 
 def _num_fitting_layers(config: Config, model: ModelConfig, experts: ExpertsConfig, num_bytes: int) -> int:

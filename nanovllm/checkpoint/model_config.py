@@ -185,7 +185,7 @@ class ExpertsConfig:
     norm_topk_prob: bool  # divide the weights of the chosen experts by their sum
     layers: tuple[int, ...]  # the layers with a sparse MLP; all other layers have a dense MLP
     shared_size: int = 0  # features of the expert that every token uses, scaled by a gate; 0 without such an expert
-    # Those of `layers` whose experts are in CPU memory. KV on disk does not depend on it, so `repr` leaves it out
+    # The layers whose experts are in CPU memory. KV on disk does not depend on them, so `repr` leaves them out
     cpu_layers: tuple[int, ...] = field(default=(), repr=False)
 
     def on_gpu(self, num_layers: int) -> "ExpertsConfig":
@@ -201,7 +201,7 @@ class ExpertsConfig:
 
     @property
     def mtp_is_on_cpu(self) -> bool:
-        """True if the experts of the draft head are in CPU memory: where those of any layer are."""
+        """True if the experts of the draft head are in CPU memory, as they are if the experts of any layer are."""
         return bool(self.cpu_layers)
 
 

@@ -51,8 +51,11 @@ class Linear:
 
     def checkpoint_names(self) -> list[str]:
         """Return the full names of the layers; with experts, first all names of expert 0, then all of expert 1."""
+        return self._names(self.num_experts)
+
+    def _names(self, num_experts: int) -> list[str]:
         parent = self.name.rpartition(".")[0]
-        parents = [f"{parent}.{expert}" for expert in range(self.num_experts)] if self.num_experts else [parent]
+        parents = [f"{parent}.{expert}" for expert in range(num_experts)] if num_experts else [parent]
         return [f"{each}.{layer}".lstrip(".") for each in parents for layer in self.layers]
 
     def formats(self, config: ModelConfig) -> tuple[Quantization | None, ...]:
@@ -64,7 +67,7 @@ class Linear:
 
     def first_expert_formats(self, config: ModelConfig) -> tuple[Quantization | None, ...]:
         """Return the formats of the first expert's layers, because checking all experts takes half a second."""
-        return self._formats(config, self.checkpoint_names()[: len(self.layers)])
+        return self._formats(config, self._names(min(1, self.num_experts)))
 
     def _formats(self, config: ModelConfig, names: list[str]) -> tuple[Quantization | None, ...]:
         num_layers = len(self.layers)

@@ -38,7 +38,7 @@ from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.seams import STREAM_ALL, Companion
 from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, max_stateful_seqs, max_useful_blocks
 from nanovllm.plan.shadow_spec import ShadowSpec
-from nanovllm.plan.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows
+from nanovllm.plan.step_limits import MAX_GRAPH_CHUNK_TOKENS, has_mixed_graphs, max_step_rows
 from nanovllm.runner.measure import measure_drafts, measure_kv_room
 from nanovllm.runner.model_runner import make_runner
 from nanovllm.runner.step_runner import CompanionSetup
@@ -101,8 +101,10 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     if setup.model_config.has_cpu_experts:
         reason = ""
         if setup.config.enable_expert_offload is None:
-            reason = f", because they do not fit the GPU beside the KV of max_model_len={setup.max_model_len}"
+            reason = f", because the GPU has no room for them and the KV of max_model_len={setup.max_model_len}"
         logger.info("experts are in CPU memory: %s%s", experts_summary(setup.plan), reason)
+    elif setup.config.enable_expert_offload:
+        logger.info("all experts are on the GPU, which has room for them and the KV of max_model_len")
     if setup.config.kv_disk_path is not None:
         executor.call(Runner.apply, identify_weights)
     sizes = _kv_cache_sizes(setup, executor)
@@ -229,7 +231,8 @@ def _make_step_bound(setup: EngineSetup, times: ChunkTimes, link_byte_per_s: flo
 
 
 def _chunk_times(setup: EngineSetup) -> ChunkTimes:
-    has_graphs = setup.device.type == "cuda" and not setup.config.enforce_eager and not setup.plan.spec.is_recurrent
+    is_gpu = setup.device.type == "cuda"
+    has_graphs = is_gpu and not setup.config.enforce_eager and has_mixed_graphs(setup.model_config)
     return ChunkTimes(token_keys(setup.model_config), MAX_GRAPH_CHUNK_TOKENS if has_graphs else 0)
 
 

@@ -246,6 +246,8 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         rows.append(("CPU pool", format_bytes(plan.cpu_pool_bytes), remark + ("" if plan.fits_host else " (!)")))
     if plan.model.has_cpu_experts:
         rows.append(("experts", format_bytes(plan.host_expert_bytes), _experts_remark(plan)))
+    elif plan.config.enable_expert_offload:
+        rows.append(("experts", "0 B", "in CPU memory, because all experts fit the GPU"))
     if plan.host_table_bytes:
         rows.append(("embedding", format_bytes(plan.host_table_bytes), "in pinned CPU memory instead of the GPU's"))
     if plan.snapshot_bytes:
@@ -272,7 +274,7 @@ def _experts_remark(plan: CapacityPlan) -> str:
     if config.num_gpu_expert_layers is not None or config.gpu_expert_memory_gb is not None:
         return f"{remark}{plan.num_gpu_expert_layers} are on the GPU, as given"
     limit = max_model_len(config, plan.model)
-    return f"{remark}the GPU has room for {plan.num_gpu_expert_layers} beside the KV of {limit:,} tokens"
+    return f"{remark}the GPU has room for {plan.num_gpu_expert_layers} and the KV of {limit:,} tokens"
 
 
 def _weights_remark(plan: CapacityPlan) -> str:
@@ -543,8 +545,8 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
     how = (
         f"every line needs {common}; add --max-model-len CONTEXT --max-num-batched-tokens STEP_TOKENS, "
         "--quantization FORMAT unless it is the checkpoint's format, --quantize-head HEAD unless it is as is, "
-        "--enable-cpu-offload for offload, --enable-expert-offload for experts (else --no-enable-expert-offload), and "
-        "for a context beyond the model's limit the --hf-overrides that plan prints"
+        "--enable-cpu-offload for offload, --enable-expert-offload for experts (otherwise --no-enable-expert-offload), "
+        "and for a context beyond the model's limit the --hf-overrides that plan prints"
     )
     names = dict.fromkeys(fit.model for fit in found)
     also = [f"{name} also stands for {SAME_SIZES[name]}" for name in names if name in SAME_SIZES]

@@ -111,6 +111,10 @@ class CpuExpertLayers(Protocol):
     def start(self, config: Config) -> None:
         """Start to compute. Called once the weights are loaded, by all ranks together."""
 
+    def stats(self) -> dict[str, Any]:
+        """Counters for LLM.stats()."""
+        ...
+
     def close(self) -> None:
         """End the threads and release the memory."""
 

@@ -74,7 +74,7 @@ class ModelRunner:
         device: torch.device,
         make_offload_engine: OffloadEngineFactory,
         make_cpu_part: CpuPartFactory,
-        make_cpu_experts: CpuExpertsFactory,
+        make_cpu_experts: CpuExpertsFactory | None = None,
     ) -> None:
         """Build this rank's part of the model and load its weights from `directory`."""
         self.config, self.model_config, self.spec, self.tp, self.device = config, model_config, spec, tp, device
@@ -264,8 +264,10 @@ class ModelRunner:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the copies of this rank, and the rate of its link."""
-        return ({} if self._memory is None else self._memory.stats()) | self.store.stats()
+        """Counters of the copies of this rank and of its experts in CPU memory, and the rate of its link."""
+        experts = None if self._memory is None else self.model.cpu_experts
+        of_experts = {} if experts is None else experts.stats()
+        return ({} if self._memory is None else self._memory.stats()) | self.store.stats() | of_experts
 
     @on_own_device
     def close(self) -> None:

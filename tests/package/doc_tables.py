@@ -57,7 +57,8 @@ def _row(field: Field[Any]) -> str:
 
 def doc_table(models: Sequence[str]) -> str:
     """Return a table for the documents. For each model on each of DOC_GPUS, the table has the format with the most bits
-    that keeps all KV and all experts on the GPU, or else the fastest format. fp8_dynamic was not measured on these GPUs.
+    that keeps all KV and all experts on the GPU, or else the fastest format. fp8_dynamic was not measured on these
+    GPUs.
     """
     lines = ["| GPU | model | " + " | ".join(f"{n:,} tokens" for n in CONTEXTS[:3]) + " |", "|" + "---|" * 5]
     return "\n".join(lines + [row for name in DOC_GPUS for model in models if (row := _doc_row(name, model))])

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from torch import nn
 from nanovllm.capabilities.cpu_attention.job import CpuKernel, ExpertServer
 from nanovllm.capabilities.cpu_attention.kernels import choose_kernel
 from nanovllm.capabilities.cpu_attention.threads import attention_cpus
-from nanovllm.capabilities.cpu_experts.job import EXCHANGE_SIZE, ExpertJob
+from nanovllm.capabilities.cpu_experts.job import ARRIVED, EXCHANGE_SIZE, ExpertJob
 from nanovllm.capabilities.cpu_experts.staging import ExpertStaging
 from nanovllm.capabilities.cpu_experts.store import ExpertStore, store_bytes
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -70,6 +71,7 @@ class RankExperts:
         self.max_rows = MAX_CPU_EXPERT_ROWS  # tokens of a step up to which the CPU computes its experts
         self.cells: torch.Tensor | None = None  # int64 [T], negative for rows of padding; None if there is no padding
         self.kernel: CpuKernel | None = None
+        self._num_computed = 0
         self._server: ExpertServer | None = None
 
     def formats(self, name: str) -> list[Quantization | None]:
@@ -85,9 +87,10 @@ class RankExperts:
 
     def start(self, config: Config) -> None:
         """Start the threads and, with a GPU, allocate the buffers there. All ranks call together."""
-        cpus = attention_cpus(config.cpu_attention_threads, self.tp.rank, self.tp.size, memory_node(self.device))
+        num_threads, tp, rarely = config.cpu_attention_threads, self.tp, not config.enable_cpu_offload
+        cpus = attention_cpus(num_threads, tp.rank, tp.size, memory_node(self.device), launches_rarely=rarely)
         kernel = self.kernel = choose_kernel(cpus.cpus, is_pinned=cpus.is_pinned, stays_awake=self.is_gpu)
-        if self.tp.rank == 0:
+        if tp.rank == 0:
             logger.info("experts on the CPU: %s kernel, %d threads", kernel.name, kernel.num_threads)
         num_chosen = self.experts.num_experts_per_token
         self.job = ExpertJob.of_rows(self.store, MAX_CPU_EXPERT_ROWS, num_chosen, self.dtype, is_pinned=self.is_gpu)
@@ -96,6 +99,7 @@ class RankExperts:
         from nanovllm.kernels.expert_exchange import ExchangedRows
 
         job, exchange = self.job, torch.zeros(EXCHANGE_SIZE, dtype=torch.int32).pin_memory()
+        self._exchange = exchange
         self._rows = ExchangedRows(
             x=pinned_view(job.x, self.device),
             experts=pinned_view(job.experts, self.device),
@@ -106,6 +110,7 @@ class RankExperts:
         )
         self.staging = ExpertStaging(self.store.layers, self._staged_experts, make_streams(self.device))
         self.max_rows = self._rows_that_the_cpu_computes_faster()
+        self.staging.num_fetched = 0
         self._server = kernel.serve_experts(job, exchange)
 
     def _staged_experts(self, layer: int) -> Experts:
@@ -136,6 +141,13 @@ class RankExperts:
     def _threads(self) -> CpuKernel:
         assert self.kernel is not None, "the experts have been started"
         return self.kernel
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "max_cpu_expert_rows": self.max_rows,
+            "num_cpu_computed_layers": int(self._exchange[ARRIVED]) if self.is_gpu else self._num_computed,
+            "num_streamed_expert_layers": self.staging.num_fetched if self.is_gpu else 0,
+        }
 
     def close(self) -> None:
         """End the threads and release the memory. The GPU has finished."""
@@ -177,6 +189,7 @@ class RankExperts:
             own = slice(job.num_tokens)
             job.x[own], job.experts[own], job.weights[own] = x[rows], experts[rows], weights[rows]
             self._threads.compute_experts(job, layer)
+            self._num_computed += 1
             out[rows] = job.out[own]
         return out
 

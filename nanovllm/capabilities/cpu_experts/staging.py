@@ -39,11 +39,6 @@ class _Rows:
         """Select this part in a tensor with a first dimension of rows: [E, rows of the part, ..]."""
         return rows.unflatten(0, (self.num_experts, self.num_parts, -1))[:, self.part]
 
-    def scale_rows(self, weight: PackedWeight, experts: slice) -> torch.Tensor:
-        """Return the numbers of the rows of scales of this part of some experts, int64, on the weight's device."""
-        numbers = torch.arange(weight.shape[0] // weight.scale_rows, device=weight.scales.device)
-        return self.of_experts(numbers)[experts].flatten()
-
     def packed_rows(self, expert: int, num_rows: int) -> PackedRows:
         assert isinstance(self.weight, PackedWeight)
         start = (expert * self.num_parts + self.part) * num_rows
@@ -80,6 +75,7 @@ class ExpertStaging:
                 _move(experts, arena)
                 by_kind[kind] = experts
         self._raw = torch.zeros(max(_PIECE_BYTES, _largest_expert(layers)), dtype=torch.uint8, device=device)
+        self.num_fetched = 0  # layers
         self._held: list[int | None] = [None] * NUM_BUFFERS  # the layer in each buffer, or on its way there
         self._ready = [streams.event() for _ in range(NUM_BUFFERS)]
         self._done: list[Event | None] = [None] * NUM_BUFFERS
@@ -112,6 +108,7 @@ class ExpertStaging:
         if self._held[buffer] == layer:
             return
         self._held[buffer] = layer
+        self.num_fetched += 1
         if (done := self._done[buffer]) is not None:
             self.streams.h2d.wait(done)  # E16: multiplied -> next layer's copies
         given = self.layers[layer]
@@ -130,30 +127,31 @@ class ExpertStaging:
             self._fill_scales(matrix, rows, weight)
 
     def _fill_scales(self, matrix: ExpertMatrix, rows: _Rows, weight: PackedWeight) -> None:
-        """Arrange scales [E, N, G] as `new_scales` has them, with zeros in the same words if they are of 16 bits.
+        """Arrange scales [E, N, G] as the GPU's kernels read them, integers' zeros in the same words.
 
-        Rows and groups that share a scale on the GPU have the same scale several times in CPU memory.
+        Rows, and neighbouring groups, that share a scale on the GPU have it several times in CPU memory.
         """
         from nanovllm.kernels import packed_values
 
         assert matrix.scales is not None, "a packed weight has scales"
-        groups = slice(None, None, weight.group_size // matrix.format.group_size)
-        shared = slice(None), slice(None, None, weight.scale_rows), groups
-        step = max(1, _PIECE_BYTES // (6 * matrix.scales[0].numel()))
+        num_rows, num_groups = matrix.scales.shape[1:]
+        some_rows = slice(None, None, weight.scale_rows)
+        some_groups = slice(None, None, num_groups * weight.group_size // weight.shape[1])
+        step = max(1, _PIECE_BYTES // (6 * num_rows * num_groups))
         for first in range(0, rows.num_experts, step):
-            some = slice(first, first + step)
-            scales = self._on_device(matrix.scales[some])
-            zeros = None if matrix.zeros is None else self._on_device(matrix.zeros[some], scales.nbytes)
+            experts = slice(first, first + step)
+            scales = self._on_device(matrix.scales[experts])
+            zeros = None if matrix.zeros is None else self._on_device(matrix.zeros[experts], scales.nbytes)
 
-            def arrange(some=some, scales=scales, zeros=zeros) -> None:  # type: ignore[no-untyped-def]
-                words = scales[shared].flatten(0, 1)
+            def arrange(first=first, scales=scales, zeros=zeros) -> None:  # type: ignore[no-untyped-def]
+                kept = scales[:, some_rows, some_groups]
                 if not weight.is_float:
-                    if zeros is None:
-                        offsets = torch.full_like(words, matrix.middle, dtype=torch.int16)
-                    else:
-                        offsets = zeros[shared].flatten(0, 1)
-                    words = packed_values.pack_scales(words.to(weight.scale_dtype), offsets, weight.bits)
-                packed_values.store_scales(weight.scales, rows.scale_rows(weight, some), words)
+                    offsets = torch.tensor(matrix.middle) if zeros is None else zeros[:, some_rows, some_groups]
+                    kept = packed_values.pack_scales(kept.to(weight.scale_dtype), offsets, weight.bits)
+                experts = torch.arange(first, first + len(scales), device=scales.device)
+                starts = (experts * rows.num_parts + rows.part) * num_rows // weight.scale_rows
+                places = starts[:, None] + torch.arange(kept.shape[1], device=scales.device)
+                packed_values.store_scales(weight.scales, places.flatten(), kept.flatten(0, 1))
 
             self.streams.h2d.run(weight.scales.transpose(1, 2), self._raw, arrange)
 

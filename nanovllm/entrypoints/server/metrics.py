@@ -49,6 +49,8 @@ _FIGURES = (
     ("cpu_load_byte_per_s", "cpu_attention_bytes_per_second", "Rate at which the CPU attends in such steps", False),
     ("num_cpu_expert_layers", "num_cpu_expert_layers", "Layers whose experts are in CPU memory", False),
     ("cpu_expert_bytes", "cpu_expert_bytes", "Bytes of experts in CPU memory", False),
+    ("num_cpu_computed_layers", "cpu_expert_layers", "Layers whose experts the CPU has computed", True),
+    ("num_streamed_expert_layers", "streamed_expert_layers", "Layers whose experts were copied to the GPU", True),
     ("num_disk_extents", "disk_extents", "Pieces of prompts and states on disk, of this model", False),
     ("num_disk_bytes", "disk_bytes", "Bytes in use below kv_disk_path", False),
     ("num_disk_stored_bytes", "disk_stored_bytes", "Bytes of KV and states written to disk", True),

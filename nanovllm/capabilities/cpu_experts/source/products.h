@@ -176,7 +176,6 @@ inline void multiply_pairs(const std::array<Row, R>& rows, const Activations& x,
                            Prefetching& ahead, float (&sums)[R * T]) {
   constexpr int NUM_SLICES = Format::COLUMNS / SLICE, GROUP = Format::GROUP_SLICES;
   Floats totals[R * T] = {};
-  __m512 group_sums[R * T];
   Format formats[R];
   const Bfloat16* of_tokens[T];
   for (int t = 0; t < T; ++t) of_tokens[t] = x.pairs + x_rows[t] * x.num_columns;
@@ -184,22 +183,22 @@ inline void multiply_pairs(const std::array<Row, R>& rows, const Activations& x,
   for (int64_t b = 0; b < num_blocks; ++b) {
     for (int r = 0; r < R; ++r) formats[r].begin(rows[r], b);
     ahead.step(R * Format::BLOCK_BYTES);
-    unrolled<NUM_SLICES>([&](auto s) {
-      const int64_t column = b * Format::COLUMNS + s * SLICE;
-      for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < R; ++r) {  // one row after the other: few registers are in use at a time
+      __m512 group_sums[T];
+      unrolled<NUM_SLICES>([&](auto s) {
         const __m512bh codes = pairs_of<s>(formats[r]);
         for (int t = 0; t < T; ++t) {
-          const __m512bh of_x = pairs_in(_mm512_loadu_si512(of_tokens[t] + column));
+          const __m512bh of_x = pairs_in(_mm512_loadu_si512(of_tokens[t] + b * Format::COLUMNS + s * SLICE));
+          Floats& total = totals[r * T + t];
           if constexpr (GROUP == 0) {
-            totals[r * T + t] = Floats(_mm512_dpbf16_ps(__m512(totals[r * T + t]), codes, of_x));
+            total = Floats(_mm512_dpbf16_ps(__m512(total), codes, of_x));
           } else {
-            __m512& group_sum = group_sums[r * T + t];
-            group_sum = _mm512_dpbf16_ps(s % GROUP ? group_sum : _mm512_setzero_ps(), codes, of_x);
-            if constexpr (s % GROUP == GROUP - 1) totals[r * T + t] += scales_of<s>(formats[r]) * Floats(group_sum);
+            group_sums[t] = _mm512_dpbf16_ps(s % GROUP ? group_sums[t] : _mm512_setzero_ps(), codes, of_x);
+            if constexpr (s % GROUP == GROUP - 1) total += scales_of<s>(formats[r]) * Floats(group_sums[t]);
           }
         }
-      }
-    });
+      });
+    }
     if constexpr (Format::HAS_LEAST)
       for (int r = 0; r < R; ++r)
         for (int t = 0; t < T; ++t)
