@@ -36,7 +36,7 @@ class _Rows:
         self.weight, self.num_experts, self.part, self.num_parts = weight, num_experts, part, num_parts
 
     def of_experts(self, rows: torch.Tensor) -> torch.Tensor:
-        """Select this part in a tensor with a first dimension of rows, or of of tiles: [E, rows of the part, ..]."""
+        """Select this part in a tensor with a first dimension of rows: [E, rows of the part, ..]."""
         return rows.unflatten(0, (self.num_experts, self.num_parts, -1))[:, self.part]
 
     def packed_rows(self, expert: int, num_rows: int) -> PackedRows:
@@ -74,7 +74,7 @@ class ExpertStaging:
             for arena, by_kind, experts in zip(self._arenas, self._experts, of_buffers, strict=True):
                 _move(experts, arena)
                 by_kind[kind] = experts
-        self._raw = torch.zeros(_PIECE_BYTES, dtype=torch.uint8, device=device)
+        self._raw = torch.zeros(max(_PIECE_BYTES, _largest_expert(layers)), dtype=torch.uint8, device=device)
         self.num_fetched = 0  # layers
         self._held: list[int | None] = [None] * NUM_BUFFERS  # the layer in each buffer, or on its way there
         self._ready = [streams.event() for _ in range(NUM_BUFFERS)]
@@ -153,7 +153,7 @@ class ExpertStaging:
                 places = starts[:, None] + torch.arange(kept.shape[1], device=scales.device)
                 packed_values.store_scales(weight.scales, places.flatten(), kept.flatten(0, 1))
 
-            self.streams.h2d.run(weight.scales, self._raw, arrange)
+            self.streams.h2d.run(weight.scales.transpose(1, 2), self._raw, arrange)
 
     def _fill_blocks(self, matrix: ExpertMatrix, rows: _Rows, weight: PackedWeight) -> None:
         num_rows, row_bytes = matrix.codes.shape[1:]
@@ -172,6 +172,12 @@ class ExpertStaging:
         copy = self._raw[start : start + part.nbytes].view(part.dtype).view(part.shape)
         self.streams.h2d.copy(copy, part)
         return copy
+
+
+def _largest_expert(layers: Sequence[ExpertLayer]) -> int:
+    """Return the most bytes of an expert's weight that are copied to the raw memory together."""
+    parts = (matrix.format.part_bytes for layer in layers for matrix in layer.matrices)
+    return max(max(codes, scales + zeros) for codes, scales, zeros in parts)
 
 
 def _num_bytes(experts: nn.Module) -> int:
