@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument(
         "--experts",
         action="store_true",
-        help="measure a mixture with experts in CPU memory instead (benchmarks/experts.py)",
+        help="instead measure a mixture with experts in CPU memory",
     )
     parser.add_argument("--shadow-bits", type=int, choices=SHADOW_BITS, help="with --speculation shadow")
     args = parser.parse_args()
@@ -294,6 +294,7 @@ def main() -> None:
         report(run_speculation(args, ceilings, result, make_llm), args.json)
         return
     if args.experts:
+        args.enable_expert_offload = True
         report(result | bench_experts(args, make_llm), args.json)
         return
     result |= bench_with_and_without_cpu(args, ceilings)
