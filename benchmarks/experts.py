@@ -1,6 +1,6 @@
 """Experts in CPU memory: `python bench_offload.py --experts --model qwen3-30b-a3b --quantization int4`.
 
-Measures prompts of 8K and of the longest length, and the decode of one and of eight sequences with 8K and 256 keys each.
+Measures prompts of 8K and of the longest length, and decode: of one sequence with 8K keys, and of eight with 256 each.
 Routers of random weights choose all experts equally often, so eight tokens read nearly eight times as many as one.
 """
 
@@ -23,7 +23,7 @@ FIGURES = ("num_cpu_expert_layers", "cpu_expert_bytes", "max_cpu_expert_rows")
 def bench_experts(args: argparse.Namespace, make_llm: Callable[..., LLM]) -> dict[str, Any]:
     """Measure an engine with experts in CPU memory and, if they fit, the KV on the GPU."""
     start_s = time.perf_counter()
-    llm = make_llm(args, args.max_model_len, enable_expert_offload=True)
+    llm = make_llm(args, args.max_model_len)
     result: dict[str, Any] = {"start_s": time.perf_counter() - start_s}
     for length in dict.fromkeys((min(PROMPT_TOKENS, args.max_model_len - 1), args.max_model_len - 1)):
         prefill = time_prompts(llm, [length] * (args.runs + 1), 1, seed=1).prefill
