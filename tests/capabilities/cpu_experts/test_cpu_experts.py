@@ -97,7 +97,9 @@ def test_logits_are_those_of_transformers(request: pytest.FixtureRequest, kind: 
         num_rows = count_rows(llm)
         outputs = llm.answer_and_check(PROMPTS)
         assert len({tuple(output["token_ids"]) for output in outputs}) > 1, "this model cannot tell prompts apart"
-        assert max(num_rows) > 2 * len(rank_experts(llm).job.x) and min(num_rows) == 1
+        num_at_once = llm.stats()["max_cpu_expert_rows"]
+        assert max(num_rows) > 2 * num_at_once and min(num_rows) == 1
+        assert llm.stats()["num_cpu_computed_layers"] == sum(-(-n // num_at_once) for n in num_rows)
         llm.answer_and_check([PROMPTS[2] + [5, 6, 7]])  # a prefix hit
         llm.assert_nothing_left()
 
