@@ -32,6 +32,7 @@ from nanovllm.kernels import (
     decode,
     delta_net,
     embedding,
+    expert_exchange,
     fused,
     logit_edits,
     merge,
@@ -143,6 +144,11 @@ def launch_layers(hidden_size: int, dtype: torch.dtype) -> None:
     inboxes = SimpleNamespace(addresses=numbers.long(), num_sums=numbers, gave_up=numbers, max_words=2**16)
     peer_sum.peer_sum(x, 1, 2, inboxes)  # type: ignore[arg-type]
     embedding.embed(numbers.long(), weight, 0)
+    experts, weights = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
+    rows = expert_exchange.ExchangedRows(x, experts.int(), weights, x, numbers, numbers)
+    for cells in (None, experts[:, 0]):
+        expert_exchange.send(rows, 0, x, experts, weights, cells)
+    expert_exchange.receive(rows, x)
 
 
 def launch_sampler(vocab_size: int, dtype: torch.dtype) -> None:

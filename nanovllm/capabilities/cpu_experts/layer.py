@@ -145,7 +145,8 @@ class RankExperts:
     def stats(self) -> dict[str, Any]:
         return {
             "max_cpu_expert_rows": self.max_rows,
-            "num_cpu_computed_layers": int(self._exchange[ARRIVED]) if self.is_gpu else self._num_computed,
+            # The GPU's count wraps around in int32
+            "num_cpu_computed_layers": int(self._exchange[ARRIVED]) % 2**32 if self.is_gpu else self._num_computed,
             "num_streamed_expert_layers": self.staging.num_fetched if self.is_gpu else 0,
         }
 

@@ -12,6 +12,7 @@ Legend: E experts of a layer, N output features, K input features of a weight, G
 """
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -64,16 +65,15 @@ class ExpertStaging:
         same kind share. The layers have been filled.
         """
         self.layers, self.streams = layers, streams
-        self._experts: list[dict[object, Experts]] = [{} for _ in range(NUM_BUFFERS)]
         kinds = {layer.kind: number for number, layer in enumerate(layers)}
-        made = {kind: [make_experts(number) for _ in range(NUM_BUFFERS)] for kind, number in kinds.items()}
-        size = max(_num_bytes(experts) for experts, _ in made.values())
-        device = next(next(iter(made.values()))[0].parameters()).device
+        # Experts have memory of their own until they are moved. No two have it at a time
+        size, device = max((_memory_of(make_experts(number)) for number in kinds.values()), key=itemgetter(0))
         self._arenas = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
-        for kind, of_buffers in made.items():
-            for arena, by_kind, experts in zip(self._arenas, self._experts, of_buffers, strict=True):
-                _move(experts, arena)
-                by_kind[kind] = experts
+        self._experts: list[dict[object, Experts]] = [{} for _ in range(NUM_BUFFERS)]
+        for arena, by_kind in zip(self._arenas, self._experts, strict=True):
+            for kind, number in kinds.items():
+                by_kind[kind] = make_experts(number)
+                _move(by_kind[kind], arena)
         self._raw = torch.zeros(max(_PIECE_BYTES, _largest_expert(layers)), dtype=torch.uint8, device=device)
         self.num_fetched = 0  # layers
         self._held: list[int | None] = [None] * NUM_BUFFERS  # the layer in each buffer, or on its way there
@@ -180,8 +180,11 @@ def _largest_expert(layers: Sequence[ExpertLayer]) -> int:
     return max(max(codes, scales + zeros) for codes, scales, zeros in parts)
 
 
-def _num_bytes(experts: nn.Module) -> int:
-    return sum(-(-each.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT for each in experts.parameters())
+def _memory_of(experts: nn.Module) -> tuple[int, torch.device]:
+    """Return the bytes that the parameters take in an arena, and their device."""
+    parameters = list(experts.parameters())
+    num_bytes = (-(-each.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT for each in parameters)
+    return sum(num_bytes), parameters[0].device
 
 
 def _move(experts: nn.Module, arena: torch.Tensor) -> None:

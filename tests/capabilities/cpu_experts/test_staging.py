@@ -8,6 +8,7 @@ import ast
 import inspect
 import random
 import re
+import weakref
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from staged_experts import load_experts, make_staging, pack_on_cpu
 from nanovllm.capabilities.cpu_experts import staging as module
 from nanovllm.capabilities.cpu_experts.layer import RankExperts
 from nanovllm.capabilities.cpu_experts.staging import ExpertStaging
+from nanovllm.layers.moe import Experts
+from nanovllm.offload.streams import make_streams
 
 pytestmark = needs_triton
 NUM_LAYERS = 5
@@ -157,6 +160,22 @@ def test_weights_are_copied_in_pieces(
     """One expert at a time, even if it is larger than a piece should be."""
     monkeypatch.setattr(module, "_PIECE_BYTES", 1)
     play(rank, expected, SimulatedStreams("late"), seed=0)
+
+
+def test_experts_are_allocated_one_at_a_time(rank: RankExperts) -> None:
+    """Regression: those of both buffers and all formats were there at once, in addition to the buffers: with four
+    formats five times the memory that a plan has for the buffers.
+    """
+    made = list[weakref.ref[torch.UntypedStorage]]()
+
+    def make_experts(layer: int) -> Experts:
+        assert all(each() is None for each in made), "others have memory outside of the buffers"
+        experts = rank._staged_experts(layer)
+        made.extend(weakref.ref(each.untyped_storage()) for each in experts.parameters())
+        return experts
+
+    ExpertStaging(rank.store.layers, make_experts, make_streams(rank.device))
+    assert len(made) > 4 * 2
 
 
 def num_copied_bytes(streams: SimulatedStreams) -> list[int]:
