@@ -22,7 +22,7 @@ from nanovllm.checkpoint.model_config import MAX_MLP_TOKENS, ModelConfig
 from nanovllm.checkpoint.model_layout import Linear, model_layout
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
-from nanovllm.plan.expert_formats import LayerFormat, layer_bytes, layer_format
+from nanovllm.plan.expert_formats import STAGED_PIECE_BYTES, LayerFormat, layer_bytes, layer_format
 from nanovllm.plan.kv_spec import KVCacheSpec, dtype_name, kv_cache_spec, uses_draft_head
 from nanovllm.plan.step_limits import (
     MAX_CPU_EXPERT_ROWS,
@@ -279,11 +279,13 @@ def _gpu_bytes(config: Config, model: ModelConfig, experts: _ExpertSizes) -> int
 
 
 def expert_staging_bytes(config: Config, model: ModelConfig) -> int:
-    """Return the size on each GPU of the two buffers for experts that cross the link. Each has room for the experts of
-    any layer in CPU memory, as a GPU stores them.
+    """Return the size on each GPU of the two buffers for experts that cross the link, and of the memory in which pieces
+    arrive. Each buffer has room for the experts of any layer in CPU memory, as a GPU stores them.
     """
-    layers = (layer for part in _layer_parts(config, model) for layer in _weights(model, part).cpu_layers)
-    return NUM_EXPERT_BUFFERS * max((_gpu_bytes(config, model, layer) for layer in layers), default=0)
+    layers = [layer for part in _layer_parts(config, model) for layer in _weights(model, part).cpu_layers]
+    if not layers:
+        return 0
+    return NUM_EXPERT_BUFFERS * max(_gpu_bytes(config, model, layer) for layer in layers) + STAGED_PIECE_BYTES
 
 
 def embedding_bytes(config: Config, model: ModelConfig, *, is_packed: bool = True) -> int:

@@ -9,8 +9,8 @@ import torch
 from nanovllm.checkpoint.gguf import GGUFTensor, read_model
 from nanovllm.checkpoint.gguf_config import Weight, weights
 from nanovllm.errors import CheckpointError
-from nanovllm.layers.packed_weight import PackedRows, store_blocks
-from nanovllm.models.gguf_values import are_finite, dequantize, read_parts, select_columns
+from nanovllm.layers.packed_weight import PackedRows
+from nanovllm.models.gguf_values import are_finite, dequantize, select_columns
 from nanovllm.models.stored_tensors import StoredTensor
 
 _COPIED_VALUES, _PACKED_VALUES = 2**24, 2**22  # computed and packed at a time, to limit the memory on top of the model
@@ -144,7 +144,11 @@ class BlockWriter:
             assert block_type is not None, "the weight consists of blocks"
             blocks = blocks.to(targets[0].device)
             _check_finite(where, are_finite(blocks, block_type))
-            store_blocks(read_parts(blocks, block_type), targets)
+            first = 0
+            for target in targets:
+                num_rows = target.end - target.start
+                target.store_blocks(blocks[first : first + num_rows])
+                first += num_rows
             waiting.clear()
 
 

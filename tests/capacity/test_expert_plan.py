@@ -32,6 +32,7 @@ from nanovllm.entrypoints.planner import (
     plan_table,
 )
 from nanovllm.errors import ConfigError
+from nanovllm.plan.expert_formats import STAGED_PIECE_BYTES
 from nanovllm.plan.kv_spec import max_stateful_seqs
 from nanovllm.plan.step_limits import MAX_CPU_EXPERT_ROWS
 
@@ -74,7 +75,7 @@ def test_bytes_of_experts_by_hand() -> None:
         plan = plan_for(gib=80, format=format, **ALL_OUT)
         assert plan.host_expert_bytes == 48 * LAYER_30B * on_cpu
         if of_gpu:
-            assert plan.memory.expert_staging_bytes == 2 * LAYER_30B * of_gpu
+            assert plan.memory.expert_staging_bytes == 2 * LAYER_30B * of_gpu + STAGED_PIECE_BYTES
     plan = plan_for(gib=80, **ALL_OUT)
     assert on_gpu.memory.weight_bytes - plan.memory.weight_bytes == 48 * LAYER_30B * INT4_ON_GPU
     assert on_gpu.host_expert_bytes == on_gpu.memory.expert_staging_bytes == 0 and on_gpu == plan_for(
@@ -82,7 +83,8 @@ def test_bytes_of_experts_by_hand() -> None:
     )
     # A scale in fp8 is for a whole row on the GPU, and for 128 columns in CPU memory
     rows = 128 * (2 * 768 + 2048)
-    assert plan_for(gib=80, format="fp8", **ALL_OUT).memory.expert_staging_bytes == 2 * (LAYER_30B + 4 * rows)
+    staging_bytes = plan_for(gib=80, format="fp8", **ALL_OUT).memory.expert_staging_bytes
+    assert staging_bytes == 2 * (LAYER_30B + 4 * rows) + STAGED_PIECE_BYTES
     for num_layers in (1, 47):
         some = plan_for(gib=80, enable_expert_offload=True, num_gpu_expert_layers=num_layers)
         assert some.host_expert_bytes == (48 - num_layers) * LAYER_30B * INT4_ON_CPU
@@ -96,7 +98,8 @@ def test_each_rank_has_a_part_of_every_expert() -> None:
         options = {"enable_expert_offload": True, "num_gpu_expert_layers": num_layers}
         one, two = (plan_for(gib=80, tensor_parallel_size=size, **options) for size in (1, 2))
         assert two.host_expert_bytes == one.host_expert_bytes
-        assert 2 * two.memory.expert_staging_bytes == one.memory.expert_staging_bytes
+        one_bytes, two_bytes = (each.memory.expert_staging_bytes - STAGED_PIECE_BYTES for each in (one, two))
+        assert 2 * two_bytes == one_bytes
 
 
 def test_experts_of_the_draft_head_leave_the_gpu_with_the_others() -> None:
@@ -127,7 +130,7 @@ def test_staging_has_room_for_the_largest_layer_of_a_gguf_file() -> None:
         assert plan.host_expert_bytes == sum(matrix * VALUE_BYTES[name] for layer in of_layers for name in layer)
         sizes[num_layers] = plan.memory.expert_staging_bytes
         has_q6 = 3 in plan.model.experts.cpu_layers
-        assert (plan.memory.expert_staging_bytes > 2 * matrix * 3 * 0.6) == has_q6
+        assert (plan.memory.expert_staging_bytes - STAGED_PIECE_BYTES > 2 * matrix * 3 * 0.6) == has_q6
     assert len(set(sizes.values())) == 2
     assert costs.expert_layer_bytes(config, file)[3] > costs.expert_layer_bytes(config, file)[0]
 
@@ -319,7 +322,7 @@ def test_table_and_summary_say_what_is_where_and_why() -> None:
     size = f"{cpu * LAYER_30B * INT4_ON_CPU / GIB:.2f} GiB"
     assert f"  experts {size:>15}  in pinned CPU memory, of {cpu} of 48 layers; the GPU has room for {gpu} " in table
     assert f" {gpu} and the KV of 40,960 tokens" in table and "by the CPU's experts and the GPU in turn" in table
-    assert "612.00 MiB  for the experts of two layers that cross the link" in table
+    assert "628.00 MiB  for the experts of two layers that cross the link" in table
     assert f"of experts by the CPU\n  link{'27.3 GB/s':>19}  PCIe 4 x16, projected\n" in table
     assert f"; experts in CPU memory: {size} of {cpu} of 48 layers; " in plan_summary(plan)
     assert "; KV cache: " in plan_summary(plan) and "CPU pool" not in plan_summary(plan)

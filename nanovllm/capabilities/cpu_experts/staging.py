@@ -12,6 +12,7 @@ Legend: E experts of a layer, N output features, K input features of a weight, G
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 
 import torch
@@ -20,13 +21,12 @@ from torch import nn
 from nanovllm.capabilities.cpu_experts.store import ExpertLayer, ExpertMatrix
 from nanovllm.layers.linear import StackedWeight
 from nanovllm.layers.moe import Experts
-from nanovllm.layers.packed_weight import PackedRows, PackedWeight, store_blocks
-from nanovllm.models.gguf_values import read_parts
+from nanovllm.layers.packed_weight import PackedWeight, packed
 from nanovllm.offload.streams import Event, Streams
+from nanovllm.plan.expert_formats import STAGED_PIECE_BYTES
 
 NUM_BUFFERS = 2
 _ALIGNMENT = 256
-_PIECE_BYTES = 2**24  # scales or blocks that are copied and then arranged at a time
 
 
 class _Rows:
@@ -39,11 +39,6 @@ class _Rows:
     def of_experts(self, rows: torch.Tensor) -> torch.Tensor:
         """Select this part in a tensor with a first dimension of rows: [E, rows of the part, ..]."""
         return rows.unflatten(0, (self.num_experts, self.num_parts, -1))[:, self.part]
-
-    def packed_rows(self, expert: int, num_rows: int) -> PackedRows:
-        assert isinstance(self.weight, PackedWeight)
-        start = (expert * self.num_parts + self.part) * num_rows
-        return PackedRows(self.weight, start, start + num_rows)
 
 
 def _rows_of(experts: Experts) -> tuple[_Rows, _Rows, _Rows]:
@@ -74,7 +69,7 @@ class ExpertStaging:
             for kind, number in kinds.items():
                 by_kind[kind] = make_experts(number)
                 _move(by_kind[kind], arena)
-        self._raw = torch.zeros(max(_PIECE_BYTES, _largest_expert(layers)), dtype=torch.uint8, device=device)
+        self._raw = torch.zeros(max(STAGED_PIECE_BYTES, _largest_expert(layers)), dtype=torch.uint8, device=device)
         self.num_fetched = 0  # layers
         self._held: list[int | None] = [None] * NUM_BUFFERS  # the layer in each buffer, or on its way there
         self._ready = [streams.event() for _ in range(NUM_BUFFERS)]
@@ -137,7 +132,7 @@ class ExpertStaging:
         num_rows, num_groups = matrix.scales.shape[1:]
         some_rows = slice(None, None, weight.scale_rows)
         some_groups = slice(None, None, num_groups * weight.group_size // weight.shape[1])
-        step = max(1, _PIECE_BYTES // (6 * num_rows * num_groups))
+        step = max(1, STAGED_PIECE_BYTES // (6 * num_rows * num_groups))
         for first in range(0, rows.num_experts, step):
             experts = slice(first, first + step)
             scales = self._on_device(matrix.scales[experts])
@@ -156,16 +151,16 @@ class ExpertStaging:
             self.streams.h2d.run(weight.scales.transpose(1, 2), self._raw, arrange)
 
     def _fill_blocks(self, matrix: ExpertMatrix, rows: _Rows, weight: PackedWeight) -> None:
-        num_rows, row_bytes = matrix.codes.shape[1:]
-        step = max(1, _PIECE_BYTES // (num_rows * row_bytes))
-        for first in range(0, rows.num_experts, step):
-            blocks = self._on_device(matrix.codes[first : first + step])
-            targets = [rows.packed_rows(first + i, num_rows) for i in range(len(blocks))]
+        from nanovllm.kernels import gguf_pack
 
-            def arrange(blocks=blocks, targets=targets) -> None:  # type: ignore[no-untyped-def]
-                store_blocks(read_parts(blocks.view(-1, row_bytes), matrix.format.type.name), targets)
-
-            self.streams.h2d.run(weight.codes, self._raw, arrange)
+        _, num_rows, row_bytes = matrix.codes.shape
+        target = gguf_pack.PartRows(rows.part * num_rows, num_rows, rows.num_parts * num_rows)
+        start = 0
+        for part in matrix.codes.view(-1, row_bytes).split(STAGED_PIECE_BYTES // row_bytes):
+            blocks = self._on_device(part)
+            work = partial(gguf_pack.pack_blocks, blocks, packed(weight), target, start)
+            self.streams.h2d.run(weight.codes, self._raw, work)
+            start += len(part)
 
     def _on_device(self, part: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Enqueue the copy of a part of a matrix to the raw memory from byte `start` on. Returns the copy."""
