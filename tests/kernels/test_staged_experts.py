@@ -14,6 +14,7 @@ from simulated_streams import MODES, Mode, SimulatedStreams
 from staged_experts import load_experts, make_staging, pack_on_cpu, staged_values, stored_values
 from tiny_models import write_tiny_model
 
+from nanovllm.capabilities.cpu_experts import staging as staging_module
 from nanovllm.capabilities.cpu_experts.job import EXCHANGE_SIZE
 from nanovllm.capabilities.cpu_experts.layer import RankExperts
 from nanovllm.checkpoint.quantization import QUANTIZATIONS
@@ -36,8 +37,9 @@ def test_staged_experts_have_the_values_in_cpu_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, name: str
 ) -> None:
     """Regression: scales that a row, or a block of rows, shares on the GPU had no place there. Types that differ
-    between layers take turns in two buffers.
+    between layers take turns in two buffers. Blocks arrive in pieces that end inside of experts.
     """
+    monkeypatch.setattr(staging_module, "STAGED_PIECE_BYTES", 16_000)
     if INTERPRETED:
         pack_on_cpu(monkeypatch)
     num_layers, size = 3 if name in MIXED else 1, 256 if name in WIDE else 128

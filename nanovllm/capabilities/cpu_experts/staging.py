@@ -69,7 +69,7 @@ class ExpertStaging:
             for kind, number in kinds.items():
                 by_kind[kind] = make_experts(number)
                 _move(by_kind[kind], arena)
-        self._raw = torch.zeros(max(STAGED_PIECE_BYTES, _largest_expert(layers)), dtype=torch.uint8, device=device)
+        self._raw = torch.zeros(max(STAGED_PIECE_BYTES, _most_scale_bytes(layers)), dtype=torch.uint8, device=device)
         self.num_fetched = 0  # layers
         self._held: list[int | None] = [None] * NUM_BUFFERS  # the layer in each buffer, or on its way there
         self._ready = [streams.event() for _ in range(NUM_BUFFERS)]
@@ -169,10 +169,9 @@ class ExpertStaging:
         return copy
 
 
-def _largest_expert(layers: Sequence[ExpertLayer]) -> int:
-    """Return the most bytes of an expert's weight that are copied to the raw memory together."""
-    parts = (matrix.format.part_bytes for layer in layers for matrix in layer.matrices)
-    return max(max(codes, scales + zeros) for codes, scales, zeros in parts)
+def _most_scale_bytes(layers: Sequence[ExpertLayer]) -> int:
+    """Return the most bytes of an expert's scales and zeros, which are copied to the raw memory together."""
+    return max(sum(matrix.format.part_bytes[1:]) for layer in layers for matrix in layer.matrices)
 
 
 def _memory_of(experts: nn.Module) -> tuple[int, torch.device]:

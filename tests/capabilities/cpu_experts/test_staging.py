@@ -158,7 +158,7 @@ def test_weights_are_copied_in_pieces(
     monkeypatch: pytest.MonkeyPatch, rank: RankExperts, expected: list[Weights]
 ) -> None:
     """One expert at a time, even if it is larger than a piece should be."""
-    monkeypatch.setattr(module, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(module, "STAGED_PIECE_BYTES", 1)
     play(rank, expected, SimulatedStreams("late"), seed=0)
 
 
