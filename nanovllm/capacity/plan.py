@@ -121,9 +121,7 @@ class CapacityPlan:
     @property
     def gpu_limit_bytes(self) -> int | None:
         """The GPU memory that the engine may use, or None on a CPU."""
-        if self.machine.gpu_bytes is None:
-            return None
-        return int(self.machine.gpu_bytes * self.config.gpu_memory_utilization)
+        return self.machine.usable_gpu_bytes(self.config.gpu_memory_utilization)
 
     @property
     def fits_gpu(self) -> bool:
@@ -675,14 +673,15 @@ def _room(
     useful = max_useful_blocks(config, limit)
     if config.enable_cpu_offload:
         useful = min(useful, num_cpu_blocks)
-    if machine.gpu_bytes is None:  # the same rule as runner/measure.py measure_kv_room
+    usable = machine.usable_gpu_bytes(config.gpu_memory_utilization)
+    if usable is None:  # the same rule as runner/measure.py measure_kv_room
         room = int(machine.host_bytes * config.gpu_memory_utilization / 2 / config.tensor_parallel_size)
         return given, useful, room - (spec.staging_bytes if config.enable_cpu_offload else 0)
 
     def other_bytes(num_blocks: int) -> int:
         return device_memory(config, model, machine, spec, limit, num_blocks).total_bytes - num_blocks * block_bytes
 
-    room = int(machine.gpu_bytes * config.gpu_memory_utilization) - GPU_RESERVE_BYTES
+    room = usable - GPU_RESERVE_BYTES
     block_bytes = spec.block_bytes  # all other needs grow with the number of blocks
     num_fitting = bisect_right(range(useful + 1), room, key=lambda n: other_bytes(n) + n * block_bytes) - 1
     return given, useful, room - other_bytes(given or max(0, num_fitting))

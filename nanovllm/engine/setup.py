@@ -17,7 +17,7 @@ from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.capacity.plan_check import check_start
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.device.devices import installed_gpu, resolve_device
+from nanovllm.device.devices import installed_gpu, memory_in_use, resolve_device
 from nanovllm.errors import ConfigError
 from nanovllm.models.demo_model import model_path
 from nanovllm.plan.kv_spec import StagingSizes, dtype_name
@@ -119,7 +119,8 @@ def find_machine(config: Config, *, measures_cpu: bool = False) -> Machine:
     gpu = installed_gpu(config)
     if gpu is None:
         return Machine.gpu(available_host_bytes(), name="an H200, assumed")
-    machine = Machine.found_gpu(available_host_bytes(), gpu.name, gpu.total_memory, (gpu.major, gpu.minor))
+    capability, used = (gpu.major, gpu.minor), memory_in_use(gpu)
+    machine = Machine.found_gpu(available_host_bytes(), gpu.name, gpu.total_memory, capability, used)
     return machine.with_cpu(measure_cpu_memory(), "measured") if measures_cpu else machine
 
 

@@ -104,7 +104,7 @@ class PlanOptions:
         if self.gpu is not None:
             machine = Machine.gpu(machine.host_bytes, find_gpu(self.gpu))
         if self.gpu_memory_gb is not None:
-            machine = replace(machine, gpu_bytes=int(self.gpu_memory_gb * 2**30))
+            machine = replace(machine, gpu_bytes=int(self.gpu_memory_gb * 2**30), used_gpu_bytes=0)
         if self.host_memory_gb is not None:
             machine = replace(machine, host_bytes=int(self.host_memory_gb * 2**30))
         machine = machine.with_link(self.link_gb_per_s and self.link_gb_per_s * 1e9, "given")
@@ -237,7 +237,9 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         needs = f"its K and V would take {format_bytes(plan.unused_draft_bytes)}, over a quarter of the memory for KV"
         rows.append(("draft head", "left out", needs))
     if limit is not None:
+        used = plan.machine.used_gpu_bytes
         remark = f"of {format_bytes(limit)} that may be used" + ("" if plan.fits_gpu else " (!)")
+        remark += f"; {format_bytes(used)} are in use now" if used else ""
         rows.append(("GPU memory", f"~{format_bytes(memory.total_bytes)}", remark))
     if offload:
         num_tokens = plan.num_cpu_blocks * spec.block_size

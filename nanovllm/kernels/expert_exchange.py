@@ -20,7 +20,7 @@ import triton.language as tl
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
 from nanovllm.kernels.packed_words import INTERPRETED
 
-# Places in `ExchangedRows.exchange`, int32 [EXCHANGE_SIZE]; the CPU's number has a cache line of its own
+# Places in `ExchangedRows.exchange`, int32 [EXCHANGE_SIZE]; the CPU's number is in another cache line
 ARRIVED, LAYER, NUM_TOKENS, DONE, EXCHANGE_SIZE = (tl.constexpr(i) for i in (0, 1, 2, 16, 32))
 _BLOCK = 1024
 

@@ -402,3 +402,14 @@ def test_bad_options_are_refused_with_the_remedy() -> None:
     assert num_cpu_layers(make_plan(Config(model="m", enable_expert_offload=None), odd, machine)) == 0
     with pytest.raises(ConfigError, match=r"more than the 6\.84 GiB that .*; use quantization=int4|smaller model"):
         check_start(make_plan(Config(model="m"), odd, machine))
+
+
+def test_memory_that_other_programs_use_is_left_to_them() -> None:
+    """Regression: on a GPU that also draws a desktop, a plan placed more than fits, and start-up found few blocks."""
+    plain = plan_for(gib=10, enable_expert_offload=True, max_model_len=8192, **SMALL)
+    machine = replace(plain.machine, used_gpu_bytes=2 * GIB)
+    shared = make_plan(plain.config, ModelConfig.without_weights("qwen3-30b-a3b").quantized("int4"), machine)
+    assert plain.gpu_limit_bytes == 10 * GIB and shared.gpu_limit_bytes == 8 * GIB
+    assert shared.fits_gpu and shared.num_gpu_blocks >= 32
+    assert num_cpu_layers(shared) >= num_cpu_layers(plain) + 4  # a layer takes 0.3 GiB
+    assert "of 8.00 GiB that may be used; 2.00 GiB are in use now" in plan_table(shared)

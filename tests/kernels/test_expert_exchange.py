@@ -23,7 +23,7 @@ def open_kernel(name: str) -> CpuKernel:
 
 
 @on_device
-@pytest.mark.parametrize("name", KERNEL_NAMES)
+@pytest.mark.parametrize("name", KERNEL_NAMES[::-1])  # the first one runs everywhere
 def test_the_cpu_computes_what_a_gpu_sends(name: str, device: str) -> None:
     """Layers in any order, one to all tokens, and rows of padding, whose experts are not read."""
     from nanovllm.kernels.expert_exchange import ExchangedRows, receive, send

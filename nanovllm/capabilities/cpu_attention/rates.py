@@ -63,7 +63,8 @@ def make_cpu_attention(
     try:
         cpu = CpuAttention(kernel, offload, num_heads=num_heads, max_rows=max_rows, is_pinned=is_gpu)
     except UnsupportedDriverError as error:
-        kernel.close()
+        if kernel is not shared:
+            kernel.close()
         if config.cpu_attention == "on":
             raise ConfigError(f"cpu_attention='on' cannot work here: {error}; use 'auto' or 'off'") from error
         logger.warning("attention on the CPU: none, %s", error)

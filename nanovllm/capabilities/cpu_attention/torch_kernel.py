@@ -221,7 +221,8 @@ def _serve_experts(state: _ExpertState, num_threads: int, cpus: list[int] | None
     _settle(num_threads, cpus)
     job, exchange = state.job, state.exchange
     while not state.is_closing:
-        if exchange[ARRIVED] == exchange[DONE]:
+        number = exchange[ARRIVED]  # a step that was cut short may be followed by another one during this layer
+        if number == exchange[DONE]:
             time.sleep(_POLL_S)
             continue
         try:
@@ -230,4 +231,4 @@ def _serve_experts(state: _ExpertState, num_threads: int, cpus: list[int] | None
         except BaseException as error:
             state.error = state.error or error
             job.out.fill_(torch.nan)
-        exchange[DONE] = exchange[ARRIVED]
+        exchange[DONE] = number

@@ -20,7 +20,7 @@ _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype 
 
 # Places in the memory that GPU and CPU share, int32 [EXCHANGE_SIZE]: Exchange in source/server.h, and kernels/
 # expert_exchange.py. The GPU writes the layer and the number of tokens, and then raises ARRIVED by one. The server sets
-# DONE to the same number when the output is complete. DONE has a cache line of its own, because the GPU polls it.
+# DONE to the same number when the output is complete. DONE is in another cache line, because the GPU polls it.
 ARRIVED, LAYER, NUM_TOKENS, DONE, EXCHANGE_SIZE = 0, 1, 2, 16, 32
 
 

@@ -202,6 +202,7 @@ class CpuExperts(nn.Module):
         super().__init__()
         self.rank, self.layer, self.formats = rank, layer, formats
         self.kind = rank.store.layers[layer].formats  # layers of other kinds launch other kernels
+        self.register_buffer("memory", rank.store.layers[layer].memory)  # so that the model's state has these weights
 
     def begin(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> Callable[[], torch.Tensor]:
         finish = self.rank.begin(self.layer, x, experts, weights)

@@ -36,7 +36,7 @@ class _Rows:
         self.weight, self.num_experts, self.part, self.num_parts = weight, num_experts, part, num_parts
 
     def of_experts(self, rows: torch.Tensor) -> torch.Tensor:
-        """Select this part in a tensor with a first dimension of rows, or of of tiles: [E, rows of the part, ..]."""
+        """Select this part in a tensor with a first dimension of rows: [E, rows of the part, ..]."""
         return rows.unflatten(0, (self.num_experts, self.num_parts, -1))[:, self.part]
 
 
@@ -69,7 +69,7 @@ class ExpertStaging:
             for arena, by_kind, experts in zip(self._arenas, self._experts, of_buffers, strict=True):
                 _move(experts, arena)
                 by_kind[kind] = experts
-        self._raw = torch.zeros(STAGED_PIECE_BYTES, dtype=torch.uint8, device=device)
+        self._raw = torch.zeros(max(STAGED_PIECE_BYTES, _least_piece(layers)), dtype=torch.uint8, device=device)
         self.num_fetched = 0  # layers
         self._held: list[int | None] = [None] * NUM_BUFFERS  # the layer in each buffer, or on its way there
         self._ready = [streams.event() for _ in range(NUM_BUFFERS)]
@@ -148,7 +148,7 @@ class ExpertStaging:
                 places = starts[:, None] + torch.arange(kept.shape[1], device=scales.device)
                 packed_values.store_scales(weight.scales, places.flatten(), kept.flatten(0, 1))
 
-            self.streams.h2d.run(weight.scales, self._raw, arrange)
+            self.streams.h2d.run(weight.scales.transpose(1, 2), self._raw, arrange)
 
     def _fill_blocks(self, matrix: ExpertMatrix, rows: _Rows, weight: PackedWeight) -> None:
         from nanovllm.kernels import gguf_pack
@@ -156,7 +156,7 @@ class ExpertStaging:
         _, num_rows, row_bytes = matrix.codes.shape
         target = gguf_pack.PartRows(rows.part * num_rows, num_rows, rows.num_parts * num_rows)
         start = 0
-        for part in matrix.codes.view(-1, row_bytes).split(STAGED_PIECE_BYTES // row_bytes):
+        for part in matrix.codes.view(-1, row_bytes).split(max(1, STAGED_PIECE_BYTES // row_bytes)):
             blocks = self._on_device(part)
             work = partial(gguf_pack.pack_blocks, blocks, packed(weight), target, start)
             self.streams.h2d.run(weight.codes, self._raw, work)
@@ -167,6 +167,14 @@ class ExpertStaging:
         copy = self._raw[start : start + part.nbytes].view(part.dtype).view(part.shape)
         self.streams.h2d.copy(copy, part)
         return copy
+
+
+def _least_piece(layers: Sequence[ExpertLayer]) -> int:
+    """Return the most bytes that are copied to the raw memory together whatever the size of pieces: a row of blocks, or
+    the scales of an expert.
+    """
+    formats = (matrix.format for layer in layers for matrix in layer.matrices)
+    return max(max(each.row_bytes, sum(each.part_bytes[1:])) for each in formats)
 
 
 def _num_bytes(experts: nn.Module) -> int:

@@ -215,7 +215,7 @@ class ExpertLayer:
         many bytes as `layer_bytes` says.
         """
         formats.check()
-        self.formats = formats
+        self.formats, self.memory = formats, memory
         self.places, num_places = places.contiguous(), int((places >= 0).sum())
         assert places.dtype == torch.int32 and places.device.type == "cpu", "places are int32 in CPU memory"
         used = places[places >= 0].sort().values

@@ -1,5 +1,6 @@
 """Layers of experts that begin when the GPU has written what they need, beside jobs of attention."""
 
+import threading
 import time
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from cpu_attention_cases import Case as AttentionCase
 from cpu_attention_cases import mixed_rows
 from cpu_experts_cases import Case
-from waiting import wait_until
+from waiting import LIMIT_S, wait_until
 
 from nanovllm.capabilities.cpu_attention.torch_kernel import TorchKernel
 from nanovllm.capabilities.cpu_experts.job import ARRIVED, DONE, EXCHANGE_SIZE, LAYER, NUM_TOKENS
@@ -92,6 +93,30 @@ def test_torch_layer_that_raises_spoils_the_output(monkeypatch: pytest.MonkeyPat
     assert case.job.out.isnan().all()
     with pytest.raises(ZeroDivisionError):
         server.close()
+    kernel.close()
+
+
+def test_torch_computes_a_layer_that_arrives_during_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a step that was cut short left a layer nobody waited for. The layer that came next was taken for
+    done when that one was.
+    """
+    gpu, case, kernel = Gpu(), Case("Q4_0", num_layers=2), TorchKernel([0])
+    server = kernel.serve_experts(case.job, gpu.exchange)
+    run, has_begun, may_go_on = case.job.run_in_torch, threading.Event(), threading.Event()
+
+    def slow(layer: int) -> None:
+        has_begun.set()
+        assert may_go_on.wait(LIMIT_S)
+        run(layer)
+
+    monkeypatch.setattr(case.job, "run_in_torch", slow)
+    gpu.begin(0, case.num_tokens)
+    assert has_begun.wait(LIMIT_S)
+    gpu.begin(1, case.num_tokens)
+    may_go_on.set()
+    gpu.wait()
+    case.check(1)
+    server.close()
     kernel.close()
 
 
