@@ -3,7 +3,7 @@
 //
 //   routing   Before the threads begin, the pairs of a token and a chosen expert are sorted by expert, and x is
 //             converted to fp32 if a format needs it. Pairs of an expert that is not in CPU memory are dropped.
-//   tiles     Where the matrix unit multiplies, tokens that share an expert are laid out for it.
+//   tiles     With the matrix unit (AMX), the rows of x that share an expert are laid out for it.
 //   hidden    The threads take units of HIDDEN_ROWS rows of an expert's gate and up, and multiply them by all of the
 //             expert's tokens, so that each weight is read once.
 //   output    When all hidden values are there, the threads take units of OUTPUT_ROWS rows of the downs of all chosen
@@ -28,7 +28,7 @@ constexpr int HIDDEN_ROWS = 32, OUTPUT_ROWS = 16;
 #if defined(__AMX_BF16__)
 constexpr bool HAS_MATRIX_UNIT = true;
 constexpr int MAX_SHARING = MAX_TILE_TOKENS;
-constexpr int LEAST_TILE_TOKENS = 3;  // from which the matrix unit is faster
+constexpr int LEAST_TILE_TOKENS = 3;  // from so many on it is faster than products of pairs
 #else
 constexpr bool HAS_MATRIX_UNIT = false;
 constexpr int MAX_SHARING = 64;  // pairs of an expert that share one reading of its weights
@@ -146,8 +146,8 @@ struct Mixture : Work {
     sort_pairs();
     convert_x();
     num_hidden_units = num_groups * (i / HIDDEN_ROWS);
-    if (HAS_MATRIX_UNIT && num_pairs > num_groups && (uses_pairs(layer.gate) || uses_pairs(layer.up)))
-      num_tile_units = num_groups;
+    const int64_t most = num_pairs - num_groups + 1;  // pairs of a group, at most
+    if (uses_tiles(layer.gate, most) || uses_tiles(layer.up, most)) num_tile_units = num_groups;
   }
 
   int64_t place_of(int64_t pair) const {
@@ -243,7 +243,7 @@ struct Mixture : Work {
       body(first, std::min<int64_t>(end - first, MAX_SHARING));
   }
 
-  void lay_out_tiles(int64_t group) {
+  void lay_out_tiles([[maybe_unused]] int64_t group) {
 #if defined(__AMX_BF16__)
     for_shares(group, [&](int64_t first, int64_t count) {
       if (count < LEAST_TILE_TOKENS) return;
@@ -260,7 +260,7 @@ struct Mixture : Work {
   }
 
   template <int NUM_ROWS>
-  void multiply_x(MatrixUnit& unit, const Piece& piece, const Piece& next, int64_t first, int64_t count,
+  void multiply_x([[maybe_unused]] MatrixUnit& unit, const Piece& piece, const Piece& next, int64_t first, int64_t count,
                   float* products) {
     const Matrix& matrix = *piece.matrix;
 #if defined(__AMX_BF16__)
@@ -274,7 +274,7 @@ struct Mixture : Work {
   }
 
   template <int NUM_ROWS>
-  void multiply_hidden(MatrixUnit& unit, const Piece& piece, const Piece& next, int64_t first, int64_t count,
+  void multiply_hidden([[maybe_unused]] MatrixUnit& unit, const Piece& piece, const Piece& next, int64_t first, int64_t count,
                        float* products) {
 #if defined(__AMX_BF16__)
     if (uses_tiles(layer.down, count)) {

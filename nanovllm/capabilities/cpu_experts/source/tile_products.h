@@ -38,7 +38,8 @@ template <int C> inline void store_tile(float* to, int64_t row_bytes) {
   if constexpr (C == 3) _tile_stored(3, to, row_bytes);
 }
 
-// Adds codes [16][32] . x [32][T] to tile C. The compiler does not know that these instructions read memory.
+// Adds codes [16][32] . x [32][T] to tile C. Compilers do not know that these instructions read memory: a fence before
+// them, and the store of the sums after them, keep them in their place.
 template <int C>
 inline void add_product(const void* codes, int64_t row_bytes, const void* x, int64_t pair_bytes) {
   if constexpr (C % 2 == 0) {
