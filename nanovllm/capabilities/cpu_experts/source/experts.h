@@ -27,11 +27,11 @@ constexpr int HIDDEN_ROWS = 32, OUTPUT_ROWS = 16;
 
 #if defined(__AMX_BF16__)
 constexpr bool HAS_MATRIX_UNIT = true;
-constexpr int MAX_SHARING = MAX_TILE_TOKENS;
-constexpr int LEAST_TILE_TOKENS = 3;  // from so many on it is faster than products of pairs
+constexpr int MAX_SHARING = MAX_TILE_TOKENS;  // pairs of an expert that share one reading of its weights
+constexpr int LEAST_TILE_TOKENS = 3;  // with fewer tokens products of pairs are faster
 #else
 constexpr bool HAS_MATRIX_UNIT = false;
-constexpr int MAX_SHARING = 64;  // pairs of an expert that share one reading of its weights
+constexpr int MAX_SHARING = 64;
 constexpr int LEAST_TILE_TOKENS = MAX_SHARING + 1;
 class MatrixUnit {};
 #endif
@@ -185,7 +185,7 @@ struct Mixture : Work {
 
   bool uses_pairs(const Matrix& matrix) const { return MULTIPLIES_PAIRS && job.dtype == BFLOAT16 && has_pairs(matrix); }
 
-  // Whether the matrix unit multiplies the matrix with so many tokens. Their order is then that of TokenTiles.
+  // Whether the matrix unit multiplies the matrix with `count` tokens of an expert. They are then laid out as TokenTiles.
   bool uses_tiles(const Matrix& matrix, int64_t count) const {
     return HAS_MATRIX_UNIT && uses_pairs(matrix) && count >= LEAST_TILE_TOKENS;
   }
