@@ -185,7 +185,7 @@ struct Mixture : Work {
 
   bool uses_pairs(const Matrix& matrix) const { return MULTIPLIES_PAIRS && job.dtype == BFLOAT16 && has_pairs(matrix); }
 
-  // Whether the matrix unit multiplies the matrix with `count` tokens of an expert. They are then laid out as TokenTiles.
+  // Whether the matrix unit multiplies the matrix with `count` tokens of an expert, which are then laid out for it.
   bool uses_tiles(const Matrix& matrix, int64_t count) const {
     return HAS_MATRIX_UNIT && uses_pairs(matrix) && count >= LEAST_TILE_TOKENS;
   }
@@ -214,7 +214,9 @@ struct Mixture : Work {
     spin_until([this] { return num_tiles_done >= num_tile_units; });
     run_units(next_hidden, num_hidden_done, num_hidden_units, [&](auto... units) { compute_hidden(unit, units...); });
     spin_until([this] { return num_hidden_done >= num_hidden_units; });
-    run_units(next_output, num_outputs_done, num_output_units(), [&](auto... units) { compute_output(unit, units...); });
+    run_units(next_output, num_outputs_done, num_output_units(), [&](auto... units) {
+      compute_output(unit, units...);
+    });
     if (thread == 0) spin_until([this] { return num_outputs_done >= num_output_units(); });
   }
 
@@ -260,8 +262,8 @@ struct Mixture : Work {
   }
 
   template <int NUM_ROWS>
-  void multiply_x([[maybe_unused]] MatrixUnit& unit, const Piece& piece, const Piece& next, int64_t first, int64_t count,
-                  float* products) {
+  void multiply_x([[maybe_unused]] MatrixUnit& unit, const Piece& piece, const Piece& next, int64_t first,
+                  int64_t count, float* products) {
     const Matrix& matrix = *piece.matrix;
 #if defined(__AMX_BF16__)
     if (uses_tiles(matrix, count)) {
@@ -274,8 +276,8 @@ struct Mixture : Work {
   }
 
   template <int NUM_ROWS>
-  void multiply_hidden([[maybe_unused]] MatrixUnit& unit, const Piece& piece, const Piece& next, int64_t first, int64_t count,
-                       float* products) {
+  void multiply_hidden([[maybe_unused]] MatrixUnit& unit, const Piece& piece, const Piece& next, int64_t first,
+                       int64_t count, float* products) {
 #if defined(__AMX_BF16__)
     if (uses_tiles(layer.down, count)) {
       const TokenTiles hidden{hidden_pairs + first * job.size, hidden_sums + first * job.size / SLICE, int(count)};
