@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #define __AMX_BF16__ 1
-#define syscall(...) 0  // nobody has to permit the use of the unit
+#define syscall(...) 0  // the request for permission to use the unit succeeds
 
 struct EmulatedTiles {
   struct Config {

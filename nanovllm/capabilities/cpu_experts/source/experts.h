@@ -3,7 +3,7 @@
 //
 //   routing   Before the threads begin, the pairs of a token and a chosen expert are sorted by expert, and x is
 //             converted to fp32 if a format needs it. Pairs of an expert that is not in CPU memory are dropped.
-//   tiles     Where the matrix unit multiplies, tokens that share an expert are laid out for it.
+//   tiles     With the matrix unit (AMX), the rows of x that share an expert are laid out for it.
 //   hidden    The threads take units of HIDDEN_ROWS rows of an expert's gate and up, and multiply them by all of the
 //             expert's tokens, so that each weight is read once.
 //   output    When all hidden values are there, the threads take units of OUTPUT_ROWS rows of the downs of all chosen
@@ -27,11 +27,11 @@ constexpr int HIDDEN_ROWS = 32, OUTPUT_ROWS = 16;
 
 #if defined(__AMX_BF16__)
 constexpr bool HAS_MATRIX_UNIT = true;
-constexpr int MAX_SHARING = MAX_TILE_TOKENS;
-constexpr int LEAST_TILE_TOKENS = 3;  // from which the matrix unit is faster
+constexpr int MAX_SHARING = MAX_TILE_TOKENS;  // pairs of an expert that share one reading of its weights
+constexpr int LEAST_TILE_TOKENS = 3;  // with fewer tokens products of pairs are faster
 #else
 constexpr bool HAS_MATRIX_UNIT = false;
-constexpr int MAX_SHARING = 64;  // pairs of an expert that share one reading of its weights
+constexpr int MAX_SHARING = 64;
 constexpr int LEAST_TILE_TOKENS = MAX_SHARING + 1;
 class MatrixUnit {};
 #endif
@@ -146,8 +146,8 @@ struct Mixture : Work {
     sort_pairs();
     convert_x();
     num_hidden_units = num_groups * (i / HIDDEN_ROWS);
-    if (HAS_MATRIX_UNIT && num_pairs > num_groups && (uses_pairs(layer.gate) || uses_pairs(layer.up)))
-      num_tile_units = num_groups;
+    const int64_t most = num_pairs - num_groups + 1;  // pairs of a group, at most
+    if (uses_tiles(layer.gate, most) || uses_tiles(layer.up, most)) num_tile_units = num_groups;
   }
 
   int64_t place_of(int64_t pair) const {
@@ -185,7 +185,7 @@ struct Mixture : Work {
 
   bool uses_pairs(const Matrix& matrix) const { return MULTIPLIES_PAIRS && job.dtype == BFLOAT16 && has_pairs(matrix); }
 
-  // Whether the matrix unit multiplies the matrix with so many tokens. Their order is then that of TokenTiles.
+  // Whether the matrix unit multiplies the matrix with `count` tokens of an expert, which are then laid out for it.
   bool uses_tiles(const Matrix& matrix, int64_t count) const {
     return HAS_MATRIX_UNIT && uses_pairs(matrix) && count >= LEAST_TILE_TOKENS;
   }
@@ -214,7 +214,9 @@ struct Mixture : Work {
     spin_until([this] { return num_tiles_done >= num_tile_units; });
     run_units(next_hidden, num_hidden_done, num_hidden_units, [&](auto... units) { compute_hidden(unit, units...); });
     spin_until([this] { return num_hidden_done >= num_hidden_units; });
-    run_units(next_output, num_outputs_done, num_output_units(), [&](auto... units) { compute_output(unit, units...); });
+    run_units(next_output, num_outputs_done, num_output_units(), [&](auto... units) {
+      compute_output(unit, units...);
+    });
     if (thread == 0) spin_until([this] { return num_outputs_done >= num_output_units(); });
   }
 
@@ -243,7 +245,7 @@ struct Mixture : Work {
       body(first, std::min<int64_t>(end - first, MAX_SHARING));
   }
 
-  void lay_out_tiles(int64_t group) {
+  void lay_out_tiles([[maybe_unused]] int64_t group) {
 #if defined(__AMX_BF16__)
     for_shares(group, [&](int64_t first, int64_t count) {
       if (count < LEAST_TILE_TOKENS) return;
@@ -260,8 +262,8 @@ struct Mixture : Work {
   }
 
   template <int NUM_ROWS>
-  void multiply_x(MatrixUnit& unit, const Piece& piece, const Piece& next, int64_t first, int64_t count,
-                  float* products) {
+  void multiply_x([[maybe_unused]] MatrixUnit& unit, const Piece& piece, const Piece& next, int64_t first,
+                  int64_t count, float* products) {
     const Matrix& matrix = *piece.matrix;
 #if defined(__AMX_BF16__)
     if (uses_tiles(matrix, count)) {
@@ -274,8 +276,8 @@ struct Mixture : Work {
   }
 
   template <int NUM_ROWS>
-  void multiply_hidden(MatrixUnit& unit, const Piece& piece, const Piece& next, int64_t first, int64_t count,
-                       float* products) {
+  void multiply_hidden([[maybe_unused]] MatrixUnit& unit, const Piece& piece, const Piece& next, int64_t first,
+                       int64_t count, float* products) {
 #if defined(__AMX_BF16__)
     if (uses_tiles(layer.down, count)) {
       const TokenTiles hidden{hidden_pairs + first * job.size, hidden_sums + first * job.size / SLICE, int(count)};

@@ -38,7 +38,8 @@ template <int C> inline void store_tile(float* to, int64_t row_bytes) {
   if constexpr (C == 3) _tile_stored(3, to, row_bytes);
 }
 
-// Adds codes [16][32] . x [32][T] to tile C. The compiler does not know that these instructions read memory.
+// Adds codes [16][32] . x [32][T] to tile C. Compilers do not know that these instructions read memory: a fence before
+// them, and the store of the sums after them, keep them in their place.
 template <int C>
 inline void add_product(const void* codes, int64_t row_bytes, const void* x, int64_t pair_bytes) {
   if constexpr (C % 2 == 0) {
@@ -69,7 +70,8 @@ inline void lay_out_pairs(Bfloat16* to, int64_t num_columns, int num_tokens, Loa
 
 // Which row and which token each of the sums [16][T] belongs to.
 struct alignas(64) SumPlaces {
-  uint8_t row[MAX_TILE_TOKENS + 1][TILE_ROWS * MAX_TILE_TOKENS], token[MAX_TILE_TOKENS + 1][TILE_ROWS * MAX_TILE_TOKENS];
+  uint8_t row[MAX_TILE_TOKENS + 1][TILE_ROWS * MAX_TILE_TOKENS];
+  uint8_t token[MAX_TILE_TOKENS + 1][TILE_ROWS * MAX_TILE_TOKENS];
   constexpr SumPlaces() : row{}, token{} {
     for (int t = 1; t <= MAX_TILE_TOKENS; ++t)
       for (int i = 0; i < TILE_ROWS * t; ++i) {
@@ -139,7 +141,7 @@ template <class Format> class TileProducts {
   // What the next step needs of a step.
   struct Sums {
     alignas(64) float of[NUM_GROUPS * TILE_ROWS * MAX_TILE_TOKENS];  // [G][16][T]
-    // Large blocks: [row][8 scales, 8 leasts, or 16 scales], as they lie in the format. Others: [group or 8 + group][row]
+    // Large blocks: [row][8 scales, 8 leasts, or 16 scales], as in the format. Others: [group, 8 + group][row]
     alignas(64) float scales[TILE_ROWS][W];
   };
 
