@@ -26,7 +26,7 @@ def bench_experts(args: argparse.Namespace, make_llm: Callable[..., LLM]) -> dic
     llm = make_llm(args, args.max_model_len)
     result: dict[str, Any] = {"start_s": time.perf_counter() - start_s}
     for length in dict.fromkeys((min(PROMPT_TOKENS, args.max_model_len - 1), args.max_model_len - 1)):
-        prefill = time_prompts(llm, [length] * (args.runs + 1), 1, seed=1).prefill
+        prefill = time_prompts(llm, [length] * (args.runs + 1), 1, seed=length).prefill
         result |= prefill.as_json(f"prefill_{length}_tok_per_s")
         print(f"prefill of {length}: {prefill} tok/s")
     for batch, keys in ((1, min(PROMPT_TOKENS, args.max_model_len - args.decode_tokens)), (BATCH, BATCH_KEYS)):
@@ -37,9 +37,9 @@ def bench_experts(args: argparse.Namespace, make_llm: Callable[..., LLM]) -> dic
     held, host = total - free, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     stats = llm.stats()
     llm.close()
-    result |= {"held_gpu_bytes": held, "host_peak_bytes": host} | {name: stats[name] for name in FIGURES}
+    result |= {"held_gpu_bytes": held, "host_peak_bytes": host} | {name: stats.get(name, 0) for name in FIGURES}
     print(
         f"start {result['start_s']:.1f} s, {held / 2**30:.2f} GiB of GPU memory, {host / 2**30:.2f} GiB of CPU memory"
     )
-    print(", ".join(f"{name} {stats[name]:,}" for name in FIGURES))
+    print(", ".join(f"{name} {result[name]:,}" for name in FIGURES))
     return result

@@ -20,6 +20,7 @@ from nanovllm.kernels.packed_words import (
     BLOCK_WORDS,
     CODES_OF_WORD,
     FIRST_BLOCK_TYPE,
+    INTERPRETED,
     IQ4_XS,
     MXFP4,
     Q5_K,
@@ -130,7 +131,7 @@ def _upper_words(rows, word, mask, KIND: tl.constexpr):
 
 @triton.jit
 def _scale_words(blocks, number, mask, KIND: tl.constexpr):
-    """The words `number` of the scales of a unit, whose bytes begin at `blocks`. The lanes of a warp read neighbours."""
+    """The words `number` of the scales of a unit, whose bytes begin at `blocks`. Threads of a warp read neighbours."""
     BYTES: tl.constexpr = _BLOCK_BYTES[KIND]
     if HAS_UNITS[KIND]:
         is_head, is_group = mask & (number == 0), mask & (number > 0)
@@ -165,8 +166,9 @@ def _scale_words(blocks, number, mask, KIND: tl.constexpr):
 
 # Triton knows which numbers of words are multiples of 16, so that a thread stores words together
 @triton.jit(
-    do_not_specialize=["block_stride", "num_rows", "start", "first_row", "part_size", "part_stride"]
-    + ["num_scales", "tile_stride"]
+    do_not_specialize=[
+        *("block_stride", "num_rows", "start", "first_row", "part_size", "part_stride", "num_scales", "tile_stride")
+    ]
 )
 def _pack_blocks_kernel(
     blocks_ptr,
@@ -217,9 +219,12 @@ def pack_blocks(blocks: torch.Tensor, weight: Packed, rows: PartRows, start: int
     """
     assert weight.scales is not None and weight.kind >= FIRST_BLOCK_TYPE.value, "the weight has no blocks"
     assert blocks.dtype == torch.uint8 and blocks.stride(1) == 1, "the kernel reads the bytes of a row in order"
+    is_even = blocks.data_ptr() % 2 == blocks.stride(0) % 2 == 0
+    assert is_even or weight.kind == MXFP4.value, "the kernel reads two bytes at a time"
     if not len(blocks):
         return
-    block_rows = 8  # with more rows the bytes leave the L1 cache between loads: 64 rows take twice the time on an H200
+    # 64 rows take two to three times as long on an H200, probably because bytes leave the L1 cache between loads
+    block_rows = 32 if INTERPRETED.value else 8
     num_parts = (start + len(blocks) - 1) // rows.size - start // rows.size + 1
     grid = triton.cdiv(weight.num_columns, UNIT.value), num_parts * triton.cdiv(rows.size, block_rows)
     on_grid(_pack_blocks_kernel, grid)(

@@ -367,13 +367,24 @@ class PackedRows(WeightRows):
         first_column, _, _ = columns.indices(values.shape[1])
         quantizing.quantize_weight(values, packed(self.weight), self.start, first_column)
 
-    def store_blocks(self, blocks: torch.Tensor) -> None:
-        """Store rows of GGUF's blocks in the weight's type, uint8 [n, bytes of a row], on the weight's device."""
-        from nanovllm.kernels import gguf_pack
 
-        num_rows = self.end - self.start
-        assert len(blocks) == num_rows, "blocks must have as many rows as the target"
-        gguf_pack.pack_blocks(blocks, packed(self.weight), gguf_pack.PartRows(self.start, num_rows, num_rows))
+def store_blocks(blocks: torch.Tensor, targets: Sequence[PackedRows]) -> None:
+    """Store rows of GGUF's blocks, uint8 [n, bytes of a row], which are on the device and in the type of the targets'
+    weight: first the rows of the first target, and so on. One kernel fills targets at equal distances, such as the
+    gates of experts.
+    """
+    from nanovllm.kernels import gguf_pack
+
+    first, sizes = targets[0], [each.end - each.start for each in targets]
+    assert all(each.weight is first.weight for each in targets), "the targets must be rows of one weight"
+    assert len(blocks) == sum(sizes), "blocks must have as many rows as the targets"
+    stride = targets[1].start - first.start if len(targets) > 1 else 0
+    starts = [first.start + i * stride for i in range(len(targets))]
+    if set(sizes) == {sizes[0]} and [each.start for each in targets] == starts:
+        gguf_pack.pack_blocks(blocks, packed(first.weight), gguf_pack.PartRows(first.start, sizes[0], stride))
+        return
+    for target, part in zip(targets, blocks.split(sizes), strict=True):
+        store_blocks(part, [target])
 
 
 def packed(weight: nn.Parameter | PackedWeight) -> "Packed":

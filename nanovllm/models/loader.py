@@ -20,7 +20,7 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers.linear import WeightShard
 from nanovllm.layers.moe import CpuExpertLayers
-from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight, WeightRows
+from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight, WeightRows, store_blocks
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.gguf_tensors import BlockWriter, GGUFWeight, open_gguf
 from nanovllm.models.gguf_values import part_values, random_blocks, read_parts, select_columns
@@ -330,7 +330,7 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
 def _store_blocks(blocks: torch.Tensor, target: torch.Tensor | WeightRows, block_type: str, columns: slice) -> None:
     """Store some columns of rows of blocks, as they are or as values."""
     if isinstance(target, PackedRows):
-        target.store_blocks(select_columns(blocks, block_type, columns))
+        store_blocks(select_columns(blocks, block_type, columns), [target])
         return
     assert isinstance(target, torch.Tensor), "other weights of codes have no blocks"
     if target.dtype == torch.uint8:

@@ -17,7 +17,7 @@ from nanovllm.errors import ConfigError
 ROW_MULTIPLE = 32  # HIDDEN_ROWS in source/experts.h
 SLICE = 32  # SLICE in source/formats.h: columns whose codes are read together
 ALIGNMENT = 64  # of a matrix's parts
-STAGED_PIECE_BYTES = 2**24  # scales, or blocks of GGUF files, that a GPU receives and then arranges at a time
+STAGED_PIECE_BYTES = 2**25  # scales, or blocks of GGUF files, that a GPU receives and then arranges at a time
 _WORD_BYTES = 64  # bytes of a block of INT4, INT8 or E4M3
 
 INT4, INT8, E4M3 = (

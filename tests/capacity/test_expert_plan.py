@@ -322,7 +322,7 @@ def test_table_and_summary_say_what_is_where_and_why() -> None:
     size = f"{cpu * LAYER_30B * INT4_ON_CPU / GIB:.2f} GiB"
     assert f"  experts {size:>15}  in pinned CPU memory, of {cpu} of 48 layers; the GPU has room for {gpu} " in table
     assert f" {gpu} and the KV of 40,960 tokens" in table and "by the CPU's experts and the GPU in turn" in table
-    assert "628.00 MiB  for the experts of two layers that cross the link" in table
+    assert "644.00 MiB  for the experts of two layers that cross the link" in table
     assert f"of experts by the CPU\n  link{'27.3 GB/s':>19}  PCIe 4 x16, projected\n" in table
     assert f"; experts in CPU memory: {size} of {cpu} of 48 layers; " in plan_summary(plan)
     assert "; KV cache: " in plan_summary(plan) and "CPU pool" not in plan_summary(plan)

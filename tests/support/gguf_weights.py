@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.checkpoint.gguf import TYPES, BlockType
 from nanovllm.checkpoint.quantization import BLOCK_TYPES
-from nanovllm.layers.packed_weight import PackedWeight
+from nanovllm.layers.packed_weight import PackedWeight, store_blocks
 from nanovllm.models.gguf_values import dequantize, read_parts
 
 TYPE_OF = {each.name: each for each in TYPES.values()}
@@ -41,7 +41,7 @@ def block_weight(name: str, rows: torch.Tensor, device: str) -> tuple[Any, torch
     num_columns = rows.shape[1] // kind.num_bytes * kind.num_values
     with torch.device(device):
         weight = PackedWeight([len(rows)], num_columns, BLOCK_TYPES[name])
-    weight.rows(0, len(rows)).store_blocks(rows.to(device))
+    store_blocks(rows.to(device), [weight.rows(0, len(rows))])
     return weight, dequantize(rows.to(device), kind).double()
 
 

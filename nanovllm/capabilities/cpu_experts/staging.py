@@ -69,7 +69,7 @@ class ExpertStaging:
             for kind, number in kinds.items():
                 by_kind[kind] = make_experts(number)
                 _move(by_kind[kind], arena)
-        self._raw = torch.zeros(max(STAGED_PIECE_BYTES, _most_scale_bytes(layers)), dtype=torch.uint8, device=device)
+        self._raw = torch.zeros(max(STAGED_PIECE_BYTES, _least_piece(layers)), dtype=torch.uint8, device=device)
         self.num_fetched = 0  # layers
         self._held: list[int | None] = [None] * NUM_BUFFERS  # the layer in each buffer, or on its way there
         self._ready = [streams.event() for _ in range(NUM_BUFFERS)]
@@ -156,7 +156,7 @@ class ExpertStaging:
         _, num_rows, row_bytes = matrix.codes.shape
         target = gguf_pack.PartRows(rows.part * num_rows, num_rows, rows.num_parts * num_rows)
         start = 0
-        for part in matrix.codes.view(-1, row_bytes).split(STAGED_PIECE_BYTES // row_bytes):
+        for part in matrix.codes.view(-1, row_bytes).split(max(1, STAGED_PIECE_BYTES // row_bytes)):
             blocks = self._on_device(part)
             work = partial(gguf_pack.pack_blocks, blocks, packed(weight), target, start)
             self.streams.h2d.run(weight.codes, self._raw, work)
@@ -169,9 +169,12 @@ class ExpertStaging:
         return copy
 
 
-def _most_scale_bytes(layers: Sequence[ExpertLayer]) -> int:
-    """Return the most bytes of an expert's scales and zeros, which are copied to the raw memory together."""
-    return max(sum(matrix.format.part_bytes[1:]) for layer in layers for matrix in layer.matrices)
+def _least_piece(layers: Sequence[ExpertLayer]) -> int:
+    """Return the most bytes that are copied to the raw memory together whatever the size of pieces: a row of blocks, or
+    the scales of an expert.
+    """
+    formats = (matrix.format for layer in layers for matrix in layer.matrices)
+    return max(max(each.row_bytes, sum(each.part_bytes[1:])) for each in formats)
 
 
 def _memory_of(experts: nn.Module) -> tuple[int, torch.device]:

@@ -28,9 +28,11 @@ constexpr int HIDDEN_ROWS = 32, OUTPUT_ROWS = 16;
 #if defined(__AMX_BF16__)
 constexpr bool HAS_MATRIX_UNIT = true;
 constexpr int MAX_SHARING = MAX_TILE_TOKENS;
+constexpr int LEAST_TILE_TOKENS = 3;  // from which the matrix unit is faster
 #else
 constexpr bool HAS_MATRIX_UNIT = false;
 constexpr int MAX_SHARING = 64;  // pairs of an expert that share one reading of its weights
+constexpr int LEAST_TILE_TOKENS = MAX_SHARING + 1;
 class MatrixUnit {};
 #endif
 
@@ -185,7 +187,7 @@ struct Mixture : Work {
 
   // Whether the matrix unit multiplies the matrix with so many tokens. Their order is then that of TokenTiles.
   bool uses_tiles(const Matrix& matrix, int64_t count) const {
-    return HAS_MATRIX_UNIT && uses_pairs(matrix) && (count > 1 || matrix.type != BF16);
+    return HAS_MATRIX_UNIT && uses_pairs(matrix) && count >= LEAST_TILE_TOKENS;
   }
 
   void convert_x() {
@@ -242,23 +244,19 @@ struct Mixture : Work {
   }
 
   void lay_out_tiles(int64_t group) {
+#if defined(__AMX_BF16__)
     for_shares(group, [&](int64_t first, int64_t count) {
-      if (count == 1) return;
+      if (count < LEAST_TILE_TOKENS) return;
       const int64_t h = job.hidden_size;
-      uint32_t* to = reinterpret_cast<uint32_t*>(x_tiles + first * h);
-      for (int64_t pair = 0; pair < h / 2; pair += W) {
-        Words rows_of_x[W];
-        load_rows(rows_of_x, int(count), [&](int i) {
-          return load_vector<Words>(static_cast<const Bfloat16*>(job.x) + tokens[first + i] * h + 2 * pair);
-        });
-        transpose(rows_of_x);
-        for (int i = 0; i < W; ++i) std::memcpy(to + (pair + i) * count, &rows_of_x[i], count * sizeof(uint32_t));
-      }
+      lay_out_pairs(x_tiles + first * h, h, int(count), [&](int i, int64_t pair) {
+        return load_vector<Words>(static_cast<const Bfloat16*>(job.x) + tokens[first + i] * h + 2 * pair);
+      });
       const int64_t num_slices = h / SLICE;
       for (int64_t s = 0; s < num_slices; ++s)
         for (int64_t i = 0; i < count; ++i)
           x_tile_sums[first * num_slices + s * count + i] = x_sums[tokens[first + i] * num_slices + s];
     });
+#endif
   }
 
   template <int NUM_ROWS>
@@ -267,10 +265,9 @@ struct Mixture : Work {
     const Matrix& matrix = *piece.matrix;
 #if defined(__AMX_BF16__)
     if (uses_tiles(matrix, count)) {
-      const int64_t h = job.hidden_size, token = tokens[first];
-      const TokenTiles one{static_cast<const Bfloat16*>(job.x) + token * h, x_sums + token * h / SLICE, 1};
-      const TokenTiles several{x_tiles + first * h, x_tile_sums + first * h / SLICE, int(count)};
-      return multiply_tiles(unit, piece, next, count == 1 ? one : several, products);
+      const int64_t h = job.hidden_size;
+      const TokenTiles x{x_tiles + first * h, x_tile_sums + first * h / SLICE, int(count)};
+      return multiply_tiles(unit, piece, next, x, products);
     }
 #endif
     multiply<NUM_ROWS>(piece, next, inputs_of(matrix), tokens + first, count, products);

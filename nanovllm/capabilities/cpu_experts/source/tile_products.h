@@ -1,6 +1,6 @@
 // Products of 16 rows of a matrix with up to 16 rows of x by the matrix unit (AMX): 16 x 32 by 32 x 16, in bf16, summed
-// in fp32. The codes of 256 columns are made while the unit multiplies those of the 256 before them, and the scales are
-// applied one step later still, because the sums take long to leave the unit.
+// in fp32. A step makes the codes of 256 columns and multiplies them. The sums take long to leave the unit, so the next
+// step applies the scales.
 //
 // Legend: T rows of x, G groups of columns with a scale of their own in a step.
 
@@ -17,7 +17,7 @@ namespace {
 constexpr int TILE_ROWS = 16, MAX_TILE_TOKENS = 16;
 constexpr int STEP_SLICES = 8, STEP_COLUMNS = STEP_SLICES * SLICE;
 
-// Rows of x as the matrix unit reads them. One row is as it is anywhere else.
+// Rows of x as the matrix unit reads them.
 struct TokenTiles {
   const Bfloat16* pairs;  // [K / 2][T] pairs of neighbouring columns
   const float* sums;      // [K / SLICE][T]
@@ -54,11 +54,35 @@ inline void add_product(const void* codes, int64_t row_bytes, const void* x, int
   if constexpr (C == 3) _tile_dpbf16ps(3, 5, 7);
 }
 
-// The matrix unit of one thread: its configuration, and which row and token each lane of the sums [16][T] belongs to.
+// Lays out rows of x, which load_pairs(row, pair) reads 16 pairs at a time.
+template <class LoadPairs>
+inline void lay_out_pairs(Bfloat16* to, int64_t num_columns, int num_tokens, LoadPairs load_pairs) {
+  const __mmask16 tokens = __mmask16((1u << num_tokens) - 1);
+  for (int64_t pair = 0; pair < num_columns / 2; pair += W) {
+    Words rows[W];
+    load_rows(rows, num_tokens, [&](int i) { return load_pairs(i, pair); });
+    transpose(rows);
+    for (int i = 0; i < W; ++i)
+      _mm512_mask_storeu_epi32(to + (pair + i) * num_tokens * 2, tokens, __m512i(rows[i]));
+  }
+}
+
+// Which row and which token each of the sums [16][T] belongs to.
+struct alignas(64) SumPlaces {
+  uint8_t row[MAX_TILE_TOKENS + 1][TILE_ROWS * MAX_TILE_TOKENS], token[MAX_TILE_TOKENS + 1][TILE_ROWS * MAX_TILE_TOKENS];
+  constexpr SumPlaces() : row{}, token{} {
+    for (int t = 1; t <= MAX_TILE_TOKENS; ++t)
+      for (int i = 0; i < TILE_ROWS * t; ++i) {
+        row[t][i] = uint8_t(i / t);
+        token[t][i] = uint8_t(i % t);
+      }
+  }
+};
+constexpr SumPlaces SUM_PLACES;
+
+// The matrix unit of one thread.
 class MatrixUnit {
  public:
-  alignas(64) Ints row_of[MAX_TILE_TOKENS], token_of[MAX_TILE_TOKENS];
-
   ~MatrixUnit() {
     if (num_tokens_) _tile_release();
   }
@@ -77,11 +101,6 @@ class MatrixUnit {
       config.rows[tile] = uint8_t(tile < 6 ? TILE_ROWS : num_pairs);
     }
     _tile_loadconfig(&config);
-    if (num_tokens != num_tokens_)
-      for (int i = 0; i < num_tokens * W; ++i) {
-        row_of[i / W][i % W] = i / num_tokens;
-        token_of[i / W][i % W] = i % num_tokens;
-      }
     num_tokens_ = num_tokens;
     num_pairs_ = num_pairs;
   }
@@ -90,8 +109,9 @@ class MatrixUnit {
   int num_tokens_ = 0, num_pairs_ = 0;
 };
 
-inline Floats permuted(Floats values, Ints places) {
-  return Floats(_mm512_permutexvar_ps(__m512i(places), __m512(values)));
+// values[places[i]] of 16 bytes
+inline Floats permuted(Floats values, const uint8_t* places) {
+  return Floats(_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(load_vector<__m128i>(places)), __m512(values)));
 }
 
 template <class Format> class TileProducts {
@@ -99,8 +119,8 @@ template <class Format> class TileProducts {
   // products[t * stride + r] = row first_row + r . row t of x, for 16 rows.
   static void multiply(MatrixUnit& unit, const Matrix& matrix, int64_t first_row, const TokenTiles& x,
                        Prefetching& ahead, float* products, int64_t stride) {
-    TileProducts it(unit, matrix, first_row, x, ahead);
     unit.configure(x.num_tokens, PAIRS);
+    TileProducts it(matrix, first_row, x, ahead);
     if constexpr (IS_SCALED) it.multiply_steps();
     else it.multiply_rows();
     for (int t = 0; t < x.num_tokens; ++t)
@@ -111,73 +131,67 @@ template <class Format> class TileProducts {
   static constexpr bool IS_SCALED = Format::GROUP_SLICES > 0, IS_LARGE = Format::COLUMNS == STEP_COLUMNS;
   static constexpr int GROUP_COLUMNS = IS_SCALED ? Format::SCALE_COLUMNS : SLICE;
   static constexpr int NUM_GROUPS = STEP_COLUMNS / GROUP_COLUMNS;
-  static constexpr int PAIRS = std::min(GROUP_COLUMNS, SLICE) / 2;         // that are multiplied at a time
-  static constexpr int PARTS = GROUP_COLUMNS / (2 * PAIRS);                // products of a group
+  static constexpr int PAIRS = std::min(GROUP_COLUMNS, SLICE) / 2;  // that are multiplied at a time
+  static constexpr int SLICE_TILES = SLICE / 2 / PAIRS, GROUP_TILES = GROUP_COLUMNS / (2 * PAIRS);
   static constexpr int STEP_BLOCKS = STEP_COLUMNS / Format::COLUMNS;
   static constexpr int BLOCK_SLICES = Format::COLUMNS / SLICE, BLOCK_GROUPS = Format::COLUMNS / GROUP_COLUMNS;
 
-  struct Codes {
-    alignas(64) Bfloat16 of[STEP_SLICES][TILE_ROWS][SLICE];
-  };
-  // Large blocks: [row][8 scales, 8 leasts, or 16 scales], as they lie in the format. Others: [group or 8 + group][row].
-  struct Scales {
-    alignas(64) float of[TILE_ROWS][W];
-  };
+  // What the next step needs of a step.
   struct Sums {
     alignas(64) float of[NUM_GROUPS * TILE_ROWS * MAX_TILE_TOKENS];  // [G][16][T]
+    // Large blocks: [row][8 scales, 8 leasts, or 16 scales], as they lie in the format. Others: [group or 8 + group][row]
+    alignas(64) float scales[TILE_ROWS][W];
   };
 
-  MatrixUnit& unit_;
-  const TokenTiles& x_;
+  const TokenTiles x_;
   Prefetching& ahead_;
   const int64_t num_columns_, row_bytes_;
-  std::array<Row, TILE_ROWS> rows_;
+  Row rows_[TILE_ROWS];
   alignas(64) float totals_[TILE_ROWS * MAX_TILE_TOKENS];  // [16][T]
-  Codes codes_[2];
-  Scales scales_[4];  // a step's are needed two steps later
+  alignas(64) Bfloat16 codes_[STEP_SLICES][TILE_ROWS][SLICE];
   Sums sums_[2];
 
-  TileProducts(MatrixUnit& unit, const Matrix& matrix, int64_t first_row, const TokenTiles& x, Prefetching& ahead)
-      : unit_(unit), x_(x), ahead_(ahead), num_columns_(matrix.num_columns), row_bytes_(matrix.row_bytes),
-        rows_([&]<size_t... I>(std::index_sequence<I...>) {
-          return std::array<Row, TILE_ROWS>{Row(matrix, first_row + int64_t(I))...};
-        }(std::make_index_sequence<TILE_ROWS>())) {}
+  TileProducts(const Matrix& matrix, int64_t first_row, const TokenTiles& x, Prefetching& ahead)
+      : TileProducts(matrix, Row(matrix, first_row), x, ahead, matrix.groups_of_row(),
+                     std::make_index_sequence<TILE_ROWS>()) {}
+
+  template <size_t... I>
+  TileProducts(const Matrix& matrix, const Row& first, const TokenTiles& x, Prefetching& ahead, int64_t row_groups,
+               std::index_sequence<I...>)
+      : x_(x), ahead_(ahead), num_columns_(matrix.num_columns), row_bytes_(matrix.row_bytes),
+        rows_{first.after(I, matrix.row_bytes, row_groups)...} {}
 
   void multiply_steps() {
     std::memset(totals_, 0, sizeof(float) * TILE_ROWS * x_.num_tokens);
     const int64_t num_steps = (num_columns_ + STEP_COLUMNS - 1) / STEP_COLUMNS;
-    for (int64_t step = 0; step < num_steps + 2; ++step) {
+    for (int64_t step = 0; step < num_steps; ++step) {
+      const int num_slices = int(std::min<int64_t>(num_columns_ / SLICE - step * STEP_SLICES, STEP_SLICES));
+      for (int r = 0; r < TILE_ROWS; ++r) {
+        unpack(step, num_slices, r);
+        ahead_.step(STEP_BLOCKS * Format::BLOCK_BYTES);
+      }
       std::atomic_signal_fence(std::memory_order_seq_cst);  // the codes are in memory before tiles read them
-      unrolled<STEP_SLICES>([&](auto i) {
-        if (step < num_steps) {
-          unpack(step, 2 * i);
-          unpack(step, 2 * i + 1);
-          ahead_.step(2 * STEP_BLOCKS * Format::BLOCK_BYTES);
-        }
-        if (step > 0 && step <= num_steps) multiply_slice<i>(step - 1);
-      });
-      if (step > 1) add_groups(step - 2);
+      unrolled<STEP_SLICES>([&](auto i) { multiply_slice<i>(step, num_slices); });
+      if (step > 0) add_groups(step - 1, NUM_GROUPS);
+      if (step == num_steps - 1) add_groups(step, num_slices * NUM_GROUPS / STEP_SLICES);
     }
   }
 
   // Codes and scales of row r.
-  void unpack(int64_t step, int r) {
-    Codes& codes = codes_[step % 2];
-    Scales& scales = scales_[step % 4];
+  void unpack(int64_t step, int num_slices, int r) {
+    float(&scales)[TILE_ROWS][W] = sums_[step % 2].scales;
     unrolled<STEP_BLOCKS>([&](auto b) {
-      const int64_t block = step * STEP_BLOCKS + b;
-      if (STEP_BLOCKS > 1 && block * Format::COLUMNS >= num_columns_) return;
+      if (STEP_BLOCKS > 1 && b * BLOCK_SLICES >= num_slices) return;
       Format format;
-      format.begin(rows_[r], block);
+      format.begin(rows_[r], step * STEP_BLOCKS + b);
       unrolled<BLOCK_SLICES>([&](auto s) {
-        _mm512_store_si512(codes.of[b * BLOCK_SLICES + s][r], bits_of<__m512i>(pairs_of<s>(format)));
+        _mm512_store_si512(codes_[b * BLOCK_SLICES + s][r], bits_of<__m512i>(pairs_of<s>(format)));
       });
       if constexpr (IS_LARGE) {
-        store_vector(scales.of[r], scales_in(format));
+        store_vector(scales[r], scales_in(format));
       } else {
-        for (int g = 0; g < BLOCK_GROUPS; ++g)
-          scales.of[b * BLOCK_GROUPS + g][r] = format.scale_at(g * GROUP_COLUMNS);
-        if constexpr (Format::HAS_LEAST) scales.of[8 + b][r] = format.least;
+        for (int g = 0; g < BLOCK_GROUPS; ++g) scales[b * BLOCK_GROUPS + g][r] = format.scale_at(g * GROUP_COLUMNS);
+        if constexpr (Format::HAS_LEAST) scales[8 + b][r] = format.least;
       }
     });
   }
@@ -188,43 +202,39 @@ template <class Format> class TileProducts {
   }
 
   // Product i of a step. Neighbours belong to different groups, because a sum takes long to be ready for another one.
-  template <int i> void multiply_slice(int64_t step) {
-    constexpr int GROUPS = std::min(NUM_GROUPS, STEP_SLICES), group = i % GROUPS, part = i / GROUPS;
-    constexpr int slice = group * PARTS + part;
-    if (step * STEP_COLUMNS + slice * SLICE >= num_columns_) return;
-    constexpr int TILES = SLICE / 2 / PAIRS;  // of a slice
+  template <int i> void multiply_slice(int64_t step, int num_slices) {
+    constexpr int GROUPS = std::min(NUM_GROUPS, STEP_SLICES), slice = i % GROUPS * GROUP_TILES + i / GROUPS;
+    if (slice >= num_slices) return;
     const int64_t num_tokens = x_.num_tokens;
-    unrolled<TILES>([&](auto t) {
-      constexpr int of_step = group * TILES + t, c = of_step % 4;
+    unrolled<SLICE_TILES>([&](auto t) {
+      constexpr int group = i % GROUPS * SLICE_TILES + t, c = group % 4;
       const Bfloat16* x = x_.pairs + (step * STEP_COLUMNS + slice * SLICE + t * 2 * PAIRS) * num_tokens;
-      if constexpr (part == 0) clear_tile<c>();
-      add_product<c>(codes_[step % 2].of[slice][0] + t * 2 * PAIRS, SLICE * 2, x, 4 * num_tokens);
-      if constexpr (part == PARTS - 1)
-        store_tile<c>(sums_[step % 2].of + of_step * TILE_ROWS * num_tokens, 4 * num_tokens);
+      if constexpr (i < GROUPS) clear_tile<c>();
+      add_product<c>(codes_[slice][0] + t * 2 * PAIRS, SLICE * 2, x, 4 * num_tokens);
+      if constexpr (i / GROUPS == GROUP_TILES - 1)
+        store_tile<c>(sums_[step % 2].of + group * TILE_ROWS * num_tokens, 4 * num_tokens);
     });
   }
 
   // totals += scale * sum of products - least * sum of x
-  void add_groups(int64_t step) {
+  void add_groups(int64_t step, int num_groups) {
     const int64_t num_tokens = x_.num_tokens;
-    const int64_t left = (num_columns_ - step * STEP_COLUMNS) / GROUP_COLUMNS;
-    const int num_groups = int(std::min<int64_t>(left, NUM_GROUPS));
-    Words scales[W];
-    for (int i = 0; i < W; ++i) scales[i] = load_vector<Words>(scales_[step % 4].of[i]);
-    if constexpr (IS_LARGE) transpose(scales);
-    const float* sums = sums_[step % 2].of;
+    const Sums& sums = sums_[step % 2];
     const float* of_x = x_.sums + step * STEP_SLICES * num_tokens;
+    Words scales[W];
+    for (int i = 0; i < W; ++i) scales[i] = load_vector<Words>(sums.scales[i]);
+    if constexpr (IS_LARGE) transpose(scales);
     const __mmask16 tokens = __mmask16((1u << num_tokens) - 1);
     for (int v = 0; v < num_tokens; ++v) {
+      const uint8_t* row = SUM_PLACES.row[num_tokens] + v * W;
       Floats total = load(totals_ + v * W);
       unrolled<NUM_GROUPS>([&](auto g) {
         if (!IS_LARGE && g >= num_groups) return;
-        const Floats scale = permuted(bits_of<Floats>(scales[g]), unit_.row_of[v]);
-        total += scale * load(sums + (g * num_tokens + v) * W);
+        total += permuted(bits_of<Floats>(scales[g]), row) * load(sums.of + (g * num_tokens + v) * W);
         if constexpr (Format::HAS_LEAST) {
-          const Floats least = permuted(bits_of<Floats>(scales[8 + g]), unit_.row_of[v]);
           const auto sums_of_x = Floats(_mm512_maskz_loadu_ps(tokens, of_x + g * num_tokens));
-          total -= least * permuted(sums_of_x, unit_.token_of[v]);
+          total -= permuted(bits_of<Floats>(scales[8 + g]), row) *
+                   permuted(sums_of_x, SUM_PLACES.token[num_tokens] + v * W);
         }
       });
       store_vector(totals_ + v * W, total);
