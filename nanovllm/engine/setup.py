@@ -43,6 +43,9 @@ class Internals:
     cpu_split: CpuSplit | None = None  # replaces the split that start-up measures
     least_load_tokens: int | None = None  # replaces the measured prefix length from which loading from disk pays
     drafters: tuple[Drafter, ...] | None = None  # replace the drafters that `speculation` names, unless it is off
+    max_cpu_expert_rows: int | None = (
+        None  # replaces the measured tokens of a step up to which the CPU computes experts
+    )
     always_guesses: bool = False  # propose as many draft tokens as allowed, regardless of their cost
 
 

@@ -82,7 +82,7 @@ def _make_executor(setup: EngineSetup) -> Executor:
         setup.device,
         setup.internals.make_offload_engine,
         make_cpu_attention,
-        RankExperts,
+        partial(RankExperts, max_rows=setup.internals.max_cpu_expert_rows),
     )
     if config.tensor_parallel_size == 1:
         return LocalExecutor(factory)

@@ -29,7 +29,7 @@ from nanovllm.config import Config
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KNOWN_TARGETS
 from nanovllm.engine.startup import companion_setups
-from nanovllm.kernels import launch, quantizing
+from nanovllm.kernels import gguf_pack, launch, quantizing
 from nanovllm.kernels.expert_exchange import ExchangedRows
 from nanovllm.layers import linear
 from nanovllm.layers.packed_weight import PackedWeight
@@ -57,7 +57,9 @@ def runner(request: pytest.FixtureRequest, model: Path) -> Iterator[ModelRunner]
 @contextmanager
 def launching_runner(model: Path, sizes: KVCacheSizes, **options: Any) -> Iterator[ModelRunner]:
     """Its layers believe that the tensors are on a GPU, and launch kernels."""
-    runner = make_runner(model, sizes.num_cpu_blocks, dtype="bfloat16", cpu_attention="off", **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_pack, "pack_blocks", lambda *_: None)  # launched while the weights are loaded
+        runner = make_runner(model, sizes.num_cpu_blocks, dtype="bfloat16", cpu_attention="off", **options)
     runner.backend = TritonBackend()
     runner.allocate_kv_cache(sizes, companion_setups(runner.spec, sizes))
     with pytest.MonkeyPatch.context() as patch:

@@ -50,9 +50,17 @@ class RankExperts:
     """The experts of a rank in CPU memory, the threads that compute them, and the buffers that they are streamed to."""
 
     def __init__(
-        self, config: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device, with_mtp: bool
+        self,
+        config: ModelConfig,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        with_mtp: bool,
+        max_rows: int | None = None,
     ) -> None:
-        """Allocate the memory, pinned if the model is on a GPU. with_mtp: also for the draft head."""
+        """Allocate the memory, pinned if the model is on a GPU. with_mtp: also for the draft head. max_rows: tokens of
+        a step up to which the CPU computes its experts, or None to measure what is faster.
+        """
         assert config.experts is not None, "only mixtures have experts"
         self.config, self.experts, self.tp, self.dtype, self.device = config, config.experts, tp, dtype, device
         self.is_gpu = device.type == "cuda"
@@ -68,7 +76,8 @@ class RankExperts:
         places = [torch.arange(self.experts.num_experts, dtype=torch.int32)] * len(stored)
         self._buffer = HostBuffer(store_bytes(stored, places), device if self.is_gpu else None)
         self.store = ExpertStore(stored, places, self._buffer.tensor)
-        self.max_rows = MAX_CPU_EXPERT_ROWS  # tokens of a step up to which the CPU computes its experts
+        self.max_rows = max_rows or MAX_CPU_EXPERT_ROWS
+        self._measures = max_rows is None
         self.cells: torch.Tensor | None = None  # int64 [T], negative for rows of padding; None if there is no padding
         self.kernel: CpuKernel | None = None
         self._num_computed = 0
@@ -109,7 +118,8 @@ class RankExperts:
             counts=torch.zeros(2, dtype=torch.int32, device=self.device),
         )
         self.staging = ExpertStaging(self.store.layers, self._staged_experts, make_streams(self.device))
-        self.max_rows = self._rows_that_the_cpu_computes_faster()
+        if self._measures:
+            self.max_rows = self._rows_that_the_cpu_computes_faster()
         self.staging.num_fetched = 0
         self._server = kernel.serve_experts(job, exchange)
 

@@ -72,22 +72,22 @@ class ExpertStaging:
         self._raw = torch.zeros(max(STAGED_PIECE_BYTES, _least_piece(layers)), dtype=torch.uint8, device=device)
         self.num_fetched = 0  # layers
         self._held: list[int | None] = [None] * NUM_BUFFERS  # the layer in each buffer, or on its way there
-        self._ready = [streams.event() for _ in range(NUM_BUFFERS)]
-        self._done: list[Event | None] = [None] * NUM_BUFFERS
+        self._experts_ready = [streams.event() for _ in range(NUM_BUFFERS)]
+        self._experts_done: list[Event | None] = [None] * NUM_BUFFERS
 
     def experts(self, layer: int) -> Experts:
         """Return the layer's experts, for which the compute stream waits. Hot: once per layer."""
         self._fetch(layer)
         buffer = layer % NUM_BUFFERS
-        self.streams.compute.wait(self._ready[buffer])  # E15: experts arranged -> multiplied
+        self.streams.compute.wait(self._experts_ready[buffer])  # E15: experts arranged -> multiplied
         return self._experts[buffer][self.layers[layer].kind]
 
     def multiplied(self, layer: int) -> None:
         """Begin to copy the next layer, now that the products of this one are enqueued. Hot: once per layer."""
         buffer = layer % NUM_BUFFERS
-        if self._done[buffer] is None:
-            self._done[buffer] = self.streams.event()
-        self.streams.compute.record(self._done[buffer])
+        if self._experts_done[buffer] is None:
+            self._experts_done[buffer] = self.streams.event()
+        self.streams.compute.record(self._experts_done[buffer])
         if layer + 1 < len(self.layers):
             self._fetch(layer + 1)
 
@@ -104,12 +104,12 @@ class ExpertStaging:
             return
         self._held[buffer] = layer
         self.num_fetched += 1
-        if (done := self._done[buffer]) is not None:
+        if (done := self._experts_done[buffer]) is not None:
             self.streams.h2d.wait(done)  # E16: multiplied -> next layer's copies
         given = self.layers[layer]
         for matrix, rows in zip(given.matrices, _rows_of(self._experts[buffer][given.kind]), strict=True):
             self._fill(matrix, rows)
-        self.streams.h2d.record(self._ready[buffer])
+        self.streams.h2d.record(self._experts_ready[buffer])
 
     def _fill(self, matrix: ExpertMatrix, rows: _Rows) -> None:
         weight = rows.weight
@@ -170,9 +170,7 @@ class ExpertStaging:
 
 
 def _least_piece(layers: Sequence[ExpertLayer]) -> int:
-    """Return the most bytes that are copied to the raw memory together whatever the size of pieces: a row of blocks, or
-    the scales of an expert.
-    """
+    """Return the most bytes of what no piece may divide: a row of blocks, or the scales of an expert."""
     formats = (matrix.format for layer in layers for matrix in layer.matrices)
     return max(max(each.row_bytes, sum(each.part_bytes[1:])) for each in formats)
 

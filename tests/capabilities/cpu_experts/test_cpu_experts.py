@@ -403,8 +403,8 @@ def test_failed_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch, open_llm: 
     before, ranks = threads(), list[Any]()
     make = RankExperts.__init__
 
-    def noted(self: RankExperts, *args: Any) -> None:
-        make(self, *args)
+    def noted(self: RankExperts, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
         ranks.extend(weakref.ref(each) for each in (self, self.store, self.store.memory.untyped_storage()))
 
     monkeypatch.setattr(RankExperts, "__init__", noted)
