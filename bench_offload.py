@@ -32,6 +32,7 @@ from benchmarks.common import (
     time_prompts,
     weight_options,
 )
+from benchmarks.experts import bench_experts
 from benchmarks.reporting import Samples, report, run_options, versions
 from benchmarks.speculation import run_speculation
 from nanovllm import LLM, SamplingParams
@@ -270,6 +271,11 @@ def main() -> None:
     parser.add_argument(
         "--num-speculative-tokens", type=int, help="maximum draft tokens in a step; default: the engine's"
     )
+    parser.add_argument(
+        "--experts",
+        action="store_true",
+        help="instead measure a mixture with experts in CPU memory",
+    )
     parser.add_argument("--shadow-bits", type=int, choices=SHADOW_BITS, help="with --speculation shadow")
     args = parser.parse_args()
     compare = {name for name in args.compare.split(",") if name}
@@ -286,6 +292,10 @@ def main() -> None:
     result = run_options(args) | versions() | {"gpu": ceilings.name, "link_byte_per_s": ceilings.link_byte_per_s}
     if args.speculation:
         report(run_speculation(args, ceilings, result, make_llm), args.json)
+        return
+    if args.experts:
+        args.enable_expert_offload = True
+        report(result | bench_experts(args, make_llm), args.json)
         return
     result |= bench_with_and_without_cpu(args, ceilings)
     if "default" in compare:

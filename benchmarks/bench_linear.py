@@ -26,7 +26,7 @@ from nanovllm.kernels import packed_linear as kernels
 from nanovllm.kernels.packed_values import Packed
 from nanovllm.layers.moe import MAX_SINGLE_PAIRS
 from nanovllm.layers.packed_weight import PackedWeight, packed, store_blocks, unpacked_linear
-from nanovllm.models.gguf_values import random_parts
+from nanovllm.models.gguf_values import random_blocks, read_parts
 from nanovllm.models.quantized_weights import quantize
 
 LAYERS = {"qkv": (1, 6144, 4096), "o": (1, 4096, 4096), "gate_up": (1, 24576, 4096), "down": (1, 4096, 12288)}
@@ -47,7 +47,7 @@ def make_weight(num_rows: int, size: int, name: str) -> torch.nn.Parameter | Pac
         generator = torch.Generator("cuda").manual_seed(0)
         for start in range(0, num_rows, 1024):
             rows = weight.rows(start, min(start + 1024, num_rows))
-            store_blocks(random_parts(rows.end - start, size, name, generator), [rows])
+            store_blocks(read_parts(random_blocks(rows.end - start, size, name, generator), name), [rows])
         return weight
     values = torch.randn(num_rows, size, dtype=torch.bfloat16, device="cuda") / size**0.5
     if name == "bf16":

@@ -192,7 +192,13 @@ def lengths_after_short_warm_up(num_tokens: int, num_runs: int, num_slots: int, 
 def weight_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the engine's options for the formats and places of the weights."""
     place = {"true": True, "false": False}.get(args.embedding_on_cpu, "auto")
-    return {"quantization": args.quantization, "quantize_head": args.quantize_head, "embedding_on_cpu": place}
+    experts = {name: getattr(args, name) for name in ("enable_expert_offload", "num_gpu_expert_layers")}
+    return {
+        "quantization": args.quantization,
+        "quantize_head": args.quantize_head,
+        "embedding_on_cpu": place,
+        **experts,
+    }
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -200,6 +206,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization", help="quantize linear layers while they are loaded: fp8, fp8_dynamic or int4")
     parser.add_argument("--quantize-head", help="quantize the output head while it is loaded: int8")
     parser.add_argument("--embedding-on-cpu", choices=("true", "false", "auto"), default="auto")
+    parser.add_argument("--enable-expert-offload", action="store_true", help="keep experts in CPU memory")
+    parser.add_argument("--num-gpu-expert-layers", type=int, help="layers whose experts stay on the GPU")
     parser.add_argument("--load-format", default="dummy", help="dummy: random weights; auto: the model's own")
     parser.add_argument("--max-model-len", type=int, default=40960, help="tokens of the long workload")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")

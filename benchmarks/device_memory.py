@@ -65,9 +65,10 @@ def serve_case(case: str, free_bytes: int, num_short_prompts: int = NUM_SHORT_PR
 
     cuda_bytes = held_bytes()  # the call creates the context
     total_bytes = torch.cuda.get_device_properties(0).total_memory
-    plan = planned(engine_options(CASES[case], total_bytes))
-    # The engine counts the memory of other processes as used.
-    with LLM(**engine_options(CASES[case], total_bytes, others_bytes=total_bytes - free_bytes)) as llm:
+    # Plan and engine count the memory of other processes as used.
+    options = engine_options(CASES[case], total_bytes, others_bytes=total_bytes - free_bytes)
+    plan = planned(options)
+    with LLM(**options) as llm:
         start_bytes = held_bytes()
         serve(llm, num_short_prompts)
         served_bytes, stats = held_bytes(), torch.cuda.memory_stats()

@@ -1,4 +1,4 @@
-"""Writes a GGUF file with the shapes and types of Qwen3 in Q4_K_M, to measure without a download.
+"""Writes a GGUF file with the shapes and types of Qwen3 or of its mixtures in Q4_K_M, to measure without a download.
 
     python -m benchmarks.gguf_shapes /tmp/8b.gguf --model qwen3-8b
 
@@ -28,7 +28,7 @@ SCALE = 0.0001
 def tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yield the name, the shape and the type of each tensor, as llama.cpp's Q4_K_M has them."""
     hidden, q, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    num_layers, mlp = config.num_layers, config.intermediate_size
+    num_layers = config.num_layers
     yield "token_embd.weight", (config.vocab_size, hidden), "Q6_K" if config.tie_word_embeddings else "Q4_K"
     yield "output_norm.weight", (hidden,), "F32"
     if not config.tie_word_embeddings:
@@ -46,15 +46,28 @@ def tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], str]]:
             ("attn_k", (kv, hidden), "Q4_K"),
             ("attn_v", (kv, hidden), finer),
             ("attn_output", (hidden, q), "Q4_K"),
-            ("ffn_gate", (mlp, hidden), "Q4_K"),
-            ("ffn_up", (mlp, hidden), "Q4_K"),
-            ("ffn_down", (hidden, mlp), finer),
+            *_mlp(config, finer),
         ):
             yield f"blk.{layer}.{name}.weight", shape, block_type
 
 
+def _mlp(config: ModelConfig, finer: str) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    """Return the tensors of a dense MLP, or of all experts of a layer and their router. `finer`: the type of down."""
+    hidden, size, experts = config.hidden_size, config.intermediate_size, config.experts
+    if experts is None:
+        up = size, hidden
+        return ("ffn_gate", up, "Q4_K"), ("ffn_up", up, "Q4_K"), ("ffn_down", (hidden, size), finer)
+    num, size = experts.num_experts, experts.intermediate_size
+    return (
+        ("ffn_gate_inp", (num, hidden), "F32"),
+        ("ffn_gate_exps", (num, size, hidden), "Q4_K"),
+        ("ffn_up_exps", (num, size, hidden), "Q4_K"),
+        ("ffn_down_exps", (num, hidden, size), finer),
+    )
+
+
 def write(path: Path, config: ModelConfig, *, with_data: bool = False) -> None:
-    entries = {
+    entries: dict[str, int | float] = {
         "block_count": config.num_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -66,12 +79,20 @@ def write(path: Path, config: ModelConfig, *, with_data: bool = False) -> None:
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.freq_base": float(config.rope.rope_theta),
     }
+    architecture = "qwen3"
+    if config.experts is not None:
+        architecture = "qwen3moe"
+        entries |= {
+            "expert_count": config.experts.num_experts,
+            "expert_used_count": config.experts.num_experts_per_token,
+            "expert_feed_forward_length": config.experts.intermediate_size,
+        }
     listed = list(tensors(config))
     header = b"GGUF" + struct.pack("<Iqq", 3, len(listed), len(entries) + 1)
-    header += _text("general.architecture") + struct.pack("<I", 8) + _text("qwen3")
+    header += _text("general.architecture") + struct.pack("<I", 8) + _text(architecture)
     for name, value in entries.items():
         packed = struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
-        header += _text(f"qwen3.{name}") + packed
+        header += _text(f"{architecture}.{name}") + packed
     offset, places = 0, []
     for name, shape, block_type in listed:
         kind = TYPES[NUMBERS[block_type]]

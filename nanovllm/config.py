@@ -180,10 +180,31 @@ class Config:
     )
     cpu_attention_threads: int | None = option(
         None,
-        help="CPU threads of each rank for cpu_attention; by default the rank's share of the available CPUs, less one "
-        "or two for the threads that drive the GPU",
+        help="CPU threads of each rank for cpu_attention and for experts in CPU memory; by default the rank's share of "
+        "the available CPUs, less one or two for the threads that drive the GPU",
         group=_OFFLOAD,
         least=1,
+    )
+    enable_expert_offload: bool | None = option(
+        False,
+        help="keep experts of a mixture in pinned CPU memory, whole layers at a time: the CPU computes few tokens, and "
+        "experts cross the link for many; None, the default of serve, chat and generate: where otherwise less than one "
+        "sequence of max_model_len would fit the GPU. On a CPU, experts stay in the checkpoint's format",
+        group=_OFFLOAD,
+    )
+    num_gpu_expert_layers: int | None = option(
+        None,
+        help="layers whose experts stay on the GPU with enable_expert_offload; by default, as many as fit in addition "
+        "to the KV of one sequence of max_model_len; on a CPU, none",
+        group=_OFFLOAD,
+        least=0,
+    )
+    gpu_expert_memory_gb: float | None = option(
+        None,
+        help="most GiB for experts on each GPU, instead of num_gpu_expert_layers",
+        group=_OFFLOAD,
+        least=0,
+        most=_MAX_CPU_MEMORY_GB,
     )
 
     max_num_batched_tokens: int = option(
@@ -282,6 +303,7 @@ class Config:
                 "max_step_ms applies only to chunked prefill; leave it out, or leave out chunked_prefill=False"
             )
         self._check_disk()
+        self._check_expert_offload()
         self._check_offload()
         check_overrides(self.hf_overrides or {})
 
@@ -303,9 +325,28 @@ class Config:
             return 0
         return int((DEFAULT_DISK_GB if self.kv_disk_gb is None else self.kv_disk_gb) * 2**30)
 
+    def _check_expert_offload(self) -> None:
+        names = "num_gpu_expert_layers", "gpu_expert_memory_gb"
+        given = [name for name in names if getattr(self, name) is not None]
+        if given and not self.enable_expert_offload:
+            raise ConfigError(f"{given[0]} applies only to experts in CPU memory; add enable_expert_offload=True")
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(names)} both limit the experts on the GPU; give one of them")
+
     def _check_offload(self) -> None:
+        if self.cpu_attention_threads is not None and not self.enable_expert_offload:
+            if not self.enable_cpu_offload:
+                raise ConfigError(
+                    "cpu_attention_threads applies only to CPU offload and to experts in CPU memory; add "
+                    "enable_cpu_offload=True or enable_expert_offload=True"
+                )
+            if self.cpu_attention == "off":
+                raise ConfigError(
+                    "cpu_attention_threads has no effect with cpu_attention='off' unless experts are in CPU memory "
+                    "(enable_expert_offload=True); leave one of them out"
+                )
         if not self.enable_cpu_offload:
-            for name in ("num_gpu_blocks", "num_cpu_blocks", "cpu_memory_gb", "cpu_attention_threads"):
+            for name in ("num_gpu_blocks", "num_cpu_blocks", "cpu_memory_gb"):
                 if getattr(self, name) is not None:
                     raise ConfigError(f"{name} applies only to CPU offload; add enable_cpu_offload=True")
             if self.cpu_attention == "on":
@@ -317,8 +358,6 @@ class Config:
             )
         if self.num_cpu_blocks is not None and self.cpu_memory_gb is not None:
             raise ConfigError("num_cpu_blocks and cpu_memory_gb both set the size of the CPU pool; give one of them")
-        if self.cpu_attention_threads is not None and self.cpu_attention == "off":
-            raise ConfigError("cpu_attention_threads has no effect with cpu_attention='off'; leave one of them out")
 
     @property
     def speculation_method(self) -> str:

@@ -267,6 +267,13 @@ class LLM:
         cpu_attention_byte_per_s     the rate of the CPU while the link is busy, from start-up and decode steps
         cpu_load_byte_per_s          bytes that the CPU attended to per second of decode steps that missed blocks
 
+        With experts in CPU memory:
+        num_cpu_expert_layers        layers whose experts are in CPU memory
+        cpu_expert_bytes             size of these experts, on all ranks
+        max_cpu_expert_rows          tokens of a step up to which the CPU computes experts, chosen at start-up
+        num_cpu_computed_layers      layers whose experts the CPU of rank 0 has computed, in all steps
+        num_streamed_expert_layers   layers whose experts were streamed to rank 0's GPU, in all steps
+
         With speculation:
         num_guesses                  draft tokens
         num_accepted_guesses         accepted draft tokens; all draft tokens after a wrong one count as rejected

@@ -12,6 +12,7 @@ from nanovllm.plan.kv_spec import KVCacheSpec
 from nanovllm.plan.step_limits import MAX_DECODE_QUERIES, MAX_VERIFYING_ROWS
 
 OFFLOAD = {"enable_cpu_offload": True}
+EXPERTS = {"enable_expert_offload": True}
 NAN, INF, HUGE = math.nan, math.inf, 10**400
 BAD_DEVICES = ("cuda:abc", "cuda:-1", "cuda:", "cuda:1.5", "cuda:100", "cuda:01", "cuda: 1", "cuda:²", "CPU", "")
 
@@ -35,6 +36,9 @@ def test_defaults_are_those_of_the_specification() -> None:
         "cpu_memory_gb": None,
         "cpu_attention": "auto",
         "cpu_attention_threads": None,
+        "enable_expert_offload": False,
+        "num_gpu_expert_layers": None,
+        "gpu_expert_memory_gb": None,
         "chunked_prefill": True,
         "max_step_ms": None,
         "speculation": None,
@@ -147,10 +151,31 @@ def test_value_of_a_wrong_type_or_that_contradicts_others_is_refused_with_the_re
         ({"num_gpu_blocks": 4}, "num_gpu_blocks applies only to CPU offload; add enable_cpu_offload=True"),
         (OFFLOAD | {"num_kvcache_blocks": 4}, "applies only without CPU offload; .*use num_gpu_blocks"),
         (OFFLOAD | {"cpu_memory_gb": 1.0, "num_cpu_blocks": 4}, "both set the size of the CPU pool; give one of them"),
+        (
+            {"num_gpu_expert_layers": 4},
+            "num_gpu_expert_layers applies only to experts .* add enable_expert_offload=True",
+        ),
+        ({"enable_expert_offload": None, "gpu_expert_memory_gb": 4}, "gpu_expert_memory_gb applies only to experts"),
+        (
+            EXPERTS | {"num_gpu_expert_layers": 4, "gpu_expert_memory_gb": 1},
+            "both limit the experts on the GPU; give one",
+        ),
+        (EXPERTS | {"num_gpu_expert_layers": -1}, "num_gpu_expert_layers=-1 must be 0 or more"),
+        ({"enable_expert_offload": "auto"}, "enable_expert_offload='auto' must be True or False or None"),
+        ({"cpu_attention_threads": 4}, "=True or enable_expert_offload=True"),
+        (
+            OFFLOAD | {"cpu_attention_threads": 4, "cpu_attention": "off"},
+            "no effect with cpu_attention='off' unless exp",
+        ),
     ]
     for options, message in bad:
         with pytest.raises(ConfigError, match=message):
             Config(**({"model": "m"} | options))
+
+
+def test_threads_are_for_attention_or_experts() -> None:
+    for options in (OFFLOAD, EXPERTS, OFFLOAD | EXPERTS | {"cpu_attention": "off"}):
+        assert Config(model="m", cpu_attention_threads=4, **options).cpu_attention_threads == 4  # type: ignore[arg-type]
 
 
 def test_device_that_may_exist_is_kept() -> None:

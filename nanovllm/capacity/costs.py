@@ -22,12 +22,16 @@ from nanovllm.checkpoint.model_config import MAX_MLP_TOKENS, ModelConfig
 from nanovllm.checkpoint.model_layout import Linear, model_layout
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
+from nanovllm.plan.expert_formats import STAGED_PIECE_BYTES, LayerFormat, layer_bytes, layer_format
 from nanovllm.plan.kv_spec import KVCacheSpec, dtype_name, kv_cache_spec, uses_draft_head
 from nanovllm.plan.step_limits import (
+    MAX_CPU_EXPERT_ROWS,
     MAX_GRAPH_CHUNKS,
     draft_graph_sizes,
     graph_sizes,
+    has_mixed_graphs,
     head_graph_sizes,
+    max_graph_rows,
     max_step_rows,
     mixed_graph_sizes,
     streamed_graph_sizes,
@@ -39,6 +43,7 @@ from nanovllm.utils.arithmetic import ceil_div
 MIB = 2**20
 CONTEXT_BYTES = 780 * MIB  # CUDA's context (524 MiB), and the kernels that libraries and Triton load
 NCCL_BYTES = 256 * MIB  # NCCL's buffers, if there is more than one rank; assumed
+NUM_EXPERT_BUFFERS = 2  # experts of a layer arrive in one while the GPU computes with the other
 NUM_WORKSPACES = 2  # torch keeps one per stream that calls cuBLAS: the capturing stream and the running one
 WORKSPACE_BYTES = 32 * MIB  # with compute capability 9.0 and above
 OLD_WORKSPACE_BYTES = 8320 * 2**10  # below 9.0
@@ -99,31 +104,61 @@ class _Size(NamedTuple):
         return self.columns // num_ranks, num_ranks
 
 
+class _ExpertSizes(NamedTuple):
+    """The sizes and formats of the experts of a layer."""
+
+    gate_up: _Size
+    down: _Size
+
+    def layer_format(self, config: Config, model: ModelConfig) -> LayerFormat:
+        """Return how the experts are stored in CPU memory. Raises ConfigError if they cannot be."""
+        formats, dtype = (*self.gate_up.formats, *self.down.formats), dtype_name(config, model)
+        sizes = {"hidden_size": self.gate_up.columns, "size": self.down.columns}
+        return layer_format(formats, dtype, **sizes, num_ranks=config.tensor_parallel_size)
+
+
 class _Weights(NamedTuple):
     """Some of a model's weights."""
 
     sizes: Mapping[_Size, int]  # size -> number of linear weights with this size
     num_others: int  # number of elements in norms, biases and other small tensors, which are never quantized
+    cpu_layers: Mapping[_ExpertSizes, int]  # number of layers whose experts are in CPU memory, which `sizes` leaves out
+
+    @property
+    def all_sizes(self) -> Mapping[_Size, int]:
+        """The numbers of linear weights, wherever they are."""
+        total = Counter(self.sizes)
+        for experts, count in self.cpu_layers.items():
+            total.update(dict.fromkeys(experts, count))
+        return total
 
 
-@lru_cache(maxsize=64)  # a plan asks thousands of times
+@lru_cache(maxsize=256)  # a plan asks thousands of times, for many numbers of layers in CPU memory
 def _weights(model: ModelConfig, part: str) -> _Weights:
     """Return the weights of a part of ModelLayout. The first expert stands for all experts."""
     sizes: Counter[_Size] = Counter()
+    on_cpu: list[_Size] = []
     num_others = 0
     for weight in getattr(model_layout(model), part):
         if isinstance(weight, Linear):
-            formats = weight.first_expert_formats(model)
-            sizes[_Size(weight.rows, weight.columns, weight.split, weight.num_experts, formats)] += 1
+            if weight.on_cpu:
+                on_cpu.append(_size_of(weight, model))
+            else:
+                sizes[_size_of(weight, model)] += 1
             num_others += sum(weight.rows) * weight.bias
         else:
             num_others += prod(weight.shape)
-    return _Weights(sizes, num_others)
+    return _Weights(sizes, num_others, Counter(map(_ExpertSizes, on_cpu[::2], on_cpu[1::2])))
+
+
+def _size_of(weight: Linear, model: ModelConfig) -> _Size:
+    formats = weight.first_expert_formats(model)
+    return _Size(weight.rows, weight.columns, weight.split, weight.num_experts, formats)
 
 
 def packing_problem(config: Config, model: ModelConfig) -> str | None:
     """Return the reason why a GPU cannot keep a quantized weight of a layer packed, or None if all can be packed."""
-    for size in _weights(model, "layers").sizes:
+    for size in _weights(model, "layers").all_sizes:
         num_columns, _ = size.shared_columns(config.tensor_parallel_size)
         for each in size.formats:
             if each is not None and (problem := each.packing_problem(num_columns)):
@@ -146,7 +181,7 @@ def order_problem(config: Config, model: ModelConfig) -> str | None:
     """Return the reason why a GPU cannot sort the columns of a quantized weight by group (desc_act), or None if it
     can.
     """
-    for size in _weights(model, "layers").sizes:
+    for size in _weights(model, "layers").all_sizes:
         format = size.formats[0]  # formats that differ are GGUF's
         if format is None or format.is_gguf or not (format.has_order and format.block[1]):
             continue
@@ -163,25 +198,20 @@ def order_problem(config: Config, model: ModelConfig) -> str | None:
 def _num_used(model: ModelConfig, size: _Size, num_tokens: int | None) -> float:
     """Return how many weights of this size in a layer a step of `num_tokens` tokens uses, or all if `num_tokens` is
     None.
-
-    If each token has C of E experts, and all experts are equally likely, a step of T tokens uses E (1 - (1 - C / E)^T)
-    experts on average.
     """
-    if model.experts is None or not size.num_experts:
+    if not size.num_experts:
         return 1
-    if num_tokens is None:
-        return size.num_experts
-    return size.num_experts * (1 - (1 - model.experts.num_experts_per_token / size.num_experts) ** num_tokens)
+    return size.num_experts if num_tokens is None else size.num_experts * expert_share(model, num_tokens)
 
 
 def _token_params(model: ModelConfig, fp8_capability: tuple[int, int] = (0, 0)) -> float:
     """Return the number of weight elements in all layers that one token uses, over all GPUs. Elements that a GPU of
     this compute capability multiplies by activations in fp8 count as half.
     """
-    sizes, num_others = _weights(model, "layers")
-    return num_others + sum(
+    weights = _weights(model, "layers")
+    return weights.num_others + sum(
         count * _num_used(model, size, 1) * size.num_params * (0.5 if size.has_fp8_products(fp8_capability) else 1)
-        for size, count in sizes.items()
+        for size, count in weights.all_sizes.items()
     )
 
 
@@ -189,9 +219,9 @@ def _weight_bytes(
     config: Config, model: ModelConfig, part: str, num_tokens: int | None = None, *, is_packed: bool = True
 ) -> float:
     """Return the size of the weights of a part of ModelLayout that a step of `num_tokens` tokens uses, or of all the
-    part's weights if `num_tokens` is None, over all GPUs.
+    part's weights if `num_tokens` is None, over all GPUs. Experts in CPU memory are not counted.
     """
-    sizes, num_others = _weights(model, part)
+    sizes, num_others, _ = _weights(model, part)
     size_of_value = itemsize(config, model)
     total: float = num_others * size_of_value
     for size, count in sizes.items():
@@ -202,9 +232,60 @@ def _weight_bytes(
 
 
 def _layers_bytes(config: Config, model: ModelConfig, num_tokens: int | None = None, *, is_packed: bool) -> float:
-    """Return the size of the weights in all layers, and in the draft head if it is used, over all GPUs."""
-    parts = ("layers", "mtp") if uses_draft_head(config, model) else ("layers",)
+    """Return the size of the weights in all layers, and in the draft head if it is used, over all GPUs. Experts in CPU
+    memory are not counted.
+    """
+    parts = _layer_parts(config, model)
     return sum(_weight_bytes(config, model, part, num_tokens, is_packed=is_packed) for part in parts)
+
+
+def _layer_parts(config: Config, model: ModelConfig) -> tuple[str, ...]:
+    """Return the parts of ModelLayout that have layers."""
+    return ("layers", "mtp") if uses_draft_head(config, model) else ("layers",)
+
+
+def expert_share(model: ModelConfig, num_tokens: int) -> float:
+    """Return the share of a layer's experts that a step of `num_tokens` tokens uses, or 0 in a model without experts.
+
+    If each token has C of E experts, and all experts are equally likely, the share is 1 - (1 - C / E)^T on average.
+    """
+    if model.experts is None:
+        return 0.0
+    return 1 - (1 - model.experts.num_experts_per_token / model.experts.num_experts) ** num_tokens
+
+
+def cpu_expert_bytes(config: Config, model: ModelConfig) -> float:
+    """Return the size of the experts in CPU memory, on each rank. Raises ConfigError if they cannot be stored there."""
+    return sum(_cpu_expert_bytes(config, model, part) for part in _layer_parts(config, model))
+
+
+def _cpu_expert_bytes(config: Config, model: ModelConfig, part: str) -> int:
+    return sum(
+        count * layer_bytes(experts.layer_format(config, model), experts.down.num_experts)
+        for experts, count in _weights(model, part).cpu_layers.items()
+    )
+
+
+def expert_layer_bytes(config: Config, model: ModelConfig) -> list[int]:
+    """Return the size of the experts of each layer that has some, as each GPU stores them."""
+    on_gpu = (weight for weight in model_layout(model).layers if isinstance(weight, Linear) and weight.num_experts)
+    sizes = [_size_of(weight, model) for weight in on_gpu]
+    return [_gpu_bytes(config, model, _ExpertSizes(*pair)) for pair in zip(sizes[::2], sizes[1::2], strict=True)]
+
+
+def _gpu_bytes(config: Config, model: ModelConfig, experts: _ExpertSizes) -> int:
+    size_of_value, num_ranks = itemsize(config, model), config.tensor_parallel_size
+    return int(sum(size.num_experts * size.num_bytes(size_of_value, num_ranks) for size in experts)) // num_ranks
+
+
+def expert_staging_bytes(config: Config, model: ModelConfig) -> int:
+    """Return the size on each GPU of the two buffers for experts that cross the link, and of the memory in which pieces
+    arrive. Each buffer has room for the experts of any layer in CPU memory, as a GPU stores them.
+    """
+    layers = [layer for part in _layer_parts(config, model) for layer in _weights(model, part).cpu_layers]
+    if not layers:
+        return 0
+    return NUM_EXPERT_BUFFERS * max(_gpu_bytes(config, model, layer) for layer in layers) + STAGED_PIECE_BYTES
 
 
 def embedding_bytes(config: Config, model: ModelConfig, *, is_packed: bool = True) -> int:
@@ -221,7 +302,7 @@ def head_bytes(config: Config, model: ModelConfig, *, is_packed: bool = True) ->
 
 
 def weight_bytes(config: Config, model: ModelConfig, *, is_packed: bool) -> int:
-    """Return the size of all weights, split evenly over the GPUs, without an embedding table in CPU memory.
+    """Return the size of all weights, split evenly over the GPUs, without experts or an embedding table in CPU memory.
 
     is_packed: whether linear weights stay quantized, as on a GPU. On a CPU, quantized weights are loaded as values in
     the model's dtype.
@@ -232,7 +313,7 @@ def weight_bytes(config: Config, model: ModelConfig, *, is_packed: bool) -> int:
     return int(total) // config.tensor_parallel_size
 
 
-def layer_bytes(config: Config, model: ModelConfig, num_tokens: int) -> int:
+def layer_activation_bytes(config: Config, model: ModelConfig, num_tokens: int) -> int:
     """Return the size of the activations of a step of `num_tokens` tokens at the peak of a layer.
 
     - In attention: q, two parts and a piece of a third, and in fp32 the merged result and three log-sum-exps.
@@ -267,7 +348,7 @@ def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max
     at_head = itemsize(config, model) * (
         2 * num_tokens * model.hidden_size + min(max_num_rows, num_tokens) * model.vocab_size
     )
-    return max(layer_bytes(config, model, num_tokens), at_head)
+    return max(layer_activation_bytes(config, model, num_tokens), at_head)
 
 
 def prefill_flop(
@@ -314,7 +395,7 @@ def decode_bytes(
 ) -> float:
     """Return the bytes that one step reads from GPU memory: every weight that the step uses, except the embedding, and
     all keys and values, once each. Quantized weights are read packed. States are read and written. A draft head runs
-    once.
+    once. Experts in CPU memory are not counted, because the CPU reads them.
 
     num_keys: the number of keys of all sequences together.
     """
@@ -325,11 +406,28 @@ def decode_bytes(
 
 
 def head_draft_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_sequences: int, num_keys: int) -> float:
-    """Return the bytes that the draft head reads for one draft token per sequence: the weights of the draft head, the
-    output head, and the keys of one layer.
+    """Return the bytes that the draft head reads from GPU memory for one draft token per sequence: the weights of the
+    draft head, the output head, and the keys of one layer.
     """
     weights = _weight_bytes(config, model, "mtp", num_sequences) + head_bytes(config, model)
     return weights / config.tensor_parallel_size + num_keys * spec.layer_block_bytes / spec.block_size
+
+
+def head_draft_expert_bytes(config: Config, model: ModelConfig, num_sequences: int) -> float:
+    """Return the bytes of experts that the CPU reads on each rank for one token of each sequence by the draft head."""
+    return _cpu_expert_bytes(config, model, "mtp") * expert_share(model, num_sequences)
+
+
+def prefill_expert_bytes(config: Config, model: ModelConfig, num_tokens: int) -> float:
+    """Return the bytes of experts that cross the link for a chunk of a prompt: all experts in CPU memory, except in the
+    last layer and in the draft head, which compute few tokens.
+    """
+    if not model.has_cpu_experts or num_tokens <= MAX_CPU_EXPERT_ROWS:
+        return 0.0
+    assert model.experts is not None, "the model has experts"
+    layers, last = model.experts.cpu_layers, model.num_layers - 1
+    share = 1 - (last in layers and not uses_draft_head(config, model)) / len(layers)
+    return share * _cpu_expert_bytes(config, model, "layers")
 
 
 def num_full_blocks(context: int, block_size: int) -> int:
@@ -371,6 +469,7 @@ class DeviceMemory:
     state_bytes: int  # all slots of states
     draft_bytes: int  # K and V of the draft head, with offload
     staging_bytes: int
+    expert_staging_bytes: int  # for experts that cross the link
     logits_bytes: int  # one static buffer that all graphs write their logits to
     input_bytes: int  # static inputs of the graphs
     activation_bytes: int  # in the largest step
@@ -381,7 +480,7 @@ class DeviceMemory:
     @property
     def exact_bytes(self) -> int:
         caches = self.kv_bytes + self.shadow_bytes + self.state_bytes + self.draft_bytes
-        return self.weight_bytes + caches + self.staging_bytes + self.logits_bytes
+        return self.weight_bytes + caches + self.staging_bytes + self.expert_staging_bytes + self.logits_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -408,6 +507,7 @@ def device_memory(
     num_rows, is_gpu = max_step_rows(config, num_gpu_blocks), machine.gpu_bytes is not None
     has_graphs = is_gpu and not config.enforce_eager
     activations = activation_bytes(config, model, max_model_len, num_rows)
+    num_rows = max_graph_rows(model, num_rows)
     workspace = WORKSPACE_BYTES if (machine.capability or (0, 0)) >= (9, 0) else OLD_WORKSPACE_BYTES
     return DeviceMemory(
         weight_bytes=weight_bytes(config, model, is_packed=is_gpu),
@@ -416,6 +516,7 @@ def device_memory(
         state_bytes=state_bytes,
         draft_bytes=draft_bytes,
         staging_bytes=spec.staging_bytes if config.enable_cpu_offload else 0,
+        expert_staging_bytes=expert_staging_bytes(config, model) if is_gpu else 0,
         logits_bytes=num_rows * model.vocab_size * spec.itemsize if has_graphs else 0,
         input_bytes=_input_bytes(config, model, max_model_len, num_rows) if has_graphs else 0,
         activation_bytes=int(activations * (1 + ALLOCATOR_SHARE)) if is_gpu else activations,
@@ -445,7 +546,7 @@ def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_row
         per_row += num_heads * (model.head_dim * (size + 4) + 4)
     if uses_draft_head(config, model):
         per_row += model.hidden_size * size
-    if model.recurrent is not None:
+    if not has_mixed_graphs(model):
         return num_rows * (per_row + table_bytes)
     mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)
     per_token = MIXED_INPUT_BYTES_PER_TOKEN + model.hidden_size * size
@@ -457,8 +558,8 @@ def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows
     memory pool.
 
     With speculation there are graphs for verification steps, and with a shadow or a draft head graphs that draft. With
-    offload, graphs in pieces and graphs of the staging groups run streamed steps. If no layer is recurrent, graphs of
-    the last kind run steps with chunks of prompts.
+    offload, graphs in pieces and graphs of the staging groups run streamed steps. Graphs of the last kind run steps
+    with chunks of prompts (`has_mixed_graphs`).
     """
     verifies, num_pools = config.max_guesses > 0, 0
     kinds: list[Sequence[object]] = [graph_sizes(num_rows)]  # one graph for each size
@@ -469,11 +570,11 @@ def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows
         kinds += [streamed_verifying_graph_sizes(num_rows)] if verifies else []
         num_pools = 1 + verifies
     kinds += [head_graph_sizes(num_rows)] if uses_draft_head(config, model) else []
-    num_bytes = len(kinds) * layer_bytes(config, model, num_rows)
-    if model.recurrent is None:
+    num_bytes = len(kinds) * layer_activation_bytes(config, model, num_rows)
+    if has_mixed_graphs(model):
         mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)
         kinds.append(mixed)
-        num_bytes += layer_bytes(config, model, mixed[-1].num_tokens)
+        num_bytes += layer_activation_bytes(config, model, mixed[-1].num_tokens)
     if spec.is_recurrent:
         # In a recurrent layer each row has room for its new tokens and for all tokens that may be replayed
         num_verifying = verifying_graph_sizes(num_rows)[-1] if verifies else 0

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, num_state_slots
 from nanovllm.plan.shadow_spec import SHADOW_BITS, ShadowSpec
+from nanovllm.utils.arithmetic import ceil_div
 
 LEAST_SLOTS = 32  # slots that the shadow leaves room for with speculation="auto", if their number is not given
 NUM_SHADOWED_SEQS = 2  # with speculation="auto", the shadow holds at most this many sequences of max_model_len
@@ -50,6 +52,13 @@ def _least_slots(config: Config) -> int:
     return max(2, min(LEAST_SLOTS, config.max_num_seqs))
 
 
+def kept_blocks(config: Config, model: ModelConfig, max_model_len: int) -> int:
+    """Return the number of blocks that states leave to the KV. With experts in CPU memory, the GPU has just room for
+    the KV of one sequence of `max_model_len`.
+    """
+    return ceil_div(max_model_len, config.block_size) if model.has_cpu_experts else 0
+
+
 def divide_memory(
     config: Config,
     spec: KVCacheSpec,
@@ -58,19 +67,22 @@ def divide_memory(
     given: int,
     useful: int,
     num_cpu_blocks: int,
+    kept: int = 0,
     shadow: ShadowSize | None = None,
 ) -> KVCacheSizes:
     """Divide the memory of a GPU between KV blocks, the shadow and the slots of states.
 
-    States get the room that the given blocks leave, or else at most half of the room. `given`: number of blocks that
-    the user asks for, or 0 for the largest number that fits, up to `useful`. The result may have too few blocks to
-    start with, and no pages. `shadow`: the planner's choice. It gets fewer pages if start-up finds less room than the
-    planner estimated, because the given blocks, or else `_least_slots`, come first.
+    States get the room that the given blocks or, if they fit, `kept` blocks leave, or else at most half of the room.
+    `given`: number of blocks that the user asks for, or 0 for the largest number that fits, up to `useful`. The result
+    may have too few blocks to start with, and no pages. `shadow`: the planner's choice. It gets fewer pages if start-up
+    finds less room than the planner estimated, because the given blocks, or else `_least_slots`, come first.
     If `shadow` is None, its size depends on the room: with offload the shadow should hold all CPU blocks, and if
     num_gpu_blocks is not given, it gets half of the room for pages and slots. Without offload, each block has a page.
     """
     room_bytes -= spec.draft_bytes(num_cpu_blocks)
-    free_bytes = room_bytes - given * spec.block_bytes if given else room_bytes // 2
+    free_bytes = room_bytes // 2
+    if given or 0 < kept * spec.block_bytes < room_bytes:
+        free_bytes = room_bytes - (given or kept) * spec.block_bytes
     num_slots = num_state_slots(config, spec.states, free_bytes)
     room_bytes -= num_slots * spec.states.slot_bytes
     least = given

@@ -9,9 +9,9 @@ reports. This total is less than the card's nominal memory, and varies a little 
 Only the H200's link was measured, at 54.6 of the 63.0 GB/s of PCIe 5 x16. Other links are projected to reach the same
 fraction of their peak.
 
-The rate of CPU memory is the rate at which the link and the CPU read together. A server's rate was measured on the host
-of an H200: the CPU attended at 70 to 78 GB/s while the link carried 50 to 52. A desktop with two channels of DDR5-5600
-and Grace with 512 GB/s are projected to reach two thirds of their peak.
+The rate of CPU memory is the rate at which the link and the CPU read together, and a bound for each of them alone. A
+server's rate was measured on the host of an H200: the CPU attended at 70 to 78 GB/s while the link carried 50 to 52. A
+desktop with two channels of DDR5-5600 and Grace with 512 GB/s are projected to reach two thirds of their peak.
 """
 
 import re
@@ -135,6 +135,7 @@ class Machine:
     name: str
     host_bytes: int  # available now
     gpu_bytes: int | None = None
+    used_gpu_bytes: int = 0  # memory of the GPU that other programs use now
     capability: tuple[int, int] | None = None  # compute capability
     link_byte_per_s: float | None = None  # from CPU memory to the GPU
     memory_byte_per_s: float | None = None  # bandwidth of the GPU's memory
@@ -167,11 +168,19 @@ class Machine:
         )
 
     @classmethod
-    def found_gpu(cls, host_bytes: int, cuda_name: str, gpu_bytes: int, capability: tuple[int, int]) -> "Machine":
+    def found_gpu(
+        cls, host_bytes: int, cuda_name: str, gpu_bytes: int, capability: tuple[int, int], used_gpu_bytes: int = 0
+    ) -> "Machine":
         """Return this machine, with the memory of its GPU and the rates of the table if the table has the GPU."""
         known = gpu_of_cuda_name(cuda_name)
         machine = cls(name=cuda_name, host_bytes=host_bytes) if known is None else cls.gpu(host_bytes, known, cuda_name)
-        return replace(machine, gpu_bytes=gpu_bytes, capability=capability)
+        return replace(machine, gpu_bytes=gpu_bytes, capability=capability, used_gpu_bytes=used_gpu_bytes)
+
+    def usable_gpu_bytes(self, utilization: float) -> int | None:
+        """Return the GPU memory that an engine may use, or None on a CPU. utilization: as gpu_memory_utilization,
+        the share of the memory that the engine and other programs may use together.
+        """
+        return None if self.gpu_bytes is None else int(self.gpu_bytes * utilization) - self.used_gpu_bytes
 
     def with_link(self, byte_per_s: float | None, source: str) -> "Machine":
         """Return this machine with another link rate, or unchanged if `byte_per_s` is None."""

@@ -6,16 +6,17 @@ after measuring the link rate. `nanovllm plan` prints a plan without loading a m
 This module is arithmetic only and loads neither torch nor weights.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import NamedTuple, TypeAlias
 
 from nanovllm.capacity import costs
 from nanovllm.capacity.costs import DeviceMemory, device_memory
-from nanovllm.capacity.division import NO_SHADOW, auto_shadows, divide_memory, wants_shadow
+from nanovllm.capacity.division import NO_SHADOW, auto_shadows, divide_memory, kept_blocks, wants_shadow
 from nanovllm.capacity.machine import Machine
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.model_config import ExpertsConfig, ModelConfig
 from nanovllm.config import GPU_RESERVE_BYTES, Config
 from nanovllm.errors import ConfigError
 from nanovllm.plan.kv_spec import (
@@ -28,6 +29,7 @@ from nanovllm.plan.kv_spec import (
     max_useful_blocks,
     num_blocks_for,
     num_sequences_in,
+    num_spare_state_slots,
     with_watermark,
 )
 from nanovllm.plan.shadow_spec import ShadowSpec
@@ -38,6 +40,11 @@ MAX_HOST_SHARE = 0.7  # fraction of the available memory; limits a CPU pool whos
 MAX_SNAPSHOT_SHARE = 0.85  # fraction of the available memory; limits the CPU pool and snapshots of states together
 MAX_SNAPSHOT_BYTES = 4 * 2**30  # per rank; pinning them takes a second
 NUM_KEPT_PROMPTS = 64
+# With experts in CPU memory: left free there for the process and for tensors that are being loaded, and on the GPU for
+# what the estimates miss, so that the KV that the plan has room for fits
+HOST_RESERVE_BYTES = 2 * 2**30
+PLACEMENT_RESERVE_BYTES = 256 * 2**20
+NUM_PLACED_SEQS = 8  # sequences whose recurrent states take precedence over experts on the GPU
 SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, for sizing a CPU pool
 AUTO_SHARE = 4  # with "auto" and offload, K and V of a draft head take at most 1/AUTO_SHARE of the room for KV
 # Bits of the shadow -> acceptance rate of drafts, measured with SmolLM2-135M on code and prose at temperature 0.7
@@ -63,7 +70,7 @@ class CapacityPlan:
     """
 
     config: Config
-    model: ModelConfig  # with the place of the embedding table
+    model: ModelConfig  # with the places of the embedding table and of the experts
     machine: Machine
     spec: KVCacheSpec  # the KV cache of one GPU
     context: int  # tokens of each sequence
@@ -114,14 +121,17 @@ class CapacityPlan:
     @property
     def gpu_limit_bytes(self) -> int | None:
         """The GPU memory that the engine may use, or None on a CPU."""
-        if self.machine.gpu_bytes is None:
-            return None
-        return int(self.machine.gpu_bytes * self.config.gpu_memory_utilization)
+        return self.machine.usable_gpu_bytes(self.config.gpu_memory_utilization)
 
     @property
     def fits_gpu(self) -> bool:
         """True if the GPU memory in use, including estimates, is within the limit; always True on a CPU."""
         return self.gpu_limit_bytes is None or self.memory.total_bytes <= self.gpu_limit_bytes
+
+    @property
+    def fits_exactly(self) -> bool:
+        """True if the parts of the GPU memory that are known exactly are within the limit; always True on a CPU."""
+        return self.gpu_limit_bytes is None or self.memory.exact_bytes <= self.gpu_limit_bytes
 
     @property
     def cpu_pool_bytes(self) -> int:
@@ -134,8 +144,24 @@ class CapacityPlan:
         return _host_table_bytes(self.config, self.model)
 
     @property
+    def num_gpu_expert_layers(self) -> int:
+        """Layers whose experts are on the GPU."""
+        experts = self.model.experts
+        return 0 if experts is None else len(experts.layers) - len(experts.cpu_layers)
+
+    @property
+    def host_expert_bytes(self) -> int:
+        """Size of the experts of all ranks together in CPU memory."""
+        return _host_expert_bytes(self.config, self.model)
+
+    @property
+    def host_weight_bytes(self) -> int:
+        """CPU memory for weights that are not on the GPU and, with experts, for the process itself."""
+        return _host_weight_bytes(self.config, self.model)
+
+    @property
     def fits_host(self) -> bool:
-        return self.cpu_pool_bytes + self.snapshot_bytes + self.host_table_bytes <= self.machine.host_bytes
+        return self.cpu_pool_bytes + self.snapshot_bytes + self.host_weight_bytes <= self.machine.host_bytes
 
     # -- sequences and blocks --------------------------------------------------------------------------------------
 
@@ -183,7 +209,7 @@ class CapacityPlan:
         """The bound of decode if the CPU attends to some blocks: link and CPU share the rate of CPU memory."""
         return None if self.config.cpu_attention == "off" else self._missing_tok_per_s(self.cpu_byte_per_s)
 
-    @property
+    @cached_property
     def memory_decode_tok_per_s(self) -> float | None:
         """The bound of decode by GPU memory: sequences x rate of GPU memory / (weights + all keys and values)."""
         if not self.machine.memory_byte_per_s:
@@ -192,12 +218,31 @@ class CapacityPlan:
         step_bytes = costs.decode_bytes(self.config, self.model, self.num_sequences, num_keys, self.kv_bytes_per_token)
         return self.num_sequences * self.machine.memory_byte_per_s / step_bytes
 
+    def expert_decode_tok_per_s(self, num_guesses: int = 0) -> float | None:
+        """Return the bound of decode that experts in CPU memory set, with `num_guesses` draft tokens of each sequence,
+        of which none is accepted.
+
+        The rate of CPU memory bounds the CPU, which alone reads the chosen experts, on a desktop at about that rate. In
+        each layer the GPU waits for the CPU, so the times of both add up. The GPU reads a shared expert meanwhile,
+        which is so small that the bound neglects it.
+        """
+        if not (self.model.has_cpu_experts and self.cpu_byte_per_s and self.machine.gpu_bytes is not None):
+            return None
+        num_bytes = self._cpu_expert_bytes * costs.expert_share(self.model, self.num_sequences * (1 + num_guesses))
+        gpu_tok_per_s = self.memory_decode_tok_per_s
+        gpu_s = self.num_sequences / gpu_tok_per_s if gpu_tok_per_s else 0.0
+        return self.num_sequences / (num_bytes / self.cpu_byte_per_s + gpu_s)
+
+    @cached_property
+    def _cpu_expert_bytes(self) -> float:
+        return costs.cpu_expert_bytes(self.config, self.model)
+
     @property
     def decode_tok_per_s(self) -> float | None:
         """The lowest bound of decode."""
         is_link_alone = self.config.cpu_attention == "off"
         missing = self.link_decode_tok_per_s if is_link_alone else self.link_and_cpu_decode_tok_per_s
-        return least(missing, self.memory_decode_tok_per_s)
+        return least(missing, self.memory_decode_tok_per_s, self.expert_decode_tok_per_s())
 
     @property
     def expected_decode_tok_per_s(self) -> float | None:
@@ -210,27 +255,33 @@ class CapacityPlan:
         """Return the bound of decode with the best number of draft tokens in each step at this acceptance rate.
 
         A draft token takes the time in which the GPU reads the weights and the shadow, or the draft head; with other
-        drafters a draft token takes no time. The bound is None without speculation, or if no bound of decode is known.
+        drafters a draft token takes no time. Drafting and verifying a token also take the time in which the CPU reads
+        the experts in its memory. The bound is None without speculation, or if no bound of decode is known.
         """
-        if not (self.config.max_guesses and self.decode_tok_per_s):
+        decode_tok_per_s = self.decode_tok_per_s
+        if not (self.config.max_guesses and decode_tok_per_s):
             return None
-        pass_s, draft_s = self.num_sequences / self.decode_tok_per_s, self._draft_s
-        return max(
-            self.num_sequences * expected_tokens(acceptance, n) / (pass_s + n * draft_s)
-            for n in range(self.config.max_guesses + 1)
-        )
+        rates = []
+        for n in range(self.config.max_guesses + 1):
+            pass_tok_per_s = min(decode_tok_per_s, self.expert_decode_tok_per_s(n) or decode_tok_per_s)
+            seconds = self.num_sequences / pass_tok_per_s + n * self._draft_s
+            rates.append(self.num_sequences * expected_tokens(acceptance, n) / seconds)
+        return max(rates)
 
-    @property
+    @cached_property
     def _draft_s(self) -> float:
-        num_keys = self.num_sequences * self.context
+        num_keys, config, model = self.num_sequences * self.context, self.config, self.model
         if self.machine.memory_byte_per_s and self.spec.has_draft_head:
-            num_bytes = costs.head_draft_bytes(self.config, self.model, self.spec, self.num_sequences, num_keys)
-            return num_bytes / self.machine.memory_byte_per_s
-        if not (self.num_pages and self.machine.memory_byte_per_s):
+            num_bytes = costs.head_draft_bytes(config, model, self.spec, self.num_sequences, num_keys)
+            expert_bytes = costs.head_draft_expert_bytes(config, model, self.num_sequences)
+        elif self.num_pages and self.machine.memory_byte_per_s:
+            token_bytes = ShadowSpec.of(self.spec, self.shadow_bits).page_bytes // self.spec.block_size
+            num_bytes = costs.decode_bytes(config, model, self.num_sequences, num_keys, token_bytes)
+            expert_bytes = self._cpu_expert_bytes * costs.expert_share(model, self.num_sequences)
+        else:
             return 0.0
-        token_bytes = ShadowSpec.of(self.spec, self.shadow_bits).page_bytes // self.spec.block_size
-        num_bytes = costs.decode_bytes(self.config, self.model, self.num_sequences, num_keys, token_bytes)
-        return num_bytes / self.machine.memory_byte_per_s
+        expert_s = expert_bytes / self.cpu_byte_per_s if self.cpu_byte_per_s else 0.0
+        return num_bytes / self.machine.memory_byte_per_s + expert_s
 
 
 def least(*bounds: float | None) -> float | None:
@@ -238,14 +289,26 @@ def least(*bounds: float | None) -> float | None:
     return min((bound for bound in bounds if bound is not None), default=None)
 
 
+def experts_summary(plan: CapacityPlan) -> str:
+    """Return the size and number of layers of the experts in CPU memory, for example `13.25 GiB of 40 of 48 layers`."""
+    experts = plan.model.experts
+    assert experts is not None, "the model has experts"
+    return f"{format_bytes(plan.host_expert_bytes)} of {len(experts.cpu_layers)} of {len(experts.layers)} layers"
+
+
 def plan_summary(plan: CapacityPlan) -> str:
     """Return the main figures of a plan with offload in one line, for the engine's log."""
     limit, link, decode = plan.gpu_limit_bytes, plan.machine.link_byte_per_s, plan.decode_tok_per_s
-    parts = [
-        f"slots: {plan.num_gpu_blocks} of {plan.spec.block_size} tokens, {format_bytes(plan.memory.kv_bytes)}",
-        f"CPU pool: {plan.num_cpu_blocks} blocks, {format_bytes(plan.cpu_pool_bytes)}",
-        f"blocks missing per step: {plan.num_missing_blocks}",
-    ]
+    blocks = f"{plan.num_gpu_blocks} of {plan.spec.block_size} tokens, {format_bytes(plan.memory.kv_bytes)}"
+    parts = [f"KV cache: {blocks}"]
+    if plan.config.enable_cpu_offload:
+        parts = [
+            f"slots: {blocks}",
+            f"CPU pool: {plan.num_cpu_blocks} blocks, {format_bytes(plan.cpu_pool_bytes)}",
+            f"blocks missing per step: {plan.num_missing_blocks}",
+        ]
+    if plan.model.has_cpu_experts:
+        parts.append(f"experts in CPU memory: {experts_summary(plan)}")
     if limit is not None:
         parts.append(f"GPU memory: about {format_bytes(plan.memory.total_bytes)} of {format_bytes(limit)}")
     if plan.num_pages:
@@ -274,18 +337,122 @@ def make_plan(
     """Plan an engine with these options that runs `num_sequences` sequences of `context` tokens together.
 
     `context` defaults to max_model_len. sizes: the sizes that start-up has chosen, or None before start-up has chosen;
-    with sizes, the embedding table is where `model` has it. With speculation="auto" the plan's `model` may lack the
-    draft head. Raises ConfigError if max_model_len exceeds the length that the model's rope covers, if the heads cannot
-    be split evenly, and if the embedding table cannot be in CPU memory. plan_check.py checks everything else.
+    with sizes, the embedding table and the experts are where `model` has them. With speculation="auto" the plan's
+    `model` may lack the draft head. Raises ConfigError if max_model_len exceeds the length that the model's rope
+    covers, if the heads cannot be split evenly, and if the embedding table or the experts cannot be in CPU memory.
+    plan_check.py checks everything else.
     """
-    plan_of = partial(
-        _make_plan, config, machine=machine, context=context, num_sequences=num_sequences, sizes=sizes, staging=staging
-    )
+    plan_of = partial(_make_plan, config, context=context, num_sequences=num_sequences, sizes=sizes, staging=staging)
     if sizes is not None:
-        return plan_of(model)
+        return plan_of(model, machine)
+    return _place_weights(config, model, machine, plan_of)
+
+
+PlanOf: TypeAlias = Callable[[ModelConfig, Machine], CapacityPlan]  # a plan with all weights where the model has them
+
+
+def _place_weights(config: Config, model: ModelConfig, machine: Machine, plan_of: PlanOf) -> CapacityPlan:
+    """Choose what leaves the GPU if not everything fits: first the embedding table, which costs no time there, then the
+    experts of as many layers as necessary, of which a token reads few, and last KV, all of which a token reads.
+    """
+    experts = model.experts
+    if experts is None or not experts.layers:
+        if config.enable_expert_offload:
+            raise ConfigError(
+                f"enable_expert_offload=True is for mixtures of experts, and {config.model} has no experts; leave it "
+                "out"
+            )
+        return _place_embedding(config, model, machine, plan_of)
+    all_on_gpu = replace(model, experts=experts.on_gpu(len(experts.layers)))
+    if config.enable_expert_offload:
+        num_layers = _num_gpu_expert_layers(config, model, experts)
+        if num_layers is None and machine.gpu_bytes is None:
+            num_layers = 0
+        if num_layers is not None:
+            return _place_embedding(config, replace(model, experts=experts.on_gpu(num_layers)), machine, plan_of)
+    plan = _place_embedding(config, all_on_gpu, machine, plan_of)
+    is_forbidden = config.enable_expert_offload is False or machine.gpu_bytes is None
+    if is_forbidden or not _is_short_of_memory(plan):
+        return plan
+    try:
+        other = _place_experts(config, model, experts, machine, plan_of, plan)
+    except ConfigError:  # the CPU's kernels cannot read the experts
+        if config.enable_expert_offload:
+            raise
+        return plan
+    if config.enable_expert_offload:
+        return other
+    more_kv = other.memory.kv_bytes + other.shadow_bytes > plan.memory.kv_bytes + plan.shadow_bytes
+    is_better = more_kv if plan.fits_gpu else other.fits_exactly
+    return other if is_better and other.fits_host else plan
+
+
+def _num_gpu_expert_layers(config: Config, model: ModelConfig, experts: ExpertsConfig) -> int | None:
+    """Return the number of layers whose experts the user wants on the GPU, or None if the user left it open."""
+    total, given, memory_gb = len(experts.layers), config.num_gpu_expert_layers, config.gpu_expert_memory_gb
+    if given is not None and given > total:
+        raise ConfigError(
+            f"num_gpu_expert_layers={given} is more than the {total} layers of {config.model} that have experts; "
+            f"lower it to {total} or less"
+        )
+    return given if memory_gb is None else _num_fitting_layers(config, model, experts, int(memory_gb * 2**30))
+
+
+def _place_experts(
+    config: Config,
+    model: ModelConfig,
+    experts: ExpertsConfig,
+    machine: Machine,
+    plan_of: PlanOf,
+    all_on_gpu: CapacityPlan,
+) -> CapacityPlan:
+    """Return the plan with the most layers of experts on the GPU that take no room from the KV of one sequence of
+    max_model_len and from the states of NUM_PLACED_SEQS sequences. all_on_gpu: the plan with all layers on the GPU.
+    """
+    model = replace(model, embedding_on_cpu=model.has_own_head and config.embedding_on_cpu is not False)
+
+    def plan_with(num_layers: int) -> CapacityPlan:
+        return plan_of(replace(model, experts=experts.on_gpu(num_layers)), machine)
+
+    def room(plan: CapacityPlan) -> tuple[int, int]:
+        num_seqs = max_stateful_seqs(config, plan.spec.states, plan.num_state_slots) if plan.spec.is_recurrent else 0
+        long_blocks = ceil_div(max_model_len(config, model), config.block_size)
+        return min(plan.num_gpu_blocks, long_blocks), min(num_seqs, NUM_PLACED_SEQS)
+
+    all_on_cpu = plan_with(0)
+    num_blocks, num_seqs = most = room(all_on_cpu)
+    if all_on_gpu.fits_gpu and room(all_on_gpu) == most:  # the user has set the number of blocks
+        return all_on_gpu
+    num_slots = all_on_cpu.num_state_slots and 1 + num_spare_state_slots(config, all_on_cpu.spec.states) + num_seqs
+    needed = replace(all_on_cpu, num_gpu_blocks=num_blocks, num_state_slots=num_slots, num_pages=0).memory.total_bytes
+    free_bytes = (all_on_cpu.gpu_limit_bytes or 0) - GPU_RESERVE_BYTES - PLACEMENT_RESERVE_BYTES - needed
+    num_layers = _num_fitting_layers(config, model, experts, free_bytes)
+
+    def is_short(num_layers: int) -> bool:
+        plan = plan_with(num_layers)
+        return not plan.fits_gpu or room(plan) != most
+
+    if num_layers and is_short(num_layers):  # a shadow needs room, too
+        num_layers = bisect_left(range(1, num_layers), True, key=is_short)
+    return plan_with(num_layers)
+
+
+def _num_fitting_layers(config: Config, model: ModelConfig, experts: ExpertsConfig, num_bytes: int) -> int:
+    """Return the most layers whose experts take at most `num_bytes` on each GPU, or 0 if none fits."""
+    of_layers = dict(zip(experts.layers, costs.expert_layer_bytes(config, model), strict=True))
+    total = sum(of_layers.values())
+
+    def bytes_on_gpu(num_layers: int) -> int:
+        return total - sum(of_layers[layer] for layer in experts.on_gpu(num_layers).cpu_layers)
+
+    return max(0, bisect_right(range(len(of_layers) + 1), num_bytes, key=bytes_on_gpu) - 1)
+
+
+def _place_embedding(config: Config, model: ModelConfig, machine: Machine, plan_of: PlanOf) -> CapacityPlan:
+    """Choose the place of the embedding table. The experts are where `model` has them."""
     model, on_cpu = replace(model, embedding_on_cpu=False), replace(model, embedding_on_cpu=True)
     if machine.gpu_bytes is None:
-        return plan_of(model)
+        return plan_of(model, machine)
     if config.embedding_on_cpu is True:
         if not model.has_own_head:
             remedy = "; leave it out"
@@ -295,11 +462,11 @@ def make_plan(
                 f"embedding_on_cpu=True is not possible with {config.model}: its output head uses the embedding table, "
                 f"and all of the head is read in each step{remedy}"
             )
-        return plan_of(on_cpu)
-    plan = plan_of(model)
+        return plan_of(on_cpu, machine)
+    plan = plan_of(model, machine)
     if config.embedding_on_cpu is False or not model.has_own_head or not _is_short_of_memory(plan):
         return plan
-    return other if _gives_more(other := plan_of(on_cpu), plan) else plan
+    return other if _gives_more(other := plan_of(on_cpu, machine), plan) else plan
 
 
 def _is_short_of_memory(plan: CapacityPlan) -> bool:
@@ -323,6 +490,15 @@ def _host_table_bytes(config: Config, model: ModelConfig) -> int:
     return costs.embedding_bytes(config, model) if model.embedding_on_cpu else 0
 
 
+def _host_expert_bytes(config: Config, model: ModelConfig) -> int:
+    return int(costs.cpu_expert_bytes(config, model)) * config.tensor_parallel_size
+
+
+def _host_weight_bytes(config: Config, model: ModelConfig) -> int:
+    reserve = HOST_RESERVE_BYTES if model.has_cpu_experts else 0
+    return _host_table_bytes(config, model) + _host_expert_bytes(config, model) + reserve
+
+
 def _make_plan(
     config: Config,
     model: ModelConfig,
@@ -333,7 +509,7 @@ def _make_plan(
     sizes: KVCacheSizes | None,
     staging: StagingSizes,
 ) -> CapacityPlan:
-    """Make the plan with the embedding table where `model` has it."""
+    """Make the plan with the embedding table and the experts where `model` has them."""
     limit = max_model_len(config, model)
     if problem := heads_problem(config, model):
         raise ConfigError(problem)
@@ -342,7 +518,7 @@ def _make_plan(
             f"speculation='mtp' drafts with the head for multi-token prediction, which {config.model} does not have; "
             "use another speculation"
         )
-    left_bytes = max(0, machine.host_bytes - _host_table_bytes(config, model))
+    left_bytes = max(0, machine.host_bytes - _host_weight_bytes(config, model))
     machine, whole = replace(machine, host_bytes=left_bytes), machine
     spec, num_cpu_blocks = _spec_and_pool(config, model, machine, limit, staging)
     unused_draft_bytes = 0
@@ -446,7 +622,10 @@ def _sizes(
     1/AUTO_SHARE of the slots.
     """
     given, useful, room = _room(config, model, machine, spec, limit, num_cpu_blocks)
-    divide = partial(divide_memory, config, spec, room, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)
+    kept = kept_blocks(config, model, limit)
+    divide = partial(
+        divide_memory, config, spec, room, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks, kept=kept
+    )
 
     def at_least_usable(sizes: KVCacheSizes) -> KVCacheSizes:
         return replace(sizes, num_gpu_blocks=max(least_gpu_blocks(config), sizes.num_gpu_blocks))
@@ -494,14 +673,15 @@ def _room(
     useful = max_useful_blocks(config, limit)
     if config.enable_cpu_offload:
         useful = min(useful, num_cpu_blocks)
-    if machine.gpu_bytes is None:  # the same rule as runner/measure.py measure_kv_room
+    usable = machine.usable_gpu_bytes(config.gpu_memory_utilization)
+    if usable is None:  # the same rule as runner/measure.py measure_kv_room
         room = int(machine.host_bytes * config.gpu_memory_utilization / 2 / config.tensor_parallel_size)
         return given, useful, room - (spec.staging_bytes if config.enable_cpu_offload else 0)
 
     def other_bytes(num_blocks: int) -> int:
         return device_memory(config, model, machine, spec, limit, num_blocks).total_bytes - num_blocks * block_bytes
 
-    room = int(machine.gpu_bytes * config.gpu_memory_utilization) - GPU_RESERVE_BYTES
+    room = usable - GPU_RESERVE_BYTES
     block_bytes = spec.block_bytes  # all other needs grow with the number of blocks
     num_fitting = bisect_right(range(useful + 1), room, key=lambda n: other_bytes(n) + n * block_bytes) - 1
     return given, useful, room - other_bytes(given or max(0, num_fitting))

@@ -10,7 +10,15 @@ from math import ceil
 
 from nanovllm.capacity.costs import head_problem, order_problem, packing_problem, weight_bytes
 from nanovllm.capacity.machine import Machine
-from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, heads_problem, least_gpu_blocks, make_plan
+from nanovllm.capacity.plan import (
+    HOST_RESERVE_BYTES,
+    MAX_HOST_SHARE,
+    CapacityPlan,
+    experts_summary,
+    heads_problem,
+    least_gpu_blocks,
+    make_plan,
+)
 from nanovllm.checkpoint.model_config import ModelConfig, rope_extension
 from nanovllm.checkpoint.quantization import (
     FP8_CAPABILITIES,
@@ -58,14 +66,16 @@ def check_plan(plan: CapacityPlan) -> None:
 
 
 def _pool_problem(plan: CapacityPlan) -> str | None:
-    """Check the CPU memory of a machine with a GPU: the embedding table, and the CPU pool."""
-    config, table_bytes = plan.config, plan.host_table_bytes
+    """Check the CPU memory: the embedding table and the experts in it, and the CPU pool."""
+    config, table_bytes, expert_bytes = plan.config, plan.host_table_bytes, plan.host_expert_bytes
+    if expert_bytes and plan.host_weight_bytes > plan.machine.host_bytes:
+        return _experts_problem(plan)
     if table_bytes > plan.machine.host_bytes:
         return (
             f"the embedding table needs {format_bytes(table_bytes)} of CPU memory, but only "
             f"{format_bytes(plan.machine.host_bytes)} is available; use embedding_on_cpu=False"
         )
-    available = plan.machine.host_bytes - table_bytes
+    available = plan.machine.host_bytes - plan.host_weight_bytes
     if not config.enable_cpu_offload:
         return None
     if plan.num_cpu_blocks < 1:
@@ -78,12 +88,27 @@ def _pool_problem(plan: CapacityPlan) -> str | None:
     if not plan.fits_host:
         states = f" and states for later prompts {format_bytes(plan.snapshot_bytes)}" if plan.snapshot_bytes else ""
         beside = f" besides the embedding table's {format_bytes(table_bytes)}" if table_bytes else ""
+        if expert_bytes:
+            beside = f" besides the {format_bytes(plan.host_weight_bytes)} that {_host_weights(plan)} need"
         num_fitting = max(1, int(available * MAX_HOST_SHARE) // _pool_block_bytes(plan))
         return (
             f"a CPU pool of {plan.num_cpu_blocks} blocks needs {format_bytes(plan.cpu_pool_bytes)}{states}, "
             f"but only {format_bytes(available)} of memory is available{beside}; {_set_pool(plan, num_fitting)}"
         )
     return None
+
+
+def _experts_problem(plan: CapacityPlan) -> str:
+    return (
+        f"{_host_weights(plan)} need {format_bytes(plan.host_weight_bytes)} of CPU memory, but only "
+        f"{format_bytes(plan.machine.host_bytes)} is available; {_either(_more_gpu_experts(plan), _fewer_bits(plan))}"
+    )
+
+
+def _host_weights(plan: CapacityPlan) -> str:
+    """List what takes CPU memory with experts in it, except for the CPU pool."""
+    table = f", the embedding table ({format_bytes(plan.host_table_bytes)})" if plan.host_table_bytes else ""
+    return f"the experts ({experts_summary(plan)}){table} and the process ({format_bytes(HOST_RESERVE_BYTES)})"
 
 
 def _gpu_problem(plan: CapacityPlan, with_estimates: bool) -> str | None:
@@ -96,7 +121,7 @@ def _gpu_problem(plan: CapacityPlan, with_estimates: bool) -> str | None:
         "the shadow": memory.shadow_bytes,
         "the states": memory.state_bytes,
         "K and V of the draft head": memory.draft_bytes,
-        "staging": memory.staging_bytes,
+        "staging": memory.staging_bytes + memory.expert_staging_bytes,
         "the logits": memory.logits_bytes,
     }
     listed = [f"{name} ({format_bytes(num_bytes)})" for name, num_bytes in parts.items() if num_bytes]
@@ -109,7 +134,9 @@ def _gpu_problem(plan: CapacityPlan, with_estimates: bool) -> str | None:
         _fewer_gpu_blocks(plan),
         _set(plan, "speculation", "prompt_lookup") if memory.draft_bytes else None,
         _embedding_on_cpu(plan),
+        _fewer_gpu_experts(plan),
         _fewer_bits(plan),
+        _experts_on_cpu(plan),
         _more_room(plan, of_estimates=memory.exact_bytes <= limit) if memory.weight_bytes < limit else None,
         _more_ranks(plan),
         _quantized_head(plan),
@@ -142,8 +169,10 @@ def _cpu_problem(plan: CapacityPlan) -> str | None:
         return None
     most = _num_fitting_gpu_blocks(plan)
     remedy = f"lower {name} to {most} or less" if most >= least else "use a smaller model, pool or block size"
+    remedy = remedy if most >= least else _experts_on_cpu(plan) or remedy
     others = "weights and staging" if config.enable_cpu_offload else "weights"
     others = "weights, staging and CPU pool" if pool_bytes else others
+    others = f"{others}, with the experts of {experts_summary(plan)}," if plan.host_expert_bytes else others
     return (
         f"{name}={num_blocks} blocks of {format_bytes(block_bytes)} need {format_bytes(num_blocks * block_bytes)} and "
         f"{others} {format_bytes(fixed_bytes)}, more than the {format_bytes(available)} of memory available; {remedy}"
@@ -223,7 +252,7 @@ def _sequences_remedies(plan: CapacityPlan, limit: str) -> str:
         return _set(plan, "max_num_seqs", num_sequences)
     if limit == "the CPU pool":
         needed = _needed_blocks(plan)
-        others = plan.snapshot_bytes + plan.host_table_bytes
+        others = plan.snapshot_bytes + plan.host_weight_bytes
         fits = needed * _pool_block_bytes(plan) + others <= plan.machine.host_bytes
         return _set_pool(plan, needed) if fits else _either()
     needed = num_sequences if limit == "the slots" else _needed_blocks(plan)
@@ -234,7 +263,9 @@ def _sequences_remedies(plan: CapacityPlan, limit: str) -> str:
     return _either(
         f"leave {blocks_name} unset" if given and limit == "the state slots" else None,
         _embedding_on_cpu(plan),
+        _fewer_gpu_experts(plan),
         _fewer_bits(plan),
+        _experts_on_cpu(plan),
         _more_room(plan),
         None if plan.config.enable_cpu_offload or is_on_cpu else "use enable_cpu_offload",
         _more_ranks(plan),
@@ -275,6 +306,52 @@ def _embedding_on_cpu(plan: CapacityPlan) -> str | None:
     if plan.machine.gpu_bytes is None or plan.config.embedding_on_cpu is not False or not plan.model.has_own_head:
         return None
     return _set(plan, "embedding_on_cpu", "True")
+
+
+def _experts_on_cpu(plan: CapacityPlan) -> str | None:
+    """Let experts be in CPU memory, if the weights then fit."""
+    if plan.model.experts is None or plan.config.enable_expert_offload:
+        return None
+    config = replace(plan.config, enable_expert_offload=True)
+    try:
+        other = make_plan(config, plan.model, plan.machine, context=plan.context, num_sequences=plan.num_sequences)
+    except ConfigError:  # the CPU's kernels cannot read the experts
+        return None
+    fits = other.model.has_cpu_experts and other.fits_host and other.fits_exactly and not _cpu_problem(other)
+    return "use enable_expert_offload" if fits else None
+
+
+def _fewer_gpu_experts(plan: CapacityPlan) -> str | None:
+    """Leave fewer experts on the GPU than the user asks for."""
+    other = _with_default_experts(plan)
+    if other is None or other.num_gpu_expert_layers >= plan.num_gpu_expert_layers:
+        return None
+    return _limit_gpu_experts(plan, other)
+
+
+def _more_gpu_experts(plan: CapacityPlan) -> str | None:
+    """Keep more experts on the GPU than the user asks for, if they fit there."""
+    other = _with_default_experts(plan)
+    if other is None or not other.fits_host or other.num_gpu_expert_layers <= plan.num_gpu_expert_layers:
+        return None
+    return _limit_gpu_experts(plan, other)
+
+
+def _limit_gpu_experts(plan: CapacityPlan, other: CapacityPlan) -> str:
+    """Name the option with which as many layers of experts are on the GPU as in the other plan."""
+    if plan.config.num_gpu_expert_layers is None:
+        return "leave gpu_expert_memory_gb unset"
+    return _set(plan, "num_gpu_expert_layers", other.num_gpu_expert_layers)
+
+
+def _with_default_experts(plan: CapacityPlan) -> CapacityPlan | None:
+    """Return the plan with the number of layers on the GPU that is the default, or None if that is so already."""
+    config = plan.config
+    if plan.machine.gpu_bytes is None or (config.num_gpu_expert_layers, config.gpu_expert_memory_gb) == (None, None):
+        return None
+    config = replace(config, num_gpu_expert_layers=None, gpu_expert_memory_gb=None)
+    other = make_plan(config, plan.model, plan.machine, context=plan.context, num_sequences=plan.num_sequences)
+    return other if other.fits_gpu else None
 
 
 def _quantized_head(plan: CapacityPlan) -> str | None:
@@ -361,7 +438,7 @@ def _fixed_cpu_bytes(plan: CapacityPlan) -> int:
     """On a CPU, what all ranks take of its memory besides their blocks."""
     memory = plan.memory
     num_bytes = (memory.weight_bytes + memory.staging_bytes) * plan.config.tensor_parallel_size
-    return num_bytes + _given_pool_bytes(plan)
+    return num_bytes + plan.host_weight_bytes + _given_pool_bytes(plan)
 
 
 def _fewer_gpu_blocks(plan: CapacityPlan) -> str | None:

@@ -185,6 +185,24 @@ class ExpertsConfig:
     norm_topk_prob: bool  # divide the weights of the chosen experts by their sum
     layers: tuple[int, ...]  # the layers with a sparse MLP; all other layers have a dense MLP
     shared_size: int = 0  # features of the expert that every token uses, scaled by a gate; 0 without such an expert
+    # The layers whose experts are in CPU memory. KV on disk does not depend on them, so `repr` leaves them out
+    cpu_layers: tuple[int, ...] = field(default=(), repr=False)
+
+    def on_gpu(self, num_layers: int) -> "ExpertsConfig":
+        """Return the configuration with the experts of `num_layers` layers on the GPU and the others in CPU memory.
+
+        Layers on the GPU are spread evenly, so that while a long step computes one of them, the experts of the next
+        layer arrive.
+        """
+        total = len(self.layers)
+        is_on_gpu = ((i + 1) * num_layers // total > i * num_layers // total for i in range(total))
+        cpu_layers = (layer for layer, is_resident in zip(self.layers, is_on_gpu, strict=True) if not is_resident)
+        return replace(self, cpu_layers=tuple(cpu_layers))
+
+    @property
+    def mtp_is_on_cpu(self) -> bool:
+        """True if the experts of the draft head are in CPU memory, as they are if the experts of any layer are."""
+        return bool(self.cpu_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,6 +280,11 @@ class ModelConfig:
         """Return the type that a GGUF file has for a weight. Other formats do not quantize the vocabulary."""
         is_gguf = self.quantization is not None and self.quantization.is_gguf
         return self.quantization.format_of(name) if self.quantization is not None and is_gguf else None
+
+    @property
+    def has_cpu_experts(self) -> bool:
+        """True if the experts of some layers are in CPU memory."""
+        return self.experts is not None and bool(self.experts.cpu_layers)
 
     @property
     def num_attention_layers(self) -> int:

@@ -6,7 +6,7 @@ planner sums the table's sizes. No other module lists weights. Importing this mo
 
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import Quantization
@@ -31,6 +31,7 @@ class Linear:
 
     split: the features that are divided among ranks, "rows" (output) or "columns" (input), or None if each rank has
     the whole weight. num_experts: the number of experts with these layers, or 0 for a weight that every token uses.
+    on_cpu: True if the experts are in CPU memory.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Linear:
     split: Literal["rows", "columns"] | None
     bias: bool = False
     num_experts: int = 0
+    on_cpu: bool = False
     may_be_quantized: bool = True
     own_format: Quantization | None = None  # a format that quantization_config does not name
 
@@ -49,8 +51,11 @@ class Linear:
 
     def checkpoint_names(self) -> list[str]:
         """Return the full names of the layers; with experts, first all names of expert 0, then all of expert 1."""
+        return self._names(self.num_experts)
+
+    def _names(self, num_experts: int) -> list[str]:
         parent = self.name.rpartition(".")[0]
-        parents = [f"{parent}.{expert}" for expert in range(self.num_experts)] if self.num_experts else [parent]
+        parents = [f"{parent}.{expert}" for expert in range(num_experts)] if num_experts else [parent]
         return [f"{each}.{layer}".lstrip(".") for each in parents for layer in self.layers]
 
     def formats(self, config: ModelConfig) -> tuple[Quantization | None, ...]:
@@ -62,7 +67,7 @@ class Linear:
 
     def first_expert_formats(self, config: ModelConfig) -> tuple[Quantization | None, ...]:
         """Return the formats of the first expert's layers, because checking all experts takes half a second."""
-        return self._formats(config, self.checkpoint_names()[: len(self.layers)])
+        return self._formats(config, self._names(min(1, self.num_experts)))
 
     def _formats(self, config: ModelConfig, names: list[str]) -> tuple[Quantization | None, ...]:
         num_layers = len(self.layers)
@@ -104,10 +109,13 @@ class ModelLayout(NamedTuple):
 
 def model_layout(c: ModelConfig) -> ModelLayout:
     """List the weights of a model."""
-    sparse = c.experts.layers if c.experts else ()
+    sparse, on_cpu = (c.experts.layers, c.experts.cpu_layers) if c.experts else ((), ())
     head: list[LayoutEntry] = [Tensor("model.norm.weight", (c.hidden_size,))]
     head += [_vocabulary(c, "lm_head", c.head_format)] if c.has_own_head else []
-    layers = (_layer(c, f"model.layers.{i}", kind, is_sparse=i in sparse) for i, kind in enumerate(c.layer_kinds))
+    layers = (
+        _layer(c, f"model.layers.{i}", kind, is_sparse=i in sparse, on_cpu=i in on_cpu)
+        for i, kind in enumerate(c.layer_kinds)
+    )
     mtp = tuple(_mtp(c)) if c.has_mtp else ()
     embedding = (_vocabulary(c, "model.embed_tokens", c.embedding_format),)
     return ModelLayout(embedding, tuple(head), tuple(weight for layer in layers for weight in layer), mtp)
@@ -123,11 +131,12 @@ def _mtp(c: ModelConfig) -> Iterator[LayoutEntry]:
     yield Tensor("mtp.pre_fc_norm_embedding.weight", (c.hidden_size,))
     yield Tensor("mtp.pre_fc_norm_hidden.weight", (c.hidden_size,))
     yield Linear("mtp.fc", {"fc": c.hidden_size}, 2 * c.hidden_size, split="columns")
-    yield from _layer(c, "mtp.layers.0", "attention", is_sparse=c.experts is not None)
+    is_sparse, on_cpu = c.experts is not None, c.experts is not None and c.experts.mtp_is_on_cpu
+    yield from _layer(c, "mtp.layers.0", "attention", is_sparse=is_sparse, on_cpu=on_cpu)
     yield Tensor("mtp.norm.weight", (c.hidden_size,))
 
 
-def _layer(c: ModelConfig, name: str, kind: str, *, is_sparse: bool) -> Iterator[LayoutEntry]:
+def _layer(c: ModelConfig, name: str, kind: str, *, is_sparse: bool, on_cpu: bool) -> Iterator[LayoutEntry]:
     yield Tensor(f"{name}.input_layernorm.weight", (c.hidden_size,))
     if kind == "attention":
         yield from _attention(c, f"{name}.self_attn")
@@ -135,7 +144,7 @@ def _layer(c: ModelConfig, name: str, kind: str, *, is_sparse: bool) -> Iterator
         yield from _delta_net(c, f"{name}.linear_attn")
     yield Tensor(f"{name}.post_attention_layernorm.weight", (c.hidden_size,))
     if is_sparse:
-        yield from _experts(c, f"{name}.mlp")
+        yield from _experts(c, f"{name}.mlp", on_cpu)
     else:
         yield from _mlp(c, f"{name}.mlp")
 
@@ -173,14 +182,15 @@ def _mlp(c: ModelConfig, name: str) -> Iterator[LayoutEntry]:
     yield Linear(f"{name}.down_proj", {"down_proj": c.hidden_size}, size, split="columns", bias=c.mlp_bias)
 
 
-def _experts(c: ModelConfig, name: str) -> Iterator[LayoutEntry]:
+def _experts(c: ModelConfig, name: str, on_cpu: bool) -> Iterator[LayoutEntry]:
     """Yield a sparse MLP: the router, the experts, and the expert that every token uses if there is one."""
     assert c.experts is not None, "the layer has experts"
     num_experts, size = c.experts.num_experts, c.experts.intermediate_size
     gates = {"gate": num_experts} | ({"shared_expert_gate": 1} if c.experts.shared_size else {})
     gate_up, down = {"gate_proj": size, "up_proj": size}, {"down_proj": c.hidden_size}
     yield Linear(f"{name}.gate", gates, c.hidden_size, split=None, may_be_quantized=False)
-    yield Linear(f"{name}.experts.gate_up", gate_up, c.hidden_size, split="rows", num_experts=num_experts)
-    yield Linear(f"{name}.experts.down", down, size, split="columns", num_experts=num_experts)
+    of_experts: dict[str, Any] = {"num_experts": num_experts, "on_cpu": on_cpu}
+    yield Linear(f"{name}.experts.gate_up", gate_up, c.hidden_size, split="rows", **of_experts)
+    yield Linear(f"{name}.experts.down", down, size, split="columns", **of_experts)
     if c.experts.shared_size:
         yield from _mlp(c, f"{name}.shared_expert")

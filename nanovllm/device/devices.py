@@ -2,6 +2,7 @@
 a failed start.
 """
 
+import ctypes
 import os
 import traceback
 from collections.abc import Callable, Iterator
@@ -58,6 +59,37 @@ def installed_gpu(config: Config) -> Any | None:
     """Return torch's properties of the GPU that `config.device` names, or None if this machine does not have it."""
     index = int(config.device.split(":")[1]) if ":" in config.device else 0
     return torch.cuda.get_device_properties(index) if index < torch.cuda.device_count() else None
+
+
+_CONTEXT_BYTES = 524 * 2**20  # of CUDA in a process, on an H200
+
+
+class _MemoryInfo(ctypes.Structure):
+    """nvmlMemory_v2_t of NVIDIA's management library."""
+
+    _fields_ = [
+        ("version", ctypes.c_uint),
+        *((name, ctypes.c_ulonglong) for name in "total reserved free used".split()),
+    ]
+
+
+def memory_in_use(gpu: Any) -> int:
+    """Return the bytes of a GPU's memory that are in use now, without this process's CUDA context, or 0 if NVIDIA's
+    management library does not tell.
+
+    gpu: torch's properties. Unlike torch.cuda.mem_get_info, this creates no context, which would take memory itself.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        handle, info = ctypes.c_void_p(), _MemoryInfo(version=ctypes.sizeof(_MemoryInfo) | 2 << 24)
+        found = nvml.nvmlInit_v2() == 0
+        found = found and nvml.nvmlDeviceGetHandleByUUID(f"GPU-{gpu.uuid}".encode(), ctypes.byref(handle)) == 0
+        found = found and nvml.nvmlDeviceGetMemoryInfo_v2(handle, ctypes.byref(info)) == 0
+        nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        return 0
+    own = _CONTEXT_BYTES if torch.cuda.is_initialized() else 0
+    return max(0, int(info.used) - own) if found else 0
 
 
 def memory_node(device: torch.device) -> int | None:

@@ -289,6 +289,9 @@ class Engine:
             "block_bytes": self.setup.plan.spec.block_bytes,
             "block_size": self.setup.plan.spec.block_size,
         }
+        if (experts := self.setup.model_config.experts) is not None and experts.cpu_layers:
+            stats |= {"num_cpu_expert_layers": len(experts.cpu_layers)}
+            stats |= {"cpu_expert_bytes": self.setup.plan.host_expert_bytes}
         stats |= self._steps.stats() | self.scheduler.kv.stats() | dict(self.executor.runner.stats())
         stats |= self.scheduler.store.stats()
         if self._link_meter is not None:

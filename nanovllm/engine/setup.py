@@ -17,7 +17,7 @@ from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.capacity.plan_check import check_start
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.device.devices import installed_gpu, resolve_device
+from nanovllm.device.devices import installed_gpu, memory_in_use, resolve_device
 from nanovllm.errors import ConfigError
 from nanovllm.models.demo_model import model_path
 from nanovllm.plan.kv_spec import StagingSizes, dtype_name
@@ -43,6 +43,9 @@ class Internals:
     cpu_split: CpuSplit | None = None  # replaces the split that start-up measures
     least_load_tokens: int | None = None  # replaces the measured prefix length from which loading from disk pays
     drafters: tuple[Drafter, ...] | None = None  # replace the drafters that `speculation` names, unless it is off
+    max_cpu_expert_rows: int | None = (
+        None  # replaces the measured tokens of a step up to which the CPU computes experts
+    )
     always_guesses: bool = False  # propose as many draft tokens as allowed, regardless of their cost
 
 
@@ -87,7 +90,7 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     check_start(plan)
     return EngineSetup(
         config=config,
-        model_config=replace(model_config, embedding_on_cpu=plan.model.embedding_on_cpu),
+        model_config=replace(model_config, embedding_on_cpu=plan.model.embedding_on_cpu, experts=plan.model.experts),
         directory=directory,
         max_model_len=limit,
         device=device,
@@ -119,7 +122,8 @@ def find_machine(config: Config, *, measures_cpu: bool = False) -> Machine:
     gpu = installed_gpu(config)
     if gpu is None:
         return Machine.gpu(available_host_bytes(), name="an H200, assumed")
-    machine = Machine.found_gpu(available_host_bytes(), gpu.name, gpu.total_memory, (gpu.major, gpu.minor))
+    capability, used = (gpu.major, gpu.minor), memory_in_use(gpu)
+    machine = Machine.found_gpu(available_host_bytes(), gpu.name, gpu.total_memory, capability, used)
     return machine.with_cpu(measure_cpu_memory(), "measured") if measures_cpu else machine
 
 

@@ -10,6 +10,7 @@ import torch
 
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit, FollowingSplit
 from nanovllm.capabilities.cpu_attention.rates import make_cpu_attention, measure_split
+from nanovllm.capabilities.cpu_experts.layer import RankExperts
 from nanovllm.capabilities.disk.disk_moves import DiskSetup, least_load_tokens
 from nanovllm.capabilities.disk.start import identify_weights, measure_disk, open_disk
 from nanovllm.capabilities.disk.tier import DiskBoard, DiskTier
@@ -22,8 +23,8 @@ from nanovllm.capabilities.shadow.pages import ShadowPages
 from nanovllm.capabilities.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from nanovllm.capabilities.speculation.speculator import Speculator, StepTimes
 from nanovllm.capacity.costs import prefill_flop, token_keys
-from nanovllm.capacity.division import ShadowSize, divide_memory
-from nanovllm.capacity.plan import make_plan, plan_summary
+from nanovllm.capacity.division import ShadowSize, divide_memory, kept_blocks
+from nanovllm.capacity.plan import experts_summary, make_plan, plan_summary
 from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import GPU_RESERVE_BYTES, Config
 from nanovllm.device.devices import release_failed_start
@@ -37,7 +38,7 @@ from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.seams import STREAM_ALL, Companion
 from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, max_stateful_seqs, max_useful_blocks
 from nanovllm.plan.shadow_spec import ShadowSpec
-from nanovllm.plan.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows
+from nanovllm.plan.step_limits import MAX_GRAPH_CHUNK_TOKENS, has_mixed_graphs, max_step_rows
 from nanovllm.runner.measure import measure_drafts, measure_kv_room
 from nanovllm.runner.model_runner import make_runner
 from nanovllm.runner.step_runner import CompanionSetup
@@ -81,6 +82,7 @@ def _make_executor(setup: EngineSetup) -> Executor:
         setup.device,
         setup.internals.make_offload_engine,
         make_cpu_attention,
+        partial(RankExperts, max_rows=setup.internals.max_cpu_expert_rows),
     )
     if config.tensor_parallel_size == 1:
         return LocalExecutor(factory)
@@ -96,6 +98,13 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     is_gpu = setup.device.type == "cuda"
     if setup.plan.host_table_bytes:
         logger.info("the embedding table is in CPU memory, %s", format_bytes(setup.plan.host_table_bytes))
+    if setup.model_config.has_cpu_experts:
+        reason = ""
+        if setup.config.enable_expert_offload is None:
+            reason = f", because the GPU has no room for them and the KV of max_model_len={setup.max_model_len}"
+        logger.info("experts are in CPU memory: %s%s", experts_summary(setup.plan), reason)
+    elif setup.config.enable_expert_offload:
+        logger.info("all experts are on the GPU, which has room for them and the KV of max_model_len")
     if setup.config.kv_disk_path is not None:
         executor.call(Runner.apply, identify_weights)
     sizes = _kv_cache_sizes(setup, executor)
@@ -123,12 +132,13 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
         store=disk,
     )
     logger.info("started in %s", report.phases)
-    if setup.config.enable_cpu_offload:
+    if setup.config.enable_cpu_offload or setup.model_config.has_cpu_experts:
         plan, together = setup.plan, None
         if split is not None and split.link_byte_per_s and split.cpu_byte_per_s:
             together = (split.link_byte_per_s + split.cpu_byte_per_s) * plan.config.tensor_parallel_size
         machine = plan.machine.with_link(report.link_byte_per_s, "measured")
-        machine = replace(machine, cpu_byte_per_s=together, cpu_source="measured, the link and the CPU together")
+        if together or not setup.model_config.has_cpu_experts:
+            machine = replace(machine, cpu_byte_per_s=together, cpu_source="measured, the link and the CPU together")
         plan = make_plan(plan.config, setup.model_config, machine, sizes=sizes, staging=plan.spec.staging)
         logger.info("%s", plan_summary(plan))
         setup = replace(setup, plan=plan)
@@ -155,9 +165,9 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
         measure = partial(measure_kv_room, num_cpu_blocks, given or useful, companions)
         num_bytes, room = executor.call(Runner.apply, measure)
         shadow = ShadowSize(plan.num_pages, plan.shadow_bits) if config.speculation_method == "auto" else None
-        sizes = divide_memory(
-            config, spec, num_bytes, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks, shadow=shadow
-        )
+        kept = kept_blocks(config, setup.model_config, setup.max_model_len)
+        counts = {"given": given, "useful": useful, "num_cpu_blocks": num_cpu_blocks, "kept": kept}
+        sizes = divide_memory(config, spec, num_bytes, **counts, shadow=shadow)
         draft_bytes = spec.draft_bytes(num_cpu_blocks)
         num_bytes -= draft_bytes + sizes.num_state_slots * spec.states.slot_bytes
         fitting = max(0, num_bytes) // spec.block_bytes if given else sizes.num_gpu_blocks
@@ -221,7 +231,8 @@ def _make_step_bound(setup: EngineSetup, times: ChunkTimes, link_byte_per_s: flo
 
 
 def _chunk_times(setup: EngineSetup) -> ChunkTimes:
-    has_graphs = setup.device.type == "cuda" and not setup.config.enforce_eager and not setup.plan.spec.is_recurrent
+    is_gpu = setup.device.type == "cuda"
+    has_graphs = is_gpu and not setup.config.enforce_eager and has_mixed_graphs(setup.model_config)
     return ChunkTimes(token_keys(setup.model_config), MAX_GRAPH_CHUNK_TOKENS if has_graphs else 0)
 
 

@@ -12,10 +12,14 @@ from typing import Any, TypeAlias
 
 from nanovllm.capabilities.disk.disk_moves import document_disk_bytes, num_document_states
 from nanovllm.capacity.costs import (
+    cpu_expert_bytes,
+    decode_bytes,
     embedding_bytes,
+    expert_share,
     head_bytes,
     num_full_blocks,
     num_prefill_loaded_blocks,
+    prefill_expert_bytes,
     prefill_flop,
 )
 from nanovllm.capacity.machine import Machine, find_gpu
@@ -27,6 +31,7 @@ from nanovllm.checkpoint.quantization import QUANTIZATIONS, can_multiply_fp8
 from nanovllm.config import BLOCK_SIZE_STEP, Config
 from nanovllm.errors import ConfigError
 from nanovllm.plan.kv_spec import dtype_name, max_stateful_seqs
+from nanovllm.plan.step_limits import max_model_len
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
 from nanovllm.utils.options import check_options, option
 
@@ -99,7 +104,7 @@ class PlanOptions:
         if self.gpu is not None:
             machine = Machine.gpu(machine.host_bytes, find_gpu(self.gpu))
         if self.gpu_memory_gb is not None:
-            machine = replace(machine, gpu_bytes=int(self.gpu_memory_gb * 2**30))
+            machine = replace(machine, gpu_bytes=int(self.gpu_memory_gb * 2**30), used_gpu_bytes=0)
         if self.host_memory_gb is not None:
             machine = replace(machine, host_bytes=int(self.host_memory_gb * 2**30))
         machine = machine.with_link(self.link_gb_per_s and self.link_gb_per_s * 1e9, "given")
@@ -111,16 +116,48 @@ class PlanOptions:
 
 def link_prefill_tok_per_s(plan: CapacityPlan) -> float | None:
     """Return the bound of prefill that the link sets, for prompts that run one after the other: for each chunk, all
-    earlier blocks that are not resident cross the link.
+    experts in CPU memory and all earlier blocks that are not resident cross the link.
     """
-    byte_per_s = least(plan.machine.link_byte_per_s, plan.cpu_byte_per_s)
-    if not (byte_per_s and plan.config.enable_cpu_offload and plan.machine.gpu_bytes is not None):
+    byte_per_s = _link_byte_per_s(plan)
+    if not byte_per_s:
         return None
-    num_loaded = num_prefill_loaded_blocks(
-        plan.context, plan.spec.block_size, plan.num_gpu_blocks, plan.config.max_num_batched_tokens
-    )
-    seconds = num_loaded * plan.spec.block_bytes / byte_per_s
-    return plan.context / seconds if seconds else None
+    num_bytes = sum(prefill_expert_bytes(plan.config, plan.model, len(chunk)) for chunk in _chunks(plan))
+    if plan.config.enable_cpu_offload:
+        num_loaded = num_prefill_loaded_blocks(
+            plan.context, plan.spec.block_size, plan.num_gpu_blocks, plan.config.max_num_batched_tokens
+        )
+        num_bytes += num_loaded * plan.spec.block_bytes
+    return plan.context * byte_per_s / num_bytes if num_bytes else None
+
+
+def expert_prefill_tok_per_s(plan: CapacityPlan) -> float | None:
+    """Return the bound of prefill with experts in CPU memory, or None if there are none: while a chunk is computed,
+    the experts of its layers cross the link.
+    """
+    byte_per_s, flop_per_s = _link_byte_per_s(plan), plan.machine.flop_per_s
+    if not (plan.model.has_cpu_experts and byte_per_s and flop_per_s):
+        return None
+    seconds = done_flop = 0.0
+    for chunk in _chunks(plan):
+        flop = prefill_flop(plan.config, plan.model, chunk.stop, plan.machine.capability)
+        link_s = prefill_expert_bytes(plan.config, plan.model, len(chunk)) / byte_per_s
+        seconds += max(link_s, (flop - done_flop) / flop_per_s)
+        done_flop = flop
+    return plan.context / seconds
+
+
+def _link_byte_per_s(plan: CapacityPlan) -> float | None:
+    """Return the rate at which a GPU reads CPU memory, or None on a CPU."""
+    if plan.machine.gpu_bytes is None:
+        return None
+    return least(plan.machine.link_byte_per_s, plan.cpu_byte_per_s)
+
+
+def _chunks(plan: CapacityPlan) -> Iterator[range]:
+    """Yield the positions of the chunks of a prompt, if experts cross the link for each."""
+    step = plan.config.max_num_batched_tokens
+    if plan.model.has_cpu_experts:
+        yield from (range(start, min(start + step, plan.context)) for start in range(0, plan.context, step))
 
 
 def flop_prefill_tok_per_s(plan: CapacityPlan) -> float | None:
@@ -133,7 +170,7 @@ def flop_prefill_tok_per_s(plan: CapacityPlan) -> float | None:
 
 def prefill_tok_per_s(plan: CapacityPlan) -> float | None:
     """Return the lowest bound of prefill, or None if no bound is known."""
-    return least(link_prefill_tok_per_s(plan), flop_prefill_tok_per_s(plan))
+    return least(link_prefill_tok_per_s(plan), flop_prefill_tok_per_s(plan), expert_prefill_tok_per_s(plan))
 
 
 def first_token_s(plan: CapacityPlan) -> float | None:
@@ -165,7 +202,7 @@ def _prefix_tokens(plan: CapacityPlan) -> int:
 def plan_table(plan: CapacityPlan) -> str:
     """Return the plan as text, one figure per line. `~` marks an estimate, `(!)` a figure above its limit.
 
-    Bytes are per GPU, except for the CPU pool, which is counted for all ranks together.
+    Bytes are per GPU, except for what is in CPU memory, which is counted for all ranks together.
     """
     ranks = plan.config.tensor_parallel_size
     where = f"{ranks} x {plan.machine.name}" if ranks > 1 else plan.machine.name
@@ -175,7 +212,7 @@ def plan_table(plan: CapacityPlan) -> str:
 
 
 def _memory_rows(plan: CapacityPlan) -> list[Row]:
-    """Return the parts of the GPU memory that are not empty, the sum, and the CPU pool."""
+    """Return the parts of the GPU memory that are not empty, the sum, and what is in CPU memory."""
     spec, memory, limit = plan.spec, plan.memory, plan.gpu_limit_bytes
     offload = plan.config.enable_cpu_offload
     blocks = f"{plan.num_gpu_blocks} of {spec.block_size} tokens, {format_bytes(spec.block_bytes)} each"
@@ -187,6 +224,7 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         ("states", "", memory.state_bytes, _states_remark(plan)),
         ("draft head", "", memory.draft_bytes, "its K and V, for all blocks of the CPU pool"),
         ("staging", "", memory.staging_bytes, ""),
+        ("staging", "", memory.expert_staging_bytes, "for the experts of two layers that cross the link"),
         ("logits", "", memory.logits_bytes, "one buffer for all graphs"),
         ("inputs", "~", memory.input_bytes, "static inputs of the graphs"),
         ("activations", "~", memory.activation_bytes, "in the largest step"),
@@ -199,13 +237,19 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         needs = f"its K and V would take {format_bytes(plan.unused_draft_bytes)}, over a quarter of the memory for KV"
         rows.append(("draft head", "left out", needs))
     if limit is not None:
+        used = plan.machine.used_gpu_bytes
         remark = f"of {format_bytes(limit)} that may be used" + ("" if plan.fits_gpu else " (!)")
+        remark += f"; {format_bytes(used)} are in use now" if used else ""
         rows.append(("GPU memory", f"~{format_bytes(memory.total_bytes)}", remark))
     if offload:
         num_tokens = plan.num_cpu_blocks * spec.block_size
         remark = f"{plan.num_cpu_blocks} blocks, {num_tokens:,} tokens of all requests together"
         remark += f"; {format_bytes(plan.machine.host_bytes)} was available"
         rows.append(("CPU pool", format_bytes(plan.cpu_pool_bytes), remark + ("" if plan.fits_host else " (!)")))
+    if plan.model.has_cpu_experts:
+        rows.append(("experts", format_bytes(plan.host_expert_bytes), _experts_remark(plan)))
+    elif plan.config.enable_expert_offload:
+        rows.append(("experts", "0 B", "in CPU memory, because all experts fit the GPU"))
     if plan.host_table_bytes:
         rows.append(("embedding", format_bytes(plan.host_table_bytes), "in pinned CPU memory instead of the GPU's"))
     if plan.snapshot_bytes:
@@ -219,6 +263,20 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
             remark += f"; there is room for {disk_limit // num_bytes:,} in {format_bytes(disk_limit)}"
         rows.append(("on disk", format_bytes(num_bytes), remark))
     return rows
+
+
+def _experts_remark(plan: CapacityPlan) -> str:
+    """Say where the experts are, and why."""
+    config, experts = plan.config, plan.model.experts
+    assert experts is not None, "the model has experts"
+    mark = "" if plan.host_weight_bytes <= plan.machine.host_bytes else " (!)"
+    if plan.machine.gpu_bytes is None:
+        return f"of {len(experts.cpu_layers)} of {len(experts.layers)} layers, in the checkpoint's format{mark}"
+    remark = f"in pinned CPU memory{mark}, of {len(experts.cpu_layers)} of {len(experts.layers)} layers; "
+    if config.num_gpu_expert_layers is not None or config.gpu_expert_memory_gb is not None:
+        return f"{remark}{plan.num_gpu_expert_layers} are on the GPU, as given"
+    limit = max_model_len(config, plan.model)
+    return f"{remark}the GPU has room for {plan.num_gpu_expert_layers} and the KV of {limit:,} tokens"
 
 
 def _weights_remark(plan: CapacityPlan) -> str:
@@ -282,7 +340,9 @@ def _bound_rows(plan: CapacityPlan) -> list[Row]:
     """Return the machine's rates with their sources, and the bounds that follow from the rates, lowest first."""
     m = plan.machine
     rows = []
-    if m.gpu_bytes is not None and plan.config.enable_cpu_offload:
+    if m.gpu_bytes is not None and plan.model.has_cpu_experts:
+        rows.append(("reads", "", _reads_remark(plan)))
+    if m.gpu_bytes is not None and (plan.config.enable_cpu_offload or plan.model.has_cpu_experts):
         rows += [("link", f"{m.link_byte_per_s / 1e9:.1f} GB/s", m.link_source)] if m.link_byte_per_s else []
         rows += [("CPU memory", f"{m.cpu_byte_per_s / 1e9:.1f} GB/s", m.cpu_source)] if m.cpu_byte_per_s else []
     if m.memory_byte_per_s:
@@ -290,6 +350,7 @@ def _bound_rows(plan: CapacityPlan) -> list[Row]:
     if m.flop_per_s:
         rows.append(("arithmetic", f"{m.flop_per_s / 1e12:.0f} TFLOP/s", m.rates_source))
     decode, remark = {"memory rate": plan.memory_decode_tok_per_s}, ""
+    decode["CPU's experts and the GPU in turn"] = plan.expert_decode_tok_per_s()
     if plan.config.cpu_attention == "off":
         decode["link"] = plan.link_decode_tok_per_s
     elif plan.link_decode_tok_per_s:
@@ -299,10 +360,23 @@ def _bound_rows(plan: CapacityPlan) -> list[Row]:
     guessing = {f"at acceptance {a}": plan.guessing_decode_tok_per_s(a) for a in ACCEPTANCES}
     if shares := ", ".join(f"{rate_text(rate)} {share}" for share, rate in guessing.items() if rate is not None):
         rows.append(("drafts", "", f"tok/s: {shares}, with up to {plan.config.max_guesses} a step"))
-    rows += _bound_row("prefill", {"link": link_prefill_tok_per_s(plan), "arithmetic": flop_prefill_tok_per_s(plan)})
+    prefill = {"link": link_prefill_tok_per_s(plan), "arithmetic": flop_prefill_tok_per_s(plan)}
+    prefill["slower of both in each chunk"] = expert_prefill_tok_per_s(plan)
+    rows += _bound_row("prefill", prefill)
     if (first_s := first_token_s(plan)) is not None:
         rows.append(("first token", f">= {seconds_text(first_s)}", f"after a prompt of {plan.context:,} tokens"))
     return rows
+
+
+def _reads_remark(plan: CapacityPlan) -> str:
+    """Say what a decode step reads over which path."""
+    config, num_keys = plan.config, plan.num_sequences * plan.context
+    on_gpu = decode_bytes(config, plan.model, plan.num_sequences, num_keys, plan.kv_bytes_per_token)
+    missing_bytes = plan.num_missing_blocks * plan.spec.block_bytes
+    by_cpu = cpu_expert_bytes(config, plan.model) * expert_share(plan.model, plan.num_sequences)
+    parts = [f"{format_bytes(on_gpu - missing_bytes)} from GPU memory", f"{format_bytes(by_cpu)} of experts by the CPU"]
+    parts += [f"{format_bytes(missing_bytes)} of KV from CPU memory"] if missing_bytes else []
+    return f"in a step that decodes: {', '.join(parts)}"
 
 
 def _bound_row(name: str, by_cause: Mapping[str, float | None], remark: str = "") -> list[Row]:
@@ -327,7 +401,9 @@ def seconds_text(number: float) -> str:
 CONTEXTS = (32_768, 131_072, 262_144, 1_000_000)
 COMMON: dict[str, Any] = {"gpu_memory_utilization": 0.95, "max_num_seqs": 16}
 SETTINGS: tuple[dict[str, Any], ...] = tuple(
-    COMMON | {"max_num_batched_tokens": num_tokens, "enable_cpu_offload": offload}
+    COMMON
+    | {"max_num_batched_tokens": num_tokens, "enable_cpu_offload": offload, "enable_expert_offload": expert_offload}
+    for expert_offload in (False, True)
     for offload in (False, True)
     for num_tokens in (8192, 2048, 1024)
 )
@@ -351,7 +427,13 @@ class Fit:
 
     @property
     def is_resident(self) -> bool:
-        return not self.plan.config.enable_cpu_offload
+        """True if all KV and all experts are on the GPU."""
+        return not (self.plan.config.enable_cpu_offload or self.plan.model.has_cpu_experts)
+
+    @property
+    def where(self) -> str:
+        names = {"offload": self.plan.config.enable_cpu_offload, "experts": self.plan.model.has_cpu_experts}
+        return ", ".join(name for name, is_on_cpu in names.items() if is_on_cpu) or "GPU"
 
     @property
     def kv_bytes(self) -> int:
@@ -414,6 +496,8 @@ def _plans(name: str, model: ModelConfig, machine: Machine, context: int) -> Ite
     if model.max_model_len_limit < context <= _recommended_context(model):  # the rope changes neither memory nor speed
         model = replace(model, max_position_embeddings=context)
     for settings in SETTINGS:
+        if settings["enable_expert_offload"] and model.experts is None:
+            continue
         with suppress(ConfigError):
             head = HEAD_FORMAT if model.head_quantization else None
             config = Config(model=name, max_model_len=context, quantize_head=head, **settings)
@@ -448,7 +532,7 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
             fit.plan.config.quantize_head or "as is",
             f"{fit.plan.context:,}",
             format_bytes(fit.kv_bytes),
-            "GPU" if fit.is_resident else "offload",
+            fit.where,
             f"<= {rate_text(rate)}/s" if (rate := fit.plan.expected_decode_tok_per_s) else "unknown",
             f">= {seconds_text(first_s)}" if (first_s := first_token_s(fit.plan)) else "unknown",
             str(fit.plan.config.max_num_batched_tokens),
@@ -463,8 +547,8 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
     how = (
         f"every line needs {common}; add --max-model-len CONTEXT --max-num-batched-tokens STEP_TOKENS, "
         "--quantization FORMAT unless it is the checkpoint's format, --quantize-head HEAD unless it is as is, "
-        "--enable-cpu-offload for offload, and for a context beyond the model's limit the --hf-overrides that plan "
-        "prints"
+        "--enable-cpu-offload for offload, --enable-expert-offload for experts (otherwise --no-enable-expert-offload), "
+        "and for a context beyond the model's limit the --hf-overrides that plan prints"
     )
     names = dict.fromkeys(fit.model for fit in found)
     also = [f"{name} also stands for {SAME_SIZES[name]}" for name in names if name in SAME_SIZES]

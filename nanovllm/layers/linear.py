@@ -24,6 +24,7 @@ from nanovllm.layers.packed_weight import (
     Activations,
     PackedRows,
     PackedWeight,
+    WeightRows,
     can_multiply_codes,
     fits_fp8_products,
     new_parameter,
@@ -36,9 +37,12 @@ _ONLY_PACKED = "only packed weights take codes"
 
 @dataclass(frozen=True)
 class WeightShard:
-    """`target` (a view of a parameter) is filled with `tensor[index]` of a checkpoint tensor of shape `full_shape`."""
+    """`target` (a view of a parameter) is filled with `tensor[index]` of a checkpoint tensor of shape `full_shape`.
 
-    target: torch.Tensor | PackedRows
+    A tensor of numbers is filled with values, a tensor of bytes with blocks of a GGUF file.
+    """
+
+    target: torch.Tensor | WeightRows
     full_shape: tuple[int, ...]
     index: tuple[slice, ...]
     quantization: Quantization | None = None  # the format of the layer, if it is quantized

@@ -4,9 +4,9 @@ Tensor parallelism splits every expert: each rank has some features of all exper
 ranks. Legend: T tokens, E experts, C experts chosen for each token.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import nn
 
 from nanovllm.checkpoint.model_config import ExpertsConfig
 from nanovllm.checkpoint.quantization import Quantization
+from nanovllm.config import Config
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import ConfigError
 from nanovllm.layers.linear import (
@@ -29,7 +30,7 @@ from nanovllm.layers.linear import (
     sum_over_ranks,
     weight_rows,
 )
-from nanovllm.layers.packed_weight import new_parameter, packed
+from nanovllm.layers.packed_weight import PackedWeight, new_parameter, packed
 
 MAX_ROUTER_ROWS = 4  # tokens up to which our kernel computes the router's logits
 MAX_SINGLE_PAIRS = 32  # number of (token, expert) pairs up to which every pair reads its expert separately
@@ -83,6 +84,41 @@ class Router(nn.Module):
                 yield NamedShard(layer, "weight", WeightShard(part, tuple(part.shape), (slice(None), slice(None))))
 
 
+class ExpertSum(Protocol):
+    """Computes the experts of a layer: a module, Experts or the one of a CpuExpertLayers."""
+
+    def begin(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin the weighted sum of the chosen experts' outputs for x [T, hidden_size].
+
+        `experts` and `weights` [T, C] come from the router. Returns a function that finishes, and returns the sum over
+        all ranks. Hot: once per layer.
+        """
+        ...
+
+
+class CpuExpertLayers(Protocol):
+    """Layers whose experts are in CPU memory (capabilities/cpu_experts). The model owns them; start-up starts them."""
+
+    max_rows: int  # most tokens of a step that needs no call of the host within it, and can be a CUDA graph
+    cells: torch.Tensor | None  # int64 [T], negative for rows of padding in a graph; None if there is no padding
+
+    def layer(self, name: str) -> nn.Module:
+        """Return the module with the experts of a sparse MLP, an ExpertSum. name: of the MLP in the checkpoint."""
+        ...
+
+    kernel: Any  # the CpuKernel with the threads that compute, once started
+
+    def start(self, config: Config) -> None:
+        """Start to compute. Called once the weights are loaded, by all ranks together."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counters for LLM.stats()."""
+        ...
+
+    def close(self) -> None:
+        """End the threads and release the memory."""
+
+
 class Experts(nn.Module):
     """Weighted sum of the chosen experts' outputs for each token: [T, hidden_size] -> [T, hidden_size].
 
@@ -128,10 +164,23 @@ class Experts(nn.Module):
             sorts_columns=False,
         )
 
+    def begin(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: self(x, experts, weights)
+
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`experts` and `weights` [T, C] come from the router. Only the chosen experts are read."""
-        sums = self._sum_of_products if x.is_cuda else self._sum_by_expert
-        return sum_over_ranks(sums(x, experts, weights), self.tp)
+        return sum_over_ranks(self.sums(x, experts, weights), self.tp)
+
+    def sums(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the sums."""
+        return (self._sum_of_products if x.is_cuda else self._sum_by_expert)(x, experts, weights)
+
+    @property
+    def weights(self) -> list[nn.Parameter | PackedWeight]:
+        """The weights that have gate, up and down. Gate and up may have the same."""
+        gate_up = self.gate_up.weights if isinstance(self.gate_up, StackedWeight) else (self.gate_up, self.gate_up)
+        assert not isinstance(self.down, StackedWeight), "downs have one format"
+        return [*gate_up, self.down]
 
     def _sum_by_expert(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Compute the chosen experts one after the other, on a CPU."""
@@ -182,27 +231,29 @@ class Experts(nn.Module):
 class SparseMLP(nn.Module):
     """A mixture of experts, whose modules have the names that they have in the checkpoint.
 
-    Some models have an expert that every token uses, `shared_expert`, which is a separate dense MLP.
+    Some models have an expert that every token uses, `shared_expert`, which is a separate dense MLP. If a CPU computes
+    the other experts, the GPU computes this one meanwhile.
     """
 
     def __init__(
         self,
         hidden_size: int,
         config: ExpertsConfig,
-        tp: TPGroup,
         dtype: torch.dtype,
-        formats: Sequence[Quantization | None] = (None, None, None),
+        experts: nn.Module,
         shared_expert: nn.Module | None = None,
     ) -> None:
-        """`formats`: of the experts' weights gate, up and down."""
+        """`experts`: an ExpertSum."""
         super().__init__()
         self.gate = Router(hidden_size, config, dtype)
-        self.experts = Experts(hidden_size, config, tp, dtype, formats)
+        self.experts = experts
         self.shared_expert = shared_expert
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         experts, weights, shared_weight = self.gate(hidden)
-        out: torch.Tensor = self.experts(hidden, experts, weights)
+        finish = cast(ExpertSum, self.experts).begin(hidden, experts, weights)
         if self.shared_expert is None:
-            return out
-        return torch.addcmul(out, shared_weight.to(out.dtype), self.shared_expert(hidden))
+            return finish()
+        shared = self.shared_expert(hidden)
+        out = finish()
+        return torch.addcmul(out, shared_weight.to(out.dtype), shared)

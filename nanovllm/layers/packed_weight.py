@@ -9,7 +9,7 @@ values are computed when they are loaded.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -67,16 +67,32 @@ class BlockParts(NamedTuple):
     group_scales: torch.Tensor | None = None  # uint8 [n, groups]
     group_leasts: torch.Tensor | None = None  # uint8 [n, groups]
 
-    def part(self, rows: slice, columns: slice) -> "BlockParts":
-        """Return some rows, and columns that consist of whole blocks."""
-        num_columns = self.codes.shape[1]
-        start, end, _ = columns.indices(num_columns)
-        parts = {}
-        for name, each in self._asdict().items():
-            if each is not None:
-                width = each.shape[1]
-                parts[name] = each[rows, start * width // num_columns : end * width // num_columns]
-        return BlockParts(**parts)
+
+class WeightRows(Protocol):
+    """Rows of a weight of codes, which the loader fills."""
+
+    device: torch.device  # computes the codes
+
+    @property
+    def can_quantize(self) -> bool:
+        """Return True if `quantize` has a kernel for the format."""
+        ...
+
+    def __getitem__(self, rows: slice) -> "WeightRows": ...
+
+    def store(self, given: QuantizedWeight, where: str) -> None:
+        """Store the values of a shard. Raises CheckpointError, which names `where`, for values that the format does not
+        have.
+        """
+        ...
+
+    def quantize(self, values: torch.Tensor, columns: slice) -> None:
+        """Store `columns` of `values` [n, k], a tensor of a checkpoint that is quantized while it is loaded.
+
+        One kernel does the work of `quantize` of models/quantized_weights.py and of `store`: a mixture has tens of
+        thousands of matrices, and launching their operations one by one takes longer than everything else.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -305,8 +321,8 @@ class PackedWeight(nn.Module):
         return fused.silu_and_mul(both)
 
 
-class PackedRows:
-    """Rows start to end - 1 of a packed weight, which the loader fills."""
+class PackedRows(WeightRows):
+    """Rows start to end - 1 of a packed weight."""
 
     def __init__(self, weight: PackedWeight, start: int, end: int) -> None:
         self.weight, self.start, self.end = weight, start, end
@@ -352,15 +368,9 @@ class PackedRows:
 
     @property
     def can_quantize(self) -> bool:
-        """Return True if `quantize` has a kernel for the format, as for each of QUANTIZATIONS."""
         return self.weight.is_float or self.weight.bits == 4
 
     def quantize(self, values: torch.Tensor, columns: slice) -> None:
-        """Store `columns` of `values` [n, k], a tensor of a checkpoint that is quantized while it is loaded.
-
-        One kernel does the work of `quantize` of models/quantized_weights.py and of `store`: a mixture has tens of
-        thousands of matrices, and launching their operations one by one takes longer than everything else.
-        """
         from nanovllm.kernels import quantizing
 
         assert len(values) == self.end - self.start, "values must have as many rows as the target"

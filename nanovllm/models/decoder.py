@@ -14,7 +14,7 @@ from torch import nn
 
 from nanovllm.attention.base import StepAttention
 from nanovllm.checkpoint.model_config import MAX_MLP_TOKENS, ModelConfig
-from nanovllm.checkpoint.model_layout import model_layout
+from nanovllm.checkpoint.model_layout import Linear, model_layout
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.delta_net import GatedDeltaNet
@@ -28,7 +28,7 @@ from nanovllm.layers.linear import (
     gate_heads,
     takes_codes,
 )
-from nanovllm.layers.moe import SparseMLP
+from nanovllm.layers.moe import CpuExpertLayers, Experts, SparseMLP
 from nanovllm.layers.packed_weight import Activations
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotary_order, rotate_and_store
 from nanovllm.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
@@ -37,9 +37,14 @@ from nanovllm.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 class Builder:
     """Builds the parts of a model on one rank, as the model's layout lists them (checkpoint/model_layout.py)."""
 
-    def __init__(self, config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> None:
-        self.config, self.tp, self.dtype = config, tp, dtype
+    def __init__(
+        self, config: ModelConfig, tp: TPGroup, dtype: torch.dtype, cpu_experts: CpuExpertLayers | None = None
+    ) -> None:
+        self.config, self.tp, self.dtype, self.cpu_experts = config, tp, dtype, cpu_experts
         self._linears = model_layout(config).linears()
+
+    def linear(self, name: str) -> Linear:
+        return self._linears[name]
 
     def formats(self, name: str) -> tuple[Quantization | None, ...]:
         """Return the format of each layer that is stacked in the weight, or None if it is not quantized."""
@@ -175,11 +180,16 @@ def _delta_net(build: Builder, name: str, number: int) -> GatedDeltaNet:
 
 
 def _sparse_mlp(build: Builder, name: str) -> SparseMLP:
-    experts = build.config.experts
-    assert experts is not None, "the layer has experts"
-    formats = *build.formats(f"{name}.experts.gate_up"), *build.formats(f"{name}.experts.down")
-    shared = MLP(build, f"{name}.shared_expert") if experts.shared_size else None
-    return SparseMLP(build.config.hidden_size, experts, build.tp, build.dtype, formats, shared)
+    config, mixture = build.config, build.config.experts
+    assert mixture is not None, "the layer has experts"
+    if build.linear(f"{name}.experts.gate_up").on_cpu:
+        assert build.cpu_experts is not None, "start-up provides experts in CPU memory"
+        experts = build.cpu_experts.layer(name)
+    else:
+        formats = *build.formats(f"{name}.experts.gate_up"), *build.formats(f"{name}.experts.down")
+        experts = Experts(config.hidden_size, mixture, build.tp, build.dtype, formats)
+    shared = MLP(build, f"{name}.shared_expert") if mixture.shared_size else None
+    return SparseMLP(config.hidden_size, mixture, build.dtype, experts, shared)
 
 
 class Decoder(nn.Module):
@@ -285,11 +295,20 @@ class CausalLM(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, tp: TPGroup, *, max_model_len: int, dtype: torch.dtype, with_mtp: bool = False
+        self,
+        config: ModelConfig,
+        tp: TPGroup,
+        *,
+        max_model_len: int,
+        dtype: torch.dtype,
+        with_mtp: bool = False,
+        cpu_experts: CpuExpertLayers | None = None,
     ) -> None:
+        """cpu_experts: the layers whose experts are in CPU memory, if there are any."""
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, torch.get_default_device()
-        build = Builder(config, tp, dtype)
+        self.cpu_experts = cpu_experts
+        build = Builder(config, tp, dtype, cpu_experts)
         self.model = Decoder(build, max_model_len=max_model_len)
         self.lm_head = ParallelLMHead(
             config.vocab_size,
@@ -331,6 +350,18 @@ class CausalLM(nn.Module):
             yield
         finally:
             self.model.skips_inner_layers = False
+
+    @contextmanager
+    def padded(self, cells: torch.Tensor) -> Iterator[None]:
+        """Within, the tokens with negative `cells`, int64 [T], are padding of a graph. The CPU skips their experts."""
+        if self.cpu_experts is None:
+            yield
+            return
+        self.cpu_experts.cells = cells
+        try:
+            yield
+        finally:
+            self.cpu_experts.cells = None
 
     @property
     def needs_rope_lens(self) -> bool:

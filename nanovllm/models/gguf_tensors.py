@@ -10,7 +10,7 @@ from nanovllm.checkpoint.gguf import GGUFTensor, read_model
 from nanovllm.checkpoint.gguf_config import Weight, weights
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.packed_weight import PackedRows, store_blocks
-from nanovllm.models.gguf_values import are_finite, dequantize, read_parts
+from nanovllm.models.gguf_values import are_finite, dequantize, read_parts, select_columns
 from nanovllm.models.stored_tensors import StoredTensor
 
 _COPIED_VALUES, _PACKED_VALUES = 2**24, 2**22  # computed and packed at a time, to limit the memory on top of the model
@@ -61,6 +61,7 @@ class GGUFWeight(StoredTensor):
         return values.view(end - start, *self.shape[1:])[inner]
 
     def copy_to(self, target: torch.Tensor, index: tuple[slice, ...]) -> None:
+        """Write the part at `index` to `target`: values, or blocks as they are if `target` consists of bytes."""
         if len(self.shape) == 1:
             target.copy_(self.read(*index, device=target.device))
             return
@@ -68,14 +69,19 @@ class GGUFWeight(StoredTensor):
         step = max(1, _COPIED_VALUES // prod(self.shape[1:]))
         for start in range(first, end, step):
             rows = slice(start, min(start + step, end))
-            target[rows.start - first : rows.stop - first] = self.read(rows, *index[1:], device=target.device)
+            part = target[rows.start - first : rows.stop - first]
+            if target.dtype != torch.uint8:
+                part.copy_(self.read(rows, *index[1:], device=target.device))
+                continue
+            assert self.column_order is None, "blocks are stored in the order of the file"
+            blocks = self.part(rows, *index[1:])
+            _check_finite(self.where, are_finite(blocks, self.type.name))
+            part.copy_(blocks)
 
     def part(self, rows: slice, columns: slice) -> torch.Tensor:
         """Return the blocks of some rows and columns, which consist of whole blocks, uint8 [n, bytes]."""
-        _, num_values, num_bytes = self.type
         start, end, _ = rows.indices(self.shape[0])
-        first, last, _ = columns.indices(self.shape[1])
-        return self._rows(start, end)[:, first // num_values * num_bytes : last // num_values * num_bytes]
+        return select_columns(self._rows(start, end), self.type.name, columns)
 
     def _rows(self, start: int, end: int) -> torch.Tensor:
         """Return the blocks of rows of the weight."""
@@ -136,9 +142,9 @@ class BlockWriter:
             blocks = waiting[0][0] if len(waiting) == 1 else torch.cat([blocks for blocks, _ in waiting])
             block_type = targets[0].weight.block_type
             assert block_type is not None, "the weight consists of blocks"
-            parts = read_parts(blocks.to(targets[0].device), block_type)
-            _check_finite(where, are_finite(parts, block_type))
-            store_blocks(parts, targets)
+            blocks = blocks.to(targets[0].device)
+            _check_finite(where, are_finite(blocks, block_type))
+            store_blocks(read_parts(blocks, block_type), targets)
             waiting.clear()
 
 

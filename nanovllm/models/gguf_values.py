@@ -18,6 +18,8 @@ _SIGN = 128  # added to signed bytes
 _UNIT = 256  # values of a block whose groups have scales
 _MAX_SAFE_EXPONENT = 252  # of MXFP4: the largest value of such a block is below 2^128
 _WITH_LEAST = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+# The standard deviation of the values of random blocks with scales of 1, divided by the standard deviation of the codes
+_GROUP_FACTORS = {"Q4_K": 56, "Q5_K": 57, "Q6_K": 74, "IQ4_XS": 18.5}
 _ZEROS = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32, "Q8_0": _SIGN}  # codes of 0
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers in e2m1
@@ -59,39 +61,53 @@ def part_values(parts: BlockParts, block_type: str) -> torch.Tensor:
     return (values if leasts is None else values + leasts[..., None]).flatten(1)
 
 
-def are_finite(parts: BlockParts, block_type: str) -> bool:
-    """Return True if all values are finite numbers."""
+def are_finite(blocks: torch.Tensor, block_type: str) -> bool:
+    """Return True if all values of rows of blocks, uint8 [n, bytes of a row], are finite numbers. In almost all cases
+    their scales tell.
+    """
+    scales = _scale_bytes(blocks, block_type)
     if block_type == "MXFP4":
-        is_small = bool((parts.scales <= _MAX_SAFE_EXPONENT).all())
-        return is_small or bool(part_values(parts, block_type).isfinite().all())
-    return all(bool(part.isfinite().all()) for part in (parts.scales, parts.leasts) if part is not None)
+        is_small = bool((scales <= _MAX_SAFE_EXPONENT).all())
+        return is_small or bool(dequantize(blocks, _TYPES[block_type]).isfinite().all())
+    return bool(_half(scales).isfinite().all())
 
 
-def random_parts(num_rows: int, num_columns: int, block_type: str, generator: torch.Generator) -> BlockParts:
-    """Draw rows whose values have a mean of about 0 and a variance of about 1 / columns, on the generator's device."""
-    bits, size = BLOCK_TYPES[block_type].bits, _TYPES[block_type].num_values
-    blocks = num_rows, num_columns // size
+def select_columns(blocks: torch.Tensor, block_type: str, columns: slice) -> torch.Tensor:
+    """Return some columns, which consist of whole blocks, of rows of blocks, uint8 [n, bytes of a row]."""
+    _, num_values, num_bytes = _TYPES[block_type]
+    start, end, _ = columns.indices(blocks.shape[1] // num_bytes * num_values)
+    return blocks[:, start // num_values * num_bytes : end // num_values * num_bytes]
 
-    def draw(low: int, high: int, num_each: int) -> torch.Tensor:
-        shape, device = (num_rows, num_each), generator.device
-        return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
 
-    codes, signs = draw(0, 2**bits, num_columns), 1 - 2 * draw(0, 2, blocks[1]).to(torch.float16)
-    numbers = torch.tensor(_TABLES.get(block_type, range(2**bits)), dtype=torch.float32)
-    scale = num_columns**-0.5 / numbers.std().item()
+def random_blocks(num_rows: int, num_columns: int, block_type: str, generator: torch.Generator) -> torch.Tensor:
+    """Draw rows of blocks, uint8 [n, bytes of a row], on the generator's device. Values have a mean of about 0 and
+    a variance of about 1 / columns.
+    """
+    _, num_values, num_bytes = _TYPES[block_type]
+    shape, device = (num_rows, num_columns // num_values * num_bytes), generator.device
+    blocks = torch.randint(256, shape, dtype=torch.uint8, device=device, generator=generator)
+    numbers = torch.tensor(_TABLES.get(block_type, range(2 ** BLOCK_TYPES[block_type].bits)), dtype=torch.float32)
+    scale = num_columns**-0.5 / (numbers.std().item() * _GROUP_FACTORS.get(block_type, 1))
+    scales = _scale_bytes(blocks, block_type)
     if block_type == "MXFP4":
-        return BlockParts(codes, torch.full(blocks, 128 + round(math.log2(scale)), dtype=torch.uint8).to(codes.device))
-    group_scales = group_leasts = None
-    if size == _UNIT:
-        has_least = block_type in _WITH_LEAST
-        first = 0 if has_least else _SIGN
-        group_scales = draw(first + 16, first + 32, num_columns // (16 if block_type == "Q6_K" else 32))
-        group_leasts, scale = group_scales if has_least else None, scale / 24
-    scales = signs * scale
-    leasts = None
+        scales.fill_(128 + round(math.log2(scale)))
+        return blocks
+    halves = (1 - 2 * (scales[..., :1] & 1).to(torch.float16)) * scale
     if block_type in _WITH_LEAST:
-        leasts = scales * (numbers.mean().item() * (1 if group_leasts is not None else -1))
-    return BlockParts(codes, scales, leasts, group_scales, group_leasts)
+        least = numbers.mean().item() * (1 if num_values == _UNIT else -1)
+        halves = torch.cat((halves, halves * least), -1)
+    scales.copy_(halves.view(torch.uint8))
+    return blocks
+
+
+def _scale_bytes(blocks: torch.Tensor, block_type: str) -> torch.Tensor:
+    """Return the bytes of each block's scale, and of its minimum if it has one: [n, bytes of a row] -> a view
+    [n, blocks, bytes].
+    """
+    of_blocks = blocks.unflatten(1, (-1, _TYPES[block_type].num_bytes))
+    if block_type == "Q6_K":
+        return of_blocks[..., -2:]
+    return of_blocks[..., : 1 if block_type == "MXFP4" else 4 if block_type in _WITH_LEAST else 2]
 
 
 def _exponential(exponents: torch.Tensor) -> torch.Tensor:

@@ -4,10 +4,11 @@ slices. Quantized weights are unpacked to codes; other weights may be quantized 
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -18,10 +19,11 @@ from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers.linear import WeightShard
-from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight, store_blocks
+from nanovllm.layers.moe import CpuExpertLayers
+from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight, WeightRows, store_blocks
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.gguf_tensors import BlockWriter, GGUFWeight, open_gguf
-from nanovllm.models.gguf_values import part_values, random_parts
+from nanovllm.models.gguf_values import part_values, random_blocks, read_parts, select_columns
 from nanovllm.models.quantized_weights import QuantizedReader, head_format, quantize, stored_parts
 from nanovllm.models.stored_tensors import FLOAT_DTYPES, StoredTensor, open_tensors
 from nanovllm.utils import progress_bar
@@ -35,6 +37,10 @@ _QUANTIZED_ROWS = 1024  # quantized at a time; a multiple of all common blocks
 _DUMMY_ROWS = 8192  # rows drawn at a time, to limit the memory needed in addition to the model
 
 
+# config, tp, dtype, device, with_mtp -> CpuExpertLayers
+CpuExpertsFactory: TypeAlias = Callable[[ModelConfig, TPGroup, torch.dtype, torch.device, bool], CpuExpertLayers]
+
+
 def build_model(
     config: ModelConfig,
     tp: TPGroup,
@@ -44,13 +50,15 @@ def build_model(
     device: torch.device | str,
     directory: Path | None = None,
     with_mtp: bool = False,
+    make_cpu_experts: CpuExpertsFactory | None = None,
 ) -> CausalLM:
     """Allocate this rank's part of the model on `device` in `dtype`. `load_weights` fills it.
 
     max_model_len: tokens of the longest sequence. directory: the directory of the weights, if `load_weights` will read
     them, or None. The names, shapes and types of the stored tensors are checked before anything is allocated, and
     determine the layers that a quantized checkpoint leaves unquantized. with_mtp: build the draft head, too;
-    `config.has_mtp` tells whether the checkpoint has one.
+    `config.has_mtp` tells whether the checkpoint has one. make_cpu_experts: makes the layers whose experts are in CPU
+    memory, if the model has such layers.
 
     Raises CheckpointError, with the name of the file or tensor, if one is missing, damaged or unknown, or if a tensor
     has a wrong shape or type. Raises ConfigError if the heads or the MLP's features are not divisible by the number of
@@ -67,8 +75,14 @@ def build_model(
             _check(config, directory, stored, with_mtp=with_mtp)
             if config.head_quantization is not None:
                 config = replace(config, head_quantization=head_format(stored[_HEAD], config.head_quantization))
+    cpu_experts = None
+    if config.has_cpu_experts:
+        assert make_cpu_experts is not None, "start-up provides experts in CPU memory"
+        cpu_experts = make_cpu_experts(config, tp, dtype, torch.device(device), with_mtp)
     with torch.device(device):
-        return CausalLM(config, tp, max_model_len=max_model_len, dtype=dtype, with_mtp=with_mtp)
+        return CausalLM(
+            config, tp, max_model_len=max_model_len, dtype=dtype, with_mtp=with_mtp, cpu_experts=cpu_experts
+        )
 
 
 def _open(directory: Path | None, files: ExitStack, config: ModelConfig) -> dict[str, StoredTensor]:
@@ -221,23 +235,23 @@ def _fill(shard: WeightShard, source: QuantizedReader | StoredTensor, blocks: Bl
             rows = slice(first, min(first + _QUANTIZED_ROWS, end))
             values = source.read(rows, slice(None)).to(shard.target.device)
             target = shard.target[rows.start - start : rows.stop - start]
-            if isinstance(target, PackedRows) and target.can_quantize:
+            if not isinstance(target, torch.Tensor) and target.can_quantize:
                 target.quantize(values, shard.index[1])
             else:
                 weight = quantize(values, shard.quantization).part(slice(None), shard.index[1])
                 _store(weight, target, source.where)
     else:
-        assert isinstance(shard.target, torch.Tensor), "a packed weight is quantized"
+        assert isinstance(shard.target, torch.Tensor), "a weight of codes is quantized"
         source.copy_to(shard.target, shard.index)
         if shard.plus:
             shard.target.add_(shard.plus)
 
 
-def _store(weight: QuantizedWeight, target: torch.Tensor | PackedRows, where: str) -> None:
-    if isinstance(target, PackedRows):
-        target.store(weight, where)
-    else:
+def _store(weight: QuantizedWeight, target: torch.Tensor | WeightRows, where: str) -> None:
+    if isinstance(target, torch.Tensor):
         weight.copy_values(target)
+    else:
+        target.store(weight, where)
 
 
 def _may_be_ignored(name: str, stored: Mapping[str, StoredTensor], config: ModelConfig, with_mtp: bool) -> bool:
@@ -269,7 +283,7 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
     num_rows, *others = shards[0].full_shape
     if not others:
         for shard in shards:
-            assert isinstance(shard.target, torch.Tensor), "only matrices are packed"
+            assert isinstance(shard.target, torch.Tensor), "only matrices consist of codes"
             shard.target.fill_(0.0 if name.endswith(("bias", "A_log")) else 1.0)
         return
     target, quantization = shards[0].target, shards[0].quantization
@@ -278,7 +292,10 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     has_one_scale = quantization is not None and not quantization.block[0]
     target_quantizes = (
-        quantization is not None and quantization.is_online and isinstance(target, PackedRows) and target.can_quantize
+        quantization is not None
+        and quantization.is_online
+        and not isinstance(target, torch.Tensor)
+        and target.can_quantize
     )
     block_type = None if quantization is None else quantization.block_type
     num_drawn = num_rows if has_one_scale else _DUMMY_ROWS if block_type is None else _QUANTIZED_ROWS
@@ -288,8 +305,7 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
             drawn = torch.empty(end - start, *others, dtype=dtype, device=device)
             drawn.normal_(0, math.prod(others) ** -0.5, generator=generator)
         else:
-            parts = random_parts(end - start, others[0], block_type, generator)
-            drawn = part_values(parts, block_type)
+            drawn = random_blocks(end - start, others[0], block_type, generator)
         is_quantized = quantization is not None and block_type is None and not target_quantizes
         weight = quantize(drawn, quantization) if quantization is not None and is_quantized else None
         for shard in shards:
@@ -302,10 +318,22 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
             part = shard.target[kept.start - first_row : kept.stop - first_row]
             if weight is not None:
                 _store(weight.part(of_drawn, *columns), part, name)
-            elif isinstance(part, PackedRows) and part.block_type is not None:
-                store_blocks(parts.part(of_drawn, *columns), [part])
-            elif isinstance(part, PackedRows):
-                part.quantize(drawn[of_drawn], *columns)
-            else:
+            elif block_type is not None:
+                _store_blocks(drawn[of_drawn], part, block_type, *columns)
+            elif isinstance(part, torch.Tensor):
                 index = of_drawn, *columns
                 part.copy_(drawn[index])
+            else:
+                part.quantize(drawn[of_drawn], *columns)
+
+
+def _store_blocks(blocks: torch.Tensor, target: torch.Tensor | WeightRows, block_type: str, columns: slice) -> None:
+    """Store some columns of rows of blocks, as they are or as values."""
+    if isinstance(target, PackedRows):
+        store_blocks(read_parts(select_columns(blocks, block_type, columns), block_type), [target])
+        return
+    assert isinstance(target, torch.Tensor), "other weights of codes have no blocks"
+    if target.dtype == torch.uint8:
+        target.copy_(select_columns(blocks, block_type, columns))
+    else:
+        target.copy_(part_values(read_parts(blocks, block_type), block_type)[:, columns])

@@ -43,6 +43,9 @@ class Stream(Protocol):
     def copy_by_kernel(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Enqueue dst <- src for a few rows, without a copy engine. Both have the same shape; `dst` is contiguous."""
 
+    def run(self, target: torch.Tensor, source: torch.Tensor, work: Callable[[], None]) -> None:
+        """Enqueue the kernels that `work` launches on the current stream. They read `source` and write `target`."""
+
 
 class CpuServer(Protocol):
     """Computes attention jobs in the order of submission, each job as soon as its queries have arrived.
@@ -154,6 +157,9 @@ class ImmediateStream:
     def copy_by_kernel(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         dst.copy_(src)
 
+    def run(self, target: torch.Tensor, source: torch.Tensor, work: Callable[[], None]) -> None:
+        work()
+
 
 class ImmediateCpuStream:
     """Computes attention when it is enqueued."""
@@ -234,6 +240,10 @@ class CudaStream:
     def copy_by_kernel(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         with torch.cuda.stream(self.stream):
             torch.mul(src, 1, out=dst)  # copy_ would use a copy engine
+
+    def run(self, target: torch.Tensor, source: torch.Tensor, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self.stream):
+            work()
 
 
 class _Attended(NamedTuple):

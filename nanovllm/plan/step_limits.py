@@ -18,6 +18,23 @@ def max_model_len(config: Config, model: ModelConfig) -> int:
     return config.max_model_len or limit
 
 
+MAX_CPU_EXPERT_ROWS = 64  # most tokens of a step for which the CPU computes experts; in longer steps the GPU does
+
+
+def max_graph_rows(model: ModelConfig, max_num_rows: int) -> int:
+    """Return the most tokens of a step in a CUDA graph. With experts in CPU memory, longer steps stream experts, and
+    their kernels are launched one by one.
+    """
+    return min(max_num_rows, MAX_CPU_EXPERT_ROWS) if model.has_cpu_experts else max_num_rows
+
+
+def has_mixed_graphs(model: ModelConfig) -> bool:
+    """Return True if graphs can run steps with chunks of prompts: all layers are attention, and no experts are in CPU
+    memory.
+    """
+    return model.recurrent is None and not model.has_cpu_experts
+
+
 def graph_sizes(max_num_rows: int) -> list[int]:
     """Return the batch sizes to capture decode graphs for: 1, 2, 4, multiples of 8 up to 128, multiples of 16 above
     128, and `max_num_rows` itself. Capturing one graph takes 30 to 60 ms at start-up.

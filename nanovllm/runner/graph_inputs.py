@@ -113,12 +113,15 @@ class GraphBuffers:
         device: torch.device,
         column_paddings: tuple[int, ...] = (),
         hidden_size: int = 0,
+        max_graph_rows: int | None = None,
     ) -> None:
         """A row of logits has `padded_vocab_size` entries (see ParallelLMHead), of which the first `vocab_size` are
         valid. `dtype` is the dtype of the logits. `column_paddings`: for each companion column, its value in a padding
         row. `hidden_size`: of the hidden states that decode steps leave in `hidden`, or 0 if drafts do not need them.
+        `max_graph_rows`: most tokens of a decode step in a graph, by default `max_num_rows`.
         """
         self.max_num_rows, self.vocab_size, self.max_model_len = max_num_rows, vocab_size, max_model_len
+        self.max_graph_rows = min(max_num_rows, max_graph_rows or max_num_rows)
         self.device, self.column_paddings = device, column_paddings
         self.mixed_sizes = mixed_graph_sizes(max_num_tokens, max_num_rows)
         shapes = GraphShape.decode(max_num_rows), GraphShape.mixed(self.mixed_sizes[-1])
@@ -203,7 +206,8 @@ class GraphBuffers:
         """Run the model on the static inputs. Returns the hidden states [T, hidden_size]."""
         tensors = self.tensors(shape)
         rope_lens = tensors.rope_lens if model.needs_rope_lens else None
-        return model(self.input_ids(shape), tensors.positions, attention, rope_lens)
+        with model.padded(tensors.slot_mapping):
+            return model(self.input_ids(shape), tensors.positions, attention, rope_lens)
 
     # -- one step ------------------------------------------------------------------------------------------------
 

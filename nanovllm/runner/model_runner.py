@@ -26,7 +26,7 @@ from nanovllm.device.devices import (
 )
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.kernels.compile_server import CompileServer, TritonStart, start_compile_server
-from nanovllm.models.loader import build_model, load_weights
+from nanovllm.models.loader import CpuExpertsFactory, build_model, load_weights
 from nanovllm.offload.offload_engine import OffloadEngine
 from nanovllm.plan.kv_spec import KVCacheSizes, KVCacheSpec, StartReport, dtype_name
 from nanovllm.plan.step_limits import max_model_len, max_step_rows
@@ -74,10 +74,12 @@ class ModelRunner:
         device: torch.device,
         make_offload_engine: OffloadEngineFactory,
         make_cpu_part: CpuPartFactory,
+        make_cpu_experts: CpuExpertsFactory | None = None,
     ) -> None:
         """Build this rank's part of the model and load its weights from `directory`."""
         self.config, self.model_config, self.spec, self.tp, self.device = config, model_config, spec, tp, device
         self._make_offload_engine, self._make_cpu_part = make_offload_engine, make_cpu_part
+        self._make_cpu_experts = make_cpu_experts
         self._memory: KVMemory | None = None  # None: before `allocate_kv_cache` and after `close`
         self._steps: StepRunner | None = None  # exists as long as the memory does
         self.store = RankStore()  # of prompts outside of memory
@@ -110,6 +112,7 @@ class ModelRunner:
             device=device,
             directory=directory if is_read else None,
             with_mtp=self.spec.has_draft_head,
+            make_cpu_experts=self._make_cpu_experts,
         )
         if self.triton_start is not None and config.quantization is not None:
             self.triton_start.wait()  # loading launches a kernel
@@ -117,6 +120,8 @@ class ModelRunner:
             self.model, directory, load_format=config.load_format, seed=config.seed, show_progress=tp.rank == 0
         )
         self.model.eval()
+        if self.model.cpu_experts is not None:
+            self.model.cpu_experts.start(config)
         self.num_heads = model_config.num_heads // tp.size  # query heads of this rank
 
     def close_compile_server(self, is_complete: bool = False) -> None:
@@ -167,7 +172,9 @@ class ModelRunner:
         if not num_cpu_blocks:
             return KVMemory(self.spec, self.backend, self.dtype, self.device)
         offload = self._make_offload_engine(self.spec, num_cpu_blocks, self.dtype, self.device)
-        cpu = self._make_cpu_part(self.config, offload, self.num_heads, self.tp)
+        experts = self.model.cpu_experts
+        kernel = None if experts is None else experts.kernel
+        cpu = self._make_cpu_part(self.config, offload, self.num_heads, self.tp, kernel)
         return OffloadMemory(self.spec, self.backend, self.dtype, self.device, offload, cpu)
 
     def drop_kv_cache(self) -> None:
@@ -190,8 +197,10 @@ class ModelRunner:
         """Make the graphs for a cache of `num_gpu_blocks` blocks, still to be captured. Steps use the graphs from now
         on.
         """
+        num_rows, experts = max_step_rows(self.config, num_gpu_blocks), self.model.cpu_experts
         buffers = GraphBuffers(
-            max_num_rows=max_step_rows(self.config, num_gpu_blocks),
+            max_num_rows=num_rows,
+            max_graph_rows=None if experts is None else experts.max_rows,
             max_num_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             block_size=self.spec.block_size,
@@ -255,8 +264,10 @@ class ModelRunner:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the copies of this rank, and the rate of its link."""
-        return ({} if self._memory is None else self._memory.stats()) | self.store.stats()
+        """Counters of the copies of this rank and of its experts in CPU memory, and the rate of its link."""
+        experts = None if self._memory is None else self.model.cpu_experts
+        of_experts = {} if experts is None else experts.stats()
+        return ({} if self._memory is None else self._memory.stats()) | self.store.stats() | of_experts
 
     @on_own_device
     def close(self) -> None:
@@ -271,7 +282,10 @@ class ModelRunner:
             if self._memory is not None:
                 self._memory.close()
             self._memory = self._steps = None
-            vars(self).pop("model", None)
+            model = vars(self).pop("model", None)
+            if model is not None and model.cpu_experts is not None:
+                model.cpu_experts.close()
+            del model
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
                 gc.unfreeze()
@@ -285,10 +299,12 @@ def make_runner(
     device: torch.device,
     make_offload_engine: OffloadEngineFactory,
     make_cpu_part: CpuPartFactory,
+    make_cpu_experts: CpuExpertsFactory,
     tp: TPGroup,
 ) -> ModelRunner:
     """Make one rank's runner. With several ranks, each has the device that its process group was made for."""
     if device.type == "cuda":
         use_expandable_segments()
     device = tp.device or device
-    return ModelRunner(config, model_config, directory, spec, tp, device, make_offload_engine, make_cpu_part)
+    makers = make_offload_engine, make_cpu_part, make_cpu_experts
+    return ModelRunner(config, model_config, directory, spec, tp, device, *makers)

@@ -173,5 +173,5 @@ class NoCpuPart:
         pass
 
 
-# config, offload, query heads of this rank, tp -> CpuPart
-CpuPartFactory: TypeAlias = Callable[[Config, OffloadEngine, int, TPGroup], CpuPart]
+# config, offload, query heads of this rank, tp, a CpuKernel to share or None -> CpuPart
+CpuPartFactory: TypeAlias = Callable[[Config, OffloadEngine, int, TPGroup, Any], CpuPart]

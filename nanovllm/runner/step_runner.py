@@ -18,6 +18,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.plan.step_limits import (
     MixedSize,
     graph_sizes,
+    has_mixed_graphs,
     streamed_graph_sizes,
     streamed_verifying_graph_sizes,
     verifying_graph_sizes,
@@ -149,14 +150,14 @@ class GraphSet(RankGraphs):
         for (streams, verifies), (name, sizes) in DECODE_KINDS.items():
             if verifies and not max_guesses:
                 continue
-            kind = name, sizes(buffers.max_num_rows), 1 + max_guesses if verifies else 1, buffers
+            kind = name, sizes(buffers.max_graph_rows), 1 + max_guesses if verifies else 1, buffers
             if not streams:
                 self._by_kind[streams, verifies] = DecodeGraphs(*kind, memory)
             elif isinstance(memory, OffloadMemory):
                 self._by_kind[streams, verifies] = StreamedDecodeGraphs(*kind, memory, num_heads)
         self.draft_graphs = make_draft_graphs(buffers, memory, 1 + max_guesses)
         self.mixed: MixedGraphs | None = None  # None if chunks are launched kernel by kernel
-        if not buffers.column_paddings:
+        if has_mixed_graphs(model.config):
             self.mixed = MixedGraphs(buffers, memory, model.config.hidden_size)
 
         others = [kind for kind in (self.draft_graphs, self.mixed) if kind is not None]

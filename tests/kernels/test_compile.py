@@ -10,7 +10,7 @@ import itertools
 import os
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,13 +26,16 @@ from triton.runtime.jit import JITFunction
 from nanovllm import kernels
 from nanovllm.attention.base import PartialAttention, RunningMerge
 from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.checkpoint.gguf import TYPES
 from nanovllm.checkpoint.quantization import BLOCK_TYPES
 from nanovllm.device.kernel_target import KNOWN_TARGETS, KernelTarget
 from nanovllm.kernels import (
     decode,
     delta_net,
     embedding,
+    expert_exchange,
     fused,
+    gguf_pack,
     logit_edits,
     merge,
     packed_linear,
@@ -143,6 +146,11 @@ def launch_layers(hidden_size: int, dtype: torch.dtype) -> None:
     inboxes = SimpleNamespace(addresses=numbers.long(), num_sums=numbers, gave_up=numbers, max_words=2**16)
     peer_sum.peer_sum(x, 1, 2, inboxes)  # type: ignore[arg-type]
     embedding.embed(numbers.long(), weight, 0)
+    experts, weights = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
+    rows = expert_exchange.ExchangedRows(x, experts.int(), weights, x, numbers, numbers)
+    for cells in (None, experts[:, 0]):
+        expert_exchange.send(rows, 0, x, experts, weights, cells)
+    expert_exchange.receive(rows, x)
 
 
 def launch_sampler(vocab_size: int, dtype: torch.dtype) -> None:
@@ -224,6 +232,14 @@ def launch_packed(
 def launch_quantize_weight(size: int, dtype: torch.dtype) -> None:
     for kind in ("int4", "fp8 by row"):
         quantizing.quantize_weight(torch.zeros(256, size, dtype=dtype), PACKED_KINDS[kind](size, dtype), 0, 0)
+
+
+def launch_pack_blocks(names: Iterable[str]) -> None:
+    for name in names:
+        weight = blocks(name, 4096)
+        row_bytes = next(4096 // each.num_values * each.num_bytes for each in TYPES.values() if each.name == name)
+        rows = torch.zeros(64, row_bytes, dtype=torch.uint8)
+        gguf_pack.pack_blocks(rows, weight, gguf_pack.PartRows(0, 32, 64), 0)
 
 
 def launch_quantize_rows(hidden_sizes: Sequence[int], inner_sizes: Sequence[int]) -> None:
@@ -345,6 +361,7 @@ def test_kernels_fit_at_common_shapes(name: str) -> None:
             for size in (4096, 12288):  # an unrolled loop, and a loop
                 packed_linear.products(torch.zeros(1, size, dtype=BF16), PACKED_KINDS["Q6_K"](size, BF16))
             launch_quantize_weight(4096, BF16)
+            launch_pack_blocks(["Q4_K"])
             launch_shadow(128, BF16, bits=4)
             only_fp8 = {"_rms_norm_and_quantize_kernel", "_silu_and_quantize_kernel"}
             if name == "9.0":
@@ -484,6 +501,16 @@ def test_quantizing_of_weights_fits_and_is_exact() -> None:
         assert len({kernel.kernel.hash for kernel in compiled}) == 2
         for kernel in compiled:
             assert "div.rn.f32" in kernel.ptx and ".ftz" not in kernel.ptx, "subnormal numbers count"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["8.6", "9.0"])
+def test_packing_of_blocks_fits(name: str) -> None:
+    """Each type of blocks, without a spilled register."""
+    with compiling_for(target := KNOWN_TARGETS[name]) as compiled:
+        launch_pack_blocks(BLOCK_TYPES)
+    check(compiled, target)
+    assert len(compiled) == len(BLOCK_TYPES) and not any(kernel.stack_bytes() for kernel in compiled)
 
 
 # By dtype a target, and the hidden sizes of layers: their blocks are the next powers of two

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from dense_model import load_model, run_logits
 from gguf_files import write_gguf
-from gguf_weights import TYPE_OF, block_weight, random_rows
+from gguf_weights import TYPE_OF, block_weight, packed_with_torch, random_rows
 from interpreter import INTERPRETED, needs_triton, on_device
 from rounding import assert_close
 from tiny_models import write_tiny_model
@@ -23,7 +23,7 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers import linear, moe
 from nanovllm.layers.linear import GateUpParallelLinear, MergedColumnParallelLinear, StackedWeight
 from nanovllm.layers.packed_weight import PackedWeight, packed, store_blocks, unpacked_linear
-from nanovllm.models.gguf_values import dequantize, part_values, random_parts, read_parts
+from nanovllm.models.gguf_values import dequantize, random_blocks, read_parts, select_columns
 
 pytestmark = needs_triton
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter truncates to bf16 where a GPU rounds
@@ -63,6 +63,41 @@ def test_unpacked_values_are_the_rounded_values_of_the_file(device: str, name: s
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         got = packed_values.unpack(packed(weight), 1, torch.empty(len(rows) - 1, SIZE, dtype=dtype, device=device))
         assert torch.equal(got, values[1:].to(dtype)), dtype
+
+
+@on_device
+@pytest.mark.parametrize("name", NAMES)
+def test_kernel_packs_what_torch_packs(device: str, name: str) -> None:
+    """Bit for bit: random bytes but for scales, columns that end inside a unit of 256, some columns of longer rows, and
+    rows of experts, whose first and last ones are given partly, between rows that must not change.
+    """
+    from nanovllm.kernels import gguf_pack
+
+    columns = BLOCK_TYPES[name].block[1]
+    num_experts, num_rows, num_columns = (4, 37, SIZE + columns) if INTERPRETED else (16, 750, 2048 + columns)
+    taken = slice(columns, columns + num_columns)
+    rows = random_rows(name, num_experts * num_rows, num_columns + 2 * columns, seed=3)
+    blocks = select_columns(rows.to(device), name, taken)
+    codes, scales = (words.to(device) for words in packed_with_torch(name, select_columns(rows, name, taken)))
+    stride, first, start, end = 2 * num_rows + 3, 5, 30, (num_experts - 1) * num_rows + 11
+    with torch.device(device):
+        weight = PackedWeight([first + num_experts * stride], num_columns, BLOCK_TYPES[name])
+    weight.codes.fill_(-1)
+    weight.scales.fill_(-1)
+    for some in (slice(start, start + 1), slice(start + 1, end), slice(end, end)):
+        part_rows = gguf_pack.PartRows(first, num_rows, stride)
+        gguf_pack.pack_blocks(blocks[some], packed(weight), part_rows, some.start)
+    expert, row = (
+        torch.arange(start, end, device=device) // num_rows,
+        torch.arange(start, end, device=device) % num_rows,
+    )
+    target = first + expert * stride + row
+    of_rows = weight.scales.flatten(0, 1)
+    assert torch.equal(weight.codes[target], codes[start:end])
+    assert torch.equal(of_rows[target], scales[start:end])
+    others = torch.ones(len(of_rows), dtype=torch.bool, device=device)
+    others[target] = False
+    assert (of_rows[others] == -1).all() and (weight.codes[others[: len(weight.codes)]] == -1).all()
 
 
 @on_device
@@ -179,10 +214,9 @@ def test_rows_and_columns_of_ranks_are_the_parts_of_the_weight(device: str, name
     values = dequantize(rows, kind)
     with torch.device(device):
         weight = PackedWeight([13, 14], SIZE // 2, BLOCK_TYPES[name])
-    parts = read_parts(rows.to(device), name)
-    columns = slice(SIZE // 2, None)
-    store_blocks(parts.part(slice(20, 34), columns), [weight.rows(13, 27)])
-    store_blocks(parts.part(slice(2, 15), columns), [weight.rows(8, 13), weight.rows(0, 8)])
+    halves = select_columns(rows.to(device), name, slice(SIZE // 2, None))
+    store_blocks(read_parts(halves[20:34], name), [weight.rows(13, 27)])
+    store_blocks(read_parts(halves[2:15], name), [weight.rows(8, 13), weight.rows(0, 8)])
     got = packed_values.unpack(packed(weight), 0, torch.empty(27, SIZE // 2, device=device)).cpu()
     assert torch.equal(got, torch.cat((values[7:15], values[2:7], values[20:34]))[:, SIZE // 2 :])
 
@@ -234,9 +268,9 @@ def test_layers_of_several_types_are_one_product(
 
 @on_device
 @pytest.mark.parametrize("name", NAMES)
-def test_random_parts_keep_the_scale_of_activations(device: str, name: str) -> None:
+def test_random_blocks_keep_the_scale_of_activations(device: str, name: str) -> None:
     generator = torch.Generator(device).manual_seed(0)
-    values = part_values(random_parts(64, 1024, name, generator), name)
+    values = dequantize(random_blocks(64, 1024, name, generator), TYPE_OF[name])
     assert 0.7 < values.std().item() * 1024**0.5 < 1.4 and abs(values.mean().item()) < 0.1 / 1024**0.5
 
 

@@ -21,6 +21,8 @@ FILES = [
     "kernels/test_delta_net.py",
     "kernels/test_edit_kernels.py",
     "kernels/test_peer_sum.py",
+    "kernels/test_expert_exchange.py",
+    "kernels/test_staged_experts.py",
     "layers/test_sampler_filters.py",
     "layers/test_sampler_noise.py",
 ]

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cpu_experts_cases import matrix_format
 from interpreter import INTERPRETED, needs_triton, on_device
 from rounding import assert_close
 from safetensors.torch import save_file
 
+from nanovllm.capabilities.cpu_experts.store import ExpertMatrix, ExpertRows
 from nanovllm.checkpoint.model_config import ExpertsConfig
 from nanovllm.checkpoint.quantization import HEAD_QUANTIZATIONS, QUANTIZATIONS, Quantization
 from nanovllm.device.tp_group import TPGroup
@@ -469,6 +471,30 @@ def test_weight_is_quantized_at_once_as_by_torch(
     for columns, torch_device in itertools.product((slice(None), slice(128, 256)), {device, "cpu"}):
         at_once, by_torch = quantized_at_once_and_by_torch(values.to(dtype), name, columns, device, torch_device)
         assert torch.equal(at_once.scales, by_torch.scales)
+
+
+@on_device
+@pytest.mark.parametrize("name", ["int4", "fp8"])
+def test_experts_in_cpu_memory_are_quantized_at_once_as_by_torch(device: str, name: str) -> None:
+    """Some rows of an expert, and the columns of the second rank. The codes of others are not written."""
+    values = torch.randn(40, 1152) * torch.randn(40, 1152).exp()
+    for columns in (slice(None), slice(512, 1024)):
+        num_columns = len(range(1152)[columns])
+        given = matrix_format("INT4" if name == "int4" else "E4M3", 64, num_columns, 128)
+        memory = torch.zeros(2, given.num_bytes(2) + 64, dtype=torch.uint8)
+        at_once, by_torch = (
+            ExpertMatrix(given, 2, each[-each.data_ptr() % 64 :][: given.num_bytes(2)]) for each in memory
+        )
+        rows = at_once.rows(1, torch.device(device))
+        assert isinstance(rows, ExpertRows) and rows.can_quantize == (device == "cuda")
+        rows[16:][:40].quantize(values.to(device), columns)
+        part = quantize(values, QUANTIZATIONS[name]).part(slice(None), columns)
+        by_torch.rows(1, torch.device("cpu"))[16:56].store(part, "this one")  # type: ignore[union-attr]
+        assert torch.equal(at_once.codes, by_torch.codes) and torch.equal(at_once.scales, by_torch.scales)
+        by_torch.rows(1, torch.device(device))[16:56].store(  # type: ignore[union-attr]
+            QuantizedWeight(*(each if each is None else each.to(device) for each in part[:3]), part.groups), "this one"
+        )
+        assert torch.equal(at_once.codes, by_torch.codes) and torch.equal(at_once.scales, by_torch.scales)
 
 
 @on_device

@@ -73,7 +73,9 @@ def test_features_that_ranks_cannot_share_are_refused() -> None:
 
 def test_router_works_in_fp32() -> None:
     """Two experts whose logits, 24 and 24 + 2^-7, differ by less than bf16 can tell."""
-    mlp = SparseMLP(HIDDEN, config(num_chosen=1), TPGroup(), torch.bfloat16)
+    mlp = SparseMLP(
+        HIDDEN, config(num_chosen=1), torch.bfloat16, Experts(HIDDEN, config(num_chosen=1), TPGroup(), torch.bfloat16)
+    )
     mlp.gate.weight.zero_()
     mlp.gate.weight[3:5] = 1.0
     mlp.gate.weight[4, 0] += 2.0**-7

@@ -118,6 +118,22 @@ def test_late_copy_runs_only_when_forced_and_early_at_once() -> None:
         assert dst[0].item() == 1
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_work_runs_in_order_with_copies_and_races_like_a_copy(mode: Mode) -> None:
+    streams, raw, added, out = SimulatedStreams(mode), torch.zeros(4), torch.ones(4), torch.zeros(4)
+    for value in (1.0, 2.0):
+        streams.h2d.copy(raw, torch.full((4,), value))
+        streams.h2d.run(out, raw, lambda: out.copy_(10 * out + raw))
+    streams.h2d.run(out, added, lambda: out.add_(added))
+    for declare, verb in ((streams.d2h.read, "writes"), (streams.d2h.write, "writes"), (streams.d2h.write, "reads")):
+        with pytest.raises(StreamRaceError, match=f"not ordered after h2d {verb}"):
+            declare(out if verb == "writes" else added)
+    streams.synchronize()
+    assert out.tolist() == [13.0] * 4
+    streams.compute.run(out, added, lambda: out.add_(added))
+    assert out.tolist() == [14.0] * 4
+
+
 def test_copy_of_unequal_or_strided_tensors_is_refused() -> None:
     streams = SimulatedStreams()
     with pytest.raises(AssertionError, match="shapes"):

@@ -30,6 +30,7 @@ MUST_HAVE = (
     "py.typed",
     "entrypoints/server/page/index.html",
     "capabilities/cpu_attention/source/attention.cpp",
+    "capabilities/cpu_experts/source/experts.h",
     "presets/qwen3-0.6b.json",
 )
 GENERATE = (

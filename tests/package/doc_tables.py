@@ -57,7 +57,8 @@ def _row(field: Field[Any]) -> str:
 
 def doc_table(models: Sequence[str]) -> str:
     """Return a table for the documents. For each model on each of DOC_GPUS, the table has the format with the most bits
-    that keeps all KV on the GPU, or else the fastest format with offload. fp8_dynamic was not measured on these GPUs.
+    that keeps all KV and all experts on the GPU, or else the fastest format. fp8_dynamic was not measured on these
+    GPUs.
     """
     lines = ["| GPU | model | " + " | ".join(f"{n:,} tokens" for n in CONTEXTS[:3]) + " |", "|" + "---|" * 5]
     return "\n".join(lines + [row for name in DOC_GPUS for model in models if (row := _doc_row(name, model))])
@@ -79,7 +80,7 @@ def _doc_cell(found: Sequence[Fit]) -> str:
     assert rate and plain and first, "all rates of the table of GPUs are known"
     drafted = f" ({rate_text(plain)} without drafts)" if best.plan.num_pages else ""
     head = f", {best.plan.config.quantize_head} head" if best.plan.config.quantize_head else ""
-    where = "" if best.is_resident else ", offload"
+    where = "" if best.is_resident else f", {best.where}"
     return f"{best.format}{head}{where}: {rate_text(rate)} tok/s{drafted}, {seconds_text(first)}"
 
 

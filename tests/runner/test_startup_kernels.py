@@ -13,6 +13,7 @@ import pytest
 import torch
 from cpu_runner import BLOCK, NUM_SEQS, NUM_TOKENS, make_runner
 from gguf_files import write_gguf
+from staged_experts import pack_on_cpu
 from tiny_models import write_tiny_model
 
 pytest.importorskip("triton")
@@ -20,13 +21,19 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.capabilities.cpu_experts.job import EXCHANGE_SIZE
+from nanovllm.capabilities.cpu_experts.layer import RankExperts
+from nanovllm.capabilities.cpu_experts.staging import ExpertStaging
 from nanovllm.checkpoint.quantization import Quantization
+from nanovllm.config import Config
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KNOWN_TARGETS
 from nanovllm.engine.startup import companion_setups
-from nanovllm.kernels import launch, quantizing
+from nanovllm.kernels import gguf_pack, launch, quantizing
+from nanovllm.kernels.expert_exchange import ExchangedRows
 from nanovllm.layers import linear
 from nanovllm.layers.packed_weight import PackedWeight
+from nanovllm.offload.streams import make_streams
 from nanovllm.plan.kv_spec import KVCacheSizes
 from nanovllm.plan.step_plan import KVMoves, StepPlan
 from nanovllm.runner import measure
@@ -50,7 +57,9 @@ def runner(request: pytest.FixtureRequest, model: Path) -> Iterator[ModelRunner]
 @contextmanager
 def launching_runner(model: Path, sizes: KVCacheSizes, **options: Any) -> Iterator[ModelRunner]:
     """Its layers believe that the tensors are on a GPU, and launch kernels."""
-    runner = make_runner(model, sizes.num_cpu_blocks, dtype="bfloat16", cpu_attention="off", **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_pack, "pack_blocks", lambda *_: None)  # launched while the weights are loaded
+        runner = make_runner(model, sizes.num_cpu_blocks, dtype="bfloat16", cpu_attention="off", **options)
     runner.backend = TritonBackend()
     runner.allocate_kv_cache(sizes, companion_setups(runner.spec, sizes))
     with pytest.MonkeyPatch.context() as patch:
@@ -287,3 +296,39 @@ def test_nothing_is_launched_before_triton_is_prepared(runner: ModelRunner, monk
     monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
     launched(lambda: measure._compile_kernels(runner, steps_of(runner), NUM_SEQS))
     assert events == ["prepared", "launched"]
+
+
+class ExchangingExperts(RankExperts):
+    """Experts that rows are sent to and received from, and that are streamed, as on a GPU."""
+
+    def start(self, config: Config) -> None:
+        super().start(config)
+        job, numbers = self.job, torch.zeros(EXCHANGE_SIZE, dtype=torch.int32)
+        self._exchange = numbers
+        self._rows = ExchangedRows(job.x, job.experts, job.weights, job.out, numbers, numbers)
+        self.staging = ExpertStaging(self.store.layers, self._staged_experts, make_streams(self.device))
+        self.is_gpu, self.max_rows = True, 4
+
+
+@pytest.mark.parametrize("name", [pytest.param("", marks=pytest.mark.slow), "Q4_K Q6_K Q8_0"])
+def test_experts_in_cpu_memory_launch_only_kernels_that_start_up_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Start-up runs one layer of each kind, and the last one. The formats of the other layers are other ones."""
+    pack_on_cpu(monkeypatch)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    sizes: dict[str, Any] = {"num_layers": 5, "hidden_size": 256, "head_dim": 64, "max_position_embeddings": 2048}
+    model = write_tiny_model(tmp_path / "x", "qwen3_moe", experts=experts, **sizes)
+    if name:
+        model = write_gguf(tmp_path / "x.gguf", model, types=name.split())
+    options = {"enable_expert_offload": True, "num_gpu_expert_layers": 1, "make_cpu_experts": ExchangingExperts}
+    with launching_runner(model, KVCacheSizes(1), **options) as runner:
+        monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
+        found = launched(lambda: measure._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+        for num_tokens in (1, 2, 3, 4, 5, 8, 20, 47, 64, 100, 200, 300):
+            plan = StepPlan(measure._sequences((num_tokens,), 2048, BLOCK), KVMoves())
+            needed = launched(lambda plan=plan: runner.launch(plan))
+            exchanges = {"_send_kernel", "_receive_kernel"} & {kernel[0] for kernel in needed}
+            assert len(exchanges) == (2 if num_tokens <= 4 else 0)
+            assert set(needed) <= set(found)
+        assert runner.stats()["num_streamed_expert_layers"] > 20

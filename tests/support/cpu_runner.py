@@ -9,9 +9,11 @@ import torch
 from nanovllm.attention.base import HostTables, PagedBatch, PartialAttention
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.capabilities.cpu_attention.rates import make_cpu_attention
+from nanovllm.capabilities.cpu_experts.layer import RankExperts
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.device.tp_group import TPGroup
+from nanovllm.models.loader import CpuExpertsFactory
 from nanovllm.plan.kv_spec import kv_cache_spec
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.kv_memory import make_offload_engine
@@ -47,7 +49,9 @@ def graph_buffers(runner: ModelRunner, max_num_rows: int, **options: Any) -> Gra
     )
 
 
-def make_runner(model: Path, num_cpu_blocks: int, **options: Any) -> ModelRunner:
+def make_runner(
+    model: Path, num_cpu_blocks: int, make_cpu_experts: CpuExpertsFactory = RankExperts, **options: Any
+) -> ModelRunner:
     """Steps of up to NUM_TOKENS tokens and NUM_SEQS sequences, without speculation. With CPU blocks, it offloads."""
     options = {"speculation": "off"} | options
     config = Config(
@@ -61,6 +65,8 @@ def make_runner(model: Path, num_cpu_blocks: int, **options: Any) -> ModelRunner
     )
     model_config, directory = ModelConfig.from_pretrained(str(model))
     model_config = model_config.quantized(config.quantization, config.quantize_head)
+    if model_config.experts is not None and config.num_gpu_expert_layers is not None:
+        model_config = replace(model_config, experts=model_config.experts.on_gpu(config.num_gpu_expert_layers))
     spec = kv_cache_spec(config, model_config, tp_size=1)
-    device, factories = torch.device("cpu"), (make_offload_engine, make_cpu_attention)
+    device, factories = torch.device("cpu"), (make_offload_engine, make_cpu_attention, make_cpu_experts)
     return ModelRunner(config, model_config, directory, spec, TPGroup(), device, *factories)

@@ -43,3 +43,12 @@ def block_weight(name: str, rows: torch.Tensor, device: str) -> tuple[Any, torch
         weight = PackedWeight([len(rows)], num_columns, BLOCK_TYPES[name])
     store_blocks(read_parts(rows.to(device), name), [weight.rows(0, len(rows))])
     return weight, dequantize(rows.to(device), kind).double()
+
+
+def packed_with_torch(name: str, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the words of the codes and of the scales of rows, int32 [n, words], computed step by step."""
+    from nanovllm.kernels import gguf_words, packed_values
+
+    parts = read_parts(rows, name)
+    codes = packed_values.pack_block_codes(parts.codes, gguf_words.kind_of(name), BLOCK_TYPES[name].bits)
+    return codes, packed_values.pack_block_scales(*parts[1:])

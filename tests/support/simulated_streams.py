@@ -91,6 +91,10 @@ class _Copy(NamedTuple):
     src: torch.Tensor
 
 
+class _Work(NamedTuple):
+    run: Callable[[], None]
+
+
 class SimulatedStream:
     """One queue of work, in the calls of `offload.streams.Stream`, with `read` and `write` declared beside.
 
@@ -101,7 +105,7 @@ class SimulatedStream:
     def __init__(self, streams: "SimulatedStreams", name: str, index: int) -> None:
         self.name = name
         self.index = index
-        self.queue: deque[_Copy | _Attention | _Point] = deque()
+        self.queue: deque[_Copy | _Work | _Attention | _Point] = deque()
         self.num_enqueued = 0
         self.num_done = 0
         self.num_known_done = 0  # to the host
@@ -157,6 +161,16 @@ class SimulatedStream:
     def copy_rows(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Enqueue dst <- src of each row."""
         self.copy_all(zip(dst, src, strict=True))
+
+    def run(self, target: torch.Tensor, source: torch.Tensor, work: Callable[[], None]) -> None:
+        """Enqueue work that reads `source` and writes `target`, on the compute stream at once."""
+        self.read(source)
+        self.write(target)
+        if self is self._streams.compute:
+            work()
+        else:
+            self._enqueue(_Work(work))
+            self._streams.advance(self)
 
     def read(self, tensor: torch.Tensor) -> None:
         """Declare that work enqueued here now reads all of a contiguous tensor. Raises StreamRaceError."""
@@ -298,6 +312,8 @@ class SimulatedStreams:
             work = stream.queue[0]
             if isinstance(work, _Copy):
                 work.dst.copy_(work.src)
+            elif isinstance(work, _Work):
+                work.run()
             elif isinstance(work, _Attention):
                 work.worker.attend(work.job, work.layer)
             elif work.stream.num_done < work.position:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from nanovllm.utils import user_cache
 
 SOURCES = Path(__file__).parent / "source"
+EXPERT_SOURCES = Path(__file__).parents[1] / "cpu_experts" / "source"
 MAIN_SOURCE = SOURCES / "attention.cpp"  # includes all other sources
 FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")
@@ -58,7 +59,7 @@ def missing_flags(variant: InstructionSet, cpu: set[str]) -> list[str]:
 def library_path(variant: InstructionSet) -> Path:
     """Return the path of the variant's library in the user's cache. The name has a hash of the sources and flags."""
     key = hashlib.sha256(" ".join((*FLAGS, *variant.compile_flags)).encode())
-    for source in sorted(SOURCES.iterdir()):
+    for source in (*sorted(SOURCES.iterdir()), *sorted(EXPERT_SOURCES.iterdir())):
         key.update(source.read_bytes())
     return user_cache() / f"attention_{variant.name}_{key.hexdigest()[:16]}.so"
 

@@ -2,7 +2,8 @@
 of the kernels.
 
 A kernel owns threads, and runs one job at a time: either while the caller waits (`attend`) or in a server (`serve`). A
-server waits for the queries of each job. So the thread that launches the GPU's work never waits for the CPU.
+server waits for the queries of each job. So the thread that launches the GPU's work never waits for the CPU. The same
+threads compute experts (ExpertJob in cpu_experts/job.py).
 
 Legend: L layers, N blocks, P tokens per block, T query rows, H query heads, K kv heads, D head dim.
 """
@@ -12,12 +13,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from nanovllm.offload.streams import CpuServer
+
+if TYPE_CHECKING:
+    from nanovllm.capabilities.cpu_experts.job import ExpertJob
 
 TILE_TOKENS = 64  # TILE in source/vectors.h: tokens that are scored together
 _MAX_CHUNK_TOKENS = 1024  # exceeded only to keep the chunks' partial results below MAX_SCRATCH_BYTES
@@ -231,8 +235,15 @@ def _tiles(num_tokens: float) -> int:
     return math.ceil(num_tokens / TILE_TOKENS) * TILE_TOKENS
 
 
+class ExpertServer(Protocol):
+    """Computes experts as soon as the GPU has written what a layer needs (see `CpuKernel.serve_experts`)."""
+
+    def close(self) -> None:
+        """Finish the layer that has started, and release all waiters: the number of done layers moves far ahead."""
+
+
 class CpuKernel(ABC):
-    """A CpuWorker: attention of a few query rows to keys in CPU memory, on `num_threads` threads."""
+    """A CpuWorker: `num_threads` threads for attention of a few query rows to keys in CPU memory, and for experts."""
 
     name: str
     num_threads: int
@@ -245,6 +256,16 @@ class CpuKernel(ABC):
     @abstractmethod
     def serve(self, flags: torch.Tensor) -> CpuServer:
         """Start a server; see CpuWorker."""
+
+    @abstractmethod
+    def compute_experts(self, job: "ExpertJob", layer: int) -> None:
+        """Compute the job's output in a layer. Returns when it is complete. Releases the interpreter lock."""
+
+    @abstractmethod
+    def serve_experts(self, job: "ExpertJob", exchange: torch.Tensor) -> ExpertServer:
+        """Start a server. `exchange`: int32 [EXCHANGE_SIZE], see cpu_experts/job.py. The caller keeps the job's tensors
+        alive until the server is closed.
+        """
 
     @abstractmethod
     def close(self) -> None:

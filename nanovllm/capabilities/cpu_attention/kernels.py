@@ -22,6 +22,7 @@ from nanovllm.capabilities.cpu_attention.job import (
     check_flags,
 )
 from nanovllm.capabilities.cpu_attention.torch_kernel import TorchKernel
+from nanovllm.capabilities.cpu_experts.job import CExpertJob, ExpertJob
 from nanovllm.errors import ConfigError
 
 KERNEL_NAMES = (*(variant.name for variant in build.INSTRUCTION_SETS), TorchKernel.name)  # best first
@@ -39,6 +40,9 @@ _SIGNATURES = {
     "nanovllm_serve": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_void_p]),
     "nanovllm_submit": (ctypes.c_int64, [ctypes.c_void_p, ctypes.POINTER(CJob), ctypes.c_int64, ctypes.c_int32]),
     "nanovllm_end_server": (None, [ctypes.c_void_p, ctypes.c_void_p]),
+    "nanovllm_compute_experts": (None, [ctypes.c_void_p, ctypes.POINTER(CExpertJob), ctypes.c_int64]),
+    "nanovllm_serve_experts": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.POINTER(CExpertJob), ctypes.c_void_p]),
+    "nanovllm_end_expert_server": (None, [ctypes.c_void_p, ctypes.c_void_p]),
 }
 
 
@@ -121,6 +125,14 @@ class CompiledKernel(CpuKernel):
     def serve(self, flags: torch.Tensor) -> "CompiledServer":
         return CompiledServer(self._engine, flags)
 
+    def compute_experts(self, job: ExpertJob, layer: int) -> None:
+        assert self._engine.is_open, "the kernel is closed"
+        job.check(layer)
+        self._engine.library.nanovllm_compute_experts(self._engine.handle, job.c_job, layer)
+
+    def serve_experts(self, job: ExpertJob, exchange: torch.Tensor) -> "CompiledExpertServer":
+        return CompiledExpertServer(self._engine, job, exchange)
+
     def close(self) -> None:
         self._engine.close()
 
@@ -153,6 +165,24 @@ class CompiledServer:
         self._end()
 
 
+class CompiledExpertServer:
+    """A thread of the library, like CompiledServer."""
+
+    def __init__(self, engine: _Engine, job: ExpertJob, exchange: torch.Tensor) -> None:
+        assert engine.is_open, "the kernel is closed"
+        exchange.zero_()
+        handle = engine.library.nanovllm_serve_experts(engine.handle, job.c_job, exchange.data_ptr())
+        if not handle:
+            raise RuntimeError("the operating system refuses another thread for experts on the CPU")
+        self.close = weakref.finalize(self, _end_expert_server, engine, handle, (job, exchange), os.getpid())
+
+
+def _end_expert_server(engine: _Engine, handle: int, used: tuple[ExpertJob, torch.Tensor], pid: int) -> None:
+    """End the server's thread. `used` lives as long as the thread."""
+    if engine.is_open and os.getpid() == pid:
+        engine.library.nanovllm_end_expert_server(engine.handle, handle)
+
+
 def _end_server(engine: _Engine, handle: int, flags: torch.Tensor, pid: int) -> None:
     """End the server's thread. `flags` is an argument so that the tensor lives as long as the thread that reads it."""
     if engine.is_open and os.getpid() == pid:
@@ -171,16 +201,16 @@ def choose_kernel(
     cpus: Sequence[int],
     name: str | None = None,
     *,
-    head_dim: int = 128,
+    head_dim: int = 16,
     dtype: torch.dtype = torch.bfloat16,
     is_pinned: bool = True,
     stays_awake: bool = True,
 ) -> CpuKernel:
     """Open the kernel `name`, or the best kernel that can run here, with one thread for each of `cpus`.
 
-    head_dim, dtype: of the KV cache. is_pinned: True to keep each thread on its cpu, False to let the threads run on
-    any cpu that the process may use. stays_awake: True to let the threads spin for a while after each job, because the
-    next layer's job comes soon; False if other threads need the cpus between two layers.
+    head_dim, dtype: of the KV cache, if the kernel attends. is_pinned: True to keep each thread on its cpu, False to
+    let the threads run on any cpu that the process may use. stays_awake: True to let the threads spin for a while after
+    each job, because the next layer's job comes soon; False if other threads need the cpus between two layers.
 
     Compiles the kernel on first use, and logs a warning if a faster kernel cannot be compiled. Raises ConfigError if
     the kernel `name` cannot run here.

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuRate, CpuSplit
-from nanovllm.capabilities.cpu_attention.job import AttentionJob
-from nanovllm.capabilities.cpu_attention.kernels import choose_kernel
+from nanovllm.capabilities.cpu_attention.job import AttentionJob, CpuKernel
+from nanovllm.capabilities.cpu_attention.kernels import choose_kernel, why_unfit
 from nanovllm.capabilities.cpu_attention.queue import CpuAttention
 from nanovllm.capabilities.cpu_attention.threads import attention_cpus, available_cpus
 from nanovllm.config import Config
@@ -39,8 +39,11 @@ FIRST_JOB_BYTES = 2**24  # bytes that the first call reads; its duration gives t
 logger = logging.getLogger("nanovllm")
 
 
-def make_cpu_attention(config: Config, offload: OffloadEngine, num_heads: int, tp: TPGroup) -> CpuPart:
-    """Start attention on the CPU according to the options. num_heads: query heads of this rank.
+def make_cpu_attention(
+    config: Config, offload: OffloadEngine, num_heads: int, tp: TPGroup, shared: CpuKernel | None = None
+) -> CpuPart:
+    """Start attention on the CPU according to the options. num_heads: query heads of this rank. shared: the kernel that
+    computes experts, if there is one. Its threads attend, too, if it supports the KV cache.
 
     Raises ConfigError for too many threads, and if CPU attention is required and the driver does not allow it.
     """
@@ -50,15 +53,18 @@ def make_cpu_attention(config: Config, offload: OffloadEngine, num_heads: int, t
     if config.cpu_attention == "auto" and is_gpu and len(available_cpus()) < 2 * tp.size:
         logger.info("attention on the CPU: off, because the only CPU drives the GPU")
         return NoCpuPart()
-    cpus = attention_cpus(config.cpu_attention_threads, tp.rank, tp.size, memory_node(offload.device))
-    kernel = choose_kernel(
-        cpus.cpus, head_dim=offload.spec.head_dim, dtype=offload.dtype, is_pinned=cpus.is_pinned, stays_awake=is_gpu
-    )
+    kernel = shared
+    if kernel is None or why_unfit(offload.spec.head_dim, offload.dtype) is not None:
+        cpus = attention_cpus(config.cpu_attention_threads, tp.rank, tp.size, memory_node(offload.device))
+        kernel = choose_kernel(
+            cpus.cpus, head_dim=offload.spec.head_dim, dtype=offload.dtype, is_pinned=cpus.is_pinned, stays_awake=is_gpu
+        )
     max_rows = max(MAX_QUERIES, streamed_graph_sizes(config.max_num_seqs)[-1])
     try:
         cpu = CpuAttention(kernel, offload, num_heads=num_heads, max_rows=max_rows, is_pinned=is_gpu)
     except UnsupportedDriverError as error:
-        kernel.close()
+        if kernel is not shared:
+            kernel.close()
         if config.cpu_attention == "on":
             raise ConfigError(f"cpu_attention='on' cannot work here: {error}; use 'auto' or 'off'") from error
         logger.warning("attention on the CPU: none, %s", error)

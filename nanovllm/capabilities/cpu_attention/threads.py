@@ -25,11 +25,14 @@ def available_cpus() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def attention_cpus(num_threads: int | None, rank: int, num_ranks: int, numa_node: int | None = None) -> AttentionCpus:
+def attention_cpus(
+    num_threads: int | None, rank: int, num_ranks: int, numa_node: int | None = None, *, launches_rarely: bool = False
+) -> AttentionCpus:
     """Return the cpus of this rank's attention threads. Ranks get disjoint cpus if there are enough cpus.
 
     num_threads: the number of threads, or None to use all cpus of the rank but one or two, which are left to the
-    threads that drive the GPU. numa_node: the memory node of the GPU.
+    threads that drive the GPU: one if `launches_rarely` says that these make a call for each step instead of each
+    layer. numa_node: the memory node of the GPU.
 
     Each rank owns a share of the cpus of every memory node. The rank's cpus on `numa_node` are used first, except the
     cpus left to the threads that drive the GPU. A container's quota limits the number of threads. With a quota, threads
@@ -49,14 +52,14 @@ def attention_cpus(num_threads: int | None, rank: int, num_ranks: int, numa_node
     num_cpus, is_pinned = len(cpus), True
     if quota is not None and quota < len(available):
         num_cpus, is_pinned = min(num_cpus, max(1, len(_share(range(quota), rank, num_ranks)))), False
-    num_spare = 2 if num_cpus >= _MANY_CPUS else 1
+    num_spare = 2 if num_cpus >= _MANY_CPUS and not launches_rarely else 1
     if num_threads is None:
         num_threads = max(1, num_cpus - num_spare)
     if not 1 <= num_threads <= num_cpus:
         of_rank = f" for each of its {num_ranks} ranks" if num_ranks > 1 else ""
         raise ConfigError(
-            f"{num_threads} threads for attention on the CPU, but the engine may use {num_cpus} cpus{of_rank}; "
-            f"set 1 to {num_cpus} threads, or allow it more cpus (taskset, the limit of the container)"
+            f"{num_threads} threads for attention and experts on the CPU, but the engine may use {num_cpus} "
+            f"cpus{of_rank}; set 1 to {num_cpus} threads, or allow it more cpus (taskset, the limit of the container)"
         )
     # The threads that drive the GPU should be near the GPU, so the spare cpus are on the nearest node. On each node the
     # last cpus are used first, because the system tends to use the first cpus.

@@ -16,7 +16,15 @@ import torch
 
 from nanovllm.attention.base import merge_parts
 from nanovllm.attention.torch_backend import flash_attn_with_lse
-from nanovllm.capabilities.cpu_attention.job import FAR_AHEAD, MAX_QUEUED_JOBS, AttentionJob, CpuKernel, check_flags
+from nanovllm.capabilities.cpu_attention.job import (
+    FAR_AHEAD,
+    MAX_QUEUED_JOBS,
+    AttentionJob,
+    CpuKernel,
+    ExpertServer,
+    check_flags,
+)
+from nanovllm.capabilities.cpu_experts.job import ARRIVED, DONE, LAYER, NUM_TOKENS, ExpertJob
 from nanovllm.device.cuda import as_int32
 from nanovllm.offload.streams import CpuServer
 
@@ -45,7 +53,7 @@ class TorchKernel(CpuKernel):
         assert cpus, "a kernel needs at least one cpu"
         self.num_threads = len(cpus)
         self._cpus = list(cpus) if is_pinned else None
-        self._servers: weakref.WeakSet[TorchServer] = weakref.WeakSet()
+        self._servers: weakref.WeakSet[TorchServer | TorchExpertServer] = weakref.WeakSet()
 
     def attend(self, job: AttentionJob, layer: int) -> None:
         with _torch_threads(self.num_threads):
@@ -53,6 +61,15 @@ class TorchKernel(CpuKernel):
 
     def serve(self, flags: torch.Tensor) -> CpuServer:
         server = TorchServer(flags, self.num_threads, self._cpus)
+        self._servers.add(server)
+        return server
+
+    def compute_experts(self, job: ExpertJob, layer: int) -> None:
+        with torch.inference_mode(), _torch_threads(self.num_threads):
+            job.run_in_torch(layer)
+
+    def serve_experts(self, job: ExpertJob, exchange: torch.Tensor) -> ExpertServer:
+        server = TorchExpertServer(job, exchange, self.num_threads, self._cpus)
         self._servers.add(server)
         return server
 
@@ -133,12 +150,17 @@ def _end(shared: _Shared, thread: threading.Thread) -> None:
 
 @torch.inference_mode()
 def _serve(shared: _Shared, num_threads: int, cpus: list[int] | None) -> None:
-    if cpus is not None:
-        with suppress(OSError):  # if a cpu is gone, run on any cpu
-            os.sched_setaffinity(0, cpus)  # applies to this thread, and to the OpenMP threads that it starts
-    torch.set_num_threads(num_threads)
+    _settle(num_threads, cpus)
     while _serve_next(shared):
         pass
+
+
+def _settle(num_threads: int, cpus: list[int] | None) -> None:
+    """Let this thread, and the OpenMP threads that it starts, run on `cpus`."""
+    if cpus is not None:
+        with suppress(OSError):  # if a cpu is gone, run on any cpu
+            os.sched_setaffinity(0, cpus)
+    torch.set_num_threads(num_threads)
 
 
 def _serve_next(shared: _Shared) -> bool:
@@ -159,3 +181,54 @@ def _serve_next(shared: _Shared) -> bool:
         shared.room.release()
         return True
     return False
+
+
+class _ExpertState:
+    """The state that a TorchExpertServer shares with its thread."""
+
+    def __init__(self, job: ExpertJob, exchange: torch.Tensor) -> None:
+        self.job, self.exchange = job, exchange.numpy()  # keeps the tensor alive
+        self.is_closing = False
+        self.error: BaseException | None = None
+
+
+class TorchExpertServer:
+    """The ExpertServer of TorchKernel: a Python thread. A layer that raises leaves NaN; `close` raises the error."""
+
+    def __init__(self, job: ExpertJob, exchange: torch.Tensor, num_threads: int, cpus: list[int] | None) -> None:
+        exchange.zero_()
+        self._state = _ExpertState(job, exchange)
+        args = self._state, num_threads, cpus
+        self._thread = threading.Thread(target=_serve_experts, args=args, name="cpu-experts", daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, _end_experts, self._state, self._thread)
+
+    def close(self) -> None:
+        self._end()
+        error, self._state.error = self._state.error, None
+        if error is not None:
+            raise error
+
+
+def _end_experts(state: _ExpertState, thread: threading.Thread) -> None:
+    state.is_closing = True
+    thread.join()
+    state.exchange[DONE] = as_int32(int(state.exchange[DONE]) + FAR_AHEAD)
+
+
+@torch.inference_mode()
+def _serve_experts(state: _ExpertState, num_threads: int, cpus: list[int] | None) -> None:
+    _settle(num_threads, cpus)
+    job, exchange = state.job, state.exchange
+    while not state.is_closing:
+        number = exchange[ARRIVED]  # a step that was cut short may be followed by another one during this layer
+        if number == exchange[DONE]:
+            time.sleep(_POLL_S)
+            continue
+        try:
+            job.num_tokens = int(exchange[NUM_TOKENS])
+            job.run_in_torch(int(exchange[LAYER]))
+        except BaseException as error:
+            state.error = state.error or error
+            job.out.fill_(torch.nan)
+        exchange[DONE] = number

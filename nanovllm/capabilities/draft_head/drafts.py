@@ -133,7 +133,8 @@ class HeadDrafts(ModelDrafts):
     def _run_head(self, steps: StepRunner, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         """Run the head: see CausalLM.draft. Returns its results where the plan samples, [S, hidden_size]."""
         graphs = steps.graphs.draft_graphs
-        if graphs is not None and plan.is_decode and not plan.moves.payloads:  # the largest size fits all decode steps
+        fits = graphs is not None and plan.is_decode and plan.num_tokens <= graphs.sizes[-1]
+        if fits and not plan.moves.payloads:
             assert isinstance(graphs, HeadGraphs)
             return graphs.run(inputs, hidden)
         tensors = to_device(inputs, steps.device)
@@ -148,7 +149,7 @@ class HeadDrafts(ModelDrafts):
         return steps.model.draft(steps.known_ids(tensors), tensors.positions, hidden, attention, rope_lens, rows)
 
     def make_graphs(self, buffers: GraphBuffers, memory: KVMemory, max_query_len: int) -> "HeadGraphs":
-        return HeadGraphs(head_graph_sizes(buffers.max_num_rows), max_query_len, buffers, memory, self.head)
+        return HeadGraphs(head_graph_sizes(buffers.max_graph_rows), max_query_len, buffers, memory, self.head)
 
     def measure(self, steps: StepRunner, max_model_len: int) -> DraftTimes:
         """Time drafts of one sequence that has as many keys as fit into the pages."""
@@ -238,7 +239,8 @@ class HeadGraphs(DecodeGraphs):
         attention = HeadAttention(self.head, tensors.slot_mapping, batch)
         rope_lens = tensors.rope_lens if model.needs_rope_lens else None
         input_ids = self.buffers.input_ids(shape)
-        hidden.copy_(model.draft(input_ids, tensors.positions, hidden, attention, rope_lens))
+        with model.padded(tensors.slot_mapping):
+            hidden.copy_(model.draft(input_ids, tensors.positions, hidden, attention, rope_lens))
 
     def run(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         """Run the head. `hidden` [T, hidden_size]: of the tokens before the tokens of `inputs`. Returns its hidden

@@ -92,7 +92,7 @@ class ShadowDrafts(ModelDrafts):
         )
 
     def make_graphs(self, buffers: GraphBuffers, memory: KVMemory, max_query_len: int) -> "DraftGraphs":
-        return DraftGraphs(draft_graph_sizes(buffers.max_num_rows), buffers, memory, self)
+        return DraftGraphs(draft_graph_sizes(buffers.max_graph_rows), buffers, memory, self)
 
     def measure(self, steps: StepRunner, max_model_len: int) -> DraftTimes:
         """Time drafts of one sequence that has as many keys as fit into the shadow."""

@@ -74,7 +74,7 @@ def name_flags(message: str, option_types: Sequence[type]) -> str:
             flag = flag_name(options, field.name)
             end = r"(?![\w/-]|\.\w)" if "_" in field.name else "(?==)"
             name = rf"(?<![\w./'\"-])(?:{options.__name__}\.)?{field.name}"
-            if field.type is bool:
+            if field.type in (bool, bool | None):
                 message = re.sub(f"{name}=True", flag, message)
                 message = re.sub(f"{name}=False", f"--no-{flag[2:]}", message)
             message = re.sub(name + end, flag, message)
@@ -84,6 +84,8 @@ def name_flags(message: str, option_types: Sequence[type]) -> str:
 def _flag_settings(field: Field[Any], options: type, default: Any) -> dict[str, Any]:
     """Return the arguments of `add_argument` for a field. default: the default that the help shows."""
     settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": flag_help(options, field.name)}
+    if field.type == bool | None:
+        return settings | {"action": argparse.BooleanOptionalAction}
     if field.type is bool and field.default:
         return settings | {"action": argparse.BooleanOptionalAction, "help": f"{settings['help']} (default: on)"}
     if field.type is bool:
@@ -201,8 +203,10 @@ def add_engine_flags(
 
 
 def engine_options(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Return the fields of Config that the flags give, with the command line's step size for a CPU. Loads torch."""
-    options = given_fields(args, Config)
+    """Return the fields of Config that the flags give, with the command line's step size for a CPU. Experts leave the
+    GPU where the model does not fit otherwise. Loads torch.
+    """
+    options = {"enable_expert_offload": None} | given_fields(args, Config)
     from nanovllm.llm import resolve_device
 
     if resolve_device(Config(model=args.model, **options)).type == "cpu":

@@ -49,6 +49,7 @@ MIN_TOKENS = (NUM_ANSWERS + 4) * BLOCK_SIZE_STEP  # a slot for each answer, and 
 ENGINE_FLAGS = (  # fields of Config that the check does not choose itself
     *("device", "dtype", "quantization", "load_format", "hf_overrides", "attn_backend", "enforce_eager"),
     *("tensor_parallel_size", "quantize_head", "embedding_on_cpu"),
+    *("enable_expert_offload", "num_gpu_expert_layers", "gpu_expert_memory_gb"),
     *("seed", "gpu_memory_utilization", "cpu_attention_threads"),
 )
 PATHS: Mapping[str, tuple[dict[str, Any], str]] = {  # options, and the counter of the work that only this path does

@@ -23,7 +23,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli import main as cli
 from nanovllm.entrypoints.cli.demo import DemoOptions
-from nanovllm.entrypoints.cli.flags import add_engine_flags, add_model_flag, given_fields, name_flags
+from nanovllm.entrypoints.cli.flags import add_engine_flags, add_model_flag, engine_options, given_fields, name_flags
 from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
 from nanovllm.entrypoints.haystack import build_haystack
 from nanovllm.entrypoints.planner import PlanOptions
@@ -552,6 +552,24 @@ def test_serve_steps_are_bounded_unless_the_flags_say_otherwise() -> None:
         add_engine_flags(parser)
         options = cli.serving_options(parser.parse_args(["--model", "demo", "--device", "cpu", *flags]))
         assert options.get("max_step_ms") == max_step_ms and options["device"] == "cpu"
+
+
+def test_experts_leave_the_gpu_by_themselves_unless_a_flag_decides() -> None:
+    """For serve, chat and generate, which start their engines with these options."""
+    for flags, choice in (
+        ([], None),
+        (["--enable-expert-offload"], True),
+        (["--no-enable-expert-offload"], False),
+        (["--enable-expert-offload", "--num-gpu-expert-layers", "4"], True),
+    ):
+        parser = argparse.ArgumentParser()
+        add_model_flag(parser)
+        add_engine_flags(parser)
+        options = engine_options(parser.parse_args(["--model", "demo", "--device", "cpu", *flags]))
+        assert options["enable_expert_offload"] is choice
+        assert options.get("num_gpu_expert_layers") == (4 if len(flags) > 2 else None)
+    message = "add enable_expert_offload=True, or use enable_expert_offload=False"
+    assert name_flags(message, (Config,)) == "add --enable-expert-offload, or use --no-enable-expert-offload"
 
 
 def test_serve_a_directory_is_known_by_its_last_part(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

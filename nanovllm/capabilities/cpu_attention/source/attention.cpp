@@ -14,7 +14,7 @@
 //
 // A job is the attention of one layer. It runs at once (nanovllm_attend), or a Server runs it when the GPU has written
 // its queries. Everything is computed in fp32, except that the bf16 variants multiply bf16 by bf16 and sum in fp32; for
-// that they round the weights to bf16.
+// that they round the weights to bf16. The same threads compute experts (cpu_experts/source).
 //
 // Legend: T query rows, H query heads, K kv heads, G = H / K query heads per kv head, D head dim.
 // Legend of a tile: R query vectors of one kv head (rows x G), N tokens (TILE).
@@ -54,6 +54,12 @@ void nanovllm_attend(void* engine, const Job* job, int64_t layer) {
   it.pool.run(attention);
 }
 
+// Returns when the output of the job's tokens in the layer is complete.
+void nanovllm_compute_experts(void* engine, const ExpertJob* job, int64_t layer) {
+  Engine& it = *static_cast<Engine*>(engine);
+  run_experts(job->of_layer(layer), it.pool);
+}
+
 // Reads every byte once, on all threads: what a kernel that does nothing else would reach.
 int64_t nanovllm_read(void* engine, const void* base, int64_t num_bytes) {
   Reading reading(base, num_bytes);
@@ -76,6 +82,24 @@ void* nanovllm_serve(void* engine, int32_t* flags) {
 // Returns at once; 0: the queue is full. The job's struct is copied, what it points to is not.
 int64_t nanovllm_submit(void* server, const Job* job, int64_t layer, int32_t number) {
   return static_cast<Server*>(server)->submit(job->of_layer(layer), number);
+}
+
+// The job's struct is copied, what it points to is not. nullptr: the operating system refuses the thread.
+void* nanovllm_serve_experts(void* engine, const ExpertJob* job, int32_t* exchange) {
+  Engine& it = *static_cast<Engine*>(engine);
+  const std::lock_guard turn(it.servers_change);
+  try {
+    it.expert_servers.push_back(std::make_unique<ExpertServer>(it.pool, *job, it.first_cpu, exchange));
+    return it.expert_servers.back().get();
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+void nanovllm_end_expert_server(void* engine, void* server) {
+  Engine& it = *static_cast<Engine*>(engine);
+  const std::lock_guard turn(it.servers_change);
+  std::erase_if(it.expert_servers, [server](const auto& other) { return other.get() == server; });
 }
 
 void nanovllm_end_server(void* engine, void* server) {

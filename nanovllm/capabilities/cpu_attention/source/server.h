@@ -1,5 +1,5 @@
-// What the threads do together (attend, or for benchmarks only read), jobs that wait for the GPU, and everything that a
-// kernel owns.
+// What the threads do together besides experts (attend, or for benchmarks only read), jobs that wait for the GPU, and
+// everything that a kernel owns.
 
 #pragma once
 
@@ -11,6 +11,7 @@
 
 #include <sys/prctl.h>
 
+#include "../../cpu_experts/source/server.h"
 #include "job.h"
 #include "pool.h"
 
@@ -166,6 +167,7 @@ struct Engine {
   Pool pool;
   std::mutex servers_change;
   std::vector<std::unique_ptr<Server>> servers;
+  std::vector<std::unique_ptr<ExpertServer>> expert_servers;
 
   Engine(const int64_t* cpus, int num_threads, int64_t awake_ns)
       : first_cpu(cpus ? cpus[0] : -1), workers(num_threads), pool(cpus, num_threads, awake_ns) {}

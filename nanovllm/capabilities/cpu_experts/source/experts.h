@@ -1,0 +1,272 @@
+// The experts of one layer that are in CPU memory: sums over each token's chosen experts of
+// weight * down(silu(gate(x)) * up(x)).
+//
+//   routing   Before the threads begin, the pairs of a token and a chosen expert are sorted by expert, and x is
+//             converted to fp32 if a format needs it. Pairs of an expert that is not in CPU memory are dropped.
+//   hidden    The threads take units of HIDDEN_ROWS rows of an expert's gate and up, and multiply them by all of the
+//             expert's tokens, so that each weight is read once.
+//   output    When all hidden values are there, the threads take units of OUTPUT_ROWS rows of the downs of all chosen
+//             experts. So each value of the output is summed by one thread, in the order of the experts.
+//
+// Gate, up, silu and their product are rounded to the model's dtype, as on the GPU. The other sums are fp32.
+//
+// Legend: T tokens, C chosen experts of a token, P <= T * C pairs, H hidden size, I features of an expert.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+
+#include "../../cpu_attention/source/pool.h"
+#include "products.h"
+
+namespace {
+
+constexpr int HIDDEN_ROWS = 32, OUTPUT_ROWS = 16;
+constexpr int MAX_SHARING = 64;  // pairs of an expert that share one reading of its weights
+
+struct ExpertLayer {  // mirrored by CExpertLayer in job.py
+  Matrix gate, up, down;
+  const int32_t* places;  // of each expert of the layer, in the matrices; -1: not in CPU memory
+};
+
+struct ExpertJob {  // mirrored by CExpertJob in job.py
+  const ExpertLayer* layers;
+  const void* x;           // [T, H]
+  const int32_t* experts;  // [T, C]
+  const float* weights;    // [T, C]
+  void* out;               // [T, H]
+  uint8_t* scratch;
+  int64_t num_tokens, num_chosen, hidden_size, size, num_experts, num_places, dtype, out_dtype;
+
+  ExpertJob of_layer(int64_t layer) const {
+    ExpertJob job = *this;
+    job.layers += layer;
+    return job;
+  }
+};
+
+inline Floats round_to(Floats values, int64_t dtype) {
+  if (dtype == BFLOAT16) {  // to nearest even
+    const Words bits = bits_of<Words>(values);
+    return bits_of<Floats>((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000);
+  }
+  if (dtype == FLOAT16) {
+#if defined(__AVX512F__)
+    return Floats(_mm512_cvtph_ps(_mm512_cvtps_ph(__m512(values), _MM_FROUND_TO_NEAREST_INT)));
+#else
+    return Floats(_mm256_cvtph_ps(_mm256_cvtps_ph(__m256(values), _MM_FROUND_TO_NEAREST_INT)));
+#endif
+  }
+  return values;
+}
+
+inline void store_as(void* to, int64_t i, int64_t dtype, float value) {
+  switch (dtype) {
+    case BFLOAT16: return store_as(static_cast<Bfloat16*>(to) + i, value);
+    case FLOAT16: return store_as(static_cast<Float16*>(to) + i, value);
+    default: static_cast<float*>(to)[i] = value;
+  }
+}
+
+inline Floats load_as(const void* from, int64_t i, int64_t dtype) {
+  switch (dtype) {
+    case BFLOAT16: return load(static_cast<const Bfloat16*>(from) + i);
+    case FLOAT16: return load(static_cast<const Float16*>(from) + i);
+    default: return load(static_cast<const float*>(from) + i);
+  }
+}
+
+inline Floats silu(Floats x) {
+  const Floats magnitude = max(x, -x);
+  const Floats small = exp2_of(magnitude * -LOG2_E);  // e^-|x|
+  const Floats one = broadcast(1.0f);
+  return x * (x < 0 ? small : one) / (one + small);
+}
+
+inline bool has_least(const Matrix& matrix) {
+  return matrix.type == Q4_1 || matrix.type == Q5_1 || matrix.type == Q4_K || matrix.type == Q5_K;
+}
+
+#if defined(__AVX512BF16__)
+constexpr bool MULTIPLIES_PAIRS = true;
+#else
+constexpr bool MULTIPLIES_PAIRS = false;
+#endif
+
+// The parts of a job's scratch memory. The size is scratch_bytes in job.py.
+struct Parts {
+  uint8_t* free;
+  template <class T> T* take(int64_t count) {
+    T* part = reinterpret_cast<T*>(free);
+    free += (count * int64_t(sizeof(T)) + 63) / 64 * 64;
+    return part;
+  }
+};
+
+struct Mixture : Work {
+  const ExpertJob& job;
+  const ExpertLayer& layer;
+  const int64_t num_threads;
+  float *x_floats, *x_sums, *hidden_floats, *hidden_sums, *sums;
+  Bfloat16* hidden_pairs;
+  int32_t *tokens, *choices, *rows, *starts, *groups;  // of the sorted pairs; first pair and place of each group
+  int64_t num_pairs = 0, num_groups = 0, num_hidden_units = 0;
+  std::atomic<int64_t> next_hidden{0}, num_hidden_done{0}, next_output{0}, num_outputs_done{0};
+
+  Mixture(const ExpertJob& job, int64_t num_threads) : job(job), layer(*job.layers), num_threads(num_threads) {
+    const int64_t t = job.num_tokens, p = t * job.num_chosen, h = job.hidden_size, i = job.size;
+    Parts parts{job.scratch};
+    x_floats = parts.take<float>(t * h);
+    x_sums = parts.take<float>(t * h / SLICE);
+    sums = parts.take<float>(t * h);
+    hidden_floats = parts.take<float>(p * i);
+    hidden_pairs = parts.take<Bfloat16>(p * i);
+    hidden_sums = parts.take<float>(p * i / SLICE);
+    tokens = parts.take<int32_t>(p);
+    choices = parts.take<int32_t>(p);
+    rows = parts.take<int32_t>(p);
+    groups = parts.take<int32_t>(p);
+    starts = parts.take<int32_t>(job.num_places + 1);
+    sort_pairs();
+    convert_x();
+    num_hidden_units = num_groups * (i / HIDDEN_ROWS);
+  }
+
+  int64_t place_of(int64_t pair) const {
+    const uint32_t expert = uint32_t(job.experts[pair]);
+    return expert < uint64_t(job.num_experts) ? layer.places[expert] : -1;
+  }
+
+  // Counts the pairs of each place, and then gives each pair the next position of its place.
+  void sort_pairs() {
+    std::memset(starts, 0, sizeof(int32_t) * (job.num_places + 1));
+    const int64_t total = job.num_tokens * job.num_chosen;
+    for (int64_t pair = 0; pair < total; ++pair)
+      if (const int64_t place = place_of(pair); place >= 0) starts[place] += 1, ++num_pairs;
+    int32_t end = 0;
+    for (int64_t place = 0; place < job.num_places; ++place) {
+      const int32_t count = starts[place];
+      starts[place] = end;
+      if (count) {
+        groups[num_groups++] = int32_t(place);
+        end += count;
+      }
+    }
+    for (int64_t pair = 0; pair < total; ++pair)
+      if (const int64_t place = place_of(pair); place >= 0) {
+        const int32_t position = starts[place]++;
+        tokens[position] = int32_t(pair / job.num_chosen);
+        choices[position] = int32_t(pair);
+        rows[position] = position;
+      }
+  }
+
+  // After the sorting, the entry of each place is the end of its pairs.
+  int64_t end_of(int64_t group) const { return starts[groups[group]]; }
+  int64_t start_of(int64_t group) const { return group ? end_of(group - 1) : 0; }
+
+  bool uses_pairs(const Matrix& matrix) const { return MULTIPLIES_PAIRS && job.dtype == BFLOAT16 && has_pairs(matrix); }
+
+  void convert_x() {
+    const int64_t count = job.num_tokens * job.hidden_size;
+    if (!uses_pairs(layer.gate) || !uses_pairs(layer.up))
+      for (int64_t i = 0; i < count; i += W) store_vector(x_floats + i, load_as(job.x, i, job.dtype));
+    if (has_least(layer.gate) || has_least(layer.up))
+      for (int64_t i = 0; i < count; i += SLICE) {
+        Floats total{};
+        for (int v = 0; v < SLICE; v += W) total += load_as(job.x, i + v, job.dtype);
+        x_sums[i / SLICE] = sum(total);
+      }
+  }
+
+  Activations inputs_of(const Matrix& matrix) const {
+    return {x_floats, uses_pairs(matrix) ? static_cast<const Bfloat16*>(job.x) : nullptr, x_sums, job.hidden_size};
+  }
+
+  int64_t num_output_units() const { return job.hidden_size / OUTPUT_ROWS; }
+
+  void run(int thread) override {
+    run_units(next_hidden, num_hidden_done, num_hidden_units, [this](auto... units) { compute_hidden(units...); });
+    spin_until([this] { return num_hidden_done >= num_hidden_units; });
+    run_units(next_output, num_outputs_done, num_output_units(), [this](auto... units) { compute_output(units...); });
+    if (thread == 0) spin_until([this] { return num_outputs_done >= num_output_units(); });
+  }
+
+  // Calls compute(unit, the unit that this thread computes afterwards or -1) for units that no other thread has taken.
+  // A unit is taken early, so that its memory can be prefetched, unless another thread could begin it at once.
+  template <class Compute>
+  void run_units(std::atomic<int64_t>& next, std::atomic<int64_t>& num_done, int64_t num_units, Compute compute) {
+    for (int64_t unit = next++, following; unit < num_units; unit = following, ++num_done) {
+      const bool takes_early = num_units - next > 2 * num_threads;
+      if (takes_early) following = next++;
+      compute(unit, takes_early && following < num_units ? following : -1);
+      if (!takes_early) following = next++;
+    }
+  }
+
+  Piece hidden_piece(const Matrix& matrix, int64_t unit) const {
+    if (unit < 0) return {};
+    const int64_t units_of_group = job.size / HIDDEN_ROWS;
+    const int64_t row = groups[unit / units_of_group] * job.size + unit % units_of_group * HIDDEN_ROWS;
+    return {&matrix, row, HIDDEN_ROWS};
+  }
+
+  void compute_hidden(int64_t unit, int64_t following) {
+    const int64_t units_of_group = job.size / HIDDEN_ROWS, group = unit / units_of_group;
+    const int64_t feature = unit % units_of_group * HIDDEN_ROWS;
+    const Piece gate = hidden_piece(layer.gate, unit), up = hidden_piece(layer.up, unit);
+    const Piece next = hidden_piece(layer.gate, following);
+    float gates[MAX_SHARING * HIDDEN_ROWS], ups[MAX_SHARING * HIDDEN_ROWS];
+    for (int64_t first = start_of(group), end = end_of(group); first < end; first += MAX_SHARING) {
+      const int64_t count = std::min<int64_t>(end - first, MAX_SHARING);
+      multiply<HIDDEN_ROWS>(gate, up, inputs_of(layer.gate), tokens + first, count, gates);
+      multiply<HIDDEN_ROWS>(up, next, inputs_of(layer.up), tokens + first, count, ups);
+      for (int64_t i = 0; i < count; ++i)
+        store_hidden(gates + i * HIDDEN_ROWS, ups + i * HIDDEN_ROWS, (first + i) * job.size + feature);
+    }
+  }
+
+  void store_hidden(const float* gate, const float* up, int64_t at) {
+    Floats total{};
+    for (int v = 0; v < HIDDEN_ROWS; v += W) {
+      const Floats activated = round_to(silu(round_to(load(gate + v), job.dtype)), job.dtype);
+      const Floats hidden = round_to(activated * round_to(load(up + v), job.dtype), job.dtype);
+      total += hidden;
+      if (!uses_pairs(layer.down)) store_vector(hidden_floats + at + v, hidden);
+      else for (int i = 0; i < W; ++i) hidden_pairs[at + v + i].bits = uint16_t(bits_of<Words>(hidden)[i] >> 16);
+    }
+    hidden_sums[at / SLICE] = sum(total);
+  }
+
+  Piece output_piece(int64_t group, int64_t unit) const {
+    if (unit < 0) return {};
+    return {&layer.down, groups[group] * job.hidden_size + unit * OUTPUT_ROWS, OUTPUT_ROWS};
+  }
+
+  void compute_output(int64_t unit, int64_t following) {
+    const int64_t h = job.hidden_size, column = unit * OUTPUT_ROWS;
+    for (int64_t t = 0; t < job.num_tokens; ++t) std::fill_n(sums + t * h + column, OUTPUT_ROWS, 0.0f);
+    const Activations hidden{hidden_floats, uses_pairs(layer.down) ? hidden_pairs : nullptr, hidden_sums, job.size};
+    float products[MAX_SHARING * OUTPUT_ROWS];
+    for (int64_t group = 0; group < num_groups; ++group) {
+      const Piece down = output_piece(group, unit);
+      const Piece next = group + 1 < num_groups ? output_piece(group + 1, unit) : output_piece(0, following);
+      for (int64_t first = start_of(group), end = end_of(group); first < end; first += MAX_SHARING) {
+        const int64_t count = std::min<int64_t>(end - first, MAX_SHARING);
+        multiply<OUTPUT_ROWS>(down, next, hidden, rows + first, count, products);
+        for (int64_t i = 0; i < count; ++i) {
+          float* to = sums + tokens[first + i] * h + column;
+          const float weight = job.weights[choices[first + i]];
+          for (int v = 0; v < OUTPUT_ROWS; v += W)
+            store_vector(to + v, load(to + v) + load(products + i * OUTPUT_ROWS + v) * weight);
+        }
+      }
+    }
+    for (int64_t t = 0; t < job.num_tokens; ++t)
+      for (int r = 0; r < OUTPUT_ROWS; ++r)
+        store_as(job.out, t * h + column + r, job.out_dtype, sums[t * h + column + r]);
+  }
+};
+
+}  // namespace

@@ -1,0 +1,113 @@
+"""Experts that are streamed to a GPU have the values that are in CPU memory: in Triton's interpreter, and on a GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checked_engine import CheckedLLM, Reference, cache_options
+from dense_model import random_prompt
+from gguf_files import write_gguf
+from interpreter import INTERPRETED, needs_triton, on_device
+from quantized_models import FORMATS, write_quantized
+from simulated_streams import MODES, Mode, SimulatedStreams
+from staged_experts import load_experts, make_staging, pack_on_cpu, staged_values, stored_values
+from tiny_models import write_tiny_model
+
+from nanovllm.capabilities.cpu_experts import staging as staging_module
+from nanovllm.capabilities.cpu_experts.job import EXCHANGE_SIZE
+from nanovllm.capabilities.cpu_experts.layer import RankExperts
+from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.device.tp_group import TPGroup
+from nanovllm.engine.setup import Internals
+from nanovllm.layers.moe import Experts
+
+pytestmark = needs_triton
+DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+CHECKPOINTS = ("awq", "packed 4", "packed 8 channel", "gptq dynamic", "fp8 blocks", "fp8 tensor", "float channel")
+MIXED = ("Q4_K Q6_K Q8_0", "Q6_K F16 Q4_K Q8_0", "BF16 Q4_0")  # types of matrices, in turn
+WIDE = ("fp8 blocks", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", *MIXED)  # the blocks have up to 256 columns
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "norm_topk_prob": True}
+
+
+@on_device
+@pytest.mark.parametrize("name", ["int4", "", "fp8", "fp8_dynamic", *CHECKPOINTS, *BLOCKS, *MIXED])
+def test_staged_experts_have_the_values_in_cpu_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, name: str
+) -> None:
+    """Regression: scales that a row, or a block of rows, shares on the GPU had no place there. Types that differ
+    between layers take turns in two buffers. Blocks arrive in pieces that end inside of experts.
+    """
+    if name in BLOCKS:
+        monkeypatch.setattr(staging_module, "STAGED_PIECE_BYTES", 16_000)
+    if INTERPRETED:
+        pack_on_cpu(monkeypatch)
+    num_layers, size = 3 if name in MIXED else 1, 256 if name in WIDE else 128
+    sizes = {"hidden_size": size, "num_heads": 2, "num_kv_heads": 2, "head_dim": 128, "vocab_size": 64}
+    experts = EXPERTS | {"moe_intermediate_size": 256 if name == "int4" else size}
+    path = write_tiny_model(tmp_path / "x", "qwen3_moe", num_layers=num_layers, experts=experts, **sizes)  # type: ignore[arg-type]
+    if name in FORMATS:
+        path, _ = write_quantized(path, tmp_path, name)
+    elif name in (*BLOCKS, *MIXED):
+        path = write_gguf(tmp_path / "x.gguf", path, types=name.split())
+    tp = TPGroup(1, 2) if name == "int4" else TPGroup()
+    quantization = name if name in QUANTIZATIONS else None
+    rank = load_experts(path, tp=tp, dtype=DTYPE, device=device, quantization=quantization)
+    staging = make_staging(rank)
+    for number in range(num_layers):
+        staged = staged_values(staging.experts(number))
+        for values, matrix in zip(staged, rank.store.layers[number].matrices, strict=True):
+            assert torch.equal(values, stored_values(matrix)) and values.std() > 0.01
+        staging.multiplied(number)
+
+
+class StreamingExperts:
+    """Lets an engine on the CPU send, receive and stream experts as on a GPU. Declares what products read."""
+
+    def __init__(self, rank: RankExperts, streams: SimulatedStreams, max_rows: int) -> None:
+        from nanovllm.kernels.expert_exchange import ExchangedRows
+
+        job, self.exchange = rank.job, torch.zeros(EXCHANGE_SIZE, dtype=torch.int32)
+        rank._exchange, counts = self.exchange, torch.zeros(2, dtype=torch.int32)
+        rank._rows = ExchangedRows(job.x, job.experts, job.weights, job.out, self.exchange, counts)
+        rank.staging = make_staging(rank, streams)
+        rank._server = rank._threads.serve_experts(job, self.exchange)
+        rank.is_gpu, rank.max_rows = True, max_rows
+        for number, arena in enumerate(rank.staging._arenas):
+            streams.name_region(f"arena {number}", arena)
+        self._streams, self._experts = streams, rank.staging.experts
+        rank.staging.experts = self.experts  # type: ignore[method-assign]
+
+    def experts(self, layer: int) -> Experts:
+        experts = self._experts(layer)
+        for each in experts.parameters():
+            self._streams.compute.read(each.data)
+        return experts
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU: tests/gpu/test_gpu_experts.py")
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("qwen3_5_moe", cache_options(None) | {"speculation": "mtp", "num_gpu_expert_layers": 0}),
+        ("qwen3_moe", cache_options(None) | {"speculation": "prompt_lookup", "num_gpu_expert_layers": 0}),
+        ("qwen3_moe", cache_options(2) | {"speculation": "resident", "num_gpu_expert_layers": 1}),
+    ],
+)
+def test_engine_that_exchanges_and_streams_has_the_logits_of_transformers(
+    tmp_path: Path, architecture: str, options: dict[str, Any], mode: Mode, device: str
+) -> None:
+    """The CPU computes up to three rows: often the last layer of a step that streams the others."""
+    sizes: dict[str, Any] = {"num_layers": 4, "with_mtp": architecture == "qwen3_5_moe"}
+    reference = Reference(write_tiny_model(tmp_path, architecture, max_position_embeddings=1024, **sizes))
+    options = options | {"enable_expert_offload": True, "max_num_batched_tokens": 70}
+    with CheckedLLM(reference, internals=Internals(always_guesses=True), **options) as llm:
+        rank = llm.runner.model.cpu_experts
+        StreamingExperts(rank, SimulatedStreams(mode), max_rows=3)
+        llm.answer_and_check([random_prompt(length, seed=length) for length in (150, 2, 9)], max_tokens=5)
+        llm.answer_and_check([random_prompt(5)], max_tokens=5)
+        stats = llm.stats()
+        assert stats["num_cpu_computed_layers"] > 9 and stats["num_streamed_expert_layers"] >= 9
