@@ -72,6 +72,7 @@ def test_fits_names_the_reason_if_the_gpu_does_not_take_the_format() -> None:
     assert fits(machine("RTX 3090"), ["qwen3-8b"], "fp8")
 
 
+@pytest.mark.slow
 def test_fit_table_names_bounds_as_projected_and_says_when_nothing_runs() -> None:
     text = fit_table(machine(), fits(machine(), ["qwen3-8b"], context=32768))
     assert "RTX 4070 (11.60 GiB) with 64.00 GiB of CPU memory" in text and "projected" in text

@@ -86,6 +86,7 @@ class StreamingExperts:
         return experts
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU: tests/gpu/test_gpu_experts.py")
 @pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize("mode", MODES)

@@ -198,6 +198,7 @@ def test_random_jobs(open_kernel) -> None:
         case.check()
 
 
+@pytest.mark.slow
 def test_nothing_is_read_after_the_weights(kernel: CpuKernel) -> None:
     """The last row of the last expert's down ends before a page that must not be read."""
     for name, dtype in itertools.product(WEIGHT_TYPES, (torch.float32, torch.bfloat16)):
