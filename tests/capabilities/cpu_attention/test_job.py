@@ -93,6 +93,7 @@ def arguments_of(case: Case) -> dict[str, object]:
     return {name: getattr(case.job, name) for name in names} | {"num_threads": 2}
 
 
+@pytest.mark.slow
 def test_job_scratch_is_bounded_and_its_results_are_right() -> None:
     kernel = choose_kernel([0, 0])
     for num_rows, num_chunks in [(1, 7), (256, 7), (1024, 3)] + RUNS_ALL * [(4100, 1)]:

@@ -152,7 +152,7 @@ def random_options(rng: random.Random, kind: str, path: Path) -> dict[str, Any]:
     return options | {"internals": internals}
 
 
-@pytest.mark.parametrize("seed", range(40 if RUNS_ALL else 2))
+@pytest.mark.parametrize("seed", range(20 if RUNS_ALL else 1))
 def test_everything_together(request: pytest.FixtureRequest, patient_disk: None, tmp_path: Path, seed: int) -> None:
     """Long and short prompts, hits, preemption, an abort."""
     rng = random.Random(seed)
