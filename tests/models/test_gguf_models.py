@@ -66,6 +66,7 @@ def test_draft_head_and_stacked_experts_are_those_of_the_checkpoint(architecture
         assert torch.allclose(parameter, expected[name], rtol=tolerance, atol=tolerance), name
 
 
+@pytest.mark.slow
 def test_split_model_on_two_ranks_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
     """Each rank reads its rows and columns of the blocks."""
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}

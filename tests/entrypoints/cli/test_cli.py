@@ -450,6 +450,7 @@ def test_plan_for_the_gpu_here_measures_cpu_memory(
         assert re.search(rf"CPU memory .* GB/s  .*{source}", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_plan_fit_lists_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "--fit", "--gpu", "4090", "--host-memory-gb", "64", "--context", "32768"]
     assert cli.main(argv) == 0

@@ -336,14 +336,8 @@ class CountingParser(CallParser):
         return super()._read_call(begin)
 
 
-@pytest.mark.parametrize(
-    "call_format",
-    [
-        pytest.param(HERMES, id="hermes"),
-        pytest.param(LLAMA, id="llama", marks=pytest.mark.slow),
-        pytest.param(QWEN_TAGS, id="qwen", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("call_format", [HERMES, LLAMA, QWEN_TAGS], ids=["hermes", "llama", "qwen"])
 def test_parser_reads_each_character_a_limited_number_of_times(call_format: CallFormat) -> None:
     """The server parses on the thread that serves all connections. A hostile text makes calls end late or nowhere."""
     schemas = {"f": {"properties": {"list": {"type": "array"}}}}
