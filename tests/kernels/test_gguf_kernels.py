@@ -140,7 +140,7 @@ def test_products_with_any_number_of_rows(device: str, name: str) -> None:
 @on_device
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q5_0", "IQ4_XS"])
 def test_one_row_with_any_number_of_steps(device: str, name: str) -> None:
-    """Fewer blocks than warps, an unrolled loop, a loop, and a last step in which only some warps have a block."""
+    """Fewer blocks than warps, one turn of the loop, several, and a last step in which only some warps have a block."""
     from nanovllm.kernels.packed_linear import OneRowTile, products
 
     wide = 2560 if INTERPRETED else 12288
