@@ -87,7 +87,9 @@ def test_experts_anywhere_give_the_tokens_of_transformers(
         serve_everything(llm)
         stats = llm.stats()
         if placement:
-            assert stats["num_cpu_computed_layers"] > 20 and stats["num_streamed_expert_layers"] > 4
+            assert stats["num_cpu_computed_layers"] > 10
+            num_streamed = stats["num_streamed_expert_layers"]
+            assert num_streamed > 4 if placement == NONE else num_streamed == 2  # two layers stay in the two buffers
         assert (llm.num_replays["resident" if num_gpu_blocks is None else "streamed"] > 3) != enforce_eager
 
 

@@ -1,5 +1,6 @@
 """Experts that are streamed to a GPU have the values that are in CPU memory: in Triton's interpreter, and on a GPU."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,29 @@ def test_staged_experts_have_the_values_in_cpu_memory(
         for values, matrix in zip(staged, rank.store.layers[number].matrices, strict=True):
             assert torch.equal(values, stored_values(matrix)) and values.std() > 0.01
         staging.multiplied(number)
+
+
+@on_device
+def test_experts_are_streamed_again_after_kernels_were_only_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Regression: a layer was taken to be in its buffer although nothing had packed its blocks. It stayed wrong if no
+    other layer used the buffer.
+    """
+    from nanovllm.kernels.launch import compiling_in
+
+    if INTERPRETED:
+        pack_on_cpu(monkeypatch)
+    sizes = {"hidden_size": 256, "num_heads": 2, "num_kv_heads": 2, "head_dim": 128, "vocab_size": 64}
+    experts = EXPERTS | {"moe_intermediate_size": 256}
+    path = write_tiny_model(tmp_path / "x", "qwen3_moe", num_layers=1, experts=experts, **sizes)  # type: ignore[arg-type]
+    rank = load_experts(write_gguf(tmp_path / "x.gguf", path, types=["Q4_K"]), dtype=DTYPE, device=device)
+    staging = make_staging(rank)
+    with ThreadPoolExecutor(1) as threads, compiling_in(threads, None):
+        staging.experts(0)
+        staging.multiplied(0)
+    for values, matrix in zip(staged_values(staging.experts(0)), rank.store.layers[0].matrices, strict=True):
+        assert torch.equal(values, stored_values(matrix))
 
 
 class StreamingExperts:

@@ -5,7 +5,7 @@ in CPU memory are copied to the other buffer, and arranged there as the GPU's ke
 
 Stream edges:
   E15  experts arranged -> multiplied    h2d -> compute  experts_ready
-  E16  multiplied -> next layer's copies compute -> h2d  experts_done
+  E16  multiplied -> next layer's copies compute -> h2d  experts_done, in the beginning for allocated buffers
 No other edge is needed: the experts in CPU memory never change.
 
 Legend: E experts of a layer, N output features, K input features of a weight, G groups of a row.
@@ -22,7 +22,7 @@ from nanovllm.capabilities.cpu_experts.store import ExpertLayer, ExpertMatrix
 from nanovllm.layers.linear import StackedWeight
 from nanovllm.layers.moe import Experts
 from nanovllm.layers.packed_weight import PackedWeight, packed
-from nanovllm.offload.streams import Event, Streams
+from nanovllm.offload.streams import Streams
 from nanovllm.plan.expert_formats import STAGED_PIECE_BYTES
 
 NUM_BUFFERS = 2
@@ -73,7 +73,9 @@ class ExpertStaging:
         self.num_fetched = 0  # layers
         self._held: list[int | None] = [None] * NUM_BUFFERS  # the layer in each buffer, or on its way there
         self._experts_ready = [streams.event() for _ in range(NUM_BUFFERS)]
-        self._experts_done: list[Event | None] = [None] * NUM_BUFFERS
+        self._experts_done = [streams.event() for _ in range(NUM_BUFFERS)]
+        for event in self._experts_done:
+            streams.compute.record(event)
 
     def experts(self, layer: int) -> Experts:
         """Return the layer's experts, for which the compute stream waits. Hot: once per layer."""
@@ -84,10 +86,7 @@ class ExpertStaging:
 
     def multiplied(self, layer: int) -> None:
         """Begin to copy the next layer, now that the products of this one are enqueued. Hot: once per layer."""
-        buffer = layer % NUM_BUFFERS
-        if self._experts_done[buffer] is None:
-            self._experts_done[buffer] = self.streams.event()
-        self.streams.compute.record(self._experts_done[buffer])
+        self.streams.compute.record(self._experts_done[layer % NUM_BUFFERS])
         if layer + 1 < len(self.layers):
             self._fetch(layer + 1)
 
@@ -102,10 +101,11 @@ class ExpertStaging:
         buffer = layer % NUM_BUFFERS
         if self._held[buffer] == layer:
             return
-        self._held[buffer] = layer
+        from nanovllm.kernels import launch
+
+        self._held[buffer] = layer if launch.kernels_run() else None
         self.num_fetched += 1
-        if (done := self._experts_done[buffer]) is not None:
-            self.streams.h2d.wait(done)  # E16: multiplied -> next layer's copies
+        self.streams.h2d.wait(self._experts_done[buffer])  # E16: multiplied -> next layer's copies
         given = self.layers[layer]
         for matrix, rows in zip(given.matrices, _rows_of(self._experts[buffer][given.kind]), strict=True):
             self._fill(matrix, rows)
