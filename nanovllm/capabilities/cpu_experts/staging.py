@@ -103,8 +103,9 @@ class ExpertStaging:
             return
         from nanovllm.kernels import launch
 
-        self._held[buffer] = layer if launch.kernels_run() else None
-        self.num_fetched += 1
+        is_filled = launch.kernels_run()  # not while kernels are only compiled
+        self._held[buffer] = layer if is_filled else None
+        self.num_fetched += is_filled
         self.streams.h2d.wait(self._experts_done[buffer])  # E16: multiplied -> next layer's copies
         given = self.layers[layer]
         for matrix, rows in zip(given.matrices, _rows_of(self._experts[buffer][given.kind]), strict=True):
