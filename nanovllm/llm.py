@@ -272,6 +272,7 @@ class LLM:
         cpu_expert_bytes             size of these experts, on all ranks
         max_cpu_expert_rows          tokens of a step up to which the CPU computes experts, chosen at start-up
         num_cpu_computed_layers      layers whose experts the CPU of rank 0 has computed, in all steps
+        expert_link_share            share of a step's experts that rank 0's GPU reads by itself, chosen at start-up
         num_streamed_expert_layers   layers whose experts were streamed to rank 0's GPU, in all steps
 
         With speculation:

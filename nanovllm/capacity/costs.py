@@ -22,7 +22,7 @@ from nanovllm.checkpoint.model_config import MAX_MLP_TOKENS, ModelConfig
 from nanovllm.checkpoint.model_layout import Linear, model_layout
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
-from nanovllm.plan.expert_formats import STAGED_PIECE_BYTES, LayerFormat, layer_bytes, layer_format
+from nanovllm.plan.expert_formats import STAGED_PIECE_BYTES, LayerFormat, layer_bytes, layer_format, num_link_slots
 from nanovllm.plan.kv_spec import KVCacheSpec, dtype_name, kv_cache_spec, uses_draft_head
 from nanovllm.plan.step_limits import (
     MAX_CPU_EXPERT_ROWS,
@@ -280,12 +280,22 @@ def _gpu_bytes(config: Config, model: ModelConfig, experts: _ExpertSizes) -> int
 
 def expert_staging_bytes(config: Config, model: ModelConfig) -> int:
     """Return the size on each GPU of the two buffers for experts that cross the link, and of the memory in which pieces
-    arrive. Each buffer has room for the experts of any layer in CPU memory, as a GPU stores them.
+    arrive. Each buffer has room for the experts of any layer in CPU memory, as a GPU stores them. Without KV offload,
+    there are also slots for single experts of each kind of layer, and memory for their blocks in GGUF.
     """
     layers = [layer for part in _layer_parts(config, model) for layer in _weights(model, part).cpu_layers]
     if not layers:
         return 0
-    return NUM_EXPERT_BUFFERS * max(_gpu_bytes(config, model, layer) for layer in layers) + STAGED_PIECE_BYTES
+    assert model.experts is not None, "only mixtures have experts"
+    sizes = [_gpu_bytes(config, model, layer) for layer in layers]
+    slots = 0
+    if not config.enable_cpu_offload:
+        num_experts = model.experts.num_experts
+        formats = [layer.layer_format(config, model) for layer in layers]
+        of_blocks = max(sizes) if any(each.is_of_blocks for of_layer in formats for each in of_layer) else 0
+        stored = (layer_bytes(each, num_experts) for each in formats)
+        slots = num_link_slots(stored, num_experts) * (sum(sizes) + of_blocks) // num_experts
+    return NUM_EXPERT_BUFFERS * max(sizes) + STAGED_PIECE_BYTES + slots
 
 
 def embedding_bytes(config: Config, model: ModelConfig, *, is_packed: bool = True) -> int:

@@ -66,8 +66,8 @@ class HostBuffer:
         if error:
             raise ConfigError(
                 f"cudaHostRegister could not pin {num_bytes / 2**30:.2f} GiB of host memory (CUDA error {error}); "
-                "lower num_cpu_blocks or cpu_memory_gb, use embedding_on_cpu=False, or raise the limit on locked "
-                "memory (ulimit -l)"
+                "lower num_cpu_blocks or cpu_memory_gb, raise num_gpu_expert_layers, use embedding_on_cpu=False, "
+                "or raise the limit on locked memory (ulimit -l)"
             )
         self._unpin = weakref.finalize(self, _unregister, self.tensor.data_ptr(), device)
         self._unpin.atexit = False  # when the process ends, its memory is unpinned anyway

@@ -46,6 +46,9 @@ class Internals:
     max_cpu_expert_rows: int | None = (
         None  # replaces the measured tokens of a step up to which the CPU computes experts
     )
+    expert_link_share: int | None = (
+        None  # replaces the measured share of experts that the GPU reads by itself, in 256ths
+    )
     always_guesses: bool = False  # propose as many draft tokens as allowed, regardless of their cost
 
 

@@ -82,7 +82,11 @@ def _make_executor(setup: EngineSetup) -> Executor:
         setup.device,
         setup.internals.make_offload_engine,
         make_cpu_attention,
-        partial(RankExperts, max_rows=setup.internals.max_cpu_expert_rows),
+        partial(
+            RankExperts,
+            max_rows=setup.internals.max_cpu_expert_rows,
+            link_share=setup.internals.expert_link_share,
+        ),
     )
     if config.tensor_parallel_size == 1:
         return LocalExecutor(factory)

@@ -224,7 +224,7 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         ("states", "", memory.state_bytes, _states_remark(plan)),
         ("draft head", "", memory.draft_bytes, "its K and V, for all blocks of the CPU pool"),
         ("staging", "", memory.staging_bytes, ""),
-        ("staging", "", memory.expert_staging_bytes, "for the experts of two layers that cross the link"),
+        ("staging", "", memory.expert_staging_bytes, "for experts that cross the link: two layers, and single ones"),
         ("logits", "", memory.logits_bytes, "one buffer for all graphs"),
         ("inputs", "~", memory.input_bytes, "static inputs of the graphs"),
         ("activations", "~", memory.activation_bytes, "in the largest step"),

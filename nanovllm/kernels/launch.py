@@ -173,6 +173,11 @@ def compile_only(server: CompileServer | None = None) -> Iterator[Callable[[], b
         yield threads.is_busy
 
 
+def kernels_run() -> bool:
+    """Return False within `compile_only`."""
+    return _compiled.get() is None
+
+
 @contextmanager
 def compiling_in(threads: Executor, server: CompileServer | None) -> Iterator[None]:
     """Make launches inside only submit their compilation to `threads`."""

@@ -35,8 +35,6 @@ from nanovllm.kernels.packed_words import (
     filled,
 )
 
-MAX_UNROLLED_STEPS = tl.constexpr(8)  # with more steps the loop stays a loop, because the code would get too long
-
 
 @triton.jit
 def _nothing():
@@ -55,17 +53,18 @@ def _load_block(
     NUM_BLOCKS: tl.constexpr,
     SPLIT: tl.constexpr,
     KIND: tl.constexpr,
-    IS_FULL: tl.constexpr,  # every warp has a block
 ):
     """Load the words of each warp's block of 16 rows, [SPLIT, 2, 8, 4, 4], the words with the upper bits of 8 rows and
     of the other 8, [SPLIT * 32, BITS] each, and the words with scales, [SPLIT, 16, 1]. `block` is the number of the
-    block; past the last block all words are 0. `scale_block` is the same in the layout of the scales.
+    block. Past the last block all words are 0, or undefined if a step has blocks for all warps or for none.
+    `scale_block` is the same in the layout of the scales.
     """
     low_row, high_row, low_uppers, high_uppers, units, scales_of_row = rows
     BITS: tl.constexpr = UPPER_BITS[KIND]
     NUM: tl.constexpr = SCALE_WORDS[KIND]
-    is_block, is_scale, other = None, None, None
-    if not IS_FULL:
+    if NUM_BLOCKS % SPLIT == 0:
+        is_block, is_scale, other = step < NUM_BLOCKS // SPLIT, step < NUM_BLOCKS // SPLIT, None
+    else:
         is_block, is_scale, other = block < NUM_BLOCKS, scale_block < NUM_BLOCKS, 0
     at = step * (SPLIT * BLOCK_WORDS)
     low = tl.load(low_row + at, is_block, other, eviction_policy="evict_first")
@@ -145,7 +144,6 @@ def one_row_kernel(
     COLUMNS: tl.constexpr = BLOCK_WORDS * CODES
     ROW_WORDS: tl.constexpr = K // CODES + K // 32 * BITS
     NUM_BLOCKS: tl.constexpr = K // COLUMNS
-    FULL: tl.constexpr = NUM_BLOCKS // SPLIT  # steps in which every warp has a block
     STEPS: tl.constexpr = (NUM_BLOCKS + SPLIT - 1) // SPLIT
     # Tensors of a step are [lanes, 4 words]. Lane 4 * m + q of a warp has a part of rows m and m + 8.
     lane, warp = tl.arange(0, SPLIT * 32)[:, None], tl.arange(0, SPLIT)[:, None, None]
@@ -178,32 +176,23 @@ def one_row_kernel(
     queue = _nothing()
     for step in tl.static_range(AHEAD):
         block, scale_block = step * SPLIT + part, step * SPLIT + warp
-        ahead = _load_block(
-            rows, step, block, scale_block, SCALE_STEP, GROUP_STRIDE, NUM_BLOCKS, SPLIT, KIND, step < FULL
-        )
+        ahead = _load_block(rows, step, block, scale_block, SCALE_STEP, GROUP_STRIDE, NUM_BLOCKS, SPLIT, KIND)
         queue = queue + (ahead,)  # noqa: RUF005  # Triton cannot unpack here
     wait_for_previous(PDL)  # before this only weights may be read; other kernels use x and out
     x_ptr = x_ptr.to(tl.pointer_type(tl.int32)) + part * (COLUMNS // 2)
     x_row = x_ptr + (lane % 4 * 2 + tl.arange(0, 2)[None, :] if KIND == Q6_K else word)
     x_group = x_row + column_groups(m, KIND) * (COLUMNS // NUM_GROUPS[KIND] // 2)
     sums = tl.zeros((SPLIT, 16, 8), tl.float32)
-    LOOP: tl.constexpr = STEPS - AHEAD
-    # If a turn has AHEAD + 1 steps, no registers are copied. In Q6_K such a turn would spill registers.
-    IN_LOOP: tl.constexpr = 1 if KIND == Q6_K else AHEAD + 1
-    UNROLLED: tl.constexpr = IN_LOOP if STEPS > MAX_UNROLLED_STEPS else LOOP if LOOP > 0 else 1
-    for step in tl.range(LOOP, num_stages=1, loop_unroll_factor=UNROLLED):
+    # If a turn has AHEAD + 1 steps, no registers are copied. In Q6_K such a turn of 8 warps would spill registers.
+    IN_LOOP: tl.constexpr = 1 if KIND == Q6_K and SPLIT > 4 else AHEAD + 1
+    for step in tl.range(STEPS, num_stages=1, loop_unroll_factor=IN_LOOP):
         block, scale_block = (step + AHEAD) * SPLIT + part, (step + AHEAD) * SPLIT + warp
-        ahead = _load_block(
-            rows, step + AHEAD, block, scale_block, SCALE_STEP, GROUP_STRIDE, NUM_BLOCKS, SPLIT, KIND, FULL == STEPS
-        )
-        sums = _add_block(sums, queue[0], x_row, x_group, step * (SPLIT * COLUMNS), KIND, dtype)
+        ahead = _load_block(rows, step + AHEAD, block, scale_block, SCALE_STEP, GROUP_STRIDE, NUM_BLOCKS, SPLIT, KIND)
+        column = step * (SPLIT * COLUMNS)
+        if NUM_BLOCKS % SPLIT > 0:  # a block that does not exist has zeros and is multiplied by the last block's x
+            column -= tl.maximum(step * SPLIT + part - (NUM_BLOCKS - 1), 0) * COLUMNS
+        sums = _add_block(sums, queue[0], x_row, x_group, column, KIND, dtype)
         queue = queue[1:] + (ahead,)  # noqa: RUF005
-    for i in tl.static_range(AHEAD):
-        step = LOOP + i
-        if step >= FULL:  # a block that does not exist has zeros and is multiplied by the last block's x
-            past = tl.maximum(step * SPLIT + part - (NUM_BLOCKS - 1), 0) * (COLUMNS // 2)
-            x_row, x_group = x_row - past, x_group - past
-        sums = _add_block(sums, queue[i], x_row, x_group, step * (SPLIT * COLUMNS), KIND, dtype)
     EACH: tl.constexpr = 1 if HAS_LEAST[KIND] else 8 // NUM_GROUPS[KIND]  # equal columns
     of_rows = tl.where(tl.arange(0, 8)[None, :] % EACH == 0, tl.sum(sums, 0), 0.0)
     of_rows = tl.sum(of_rows, 1)[:, None]

@@ -15,7 +15,7 @@ import triton
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KernelTarget
 from nanovllm.kernels.launch import on_grid, pdl_options
-from nanovllm.kernels.one_row_kernel import MAX_UNROLLED_STEPS, one_row_kernel
+from nanovllm.kernels.one_row_kernel import one_row_kernel
 from nanovllm.kernels.packed_kernels import (
     blocks_of_experts_kernel,
     few_products_kernel,
@@ -148,8 +148,7 @@ def choose_one_row_tile(num_rows: int, target: KernelTarget, weight: Packed) -> 
     All programs run at once if the weight has few enough rows. Otherwise fewer warps finish together less often.
     """
     num_warps, num_per_sm = (8, 2) if triton.cdiv(num_rows, 16) <= 2 * target.num_sms else (4, 3)
-    num_steps = triton.cdiv(weight.num_columns, weight.block_columns * num_warps)
-    return OneRowTile(num_warps, 2 if num_steps <= MAX_UNROLLED_STEPS.value else 1, num_per_sm)
+    return OneRowTile(num_warps, 1, num_per_sm)
 
 
 def products(

@@ -41,7 +41,6 @@ from nanovllm.kernels.packed_words import (
     FIRST_BLOCK_TYPE,
     INT4,
     INTERPRETED,
-    Q6_K,
     SLICE,
     UPPER_BITS,
     fma,
@@ -109,46 +108,6 @@ def pack_scales(scales: torch.Tensor, zeros: torch.Tensor, bits: int) -> torch.T
     """
     offsets = zeros.int() + (16 if bits == 4 else 16 * 17)
     return (scales.contiguous().view(torch.int16).int() & 0xFFFF) | (offsets << 16)
-
-
-def pack_block_codes(codes: torch.Tensor, kind: int, bits: int) -> torch.Tensor:
-    """Pack codes uint8 [n, K] of `bits` bits -> words int32 [n, K * bits / 32]."""
-    if kind == Q6_K.value:  # [.., group, pair, 2] -> [.., pair, group, 2]
-        codes = codes.reshape(len(codes), -1, 2, 8, 2).transpose(2, 3).flatten(1)
-    if bits in (4, 8):
-        return pack_codes(codes, bits)
-    upper_bits = bits - 4
-    # Dimensions: blocks, slices s, upper words j, words i of an upper word, halves h
-    upper = (codes >> 4).view(len(codes), -1, 4, 4 * upper_bits, 4 // upper_bits, 2).int()
-    places = torch.arange(0, 4 * upper_bits, upper_bits, dtype=torch.int32, device=codes.device).view(4, 1, 1, 1)
-    places = places + torch.arange(0, 16, 4 * upper_bits, dtype=torch.int32, device=codes.device).view(1, 1, -1, 1)
-    places = places + torch.arange(0, 32, 16, dtype=torch.int32, device=codes.device)
-    words = (upper << places).sum((2, 4, 5), dtype=torch.int32)
-    return torch.cat([pack_codes(codes & 15, 4), words.flatten(1)], 1)
-
-
-def pack_block_scales(
-    scales: torch.Tensor,
-    leasts: torch.Tensor | None,
-    group_scales: torch.Tensor | None,
-    group_leasts: torch.Tensor | None,
-) -> torch.Tensor:
-    """Pack the scales of rows as the module describes -> words int32 [n, words].
-
-    scales, leasts: fp16 [n, blocks of the file], or in MXFP4 exponents uint8. group_scales, group_leasts: uint8
-    [n, groups].
-    """
-    if leasts is not None:
-        heads = (scales.view(torch.int16).int() & 0xFFFF) | (leasts.view(torch.int16).int() << 16)
-    elif group_scales is not None:
-        heads = scales.float().view(torch.int32)
-    else:
-        return scales.contiguous().view(torch.int32)
-    if group_scales is None:
-        return heads
-    parts = [group_scales, group_leasts] if group_leasts is not None else [group_scales]
-    of_blocks = [part.contiguous().view(torch.int32).unflatten(1, (heads.shape[1], 2, -1)) for part in parts]
-    return torch.cat([heads[..., None], torch.cat(of_blocks, 3).flatten(2)], 2).flatten(1)
 
 
 # -- codes to numbers --------------------------------------------------------------------------------------------

@@ -56,18 +56,6 @@ class QuantizedWeight(NamedTuple):
             target[rows] = codes * self.scales[rows, self.groups]
 
 
-class BlockParts(NamedTuple):
-    """n rows and k columns of a weight in GGUF's blocks. The type of the blocks says what the parts mean
-    (kernels/gguf_words.py).
-    """
-
-    codes: torch.Tensor  # uint8 [n, k]
-    scales: torch.Tensor  # fp16 [n, blocks], or exponents, uint8
-    leasts: torch.Tensor | None = None  # fp16 [n, blocks]: minimums, or factors of minimums
-    group_scales: torch.Tensor | None = None  # uint8 [n, groups]
-    group_leasts: torch.Tensor | None = None  # uint8 [n, groups]
-
-
 class WeightRows(Protocol):
     """Rows of a weight of codes, which the loader fills."""
 
@@ -380,17 +368,23 @@ class PackedRows(WeightRows):
         quantizing.quantize_weight(values, packed(self.weight), self.start, first_column)
 
 
-def store_blocks(parts: BlockParts, targets: Sequence[PackedRows]) -> None:
-    """Store rows of blocks in the type of the targets' weight: first the rows of the first target, and so on."""
-    from nanovllm.kernels import packed_values
+def store_blocks(blocks: torch.Tensor, targets: Sequence[PackedRows]) -> None:
+    """Store rows of GGUF's blocks, uint8 [n, bytes of a row], which are on the device and in the type of the targets'
+    weight: first the rows of the first target, and so on. One kernel fills targets at equal distances, such as the
+    gates of experts.
+    """
+    from nanovllm.kernels import gguf_pack
 
-    weight, device = targets[0].weight, targets[0].device
-    assert all(each.weight is weight for each in targets), "the targets must be rows of one weight"
-    rows = torch.cat([torch.arange(each.start, each.end) for each in targets]).to(device)
-    assert len(parts.codes) == len(rows), "the parts must have as many rows as the targets"
-    weight.codes[rows] = packed_values.pack_block_codes(parts.codes, weight.kind, weight.bits)
-    words = packed_values.pack_block_scales(parts.scales, parts.leasts, parts.group_scales, parts.group_leasts)
-    packed_values.store_scales(weight.scales, rows, words)
+    first, sizes = targets[0], [each.end - each.start for each in targets]
+    assert all(each.weight is first.weight for each in targets), "the targets must be rows of one weight"
+    assert len(blocks) == sum(sizes), "blocks must have as many rows as the targets"
+    stride = targets[1].start - first.start if len(targets) > 1 else 0
+    starts = [first.start + i * stride for i in range(len(targets))]
+    if set(sizes) == {sizes[0]} and [each.start for each in targets] == starts:
+        gguf_pack.pack_blocks(blocks, packed(first.weight), gguf_pack.PartRows(first.start, sizes[0], stride))
+        return
+    for target, part in zip(targets, blocks.split(sizes), strict=True):
+        store_blocks(part, [target])
 
 
 def packed(weight: nn.Parameter | PackedWeight) -> "Packed":

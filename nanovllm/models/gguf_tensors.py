@@ -10,10 +10,10 @@ from nanovllm.checkpoint.gguf import GGUFTensor, read_model
 from nanovllm.checkpoint.gguf_config import Weight, weights
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.packed_weight import PackedRows, store_blocks
-from nanovllm.models.gguf_values import are_finite, dequantize, read_parts, select_columns
+from nanovllm.models.gguf_values import are_finite, dequantize, select_columns
 from nanovllm.models.stored_tensors import StoredTensor
 
-_COPIED_VALUES, _PACKED_VALUES = 2**24, 2**22  # computed and packed at a time, to limit the memory on top of the model
+_LOADED_VALUES = 2**24  # computed or packed at a time, to limit the memory on top of the model
 
 
 def open_gguf(path: Path) -> dict[str, StoredTensor]:
@@ -66,7 +66,7 @@ class GGUFWeight(StoredTensor):
             target.copy_(self.read(*index, device=target.device))
             return
         first, end, _ = index[0].indices(self.shape[0])
-        step = max(1, _COPIED_VALUES // prod(self.shape[1:]))
+        step = max(1, _LOADED_VALUES // prod(self.shape[1:]))
         for start in range(first, end, step):
             rows = slice(start, min(start + step, end))
             part = target[rows.start - first : rows.stop - first]
@@ -105,8 +105,8 @@ class GGUFWeight(StoredTensor):
 
 
 class BlockWriter:
-    """Packs blocks on a GPU, many rows at a time: a mixture has tens of thousands of matrices, and packing takes dozens
-    of operations.
+    """Packs blocks on a GPU, many rows at a time: a mixture has tens of thousands of matrices, and each time the host
+    waits until the GPU has checked the values.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class BlockWriter:
         """
         assert target.block_type == source.type.name, "the weight has the file's type"
         first, end, _ = rows.indices(source.shape[0])
-        step = max(1, _PACKED_VALUES // source.shape[1])
+        step = max(1, _LOADED_VALUES // source.shape[1])
         key = id(target.weight), source.where
         waiting = self._waiting.setdefault(key, [])
         for start in range(first, end, step):
@@ -144,7 +144,7 @@ class BlockWriter:
             assert block_type is not None, "the weight consists of blocks"
             blocks = blocks.to(targets[0].device)
             _check_finite(where, are_finite(blocks, block_type))
-            store_blocks(read_parts(blocks, block_type), targets)
+            store_blocks(blocks, targets)
             waiting.clear()
 
 

@@ -7,12 +7,12 @@ the high ones of the same bytes.
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from nanovllm.checkpoint.gguf import TYPES, BlockType
 from nanovllm.checkpoint.quantization import BLOCK_TYPES
-from nanovllm.layers.packed_weight import BlockParts
 
 _SIGN = 128  # added to signed bytes
 _UNIT = 256  # values of a block whose groups have scales
@@ -24,6 +24,18 @@ _ZEROS = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32, "Q8_0": _SIGN}  # codes of 0
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers in e2m1
 _TABLES = {"IQ4_NL": _IQ4_VALUES, "IQ4_XS": _IQ4_VALUES, "MXFP4": _MXFP4_VALUES}
+
+
+class BlockParts(NamedTuple):
+    """n rows and k columns of a weight in GGUF's blocks. The type of the blocks says what the parts mean
+    (kernels/gguf_words.py).
+    """
+
+    codes: torch.Tensor  # uint8 [n, k]
+    scales: torch.Tensor  # fp16 [n, blocks], or exponents, uint8
+    leasts: torch.Tensor | None = None  # fp16 [n, blocks]: minimums, or factors of minimums
+    group_scales: torch.Tensor | None = None  # uint8 [n, groups]
+    group_leasts: torch.Tensor | None = None  # uint8 [n, groups]
 
 
 def dequantize(blocks: torch.Tensor, block_type: BlockType) -> torch.Tensor:

@@ -330,7 +330,7 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
 def _store_blocks(blocks: torch.Tensor, target: torch.Tensor | WeightRows, block_type: str, columns: slice) -> None:
     """Store some columns of rows of blocks, as they are or as values."""
     if isinstance(target, PackedRows):
-        store_blocks(read_parts(select_columns(blocks, block_type, columns), block_type), [target])
+        store_blocks(select_columns(blocks, block_type, columns), [target])
         return
     assert isinstance(target, torch.Tensor), "other weights of codes have no blocks"
     if target.dtype == torch.uint8:

@@ -6,7 +6,7 @@ Legend: N output features, K input features, P experts of a layer that are in CP
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,8 @@ ROW_MULTIPLE = 32  # HIDDEN_ROWS in source/experts.h
 SLICE = 32  # SLICE in source/formats.h: columns whose codes are read together
 ALIGNMENT = 64  # of a matrix's parts
 STAGED_PIECE_BYTES = 2**25  # scales, or blocks of GGUF files, that a GPU receives and then arranges at a time
+LINK_SHARES = 256  # shares of a step's experts that a GPU reads by itself are multiples of 1 / LINK_SHARES
+MAX_LINK_SLOTS, _LINK_SLOT_BYTES = 24, 2**26
 _WORD_BYTES = 64  # bytes of a block of INT4, INT8 or E4M3
 
 INT4, INT8, E4M3 = (
@@ -70,6 +72,11 @@ class MatrixFormat:
         return self.type in (INT4, INT8, E4M3)
 
     @property
+    def is_of_blocks(self) -> bool:
+        """Return True for GGUF's quantized types."""
+        return self.type.is_quantized and not self.is_grouped
+
+    @property
     def row_bytes(self) -> int:
         return self.num_columns // self.type.num_values * self.type.num_bytes
 
@@ -112,6 +119,13 @@ class LayerFormat(NamedTuple):
 def layer_bytes(formats: LayerFormat, num_places: int) -> int:
     """Return the bytes of CPU memory for `num_places` experts of a layer."""
     return sum(each.num_bytes(num_places) for each in formats)
+
+
+def num_link_slots(layer_sizes: Iterable[int], num_experts: int) -> int:
+    """Return the most experts of a layer that a GPU reads by itself in a step with few tokens, in layers whose experts
+    have these sizes.
+    """
+    return max(1, min(MAX_LINK_SLOTS, num_experts, _LINK_SLOT_BYTES * num_experts // max(layer_sizes)))
 
 
 def layer_format(

@@ -1,19 +1,20 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from emulated_amx import EMULATED_AMX, open_kernel_named
 
 from nanovllm.capabilities.cpu_attention.job import CpuKernel
-from nanovllm.capabilities.cpu_attention.kernels import KERNEL_NAMES, choose_kernel
+from nanovllm.capabilities.cpu_attention.kernels import KERNEL_NAMES
 from nanovllm.errors import ConfigError
 
 OpenKernel = Callable[..., CpuKernel]
 
 
-@pytest.fixture(params=KERNEL_NAMES)
+@pytest.fixture(params=[*KERNEL_NAMES, pytest.param(EMULATED_AMX.name, marks=pytest.mark.slow)])
 def kernel_name(request: pytest.FixtureRequest) -> str:
     """Each kernel that can run on this machine."""
     try:
-        choose_kernel([0], request.param).close()
+        open_kernel_named(request.param, [0]).close()
     except ConfigError as error:
         pytest.skip(str(error))
     return str(request.param)
@@ -26,7 +27,7 @@ def open_kernel(kernel_name: str) -> Iterator[OpenKernel]:
 
     def open_one(num_threads: int = 2) -> CpuKernel:
         cpus = [cpu % 2 for cpu in range(num_threads)]  # threads may share a cpu, which the machine may lack
-        kernels.append(choose_kernel(cpus, kernel_name))
+        kernels.append(open_kernel_named(kernel_name, cpus))
         return kernels[-1]
 
     yield open_one

@@ -23,7 +23,7 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers import linear, moe
 from nanovllm.layers.linear import GateUpParallelLinear, MergedColumnParallelLinear, StackedWeight
 from nanovllm.layers.packed_weight import PackedWeight, packed, store_blocks, unpacked_linear
-from nanovllm.models.gguf_values import dequantize, random_blocks, read_parts, select_columns
+from nanovllm.models.gguf_values import dequantize, random_blocks, select_columns
 
 pytestmark = needs_triton
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter truncates to bf16 where a GPU rounds
@@ -140,7 +140,7 @@ def test_products_with_any_number_of_rows(device: str, name: str) -> None:
 @on_device
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q5_0", "IQ4_XS"])
 def test_one_row_with_any_number_of_steps(device: str, name: str) -> None:
-    """Fewer blocks than warps, an unrolled loop, a loop, and a last step in which only some warps have a block."""
+    """Fewer blocks than warps, one turn of the loop, several, and a last step in which only some warps have a block."""
     from nanovllm.kernels.packed_linear import OneRowTile, products
 
     wide = 2560 if INTERPRETED else 12288
@@ -215,10 +215,28 @@ def test_rows_and_columns_of_ranks_are_the_parts_of_the_weight(device: str, name
     with torch.device(device):
         weight = PackedWeight([13, 14], SIZE // 2, BLOCK_TYPES[name])
     halves = select_columns(rows.to(device), name, slice(SIZE // 2, None))
-    store_blocks(read_parts(halves[20:34], name), [weight.rows(13, 27)])
-    store_blocks(read_parts(halves[2:15], name), [weight.rows(8, 13), weight.rows(0, 8)])
+    store_blocks(halves[20:34], [weight.rows(13, 27)])
+    store_blocks(halves[2:15], [weight.rows(8, 13), weight.rows(0, 8)])
     got = packed_values.unpack(packed(weight), 0, torch.empty(27, SIZE // 2, device=device)).cpu()
     assert torch.equal(got, torch.cat((values[7:15], values[2:7], values[20:34]))[:, SIZE // 2 :])
+
+
+@on_device
+@pytest.mark.parametrize("starts", [(5, 12, 19, 26), (26, 12, 19, 5), (26, 19, 12, 5), (0, 7, 14, 30)])
+def test_rows_of_experts_are_stored_where_their_targets_are(device: str, starts: tuple[int, ...]) -> None:
+    """With a kernel for all, if the distances are equal, or one for each; and the last target has fewer rows."""
+    rows = random_rows("Q4_0", 28, 256)
+    expected, _ = packed_with_torch("Q4_0", rows)
+    for num_last in (7, 6):
+        with torch.device(device):
+            weight = PackedWeight([40], 256, BLOCK_TYPES["Q4_0"])
+        sizes = [7, 7, 7, num_last]
+        store_blocks(
+            rows[: sum(sizes)].to(device),
+            [weight.rows(start, start + size) for start, size in zip(starts, sizes, strict=True)],
+        )
+        got = torch.cat([weight.codes[start : start + size] for start, size in zip(starts, sizes, strict=True)])
+        assert torch.equal(got.cpu(), expected[: sum(sizes)])
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +271,7 @@ def test_layers_of_several_types_are_one_product(
                 shard.target.copy_(values[-1])
             else:
                 values[-1] = dequantize(rows, TYPE_OF[name]).double()
-                store_blocks(read_parts(rows, name), [shard.target])
+                store_blocks(rows, [shard.target])
         layer.bias.normal_()
         for num_rows in (1, 3, 300):
             x = torch.randn(num_rows, 256, device=device).to(DTYPE)

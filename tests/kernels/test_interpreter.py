@@ -23,6 +23,7 @@ FILES = [
     "kernels/test_peer_sum.py",
     "kernels/test_expert_exchange.py",
     "kernels/test_staged_experts.py",
+    "capabilities/cpu_experts/test_staging.py",
     "layers/test_sampler_filters.py",
     "layers/test_sampler_noise.py",
 ]

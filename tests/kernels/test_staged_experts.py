@@ -1,5 +1,6 @@
 """Experts that are streamed to a GPU have the values that are in CPU memory: in Triton's interpreter, and on a GPU."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from tiny_models import write_tiny_model
 from nanovllm.capabilities.cpu_experts import staging as staging_module
 from nanovllm.capabilities.cpu_experts.job import EXCHANGE_SIZE
 from nanovllm.capabilities.cpu_experts.layer import RankExperts
+from nanovllm.capabilities.cpu_experts.link import ExpertLink
+from nanovllm.capabilities.cpu_experts.staging import target_rows
 from nanovllm.checkpoint.quantization import QUANTIZATIONS
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.engine.setup import Internals
 from nanovllm.layers.moe import Experts
+from nanovllm.offload.streams import make_streams
 
 pytestmark = needs_triton
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
@@ -31,16 +35,8 @@ WIDE = ("fp8 blocks", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", *MIXED)  # the blocks ha
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "norm_topk_prob": True}
 
 
-@on_device
-@pytest.mark.parametrize("name", ["int4", "", "fp8", "fp8_dynamic", *CHECKPOINTS, *BLOCKS, *MIXED])
-def test_staged_experts_have_the_values_in_cpu_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, name: str
-) -> None:
-    """Regression: scales that a row, or a block of rows, shares on the GPU had no place there. Types that differ
-    between layers take turns in two buffers. Blocks arrive in pieces that end inside of experts.
-    """
-    if name in BLOCKS:
-        monkeypatch.setattr(staging_module, "STAGED_PIECE_BYTES", 16_000)
+def experts_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> RankExperts:
+    """Load a mixture in a format; with types that differ between layers, three layers."""
     if INTERPRETED:
         pack_on_cpu(monkeypatch)
     num_layers, size = 3 if name in MIXED else 1, 256 if name in WIDE else 128
@@ -53,25 +49,105 @@ def test_staged_experts_have_the_values_in_cpu_memory(
         path = write_gguf(tmp_path / "x.gguf", path, types=name.split())
     tp = TPGroup(1, 2) if name == "int4" else TPGroup()
     quantization = name if name in QUANTIZATIONS else None
-    rank = load_experts(path, tp=tp, dtype=DTYPE, device=device, quantization=quantization)
+    return load_experts(path, tp=tp, dtype=DTYPE, device=device, quantization=quantization)
+
+
+@on_device
+@pytest.mark.parametrize("name", ["int4", "", "fp8", "fp8_dynamic", *CHECKPOINTS, *BLOCKS, *MIXED])
+def test_staged_experts_have_the_values_in_cpu_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, name: str
+) -> None:
+    """Regression: scales that a row, or a block of rows, shares on the GPU had no place there. Types that differ
+    between layers take turns in two buffers. Blocks arrive in pieces that end inside of experts.
+    """
+    if name in BLOCKS:
+        monkeypatch.setattr(staging_module, "STAGED_PIECE_BYTES", 16_000)
+    rank = experts_of(name, tmp_path, monkeypatch, device)
     staging = make_staging(rank)
-    for number in range(num_layers):
+    for number in range(len(rank.store.layers)):
         staged = staged_values(staging.experts(number))
         for values, matrix in zip(staged, rank.store.layers[number].matrices, strict=True):
             assert torch.equal(values, stored_values(matrix)) and values.std() > 0.01
         staging.multiplied(number)
 
 
+@on_device
+def test_experts_are_streamed_again_after_kernels_were_only_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Regression: a layer was taken to be in its buffer although nothing had packed its blocks. It stayed wrong if no
+    other layer used the buffer.
+    """
+    from nanovllm.kernels.launch import compiling_in
+
+    rank = experts_of("Q4_K", tmp_path, monkeypatch, device)
+    staging = make_staging(rank)
+    with ThreadPoolExecutor(1) as threads, compiling_in(threads, None):
+        staging.experts(0)
+        staging.multiplied(0)
+    for values, matrix in zip(staged_values(staging.experts(0)), rank.store.layers[0].matrices, strict=True):
+        assert torch.equal(values, stored_values(matrix))
+
+
+@on_device
+@pytest.mark.parametrize("name", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("awq", "Q4_K"))])
+def test_slots_have_the_values_of_the_experts_that_the_gpu_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, name: str
+) -> None:
+    rank = experts_of(name, tmp_path, monkeypatch, device)
+    link = ExpertLink(rank.store.layers, rank._gpu_experts, make_streams(rank.device), share=128)
+    for number, layer in enumerate(rank.store.layers):
+        for chosen in ([1, -1], [1, 0]):
+            own = link._experts[layer.kind]
+            for source, rows in zip(link._sources[number], target_rows(own), strict=True):
+                link._fill(source, rows, torch.tensor(chosen, dtype=torch.int32, device=device))
+            for values, matrix in zip(staged_values(own), layer.matrices, strict=True):
+                stored = stored_values(matrix)
+                assert all(torch.equal(values[i], stored[expert]) for i, expert in enumerate(chosen) if expert >= 0)
+
+
+@on_device
+def test_experts_are_divided_between_gpu_and_cpu(device: str) -> None:
+    from nanovllm.kernels.read_experts import divide
+
+    for num_tokens, num_chosen, num_experts, num_slots, share in (
+        *((1, 8, 128, 3, 96), (1, 2, 2, 1, 128), (5, 3, 60, 16, 100), (64, 8, 200, 16, 128), (7, 4, 32, 1, 256)),
+    ):
+        experts = torch.rand(num_tokens, num_experts).topk(num_chosen).indices
+        cells = torch.arange(num_tokens).masked_fill(torch.rand(num_tokens) < 0.3, -1)
+        for padding in (None, cells):
+            is_used = torch.ones_like(experts, dtype=torch.bool)
+            if padding is not None:
+                is_used &= (padding >= 0)[:, None]
+            distinct = experts[is_used].unique().tolist()
+            read = distinct[: min(num_slots, len(distinct) * share // 256)]
+            divided = divide(
+                experts.to(device),
+                None if padding is None else padding.to(device),
+                num_experts=num_experts,
+                num_slots=num_slots,
+                share=share,
+            )
+            slot_of = torch.full((num_experts,), -1)
+            slot_of[read] = torch.arange(len(read))
+            slots = slot_of[experts].masked_fill(~is_used, -1)
+            assert torch.equal(divided.slots.cpu(), slots)
+            assert torch.equal(divided.on_cpu.cpu(), experts.masked_fill(~is_used | (slots >= 0), -1))
+            assert divided.slot_experts.tolist() == read + [-1] * (num_slots - len(read))
+
+
 class StreamingExperts:
     """Lets an engine on the CPU send, receive and stream experts as on a GPU. Declares what products read."""
 
-    def __init__(self, rank: RankExperts, streams: SimulatedStreams, max_rows: int) -> None:
+    def __init__(self, rank: RankExperts, streams: SimulatedStreams, max_rows: int, link_share: int) -> None:
         from nanovllm.kernels.expert_exchange import ExchangedRows
 
         job, self.exchange = rank.job, torch.zeros(EXCHANGE_SIZE, dtype=torch.int32)
         rank._exchange, counts = self.exchange, torch.zeros(2, dtype=torch.int32)
         rank._rows = ExchangedRows(job.x, job.experts, job.weights, job.out, self.exchange, counts)
         rank.staging = make_staging(rank, streams)
+        if link_share:
+            rank.link = ExpertLink(rank.store.layers, rank._gpu_experts, make_streams(rank.device), link_share)
         rank._server = rank._threads.serve_experts(job, self.exchange)
         rank.is_gpu, rank.max_rows = True, max_rows
         for number, arena in enumerate(rank.staging._arenas):
@@ -89,7 +165,7 @@ class StreamingExperts:
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU: tests/gpu/test_gpu_experts.py")
 @pytest.mark.parametrize("device", ["cpu"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "link_share"), [*((mode, 0) for mode in MODES), (MODES[0], 128)])
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
@@ -99,15 +175,17 @@ class StreamingExperts:
     ],
 )
 def test_engine_that_exchanges_and_streams_has_the_logits_of_transformers(
-    tmp_path: Path, architecture: str, options: dict[str, Any], mode: Mode, device: str
+    tmp_path: Path, architecture: str, options: dict[str, Any], mode: Mode, link_share: int, device: str
 ) -> None:
-    """The CPU computes up to three rows: often the last layer of a step that streams the others."""
+    """The CPU computes up to three rows: often the last layer of a step that streams the others. In some cases the GPU
+    reads some of their experts.
+    """
     sizes: dict[str, Any] = {"num_layers": 4, "with_mtp": architecture == "qwen3_5_moe"}
     reference = Reference(write_tiny_model(tmp_path, architecture, max_position_embeddings=1024, **sizes))
     options = options | {"enable_expert_offload": True, "max_num_batched_tokens": 70}
     with CheckedLLM(reference, internals=Internals(always_guesses=True), **options) as llm:
         rank = llm.runner.model.cpu_experts
-        StreamingExperts(rank, SimulatedStreams(mode), max_rows=3)
+        StreamingExperts(rank, SimulatedStreams(mode), max_rows=3, link_share=link_share)
         llm.answer_and_check([random_prompt(length, seed=length) for length in (150, 2, 9)], max_tokens=5)
         llm.answer_and_check([random_prompt(5)], max_tokens=5)
         stats = llm.stats()

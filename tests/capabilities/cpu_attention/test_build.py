@@ -29,7 +29,7 @@ def fake_compiler(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) 
     script = tmp_path / "compiler"
     script.write_text(
         "#!/bin/sh\n"
-        'case "$*" in *amx*) echo "note: x" >&2; echo "error: unrecognized option -mamx-tile" >&2; exit 1;; esac\n'
+        'case "$*" in *-mamx-*) echo "note: x" >&2; echo "error: unrecognized option -mamx-tile" >&2; exit 1;; esac\n'
         'output=$(echo "$*" | sed "s/.* -o //")\n'
         'echo "$@" > "$output"; sleep 0.05; echo end >> "$output"\n'
     )

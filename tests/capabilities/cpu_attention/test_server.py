@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 from cpu_attention_cases import Case, mixed_rows, row_spans
+from emulated_amx import open_kernel_named
 from tiers import RUNS_ALL
 from waiting import LIMIT_S, wait_until
 
 from nanovllm.capabilities.cpu_attention.job import FAR_AHEAD, MAX_QUEUED_JOBS, RowSpans
-from nanovllm.capabilities.cpu_attention.kernels import choose_kernel
 from nanovllm.capabilities.cpu_attention.torch_kernel import TorchKernel
 from nanovllm.offload.streams import CpuServer
 
@@ -187,7 +187,7 @@ def test_threads_stay_on_their_cpu_only_if_they_are_pinned(kernel_name: str, cas
     cpu, everywhere = max(os.sched_getaffinity(0)), os.sched_getaffinity(0)
     for is_pinned, expected in ((True, {cpu}), (False, everywhere)):
         before, flags = thread_ids(), new_flags()
-        kernel = choose_kernel([cpu, cpu], kernel_name, is_pinned=is_pinned)
+        kernel = open_kernel_named(kernel_name, [cpu, cpu], is_pinned=is_pinned)
         server = kernel.serve(flags)
         server.submit(case.job, 0, 1)
         flags[0] = 1

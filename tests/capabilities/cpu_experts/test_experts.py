@@ -50,10 +50,13 @@ def test_sums_in_fp32_of_bf16_activations_are_close_to_the_reference(kernel: Cpu
 
 
 def test_each_number_of_tokens(open_kernel, kernel_name: str) -> None:
-    """Tokens of an expert are multiplied four at a time, then one by one, and 64 share a reading of the weights."""
+    """Tokens of an expert are multiplied four at a time, then one by one, and 64 share a reading of the weights. With
+    AMX, 3 to 16 tokens are multiplied together.
+    """
     kernels = [open_kernel(num_threads) for num_threads in ((1,) if kernel_name == "torch" else (1, 2, 4))]
+    more = [(name, torch.bfloat16) for name in ("INT4", "Q6_K", "Q5_1")] if "amx" in kernel_name else []
     for num_tokens in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 31, 33, 63, 64) if RUNS_ALL else (1, 4, 7, 64):
-        for name, dtype in (("Q4_K", torch.bfloat16), ("INT4", torch.float32), ("BF16", torch.bfloat16)):
+        for name, dtype in (("Q4_K", torch.bfloat16), ("INT4", torch.float32), ("BF16", torch.bfloat16), *more):
             case = Case(name, dtype=dtype, num_tokens=num_tokens, num_chosen=3, seed=num_tokens)
             for kernel in kernels:
                 case.forget()
@@ -62,9 +65,22 @@ def test_each_number_of_tokens(open_kernel, kernel_name: str) -> None:
 
 
 def test_more_tokens_than_share_a_reading(kernel: CpuKernel) -> None:
-    case = Case("Q8_0", num_tokens=131, num_chosen=1, num_experts=1, absent=(), hidden_size=64, size=32)
-    kernel.compute_experts(case.job, 0)
-    case.check()
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case(
+            "Q8_0", dtype=dtype, num_tokens=131, num_chosen=1, num_experts=1, absent=(), hidden_size=64, size=32
+        )
+        kernel.compute_experts(case.job, 0)
+        case.check()
+
+
+def test_each_type_with_many_tokens_of_an_expert(kernel: CpuKernel) -> None:
+    """With AMX, columns that are not a multiple of 256 end in an incomplete step, where the type allows it."""
+    for i, (name, block_type) in enumerate(WEIGHT_TYPES.items()):
+        hidden_size, size = (512, 256) if block_type.num_values == 256 else (384, 128)
+        shape = {"hidden_size": hidden_size, "size": size, "num_experts": 2, "absent": ()}
+        case = Case(name, dtype=torch.bfloat16, num_tokens=5 + i % 9, num_chosen=2, seed=i, **shape)
+        kernel.compute_experts(case.job, 0)
+        case.check()
 
 
 @pytest.mark.parametrize("name", ["INT4", "INT8", "E4M3"])

@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 import torch
-from interpreter import needs_triton
+from interpreter import INTERPRETED, needs_triton
 from race_detector import Site, StreamRaceError
 from simulated_streams import MODES, Edge, Mode, SimulatedStreams
 from staged_experts import load_experts, make_staging, pack_on_cpu
@@ -23,7 +23,7 @@ from nanovllm.capabilities.cpu_experts.staging import ExpertStaging
 from nanovllm.layers.moe import Experts
 from nanovllm.offload.streams import make_streams
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")]
 NUM_LAYERS = 5
 OVERRIDES = {
     "num_hidden_layers": NUM_LAYERS,
@@ -170,7 +170,7 @@ def test_experts_are_allocated_one_at_a_time(rank: RankExperts) -> None:
 
     def make_experts(layer: int) -> Experts:
         assert all(each() is None for each in made), "others have memory outside of the buffers"
-        experts = rank._staged_experts(layer)
+        experts = rank._gpu_experts(layer)
         made.extend(weakref.ref(each.untyped_storage()) for each in experts.parameters())
         return experts
 

@@ -3,6 +3,7 @@
 //
 //   routing   Before the threads begin, the pairs of a token and a chosen expert are sorted by expert, and x is
 //             converted to fp32 if a format needs it. Pairs of an expert that is not in CPU memory are dropped.
+//   tiles     With the matrix unit (AMX), the rows of x that share an expert are laid out for it.
 //   hidden    The threads take units of HIDDEN_ROWS rows of an expert's gate and up, and multiply them by all of the
 //             expert's tokens, so that each weight is read once.
 //   output    When all hidden values are there, the threads take units of OUTPUT_ROWS rows of the downs of all chosen
@@ -18,12 +19,22 @@
 #include <atomic>
 
 #include "../../cpu_attention/source/pool.h"
-#include "products.h"
+#include "tile_products.h"
 
 namespace {
 
 constexpr int HIDDEN_ROWS = 32, OUTPUT_ROWS = 16;
-constexpr int MAX_SHARING = 64;  // pairs of an expert that share one reading of its weights
+
+#if defined(__AMX_BF16__)
+constexpr bool HAS_MATRIX_UNIT = true;
+constexpr int MAX_SHARING = MAX_TILE_TOKENS;  // pairs of an expert that share one reading of its weights
+constexpr int LEAST_TILE_TOKENS = 3;  // with fewer tokens products of pairs are faster
+#else
+constexpr bool HAS_MATRIX_UNIT = false;
+constexpr int MAX_SHARING = 64;
+constexpr int LEAST_TILE_TOKENS = MAX_SHARING + 1;
+class MatrixUnit {};
+#endif
 
 struct ExpertLayer {  // mirrored by CExpertLayer in job.py
   Matrix gate, up, down;
@@ -109,9 +120,11 @@ struct Mixture : Work {
   const ExpertLayer& layer;
   const int64_t num_threads;
   float *x_floats, *x_sums, *hidden_floats, *hidden_sums, *sums;
-  Bfloat16* hidden_pairs;
+  float* x_tile_sums;
+  Bfloat16 *hidden_pairs, *x_tiles;
   int32_t *tokens, *choices, *rows, *starts, *groups;  // of the sorted pairs; first pair and place of each group
-  int64_t num_pairs = 0, num_groups = 0, num_hidden_units = 0;
+  int64_t num_pairs = 0, num_groups = 0, num_tile_units = 0, num_hidden_units = 0;
+  std::atomic<int64_t> next_tiles{0}, num_tiles_done{0};
   std::atomic<int64_t> next_hidden{0}, num_hidden_done{0}, next_output{0}, num_outputs_done{0};
 
   Mixture(const ExpertJob& job, int64_t num_threads) : job(job), layer(*job.layers), num_threads(num_threads) {
@@ -123,6 +136,8 @@ struct Mixture : Work {
     hidden_floats = parts.take<float>(p * i);
     hidden_pairs = parts.take<Bfloat16>(p * i);
     hidden_sums = parts.take<float>(p * i / SLICE);
+    x_tiles = parts.take<Bfloat16>(p * h);
+    x_tile_sums = parts.take<float>(p * h / SLICE);
     tokens = parts.take<int32_t>(p);
     choices = parts.take<int32_t>(p);
     rows = parts.take<int32_t>(p);
@@ -131,6 +146,8 @@ struct Mixture : Work {
     sort_pairs();
     convert_x();
     num_hidden_units = num_groups * (i / HIDDEN_ROWS);
+    const int64_t most = num_pairs - num_groups + 1;  // pairs of a group, at most
+    if (uses_tiles(layer.gate, most) || uses_tiles(layer.up, most)) num_tile_units = num_groups;
   }
 
   int64_t place_of(int64_t pair) const {
@@ -168,6 +185,11 @@ struct Mixture : Work {
 
   bool uses_pairs(const Matrix& matrix) const { return MULTIPLIES_PAIRS && job.dtype == BFLOAT16 && has_pairs(matrix); }
 
+  // Whether the matrix unit multiplies the matrix with `count` tokens of an expert, which are then laid out for it.
+  bool uses_tiles(const Matrix& matrix, int64_t count) const {
+    return HAS_MATRIX_UNIT && uses_pairs(matrix) && count >= LEAST_TILE_TOKENS;
+  }
+
   void convert_x() {
     const int64_t count = job.num_tokens * job.hidden_size;
     if (!uses_pairs(layer.gate) || !uses_pairs(layer.up))
@@ -187,9 +209,14 @@ struct Mixture : Work {
   int64_t num_output_units() const { return job.hidden_size / OUTPUT_ROWS; }
 
   void run(int thread) override {
-    run_units(next_hidden, num_hidden_done, num_hidden_units, [this](auto... units) { compute_hidden(units...); });
+    MatrixUnit unit;
+    run_units(next_tiles, num_tiles_done, num_tile_units, [&](int64_t group, int64_t) { lay_out_tiles(group); });
+    spin_until([this] { return num_tiles_done >= num_tile_units; });
+    run_units(next_hidden, num_hidden_done, num_hidden_units, [&](auto... units) { compute_hidden(unit, units...); });
     spin_until([this] { return num_hidden_done >= num_hidden_units; });
-    run_units(next_output, num_outputs_done, num_output_units(), [this](auto... units) { compute_output(units...); });
+    run_units(next_output, num_outputs_done, num_output_units(), [&](auto... units) {
+      compute_output(unit, units...);
+    });
     if (thread == 0) spin_until([this] { return num_outputs_done >= num_output_units(); });
   }
 
@@ -212,31 +239,89 @@ struct Mixture : Work {
     return {&matrix, row, HIDDEN_ROWS};
   }
 
-  void compute_hidden(int64_t unit, int64_t following) {
-    const int64_t units_of_group = job.size / HIDDEN_ROWS, group = unit / units_of_group;
+  // Calls body(first pair, number of pairs) for pairs of a group that share a reading of the weights.
+  template <class Body> void for_shares(int64_t group, Body body) {
+    for (int64_t first = start_of(group), end = end_of(group); first < end; first += MAX_SHARING)
+      body(first, std::min<int64_t>(end - first, MAX_SHARING));
+  }
+
+  void lay_out_tiles([[maybe_unused]] int64_t group) {
+#if defined(__AMX_BF16__)
+    for_shares(group, [&](int64_t first, int64_t count) {
+      if (count < LEAST_TILE_TOKENS) return;
+      const int64_t h = job.hidden_size;
+      lay_out_pairs(x_tiles + first * h, h, int(count), [&](int i, int64_t pair) {
+        return load_vector<Words>(static_cast<const Bfloat16*>(job.x) + tokens[first + i] * h + 2 * pair);
+      });
+      const int64_t num_slices = h / SLICE;
+      for (int64_t s = 0; s < num_slices; ++s)
+        for (int64_t i = 0; i < count; ++i)
+          x_tile_sums[first * num_slices + s * count + i] = x_sums[tokens[first + i] * num_slices + s];
+    });
+#endif
+  }
+
+  template <int NUM_ROWS>
+  void multiply_x([[maybe_unused]] MatrixUnit& unit, const Piece& piece, const Piece& next, int64_t first,
+                  int64_t count, float* products) {
+    const Matrix& matrix = *piece.matrix;
+#if defined(__AMX_BF16__)
+    if (uses_tiles(matrix, count)) {
+      const int64_t h = job.hidden_size;
+      const TokenTiles x{x_tiles + first * h, x_tile_sums + first * h / SLICE, int(count)};
+      return multiply_tiles(unit, piece, next, x, products);
+    }
+#endif
+    multiply<NUM_ROWS>(piece, next, inputs_of(matrix), tokens + first, count, products);
+  }
+
+  template <int NUM_ROWS>
+  void multiply_hidden([[maybe_unused]] MatrixUnit& unit, const Piece& piece, const Piece& next, int64_t first,
+                       int64_t count, float* products) {
+#if defined(__AMX_BF16__)
+    if (uses_tiles(layer.down, count)) {
+      const TokenTiles hidden{hidden_pairs + first * job.size, hidden_sums + first * job.size / SLICE, int(count)};
+      return multiply_tiles(unit, piece, next, hidden, products);
+    }
+#endif
+    const Activations hidden{hidden_floats, uses_pairs(layer.down) ? hidden_pairs : nullptr, hidden_sums, job.size};
+    multiply<NUM_ROWS>(piece, next, hidden, rows + first, count, products);
+  }
+
+  void compute_hidden(MatrixUnit& matrix_unit, int64_t unit, int64_t following) {
+    const int64_t units_of_group = job.size / HIDDEN_ROWS;
     const int64_t feature = unit % units_of_group * HIDDEN_ROWS;
     const Piece gate = hidden_piece(layer.gate, unit), up = hidden_piece(layer.up, unit);
     const Piece next = hidden_piece(layer.gate, following);
     float gates[MAX_SHARING * HIDDEN_ROWS], ups[MAX_SHARING * HIDDEN_ROWS];
-    for (int64_t first = start_of(group), end = end_of(group); first < end; first += MAX_SHARING) {
-      const int64_t count = std::min<int64_t>(end - first, MAX_SHARING);
-      multiply<HIDDEN_ROWS>(gate, up, inputs_of(layer.gate), tokens + first, count, gates);
-      multiply<HIDDEN_ROWS>(up, next, inputs_of(layer.up), tokens + first, count, ups);
+    for_shares(unit / units_of_group, [&](int64_t first, int64_t count) {
+      multiply_x<HIDDEN_ROWS>(matrix_unit, gate, up, first, count, gates);
+      multiply_x<HIDDEN_ROWS>(matrix_unit, up, next, first, count, ups);
       for (int64_t i = 0; i < count; ++i)
-        store_hidden(gates + i * HIDDEN_ROWS, ups + i * HIDDEN_ROWS, (first + i) * job.size + feature);
-    }
+        store_hidden(gates + i * HIDDEN_ROWS, ups + i * HIDDEN_ROWS, first, i, count, feature);
+    });
   }
 
-  void store_hidden(const float* gate, const float* up, int64_t at) {
+  // Of pair first + i, where `count` pairs share tiles.
+  void store_hidden(const float* gate, const float* up, int64_t first, int64_t i, int64_t count, int64_t feature) {
+    const int64_t row = (first + i) * job.size + feature;
+    const bool in_tiles = uses_tiles(layer.down, count);
+    uint32_t* pairs = reinterpret_cast<uint32_t*>(hidden_pairs);
+    pairs += in_tiles ? (first * job.size + feature * count) / 2 + i : row / 2;
+    const int64_t pair_stride = in_tiles ? count : 1;
     Floats total{};
     for (int v = 0; v < HIDDEN_ROWS; v += W) {
       const Floats activated = round_to(silu(round_to(load(gate + v), job.dtype)), job.dtype);
       const Floats hidden = round_to(activated * round_to(load(up + v), job.dtype), job.dtype);
       total += hidden;
-      if (!uses_pairs(layer.down)) store_vector(hidden_floats + at + v, hidden);
-      else for (int i = 0; i < W; ++i) hidden_pairs[at + v + i].bits = uint16_t(bits_of<Words>(hidden)[i] >> 16);
+      if (!uses_pairs(layer.down)) {
+        store_vector(hidden_floats + row + v, hidden);
+      } else {
+        const Words bits = bits_of<Words>(hidden);
+        for (int p = 0; p < W / 2; ++p) pairs[(v / 2 + p) * pair_stride] = bits[2 * p] >> 16 | bits[2 * p + 1];
+      }
     }
-    hidden_sums[at / SLICE] = sum(total);
+    hidden_sums[in_tiles ? (first * job.size + feature * count) / SLICE + i : row / SLICE] = sum(total);
   }
 
   Piece output_piece(int64_t group, int64_t unit) const {
@@ -244,24 +329,22 @@ struct Mixture : Work {
     return {&layer.down, groups[group] * job.hidden_size + unit * OUTPUT_ROWS, OUTPUT_ROWS};
   }
 
-  void compute_output(int64_t unit, int64_t following) {
+  void compute_output(MatrixUnit& matrix_unit, int64_t unit, int64_t following) {
     const int64_t h = job.hidden_size, column = unit * OUTPUT_ROWS;
     for (int64_t t = 0; t < job.num_tokens; ++t) std::fill_n(sums + t * h + column, OUTPUT_ROWS, 0.0f);
-    const Activations hidden{hidden_floats, uses_pairs(layer.down) ? hidden_pairs : nullptr, hidden_sums, job.size};
     float products[MAX_SHARING * OUTPUT_ROWS];
     for (int64_t group = 0; group < num_groups; ++group) {
       const Piece down = output_piece(group, unit);
       const Piece next = group + 1 < num_groups ? output_piece(group + 1, unit) : output_piece(0, following);
-      for (int64_t first = start_of(group), end = end_of(group); first < end; first += MAX_SHARING) {
-        const int64_t count = std::min<int64_t>(end - first, MAX_SHARING);
-        multiply<OUTPUT_ROWS>(down, next, hidden, rows + first, count, products);
+      for_shares(group, [&](int64_t first, int64_t count) {
+        multiply_hidden<OUTPUT_ROWS>(matrix_unit, down, next, first, count, products);
         for (int64_t i = 0; i < count; ++i) {
           float* to = sums + tokens[first + i] * h + column;
           const float weight = job.weights[choices[first + i]];
           for (int v = 0; v < OUTPUT_ROWS; v += W)
             store_vector(to + v, load(to + v) + load(products + i * OUTPUT_ROWS + v) * weight);
         }
-      }
+      });
     }
     for (int64_t t = 0; t < job.num_tokens; ++t)
       for (int r = 0; r < OUTPUT_ROWS; ++r)

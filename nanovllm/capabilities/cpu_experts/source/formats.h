@@ -55,6 +55,15 @@ struct Row {
     scales = matrix.scales + row * matrix.groups_of_row();
     zeros = matrix.zeros ? matrix.zeros + row * matrix.groups_of_row() : nullptr;
   }
+
+  // The row that follows `count` rows later.
+  Row after(int64_t count, int64_t row_bytes, int64_t num_groups) const {
+    Row row = *this;
+    row.codes += count * row_bytes;
+    row.scales += count * num_groups;
+    if (zeros) row.zeros += count * num_groups;
+    return row;
+  }
 };
 
 // -- bytes ----------------------------------------------------------------------------------------------------------
