@@ -23,11 +23,11 @@ from typing import Any
 
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import Internals
-from nanovllm.errors import EngineError
+from nanovllm.errors import EngineError, RequestError
 from nanovllm.llm import LLM
 from nanovllm.plan.outputs import Outbox, Receiver
 from nanovllm.plan.sequence import Sequence
-from nanovllm.request_stream import Dispatcher, RequestStream, RequestUpdate
+from nanovllm.request_stream import AnswerSoFar, Dispatcher, RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.frontend import Prompt
 
@@ -82,6 +82,8 @@ class AsyncLLM:
         self._thread.join()
         self.llm.close()
 
+    shutdown = close  # vLLM's name
+
     async def aclose(self) -> None:
         """Like `close`, without blocking the event loop."""
         await asyncio.to_thread(self.close)
@@ -96,19 +98,30 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompts: Prompt | Iterable[Prompt],
-        sampling_params: SamplingParams | None = None,
+        prompts: Prompt | Iterable[Prompt] | None = None,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        request_id: str = "",
         *,
+        prompt: Prompt | None = None,
         with_tokens: bool = True,
     ) -> AsyncGenerator[RequestUpdate, None]:
         """Answer one prompt or several, and yield the updates as they arrive.
 
-        The arguments and errors are the same as in `submit`. Leaving the loop early aborts the answers that have not
+        The arguments and errors are the same as in `submit`. As in vLLM, `prompt` may take the place of `prompts`, and
+        each update has the request_id. Leaving the loop early aborts the answers that have not
         ended, once the generator is closed. Use `contextlib.aclosing` if the task may keep the generator alive.
         """
-        stream = await self.submit(prompts, sampling_params, with_tokens=with_tokens)
+        wanted = prompt if prompts is None else prompts
+        if wanted is None:
+            raise RequestError("generate needs a prompt")
+        stream = await self.submit(wanted, sampling_params, with_tokens=with_tokens)
+        answers = [AnswerSoFar() for _ in range(stream.num_answers)]
+        num_ended = 0
         try:
             async for update in stream:
+                update.add_to(answers[update.index])
+                num_ended += update.output is not None
+                update.request_id, update.finished = request_id, num_ended == stream.num_answers
                 yield update
         finally:
             stream.close()

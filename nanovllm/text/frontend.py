@@ -133,6 +133,7 @@ class TextFrontend:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params has type {type(params).__name__}, expected SamplingParams")
         content, cache_salt = content_and_salt(prompt)
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else content
         token_ids = self.encode_prompt(content, cache_salt=cache_salt)
         if not token_ids:
             raise RequestError("the prompt is empty; it needs at least one token")
@@ -140,7 +141,8 @@ class TextFrontend:
             if unknown := [token_id for token_id in getattr(params, name) or () if token_id >= self._vocab_size]:
                 last = self._vocab_size - 1
                 raise RequestError(f"{name} {unknown} are outside the vocabulary 0..{last}; leave them out")
-        return Request(token_ids, params, self.rules(params), cache_salt)
+        text = text if isinstance(text, str) else None
+        return Request(token_ids, params, self.rules(params), cache_salt, text)
 
     def encode_prompt(
         self, prompt: str | Sequence[int], *, add_special_tokens: bool = True, cache_salt: str | None = None

@@ -81,7 +81,7 @@ def test_generate_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert [len(output["token_ids"]) for output in outputs] == [9, 2, 5, 1]
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert set(output) == {
-            *("text", "token_ids", "prompt_token_ids", "finish_reason"),
+            *("request_id", "prompt", "text", "token_ids", "prompt_token_ids", "finish_reason", "stop_reason"),
             *("num_prompt_tokens", "num_cached_tokens", "ttft_s", "tpot_s"),
         }
         assert output["prompt_token_ids"] == llm.tokenizer.encode(prompt)
