@@ -9,24 +9,32 @@ if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError, WorkerDiedError
     from nanovllm.llm import LLM
+    from nanovllm.outputs import CompletionOutput, RequestOutput
     from nanovllm.sampling_params import ReasoningTags, SamplingParams, StructuredOutputs
+    from nanovllm.text.frontend import TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",
     "AsyncLLM",
     "CheckpointError",
+    "CompletionOutput",
     "ConfigError",
     "EngineError",
     "ReasoningTags",
     "RequestError",
+    "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
+    "TextPrompt",
+    "TokensPrompt",
     "WorkerDiedError",
     "__version__",
 ]
 _MODULES = {
     "LLM": "nanovllm.llm",
     "AsyncLLM": "nanovllm.async_llm",
+    **dict.fromkeys(("CompletionOutput", "RequestOutput"), "nanovllm.outputs"),
+    **dict.fromkeys(("TextPrompt", "TokensPrompt"), "nanovllm.text.frontend"),
     "ReasoningTags": "nanovllm.sampling_params",
     "SamplingParams": "nanovllm.sampling_params",
     "StructuredOutputs": "nanovllm.sampling_params",
@@ -35,6 +43,10 @@ _MODULES = {
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
+        from nanovllm.compat import IMPORTS
+
+        if name in IMPORTS:  # `from nanovllm import name` would hide the message of an AttributeError
+            raise ImportError(f"nanovllm has no {name}; {IMPORTS[name]}", name=name)
         raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
     return getattr(import_module(_MODULES.get(name, "nanovllm.errors")), name)
 

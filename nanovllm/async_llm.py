@@ -19,8 +19,9 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nanovllm.compat import no_attribute
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import EngineError, RequestError
@@ -55,6 +56,19 @@ class AsyncLLM:
         self.llm = self._thread.start_engine()
         self._dispatcher = self._thread.dispatcher
         weakref.finalize(self, self._thread.stop).atexit = False
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name)
+
+    async def get_tokenizer(self) -> Any:
+        """Like LLM.get_tokenizer."""
+        return self.llm.get_tokenizer()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Like LLM.reset_prefix_cache."""
+        return self.llm.reset_prefix_cache()
 
     @property
     def failure(self) -> EngineError | None:

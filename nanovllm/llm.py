@@ -3,15 +3,17 @@
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.settings import read_sampling_defaults
+from nanovllm.compat import CALL, no_attribute, translated
 from nanovllm.device.devices import resolve_device
 from nanovllm.engine.setup import Internals, find_machine, prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.plan.outputs import Outbox, RequestOutput, StepOutput, with_answers, with_logprob_lists
+from nanovllm.outputs import RequestOutput
+from nanovllm.plan.outputs import Outbox, StepOutput, with_answers, with_logprob_lists
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule.scheduler import Scheduler
@@ -54,6 +56,11 @@ class LLM:
         self._outbox = Outbox()  # outputs of requests from `add_request`; `step` returns them
         self.engine = start_engine(setup, self.text.end_token_ids)  # last, because a running engine must be closed
 
+    if not TYPE_CHECKING:  # a type checker would let every attribute pass
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name)
+
     def close(self) -> None:
         """Stop the workers and release all memory. The LLM cannot be used afterwards. Closing twice is allowed."""
         self.engine.close()
@@ -71,6 +78,7 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer one prompt or several, and return the outputs in the order of the prompts.
 
@@ -84,7 +92,10 @@ class LLM:
 
         Raises RequestError, and queues no prompt, if any of the prompts could never run. Ctrl-C aborts the requests of
         this call and leaves the engine usable, unless a second Ctrl-C interrupts the engine in the middle of a step.
+
+        others: arguments of vLLM that change nothing (nanovllm/compat.py).
         """
+        translated(others, (), CALL, RequestError, "generate")
         sequences = self.make_sequences(prompts, sampling_params)
         outbox = Outbox()
         try:
@@ -101,15 +112,46 @@ class LLM:
         messages: list[Message] | list[list[Message]],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several. A conversation is a list of {"role": ..., "content": ...}.
+        """Answer one conversation or several. A conversation is a list of {"role": ..., "content": ...}. Content is a
+        string, or parts of the form {"type": "text", "text": ...}.
 
-        The model's chat template makes the prompt. sampling_params: as in `generate`, except that None means
-        `get_default_sampling_params()`. Raises RequestError as `generate` does, and for a model that cannot chat.
+        sampling_params: as in `generate`, except that None means the values that the model recommends
+        (get_default_sampling_params), and an answer as long as the context allows unless the model recommends a
+        max_tokens.
+
+        The model's chat template, or `chat_template`, makes the prompt. tools: functions for the template, as in
+        OpenAI's API. add_generation_prompt: end the prompt with the beginning of an answer.
+        continue_final_message: leave the last message open, for the answer to continue it; needs
+        add_generation_prompt=False. chat_template_kwargs: variables of the template, such as enable_thinking. others:
+        as in `generate`.
+
+        Raises RequestError as `generate` does, and for a model that cannot chat.
         """
+        translated(others, (), CALL, RequestError, "chat")
         if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        return self.generate(self.text.encode_chat(messages), sampling_params, use_tqdm)
+            sampling_params = SamplingParams(**{"max_tokens": None} | self.sampling_defaults)
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message=True leaves no place for a new answer; add add_generation_prompt=False"
+            )
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template": chat_template,
+            "tools": tools,
+        }
+        for name in options.keys() & (chat_template_kwargs or {}):
+            raise RequestError(f"chat_template_kwargs has {name}, which is an argument of chat; give it there")
+        prompts = self.text.encode_chat(messages, template_options=options | (chat_template_kwargs or {}))
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the values that the model's generation_config.json recommends, and defaults for all other values.
@@ -121,7 +163,21 @@ class LLM:
 
     def chat_token_ids(self, messages: list[Message] | list[list[Message]]) -> list[list[int]]:
         """Return the prompts that `chat` answers: a list of token ids for each conversation."""
-        return [token_ids.tolist() for token_ids in self.text.encode_chat(messages)]
+        return [list(prompt["prompt_token_ids"]) for prompt in self.text.encode_chat(messages)]
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer, of transformers' kind. Raises RequestError for a model without a tokenizer."""
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer; give token ids")
+        return self.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Let later requests share no KV with requests made until now. Returns True.
+
+        The memory of their KV is reused when it is needed. Requests that run or wait are not affected.
+        """
+        self.text.reset_prefix_cache()
+        return True
 
     def check_chat_template(self) -> None:
         """Raise RequestError for a model that cannot chat."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
 
+from nanovllm.compat import SAMPLING, STRUCTURED, takes
 from nanovllm.errors import RequestError
 from nanovllm.utils.options import MAX_INT32, check_options, option, shown
 
@@ -101,6 +102,7 @@ class ReasoningTags(NamedTuple):
     has_begun: bool = False
 
 
+@takes(STRUCTURED, RequestError)
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
     """A constraint on the answer after its reasoning: one of the first four fields, which mean the same as in vLLM, or
@@ -134,6 +136,10 @@ class StructuredOutputs:
             object.__setattr__(self, "choice", tuple(self.choice))
 
 
+StructuredOutputsParams = GuidedDecodingParams = StructuredOutputs  # vLLM's names
+
+
+@takes(SAMPLING, RequestError)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Options of one request. The `help` of each field says what it means.

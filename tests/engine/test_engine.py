@@ -641,7 +641,7 @@ THOUSAND_LAYERS = {"num_hidden_layers": 1000, "layer_types": ["full_attention"] 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_gpu_block": 8}, "unknown option num_gpu_block; the options are .*num_gpu_blocks"),
+        ({"num_gpu_block": 8}, "LLM has no option num_gpu_block; did you mean num_gpu_blocks or"),
         (OFFLOAD | {"num_cpu_blocks": 10**9}, r"a CPU pool of 1000000000 blocks needs .* GiB, .* lower num_cpu_blocks"),
         (
             OFFLOAD | {"cpu_memory_gb": 1e6},
