@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.compat import no_attribute
+from nanovllm.config import Config, EngineOptions
 from nanovllm.engine.engine import Engine
-from nanovllm.engine.setup import Internals
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.llm import LLM
 from nanovllm.plan.outputs import Outbox, Receiver
@@ -31,10 +31,15 @@ from nanovllm.plan.sequence import Sequence
 from nanovllm.request_stream import AnswerSoFar, Dispatcher, RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.frontend import Prompt
+from nanovllm.utils.options import documented
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 CHECK_INTERVAL_S = 1.0  # interval at which an idle engine checks that all its ranks are alive
 
 
+@documented(Config)
 class AsyncLLM:
     """An LLM for use with asyncio.
 
@@ -51,8 +56,8 @@ class AsyncLLM:
     After an error inside a step, open and later requests raise an EngineError, which is also in `failure`.
     """
 
-    def __init__(self, model: str | Path, *, internals: Internals = Internals(), **options: Any) -> None:
-        self._thread = _EngineThread(partial(LLM, model, internals=internals, **options))
+    def __init__(self, model: str | Path, **options: "Unpack[EngineOptions]") -> None:
+        self._thread = _EngineThread(partial(LLM, model, **options))
         self.llm = self._thread.start_engine()
         self._dispatcher = self._thread.dispatcher
         weakref.finalize(self, self._thread.stop).atexit = False

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.settings import read_sampling_defaults
 from nanovllm.compat import CALL, no_attribute, translated
+from nanovllm.config import Config, EngineOptions
 from nanovllm.device.devices import resolve_device
 from nanovllm.engine.setup import Internals, find_machine, prepare
 from nanovllm.engine.startup import start_engine
@@ -19,19 +20,24 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule.scheduler import Scheduler
 from nanovllm.text.frontend import Message, Prompt, TextFrontend
 from nanovllm.utils import progress_bar
+from nanovllm.utils.options import documented
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Entry points import from this module alone: the LLM, the search for devices, and the type of LLM's `internals`
 __all__ = ["LLM", "Internals", "find_machine", "resolve_device"]
 
 
+@documented(Config)
 class LLM:
     """An engine and its model.
 
         with LLM("path/to/model", enable_cpu_offload=True, num_gpu_blocks=8) as llm:
             outputs = llm.generate(["Hello"], SamplingParams(temperature=0))
 
-    The options are the fields of nanovllm.config.Config. Invalid options raise ConfigError before anything is
-    allocated.
+    The options are the fields of nanovllm.config.Config (docs/options.md). Invalid options raise ConfigError before
+    anything is allocated.
 
     Several threads may use one LLM. Their requests share steps, and each call returns only its own outputs. On a GPU,
     steps are fastest in the thread that made the LLM: in any other thread, cuDNN builds a plan (30 ms) for each size of
@@ -39,14 +45,15 @@ class LLM:
     EngineError that names the cause.
     """
 
-    def __init__(self, model: str | Path, *, internals: Internals = Internals(), **options: Any) -> None:
+    def __init__(self, model: str | Path, **options: "Unpack[EngineOptions]") -> None:
         """Start an engine. model: a directory, a GGUF file, a hub name, a preset or "demo" for the built-in model.
 
-        options: the fields of Config. internals: for tests. Raises ConfigError for invalid options and when the engine
-        does not fit in memory, and CheckpointError when the model cannot be read. After any exception, all workers have
-        been stopped and all memory has been released.
+        options: the fields of Config, or vLLM's names for them (nanovllm/compat.py). Raises ConfigError for invalid
+        options and when the engine does not fit in memory, and CheckpointError when the model cannot be read. After any
+        exception, all workers have been stopped and all memory has been released.
         """
-        setup = prepare(model, options, internals)
+        given: dict[str, Any] = {**options}
+        setup = prepare(model, given, given.pop("internals", Internals()))  # only tests give internals
         self.config, self.model_config, self.max_model_len = setup.config, setup.model_config, setup.max_model_len
         self.sampling_defaults: dict[str, Any] = {}  # recommended by the model
         if self.config.generation_config == "auto":

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.compat import SAMPLING, STRUCTURED, takes
 from nanovllm.errors import RequestError
-from nanovllm.utils.options import MAX_INT32, check_options, option, shown
+from nanovllm.utils.options import MAX_INT32, check_options, documented, option, shown
 
 # On the device, temperatures and the logits divided by them are fp32. Within these limits sampling already ranges from
 # greedy to uniform; far outside them, 1 / temperature would overflow or underflow.
@@ -139,10 +139,11 @@ class StructuredOutputs:
 StructuredOutputsParams = GuidedDecodingParams = StructuredOutputs  # vLLM's names
 
 
+@documented()
 @takes(SAMPLING, RequestError)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Options of one request. The `help` of each field says what it means.
+    """Options of one request.
 
     An invalid value raises RequestError, whose message names the field, the value and the limit.
 

@@ -1,16 +1,18 @@
 """vLLM's names: taken where they mean the same or change nothing, otherwise refused with what to use instead."""
 
 import copy
+import inspect
 import pickle
+import pydoc
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
-from nanovllm import LLM, SamplingParams, StructuredOutputs
+from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from nanovllm.compat import ENGINE, METHODS, SAMPLING, STRUCTURED, Names
-from nanovllm.config import Config
+from nanovllm.config import Config, EngineOptions
 from nanovllm.engine.setup import prepare
 from nanovllm.errors import ConfigError, RequestError
 
@@ -107,3 +109,20 @@ def test_methods_and_imports_of_vllm_are_refused_by_name(model: Path) -> None:
             llm.nothing  # noqa: B018
     with pytest.raises(ImportError, match="nanovllm has no LLMEngine; use LLM, which has add_request, step and abort"):
         from nanovllm import LLMEngine  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_help_shows_every_option_with_its_type_and_meaning_and_nothing_else() -> None:
+    for kind, options in ((LLM, Config), (AsyncLLM, Config), (Config, Config), (SamplingParams, SamplingParams)):
+        text = pydoc.render_doc(kind, renderer=pydoc.plaintext)  # type: ignore[attr-defined]
+        assert "nternals" not in text
+        parameters = inspect.signature(kind).parameters
+        assert list(parameters) == [each.name for each in fields(options)]
+        for each in fields(options):
+            assert parameters[each.name].annotation in (each.type, "str | Path", str | Path), each.name
+            assert f" {each.name}: {inspect.formatannotation(each.type)}" in text, each.name
+            assert " ".join(each.metadata["help"].split()) in " ".join(text.replace(" |  ", " ").split()), each.name
+
+
+def test_editors_know_the_options_of_config() -> None:
+    hints = get_type_hints(EngineOptions)
+    assert hints == {each.name: each.type for each in fields(Config) if each.name != "model"}
