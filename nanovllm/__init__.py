@@ -10,19 +10,23 @@ if TYPE_CHECKING:
     from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError, WorkerDiedError
     from nanovllm.llm import LLM
     from nanovllm.outputs import CompletionOutput, RequestOutput
-    from nanovllm.sampling_params import ReasoningTags, SamplingParams, StructuredOutputs
+    from nanovllm.sampling_params import ReasoningTags, RequestOutputKind, SamplingParams, StructuredOutputs
     from nanovllm.text.frontend import TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
+    "EngineArgs",
     "EngineError",
+    "FlexibleArgumentParser",
     "ReasoningTags",
     "RequestError",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputs",
     "TextPrompt",
@@ -35,6 +39,8 @@ _MODULES = {
     "AsyncLLM": "nanovllm.async_llm",
     **dict.fromkeys(("CompletionOutput", "RequestOutput"), "nanovllm.outputs"),
     **dict.fromkeys(("TextPrompt", "TokensPrompt"), "nanovllm.text.frontend"),
+    **dict.fromkeys(("AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser"), "nanovllm.entrypoints.engine_args"),
+    "RequestOutputKind": "nanovllm.sampling_params",
     "ReasoningTags": "nanovllm.sampling_params",
     "SamplingParams": "nanovllm.sampling_params",
     "StructuredOutputs": "nanovllm.sampling_params",

@@ -14,7 +14,7 @@ import asyncio
 import ctypes
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from itertools import chain
@@ -113,6 +113,11 @@ class AsyncLLM:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
+    @classmethod
+    def from_engine_args(cls, engine_args: Mapping[str, Any]) -> "AsyncLLM":
+        """Make an engine with these arguments, such as EngineArgs."""
+        return cls(**engine_args)
+
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def generate(
@@ -134,11 +139,14 @@ class AsyncLLM:
         if wanted is None:
             raise RequestError("generate needs a prompt")
         stream = await self.submit(wanted, sampling_params, with_tokens=with_tokens)
-        answers = [AnswerSoFar() for _ in range(stream.num_answers)]
+        params = [seq.params for seq in stream.sequences for _ in range(stream.num_answers // len(stream.sequences))]
+        answers = [AnswerSoFar() for _ in params]
+        stream.wakes_at_ends = all(each.output_kind == "final_only" for each in params)
         num_ended = 0
         try:
             async for update in stream:
-                update.add_to(answers[update.index])
+                is_delta = params[update.index].output_kind == "delta"
+                update.add_to(AnswerSoFar() if is_delta else answers[update.index])
                 num_ended += update.output is not None
                 update.request_id, update.finished = request_id, num_ended == stream.num_answers
                 yield update

@@ -100,6 +100,7 @@ ENGINE = Names(
         "num_scheduler_steps": Refused("leave it out", (1,)),
         "override_generation_config": Refused("give SamplingParams the values", ({},)),
         "pipeline_parallel_size": Refused("use tensor_parallel_size", (1,)),
+        "profiler_config": Refused("use torch.profiler"),
         "reasoning_parser": Refused("use reasoning_tags of SamplingParams", ("",)),
         "revision": Refused(_HUB, ("main",)),
         "rope_scaling": Refused(_ROPE, ({},)),
@@ -128,11 +129,6 @@ SAMPLING = Names(
         "flat_logprobs": Refused("logprobs are a list of dicts", (False,)),
         "length_penalty": Refused("there is no beam search; use n", (1.0,)),
         "logits_processors": Refused("use logit_bias, bad_words or structured_outputs", ([], ())),
-        "output_kind": Refused(
-            "LLM returns whole answers; an update of AsyncLLM has the new text in `text` and the text so far in "
-            "`outputs[0].text`",
-            (0,),
-        ),
         "spaces_between_special_tokens": Refused("special tokens are written as the tokenizer writes them", (True,)),
         "thinking_token_budget": Refused("use max_tokens"),
         "truncate_prompt_tokens": Refused("give the prompt's last token ids as the prompt"),
@@ -174,9 +170,9 @@ METHODS: Mapping[str, str] = {  # methods and attributes of vLLM's LLM and Async
     "collective_rpc": "ranks take no calls from outside",
     "embed": _NO_POOLING,
     "encode": f"{_NO_POOLING}; for token ids use get_tokenizer().encode",
-    "from_engine_args": "give the arguments to the class itself",
     "get_metrics": "use stats()",
     "llm_engine": "LLM itself has add_request, step and abort",
+    "pause_generation": "stop making requests, or abort them",
     "preprocess_chat": "use chat_token_ids",
     "renderer": "use get_tokenizer() or chat_token_ids",
     "reward": _NO_POOLING,
@@ -187,15 +183,11 @@ METHODS: Mapping[str, str] = {  # methods and attributes of vLLM's LLM and Async
     "stop_profile": "use torch.profiler",
     "wake_up": "make a new LLM",
 }
-_ARGUMENTS = "give the arguments to LLM or AsyncLLM itself"
 IMPORTS: Mapping[str, str] = {  # what scripts import from vllm
-    "AsyncEngineArgs": _ARGUMENTS,
     "AsyncLLMEngine": "use AsyncLLM",
-    "EngineArgs": _ARGUMENTS,
-    "FlexibleArgumentParser": "use argparse",
     "LLMEngine": "use LLM, which has add_request, step and abort",
     "PoolingParams": _NO_POOLING,
-    "RequestOutputKind": SAMPLING.refused["output_kind"].instead,
+    "cleanup_dist_env_and_memory": "use close()",
 }
 
 

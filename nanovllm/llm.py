@@ -1,7 +1,7 @@
 """LLM: the class that users call. Combines an engine, which works on token ids, with tokenizing and detokenizing."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,11 @@ class LLM:
         self.tokenizer = self.text.tokenizer
         self._outbox = Outbox()  # outputs of requests from `add_request`; `step` returns them
         self.engine = start_engine(setup, self.text.end_token_ids)  # last, because a running engine must be closed
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Mapping[str, Any]) -> "LLM":
+        """Make an engine with these arguments, such as EngineArgs."""
+        return cls(**engine_args)
 
     if not TYPE_CHECKING:  # a type checker would let every attribute pass
 

@@ -83,15 +83,18 @@ class RequestUpdate:
 
     @property
     def outputs(self) -> list[CompletionOutput]:
-        """The whole answer so far, in a list. After the next update, it also has the text of that update."""
-        if self.output is not None:
-            return [CompletionOutput(self.output, index=self.index)]
+        """The whole answer so far, in a list; only what is new if the request's output_kind is "delta".
+
+        After the next update, the answer so far also has the text of that update.
+        """
         assert self.so_far is not None, "only updates from AsyncLLM.generate have outputs; use text and token_ids"
         text, token_ids = "".join(self.so_far.pieces), self.so_far.token_ids[:]
         answer = CompletionOutput(index=self.index, text=text, token_ids=token_ids)
         if self.so_far.logprobs:
             answer["logprobs"] = LogprobList[TokenLogprobs]()
             answer["logprobs"].extend(self.so_far.logprobs)
+        if self.output is not None:
+            answer |= {name: self.output[name] for name in ("finish_reason", "stop_reason")}
         return [answer]
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -76,6 +77,14 @@ class TaggedJson:
     names: tuple[str, ...] = ()
     text_pattern: str = ""
     value_pattern: str = ""
+
+
+class RequestOutputKind(str, Enum):
+    """vLLM's names for the values of SamplingParams.output_kind."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final_only"
 
 
 class TaggedValue(NamedTuple):
@@ -267,6 +276,14 @@ class SamplingParams:
         help="tags of the reasoning at the start of an answer, to which neither stop strings nor structured_outputs "
         "apply",
         group=_GROUP,
+    )
+
+    output_kind: str = option(
+        "cumulative",
+        help="what `outputs` of an update of AsyncLLM.generate has: cumulative, the answer so far; delta, what is new; "
+        "final_only, the answer, in the only update",
+        group=_GROUP,
+        choices=("cumulative", "delta", "final_only"),
     )
 
     def __post_init__(self) -> None:

@@ -71,13 +71,12 @@ def test_engine_refuses_other_names_with_what_to_use_instead() -> None:
 def test_parameters_take_refuse_and_ignore_names() -> None:
     digits = StructuredOutputs(regex="[0-9]+", backend="xgrammar", whitespace_pattern=None)
     assert digits == StructuredOutputs(regex="[0-9]+")
-    same = SamplingParams(guided_decoding=digits, best_of=1, use_beam_search=False, output_kind=0, extra_args={})
+    same = SamplingParams(guided_decoding=digits, best_of=1, use_beam_search=False, extra_args={})
     assert same == SamplingParams(structured_outputs=digits)
     for make, message in (
         (lambda: SamplingParams(best_of=4), "SamplingParams does not take best_of=4: use n and choose by cumulative"),
         (lambda: SamplingParams(best_of=True), "does not take best_of=True"),
         (lambda: SamplingParams(logits_processors=[print]), "use logit_bias, bad_words or structured_outputs"),
-        (lambda: SamplingParams(output_kind=1), "an update of AsyncLLM has the new text in `text`"),
         (lambda: SamplingParams(tempreature=1), "no option tempreature; did you mean temperature"),
         (lambda: StructuredOutputs(grammar="root ::= x"), "StructuredOutputs does not take grammar=.*: use regex"),
     ):

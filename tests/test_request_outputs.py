@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    EngineArgs,
+    FlexibleArgumentParser,
+    RequestOutputKind,
+    SamplingParams,
+)
 from nanovllm.outputs import RequestOutput
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 20}
@@ -106,3 +114,43 @@ def test_updates_of_a_stream_have_the_answer_so_far(model: Path) -> None:
     assert [finished for *_, finished in updates] == [False] * (len(updates) - 1) + [True]
     ended = {update.index: answer.index for update, answer, _ in updates if update.output is not None}
     assert ended == {0: 0, 1: 1}
+
+
+def test_output_kind_chooses_what_the_outputs_of_updates_have(model: Path) -> None:
+    async def collect(engine: AsyncLLM, kind: str) -> list[Any]:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, output_kind=kind)
+        return [(update, *update.outputs) async for update in engine.generate("Hello", params)]
+
+    async def collect_all() -> list[list[Any]]:
+        args = AsyncEngineArgs(model=str(model), **OPTIONS)
+        async with AsyncLLM.from_engine_args(args) as engine:
+            return [await collect(engine, kind) for kind in RequestOutputKind]
+
+    cumulative, delta, final = asyncio.run(collect_all())
+    expected = cumulative[-1][1]
+    assert expected.text and expected.text == delta[-1][0].output.text
+    assert "".join(answer.text for _, answer in delta) == expected.text
+    assert [token_id for _, answer in delta for token_id in answer.token_ids] == expected.token_ids and len(delta) > 1
+    assert all(len(answer.logprobs) == len(answer.token_ids) for _, answer in delta)
+    assert [answer.finish_reason for _, answer in delta] == [None] * (len(delta) - 1) + ["length"]
+    ((update, answer),) = final
+    assert update.finished and (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
+
+
+def test_arguments_of_an_engine_come_from_flags(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.set_defaults(model=str(model))
+    parser.add_argument("--max-tokens", type=int)
+    given = ["prog", "--max_tokens=3", "--max_model_len", "64", "--device=cpu", "--num-kvcache-blocks", "4"]
+    monkeypatch.setattr("sys.argv", given)
+    args = parser.parse_args()
+    engine_args = EngineArgs.from_cli_args(args)
+    assert engine_args == {"model": str(model), "max_model_len": 64, "device": "cpu", "num_kvcache_blocks": 4}
+    assert (engine_args.max_model_len, engine_args.tensor_parallel_size, args.max_tokens) == (64, 1, 3)
+    given_args = vars(args)
+    del given_args["max_tokens"]
+    for make in (lambda: LLM(**given_args), lambda: LLM.from_engine_args(engine_args)):
+        with make() as llm:
+            assert llm.max_model_len == 64
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--no-such-flag"])
