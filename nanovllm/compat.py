@@ -5,6 +5,7 @@ in these tables is refused with the nearest names.
 """
 
 import difflib
+import gc
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import FrozenInstanceError
 from functools import wraps
@@ -36,7 +37,10 @@ class Names(NamedTuple):
 _TEXT_ONLY = "the models here read and write text"
 _HUB = "download that snapshot (`hf download`) and give its directory as model"
 _ROPE = 'use hf_overrides={"rope_parameters": {...}}'
-_FROM_DIRECTORY = "give the model a directory that has the tokenizer, or use skip_tokenizer_init=True and token ids"
+_FROM_DIRECTORY = (
+    "the tokenizer comes with the model, from its directory or GGUF file; leave it out, or use "
+    "skip_tokenizer_init=True and token ids"
+)
 
 ENGINE = Names(
     same={
@@ -185,10 +189,21 @@ METHODS: Mapping[str, str] = {  # methods and attributes of vLLM's LLM and Async
 }
 IMPORTS: Mapping[str, str] = {  # what scripts import from vllm
     "AsyncLLMEngine": "use AsyncLLM",
+    "BeamSearchParams": METHODS["beam_search"],
+    **dict.fromkeys(("Counter", "Gauge", "Histogram", "Vector"), METHODS["get_metrics"]),
     "LLMEngine": "use LLM, which has add_request, step and abort",
+    "LoRARequest": CALL.refused["lora_request"].instead,
+    "LogitsProcessor": SAMPLING.refused["logits_processors"].instead,
     "PoolingParams": _NO_POOLING,
-    "cleanup_dist_env_and_memory": "use close()",
+    "VllmConfig": "use Config of nanovllm.config",
+    "parse_model_prompt": "give the text or the token ids to generate",
+    "print_embeddings": _NO_POOLING,
 }
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Release the memory of engines that were dropped without `close`."""
+    gc.collect()
 
 
 def translated(

@@ -6,7 +6,7 @@ from typing import TypedDict
 
 from nanovllm.checkpoint.model_config import DTYPES
 from nanovllm.checkpoint.quantization import HEAD_QUANTIZATIONS, QUANTIZATIONS
-from nanovllm.checkpoint.settings import check_overrides
+from nanovllm.checkpoint.settings import ENTRIES, check_overrides
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import MAX_SEED, MIN_SEED
 from nanovllm.utils.arithmetic import ceil_div
@@ -307,6 +307,9 @@ class Config:
         self._check_disk()
         self._check_expert_offload()
         self._check_offload()
+        for name in self.hf_overrides or {}:
+            if name not in ENTRIES and name in self.__dataclass_fields__:
+                raise ConfigError(f"hf_overrides names {name!r}, which is an option of the engine; give {name} itself")
         check_overrides(self.hf_overrides or {})
 
     def _check_disk(self) -> None:

@@ -50,7 +50,7 @@ def test_engine_ignores_names_whose_value_changes_nothing() -> None:
 
 def test_engine_refuses_other_names_with_what_to_use_instead() -> None:
     for options, message in (
-        ({"tokenizer": "other"}, "LLM does not take tokenizer='other': give the model a directory that has the"),
+        ({"tokenizer": "other"}, "LLM does not take tokenizer='other': the tokenizer comes with the model"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: use tensor_parallel_size"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8': the KV cache has the type of the weights"),
         ({"task": "embed"}, "task='embed': the models here read and write text"),
@@ -58,6 +58,8 @@ def test_engine_refuses_other_names_with_what_to_use_instead() -> None:
         ({"revision": "abc"}, r"revision='abc': download that snapshot"),
         ({"enable_lora": True}, "enable_lora=True: merge the adapter"),
         ({"cpu_offload_gb": 10}, "cpu_offload_gb=10: use enable_cpu_offload=True"),
+        ({"hf_overrides": {"max_model_len": 9}}, "names 'max_model_len', which is an option of the engine; give max"),
+        ({"profiler_config": {"profiler": "torch"}}, "use torch.profiler"),
         ({"block_size": 16}, "kvcache_block_size=16 must be a multiple of 256"),
         ({"block_size": 256, "kvcache_block_size": 256}, "LLM got kvcache_block_size and block_size, which mean the"),
         ({"max_modle_len": 5}, r"LLM has no option max_modle_len; did you mean max_model_len\?"),
