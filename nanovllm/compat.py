@@ -158,6 +158,7 @@ CALL = Names(  # arguments of LLM.generate and LLM.chat
     values={},
     ignored=frozenset({"chat_template_content_format"}),
     refused={
+        "enable_thinking": Refused('use chat_template_kwargs={"enable_thinking": ...}'),
         "lora_request": Refused("merge the adapter into the model's weights first"),
         "mm_processor_kwargs": Refused(_TEXT_ONLY, ({},)),
         "priority": Refused("requests run in the order of their arrival", ([], 0)),
@@ -196,6 +197,8 @@ IMPORTS: Mapping[str, str] = {  # what scripts import from vllm
     "LogitsProcessor": SAMPLING.refused["logits_processors"].instead,
     "PoolingParams": _NO_POOLING,
     "VllmConfig": "use Config of nanovllm.config",
+    "destroy_distributed_environment": "use close()",
+    "destroy_model_parallel": "use close()",
     "parse_model_prompt": "give the text or the token ids to generate",
     "print_embeddings": _NO_POOLING,
 }

@@ -51,8 +51,9 @@ def test_chat_refuses_by_name(engine: LLM) -> None:
         ([{"role": "user", "content": ["Hi"]}], {}, r"messages\[0\] has a part 'Hi', expected"),
         ([USER], {"continue_final_message": True}, "add add_generation_prompt=False"),
         ([USER], {"chat_template_kwargs": {"tools": TOOLS}}, "chat_template_kwargs has tools, which is an argument"),
+        ([USER], {"top_k": 5}, "chat has no option top_k; leave it out"),
         ([USER], {"lora_request": "x"}, "chat does not take lora_request='x': merge the adapter"),
-        ([USER], {"enable_thinking": True}, "chat has no option enable_thinking"),
+        ([USER], {"enable_thinking": True}, "enable_thinking=True: use chat_template_kwargs=."),
     ):
         with pytest.raises(RequestError, match=message):
             engine.chat(messages, GREEDY, use_tqdm=False, **arguments)
