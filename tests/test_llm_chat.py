@@ -64,9 +64,9 @@ def test_chat_refuses_by_name(engine: LLM) -> None:
 def test_chat_without_parameters_runs_to_the_end_of_the_context(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer ended after 64 tokens, which the command line's and the server's do not."""
     monkeypatch.setattr(engine, "sampling_defaults", {"temperature": 0, "ignore_eos": True})
-    (output,) = engine.chat([USER], use_tqdm=False)
+    (output,) = engine.chat([{"role": "user", "content": "Hi" * 190}], use_tqdm=False)
     assert output.finish_reason == "length"
-    assert len(output.token_ids) == 512 - len(output.prompt_token_ids)
+    assert len(output.token_ids) == 512 - len(output.prompt_token_ids) > 64
     monkeypatch.setattr(engine, "sampling_defaults", {"max_tokens": 3, "ignore_eos": True})
     assert len(engine.chat([USER], use_tqdm=False)[0].token_ids) == 3
     assert len(engine.generate("Hi", SamplingParams(ignore_eos=True), False)[0].token_ids) == 64
