@@ -7,36 +7,67 @@ from nanovllm.utils import __version__
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
+    from nanovllm.compat import cleanup_dist_env_and_memory
     from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError, WorkerDiedError
     from nanovllm.llm import LLM
-    from nanovllm.sampling_params import ReasoningTags, SamplingParams, StructuredOutputs
+    from nanovllm.outputs import CompletionOutput, RequestOutput
+    from nanovllm.sampling_params import (
+        GuidedDecodingParams,
+        ReasoningTags,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputs,
+        StructuredOutputsParams,
+    )
+    from nanovllm.text.frontend import TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
     "CheckpointError",
+    "CompletionOutput",
     "ConfigError",
+    "EngineArgs",
     "EngineError",
+    "FlexibleArgumentParser",
+    "GuidedDecodingParams",
     "ReasoningTags",
     "RequestError",
+    "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputs",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "WorkerDiedError",
     "__version__",
+    "cleanup_dist_env_and_memory",
 ]
-_MODULES = {
-    "LLM": "nanovllm.llm",
-    "AsyncLLM": "nanovllm.async_llm",
-    "ReasoningTags": "nanovllm.sampling_params",
-    "SamplingParams": "nanovllm.sampling_params",
-    "StructuredOutputs": "nanovllm.sampling_params",
+_NAMES = {
+    "async_llm": ("AsyncLLM",),
+    "compat": ("cleanup_dist_env_and_memory",),
+    "entrypoints.engine_args": ("AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser"),
+    "llm": ("LLM",),
+    "outputs": ("CompletionOutput", "RequestOutput"),
+    "sampling_params": (
+        *("GuidedDecodingParams", "ReasoningTags", "RequestOutputKind", "SamplingParams", "StructuredOutputs"),
+        "StructuredOutputsParams",
+    ),
+    "text.frontend": ("TextPrompt", "TokensPrompt"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
+        from nanovllm.compat import IMPORTS
+
+        if name in IMPORTS:  # `from nanovllm import name` would hide the message of an AttributeError
+            raise ImportError(f"nanovllm has no {name}; {IMPORTS[name]}", name=name)
         raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
-    return getattr(import_module(_MODULES.get(name, "nanovllm.errors")), name)
+    return getattr(import_module(f"nanovllm.{_MODULES.get(name, 'errors')}"), name)
 
 
 def __dir__() -> list[str]:

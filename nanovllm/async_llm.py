@@ -14,26 +14,32 @@ import asyncio
 import ctypes
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nanovllm.compat import no_attribute
+from nanovllm.config import Config, EngineOptions
 from nanovllm.engine.engine import Engine
-from nanovllm.engine.setup import Internals
-from nanovllm.errors import EngineError
+from nanovllm.errors import EngineError, RequestError
 from nanovllm.llm import LLM
 from nanovllm.plan.outputs import Outbox, Receiver
 from nanovllm.plan.sequence import Sequence
-from nanovllm.request_stream import Dispatcher, RequestStream, RequestUpdate
+from nanovllm.request_stream import AnswerSoFar, Dispatcher, RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.frontend import Prompt
+from nanovllm.utils.options import documented
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 CHECK_INTERVAL_S = 1.0  # interval at which an idle engine checks that all its ranks are alive
 
 
+@documented(Config)
 class AsyncLLM:
     """An LLM for use with asyncio.
 
@@ -50,11 +56,24 @@ class AsyncLLM:
     After an error inside a step, open and later requests raise an EngineError, which is also in `failure`.
     """
 
-    def __init__(self, model: str | Path, *, internals: Internals = Internals(), **options: Any) -> None:
-        self._thread = _EngineThread(partial(LLM, model, internals=internals, **options))
+    def __init__(self, model: str | Path, **options: "Unpack[EngineOptions]") -> None:
+        self._thread = _EngineThread(partial(LLM, model, **options))
         self.llm = self._thread.start_engine()
         self._dispatcher = self._thread.dispatcher
         weakref.finalize(self, self._thread.stop).atexit = False
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name)
+
+    async def get_tokenizer(self) -> Any:
+        """Like LLM.get_tokenizer."""
+        return self.llm.get_tokenizer()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Like LLM.reset_prefix_cache."""
+        return self.llm.reset_prefix_cache()
 
     @property
     def failure(self) -> EngineError | None:
@@ -82,6 +101,8 @@ class AsyncLLM:
         self._thread.join()
         self.llm.close()
 
+    shutdown = close  # vLLM's name
+
     async def aclose(self) -> None:
         """Like `close`, without blocking the event loop."""
         await asyncio.to_thread(self.close)
@@ -92,23 +113,42 @@ class AsyncLLM:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
+    @classmethod
+    def from_engine_args(cls, engine_args: Mapping[str, Any]) -> "AsyncLLM":
+        """Make an engine with these arguments, such as EngineArgs."""
+        return cls(**engine_args)
+
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def generate(
         self,
-        prompts: Prompt | Iterable[Prompt],
-        sampling_params: SamplingParams | None = None,
+        prompts: Prompt | Iterable[Prompt] | None = None,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        request_id: str = "",
         *,
+        prompt: Prompt | None = None,
         with_tokens: bool = True,
     ) -> AsyncGenerator[RequestUpdate, None]:
         """Answer one prompt or several, and yield the updates as they arrive.
 
-        The arguments and errors are the same as in `submit`. Leaving the loop early aborts the answers that have not
+        The arguments and errors are the same as in `submit`. As in vLLM, `prompt` may take the place of `prompts`, and
+        each update has the request_id. Leaving the loop early aborts the answers that have not
         ended, once the generator is closed. Use `contextlib.aclosing` if the task may keep the generator alive.
         """
-        stream = await self.submit(prompts, sampling_params, with_tokens=with_tokens)
+        wanted = prompt if prompts is None else prompts
+        if wanted is None:
+            raise RequestError("generate needs a prompt")
+        stream = await self.submit(wanted, sampling_params, with_tokens=with_tokens)
+        params = [seq.params for seq in stream.sequences for _ in range(stream.num_answers // len(stream.sequences))]
+        answers = [AnswerSoFar() for _ in params]
+        stream.wakes_at_ends = all(each.output_kind == "final_only" for each in params)
+        num_ended = 0
         try:
             async for update in stream:
+                is_delta = params[update.index].output_kind == "delta"
+                update.add_to(AnswerSoFar() if is_delta else answers[update.index])
+                num_ended += update.output is not None
+                update.request_id, update.finished = request_id, num_ended == stream.num_answers
                 yield update
         finally:
             stream.close()

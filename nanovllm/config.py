@@ -2,14 +2,15 @@
 
 import re
 from dataclasses import dataclass
+from typing import TypedDict
 
 from nanovllm.checkpoint.model_config import DTYPES
 from nanovllm.checkpoint.quantization import HEAD_QUANTIZATIONS, QUANTIZATIONS
-from nanovllm.checkpoint.settings import check_overrides
+from nanovllm.checkpoint.settings import ENTRIES, check_overrides
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import MAX_SEED, MIN_SEED
 from nanovllm.utils.arithmetic import ceil_div
-from nanovllm.utils.options import check_options, option
+from nanovllm.utils.options import check_options, documented, option
 
 BLOCK_SIZE_STEP = 256  # block sizes are multiples of this; with offload, it is also the grain of prefix hits
 DEFAULT_BLOCK_SIZE = 256
@@ -30,9 +31,10 @@ DEFAULT_DISK_GB = 64.0
 _MAX_DISK_GB = 2**30
 
 
+@documented()
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The engine's options. The `help` of each field says what it means.
+    """The engine's options.
 
     An invalid value, or options that contradict each other, raise ConfigError. The message names the value, the limit
     and the remedy.
@@ -305,6 +307,9 @@ class Config:
         self._check_disk()
         self._check_expert_offload()
         self._check_offload()
+        for name in self.hf_overrides or {}:
+            if name not in ENTRIES and name in self.__dataclass_fields__:
+                raise ConfigError(f"hf_overrides names {name!r}, which is an option of the engine; give {name} itself")
         check_overrides(self.hf_overrides or {})
 
     def _check_disk(self) -> None:
@@ -386,3 +391,45 @@ class Config:
         if self.kvcache_block_size is not None:
             return self.kvcache_block_size
         return DEFAULT_BLOCK_SIZE if self.num_gpu_blocks is None else GIVEN_SLOTS_BLOCK_SIZE
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of Config but the model, for editors: they show them as the arguments of LLM and AsyncLLM."""
+
+    device: str
+    dtype: str
+    load_format: str
+    quantization: str | None
+    quantize_head: str | None
+    embedding_on_cpu: bool | str
+    hf_overrides: dict | None
+    attn_backend: str
+    enforce_eager: bool
+    tensor_parallel_size: int
+    generation_config: str
+    skip_tokenizer_init: bool
+    seed: int
+    max_model_len: int | None
+    kvcache_block_size: int | None
+    enable_prefix_caching: bool
+    gpu_memory_utilization: float
+    num_kvcache_blocks: int
+    kv_disk_path: str | None
+    kv_disk_gb: float | None
+    enable_cpu_offload: bool
+    num_gpu_blocks: int | None
+    num_cpu_blocks: int | None
+    cpu_memory_gb: float | None
+    cpu_attention: str
+    cpu_attention_threads: int | None
+    enable_expert_offload: bool | None
+    num_gpu_expert_layers: int | None
+    gpu_expert_memory_gb: float | None
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    chunked_prefill: bool
+    max_step_ms: float | None
+    speculation: str | None
+    num_speculative_tokens: int | None
+    shadow_bits: int | None
+    shadow_memory_gb: float | None

@@ -1,35 +1,43 @@
 """LLM: the class that users call. Combines an engine, which works on token ids, with tokenizing and detokenizing."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.settings import read_sampling_defaults
+from nanovllm.compat import CALL, no_attribute, translated
+from nanovllm.config import Config, EngineOptions
 from nanovllm.device.devices import resolve_device
 from nanovllm.engine.setup import Internals, find_machine, prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.plan.outputs import Outbox, RequestOutput, StepOutput, with_answers, with_logprob_lists
+from nanovllm.outputs import RequestOutput
+from nanovllm.plan.outputs import Outbox, StepOutput, with_answers, with_logprob_lists
 from nanovllm.plan.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule.scheduler import Scheduler
 from nanovllm.text.frontend import Message, Prompt, TextFrontend
 from nanovllm.utils import progress_bar
+from nanovllm.utils.options import documented
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Entry points import from this module alone: the LLM, the search for devices, and the type of LLM's `internals`
 __all__ = ["LLM", "Internals", "find_machine", "resolve_device"]
 
 
+@documented(Config)
 class LLM:
     """An engine and its model.
 
         with LLM("path/to/model", enable_cpu_offload=True, num_gpu_blocks=8) as llm:
             outputs = llm.generate(["Hello"], SamplingParams(temperature=0))
 
-    The options are the fields of nanovllm.config.Config. Invalid options raise ConfigError before anything is
-    allocated.
+    The options are the fields of nanovllm.config.Config (docs/options.md). Invalid options raise ConfigError before
+    anything is allocated.
 
     Several threads may use one LLM. Their requests share steps, and each call returns only its own outputs. On a GPU,
     steps are fastest in the thread that made the LLM: in any other thread, cuDNN builds a plan (30 ms) for each size of
@@ -37,14 +45,15 @@ class LLM:
     EngineError that names the cause.
     """
 
-    def __init__(self, model: str | Path, *, internals: Internals = Internals(), **options: Any) -> None:
+    def __init__(self, model: str | Path, **options: "Unpack[EngineOptions]") -> None:
         """Start an engine. model: a directory, a GGUF file, a hub name, a preset or "demo" for the built-in model.
 
-        options: the fields of Config. internals: for tests. Raises ConfigError for invalid options and when the engine
-        does not fit in memory, and CheckpointError when the model cannot be read. After any exception, all workers have
-        been stopped and all memory has been released.
+        options: the fields of Config, or vLLM's names for them (nanovllm/compat.py). Raises ConfigError for invalid
+        options and when the engine does not fit in memory, and CheckpointError when the model cannot be read. After any
+        exception, all workers have been stopped and all memory has been released.
         """
-        setup = prepare(model, options, internals)
+        given: dict[str, Any] = {**options}
+        setup = prepare(model, given, given.pop("internals", Internals()))  # only tests give internals
         self.config, self.model_config, self.max_model_len = setup.config, setup.model_config, setup.max_model_len
         self.sampling_defaults: dict[str, Any] = {}  # recommended by the model
         if self.config.generation_config == "auto":
@@ -53,6 +62,16 @@ class LLM:
         self.tokenizer = self.text.tokenizer
         self._outbox = Outbox()  # outputs of requests from `add_request`; `step` returns them
         self.engine = start_engine(setup, self.text.end_token_ids)  # last, because a running engine must be closed
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Mapping[str, Any]) -> "LLM":
+        """Make an engine with these arguments, such as EngineArgs."""
+        return cls(**engine_args)
+
+    if not TYPE_CHECKING:  # a type checker would let every attribute pass
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name)
 
     def close(self) -> None:
         """Stop the workers and release all memory. The LLM cannot be used afterwards. Closing twice is allowed."""
@@ -71,6 +90,7 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer one prompt or several, and return the outputs in the order of the prompts.
 
@@ -84,7 +104,10 @@ class LLM:
 
         Raises RequestError, and queues no prompt, if any of the prompts could never run. Ctrl-C aborts the requests of
         this call and leaves the engine usable, unless a second Ctrl-C interrupts the engine in the middle of a step.
+
+        others: arguments of vLLM that change nothing (nanovllm/compat.py).
         """
+        translated(others, (), CALL, RequestError, "generate")
         sequences = self.make_sequences(prompts, sampling_params)
         outbox = Outbox()
         try:
@@ -101,15 +124,46 @@ class LLM:
         messages: list[Message] | list[list[Message]],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several. A conversation is a list of {"role": ..., "content": ...}.
+        """Answer one conversation or several. A conversation is a list of {"role": ..., "content": ...}. Content is a
+        string, or parts of the form {"type": "text", "text": ...}.
 
-        The model's chat template makes the prompt. sampling_params: as in `generate`, except that None means
-        `get_default_sampling_params()`. Raises RequestError as `generate` does, and for a model that cannot chat.
+        sampling_params: as in `generate`, except that None means the values that the model recommends
+        (get_default_sampling_params), and an answer as long as the context allows unless the model recommends a
+        max_tokens.
+
+        The model's chat template, or `chat_template`, makes the prompt. tools: functions for the template, as in
+        OpenAI's API. add_generation_prompt: end the prompt with the beginning of an answer.
+        continue_final_message: leave the last message open, for the answer to continue it; needs
+        add_generation_prompt=False. chat_template_kwargs: variables of the template, such as enable_thinking. others:
+        as in `generate`.
+
+        Raises RequestError as `generate` does, and for a model that cannot chat.
         """
+        translated(others, (), CALL, RequestError, "chat")
         if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        return self.generate(self.text.encode_chat(messages), sampling_params, use_tqdm)
+            sampling_params = SamplingParams(**{"max_tokens": None} | self.sampling_defaults)
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message=True leaves no place for a new answer; add add_generation_prompt=False"
+            )
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template": chat_template,
+            "tools": tools,
+        }
+        for name in options.keys() & (chat_template_kwargs or {}):
+            raise RequestError(f"chat_template_kwargs has {name}, which is an argument of chat; give it there")
+        prompts = self.text.encode_chat(messages, template_options=options | (chat_template_kwargs or {}))
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the values that the model's generation_config.json recommends, and defaults for all other values.
@@ -121,7 +175,21 @@ class LLM:
 
     def chat_token_ids(self, messages: list[Message] | list[list[Message]]) -> list[list[int]]:
         """Return the prompts that `chat` answers: a list of token ids for each conversation."""
-        return [token_ids.tolist() for token_ids in self.text.encode_chat(messages)]
+        return [list(prompt["prompt_token_ids"]) for prompt in self.text.encode_chat(messages)]
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer, of transformers' kind. Raises RequestError for a model without a tokenizer."""
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer; give token ids")
+        return self.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Let later requests share no KV with requests made until now. Returns True.
+
+        The memory of their KV is reused when it is needed. Requests that run or wait are not affected.
+        """
+        self.text.reset_prefix_cache()
+        return True
 
     def check_chat_template(self) -> None:
         """Raise RequestError for a model that cannot chat."""

@@ -24,7 +24,8 @@ from itertools import chain, islice
 from typing import Protocol
 
 from nanovllm.errors import EngineError
-from nanovllm.plan.outputs import LogprobList, RequestOutput, StepOutput, TextSource, TokenLogprobs
+from nanovllm.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from nanovllm.plan.outputs import LogprobList, StepOutput, TextSource
 from nanovllm.plan.sequence import Sequence
 
 MAX_PASSING_S = 0.02  # longest wait of the engine's thread for consumers to take their updates
@@ -32,6 +33,15 @@ MAX_WOKEN = 16  # consumers per dispatch
 MAX_FIRST_WOKEN = 12  # of these, consumers that wait for their first update, if others wait, too
 REST_RATIO = 3.0  # duration of the rest relative to the dispatch before it: dispatching takes a quarter of the time
 MAX_REST_S = 0.1
+
+
+@dataclass
+class AnswerSoFar:
+    """All updates of one answer until now."""
+
+    pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: LogprobList[TokenLogprobs] = field(default_factory=LogprobList)
 
 
 @dataclass
@@ -43,6 +53,9 @@ class RequestUpdate:
       while the next tokens may still change it.
     - token_ids, logprobs: the new tokens, and one entry of logprobs per token if the request set logprobs.
     - output: the answer's output in its last update, or None in all earlier updates.
+
+    As in vLLM, an update from AsyncLLM.generate also has `outputs`, a list with the whole answer so far, `request_id`,
+    and `finished`, which is True in the last update of the request.
     """
 
     index: int
@@ -51,12 +64,38 @@ class RequestUpdate:
     logprobs: LogprobList[TokenLogprobs] = field(default_factory=LogprobList)
     output: RequestOutput | None = None
     text_source: TextSource | None = field(default=None, repr=False)  # `take` reads the text from it
+    so_far: AnswerSoFar | None = field(default=None, repr=False)  # for `outputs`
+    request_id: str = ""
+    finished: bool = False
 
     def take(self) -> bool:
         """Fill in the text. Returns False if the update has nothing new."""
         if self.text_source is not None:
             self.text = self.text_source.read_text()
         return bool(self.text or self.token_ids or self.output is not None)
+
+    def add_to(self, answer: AnswerSoFar) -> None:
+        """Add the update to the updates before it."""
+        self.so_far = answer
+        answer.pieces.append(self.text)
+        answer.token_ids += self.token_ids
+        answer.logprobs.extend(self.logprobs)
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        """The whole answer so far, in a list; only what is new if the request's output_kind is "delta".
+
+        After the next update, the answer so far also has the text of that update.
+        """
+        assert self.so_far is not None, "only updates from AsyncLLM.generate have outputs; use text and token_ids"
+        text, token_ids = "".join(self.so_far.pieces), self.so_far.token_ids[:]
+        answer = CompletionOutput(index=self.index, text=text, token_ids=token_ids)
+        if self.so_far.logprobs:
+            answer["logprobs"] = LogprobList[TokenLogprobs]()
+            answer["logprobs"].extend(self.so_far.logprobs)
+        if self.output is not None:
+            answer |= {name: self.output[name] for name in ("finish_reason", "stop_reason")}
+        return [answer]
 
 
 class StreamObserver(Protocol):
@@ -87,6 +126,7 @@ class RequestStream:
         self.observer: StreamObserver | None = None
         self.wakes_at_ends = False  # True to wake the consumer only when an answer ends, not for every update
         self.has_begun = False  # True once the consumer has been woken
+        self.num_answers = 0
         self._abort = abort
         self._indices: dict[int, int] = {}  # request id -> index, for the answers that have not ended
         self._updates: dict[int, RequestUpdate] = {}  # by index; updates that the consumer has not taken yet
@@ -132,6 +172,7 @@ class RequestStream:
     def expect(self, request_id: int, index: int) -> None:
         """Expect updates of a queued answer."""
         self._indices[request_id] = index
+        self.num_answers += 1
 
     def update_of(self, request_id: int) -> RequestUpdate:
         """Return the answer's update that the consumer will take next, for adding new results to it. Hot."""

@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
+from nanovllm.compat import SAMPLING, STRUCTURED, takes
 from nanovllm.errors import RequestError
-from nanovllm.utils.options import MAX_INT32, check_options, option, shown
+from nanovllm.utils.options import MAX_INT32, check_options, documented, option, shown
 
 # On the device, temperatures and the logits divided by them are fp32. Within these limits sampling already ranges from
 # greedy to uniform; far outside them, 1 / temperature would overflow or underflow.
@@ -77,6 +79,14 @@ class TaggedJson:
     value_pattern: str = ""
 
 
+class RequestOutputKind(str, Enum):
+    """vLLM's names for the values of SamplingParams.output_kind."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final_only"
+
+
 class TaggedValue(NamedTuple):
     """A value between separate tags.
 
@@ -101,6 +111,7 @@ class ReasoningTags(NamedTuple):
     has_begun: bool = False
 
 
+@takes(STRUCTURED, RequestError)
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
     """A constraint on the answer after its reasoning: one of the first four fields, which mean the same as in vLLM, or
@@ -134,9 +145,14 @@ class StructuredOutputs:
             object.__setattr__(self, "choice", tuple(self.choice))
 
 
+StructuredOutputsParams = GuidedDecodingParams = StructuredOutputs  # vLLM's names
+
+
+@documented()
+@takes(SAMPLING, RequestError)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Options of one request. The `help` of each field says what it means.
+    """Options of one request.
 
     An invalid value raises RequestError, whose message names the field, the value and the limit.
 
@@ -260,6 +276,14 @@ class SamplingParams:
         help="tags of the reasoning at the start of an answer, to which neither stop strings nor structured_outputs "
         "apply",
         group=_GROUP,
+    )
+
+    output_kind: str = option(
+        "cumulative",
+        help="what `outputs` of an update of AsyncLLM.generate has: cumulative, the answer so far; delta, what is new; "
+        "final_only, the answer, in the only update",
+        group=_GROUP,
+        choices=("cumulative", "delta", "final_only"),
     )
 
     def __post_init__(self) -> None:

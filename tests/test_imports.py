@@ -18,14 +18,25 @@ import nanovllm
 PACKAGE = Path(nanovllm.__file__).parent
 
 FLOORS = (
-    *("errors", "utils", "sampling_params", "checkpoint", "config", "plan", "capacity", "device", "kernels", "layers"),
-    *("attention", "models", "offload", "kvcache", "schedule", "runner", "executor", "capabilities", "engine", "text"),
-    *("llm", "request_stream", "async_llm", "nanovllm", "entrypoints", "__main__"),
+    *("errors", "utils", "compat", "outputs", "sampling_params", "checkpoint", "config", "plan", "capacity", "device"),
+    *("kernels", "layers", "attention", "models", "offload", "kvcache", "schedule", "runner", "executor"),
+    *("capabilities", "engine", "text", "llm", "request_stream", "async_llm", "nanovllm", "entrypoints", "__main__"),
 )
 PUBLIC = {"nanovllm", "llm", "async_llm", "request_stream", "plan", "text", "errors", "config", "sampling_params"}
-PUBLIC |= {"capacity", "checkpoint", "utils", "models.demo_model", "models.retrieval_model"}
+PUBLIC |= {"capacity", "checkpoint", "outputs", "utils", "models.demo_model", "models.retrieval_model"}
 PUBLIC |= {"capabilities.disk.store", "capabilities.disk.disk_moves"}  # files that `nanovllm cache` manages
-TORCH_FREE = ("errors", "sampling_params", "config", "checkpoint", "plan", "capacity", "kvcache", "schedule")
+TORCH_FREE = (
+    "errors",
+    "compat",
+    "outputs",
+    "sampling_params",
+    "config",
+    "checkpoint",
+    "plan",
+    "capacity",
+    "kvcache",
+    "schedule",
+)
 TORCH_FREE += ("capabilities.edits", "capabilities.speculation", "capabilities.cpu_attention.cpu_split")
 TORCH_FREE += ("capabilities.draft_head.pages",)
 TORCH_FREE += ("capabilities.disk.store", "capabilities.disk.tier", "capabilities.disk.disk_moves")

@@ -178,7 +178,7 @@ def test_parameters_are_given_by_name() -> None:
     """vLLM's first parameter by position is `n`: a temperature there would mean something else."""
     with pytest.raises(TypeError):
         SamplingParams(0.5)  # type: ignore[misc]
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(RequestError, match=r"SamplingParams has no option temprature; did you mean temperature\?"):
         SamplingParams(temprature=0)  # type: ignore[call-arg]
 
 

@@ -18,6 +18,7 @@ from nanovllm.checkpoint.files import INDEX_FILE, find_model, read_json, stored_
 from nanovllm.checkpoint.gguf import GGUFModel, is_gguf, read_model
 from nanovllm.checkpoint.gguf_files import find_gguf
 from nanovllm.checkpoint.quantization import (
+    CHECKPOINT_FORMATS,
     HEAD_QUANTIZATIONS,
     QUANTIZATIONS,
     Quantization,
@@ -343,12 +344,22 @@ class ModelConfig:
             return _gguf_config(read_model(directory), hf_overrides)
         return _read_config(read_json(config_path), config_path, hf_overrides, model, directory)
 
+    def check_format(self, name: str) -> None:
+        """Raise ConfigError unless the checkpoint has the format `name`, one of CHECKPOINT_FORMATS."""
+        method = CHECKPOINT_FORMATS[name]
+        found = "gguf" if self.gguf_types else "none" if self.quantization is None else self.quantization.method
+        if method != found:
+            raise ConfigError(
+                f"quantization={name!r} is for checkpoints with quant_method={method!r}, and this one has {found}; "
+                f"leave it out, or choose one of {', '.join(QUANTIZATIONS)}"
+            )
+
     def quantized(self, name: str | None, head: str | None = None) -> "ModelConfig":
         """Return this config with quantization at loading: of linear layers to a format of QUANTIZATIONS, unless `name`
         is None, and of the output head to a format of HEAD_QUANTIZATIONS, unless `head` is None.
 
-        Raises ConfigError if the checkpoint is quantized already. Only the checkpoint's files tell if a head in
-        safetensors is quantized; loading checks that.
+        Raises ConfigError if the checkpoint is quantized already, unless `name` is its own format. Only the
+        checkpoint's files tell if a head in safetensors is quantized; loading checks that.
         """
         if head is not None and self.gguf_head_type is not None:
             raise ConfigError(
@@ -360,12 +371,14 @@ class ModelConfig:
                 f"quantization={name!r} is for checkpoints that are not quantized, and this GGUF file has the types "
                 f"{', '.join(self.gguf_types)}; leave it out"
             )
-        if name is not None and self.quantization is not None:
+        if name is not None and self.quantization is not None and name != self.quantization.method:
             raise ConfigError(
                 f"quantization={name!r} is for checkpoints that are not quantized, and this one has "
                 f"quant_method={self.quantization.method!r}; leave it out"
             )
-        quantized = self if name is None else replace(self, quantization=QUANTIZATIONS[name])
+        quantized = (
+            self if name is None or self.quantization is not None else replace(self, quantization=QUANTIZATIONS[name])
+        )
         return quantized if head is None else replace(quantized, head_quantization=HEAD_QUANTIZATIONS[head])
 
 

@@ -201,6 +201,12 @@ QUANTIZATIONS = {  # formats to which a checkpoint in a float type can be quanti
     "fp8_dynamic": replace(_FP8, has_fp8_activations=True),  # llm-compressor's FP8_DYNAMIC
     "int4": Quantization(method=_ONLINE, bits=4, block=(1, 128), ignored=_GATES),
 }
+CHECKPOINT_FORMATS = {  # vLLM's names for the formats of checkpoints -> Quantization.method
+    **{name: name for name in ("awq", "gptq", "compressed-tensors", "modelopt", _GGUF)},
+    "awq_marlin": "awq",
+    "gptq_marlin": "gptq",
+    "modelopt_fp4": "modelopt",
+}
 # Formats to which an output head can be quantized at loading. Loading halves the groups where that pays (`head_format`
 # in models/quantized_weights.py)
 HEAD_QUANTIZATIONS = {"int8": Quantization(method=_ONLINE, bits=8, block=(1, 64))}

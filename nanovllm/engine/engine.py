@@ -202,7 +202,10 @@ class Engine:
         if request.cache_salt is not None:
             text = f"{salt} {request.cache_salt}".encode(errors="surrogatepass")
             salt = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
-        return Sequence(request_id, request.token_ids, params.within(self.max_request_tokens - num_tokens), seed, salt)
+        params = params.within(self.max_request_tokens - num_tokens)
+        seq = Sequence(request_id, request.token_ids, params, seed, salt)
+        seq.prompt = request.text
+        return seq
 
     def add_sequence(self, seq: Sequence, receiver: Receiver) -> int:
         """Queue a sequence from `make_sequences`, and return its id."""

@@ -16,6 +16,8 @@ from nanovllm.capacity.machine import Machine, available_host_bytes
 from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.capacity.plan_check import check_start
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import CHECKPOINT_FORMATS
+from nanovllm.compat import ENGINE, translated
 from nanovllm.config import Config
 from nanovllm.device.devices import installed_gpu, memory_in_use, resolve_device
 from nanovllm.errors import ConfigError
@@ -77,12 +79,13 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     Raises ConfigError for invalid options, for a model or a device that cannot run, and for an engine that does not
     fit in memory; CheckpointError for a model that cannot be read.
     """
-    known = {f.name for f in fields(Config)} - {"model"}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
-    config = Config(model=model_path(str(model)), **options)
+    given = {name: value for name, value in options.items() if (name, value) != ("tokenizer", str(model))}
+    given = translated(given, {each.name for each in fields(Config)} - {"model"}, ENGINE, ConfigError, "LLM")
+    stored_format = given.pop("quantization") if given.get("quantization") in CHECKPOINT_FORMATS else None
+    config = Config(model=model_path(str(model)), **given)
     stored, directory = ModelConfig.from_pretrained(config.model, config.hf_overrides)
+    if stored_format is not None:
+        stored.check_format(stored_format)
     model_config = stored.quantized(config.quantization, config.quantize_head)
     limit = max_model_len(config, model_config)
     device = resolve_device(config)

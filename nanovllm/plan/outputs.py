@@ -1,27 +1,16 @@
-"""Results of the engine: the outputs of ended requests, the results of steps, and the Receivers of results."""
+"""Results of the engine: the outputs of ended requests (outputs.py), results of steps, and the Receivers of results."""
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 
-from nanovllm.plan.sequence import ErrorCause, Sequence
+from nanovllm.outputs import Logprob, RequestOutput, TokenLogprobs
+from nanovllm.plan.sequence import Sequence
 from nanovllm.plan.step_plan import StepPlan
-
-
-class Logprob(NamedTuple):
-    """The log-probability of a token at one position, by the model itself: before edits, temperature and filters."""
-
-    logprob: float  # natural log
-    rank: int  # 1 for the most likely token
-    text: str | None  # the token's text, or None without a tokenizer
-
-
-# One position: token id -> Logprob. First the token at the position, then the most likely tokens in order.
-TokenLogprobs: TypeAlias = dict[int, Logprob]
 
 _PART_POSITIONS = 100  # positions whose dicts are made at once
 TextOf: TypeAlias = Callable[[int], str | None]  # the text of a token
@@ -131,44 +120,6 @@ class StepLogprobs(NamedTuple):
 NO_LOGPROBS = StepLogprobs()
 
 
-class _RareOutput(TypedDict, total=False):
-    error: str
-    error_cause: ErrorCause
-    logprobs: Seq[TokenLogprobs]
-    prompt_logprobs: Seq[TokenLogprobs | None]
-    outputs: "list[RequestOutput]"
-
-
-class RequestOutput(_RareOutput):
-    """The output of a request that has ended.
-
-    - text: the decoded token_ids, up to the stop string or end token. The text ends in U+FFFD if max_tokens or an abort
-      cuts a character in two. None with detokenize=False or if the model has no tokenizer.
-    - finish_reason: "stop" (an end token or a stop string), "length" (max_tokens), "abort" or "error". With "abort" and
-      "error", the output has the tokens generated until then.
-    - num_cached_tokens: prompt tokens found in the prefix cache.
-    - ttft_s: seconds from arrival to the first token, or None without a token.
-    - tpot_s: mean seconds between tokens, or None for fewer than two tokens.
-    - error: what happened; present only with finish_reason "error".
-    - error_cause: "request" if the request's own parameters made the request fail, otherwise "engine"; present with
-      `error`.
-    - logprobs: the log-probabilities of each token of token_ids; present only if the request set logprobs.
-    - prompt_logprobs: the log-probabilities of each prompt token, None for the first token; present only if the request
-      set prompt_logprobs. If the request ends before its whole prompt is computed, the list ends early. An LLM returns
-      `logprobs` and `prompt_logprobs` as lists; an AsyncLLM returns LogprobLists, which make their entries when read.
-    - outputs: all answers of a request with n > 1; this output is the first of them.
-    """
-
-    text: str | None
-    token_ids: list[int]
-    prompt_token_ids: list[int]
-    finish_reason: str
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    ttft_s: float | None
-    tpot_s: float | None
-
-
 @dataclass
 class NewTokens:
     """New tokens of a request. `logprobs` has one entry per token, or is empty if the request set no logprobs."""
@@ -241,10 +192,13 @@ def request_output(seq: Sequence, text: str | None) -> RequestOutput:
         if len(token_ids) > 1:
             tpot_s = (seq.last_token_s - seq.first_token_s) / (len(token_ids) - 1)
     output = RequestOutput(
+        request_id=seq.seq_id,
+        prompt=seq.prompt,
         text=text,
         token_ids=token_ids,
         prompt_token_ids=seq.prompt_token_ids,
         finish_reason=seq.finish_reason,
+        stop_reason=seq.stop_reason,
         num_prompt_tokens=seq.num_prompt_tokens,
         num_cached_tokens=seq.num_hit_tokens or 0,
         ttft_s=ttft_s,
@@ -259,9 +213,9 @@ def with_answers(outputs: list[RequestOutput]) -> RequestOutput:
     """Return the output of a prompt: the first answer's output, with all answers in `outputs` if there are several."""
     if len(outputs) == 1:
         return outputs[0]
-    first = outputs[0].copy()
-    first["outputs"] = outputs
-    return first
+    for index, output in enumerate(outputs):
+        output["index"] = index
+    return RequestOutput(outputs[0], outputs=outputs)
 
 
 def with_logprob_lists(outputs: Iterable[RequestOutput]) -> None:

@@ -5,13 +5,13 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
+from nanovllm.outputs import ErrorCause
 from nanovllm.plan.logit_edits import NO_EDITS, NO_RULES, AnswerRules, Editor, TokenConstraint
 from nanovllm.plan.step_plan import SamplingRow
 from nanovllm.sampling_params import SamplingParams
 
-ErrorCause: TypeAlias = Literal["request", "engine"]  # "request": the request's own parameters made it fail
 TokenIds: TypeAlias = "array[int]"  # int64, so that hashes and model inputs can use the bytes of a slice directly
 
 
@@ -27,6 +27,7 @@ class Request:
     params: SamplingParams  # for `n` answers
     rules: AnswerRules = NO_RULES
     cache_salt: str | None = None  # only requests with equal salts share KV
+    text: str | None = None  # of the prompt, for the output
 
 
 class SequenceStatus(Enum):
@@ -61,7 +62,9 @@ class Sequence:
         self.editor: Editor = NO_EDITS
         self.num_scored_tokens = 1  # prompt tokens scored by planned steps, and the first token, which has no score
         self.status = SequenceStatus.WAITING
+        self.prompt: str | None = None  # its text, for the output
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+        self.stop_reason: int | str | None = None  # the stop token or the stop string of the request at the end
         self.error: str | None = None  # what happened, if finish_reason is "error"
         self.error_cause: ErrorCause = "engine"
         self.has_end_token = False  # True if the last token ended the answer and is not part of the text

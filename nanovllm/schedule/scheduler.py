@@ -326,6 +326,7 @@ def append_token(
         because = constraint.error or f"token {token_id} is not allowed"
         return "error", f"structured_outputs cannot go on: {because}", "request"
     if seq.has_end_token or (constraint is not None and constraint.is_finished):
+        seq.stop_reason = token_id if seq.has_end_token and not is_eos else None
         return "stop", None, "engine"
     if len(seq.token_ids) - seq.num_prompt_tokens >= seq.max_tokens:
         return "length", None, "engine"

@@ -200,11 +200,15 @@ class Detokenizer:
         self._withheld = ""  # read, but held back because it may begin a stop string
         self._stop_state = 0  # at its end
         self._shown = io.StringIO()
-        self.stopped = False
+        self.stop_string: str | None = None  # that ended the answer
 
     @property
     def has_stop_strings(self) -> bool:
         return bool(self._stop)
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_string is not None
 
     @property
     def text(self) -> str:
@@ -215,7 +219,7 @@ class Detokenizer:
         """Add tokens to the answer, and return the text that became final. Hot.
 
         finished: the new tokens are the last tokens of the answer. at_end_token: the last token is an end token. If a
-        stop string appears, set `stopped`; later updates then return no text.
+        stop string appears, set `stop_string`; later updates then return no text.
         """
         if self.stopped:
             return ""
@@ -315,8 +319,9 @@ class Detokenizer:
             self._stop_state = self._stop.follow(self._stop_state, char)
             if length := self._stop.num_found(self._stop_state):
                 found.append((end - length, end))
-        self.stopped = bool(found)
         text = self._withheld + piece
+        if found:
+            self.stop_string = text[slice(*min(found))]
         end = min(found)[self._include_stop] if found else len(text)
         if not (found or finished):
             end -= self._stop.num_begun(self._stop_state)
@@ -364,6 +369,7 @@ class TextReceiver(Receiver, TextSource):
                     self._new_token_ids.append(seq.token_ids[-1])
                 self._decode(finished, at_end_token=finished and seq.error is None and seq.has_end_token)
             if self.detokenizer.stopped:
+                seq.stop_reason = self.detokenizer.stop_string if self._failure is None else None
                 return self._failure or Ending("stop")
         return self._failure
 

@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 from operator import index
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from nanovllm.text.detokenizer import (
 )
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 from nanovllm.text.tokenizer import TextEncoder, end_token_ids, load_tokenizer
+from nanovllm.utils.options import shown
 
 MAX_BAD_WORDS = MAX_STOP_STRINGS = 16  # lists in the caches; all answers of a request share one list
 MAX_BAD_WORD_BYTES = 16_384  # in a request; preparing this many takes up to 0.2 s, and a step at most 0.1 ms
@@ -49,6 +50,21 @@ MAX_BAD_WORD_BYTES = 16_384  # in a request; preparing this many takes up to 0.2
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 Message: TypeAlias = dict[str, Any]
+
+
+class TextPrompt(TypedDict, total=False):
+    """A prompt with the keys of vLLM's TextPrompt. cache_salt: prompts share KV only if their salts are equal."""
+
+    prompt: str
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt with the keys of vLLM's TokensPrompt. prompt: the text, which the output repeats."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: str
+    cache_salt: str
 
 
 class _BadWordFinder:
@@ -107,6 +123,7 @@ class TextFrontend:
             self._decoders = {skip: TokenDecoder(self.tokenizer, skip) for skip in (True, False)}
             self._bad_words = lru_cache(MAX_BAD_WORDS)(_BadWordFinder(self.tokenizer, self._vocab_size).find)
         self._stop_strings = lru_cache(MAX_STOP_STRINGS)(StopStrings)
+        self._num_resets = 0  # of the prefix cache
         self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.end_token_ids)
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -133,6 +150,7 @@ class TextFrontend:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params has type {type(params).__name__}, expected SamplingParams")
         content, cache_salt = content_and_salt(prompt)
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else content
         token_ids = self.encode_prompt(content, cache_salt=cache_salt)
         if not token_ids:
             raise RequestError("the prompt is empty; it needs at least one token")
@@ -140,7 +158,14 @@ class TextFrontend:
             if unknown := [token_id for token_id in getattr(params, name) or () if token_id >= self._vocab_size]:
                 last = self._vocab_size - 1
                 raise RequestError(f"{name} {unknown} are outside the vocabulary 0..{last}; leave them out")
-        return Request(token_ids, params, self.rules(params), cache_salt)
+        text = text if isinstance(text, str) else None
+        if self._num_resets:
+            cache_salt = f"{self._num_resets} resets {cache_salt or ''}"
+        return Request(token_ids, params, self.rules(params), cache_salt, text)
+
+    def reset_prefix_cache(self) -> None:
+        """Let later requests share no KV with requests made until now, by giving them another salt."""
+        self._num_resets += 1
 
     def encode_prompt(
         self, prompt: str | Sequence[int], *, add_special_tokens: bool = True, cache_salt: str | None = None
@@ -249,17 +274,23 @@ class TextFrontend:
             raise RequestError("chat needs a tokenizer with a chat template, but this model has none; use generate")
 
     def encode_chat(
-        self, messages: list[Message] | list[list[Message]], *, cache_salt: str | None = None
-    ) -> list[TokenIds]:
-        """Return the token ids of each conversation up to the beginning of the answer.
+        self,
+        messages: list[Message] | list[list[Message]],
+        *,
+        cache_salt: str | None = None,
+        template_options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[TokensPrompt]:
+        """Return the prompt of each conversation, by default up to the beginning of the answer.
 
-        messages: one conversation or a list of conversations. cache_salt: the requests' salt. Raises RequestError like
-        `check_chat_template`, and for messages that are malformed or that the template refuses.
+        messages: one conversation or a list of conversations. cache_salt: the requests' salt. template_options: see
+        `render_chat`. Raises RequestError like `check_chat_template`, and for messages that are malformed or that the
+        template refuses.
         """
-        self.check_chat_template()
+        if template_options.get("chat_template") is None or self.tokenizer is None:
+            self.check_chat_template()
         conversations = check_conversations(messages)
-        prompts = [render_chat(self.tokenizer, conversation) for conversation in conversations]
-        return [self._encode(text, False, cache_salt) for text in prompts]
+        texts = [render_chat(self.tokenizer, conversation, template_options) for conversation in conversations]
+        return [{"prompt": text, "prompt_token_ids": self._encode(text, False, cache_salt)} for text in texts]
 
 
 # -- checks of prompts and messages ------------------------------------------------------------------------------------
@@ -289,7 +320,7 @@ def content_and_salt(prompt: Any) -> tuple[Any, str | None]:
     salt = prompt.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
         raise RequestError(f"cache_salt={salt!r} must be a non-empty string")
-    unknown = [key for key in prompt if key not in (*_PROMPT_KEYS, "cache_salt")]
+    unknown = [key for key in prompt if key not in (*_PROMPT_KEYS, "cache_salt") and prompt[key] is not None]
     found = [prompt[key] for key in reversed(_PROMPT_KEYS) if prompt.get(key) is not None]
     if unknown or not found:
         raise RequestError(
@@ -356,14 +387,28 @@ def check_conversations(messages: Any) -> list[list[Mapping[str, Any]]]:
     if not messages:
         raise RequestError("messages is empty; give at least one message")
     conversations: list[Any] = list(messages) if isinstance(messages[0], list | tuple) else [messages]
-    for conversation in conversations:
+    for number, conversation in enumerate(conversations):
         if not isinstance(conversation, list | tuple):
             raise RequestError("messages mixes messages and lists of messages; give one conversation or a list of them")
         if not conversation:
             raise RequestError("a conversation in messages is empty; give each at least one message")
         for i, message in enumerate(conversation):
             _check_message(message, f"messages[{i}]")
+        conversations[number] = [
+            _with_joined_parts(message, f"messages[{i}]") for i, message in enumerate(conversation)
+        ]
     return conversations
+
+
+def _with_joined_parts(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the message with one string in place of content parts, for templates know only strings."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return message
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(f'{name} has a part {shown(part)}, expected {{"type": "text", "text": ...}}')
+    return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
 def _check_message(message: Any, name: str) -> None:
@@ -372,7 +417,7 @@ def _check_message(message: Any, name: str) -> None:
     if not isinstance(message.get("role"), str):
         raise RequestError(f'{name} has role={message.get("role")!r}, expected a string such as "user"')
     content = message.get("content")
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+    if not isinstance(content, str | list | tuple) and not (content is None and message.get("tool_calls")):
         raise RequestError(f"{name} has content={content!r}, expected a string")
 
 
@@ -381,7 +426,8 @@ def render_chat(
 ) -> str:
     """Render the conversation with the model's chat template, by default up to the beginning of the answer.
 
-    template_options: tools, add_generation_prompt, and other arguments of the template.
+    template_options: chat_template, tools, add_generation_prompt, continue_final_message, and the template's own
+    variables.
     """
     from jinja2 import TemplateSyntaxError
 

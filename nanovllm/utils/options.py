@@ -3,10 +3,16 @@
 The help is the text of `--help` and of the tables in docs/options.md. `check_options` checks types, choices and limits.
 """
 
-from dataclasses import MISSING, field, fields
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import MISSING, Field, field, fields
 from functools import cache
+from inspect import Parameter
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
+
+Kind = TypeVar("Kind", bound=type)
 
 MAX_INT32 = 2**31 - 1  # positions, lengths and block tables are int32 on the device
 MAX_SHOWN_CHARS = 200  # most characters of a value that an error message repeats
@@ -47,6 +53,41 @@ def option(
 def help_of(options: type, name: str) -> str:
     """Return the help of the field `name` of the dataclass `options`."""
     return next(each.metadata["help"] for each in fields(options) if each.name == name)
+
+
+def documented(options: type | None = None) -> Callable[[Kind], Kind]:
+    """Return a class decorator that adds the fields of the dataclass `options`, by default the class itself, to the
+    class's docstring with types, defaults and meanings, and to its signature in place of **arguments. So help() and
+    notebooks show them.
+    """
+
+    def decorate(kind: Kind) -> Kind:
+        kind.__doc__ = f"{inspect.cleandoc(kind.__doc__ or '')}\n\nOptions:\n\n{_descriptions(options or kind)}"
+        if options is None:
+            return kind
+        make: Any = kind.__init__  # type: ignore[misc]
+        given = list(inspect.signature(make).parameters.values())
+        if given[-1].kind is Parameter.VAR_KEYWORD:
+            known = {parameter.name for parameter in given}
+            added = [_parameter(each) for each in fields(options) if each.name not in known]
+            make.__signature__ = inspect.Signature([*given[:-1], *added])
+        return kind
+
+    return decorate
+
+
+def _parameter(each: Field[Any]) -> Parameter:
+    default = Parameter.empty if each.default is MISSING else each.default
+    return Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=each.type)
+
+
+def _descriptions(options: type) -> str:
+    lines = []
+    for each in fields(options):
+        default = "" if each.default is MISSING else f" = {each.default!r}"
+        lines.append(f"    {each.name}: {inspect.formatannotation(each.type)}{default}")
+        lines.append(textwrap.fill(each.metadata["help"], 110, initial_indent=" " * 8, subsequent_indent=" " * 8))
+    return "\n".join(lines)
 
 
 class _Rule(NamedTuple):

@@ -81,7 +81,7 @@ def test_generate_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert [len(output["token_ids"]) for output in outputs] == [9, 2, 5, 1]
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert set(output) == {
-            *("text", "token_ids", "prompt_token_ids", "finish_reason"),
+            *("request_id", "prompt", "text", "token_ids", "prompt_token_ids", "finish_reason", "stop_reason"),
             *("num_prompt_tokens", "num_cached_tokens", "ttft_s", "tpot_s"),
         }
         assert output["prompt_token_ids"] == llm.tokenizer.encode(prompt)
@@ -641,7 +641,7 @@ THOUSAND_LAYERS = {"num_hidden_layers": 1000, "layer_types": ["full_attention"] 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_gpu_block": 8}, "unknown option num_gpu_block; the options are .*num_gpu_blocks"),
+        ({"num_gpu_block": 8}, "LLM has no option num_gpu_block; did you mean num_gpu_blocks or"),
         (OFFLOAD | {"num_cpu_blocks": 10**9}, r"a CPU pool of 1000000000 blocks needs .* GiB, .* lower num_cpu_blocks"),
         (
             OFFLOAD | {"cpu_memory_gb": 1e6},

@@ -21,6 +21,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, can_multiply_fp8, parse_quantization
 from nanovllm.device.tp_group import TPGroup
+from nanovllm.engine.setup import prepare
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers.packed_weight import rounded_to_fp8
 from nanovllm.models.loader import build_model
@@ -291,6 +292,18 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path, plain: Pa
     quantized, _ = write_quantized(plain, tmp_path, "awq")
     with pytest.raises(ConfigError, match=r"quantization='fp8' is for checkpoints that are not quantized, .*'awq'"):
         LLM(str(quantized), device="cpu", quantization="fp8")
+
+
+def test_format_of_a_checkpoint_may_be_named_as_in_vllm(tmp_path: Path, plain: Path) -> None:
+    for name, names, others in (("awq", ("awq", "awq_marlin"), ("gptq", "gguf")), ("fp8 tensor", ("fp8",), ("awq",))):
+        (tmp_path / name).mkdir()
+        quantized, _ = write_quantized(plain, tmp_path / name, name)
+        expected = prepare(quantized, {"device": "cpu"}).model_config
+        for each in names:
+            assert prepare(quantized, {"device": "cpu", "quantization": each}).model_config == expected
+        for each in others:
+            with pytest.raises(ConfigError, match=f"quantization='{each}' is for checkpoints with quant_method="):
+                prepare(quantized, {"device": "cpu", "quantization": each})
 
 
 def test_layers_that_config_json_leaves_unquantized() -> None:

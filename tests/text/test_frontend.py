@@ -92,8 +92,8 @@ def test_encode_long_text_is_kept_for_its_salt_alone(model: Path) -> None:
     sizes = [text._encoder.num_bytes]
     for salt in (None, "a"):
         for _ in range(2):
-            (token_ids,) = text.encode_chat(conversation, cache_salt=salt)
-            assert token_ids.tolist() == expected
+            (encoded,) = text.encode_chat(conversation, cache_salt=salt)
+            assert list(encoded["prompt_token_ids"]) == expected
             sizes.append(text._encoder.num_bytes)
             prompt = f"user: {LONG_TEXT} And?"
             request = text.make_request({"prompt": prompt, "cache_salt": salt}, PARAMS)

@@ -98,7 +98,7 @@ def test_chat_malformed_messages_are_a_value_error(llm: LLM, messages: Any, mess
 def test_check_conversations_takes_one_or_several_and_a_call_of_a_tool() -> None:
     call = {"role": "assistant", "tool_calls": [{"type": "function"}]}
     assert check_conversations([USER, call]) == [[USER, call]]
-    assert check_conversations(([USER], (USER, call))) == [[USER], (USER, call)]
+    assert check_conversations(([USER], (USER, call))) == [[USER], [USER, call]]
 
 
 @pytest.mark.parametrize(

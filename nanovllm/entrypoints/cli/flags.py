@@ -21,11 +21,14 @@ RENAMED: dict[tuple[type, str], str] = {(SamplingParams, "seed"): "sampling_seed
 CPU_STEP_TOKENS = 512  # about a second with a small model; the progress bar and Ctrl-C wait for the end of a step
 # Fields of SamplingParams without a flag: several answers (except for `generate`), other results than text, and values
 # that no flag can hold
-PYTHON_ONLY = ("n", "detokenize", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs", "reasoning_tags")
+PYTHON_ONLY = (
+    *("n", "detokenize", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs", "reasoning_tags"),
+    "output_kind",
+)
 
 
 def add_flags(
-    parser: argparse.ArgumentParser,
+    parser: argparse._ActionsContainer,
     options: type,
     *,
     without: Sequence[str] = (),

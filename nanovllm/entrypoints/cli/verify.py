@@ -121,11 +121,13 @@ def run_verify(
     if not needs_equal:
         bound = EPSILON[dtype] * min(max(NOISE * again.rms / EPSILON[dtype], ULPS), MAX_ULPS)
     paths.append(_judged({"path": "other chunks"}, again, bound, needs_equal))
-    pool = {"enable_cpu_offload": True, "num_cpu_blocks": num_blocks + 2 * NUM_ANSWERS}
+    pool: dict[str, Any] = {"enable_cpu_offload": True, "num_cpu_blocks": num_blocks + 2 * NUM_ANSWERS}
     pool["num_gpu_blocks"] = max(NUM_ANSWERS + 1, num_blocks // 4)
+    pool["internals"] = replace(
+        internals or Internals(), always_guesses=True
+    )  # draft even if draft tokens gain nothing
     for name, (path, work) in PATHS.items():
-        chosen = replace(internals or Internals(), always_guesses=True)  # draft even if draft tokens gain nothing
-        with LLM(model, internals=chosen, **common, **pool, **path) as llm:
+        with LLM(model, **common, **pool, **path) as llm:
             answers = ask(llm, prompts)
             found = compare(llm, prompts, reference, answers)
             paths.append(_judged(_path(name, llm, answers[0], work), found, bound, needs_equal))

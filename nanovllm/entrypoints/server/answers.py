@@ -200,7 +200,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         """Return `output`; for max_tokens=0, remove the one token that the engine had to generate."""
         if self._body.max_tokens != 0:
             return output
-        return output | {"text": "", "token_ids": [], "logprobs": [], "finish_reason": "length"}
+        return RequestOutput(output, text="", token_ids=[], logprobs=[], finish_reason="length")
 
     def _choice(self, index: int, output: RequestOutput, prompt_entries: PromptEntries) -> dict[str, Any]:
         logprobs = None

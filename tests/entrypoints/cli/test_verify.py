@@ -24,8 +24,8 @@ from nanovllm.entrypoints.cli.verify import (
 from nanovllm.errors import ConfigError
 from nanovllm.offload.offload_engine import OffloadEngine
 from nanovllm.offload.streams import ImmediateStreams
+from nanovllm.outputs import Logprob, RequestOutput
 from nanovllm.plan.kv_spec import KVCacheSpec
-from nanovllm.plan.outputs import Logprob, RequestOutput
 
 pytestmark = pytest.mark.usefixtures("cache_directory")
 SMALL = ["--num-tokens", "2048", "--device", "cpu"]

@@ -13,7 +13,7 @@ from tiny_models import write_tiny_model
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.entrypoints.server.admission import AnswerChecks, agrees
 from nanovllm.entrypoints.server.metrics import Metrics
-from nanovllm.plan.outputs import Logprob, RequestOutput
+from nanovllm.outputs import Logprob, RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 

@@ -50,7 +50,7 @@ def chat(**given: Any) -> ChatRequest:
 
 def test_every_field_arrives() -> None:
     """If this fails for a new sampling parameter: give it a field of the same name in SamplingFields."""
-    others = {"logprobs", "logit_bias", "structured_outputs", "detokenize", "reasoning_tags"}
+    others = {"logprobs", "logit_bias", "structured_outputs", "detokenize", "reasoning_tags", "output_kind"}
     assert FIELDS.keys() | others == {each.name for each in fields(SamplingParams)}
     expected = SamplingParams(**FIELDS, logprobs=4, logit_bias={5: 1.5})
     body = completion(**AS_JSON, logprobs=4, logit_bias={"5": 1.5})
