@@ -54,6 +54,7 @@ from nanovllm.entrypoints.cli.flags import (
 from nanovllm.entrypoints.cli.verify import ENGINE_FLAGS, VerifyOptions, run_verify
 from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
 from nanovllm.entrypoints.planner import PlanOptions, fit_table, fits, plan_table
+from nanovllm.entrypoints.server.log_lines import set_up_log
 from nanovllm.entrypoints.server.options import ServerOptions, bind
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.models.demo_model import DEMO_MODEL, model_path
@@ -264,6 +265,7 @@ def _serve(args: argparse.Namespace) -> int:
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
     options = ServerOptions(**{"served_model_name": (name or args.model,), **given_fields(args, ServerOptions)})
     service = ServiceOptions(**given_fields(args, ServiceOptions))
+    set_up_log(options.log_level, options.log_format)
     config = _config(args)
     check_packages("nanovllm serve", ("fastapi", "uvicorn", "prometheus_client", "zstandard"), "server")
     if service.num_replicas is not None:
