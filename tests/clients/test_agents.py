@@ -147,11 +147,6 @@ AGENTS = [
 ]
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> AgentPlace:
-    return AgentPlace(tmp_path)
-
-
 def ask(tool: str, *arguments: str) -> str:
     """Return a message that makes the model call this tool."""
     return f"Read the note. <<call {'|'.join((tool, *arguments))}>>"

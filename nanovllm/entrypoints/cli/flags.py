@@ -141,7 +141,12 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Accepts no abbreviated flags, because new flags would make them ambiguous, and reports an error in one line."""
+    """Accepts no abbreviated flags, because new flags would make them ambiguous, and reports an error in one line.
+
+    takes_rest: what follows "--" is not parsed, and becomes `rest` of the namespace.
+    """
+
+    takes_rest = False
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
@@ -150,6 +155,10 @@ class Parser(argparse.ArgumentParser):
         """Refuse unknown flags first. Otherwise a misspelt required flag would be reported as missing."""
         if self._subparsers is None:
             given = list(sys.argv[1:] if args is None else args)
+            if self.takes_rest:
+                end = given.index("--") if "--" in given else len(given)
+                namespace = namespace or argparse.Namespace()
+                namespace.rest, args, given = given[end + 1 :], given[:end], given[:end]
             for flag in given[: given.index("--")] if "--" in given else given:
                 self._check_flag(flag.partition("=")[0])
         return super().parse_known_args(args, namespace)

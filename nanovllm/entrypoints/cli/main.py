@@ -51,6 +51,7 @@ from nanovllm.entrypoints.cli.flags import (
     given_fields,
     name_flags,
 )
+from nanovllm.entrypoints.cli.launch import add_launch_command
 from nanovllm.entrypoints.cli.verify import ENGINE_FLAGS, VerifyOptions, run_verify
 from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
 from nanovllm.entrypoints.planner import PlanOptions, fit_table, fits, plan_table
@@ -118,7 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     1: the plan cannot work, or the request or the engine failed. 2: bad input. 130: Ctrl-C. 141: stdout was closed.
     """
-    args = _parser().parse_args(argv)
+    return run_command(_parser().parse_args(argv))
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Run the command of parsed arguments, and return its exit status."""
     if getattr(args, "kv_disk_path", ""):  # engines in other processes have other working directories
         args.kv_disk_path = str(Path(args.kv_disk_path).expanduser().absolute())
     logging.basicConfig(format="%(message)s")
@@ -281,6 +286,12 @@ def _serve(args: argparse.Namespace) -> int:
         return run_service(load, config, options, service, bound)
 
 
+def serve_in_process(args: argparse.Namespace) -> int:
+    """Serve with the arguments of another command, in a process of its own."""
+    args.run = _serve
+    return run_command(args)
+
+
 def load_engine(args: argparse.Namespace) -> "AsyncLLM":
     """Start the engine in this process. A replica calls this function on its machine, which has the GPUs."""
     _require_tokenizer(_config(args))
@@ -364,6 +375,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_verify(commands)
     add_cache_command(commands)
+    add_launch_command(commands, serve_in_process)
     return parser
 
 
