@@ -1,8 +1,8 @@
 """`nanovllm launch`: starts a server and a coding agent that uses it, and ends the server with the agent.
 
-The settings are those of docs/agents.md, as environment variables and arguments, so no file of the agent's is changed.
-The server runs in a process of its own session, so that Ctrl-C at the agent does not reach it. It also ends if this
-process is killed.
+docs/agents.md has the same settings. Here they are environment variables and arguments, so that no file of the agent is
+changed. The server's process has another session, so that Ctrl-C at the agent does not reach the server. The server also
+ends if this process is killed.
 """
 
 import argparse

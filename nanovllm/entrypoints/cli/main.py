@@ -287,7 +287,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def serve_in_process(args: argparse.Namespace) -> int:
-    """Serve with the arguments of another command, in a process of its own."""
+    """Serve with the arguments of another command, in another process."""
     args.run = _serve
     return run_command(args)
 
