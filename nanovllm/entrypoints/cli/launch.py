@@ -1,8 +1,8 @@
 """`nanovllm launch`: starts a server and a coding agent that uses it, and ends the server with the agent.
 
 docs/agents.md has the same settings. Here they are environment variables and arguments, so that no file of the agent is
-changed. The server's process has another session, so that Ctrl-C at the agent does not reach the server. The server also
-ends if this process is killed.
+changed. The server's process has another session, so that Ctrl-C at the agent does not reach the server. The server
+also ends if this process is killed.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""The command line: `nanovllm demo`, `chat`, `generate`, `serve`, `batch`, `plan`, `verify` and `cache`.
+"""The command line: `nanovllm chat`, `serve` and the other commands that `_parser` names.
 
 flags.py makes the flags, their defaults and their help from the fields of Config, SamplingParams, DemoOptions,
 ServerOptions, ServiceOptions, BatchOptions, PlanOptions and VerifyOptions. Heavy modules and the packages of an extra
-are imported only when a command runs, so that `--help` does not need them. demo.py, verify.py, cache.py and console.py
-implement the commands of a terminal.
+are imported only when a command runs, so that `--help` does not need them. Each of the other modules of this folder
+implements a command, or with console.py the commands of a terminal.
 
 Bad input raises ConfigError, RequestError or CheckpointError, which `main` prints as one line. An exception that `main`
 does not catch is a bug and keeps its traceback.
@@ -52,6 +52,8 @@ from nanovllm.entrypoints.cli.flags import (
     name_flags,
 )
 from nanovllm.entrypoints.cli.launch import add_launch_command
+from nanovllm.entrypoints.cli.models import add_list_command, add_pull_command
+from nanovllm.entrypoints.cli.ps import add_ps_command
 from nanovllm.entrypoints.cli.verify import ENGINE_FLAGS, VerifyOptions, run_verify
 from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
 from nanovllm.entrypoints.planner import PlanOptions, fit_table, fits, plan_table
@@ -270,12 +272,12 @@ def _serve(args: argparse.Namespace) -> int:
     name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
     options = ServerOptions(**{"served_model_name": (name or args.model,), **given_fields(args, ServerOptions)})
     service = ServiceOptions(**given_fields(args, ServiceOptions))
-    set_up_log(options.log_level, options.log_format)
     config = _config(args)
     check_packages("nanovllm serve", ("fastapi", "uvicorn", "prometheus_client", "zstandard"), "server")
     if service.num_replicas is not None:
         check_packages("num_replicas", ("ray.serve",), "ray")
     with bind(options.host, options.port) as bound:  # before torch and the model are loaded
+        set_up_log(options.log_level, options.log_format)
         load = partial(load_engine, args)
         if service.num_replicas is None:
             from nanovllm.entrypoints.server.lifecycle import run_server
@@ -376,6 +378,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     add_cache_command(commands)
     add_launch_command(commands, serve_in_process)
+    add_list_command(commands)
+    add_pull_command(commands)
+    add_ps_command(commands)
     return parser
 
 

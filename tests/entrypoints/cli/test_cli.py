@@ -68,7 +68,7 @@ def test_help_any_command_loads_no_torch() -> None:
     code = """
 import sys
 from nanovllm.entrypoints.cli.main import main
-commands = "demo plan chat generate serve batch verify".split()
+commands = "demo plan chat generate serve batch verify cache launch list pull ps".split()
 for argv in (["--help"], *([name, "--help"] for name in commands)):
     try:
         main(argv)
