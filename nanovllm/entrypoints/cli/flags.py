@@ -54,6 +54,23 @@ def flag_help(options: type, name: str) -> str:
     return name_flags(help_of(options, name), (options, Config)).replace("%", "%%")  # argparse formats it
 
 
+def as_flags(args: argparse.Namespace, options: type, without: Sequence[str] = ()) -> list[str]:
+    """Return the flags of the fields of `options` that were given. without: fields that are left out."""
+    found: list[str] = []
+    for field in fields(options):
+        value = given_fields(args, options).get(field.name)
+        if value is None or field.name in without:
+            continue
+        name = flag_name(options, field.name)
+        if field.type in (bool, bool | None):
+            found.append(name if value else f"--no-{name[2:]}")
+        elif isinstance(value, list | tuple):
+            found += [name, *map(str, value)]
+        else:
+            found += [name, value if isinstance(value, str) else json.dumps(value)]
+    return found
+
+
 def given_fields(args: argparse.Namespace, options: type) -> dict[str, Any]:
     """Return the fields of `options` whose flags were given."""
     by_dest = {RENAMED.get((options, field.name), field.name): field.name for field in fields(options)}
@@ -175,10 +192,18 @@ class Parser(argparse.ArgumentParser):
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Indents help texts enough for most flags to have their help on the same line."""
+    """Indents help texts enough for most flags to have their help on the same line. The usage has only the arguments
+    that a command needs, because a list of all flags would fill the first screen.
+    """
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
+
+    def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        groups = [group for group in groups if group.required]
+        in_groups = [action for group in groups for action in group._group_actions]
+        shown = [each for each in actions if each.required or not each.option_strings or each in in_groups]
+        super().add_usage(usage, shown, groups, prefix)
 
 
 def add_command(

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.entrypoints.cli.flags import add_command, add_engine_flags, add_flags, given_fields
+from nanovllm.entrypoints.cli.flags import add_command, add_engine_flags, add_flags, as_flags, given_fields
 from nanovllm.entrypoints.server.options import ServerOptions, bind, url_of
 from nanovllm.errors import ConfigError
 from nanovllm.models.demo_model import model_path
@@ -139,25 +139,35 @@ def run_launch(args: argparse.Namespace) -> int:
             print(f"nanovllm: {args.agent} is not installed; run: npm install -g {agent.package}", file=sys.stderr)
         print(_settings_text(args, agent))
         return int(is_missing)
-    key = os.environ.get(KEY_VARIABLE, "none")
+    key = _key(args)
     if args.url is not None:
         return _run_agent(program, agent, find_server(_base_url(args.url), key), args.rest)
     with ended_by_sigterm(), _server(args, key) as server:
         return _run_agent(program, agent, server, args.rest)
 
 
+def _key(args: argparse.Namespace) -> str:
+    """Return the key for the server, or a word that takes its place."""
+    if (path := getattr(args, "api_key_file", None)) is not None:
+        from nanovllm.entrypoints.server.gate import read_api_keys
+
+        return read_api_keys(path, os.environ)[0]
+    return os.environ.get(KEY_VARIABLE, "none")
+
+
 def _settings_text(args: argparse.Namespace, agent: Agent) -> str:
     """Return the commands of a shell that start the server, if there is none, and the agent."""
-    key = "KEY" if KEY_VARIABLE in os.environ else "none"
+    key = "none" if _key(args) == "none" else "KEY"
     if args.url is not None:
-        server, lines = find_server(_base_url(args.url), os.environ.get(KEY_VARIABLE, "none"))._replace(key=key), []
+        server, lines = find_server(_base_url(args.url), _key(args))._replace(key=key), []
     else:
         options = given_fields(args, Config)
         model = ModelConfig.without_weights(model_path(args.model), options.get("hf_overrides"))
         context = options.get("max_model_len") or model.max_model_len_limit
         server = Server("http://127.0.0.1:8000", key, _names(args)[0], context)
         serve = ("nanovllm", "serve", "--model", args.model, "--served-model-name", server.model)
-        lines = [shlex.join([*serve, "--max-model-len", str(context)])]
+        flags = as_flags(args, Config, ["max_model_len"]) + as_flags(args, ServerOptions, ["served_model_name"])
+        lines = [shlex.join([*serve, "--max-model-len", str(context), *flags])]
     start = agent.start(server)
     lines += [f"export {name}={shlex.quote(value)}" for name, value in start.variables.items()]
     return "\n".join([*lines, shlex.join([args.agent, *start.arguments, *args.rest])])

@@ -17,7 +17,7 @@ import pytest
 from waiting import LIMIT_S, wait_until
 
 from nanovllm.entrypoints.cli.launch import AGENTS, Server
-from nanovllm.entrypoints.cli.main import main
+from nanovllm.entrypoints.cli.main import _parser, main
 from nanovllm.models.retrieval_model import build_retrieval_model
 
 SERVER = Server("http://127.0.0.1:8000", "KEY", "m", 32768)
@@ -102,6 +102,25 @@ def test_agent_gets_the_settings_of_a_server_that_runs(
     assert variables["ANTHROPIC_BASE_URL"] == url and variables["ANTHROPIC_AUTH_TOKEN"] == "secret"
     assert variables["ANTHROPIC_MODEL"] == "m" and variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "40960"
     assert variables["NO_PROXY"] == "example.org,127.0.0.1"
+
+
+def test_printed_server_has_the_flags_that_were_given(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = '--hf-overrides {"a":1} --dtype float32 --no-enable-prefix-caching --num-gpu-blocks 8 --enable-cpu-offload'
+    flags += " --embedding-on-cpu true --gpu-memory-utilization 0.5 --allowed-origins http://a http://b --drain-s 2"
+    assert main(["launch", "codex", "demo", "--print", *flags.split()]) == 0
+    _, *printed = shlex.split(capsys.readouterr().out.splitlines()[0])
+    given = vars(_parser().parse_args(["serve", "--model", "demo", *flags.split()]))
+    args = vars(_parser().parse_args(printed))
+    assert args == given | {"served_model_name": ["demo"], "max_model_len": args["max_model_len"]}
+
+
+def test_key_comes_from_the_file_of_keys(
+    url: str, programs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "keys").write_text("# ours\nsecret\nother\n")
+    add_agent(programs, "claude", f"echo $ANTHROPIC_AUTH_TOKEN > {tmp_path}/token")
+    assert main(["launch", "claude", "--url", url, "--api-key-file", str(tmp_path / "keys")]) == 0
+    assert (tmp_path / "token").read_text() == "secret\n"
 
 
 def test_printed_settings_hold_no_secret(
