@@ -72,6 +72,8 @@ def test_settings_are_those_of_the_guide() -> None:
         name, _, value = setting.partition("=")
         assert f"{name.rpartition('.')[2]} = {value}" in guide
     config = json.loads(starts["opencode"].variables["OPENCODE_CONFIG_CONTENT"])
+    limit = json.dumps(config["provider"]["nanovllm"]["models"]["m"]["limit"])
+    assert f'"limit": {limit}' in guide
     assert config["model"] == "nanovllm/m" and f"`opencode run --model {config['model']}`" in guide
     for agent in AGENTS.values():
         assert agent.package.rpartition("@")[2] in guide
