@@ -39,7 +39,7 @@ class Models(BaseHTTPRequestHandler):
 @pytest.fixture
 def url() -> Iterator[str]:
     with HTTPServer(("127.0.0.1", 0), Models) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()

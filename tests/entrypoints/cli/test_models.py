@@ -1,9 +1,11 @@
 """`nanovllm list`, `pull` and `ps`. tests/checkpoint/test_hub.py downloads with `pull`."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -40,7 +42,8 @@ def test_list_has_the_models_of_the_hubs_cache_and_of_a_folder(
     hub_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     snapshots = hub_cache / "models--acme--tiny" / "snapshots"
-    write_tiny_model(snapshots / COMMIT)
+    source = write_tiny_model(tmp_path / "source")
+    shutil.copytree(source, snapshots / COMMIT)
     plan_only = hub_cache / "models--acme--planned" / "snapshots" / COMMIT
     plan_only.mkdir(parents=True)
     (plan_only / "config.json").write_bytes((snapshots / COMMIT / "config.json").read_bytes())
@@ -51,8 +54,8 @@ def test_list_has_the_models_of_the_hubs_cache_and_of_a_folder(
         (refs.parent / "blobs").mkdir()
     folder = tmp_path / "models"
     folder.mkdir()
-    write_gguf(folder / "a.gguf", write_tiny_model(tmp_path / "source"))
-    write_tiny_model(folder / "checkpoint")
+    write_gguf(folder / "a.gguf", source)
+    shutil.copytree(source, folder / "checkpoint")
     (folder / "broken.gguf").write_bytes(b"GGUF")
     (folder / "notes.txt").write_text("not a model")
     found = listed(folder, capsys)
@@ -75,12 +78,14 @@ def test_list_without_models_says_how_to_get_one(
 
 
 def test_what_runs_takes_the_models_format_if_it_fits() -> None:
-    machine = Machine.gpu(64 * 2**30, find_gpu("RTX 4070"))
-    cases = {"qwen3-0.6b": "40,960 tokens on the GPU,", "qwen3.5-27b": "no", "qwen3-8b": "40,960 tokens"}
-    for preset, words in cases.items():
-        runs = what_runs(machine, preset, ModelConfig.without_weights(preset), "bfloat16")
-        assert runs.startswith(words), runs
-    assert "--quantization int4" in runs
+    def runs(preset: str, gpu_gb: int = 12) -> str:
+        machine = replace(Machine.gpu(64 * 2**30, find_gpu("RTX 4070")), gpu_bytes=gpu_gb * 2**30)
+        return what_runs(machine, preset, ModelConfig.without_weights(preset), "bfloat16")
+
+    assert runs("qwen3-0.6b").startswith("40,960 tokens on the GPU, <= ")
+    quantized = runs("qwen3-8b")
+    assert quantized.startswith("40,960 tokens") and " and --quantization int4, <= " in quantized
+    assert runs("llama-3.1-8b", 4).startswith("no; ")
 
 
 def test_pull_of_something_that_is_not_on_the_hub_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +114,7 @@ def test_ps_asks_each_server_for_its_health(
     use_private_cache(monkeypatch, tmp_path)
     assert main(["ps"]) == 0 and "no servers" in capsys.readouterr().out
     with HTTPServer(("127.0.0.1", 0), Health) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}"
         with noted(url, ("m", "alias")):
