@@ -18,8 +18,9 @@ class CheckpointError(ValueError):
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs the packages of an extra, for the message of an error. PyPI has no release."""
-    return f"pip install --constraint constraints.txt '.[{extra}]' in nanovllm's checkout"
+    """Return the commands that install the packages of an extra, for the message of an error. PyPI has no release."""
+    checkout = f"pip install --constraint constraints.txt '.[{extra}]' in nanovllm's checkout"
+    return f"{checkout}, or pip install 'WHEEL[{extra}]' with the path of nanovllm's wheel"
 
 
 class EngineError(RuntimeError):

@@ -92,7 +92,7 @@ def find_gguf(model: str) -> GGUFSource | None:
     if is_file and is_gguf(path):
         return GGUFSource(tuple(each.name for each in split_paths(path)), path.parent)
     if is_directory:
-        models = _models(each.name for each in path.glob("*"))
+        models = local_models(path)
         if not models or any(path.glob("*.safetensors")):
             return None
         if len(models) > 1:
@@ -105,6 +105,11 @@ def find_gguf(model: str) -> GGUFSource | None:
     if is_gguf(path):
         raise CheckpointError(f"model {model!r} does not exist; a model in GGUF is {GGUF_NAMES}")
     return on_hub(model) if _PLAIN_NAME.fullmatch(model) and "gguf" in model.lower() else None
+
+
+def local_models(directory: Path) -> list[tuple[str, ...]]:
+    """Return the names of the files of each model in GGUF in a directory."""
+    return _models(path.name for path in directory.glob("*"))
 
 
 def on_hub(repository: str, file: str | None = None, tag: str | None = None) -> GGUFSource | None:

@@ -136,6 +136,9 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
         store=disk,
     )
     logger.info("started in %s", report.phases)
+    num_blocks = sizes.num_cpu_blocks or sizes.num_gpu_blocks
+    cached = f"the KV cache holds {num_blocks * setup.config.block_size:,} tokens"
+    logger.info("context: %s tokens; %s", f"{setup.max_model_len:,}", cached)
     if setup.config.enable_cpu_offload or setup.model_config.has_cpu_experts:
         plan, together = setup.plan, None
         if split is not None and split.link_byte_per_s and split.cpu_byte_per_s:

@@ -230,6 +230,7 @@ def load_tokenizer(directory: Path | None) -> Any:
                 raise
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory))
         tokenizer = _as_the_file_says(tokenizer, directory)
+        _drop_ignored_clean_up(tokenizer)
     except CheckpointError:
         raise
     except Exception as error:  # transformers raises the errors of its parsers, which do not name the file
@@ -296,6 +297,14 @@ def _plain_config(directory: Path) -> Any:
         if content.get(name) is not None:
             setattr(config, name, content[name])
     return config
+
+
+def _drop_ignored_clean_up(tokenizer: Any) -> None:
+    """Drop a setting that transformers ignores for BPE, but warns of at the first decoding."""
+    is_kept = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if type(model).__name__ == "BPE" and not is_kept:
+        tokenizer.clean_up_tokenization_spaces = False
 
 
 def _as_the_file_says(tokenizer: Any, directory: Path) -> Any:

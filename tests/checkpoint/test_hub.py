@@ -88,7 +88,8 @@ def nanovllm(hub: Hub, cache: Path, *args: str, name: str = NAME, **settings: st
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | settings
     env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
     env |= {"HF_HUB_DOWNLOAD_TIMEOUT": "240", "HF_HUB_ETAG_TIMEOUT": "240"}  # no file may be asked for twice
-    command = [sys.executable, "-m", "nanovllm", args[0], "--model", name, *args[1:]]
+    model = ["--model", name] if args[0] not in ("pull", "list") else [name] * (args[0] == "pull")
+    command = [sys.executable, "-m", "nanovllm", args[0], *model, *args[1:]]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -118,6 +119,16 @@ def test_hub_name_plan_fetches_no_weights_and_generate_the_rest_once(hub: Hub, t
     assert len(weights) > 1 and all(file.is_symlink() for file in weights)
     hub.fetched.clear()
     assert nanovllm(hub, cache, "generate", *FLAGS, HF_HUB_OFFLINE="1") == answer and not hub.fetched
+
+
+@pytest.mark.slow
+def test_pull_fetches_what_generate_needs_offline_and_list_names_it(hub: Hub, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    path = Path(nanovllm(hub, cache, "pull").strip())
+    assert path.name == COMMIT and "tokenizer.json" in hub.fetched and list(path.glob("*.safetensors"))
+    hub.fetched.clear()
+    assert NAME in nanovllm(hub, cache, "list", str(tmp_path), HF_HUB_OFFLINE="1")
+    assert nanovllm(hub, cache, "generate", *FLAGS, HF_HUB_OFFLINE="1") and not hub.fetched
 
 
 @pytest.mark.slow

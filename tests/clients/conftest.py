@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from agent_process import AgentPlace
 from http_server import site_server
 from model_files import copy_with_template
 from scripted_model import build_scripted_model
@@ -53,10 +54,21 @@ def url(model: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def scripted_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def scripted_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [path.read_text() for path in sorted(DOCS.glob("*.md"))]
-    model = build_scripted_model(tmp_path_factory.mktemp("scripted"), texts)
-    engine = AsyncLLM(model, device="cpu", max_model_len=CONTEXT, num_kvcache_blocks=512, max_num_batched_tokens=4096)
+    return build_scripted_model(tmp_path_factory.mktemp("scripted"), texts)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> AgentPlace:
+    return AgentPlace(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def scripted_url(scripted_model: Path) -> Iterator[str]:
+    engine = AsyncLLM(
+        scripted_model, device="cpu", max_model_len=CONTEXT, num_kvcache_blocks=512, max_num_batched_tokens=4096
+    )
     with site_server(engine, [KEY], served_model_name=("m",)) as url:
         yield url
     engine.close()

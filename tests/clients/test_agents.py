@@ -147,11 +147,6 @@ AGENTS = [
 ]
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> AgentPlace:
-    return AgentPlace(tmp_path)
-
-
 def ask(tool: str, *arguments: str) -> str:
     """Return a message that makes the model call this tool."""
     return f"Read the note. <<call {'|'.join((tool, *arguments))}>>"
@@ -214,12 +209,15 @@ def test_agent_knows_that_the_prompt_is_too_long(
     assert words in printed + errors
 
 
+def aider(model: str) -> list[str | Path]:
+    options = "--analytics-disable --no-check-update --no-show-release-notes --no-show-model-warnings --no-git"
+    return [REPOSITORY / ".venv-aider/bin/aider", "--model", f"openai/{model}", *options.split(), "--yes-always"]
+
+
 def test_aider_edits_a_file(scripted_url: str, place: AgentPlace) -> None:
     """It has no tools: the model writes the whole file, between lines of ```."""
     env = {"OPENAI_API_BASE": f"{scripted_url}/v1", "OPENAI_API_KEY": KEY, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    options = "--analytics-disable --no-check-update --no-show-release-notes --no-show-model-warnings --no-git"
-    aider = REPOSITORY / ".venv-aider/bin/aider"
-    command = [aider, "--model", "openai/m", *options.split(), "--yes-always", "--edit-format", "whole"]
+    command = [*aider("m"), "--edit-format", "whole"]
     answer = "I change it.\n\nnote.txt\n```\nThe word is quince.\n```"
     printed = place.run([*command, "note.txt", "--message", f"Change the word. <<then {answer}>>"], env)
     assert "Applied edit to note.txt" in printed

@@ -6,10 +6,12 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from agent_process import NOTE, AgentPlace
 from conftest import KEY
 from http_server import site_server
 from pydantic import BaseModel
 from smollm2 import gguf_directory
+from test_agents import aider
 
 from nanovllm import AsyncLLM
 
@@ -58,3 +60,11 @@ def test_anthropic_goes_on_with_a_conversation(real_url: str) -> None:
     history = [*QUESTION, {"role": "assistant", "content": ANSWER}, {"role": "user", "content": "And of Italy?"}]
     second: Any = client.messages.create(messages=history, **fields)
     assert "Italy" in second.content[0].text
+
+
+def test_aider_answers_a_question(real_url: str, place: AgentPlace) -> None:
+    """A session of a real coding agent with a real model. Other agents need tools, which this model does not take."""
+    env = {"OPENAI_API_BASE": f"{real_url}/v1", "OPENAI_API_KEY": KEY}
+    command = [*aider("smollm2"), "--chat-mode", "ask", "--message", QUESTION[0]["content"]]
+    assert ANSWER in place.run(command, env)
+    assert place.note.read_text() == NOTE

@@ -244,6 +244,35 @@ def test_agents_that_run_at_once_find_their_documents() -> None:
     assert num_found >= 0.98 * num_expected
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+    ("offload", "block_size", "most_lost"),
+    [(False, 256, 1), (True, 256, 1), (True, 4096, 2)],  # in blocks; 24 blocks of 4,096 tokens are not enough for all
+)
+def test_sub_agents_keep_their_prefixes(offload: bool, block_size: int, most_lost: int, at_once: bool) -> None:
+    """Three sub-agents of 30,000 tokens each take turns in a pool of 100,000 tokens. They share a system prompt, their
+    histories grow, and each turn has a short request, such as one for a title, that nobody continues.
+    """
+    num_blocks, num_new = 100_000 // block_size, 150
+    kv = offloaded(num_blocks, block_size, 256, num_blocks // 4) if offload else BlockManager(num_blocks, block_size)
+    engine = Engine(kv, max_num_seqs=4 if at_once else 1, max_num_batched_tokens=4096)
+    system, histories = document(0, 6000), [document(1 + number, 24_000) for number in range(3)]
+    for turn in range(6):
+        asked: list[tuple[Sequence, int]] = []
+        for number, history in enumerate(histories):
+            question = document(100 + 10 * turn + number, num_new)
+            asked.append((engine.add(system + history + question, num_new), len(system + history)))
+            engine.add(document(1000 + 10 * turn + number, 400), 20)
+            histories[number] += question + (_ANSWER,) * num_new
+            while engine.scheduler.has_unfinished and not at_once:
+                engine.step()
+        while engine.scheduler.has_unfinished:
+            engine.step()
+        lost = [num_known - (seq.num_hit_tokens or 0) for seq, num_known in asked]
+        assert turn == 0 or max(lost) < most_lost * block_size, lost
+    check_kv(kv, [])
+
+
 @pytest.mark.parametrize(
     ("num_documents", "num_tokens", "num_blocks"),
     [(3, 64 * 256, 256), pytest.param(2, 131_072, 2048, marks=pytest.mark.slow)],

@@ -3,7 +3,6 @@
 The processes come from multiprocessing's fork server, which has imported torch once. So each starts in a moment.
 """
 
-import logging
 import multiprocessing
 import os
 import re
@@ -122,11 +121,10 @@ def _serve(model: Path, log: Path, change: Any, options: dict[str, Any], engine_
 
     from nanovllm import AsyncLLM
     from nanovllm.entrypoints.server.lifecycle import run_server
+    from nanovllm.entrypoints.server.log_lines import set_up_log
     from nanovllm.entrypoints.server.options import ServerOptions, bind
 
     torch.set_num_threads(1)
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("nanovllm").setLevel(logging.INFO)
 
     def load() -> AsyncLLM:
         print("loading", flush=True)
@@ -136,6 +134,7 @@ def _serve(model: Path, log: Path, change: Any, options: dict[str, Any], engine_
         return engine
 
     server_options = ServerOptions(**({"served_model_name": ("tiny",)} | options))
+    set_up_log(server_options.log_level, server_options.log_format)
     with bind(server_options.host, server_options.port) as bound:
         sys.exit(run_server(load, server_options, bound))
 

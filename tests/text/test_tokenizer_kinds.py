@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from model_files import edit_json
 from odd_drafters import OddDrafter
 from tiers import examples
 from tiny_models import write_tiny_model
@@ -55,6 +56,15 @@ def load(tmp_path_factory: pytest.TempPathFactory, smollm2_tokenizer: Path) -> L
 
 
 # -- what the file says ----------------------------------------------------------------------------------------------
+
+
+def test_setting_that_transformers_ignores_gives_no_warning(tmp_path: Path) -> None:
+    """Regression: the first answer of many models came with transformers' warning of a setting that corrupts texts."""
+    directory = write_tokenizer("byte level", tmp_path)
+    edit_json(directory / "tokenizer_config.json", clean_up_tokenization_spaces=True)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.decode(tokenizer.encode("a b , c .", add_special_tokens=False)) == "a b , c ."
+    assert not tokenizer.clean_up_tokenization_spaces, "transformers would warn of it, once in a process"
 
 
 @pytest.mark.parametrize("kind", ALL)

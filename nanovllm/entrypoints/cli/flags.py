@@ -57,6 +57,23 @@ def flag_help(options: type, name: str) -> str:
     return name_flags(help_of(options, name), (options, Config)).replace("%", "%%")  # argparse formats it
 
 
+def as_flags(args: argparse.Namespace, options: type, without: Sequence[str] = ()) -> list[str]:
+    """Return the flags of the fields of `options` that were given. without: fields that are left out."""
+    found: list[str] = []
+    for field in fields(options):
+        value = given_fields(args, options).get(field.name)
+        if value is None or field.name in without:
+            continue
+        name = flag_name(options, field.name)
+        if field.type in (bool, bool | None):
+            found.append(name if value else f"--no-{name[2:]}")
+        elif isinstance(value, list | tuple):
+            found += [name, *map(str, value)]
+        else:
+            found += [name, value if isinstance(value, str) else json.dumps(value)]
+    return found
+
+
 def given_fields(args: argparse.Namespace, options: type) -> dict[str, Any]:
     """Return the fields of `options` whose flags were given."""
     by_dest = {RENAMED.get((options, field.name), field.name): field.name for field in fields(options)}
@@ -144,7 +161,12 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Accepts no abbreviated flags, because new flags would make them ambiguous, and reports an error in one line."""
+    """Accepts no abbreviated flags, because new flags would make them ambiguous, and reports an error in one line.
+
+    takes_rest: what follows "--" is not parsed, and becomes `rest` of the namespace.
+    """
+
+    takes_rest = False
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
@@ -153,6 +175,10 @@ class Parser(argparse.ArgumentParser):
         """Refuse unknown flags first. Otherwise a misspelt required flag would be reported as missing."""
         if self._subparsers is None:
             given = list(sys.argv[1:] if args is None else args)
+            if self.takes_rest:
+                end = given.index("--") if "--" in given else len(given)
+                namespace = namespace or argparse.Namespace()
+                namespace.rest, args, given = given[end + 1 :], given[:end], given[:end]
             for flag in given[: given.index("--")] if "--" in given else given:
                 self._check_flag(flag.partition("=")[0])
         return super().parse_known_args(args, namespace)
@@ -169,10 +195,18 @@ class Parser(argparse.ArgumentParser):
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Indents help texts enough for most flags to have their help on the same line."""
+    """Indents help texts enough for most flags to have their help on the same line. The usage has only the arguments
+    that a command needs, because a list of all flags would fill the first screen.
+    """
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
+
+    def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        groups = [group for group in groups if group.required]
+        in_groups = [action for group in groups for action in group._group_actions]
+        shown = [each for each in actions if each.required or not each.option_strings or each in in_groups]
+        super().add_usage(usage, shown, groups, prefix)
 
 
 def add_command(

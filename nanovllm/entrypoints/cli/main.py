@@ -1,9 +1,9 @@
-"""The command line: `nanovllm demo`, `chat`, `generate`, `serve`, `batch`, `plan`, `verify` and `cache`.
+"""The command line: `nanovllm chat`, `serve` and the other commands that `_parser` names.
 
 flags.py makes the flags, their defaults and their help from the fields of Config, SamplingParams, DemoOptions,
 ServerOptions, ServiceOptions, BatchOptions, PlanOptions and VerifyOptions. Heavy modules and the packages of an extra
-are imported only when a command runs, so that `--help` does not need them. demo.py, verify.py, cache.py and console.py
-implement the commands of a terminal.
+are imported only when a command runs, so that `--help` does not need them. Each of the other modules of this folder
+implements a command, or with console.py the commands of a terminal.
 
 Bad input raises ConfigError, RequestError or CheckpointError, which `main` prints as one line. An exception that `main`
 does not catch is a bug and keeps its traceback.
@@ -51,9 +51,13 @@ from nanovllm.entrypoints.cli.flags import (
     given_fields,
     name_flags,
 )
+from nanovllm.entrypoints.cli.launch import add_launch_command
+from nanovllm.entrypoints.cli.models import add_list_command, add_pull_command
+from nanovllm.entrypoints.cli.ps import add_ps_command
 from nanovllm.entrypoints.cli.verify import ENGINE_FLAGS, VerifyOptions, run_verify
 from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
 from nanovllm.entrypoints.planner import PlanOptions, fit_table, fits, plan_table
+from nanovllm.entrypoints.server.log_lines import set_up_log
 from nanovllm.entrypoints.server.options import ServerOptions, bind
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.models.demo_model import DEMO_MODEL, model_path
@@ -117,7 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     1: the plan cannot work, or the request or the engine failed. 2: bad input. 130: Ctrl-C. 141: stdout was closed.
     """
-    args = _parser().parse_args(argv)
+    return run_command(_parser().parse_args(argv))
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Run the command of parsed arguments, and return its exit status."""
     if getattr(args, "kv_disk_path", ""):  # engines in other processes have other working directories
         args.kv_disk_path = str(Path(args.kv_disk_path).expanduser().absolute())
     logging.basicConfig(format="%(message)s")
@@ -269,6 +277,7 @@ def _serve(args: argparse.Namespace) -> int:
     if service.num_replicas is not None:
         check_packages("num_replicas", ("ray.serve",), "ray")
     with bind(options.host, options.port) as bound:  # before torch and the model are loaded
+        set_up_log(options.log_level, options.log_format)
         load = partial(load_engine, args)
         if service.num_replicas is None:
             from nanovllm.entrypoints.server.lifecycle import run_server
@@ -277,6 +286,12 @@ def _serve(args: argparse.Namespace) -> int:
         from nanovllm.entrypoints.cluster.service import run_service
 
         return run_service(load, config, options, service, bound)
+
+
+def serve_in_process(args: argparse.Namespace) -> int:
+    """Serve with the arguments of another command, in another process."""
+    args.run = _serve
+    return run_command(args)
 
 
 def load_engine(args: argparse.Namespace) -> "AsyncLLM":
@@ -362,6 +377,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_verify(commands)
     add_cache_command(commands)
+    add_launch_command(commands, serve_in_process)
+    add_list_command(commands)
+    add_pull_command(commands)
+    add_ps_command(commands)
     return parser
 
 

@@ -143,6 +143,7 @@ class Front:
                     lost.add(error.replica)
             except Refusal as refusal:
                 self.refused(refusal.reason)
+                refusal.record(scope)
                 return await reply.end_with_error(refusal, scope, receive)
         self._cut.inc()
         await reply.end_with_error(_lost_error(), scope, receive)

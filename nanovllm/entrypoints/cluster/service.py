@@ -56,7 +56,9 @@ from nanovllm.entrypoints.server.app import make_app, warm_up
 from nanovllm.entrypoints.server.errors import Refusal, keep_messages_out
 from nanovllm.entrypoints.server.gate import Gate, load_keys
 from nanovllm.entrypoints.server.lifecycle import raise_file_limit, serve_until_stopped
+from nanovllm.entrypoints.server.log_lines import set_up_log
 from nanovllm.entrypoints.server.options import ServerOptions
+from nanovllm.entrypoints.server.request_log import RequestLog
 from nanovllm.errors import EngineError
 from nanovllm.utils.interrupt import ended_by_sigterm
 
@@ -195,11 +197,13 @@ class EngineReplica:
     """
 
     async def __init__(self, load: Callable[[], AsyncLLM], options: ServerOptions) -> None:  # type: ignore[misc]  # Serve awaits it
+        set_up_log(options.log_level, options.log_format)
         keep_messages_out("ray.serve", front_module.__name__)
         self._name = serve.get_replica_context().replica_id.unique_id
         self._interval = PartInterval()
         self._engine = load()
-        self._app = make_app(self._engine, options, self._name)
+        app = make_app(self._engine, options, self._name)
+        self._app, self._metrics = RequestLog(app), app.state.service.metrics
         await warm_up(self._engine)
 
     async def answer(
@@ -223,7 +227,7 @@ class EngineReplica:
             await parts.aclose()
 
     async def metrics(self) -> str:
-        return self._app.state.service.metrics.render().decode()
+        return self._metrics.render().decode()
 
     def check_health(self) -> None:
         """Raise EngineError if the engine has failed. Serve then replaces the replica."""

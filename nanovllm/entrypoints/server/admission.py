@@ -28,6 +28,7 @@ from nanovllm.entrypoints.server.gate import CACHE_SALT
 from nanovllm.entrypoints.server.metrics import Metrics
 from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.entrypoints.server.protocol import SamplingFields
+from nanovllm.entrypoints.server.request_log import RequestRecord
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.llm import LLM
 from nanovllm.plan.kv_spec import dtype_name
@@ -119,6 +120,7 @@ class Service:
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams,
+        record: RequestRecord,
         *,
         with_tokens: bool = True,
         cache_salt: str | None = None,
@@ -141,7 +143,7 @@ class Service:
         except BaseException:
             place.leave()
             raise
-        place.watch(stream, params)
+        place.watch(stream, params, record)
         return stream
 
     def _cut_to_fit(self, params: SamplingParams, num_prompt_tokens: int, param: str) -> SamplingParams:
@@ -198,10 +200,11 @@ class _Place:
         service.num_waiting += num_answers
         service.num_open += num_answers
 
-    def watch(self, stream: RequestStream, params: SamplingParams) -> None:
+    def watch(self, stream: RequestStream, params: SamplingParams, record: RequestRecord) -> None:
         """Follow the stream, and end the stream if no answer begins in time."""
         stream.observer = self
-        self._params = params
+        self._params, self._record = params, record
+        record.queued(stream.sequences)
         loop = asyncio.get_running_loop()
         rest_s = self._entered_s + self._service.options.max_wait_s - time.monotonic()
         self._timer = loop.call_later(max(0.0, rest_s), self._expire, stream)
@@ -219,6 +222,7 @@ class _Place:
         if index in self._waiting:
             self._waiting.remove(index)
             self._service.num_waiting -= 1
+            self._record.begun()
             self._service.add_wait(time.monotonic() - self._entered_s)
             self._stop_timer()
 
@@ -226,11 +230,13 @@ class _Place:
         self._num_open -= 1
         self._service.num_open -= 1
         self._service.metrics.answer_ended(output)
+        self._record.finished(output)
         self._service.checks.answer_ended(output, self._params)
 
     def closed(self, num_open: int) -> None:
         assert num_open == self._num_open, f"{num_open} answers are open, {self._num_open} were expected"
         self._service.metrics.answers_abandoned(num_open)
+        self._record.abandoned()
         self.leave()
 
     def leave(self) -> None:

@@ -14,6 +14,7 @@ from contextlib import aclosing, suppress
 from itertools import chain
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -26,6 +27,7 @@ from nanovllm.entrypoints.server.errors import (
     json_response,
 )
 from nanovllm.entrypoints.server.protocol import CompletionRequest, SamplingFields
+from nanovllm.entrypoints.server.request_log import record_of
 from nanovllm.errors import EngineError
 from nanovllm.plan.outputs import Logprob, RequestOutput, TokenLogprobs
 from nanovllm.request_stream import RequestStream, RequestUpdate
@@ -56,7 +58,7 @@ class Answer(ABC, Generic[BodyT]):
         self._service, self._body = service, body
         self._begun: set[int] = set()  # indices of the answers that have streamed something
         self._num_answers = body.n or 1  # to each prompt
-        self._fields = {
+        self._fields: dict[str, Any] = {
             "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
             "object": self.whole_object,
             "created": int(time.time()),
@@ -69,7 +71,7 @@ class Answer(ABC, Generic[BodyT]):
         self._num_prompt_tokens = self._num_cached_tokens = self._num_completion_tokens = 0
 
     async def respond(
-        self, prompts: Sequence[Prompt], params: SamplingParams, cache_salt: str | None, receive: Receive
+        self, prompts: Sequence[Prompt], params: SamplingParams, cache_salt: str | None, request: Request
     ) -> Response:
         """Queue the prompts, and return the response, streamed as events or whole.
 
@@ -77,14 +79,16 @@ class Answer(ABC, Generic[BodyT]):
         """
         body = self._body
         with_tokens = bool(body.stream) and (params.logprobs is not None or body.includes_usage_so_far)
+        record = record_of(request.scope)
+        record.id = self._fields["id"].partition("-")[2]
         stream = await self._service.submit(
-            prompts, params, with_tokens=with_tokens, cache_salt=cache_salt, param=self.prompt_param
+            prompts, params, record, with_tokens=with_tokens, cache_salt=cache_salt, param=self.prompt_param
         )
         self._num_prompt_tokens = sum(seq.num_prompt_tokens for seq in stream.sequences)
         if body.stream:
             return EventStream(stream, self)
         try:
-            outputs = await while_connected(receive, stream.outputs())
+            outputs = await while_connected(request.receive, stream.outputs())
         finally:
             stream.close()
         for output in outputs:
@@ -327,11 +331,13 @@ class EventStream(Response):
         self.status_code, self.background = 200, None
         self._stream, self._answer, self._silence_s = stream, answer, silence_s
         self._has_begun = False  # a token has arrived
+        self._scope: Scope = {}
         self._start_s = self._sent_s = 0.0  # start of the stream and last send, by the loop's clock
         self.media_type = "text/event-stream"
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
         try:
             with suppress(ClientDisconnectedError):
                 await while_connected(receive, self._send(send))
@@ -384,7 +390,9 @@ class EventStream(Response):
             if event := self._answer.last_events():
                 yield event
         except Exception as error:
-            yield self._answer.error_events(api_error(error))
+            failure = api_error(error)
+            failure.record(self._scope)
+            yield self._answer.error_events(failure)
             if not isinstance(error, EngineError | ApiError):
                 raise  # a bug; the server logs the exception
 

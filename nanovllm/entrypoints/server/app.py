@@ -136,7 +136,7 @@ def add_answers(app: FastAPI, service: Service) -> None:
             service.check_num_answers(len(prompts) * params.n)
             encoded = await service.prepare(_encode, service, prompts, body.add_special_tokens is not False, cache_salt)
         answer = CompletionAnswer(service, body, echoed)
-        return await answer.respond(encoded, params, cache_salt, request.receive)
+        return await answer.respond(encoded, params, cache_salt, request)
 
     @app.post("/v1/chat/completions", responses=ANSWERS)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
@@ -150,6 +150,7 @@ def add_answers(app: FastAPI, service: Service) -> None:
         except ApiError as error:
             if error.code != CONTEXT_EXCEEDED or not body.stream:
                 raise
+            error.record(request.scope)
             events = make_answer(service, chat, ChatForm()).error_events(error)  # where OpenAI's clients look for it
             return Response(events, media_type="text/event-stream")
 
@@ -189,7 +190,7 @@ async def _answer_chat(
     params = chat_params(body, service.llm.sampling_defaults, constraint, form.tags)
     answer = make_answer(service, body, form._replace(is_alternative=has_form(body)))
     try:
-        return await answer.respond([token_ids], params, cache_salt, request.receive)
+        return await answer.respond([token_ids], params, cache_salt, request)
     except RequestError as error:
         if constraint is not None and "structured_outputs" in str(error):
             await service.prepare(blame_tool, service, params, constraint, body)

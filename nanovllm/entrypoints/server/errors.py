@@ -21,7 +21,9 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
+from nanovllm.entrypoints.server.request_log import record_of
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.utils.options import shown
 
@@ -54,6 +56,8 @@ _PARAM = re.compile(r"SamplingParams\.(\w+)")  # begins the message about a para
 class ApiError(Exception):
     """A request that is answered with an error. param: the field of the body that caused the error."""
 
+    reason: str | None = None  # see Refusal
+
     def __init__(
         self,
         message: str,
@@ -78,6 +82,10 @@ class ApiError(Exception):
 
     def response(self, path: str = "") -> Response:
         return json_response(self.body(path), self.status, self._headers)
+
+    def record(self, scope: Scope) -> None:
+        """Note the error for the line of the request in the log."""
+        record_of(scope).failed(code=self.code, reason=self.reason, param=self.param)
 
     def event(self, path: str = "") -> str:
         """Return the event that ends a stream."""
@@ -110,6 +118,8 @@ class Refusal(ApiError):
     retry_after_s: seconds after which the client may ask again. closes: whether to close the connection, which the
     statuses of CLOSING do in any case.
     """
+
+    reason: str
 
     def __init__(
         self,
@@ -199,7 +209,9 @@ def add_error_handlers(app: FastAPI) -> None:
             elif error.status_code == 400:  # FastAPI's error about a body that json.loads cannot read
                 message = UNREADABLE_JSON
             error = ApiError(message, status=error.status_code, headers=error.headers)
-        return api_error(error).response(request.url.path)
+        error = api_error(error)
+        error.record(request.scope)
+        return error.response(request.url.path)
 
     answered = (ApiError, RequestError, EngineError, RequestValidationError, HTTPException, ClientDisconnectedError)
     for kind in (*answered, Exception):

@@ -34,6 +34,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanovllm.entrypoints.server.errors import MESSAGES_PATH, ClientDisconnectedError, Refusal
 from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.entrypoints.server.page import FILES_PATH
+from nanovllm.entrypoints.server.request_log import RequestLog
 from nanovllm.errors import ConfigError
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
@@ -58,19 +59,20 @@ class _HeldBody:
 class Gate:
     """Refuses or passes on each request. Set `is_draining` when the server stops.
 
-    outermost: the gate with the headers for pages of the allowed origins. on_refusal: a function that is called with
-    the reason of each refusal, for the metrics.
+    outermost: the gate, the headers for pages of the allowed origins, and the log of requests. on_refusal: a function
+    that is called with the reason of each refusal, for the metrics.
     """
 
     def __init__(
         self, app: ASGIApp, options: ServerOptions, keys: "ApiKeys", on_refusal: Callable[[str], None]
     ) -> None:
         self._app, self._options, self._keys, self._on_refusal = app, options, keys, on_refusal
-        self.outermost: ASGIApp = self
+        outermost: ASGIApp = self
         if options.allowed_origins:
-            self.outermost = CORSMiddleware(
+            outermost = CORSMiddleware(
                 self, allow_origins=options.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
             )
+        self.outermost: ASGIApp = RequestLog(outermost)
         self._num_held_bytes = 0  # in the bodies of all requests that are open
         self.is_draining = False
 
@@ -83,6 +85,7 @@ class Gate:
                     scope, receive = await self._read_body(scope, receive, held)
                 except Refusal as refusal:
                     self._on_refusal(refusal.reason)
+                    refusal.record(scope)
                     return await refusal.response(scope["path"])(scope, receive, send)
                 except ClientDisconnectedError:
                     return None

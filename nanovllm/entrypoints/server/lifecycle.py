@@ -36,6 +36,7 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.entrypoints.server.app import Site
 from nanovllm.entrypoints.server.errors import ApiError, keep_messages_out
 from nanovllm.entrypoints.server.gate import Gate, load_keys
+from nanovllm.entrypoints.server.notes import noted
 from nanovllm.entrypoints.server.options import ServerOptions, port_error, url_of
 from nanovllm.errors import EngineError
 from nanovllm.utils.interrupt import ended_by_sigterm
@@ -135,7 +136,8 @@ class _Server:
             loop.add_signal_handler(signum, partial(self._on_signal, signum))
         try:
             await self._served.warm_up()
-            return await self._serve()
+            with noted(url_of(self._socket), self._options.served_model_name):
+                return await self._serve()
         except EngineError as error:  # during the warm-up
             logger.error("nanovllm: the engine has failed: %s", error)
             return FAILED

@@ -9,6 +9,7 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
+from nanovllm.entrypoints.server.log_lines import FORMATS, LEVELS
 from nanovllm.errors import ConfigError
 from nanovllm.utils.options import MAX_INT32, check_options, option
 
@@ -39,6 +40,19 @@ class ServerOptions:
         most=MAX_INT32,
     )
 
+    log_level: str = option(
+        "info",
+        help="lowest level of the lines in the log: debug, info, warning or error; debug has requests that only read, "
+        "such as those for /metrics, too",
+        group=_SERVER,
+        choices=LEVELS,
+    )
+    log_format: str = option(
+        "text",
+        help="form of the lines in the log: text, or json with one object per line",
+        group=_SERVER,
+        choices=FORMATS,
+    )
     verify_share: float = option(
         0.0,
         help="share of the greedy answers, from 0 to 1, that are recomputed as prompts while the server is idle; "

@@ -51,6 +51,15 @@ def prompt_file(tmp_path: Path) -> str:
     return str(path)
 
 
+def test_usage_names_what_a_command_needs_and_no_flag_that_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: forty flags came before the first line of help."""
+    for command, needed in (("serve", "MODEL"), ("generate", "--prompt"), ("cache", "PATH")):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        usage = capsys.readouterr().out.partition("\n\n")[0]
+        assert usage.startswith(f"usage: nanovllm {command} ") and needed in usage and len(usage) < 100
+
+
 def _generate(model: str, *flags: str) -> int:
     pool = [] if "--enable-cpu-offload" in flags else ["--num-kvcache-blocks", "8"]
     return cli.main(["generate", "--model", model, "--device", "cpu", "--max-model-len", "2048", *pool, *flags])
@@ -68,7 +77,7 @@ def test_help_any_command_loads_no_torch() -> None:
     code = """
 import sys
 from nanovllm.entrypoints.cli.main import main
-commands = "demo plan chat generate serve batch verify".split()
+commands = "demo plan chat generate serve batch verify cache launch list pull ps".split()
 for argv in (["--help"], *([name, "--help"] for name in commands)):
     try:
         main(argv)

@@ -60,6 +60,19 @@ def test_replicas_are_on_different_nodes_and_answer_as_one_server(service: Servi
     assert len(service.replicas()) == 2
 
 
+def test_request_has_a_line_with_its_id_in_the_logs_of_server_and_replica(service: Service) -> None:
+    """Ray copies the log of a replica, which knows the tokens, to the server's."""
+    answered = service.post("The passkey is 4711.\nThe passkey is", max_tokens=5)
+    request_id = answered.headers["x-request-id"]
+    assert answered.json()["id"] == f"cmpl-{request_id}"
+
+    def lines() -> list[str]:
+        return [line for line in service.log.read_text().splitlines() if request_id in line]
+
+    service.wait_for(lambda: len(lines()) == 2, "both lines")
+    assert [line for line in lines() if "answer 5 tokens" in line] and all(" 200 in " in line for line in lines())
+
+
 def test_questions_reach_the_replica_that_holds_their_document(service: Service) -> None:
     """Each question finds its document in the cache, whichever replica has read it.
 

@@ -153,6 +153,19 @@ def hold_the_warm_up(held: Path, engine: Any) -> None:
 
 
 @pytest.mark.slow
+def test_server_has_a_note_while_it_serves(
+    long_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with server_process(long_model, tmp_path / "log") as server:
+        assert cli.main(["ps"]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if server.url in line]
+        assert line.split()[0] == str(server.process.pid) and line.endswith("ready")
+        server.send(signal.SIGTERM)
+        assert server.wait() == 0
+    assert cli.main(["ps"]) == 0 and server.url not in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_killed_server_starts_again_on_its_port_and_is_ready_only_when_warm(long_model: Path, tmp_path: Path) -> None:
     with server_process(long_model, tmp_path / "first") as server, clients() as pool:
         port = httpx.URL(server.url).port
