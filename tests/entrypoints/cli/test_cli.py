@@ -146,11 +146,12 @@ def test_help_of_a_command_says_what_every_field_says(
         out = capsys.readouterr().out
         for options in (Config, own):
             hidden = (*cli.PYTHON_ONLY, *(cli.TEXT_ONLY if command == "generate" else ()))
+            hidden += ("fit",) if command == "batch" else ()
             shown = [field for field in fields(options) if field.name not in hidden]
             assert all(name_flags(field.metadata["help"], (options, Config)) in out for field in shown)
         assert "by default 256, or 4096 if --num-gpu-blocks is given" in out and "70% of" in out
         assert "(default: 16384; on a CPU, 512)" in out
-        assert command != "generate" or "(default: 64; with --chat, no limit)" in out
+        assert command != "generate" or "(default: 64; with --chat or --document, no limit)" in out
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------
@@ -394,7 +395,7 @@ def test_plan_for_another_gpu_has_its_rates(capsys: pytest.CaptureFixture[str]) 
 
 def test_plan_that_cannot_work_says_why_and_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, message in (
-        ("--num-gpu-blocks 60 --gpu-memory-gb 24", "lower --num-gpu-blocks to 42"),
+        ("--num-gpu-blocks 60 --gpu-memory-gb 24", "lower --num-gpu-blocks to 46"),
         ("--cpu-memory-gb 65", "lower --cpu-memory-gb to 44.79"),
         ("--context 40960 --sequences 11", "pool's 1638 blocks allow 9; set --num-cpu-blocks to 1814"),
         ("--context 41000", "exceeds --max-model-len=40960"),
@@ -457,7 +458,9 @@ def test_plan_fit_lists_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert re.search(r"qwen3-8b +bfloat16 +as is +32,768 +4.50 GiB +GPU +<= 50.5/s +>= 4.5 s", out)
     assert cli.main([*argv, "--model", "qwen3-8b", "--quantization", "int4"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    out = capsys.readouterr().out
+    assert out.endswith("\nrecommended: nanovllm chat qwen3-8b --quantization int4 --max-model-len 32768\n")
+    assert len(out.splitlines()) == 5
     for flags, message in (
         (["--num-gpu-blocks", "8", "--enable-cpu-offload"], "leave out --enable-cpu-offload, --num-gpu-blocks"),
         (["--context", "0"], "--context=0 must be above 0"),
@@ -472,7 +475,7 @@ def test_plan_too_large_by_the_estimates_alone_exits_1(capsys: pytest.CaptureFix
     """B2: "~17.93 GiB of 16.00 GiB that may be used (!)" and exit status 0."""
     argv = ["plan", "--model", "llama-3.1-8b", "--context", "8192", "--max-model-len", "8192", "--gpu-memory-gb", "16"]
     argv += ["--host-memory-gb", "64", "--link-gb-per-s", "25", "--gpu-memory-utilization", "1"]
-    assert cli.main([*argv, "--enable-cpu-offload", "--kvcache-block-size", "256"]) == 1
+    assert cli.main([*argv, "--enable-cpu-offload", "--kvcache-block-size", "256", "--no-fit"]) == 1
     captured = capsys.readouterr()
     assert "of 16.00 GiB that may be used (!)" in captured.out and "estimated" in captured.err
 
