@@ -125,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.kv_disk_path = str(Path(args.kv_disk_path).expanduser().absolute())
     logging.basicConfig(format="%(message)s")
     logging.getLogger("nanovllm").setLevel(logging.INFO)
+    logging.getLogger("nanovllm").addFilter(_log_flags)
     escape_unencodable_output()
     try:
         status: int = args.run(args)
@@ -143,6 +144,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not drop_closed_stdout():
             raise
         return 141  # the status after SIGPIPE
+    finally:
+        logging.getLogger("nanovllm").removeFilter(_log_flags)
+
+
+def _log_flags(record: logging.LogRecord) -> bool:
+    """Put flags in place of the engine's options in a message of the log."""
+    record.msg, record.args = name_flags(record.getMessage(), (Config,)), ()
+    return True
 
 
 def _complain(args: argparse.Namespace, message: str) -> None:

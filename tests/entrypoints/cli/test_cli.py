@@ -2,6 +2,7 @@
 
 import argparse
 import fcntl
+import logging
 import os
 import pty
 import re
@@ -617,3 +618,35 @@ def test_batch_without_ray_says_what_to_install(
         "nanovllm batch needs ray; run: pip install --constraint constraints.txt '.[ray]' in" in capsys.readouterr().err
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_log_names_flags_instead_of_options(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The line about chosen options is to be copied into a command."""
+    logger = logging.getLogger("nanovllm")
+
+    def run(args: object) -> int:
+        logger.info("chose %s", "enable_cpu_offload=True max_num_seqs=16")
+        return 0
+
+    monkeypatch.setattr(cli, "_generate", run)
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        assert cli.main(["generate", "--prompt", "x", "demo"]) == 0
+        logger.info("max_num_seqs=16")
+    assert [record.getMessage() for record in caplog.records] == [
+        "chose --enable-cpu-offload --max-num-seqs=16",
+        "max_num_seqs=16",
+    ]
+
+
+def test_model_may_be_given_without_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--gpu", "H200", "--host-memory-gb", "64"]
+    for argv in (["demo", *plan[1:]], [*plan[1:], "demo"], ["--gpu", "H200", "demo", "--host-memory-gb", "64"]):
+        assert cli.main(["plan", *argv]) == 0 and "tokens of demo on H200" in capsys.readouterr().out
+    for argv, message in (
+        (["demo", "other"], "unexpected argument other: the model is given already"),
+        (["demo", "--model", "other"], "unexpected argument demo: the model is given already"),
+        ([], "the following arguments are required: --model"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["chat", *argv])
+        assert message in capsys.readouterr().err
