@@ -284,6 +284,8 @@ def run_chat(llm: "LLM", params: SamplingParams, system: str | None, documents: 
     conversation = Conversation(llm, params, system, documents, stoppable=reader.is_terminal)
     if reader.is_terminal:
         print("/help lists the commands; Ctrl-D ends the program.", file=sys.stderr)
+    for document in documents:
+        print(_described(document), file=sys.stderr)
     while True:
         try:
             text = _next_message(reader)
@@ -302,7 +304,11 @@ def add_document(conversation: Conversation, path: str) -> None:
         raise RequestError("/file needs the path of a document, as in /file book.txt")
     document = read_document(Path(path.strip("'\"")).expanduser())
     conversation.unread.append(document)
-    print(f"{document.name}: {len(document.text):,} characters. Ask about it.", file=sys.stderr)
+    print(_described(document), file=sys.stderr)
+
+
+def _described(document: Document) -> str:
+    return f"{document.name}: {len(document.text):,} characters. Ask about it."
 
 
 def _next_message(reader: MessageReader) -> str | None:

@@ -54,7 +54,7 @@ from nanovllm.entrypoints.cli.flags import (
 )
 from nanovllm.entrypoints.cli.verify import ENGINE_FLAGS, VerifyOptions, run_verify
 from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
-from nanovllm.entrypoints.documents import before_question, read_document
+from nanovllm.entrypoints.documents import before_question, decode_text, read_document
 from nanovllm.entrypoints.planner import PlanOptions, fit_table, plan_table
 from nanovllm.entrypoints.server.options import ServerOptions, bind
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
@@ -284,11 +284,9 @@ def _read_text(flag: str, path: Path) -> str:
     """Return the text of a file, or of stdin if the path is "-", without a byte order mark."""
     try:
         content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-        return content.decode("utf-8-sig")
     except OSError as error:
         raise RequestError(f"{flag} {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{flag} {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    return decode_text(f"{flag} {path}", content)
 
 
 # -- serve -------------------------------------------------------------------------------------------------------
@@ -422,7 +420,7 @@ def _add_generate(commands: Any) -> None:
     add_model_flag(required)
     prompt = required.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file with the prompt; - for stdin")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a text file with the prompt; - for stdin")
     _add_document_flag(required)
     required.add_argument("--chat", action="store_true", help="apply the model's chat template to the prompt")
     required.add_argument("--system", metavar="TEXT", help="the system prompt; needs --chat or --document")

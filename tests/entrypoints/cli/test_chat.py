@@ -456,8 +456,10 @@ def test_generate_prompt_file_dash_reads_stdin(run: Run) -> None:
     """M7: "No such file or directory"."""
     text = "Größe: 7 €\nGröße: "
     assert run(text, "generate", "--prompt-file", "-", "--stop", "\n", "--max-tokens", "9")[:2] == (0, "7 €\n")
-    status, _, err = run(b"\xff", "generate", "--prompt-file", "-")
-    assert status == 2 and "--prompt-file - is not UTF-8 text" in err
+    latin = text.replace("€", "Fuß").encode("latin-1")
+    assert run(latin, "generate", "--prompt-file", "-", "--stop", "\n", "--max-tokens", "9")[:2] == (0, "7 Fuß\n")
+    status, _, err = run(b"a\x00b", "generate", "--prompt-file", "-")
+    assert status == 2 and "--prompt-file - is not text" in err
 
 
 def test_demo_model_is_a_directory_of_that_name_or_is_written(

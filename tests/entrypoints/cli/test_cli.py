@@ -190,7 +190,7 @@ def test_main_bad_flags_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
 def test_generate_bad_input_says_why_and_exits_2(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "binary").write_bytes(b"abc\xff")
+    (tmp_path / "binary").write_bytes(b"abc\x00d")
     cases: tuple[tuple[list[str], str], ...] = (
         (["--prompt", "x", "--num-gpu-blocks", "8"], "applies only to CPU offload; add --enable-cpu-offload\n"),
         (["--prompt", "x", "--kvcache-block-size", "300"], "multiple of 256"),
@@ -203,7 +203,7 @@ def test_generate_bad_input_says_why_and_exits_2(
         (["--prompt", "x", "--device", "cuda:abc"], "error: --device='cuda:abc' is unknown"),
         (["--prompt-file", "no/such/file"], "no/such/file: No such file"),
         (["--prompt-file", str(ROOT)], "Is a directory"),
-        (["--prompt-file", str(tmp_path / "binary")], "not UTF-8"),
+        (["--prompt-file", str(tmp_path / "binary")], "binary is not text; documents"),
         (["--prompt", "x", "--system", "y"], "--system needs the model's chat template; add --chat"),
         (["--prompt", "x", "--model", "./no/such/model"], "'./no/such/model' does not exist"),
     )
