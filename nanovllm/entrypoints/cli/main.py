@@ -321,9 +321,14 @@ def load_engine(args: argparse.Namespace) -> "AsyncLLM":
 
 
 def serving_options(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Return the engine's options, with a bound on the time of steps unless the flags give one. Loads torch."""
-    options = engine_options(args)
-    return {"max_step_ms": MAX_STEP_MS} | dict(options) if options.get("chunked_prefill", True) else options
+    """Return the engine's options, with a bound on the time of steps unless the flags give one. Loads torch.
+
+    Replicas may share a machine, whose CPU memory no replica may plan with alone, so they choose no options.
+    """
+    options = dict(engine_options(args))
+    if given_fields(args, ServiceOptions).get("num_replicas") is not None and options["fit"] is None:
+        options["fit"] = False
+    return {"max_step_ms": MAX_STEP_MS} | options if options.get("chunked_prefill", True) else options
 
 
 # -- batch -------------------------------------------------------------------------------------------------------

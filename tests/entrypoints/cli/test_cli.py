@@ -559,6 +559,12 @@ def test_serve_steps_are_bounded_unless_the_flags_say_otherwise() -> None:
         assert options.get("max_step_ms") == max_step_ms and options["device"] == "cpu"
 
 
+def test_serve_chooses_options_unless_replicas_may_share_a_machine() -> None:
+    for flags, fit in (([], None), (["--fit"], True), (["--no-fit"], False), (["--num-replicas", "2"], False)):
+        args = cli._parser().parse_args(["serve", "demo", "--device", "cpu", *flags])
+        assert cli.serving_options(args)["fit"] is fit
+
+
 def test_experts_leave_the_gpu_by_themselves_unless_a_flag_decides() -> None:
     """For serve, chat and generate, which start their engines with these options."""
     for flags, choice in (
