@@ -58,6 +58,14 @@ class Config:
         group=_MODEL,
         choices=("auto", "safetensors", "dummy"),
     )
+    fit: bool | None = option(
+        False,
+        help="choose the options that are not given, so that the model and its context fit the GPU and are fast: "
+        "enable_cpu_offload, max_model_len, max_num_batched_tokens, max_num_seqs and gpu_memory_utilization; True: "
+        "also quantization and quantize_head, which change results; None, the default of serve, chat and generate: "
+        "without these two; False: choose nothing",
+        group=_MODEL,
+    )
     quantization: str | None = option(
         None,
         help=f"quantize linear layers while they are loaded: {', '.join(QUANTIZATIONS)}; by default they stay as the "
@@ -396,6 +404,7 @@ class Config:
 class EngineOptions(TypedDict, total=False):
     """The fields of Config but the model, for editors: they show them as the arguments of LLM and AsyncLLM."""
 
+    fit: bool | None
     device: str
     dtype: str
     load_format: str

@@ -50,6 +50,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         "device": "auto",
         "dtype": "auto",
         "load_format": "auto",
+        "fit": False,
         "quantization": None,
         "quantize_head": None,
         "embedding_on_cpu": "auto",

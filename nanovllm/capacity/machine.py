@@ -4,7 +4,8 @@ The table's rates are from the vendor's data sheets and architecture papers: mem
 on tensor cores with fp32 accumulation, which GeForce cards do at half the rate of fp16 accumulation. No kernel reaches
 these peaks. Only the H200's rates are measured (docs/planning.md, "The formulas"); the measured rates are lower than
 the 4.8 TB/s and 989 TFLOP/s of the data sheet. The memory is the total that CUDA reports, as quoted in public bug
-reports. This total is less than the card's nominal memory, and varies a little with the driver and with ECC.
+reports; a card without a report has the memory of a card of the same size. This total is less than the card's nominal
+memory, and varies a little with the driver and with ECC. A laptop's GPU has the rate of its highest boost clock.
 
 Only the H200's link was measured, at 54.6 of the 63.0 GB/s of PCIe 5 x16. Other links are projected to reach the same
 fraction of their peak.
@@ -26,6 +27,7 @@ LINK_PEAK_GB_PER_S = {  # one direction, after line coding
     "PCIe 3 x16": 15.75,
     "PCIe 4 x8": 15.75,
     "PCIe 4 x16": 31.5,
+    "PCIe 5 x8": 31.5,
     "PCIe 5 x16": 63.0,
     "NVLink-C2C": 450.0,
 }
@@ -59,15 +61,37 @@ class Gpu:
 H200 = Gpu("H200", 139, 4300, 690, "PCIe 5 x16", (9, 0), ("H200",), is_measured=True)
 GPUS = (
     Gpu("RTX 3060 12GB", 11.6, 360, 25.5, "PCIe 4 x16", (8, 6), ("GeForce RTX 3060",), ("RTX 3060",)),
+    Gpu("RTX 3060 Ti", 7.6, 448, 32.4, "PCIe 4 x16", (8, 6), ("GeForce RTX 3060 Ti",)),
+    Gpu("RTX 3070", 7.6, 448, 40.6, "PCIe 4 x16", (8, 6), ("GeForce RTX 3070",)),
+    Gpu("RTX 3070 Ti", 7.6, 608, 43.5, "PCIe 4 x16", (8, 6), ("GeForce RTX 3070 Ti",)),
+    Gpu("RTX 3080 10GB", 9.6, 760, 59.5, "PCIe 4 x16", (8, 6), ("GeForce RTX 3080",), ("RTX 3080",)),
+    Gpu("RTX 3080 12GB", 11.6, 912, 61.3, "PCIe 4 x16", (8, 6), ("GeForce RTX 3080",)),
+    Gpu("RTX 3080 Ti", 11.6, 912, 68.2, "PCIe 4 x16", (8, 6), ("GeForce RTX 3080 Ti",)),
     Gpu("RTX 3090", 23.6, 936, 71.2, "PCIe 4 x16", (8, 6), ("GeForce RTX 3090",)),
+    Gpu("RTX 3090 Ti", 23.6, 1008, 80.0, "PCIe 4 x16", (8, 6), ("GeForce RTX 3090 Ti",)),
     Gpu("RTX 4060", 7.6, 272, 30.2, "PCIe 4 x8", (8, 9), ("GeForce RTX 4060",)),
-    Gpu("RTX 4060 Ti 16GB", 15.5, 288, 44.1, "PCIe 4 x8", (8, 9), ("GeForce RTX 4060 Ti",)),
+    Gpu("RTX 4060 Ti 16GB", 15.5, 288, 44.1, "PCIe 4 x8", (8, 9), ("GeForce RTX 4060 Ti",), ("RTX 4060 Ti",)),
+    Gpu("RTX 4060 Ti 8GB", 7.6, 288, 44.1, "PCIe 4 x8", (8, 9), ("GeForce RTX 4060 Ti",)),
     Gpu("RTX 4070", 11.6, 504, 58.3, "PCIe 4 x16", (8, 9), ("GeForce RTX 4070",)),
+    Gpu("RTX 4070 SUPER", 11.6, 504, 71.0, "PCIe 4 x16", (8, 9), ("GeForce RTX 4070 SUPER",)),
+    Gpu("RTX 4070 Ti", 11.6, 504, 80.2, "PCIe 4 x16", (8, 9), ("GeForce RTX 4070 Ti",)),
+    Gpu("RTX 4070 Ti SUPER", 15.6, 672, 88.2, "PCIe 4 x16", (8, 9), ("GeForce RTX 4070 Ti SUPER",)),
     Gpu("RTX 4080", 15.6, 717, 97.5, "PCIe 4 x16", (8, 9), ("GeForce RTX 4080",)),
+    Gpu("RTX 4080 SUPER", 15.6, 736, 104.4, "PCIe 4 x16", (8, 9), ("GeForce RTX 4080 SUPER",)),
     Gpu("RTX 4090", 23.5, 1008, 165.2, "PCIe 4 x16", (8, 9), ("GeForce RTX 4090",)),
+    Gpu("RTX 4060 Laptop", 7.6, 256, 29.1, "PCIe 4 x8", (8, 9), ("GeForce RTX 4060 Laptop GPU",)),
+    Gpu("RTX 4070 Laptop", 7.6, 256, 40.1, "PCIe 4 x8", (8, 9), ("GeForce RTX 4070 Laptop GPU",)),
+    Gpu("RTX 4080 Laptop", 11.6, 432, 67.7, "PCIe 4 x16", (8, 9), ("GeForce RTX 4080 Laptop GPU",)),
+    Gpu("RTX 4090 Laptop", 15.6, 576, 79.4, "PCIe 4 x16", (8, 9), ("GeForce RTX 4090 Laptop GPU",)),
+    Gpu("RTX 5060", 7.5, 448, 38.4, "PCIe 5 x8", (12, 0), ("GeForce RTX 5060",)),
+    Gpu("RTX 5060 Ti 16GB", 15.4, 448, 47.4, "PCIe 5 x8", (12, 0), ("GeForce RTX 5060 Ti",), ("RTX 5060 Ti",)),
+    Gpu("RTX 5060 Ti 8GB", 7.5, 448, 47.4, "PCIe 5 x8", (12, 0), ("GeForce RTX 5060 Ti",)),
+    Gpu("RTX 5070", 11.5, 672, 61.7, "PCIe 5 x16", (12, 0), ("GeForce RTX 5070",)),
     Gpu("RTX 5070 Ti", 15.4, 896, 87.9, "PCIe 5 x16", (12, 0), ("GeForce RTX 5070 Ti",)),
     Gpu("RTX 5080", 15.4, 960, 112.6, "PCIe 5 x16", (12, 0), ("GeForce RTX 5080",)),
     Gpu("RTX 5090", 31.3, 1792, 209.5, "PCIe 5 x16", (12, 0), ("GeForce RTX 5090",)),
+    Gpu("RTX A4000", 15.6, 448, 76.7, "PCIe 4 x16", (8, 6), ("RTX A4000",)),
+    Gpu("RTX A5000", 23.5, 768, 111.1, "PCIe 4 x16", (8, 6), ("RTX A5000",)),
     Gpu("RTX A6000", 47.4, 768, 154.8, "PCIe 4 x16", (8, 6), ("RTX A6000",)),
     Gpu("RTX 6000 Ada", 47.3, 960, 364.2, "PCIe 4 x16", (8, 9), ("RTX 6000 Ada Generation",)),
     Gpu(
@@ -76,12 +100,15 @@ GPUS = (
         ("RTX PRO 6000",),
     ),
     Gpu("A10", 22.0, 600, 125, "PCIe 4 x16", (8, 6), ("A10",)),
+    Gpu("A40", 44.3, 696, 149.7, "PCIe 4 x16", (8, 6), ("A40",)),
     Gpu("A100 40GB", 39.3, 1555, 312, "PCIe 4 x16", (8, 0), ("A100-SXM4-40GB", "A100-PCIE-40GB")),
     Gpu("A100 80GB", 79.1, 2039, 312, "PCIe 4 x16", (8, 0), ("A100-SXM4-80GB",), ("A100 80GB SXM",)),
     Gpu("A100 80GB PCIe", 79.1, 1935, 312, "PCIe 4 x16", (8, 0), ("A100 80GB PCIe",)),
     Gpu("L4", 22.0, 300, 121, "PCIe 4 x16", (8, 9), ("L4",)),
+    Gpu("L40", 44.3, 864, 181, "PCIe 4 x16", (8, 9), ("L40",)),
     Gpu("L40S", 44.3, 864, 362, "PCIe 4 x16", (8, 9), ("L40S",)),
     Gpu("H100 PCIe", 79.1, 2000, 756, "PCIe 5 x16", (9, 0), ("H100 PCIe",)),
+    Gpu("H100 NVL", 93.0, 3938, 835, "PCIe 5 x16", (9, 0), ("H100 NVL",)),
     Gpu("H100 SXM", 79.1, 3350, 989, "PCIe 5 x16", (9, 0), ("H100 80GB HBM3",)),
     H200,
     Gpu("B200", 178.3, 8000, 2250, "PCIe 5 x16", (10, 0), ("B200",)),
@@ -96,7 +123,7 @@ def find_gpu(name: str) -> Gpu:
     Raises ConfigError for a GPU that is too old or not in the table; the message then lists the known names.
     """
     wanted = _key(name)
-    for gpu in GPUS:
+    for gpu in GPUS:  # some sizes of a GPU share a CUDA name
         if wanted in {_key(known) for known in (gpu.name, *gpu.cuda_names, *gpu.aliases)}:
             return gpu
     for old, (major, minor) in TOO_OLD.items():
@@ -111,9 +138,12 @@ def find_gpu(name: str) -> Gpu:
     )
 
 
-def gpu_of_cuda_name(name: str) -> Gpu | None:
-    """Return the GPU whose CUDA name is `name`, or None if the table does not have the GPU."""
-    return next((gpu for gpu in GPUS if name.removeprefix("NVIDIA ") in gpu.cuda_names), None)
+def gpu_of_cuda_name(name: str, gpu_bytes: int = 0) -> Gpu | None:
+    """Return the GPU whose CUDA name is `name`, or None if the table does not have the GPU. Of several sizes, return
+    the nearest to `gpu_bytes`.
+    """
+    known = [gpu for gpu in GPUS if name.removeprefix("NVIDIA ") in gpu.cuda_names]
+    return min(known, key=lambda gpu: abs(gpu.memory_gib - gpu_bytes / 2**30), default=None)
 
 
 def known_names() -> str:
@@ -172,7 +202,7 @@ class Machine:
         cls, host_bytes: int, cuda_name: str, gpu_bytes: int, capability: tuple[int, int], used_gpu_bytes: int = 0
     ) -> "Machine":
         """Return this machine, with the memory of its GPU and the rates of the table if the table has the GPU."""
-        known = gpu_of_cuda_name(cuda_name)
+        known = gpu_of_cuda_name(cuda_name, gpu_bytes)
         machine = cls(name=cuda_name, host_bytes=host_bytes) if known is None else cls.gpu(host_bytes, known, cuda_name)
         return replace(machine, gpu_bytes=gpu_bytes, capability=capability, used_gpu_bytes=used_gpu_bytes)
 

@@ -1,5 +1,6 @@
 """EngineSetup: all decisions about an engine, made and checked before anything is allocated."""
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -12,6 +13,7 @@ from nanovllm.attention.selection import find_backend
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
 from nanovllm.capabilities.cpu_attention.threads import attention_cpus
 from nanovllm.capabilities.speculation.drafters import Drafter
+from nanovllm.capacity.fit import choose
 from nanovllm.capacity.machine import Machine, available_host_bytes
 from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.capacity.plan_check import check_start
@@ -25,6 +27,8 @@ from nanovllm.models.demo_model import model_path
 from nanovllm.plan.kv_spec import StagingSizes, dtype_name
 from nanovllm.plan.step_limits import max_model_len
 from nanovllm.runner.kv_memory import OffloadEngineFactory, make_offload_engine
+
+logger = logging.getLogger("nanovllm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,7 @@ class Internals:
 class EngineSetup:
     """The options, the model and the device of an engine, and its plan."""
 
-    config: Config  # as the user gave it
+    config: Config  # as the user gave it, with the options that `fit` chose
     model_config: ModelConfig
     directory: Path | None  # of the checkpoint, or None for a preset
     max_model_len: int  # tokens
@@ -86,11 +90,14 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     stored, directory = ModelConfig.from_pretrained(config.model, config.hf_overrides)
     if stored_format is not None:
         stored.check_format(stored_format)
-    model_config = stored.quantized(config.quantization, config.quantize_head)
-    limit = max_model_len(config, model_config)
     device = resolve_device(config)
-    _check_parts(config, model_config, device)
     machine = find_machine(replace(config, device=str(device)))
+    choice = choose(config, given, stored, machine, staging=internals.staging)
+    if choice.text:
+        logger.info("%s", choice.text)
+    config, model_config = choice.config, choice.model
+    limit = max_model_len(config, model_config)
+    _check_parts(config, model_config, device)
     named = replace(config, model=str(model))  # the plan shows the user's name, not the path of the built-in model
     plan = make_plan(named, model_config, machine, staging=internals.staging)
     check_start(plan)

@@ -1,14 +1,11 @@
-"""The report of `nanovllm plan`: the options, the plan as a table, the bounds that only reports show, and what fits.
+"""The report of `nanovllm plan`: the options, the plan as a table, and what fits on a GPU as a table.
 
-`fits` lists the models, formats of weights and contexts that run on one GPU. Every entry is a plan of one sequence that
-`check_plan` accepts, with the fastest of the SETTINGS that work. All figures of speed are projected: they are the
-plan's bounds, which no run exceeds.
+All figures of speed are projected: they are the plan's bounds, which no run exceeds.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from nanovllm.capabilities.disk.disk_moves import document_disk_bytes, num_document_states
 from nanovllm.capacity.costs import (
@@ -18,21 +15,27 @@ from nanovllm.capacity.costs import (
     expert_share,
     head_bytes,
     num_full_blocks,
-    num_prefill_loaded_blocks,
-    prefill_expert_bytes,
-    prefill_flop,
+    weight_bytes,
+)
+from nanovllm.capacity.fit import (
+    FAST_TOK_PER_S,
+    Fit,
+    choose,
+    expert_prefill_tok_per_s,
+    first_token_s,
+    flop_prefill_tok_per_s,
+    link_prefill_tok_per_s,
 )
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import CapacityPlan, least, make_plan
-from nanovllm.capacity.plan_check import HEAD_FORMAT, check_plan, fp8_problem
-from nanovllm.checkpoint.files import presets
-from nanovllm.checkpoint.model_config import ARCHITECTURES, ModelConfig
-from nanovllm.checkpoint.quantization import QUANTIZATIONS, can_multiply_fp8
+from nanovllm.capacity.plan import CapacityPlan
+from nanovllm.capacity.plan_check import HEAD_FORMAT
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import can_multiply_fp8
 from nanovllm.config import BLOCK_SIZE_STEP, Config
 from nanovllm.errors import ConfigError
-from nanovllm.plan.kv_spec import dtype_name, max_stateful_seqs
+from nanovllm.plan.kv_spec import max_stateful_seqs
 from nanovllm.plan.step_limits import max_model_len
-from nanovllm.utils.arithmetic import ceil_div, format_bytes
+from nanovllm.utils.arithmetic import format_bytes
 from nanovllm.utils.options import check_options, option
 
 ACCEPTANCES = (0.8, 0.9, 0.95, 0.98)  # acceptance rates of draft tokens for which the bound of decode is shown
@@ -55,9 +58,11 @@ class PlanOptions:
         most=MAX_TOKENS,
     )
     sequences: int = option(1, help="number of sequences that run together", group=_WORK, above=0)
-    fit: bool = option(
-        False,
-        help="list the presets, formats and contexts that run on the GPU, with options and projected bounds of speed",
+    fit: bool | None = option(
+        None,
+        help="list the presets, formats and contexts that run on the GPU, with projected bounds of speed, and "
+        "recommend one; --no-fit: plan the options as they are given. By default, options that are not given are "
+        "chosen as serve, chat and generate choose them",
         group=_WORK,
     )
     gpu: str | None = option(
@@ -111,72 +116,7 @@ class PlanOptions:
         return machine.with_cpu(self.cpu_gb_per_s and self.cpu_gb_per_s * 1e9, "given")
 
 
-# -- bounds and sizes --------------------------------------------------------------------------------------------------
-
-
-def link_prefill_tok_per_s(plan: CapacityPlan) -> float | None:
-    """Return the bound of prefill that the link sets, for prompts that run one after the other: for each chunk, all
-    experts in CPU memory and all earlier blocks that are not resident cross the link.
-    """
-    byte_per_s = _link_byte_per_s(plan)
-    if not byte_per_s:
-        return None
-    num_bytes = sum(prefill_expert_bytes(plan.config, plan.model, len(chunk)) for chunk in _chunks(plan))
-    if plan.config.enable_cpu_offload:
-        num_loaded = num_prefill_loaded_blocks(
-            plan.context, plan.spec.block_size, plan.num_gpu_blocks, plan.config.max_num_batched_tokens
-        )
-        num_bytes += num_loaded * plan.spec.block_bytes
-    return plan.context * byte_per_s / num_bytes if num_bytes else None
-
-
-def expert_prefill_tok_per_s(plan: CapacityPlan) -> float | None:
-    """Return the bound of prefill with experts in CPU memory, or None if there are none: while a chunk is computed,
-    the experts of its layers cross the link.
-    """
-    byte_per_s, flop_per_s = _link_byte_per_s(plan), plan.machine.flop_per_s
-    if not (plan.model.has_cpu_experts and byte_per_s and flop_per_s):
-        return None
-    seconds = done_flop = 0.0
-    for chunk in _chunks(plan):
-        flop = prefill_flop(plan.config, plan.model, chunk.stop, plan.machine.capability)
-        link_s = prefill_expert_bytes(plan.config, plan.model, len(chunk)) / byte_per_s
-        seconds += max(link_s, (flop - done_flop) / flop_per_s)
-        done_flop = flop
-    return plan.context / seconds
-
-
-def _link_byte_per_s(plan: CapacityPlan) -> float | None:
-    """Return the rate at which a GPU reads CPU memory, or None on a CPU."""
-    if plan.machine.gpu_bytes is None:
-        return None
-    return least(plan.machine.link_byte_per_s, plan.cpu_byte_per_s)
-
-
-def _chunks(plan: CapacityPlan) -> Iterator[range]:
-    """Yield the positions of the chunks of a prompt, if experts cross the link for each."""
-    step = plan.config.max_num_batched_tokens
-    if plan.model.has_cpu_experts:
-        yield from (range(start, min(start + step, plan.context)) for start in range(0, plan.context, step))
-
-
-def flop_prefill_tok_per_s(plan: CapacityPlan) -> float | None:
-    """Return the bound of prefill that the GPU's arithmetic sets."""
-    if not plan.machine.flop_per_s:
-        return None
-    flop = prefill_flop(plan.config, plan.model, plan.context, plan.machine.capability)
-    return plan.context * plan.machine.flop_per_s / flop
-
-
-def prefill_tok_per_s(plan: CapacityPlan) -> float | None:
-    """Return the lowest bound of prefill, or None if no bound is known."""
-    return least(link_prefill_tok_per_s(plan), flop_prefill_tok_per_s(plan), expert_prefill_tok_per_s(plan))
-
-
-def first_token_s(plan: CapacityPlan) -> float | None:
-    """Return the least time to the first token after a prompt of `context` tokens, or None if no bound is known."""
-    rate = prefill_tok_per_s(plan)
-    return plan.context / rate if rate else None
+# -- sizes on disk --------------------------------------------------------------------------------------------------
 
 
 def disk_states(plan: CapacityPlan) -> int:
@@ -207,7 +147,9 @@ def plan_table(plan: CapacityPlan) -> str:
     ranks = plan.config.tensor_parallel_size
     where = f"{ranks} x {plan.machine.name}" if ranks > 1 else plan.machine.name
     title = f"plan for {plan.num_sequences} x {plan.context:,} tokens of {plan.config.model} on {where}"
-    rows = [*_memory_rows(plan), *_sequence_rows(plan), *_bound_rows(plan)]
+    rows = [*_memory_rows(plan), *_sequence_rows(plan)]
+    if plan.fits_gpu and plan.fits_host:
+        rows += _bound_rows(plan)
     return "\n".join([title, *(f"  {name:<11} {figure:>11}  {remark}".rstrip() for name, figure, remark in rows)])
 
 
@@ -398,124 +340,19 @@ def seconds_text(number: float) -> str:
 # -- what fits ---------------------------------------------------------------------------------------------------------
 
 
-CONTEXTS = (32_768, 131_072, 262_144, 1_000_000)
-COMMON: dict[str, Any] = {"gpu_memory_utilization": 0.95, "max_num_seqs": 16}
-SETTINGS: tuple[dict[str, Any], ...] = tuple(
-    COMMON
-    | {"max_num_batched_tokens": num_tokens, "enable_cpu_offload": offload, "enable_expert_offload": expert_offload}
-    for expert_offload in (False, True)
-    for offload in (False, True)
-    for num_tokens in (8192, 2048, 1024)
-)
 SAME_SIZES = {  # models of later versions that have the sizes of a preset
     "qwen3.5-27b": "Qwen3.6-27B and Qwen3.8-27B",
     "qwen3.5-35b-a3b": "Qwen3.6-35B-A3B",
 }
-MIN_HEAD_GAIN = 1.1  # in the time of a request, for a quantized output head, which changes results
-ANSWER_TOKENS = 500  # plans are compared by the time of an answer of this length to a prompt of the whole context
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fit:
-    """A model that runs. format: the format of the model's linear weights. The output head is quantized if
-    `plan.model` has it so.
+def fit_table(
+    machine: Machine, found: Sequence[Fit], quantization: str | None = None, context: int | None = None
+) -> str:
+    """Return a table of `found` as lines of text, with the options of each entry, and recommend one.
+
+    quantization, context: what the user has asked for.
     """
-
-    model: str
-    format: str
-    plan: CapacityPlan
-
-    @property
-    def is_resident(self) -> bool:
-        """True if all KV and all experts are on the GPU."""
-        return not (self.plan.config.enable_cpu_offload or self.plan.model.has_cpu_experts)
-
-    @property
-    def where(self) -> str:
-        names = {"offload": self.plan.config.enable_cpu_offload, "experts": self.plan.model.has_cpu_experts}
-        return ", ".join(name for name, is_on_cpu in names.items() if is_on_cpu) or "GPU"
-
-    @property
-    def kv_bytes(self) -> int:
-        """The size of the KV cache of one context, in whole blocks."""
-        spec = self.plan.spec
-        return ceil_div(self.plan.context, spec.block_size) * spec.block_bytes
-
-
-def fits(
-    machine: Machine, models: Iterable[str] = (), quantization: str | None = None, context: int | None = None
-) -> list[Fit]:
-    """List everything that runs on `machine`. `models`, `quantization` and `context` limit the list. By default, the
-    list has all presets, the checkpoint's format and all of QUANTIZATIONS, and each of CONTEXTS that the model
-    supports, or the model's longest context if that is shorter than all of CONTEXTS.
-
-    Raises ConfigError if one of `models` does not take `context` or `quantization`, and if the GPU does not.
-    """
-    found, named = [], tuple(models)
-    if quantization is not None and (problem := fp8_problem(machine, QUANTIZATIONS[quantization])):
-        raise ConfigError(problem)
-    for name in named or presets():
-        stored = ModelConfig.without_weights(name)
-        longest = max(stored.max_model_len_limit, _recommended_context(stored))
-        if named and context is not None and context > longest:
-            raise ConfigError(f"context={context} is more than the {longest} tokens that {name} takes; lower it")
-        contexts = [tokens for tokens in CONTEXTS if tokens <= longest] or [longest]
-        own = stored.quantization.method if stored.quantization else dtype_name(Config(model=name), stored)
-        formats = {own: stored} if quantization is None else {quantization: stored.quantized(quantization)}
-        if quantization is None and not (stored.quantization or stored.gguf_types):
-            formats |= {each: stored.quantized(each) for each in QUANTIZATIONS}
-        for format, model in formats.items():
-            for tokens in contexts if context is None else [context]:
-                if (plan := _best_plan(name, model, machine, tokens)) is not None:
-                    found.append(Fit(model=name, format=format, plan=plan))
-    return found
-
-
-def _best_plan(name: str, model: ModelConfig, machine: Machine, context: int) -> CapacityPlan | None:
-    """Return the fastest plan that works, or None. The embedding table is in CPU memory where that pays; if KV is still
-    missing on the GPU, the output head is quantized where only that lets the context run, or MIN_HEAD_GAIN as fast.
-    """
-    best = min(_plans(name, model, machine, context), key=request_s, default=None)
-    if (best is not None and not best.num_missing_blocks) or model.gguf_head_type is not None:
-        return best
-    small_head = model.quantized(None, HEAD_FORMAT)
-    other = min(_plans(name, small_head, machine, context), key=request_s, default=None)
-    if other is None or (best is not None and request_s(other) * MIN_HEAD_GAIN > request_s(best)):
-        return best
-    return other
-
-
-def _recommended_context(model: ModelConfig) -> int:
-    """Return the longest context that the model's authors recommend with YaRN, or 0 without a recommendation."""
-    _, recommended = ARCHITECTURES[model.architecture].recommended_yarn.get(model.max_position_embeddings, (0, 0))
-    return recommended
-
-
-def _plans(name: str, model: ModelConfig, machine: Machine, context: int) -> Iterator[CapacityPlan]:
-    """Yield the plans that work."""
-    if model.max_model_len_limit < context <= _recommended_context(model):  # the rope changes neither memory nor speed
-        model = replace(model, max_position_embeddings=context)
-    for settings in SETTINGS:
-        if settings["enable_expert_offload"] and model.experts is None:
-            continue
-        with suppress(ConfigError):
-            head = HEAD_FORMAT if model.head_quantization else None
-            config = Config(model=name, max_model_len=context, quantize_head=head, **settings)
-            plan = make_plan(config, model, machine)
-            check_plan(plan)
-            yield plan
-
-
-def request_s(plan: CapacityPlan) -> float:
-    """Return the least time of a request with a prompt of `context` tokens and an answer of ANSWER_TOKENS. A part
-    without a known bound counts as 0.
-    """
-    num_tokens = plan.num_sequences * ANSWER_TOKENS
-    return (first_token_s(plan) or 0.0) + num_tokens / (plan.expected_decode_tok_per_s or float("inf"))
-
-
-def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
-    """Return a table of `found` as lines of text, with the options of each entry."""
     if machine.gpu_bytes is None:
         raise ConfigError("fit lists what runs on a GPU; leave out device='cpu'")
     title = (
@@ -524,7 +361,7 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
     )
     if not found:
         return f"{title}\n  nothing; use a smaller model or context, or more memory"
-    head = ("model", "format", "head", "context", "KV cache", "where", "decode", "first token", "step tokens")
+    head = ("model", "format", "head", "context", "KV cache", "where", "decode", "first token")
     rows = [
         (
             fit.model,
@@ -535,7 +372,6 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
             fit.where,
             f"<= {rate_text(rate)}/s" if (rate := fit.plan.expected_decode_tok_per_s) else "unknown",
             f">= {seconds_text(first_s)}" if (first_s := first_token_s(fit.plan)) else "unknown",
-            str(fit.plan.config.max_num_batched_tokens),
         )
         for fit in found
     ]
@@ -543,13 +379,36 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
     lines = [
         "  ".join(["", *map(str.ljust, row[:3], widths), *map(str.rjust, row[3:], widths[3:])]) for row in (head, *rows)
     ]
-    common = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in COMMON.items())
+    names = list(dict.fromkeys(fit.model for fit in found))
     how = (
-        f"every line needs {common}; add --max-model-len CONTEXT --max-num-batched-tokens STEP_TOKENS, "
-        "--quantization FORMAT unless it is the checkpoint's format, --quantize-head HEAD unless it is as is, "
-        "--enable-cpu-offload for offload, --enable-expert-offload for experts (otherwise --no-enable-expert-offload), "
-        "and for a context beyond the model's limit the --hf-overrides that plan prints"
+        "serve, chat and generate choose everything else by themselves: add --max-model-len CONTEXT, --quantization "
+        "FORMAT unless it is the checkpoint's, --quantize-head HEAD unless it is as is, and for a context beyond the "
+        "model's limit the --hf-overrides that plan prints"
     )
-    names = dict.fromkeys(fit.model for fit in found)
     also = [f"{name} also stands for {SAME_SIZES[name]}" for name in names if name in SAME_SIZES]
-    return "\n".join((title, *lines, how, *also))
+    command = recommended_command(machine, names, quantization, context)
+    return "\n".join((title, *lines, how, *also, *([] if command is None else [f"recommended: {command}"])))
+
+
+def recommended_command(
+    machine: Machine, models: Sequence[str], quantization: str | None, context: int | None
+) -> str | None:
+    """Return the command for the model with the most weights that is fast or, if none is, for the fastest. None if no
+    model runs. quantization, context: what the user has asked for.
+    """
+    best: tuple[tuple[bool, float], str] | None = None
+    for name in models:
+        stored = ModelConfig.without_weights(name)
+        config = Config(model=name, fit=True, quantization=quantization)
+        choice = choose(config, {"quantization"}, stored, machine, context=context)
+        if choice.plan is None:
+            continue
+        rate = choice.plan.expected_decode_tok_per_s or 0.0
+        is_fast = rate >= FAST_TOK_PER_S
+        rank = is_fast, weight_bytes(config, stored, is_packed=False) if is_fast else rate
+        if best is None or rank > best[0]:
+            wanted = choice.config.quantization, choice.config.quantize_head, choice.plan.context
+            flags = zip(("--quantization", "--quantize-head", "--max-model-len"), wanted, strict=True)
+            words = ["nanovllm", "chat", name, *(f"{flag} {value}" for flag, value in flags if value is not None)]
+            best = rank, " ".join(words)
+    return None if best is None else best[1]

@@ -9,6 +9,7 @@ from tiny_models import write_tiny_model
 
 from nanovllm.capacity import costs
 from nanovllm.capacity.division import divide_memory
+from nanovllm.capacity.fit import expert_prefill_tok_per_s, fits, flop_prefill_tok_per_s, link_prefill_tok_per_s
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import (
     HOST_RESERVE_BYTES,
@@ -24,13 +25,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import GGUFLayer, gguf_quantization
 from nanovllm.config import Config
 from nanovllm.engine.setup import prepare
-from nanovllm.entrypoints.planner import (
-    expert_prefill_tok_per_s,
-    fits,
-    flop_prefill_tok_per_s,
-    link_prefill_tok_per_s,
-    plan_table,
-)
+from nanovllm.entrypoints.planner import plan_table
 from nanovllm.errors import ConfigError
 from nanovllm.plan.expert_formats import STAGED_PIECE_BYTES
 from nanovllm.plan.kv_spec import max_stateful_seqs
@@ -340,7 +335,7 @@ def test_table_and_summary_say_what_is_where_and_why() -> None:
 
 def test_fit_lists_plans_with_experts_in_cpu_memory() -> None:
     (fit,) = fits(Machine.gpu(32 * GIB, find_gpu("RTX 4060")), ["qwen3.5-35b-a3b"], "int4", 32_768)
-    assert fit.where == "experts" and not fit.is_resident and fit.plan.config.enable_expert_offload
+    assert fit.where == "experts" and not fit.is_resident and fit.plan.model.has_cpu_experts
     check_plan(fit.plan)
     (fit,) = fits(Machine.gpu(32 * GIB, find_gpu("H200")), ["qwen3.5-35b-a3b"], "int4", 32_768)
     assert fit.where == "GPU" and fit.is_resident and not fit.plan.config.enable_expert_offload

@@ -6,17 +6,23 @@ from nanovllm.capacity.machine import GPUS, H200, LINK_PEAK_GB_PER_S, Machine, f
 from nanovllm.errors import ConfigError
 
 GIB = 2**30
+# These share a CUDA name with a card of another size, which is the one that the name alone means
+SAME_NAME = tuple(find_gpu(name) for name in ("RTX 3080 12GB", "RTX 4060 Ti 8GB", "RTX 5060 Ti 8GB"))
 
 
 def test_find_gpu_any_spelling_is_found() -> None:
     cases: tuple[tuple[str, str], ...] = (
         *((gpu.name, gpu.name) for gpu in GPUS),
-        *((f"NVIDIA {cuda_name}", gpu.name) for gpu in GPUS for cuda_name in gpu.cuda_names),
+        *((f"NVIDIA {name}", gpu.name) for gpu in GPUS for name in gpu.cuda_names if gpu not in SAME_NAME),
         ("4090", "RTX 4090"),
         ("rtx4090", "RTX 4090"),
         ("GeForce RTX 5070 Ti", "RTX 5070 Ti"),
         ("rtx 3060", "RTX 3060 12GB"),
         ("4060 Ti", "RTX 4060 Ti 16GB"),
+        ("4060 ti 8gb", "RTX 4060 Ti 8GB"),
+        ("4070 SUPER", "RTX 4070 SUPER"),
+        ("RTX 3080", "RTX 3080 10GB"),
+        ("NVIDIA GeForce RTX 4070 Laptop GPU", "RTX 4070 Laptop"),
         ("a100-80gb", "A100 80GB"),
         ("rtx_pro_6000", "RTX PRO 6000 Blackwell"),
         ("h100 sxm", "H100 SXM"),
@@ -26,7 +32,7 @@ def test_find_gpu_any_spelling_is_found() -> None:
 
 
 def test_find_gpu_unknown_or_ambiguous_name_lists_the_known_ones() -> None:
-    cases: tuple[str, ...] = ("H100", "A100", "RTX 5070", "RTX 4090 Laptop GPU", "MI300X", "")
+    cases: tuple[str, ...] = ("H100", "A100", "RTX 5050", "RTX 5090 Laptop GPU", "MI300X", "")
     for name in cases:
         with pytest.raises(ConfigError, match=rf"gpu='{name}' is unknown; choose one of RTX 3060 12GB, .*, GH200, or"):
             find_gpu(name)
@@ -35,10 +41,11 @@ def test_find_gpu_unknown_or_ambiguous_name_lists_the_known_ones() -> None:
 
 
 def test_gpus_no_two_answer_to_one_name_and_figures_are_plausible() -> None:
-    cuda_names = [name for gpu in GPUS for name in gpu.cuda_names]
+    cuda_names = [name for gpu in GPUS if gpu not in SAME_NAME for name in gpu.cuda_names]
     assert len({gpu.name for gpu in GPUS}) == len(GPUS) and len(set(cuda_names)) == len(cuda_names)
     for gpu in GPUS:
-        assert all(find_gpu(name) is gpu for name in (gpu.name, *gpu.cuda_names, *gpu.aliases))
+        names = () if gpu in SAME_NAME else (*gpu.cuda_names, *gpu.aliases)
+        assert all(find_gpu(name) is gpu for name in (gpu.name, *names))
         assert 7 < gpu.memory_gib < 200 and 200 < gpu.memory_gb_per_s < 10_000
         assert 20 < gpu.bf16_tflop_per_s < 3000 and (8, 0) <= gpu.capability <= (12, 0)
         link_byte_per_s = Machine.gpu(GIB, gpu).link_byte_per_s
@@ -62,11 +69,14 @@ def test_machine_found_has_its_own_memory_and_the_rates_of_its_name() -> None:
     machine = Machine.found_gpu(GIB, "NVIDIA GeForce RTX 4060 Ti", 8 * GIB, (8, 9))
     assert (machine.name, machine.gpu_bytes) == ("NVIDIA GeForce RTX 4060 Ti", 8 * GIB)
     assert machine.memory_byte_per_s == 288e9
+    for gib, rate in ((9.7, 760e9), (11.7, 912e9)):  # two cards of one name
+        machine = Machine.found_gpu(GIB, "NVIDIA GeForce RTX 3080", int(gib * GIB), (8, 6))
+        assert machine.memory_byte_per_s == rate
     assert Machine.found_gpu(GIB, "NVIDIA H200", 140 * GIB, (9, 0)).flop_per_s == H200.bf16_tflop_per_s * 1e12
 
 
 def test_machine_found_that_is_not_in_the_table_has_no_rates() -> None:
-    cases: tuple[str, ...] = ("NVIDIA GeForce RTX 4080 SUPER", "NVIDIA GeForce RTX 3060 Laptop GPU", "Graphics")
+    cases: tuple[str, ...] = ("NVIDIA GeForce RTX 5050", "NVIDIA GeForce RTX 3060 Laptop GPU", "Graphics")
     for name in cases:
         assert gpu_of_cuda_name(name) is None
         machine = Machine.found_gpu(GIB, name, 16 * GIB, (8, 9))

@@ -21,6 +21,7 @@ from nanovllm.capacity.costs import (
     num_prefill_loaded_blocks,
     weight_bytes,
 )
+from nanovllm.capacity.fit import first_token_s, flop_prefill_tok_per_s, link_prefill_tok_per_s
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.capacity.plan_check import check_start
@@ -31,13 +32,7 @@ from nanovllm.device import kernel_target
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.engine.setup import measure_cpu_memory
 from nanovllm.engine.step_loop import LinkMeter
-from nanovllm.entrypoints.planner import (
-    PlanOptions,
-    first_token_s,
-    flop_prefill_tok_per_s,
-    link_prefill_tok_per_s,
-    plan_table,
-)
+from nanovllm.entrypoints.planner import PlanOptions, plan_table
 from nanovllm.errors import ConfigError
 from nanovllm.models.loader import build_model
 from nanovllm.offload.offload_engine import measure_link

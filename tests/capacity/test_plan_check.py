@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from tiers import RUNS_ALL
 
+from nanovllm.capacity.fit import first_token_s
 from nanovllm.capacity.machine import GPUS, Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.capacity.plan_check import MAX_REMEDIES, check_plan, check_start
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
 from nanovllm.config import Config
-from nanovllm.entrypoints.planner import PlanOptions, first_token_s, plan_table
+from nanovllm.entrypoints.planner import PlanOptions, plan_table
 from nanovllm.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30

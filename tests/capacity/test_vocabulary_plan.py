@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 
 from nanovllm.capacity import costs
+from nanovllm.capacity.fit import fits
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.capacity.plan_check import check_plan, check_start
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import GGUFLayer, gguf_quantization
 from nanovllm.config import Config
-from nanovllm.entrypoints.planner import fit_table, fits, plan_table
+from nanovllm.entrypoints.planner import fit_table, plan_table
 from nanovllm.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30

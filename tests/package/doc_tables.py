@@ -12,10 +12,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from nanovllm.capacity.fit import CONTEXTS, Fit, first_token_s, fits, request_s
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.config import Config
 from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
-from nanovllm.entrypoints.planner import CONTEXTS, Fit, first_token_s, fits, rate_text, request_s, seconds_text
+from nanovllm.entrypoints.planner import rate_text, seconds_text
 from nanovllm.entrypoints.server.options import ServerOptions
 from nanovllm.sampling_params import SamplingParams
 

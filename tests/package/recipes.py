@@ -12,7 +12,7 @@ from pathlib import Path
 from nanovllm.entrypoints.cli import main as cli
 
 INSTALL = Path(__file__).parents[2] / "docs" / "install.md"
-SHOWN = ("weights", "slots", "KV cache", "GPU memory", "CPU pool", "experts", "sequences", "decode", "prefill")
+SHOWN = ("weights", "slots", "KV cache", "GPU memory", "CPU pool", "experts", "sequences", "decode", "prefill", "chose")
 RECIPE = re.compile(r"^\$ nanovllm (plan (?:.*\\\n)*.*\n)((?:  .*\n)*)", re.MULTILINE)
 
 

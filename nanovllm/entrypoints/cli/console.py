@@ -2,8 +2,8 @@
 
 In a conversation (`nanovllm chat`), the prompt of a turn contains all earlier turns. At a terminal the program shows a
 prompt, and Ctrl-C stops an answer without ending the program. If stdin is a pipe, there is no prompt, and the first
-refused message ends the program. A message is a single line, or a block of lines between two QUOTES. The answers go to
-stdout and everything else to stderr.
+refused message ends the program. A message is a single line, several lines that are pasted at once, or a block of lines
+between two QUOTES. The answers go to stdout and everything else to stderr.
 """
 
 import os
@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from io import TextIOWrapper
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli.flags import flag_name, name_flags
+from nanovllm.entrypoints.documents import Document, before_question, read_document
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils import progress_bar
@@ -28,7 +30,8 @@ if TYPE_CHECKING:  # --help must not load torch
 
 QUOTES = '"""'
 HELP = f"""\
-/reset   start a new conversation (keeps the system prompt)
+/file F  read a document: text, PDF, DOCX or HTML; the next message is about it
+/reset   start a new conversation (keeps the system prompt and the documents of --document)
 /help    show this
 /exit    end the program, as Ctrl-D does
 {QUOTES}      starts and ends a message of several lines
@@ -156,7 +159,9 @@ class MessageReader:
         self._num_lines = 0
         if self.is_terminal:
             with suppress(ImportError):  # some builds of Python lack readline; `input` then has no line editing
-                import readline  # noqa: F401
+                import readline
+
+                readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
 
     def read(self) -> str | None:
         """Return the next message, or None at the end of the input.
@@ -193,15 +198,25 @@ class MessageReader:
 class Conversation:
     """The messages so far. A message is not added if it is refused, or stopped before its answer begins."""
 
-    def __init__(self, llm: "LLM", params: SamplingParams, system: str | None, *, stoppable: bool) -> None:
+    def __init__(
+        self,
+        llm: "LLM",
+        params: SamplingParams,
+        system: str | None,
+        documents: Sequence[Document] = (),
+        *,
+        stoppable: bool,
+    ) -> None:
         self._llm = llm
         self._params = params
         self._system = system
+        self._documents = documents
         self._stoppable = stoppable
         self.reset()
 
     def reset(self) -> None:
         self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self.unread = [*self._documents]  # they come before the next message
 
     def answer(self, text: str) -> None:
         """Answer the user's message on stdout.
@@ -220,7 +235,7 @@ class Conversation:
             raise
 
     def _answer(self, text: str) -> None:
-        messages = [*self.messages, {"role": "user", "content": text}]
+        messages = [*self.messages, {"role": "user", "content": before_question(self.unread, text)}]
         token_ids = self._llm.chat_token_ids(messages)[0]
         room = self._llm.max_request_tokens - len(token_ids)
         if room < 1:
@@ -230,6 +245,7 @@ class Conversation:
         output = stream_answer(self._llm, token_ids, params, leave_bar=False, stoppable=self._stoppable)
         if "error" not in output and (output["text"] or output["finish_reason"] != "abort"):
             self.messages = [*messages, {"role": "assistant", "content": output["text"] or ""}]
+            self.unread = []
         self._print_figures(output, is_full=len(output["token_ids"]) == room)
 
     def _print_figures(self, output: "RequestOutput", is_full: bool) -> None:
@@ -262,12 +278,14 @@ class Conversation:
         return f"start a new conversation with /reset, or restart with {larger}"
 
 
-def run_chat(llm: "LLM", params: SamplingParams, system: str | None) -> int:
+def run_chat(llm: "LLM", params: SamplingParams, system: str | None, documents: Sequence[Document] = ()) -> int:
     """Answer messages until the input ends, and return the exit status."""
     reader = MessageReader()
-    conversation = Conversation(llm, params, system, stoppable=reader.is_terminal)
+    conversation = Conversation(llm, params, system, documents, stoppable=reader.is_terminal)
     if reader.is_terminal:
         print("/help lists the commands; Ctrl-D ends the program.", file=sys.stderr)
+    for document in documents:
+        print(_described(document), file=sys.stderr)
     while True:
         try:
             text = _next_message(reader)
@@ -278,6 +296,19 @@ def run_chat(llm: "LLM", params: SamplingParams, system: str | None) -> int:
             if not reader.is_terminal:
                 raise
             print(f"nanovllm: {name_flags(str(error), (Config, SamplingParams))}", file=sys.stderr)
+
+
+def add_document(conversation: Conversation, path: str) -> None:
+    """Read a document, which comes before the next message. Raises RequestError if it cannot be read."""
+    if not path:
+        raise RequestError("/file needs the path of a document, as in /file book.txt")
+    document = read_document(Path(path.strip("'\"")).expanduser())
+    conversation.unread.append(document)
+    print(_described(document), file=sys.stderr)
+
+
+def _described(document: Document) -> str:
+    return f"{document.name}: {len(document.text):,} characters. Ask about it."
 
 
 def _next_message(reader: MessageReader) -> str | None:
@@ -299,6 +330,8 @@ def _react(conversation: Conversation, text: str) -> None:
     elif command == "/reset":
         conversation.reset()
         print("Started a new conversation.", file=sys.stderr)
+    elif command == "/file" or command.startswith("/file "):
+        add_document(conversation, command.removeprefix("/file").strip())
     elif command.startswith("/") and command[1:].isalpha():
         raise RequestError(f"{command} is not a command; /help lists the commands")
     elif command:

@@ -104,12 +104,9 @@ def name_flags(message: str, option_types: Sequence[type]) -> str:
 def _flag_settings(field: Field[Any], options: type, default: Any) -> dict[str, Any]:
     """Return the arguments of `add_argument` for a field. default: the default that the help shows."""
     settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": flag_help(options, field.name)}
-    if field.type == bool | None:
+    if field.type in (bool, bool | None):
+        settings["help"] += " (default: on)" if field.default else ""
         return settings | {"action": argparse.BooleanOptionalAction}
-    if field.type is bool and field.default:
-        return settings | {"action": argparse.BooleanOptionalAction, "help": f"{settings['help']} (default: on)"}
-    if field.type is bool:
-        return settings | {"action": "store_true"}
     kind = _scalar_type(field.type)
     metavar = {int: "N", float: "X", str: "TEXT", _json_object: "JSON", _switch: "TEXT"}[kind]
     settings |= {"type": _integer if kind is int else kind, "metavar": metavar}
@@ -173,15 +170,36 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown flags first. Otherwise a misspelt required flag would be reported as missing."""
+        given = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:
-            given = list(sys.argv[1:] if args is None else args)
             if self.takes_rest:
                 end = given.index("--") if "--" in given else len(given)
                 namespace = namespace or argparse.Namespace()
-                namespace.rest, args, given = given[end + 1 :], given[:end], given[:end]
+                namespace.rest, given = given[end + 1 :], given[:end]
             for flag in given[: given.index("--")] if "--" in given else given:
                 self._check_flag(flag.partition("=")[0])
-        return super().parse_known_args(args, namespace)
+            if "--model" in self._option_string_actions:
+                given = self._name_model(given)
+        return super().parse_known_args(given, namespace)
+
+    def _name_model(self, given: list[str]) -> list[str]:
+        """Put --model before an argument that belongs to no flag. argparse itself would find an optional argument only
+        before the first flag.
+        """
+        named, i = list[str](), 0
+        while i < len(given):
+            if not given[i].startswith("-") or given[i] == "-":
+                if any(arg.partition("=")[0] == "--model" for arg in (*named, *given[i:])):
+                    self.error(f"unexpected argument {given[i]}: the model is given already")
+                named.append("--model")
+            action, end = self._option_string_actions.get(given[i]), i + 1
+            if action is not None and action.nargs is None:
+                end += 1
+            elif action is not None and action.nargs == "+":
+                end = next((n for n in range(end, len(given)) if given[n].startswith("-")), len(given))
+            named += given[i:end]
+            i = end
+        return named
 
     def _check_flag(self, name: str) -> None:
         if not re.fullmatch(r"--?[A-Za-z][\w-]*", name) or name in self._option_string_actions:
@@ -218,16 +236,18 @@ def add_command(
     epilog: str | None = None,
 ) -> argparse.ArgumentParser:
     """Add a command that `run` runs. option_types: the classes whose fields are the command's flags."""
+    usage = f"%(prog)s {'[MODEL]' if name == 'plan' else 'MODEL'} [FLAG ...]" if Config in option_types else None
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=about, description=about, epilog=epilog, formatter_class=Formatter
+        name, help=about, description=about, epilog=epilog, usage=usage, formatter_class=Formatter
     )
     parser.set_defaults(run=run, option_types=option_types)
     return parser
 
 
 def add_model_flag(group: Any) -> None:
+    """Add --model. Parser takes an argument without a flag as the model, too."""
     about = flag_help(Config, "model")
-    group.add_argument("--model", required=True, metavar="MODEL", help=about)
+    group.add_argument("--model", required=True, metavar="MODEL", help=f"{about}; may be given without --model")
 
 
 def add_engine_flags(
@@ -240,10 +260,10 @@ def add_engine_flags(
 
 
 def engine_options(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Return the fields of Config that the flags give, with the command line's step size for a CPU. Experts leave the
-    GPU where the model does not fit otherwise. Loads torch.
+    """Return the fields of Config that the flags give, with the command line's step size for a CPU. The engine chooses
+    other options so that the model fits. Loads torch.
     """
-    options = {"enable_expert_offload": None} | given_fields(args, Config)
+    options = {"fit": None, "enable_expert_offload": None} | given_fields(args, Config)
     from nanovllm.llm import resolve_device
 
     if resolve_device(Config(model=args.model, **options)).type == "cpu":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import __version__
+from nanovllm.capacity.fit import USUAL_CONTEXT, choose, fits
 from nanovllm.capacity.plan import make_plan
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.files import check_tokenizer
@@ -56,7 +57,8 @@ from nanovllm.entrypoints.cli.models import add_list_command, add_pull_command
 from nanovllm.entrypoints.cli.ps import add_ps_command
 from nanovllm.entrypoints.cli.verify import ENGINE_FLAGS, VerifyOptions, run_verify
 from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
-from nanovllm.entrypoints.planner import PlanOptions, fit_table, fits, plan_table
+from nanovllm.entrypoints.documents import before_question, decode_text, read_document
+from nanovllm.entrypoints.planner import PlanOptions, fit_table, plan_table
 from nanovllm.entrypoints.server.log_lines import set_up_log
 from nanovllm.entrypoints.server.options import ServerOptions, bind
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
@@ -68,6 +70,7 @@ if TYPE_CHECKING:  # --help must not load torch
     from nanovllm.entrypoints.cluster.batch_job import JobSummary
     from nanovllm.llm import LLM
 
+ANSWER_ROOM = 8192  # tokens for questions and answers after long documents
 TEXT_ONLY = ("skip_tokenizer_init",)  # options that commands for text do not have
 MAX_STEP_MS = 200.0  # a server's default, so that running answers keep their pace while a long prompt is read
 EXAMPLE = """\
@@ -130,6 +133,7 @@ def run_command(args: argparse.Namespace) -> int:
         args.kv_disk_path = str(Path(args.kv_disk_path).expanduser().absolute())
     logging.basicConfig(format="%(message)s")
     logging.getLogger("nanovllm").setLevel(logging.INFO)
+    logging.getLogger("nanovllm").addFilter(_log_flags)
     escape_unencodable_output()
     try:
         status: int = args.run(args)
@@ -148,6 +152,14 @@ def run_command(args: argparse.Namespace) -> int:
         if not drop_closed_stdout():
             raise
         return 141  # the status after SIGPIPE
+    finally:
+        logging.getLogger("nanovllm").removeFilter(_log_flags)
+
+
+def _log_flags(record: logging.LogRecord) -> bool:
+    """Put flags in place of the engine's options in a message of the log."""
+    record.msg, record.args = name_flags(record.getMessage(), (Config,)), ()
+    return True
 
 
 def _complain(args: argparse.Namespace, message: str) -> None:
@@ -164,18 +176,20 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace) -> int:
     """Answer one prompt. The text goes to stdout, everything else to stderr."""
-    if args.system is not None and not args.chat:
+    in_chat = args.chat or bool(args.document)
+    if args.system is not None and not in_chat:
         raise RequestError("--system needs the model's chat template; add --chat")
     prompt = args.prompt if args.prompt_file is None else _read_text("--prompt-file", args.prompt_file)
+    prompt = before_question(list(map(read_document, args.document)), prompt)
     sampling = given_fields(args, SamplingParams)
     if args.schema is not None:
         sampling["structured_outputs"] = StructuredOutputs(json=_read_text("--schema", args.schema))
     if args.regex is not None:
         sampling["structured_outputs"] = StructuredOutputs(regex=args.regex)
-    llm = _open_llm(args, needs_template=args.chat)
+    llm = _open_llm(args, needs_template=in_chat, text=prompt)
     with llm:
-        params = choose_sampling(llm, sampling, in_chat=args.chat)
-        if args.chat:
+        params = choose_sampling(llm, sampling, in_chat=in_chat)
+        if in_chat:
             system = [] if args.system is None else [{"role": "system", "content": args.system}]
             prompt = llm.chat_token_ids([*system, {"role": "user", "content": prompt}])[0]
         outputs = [stream_answer(llm, prompt, params)] if params.n == 1 else print_answers(llm, prompt, params)
@@ -187,18 +201,20 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    llm = _open_llm(args, needs_template=True)
+    documents = list(map(read_document, args.document))
+    llm = _open_llm(args, needs_template=True, text=before_question(documents, ""))
     with llm:
         params = choose_sampling(llm, given_fields(args, SamplingParams), in_chat=True)
-        return run_chat(llm, params, args.system)
+        return run_chat(llm, params, args.system, documents)
 
 
 def _plan(args: argparse.Namespace) -> int:
     """Print a plan to stdout. If the plan cannot work, print the reason to stderr first."""
     options, given = PlanOptions(**given_fields(args, PlanOptions)), given_fields(args, Config)
+    given.pop("fit", None)  # PlanOptions has another option of this name
     if args.model is None and not options.fit:
-        raise ConfigError("plan needs a model; add --model, or --fit for a list of what runs")
-    config = Config(model=DEMO_MODEL if args.model is None else args.model, **given)
+        raise ConfigError("plan needs a model, or --fit for a list of what runs")
+    config = Config(model=DEMO_MODEL if args.model is None else args.model, fit=options.fit, **given)
     from nanovllm.llm import find_machine
 
     machine = find_machine(config, measures_cpu=options.gpu is None and options.cpu_gb_per_s is None)
@@ -208,19 +224,23 @@ def _plan(args: argparse.Namespace) -> int:
             raise ConfigError(f"fit chooses the engine's options; leave out {', '.join(chosen)}")
         models = [] if args.model is None else [model_path(args.model)]
         found = fits(machine, models, config.quantization, options.context)
-        print(fit_table(machine, found))
+        print(fit_table(machine, found, config.quantization, options.context))
         return 0 if found else 1
-    model = ModelConfig.without_weights(model_path(config.model), config.hf_overrides)
+    stored = ModelConfig.without_weights(model_path(config.model), config.hf_overrides)
     plan, status, context, num_sequences = None, 1, options.context, options.sequences
+    text = ""
     try:
-        model = model.quantized(config.quantization, config.quantize_head)
-        plan = make_plan(config, model, machine, context=context, num_sequences=num_sequences)
+        choice = choose(config, given, stored, machine, context=context, num_sequences=num_sequences)
+        text = choice.text
+        plan = make_plan(choice.config, choice.model, machine, context=context, num_sequences=num_sequences)
         check_plan(plan)
         status = 0
     except ConfigError as error:
         _complain(args, f"this cannot work: {error}")
     if plan is not None:
         print(plan_table(plan))
+        if text:
+            print(f"  {name_flags(text, (Config,))}")
     return status
 
 
@@ -242,26 +262,39 @@ def _require_tokenizer(config: Config) -> None:
         check_tokenizer(model_path(config.model), "work on token ids alone with skip_tokenizer_init=True")
 
 
-def _open_llm(args: argparse.Namespace, *, needs_template: bool) -> "LLM":
-    """Start the engine with the options of the flags. Invalid flags are refused before torch is loaded."""
+def _open_llm(args: argparse.Namespace, *, needs_template: bool, text: str = "") -> "LLM":
+    """Start the engine with the options of the flags. Invalid flags are refused before torch is loaded.
+
+    text: what is asked. If it is long and the context is not given, the context has room for it and an answer.
+    """
     SamplingParams(**given_fields(args, SamplingParams))
     _config(args)
     remedy = "give LLM.generate lists of token ids in Python"
     check_tokenizer(model_path(args.model), remedy, needs_template=needs_template)
     from nanovllm.llm import LLM
 
-    return LLM(args.model, **engine_options(args))
+    options = dict(engine_options(args))
+    if len(text) > USUAL_CONTEXT and options["fit"] is not False and "max_model_len" not in options:
+        options["max_model_len"] = _context_for(args.model, text, options.get("hf_overrides"))
+    return LLM(args.model, **options)
+
+
+def _context_for(model: str, text: str, hf_overrides: Mapping[str, Any] | None) -> int | None:
+    """Return the context for this text and an answer, or None if the context that is chosen without it is enough."""
+    from nanovllm.text.frontend import TextFrontend
+
+    config, directory = ModelConfig.from_pretrained(model_path(model), hf_overrides)
+    num_tokens = len(TextFrontend(config, directory).encode_prompt(text)) + ANSWER_ROOM
+    return min(num_tokens, config.max_model_len_limit) if num_tokens > USUAL_CONTEXT else None
 
 
 def _read_text(flag: str, path: Path) -> str:
     """Return the text of a file, or of stdin if the path is "-", without a byte order mark."""
     try:
         content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-        return content.decode("utf-8-sig")
     except OSError as error:
         raise RequestError(f"{flag} {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{flag} {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    return decode_text(f"{flag} {path}", content)
 
 
 # -- serve -------------------------------------------------------------------------------------------------------
@@ -303,9 +336,14 @@ def load_engine(args: argparse.Namespace) -> "AsyncLLM":
 
 
 def serving_options(args: argparse.Namespace) -> Mapping[str, Any]:
-    """Return the engine's options, with a bound on the time of steps unless the flags give one. Loads torch."""
-    options = engine_options(args)
-    return {"max_step_ms": MAX_STEP_MS} | dict(options) if options.get("chunked_prefill", True) else options
+    """Return the engine's options, with a bound on the time of steps unless the flags give one. Loads torch.
+
+    Replicas may share a machine, whose CPU memory no replica may plan with alone, so they choose no options.
+    """
+    options = dict(engine_options(args))
+    if given_fields(args, ServiceOptions).get("num_replicas") is not None and options["fit"] is None:
+        options["fit"] = False
+    return {"max_step_ms": MAX_STEP_MS} | options if options.get("chunked_prefill", True) else options
 
 
 # -- batch -------------------------------------------------------------------------------------------------------
@@ -395,6 +433,7 @@ def _add_chat(commands: Any) -> None:
     required = parser.add_argument_group("the conversation")
     add_model_flag(required)
     required.add_argument("--system", metavar="TEXT", help="the system prompt")
+    _add_document_flag(required)
     _add_request_flags(parser, max_tokens="no limit")
 
 
@@ -405,14 +444,20 @@ def _add_generate(commands: Any) -> None:
     add_model_flag(required)
     prompt = required.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file with the prompt; - for stdin")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a text file with the prompt; - for stdin")
+    _add_document_flag(required)
     required.add_argument("--chat", action="store_true", help="apply the model's chat template to the prompt")
-    required.add_argument("--system", metavar="TEXT", help="the system prompt; needs --chat")
+    required.add_argument("--system", metavar="TEXT", help="the system prompt; needs --chat or --document")
     constraint = parser.add_argument_group("what the answer must match").add_mutually_exclusive_group()
     constraint.add_argument("--schema", type=Path, metavar="FILE", help="file with a JSON schema; - for stdin")
     constraint.add_argument("--regex", metavar="TEXT", help="regular expression that the whole answer matches")
-    max_tokens = f"{SamplingParams.max_tokens}; with --chat, no limit"
+    max_tokens = f"{SamplingParams.max_tokens}; with --chat or --document, no limit"
     _add_request_flags(parser, max_tokens, without=[name for name in PYTHON_ONLY if name != "n"])
+
+
+def _add_document_flag(group: Any) -> None:
+    about = "text, PDF, DOCX or HTML file that the question is about; repeat the flag for several"
+    group.add_argument("--document", type=Path, action="append", default=[], metavar="FILE", help=about)
 
 
 def _add_serve(commands: Any) -> None:
@@ -443,7 +488,7 @@ def _add_batch(commands: Any) -> None:
     max_tokens = f"{SamplingParams.max_tokens}; for messages, no limit"
     about = "For rows without the column. The model's generation_config.json may change these defaults."
     add_flags(parser, SamplingParams, without=PYTHON_ONLY, defaults={"max_tokens": max_tokens}, about=about)
-    add_engine_flags(parser)
+    add_engine_flags(parser, without=("fit",))
 
 
 def _add_plan(commands: Any) -> None:
@@ -456,7 +501,7 @@ def _add_plan(commands: Any) -> None:
     about = "directory, GGUF file, hub name, preset, or demo (built in); with --fit, all presets by default"
     required.add_argument("--model", metavar="MODEL", help=about)
     add_flags(parser, PlanOptions)
-    add_flags(parser, Config, without=("model", *TEXT_ONLY))
+    add_flags(parser, Config, without=("model", "fit", *TEXT_ONLY))
 
 
 def _add_verify(commands: Any) -> None:

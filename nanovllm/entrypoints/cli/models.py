@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nanovllm.capacity.fit import CONTEXTS, fits
 from nanovllm.capacity.machine import Machine
 from nanovllm.capacity.plan import make_plan
 from nanovllm.capacity.plan_check import check_plan
@@ -15,7 +16,6 @@ from nanovllm.checkpoint.gguf_files import local_models
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.entrypoints.cli.flags import add_command
-from nanovllm.entrypoints.planner import CONTEXTS, fits
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models.demo_model import DEMO_MODEL
 from nanovllm.plan.kv_spec import dtype_name

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.capacity.fit import prefill_tok_per_s as prefill_bound
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.entrypoints import planner
@@ -238,7 +239,7 @@ def _path(name: str, llm: "LLM", answer: "RequestOutput", work: str | None) -> d
     figures = {
         "path": name,
         "prefill_tok_per_s": prefill_tok_per_s(answer),
-        "prefill_bound_tok_per_s": planner.prefill_tok_per_s(plan),
+        "prefill_bound_tok_per_s": prefill_bound(plan),
         "decode_tok_per_s": decode_tok_per_s(answer),
         # With guesses the plan has the rate that it expects, which an answer that is easy to guess exceeds
         "decode_bound_tok_per_s": None if work == "num_guesses" else plan.decode_tok_per_s,

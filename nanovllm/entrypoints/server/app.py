@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.entrypoints.documents import text_by_program
 from nanovllm.entrypoints.server.admission import Service
 from nanovllm.entrypoints.server.answers import CompletionAnswer
 from nanovllm.entrypoints.server.chat_answers import (
@@ -60,6 +61,14 @@ from nanovllm.plan.sequence import TokenIds
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.frontend import Prompt, check_conversations, prompt_list, render_chat
 
+MAX_READERS = 2  # processes that read documents at the same time
+MAX_NAME_CHARS = 255  # of a document's name in messages
+FILE_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
 _RENDERED_NAMES = ("messages", "conversations")  # the tokenizer itself gives these names to the template
 
 
@@ -272,6 +281,17 @@ def add_small_endpoints(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         service.check_body(body)
         return json_response(await service.prepare(_tokenize, service, body, service.key_salt(request)))
+
+    readers = asyncio.Semaphore(MAX_READERS)
+
+    @app.post("/v1/documents/text", responses=BODY_ERRORS, openapi_extra=FILE_BODY)
+    async def read_document(name: str, request: Request) -> Response:
+        """Return the text of a file: plain text in any encoding, PDF, DOCX or HTML."""
+        content = await request.body()
+        async with readers:
+            most = service.options.max_body_bytes
+            text = await service.prepare(text_by_program, name[:MAX_NAME_CHARS], content, most)
+        return json_response({"name": name, "text": text})
 
     @app.post("/detokenize", responses=BODY_ERRORS)
     async def detokenize(body: DetokenizeRequest) -> Response:

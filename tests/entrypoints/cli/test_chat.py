@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,48 @@ def test_chat_messages_of_several_lines_and_commands(run: Run) -> None:
     status, out, err = run(messages, "chat")
     assert status == 0 and out.splitlines() == [HELP, " is blue."]
     assert "/reset" in err and "a message of several lines" in err
+
+
+def test_chat_reads_documents_before_the_first_question_and_once(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "ship.txt").write_bytes("Der Kapitän heißt Haddock.".encode("latin-1"))
+    (tmp_path / "two words.txt").write_text("The passkey is 4711.")
+    messages = f"Der Kapitän\n/file {tmp_path / 'two words.txt'}\nThe passkey\n/reset\nThe passkey\nDer Kapitän\n"
+    status, out, err = run(messages, "chat", "--document", str(tmp_path / "ship.txt"))
+    assert status == 0 and "two words.txt: 20 characters. Ask about it." in err
+    assert out.splitlines() == [" heißt Haddock.", " is 4711.", HELP, " heißt Haddock."]
+    status, _, err = run("/file\n", "chat")
+    assert status == 2 and "/file needs the path of a document" in err
+    status, _, err = run(f"/file {tmp_path}/none.txt\n", "chat")
+    assert status == 2 and "none.txt: No such file" in err
+
+
+def test_chat_second_question_about_a_document_is_served_from_the_prefix_cache(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text(
+        "\n".join(f"{number} is a number." for number in range(100)) + "\nThe end is here."
+    )
+    status, out, err = run("The end\nThe end\n/reset\nThe end is\n", "chat", "--document", str(tmp_path / "log.txt"))
+    assert status == 0 and out.splitlines() == [" is here.", " is here.", " here."]
+    cached = [
+        int(re.findall(r"\(([\d,]+) cached", line)[0].replace(",", "")) for line in err.splitlines() if "cached" in line
+    ]
+    assert cached[0] == 0 and cached[1] >= 1536 and cached[2] >= 1536
+
+
+def test_generate_answers_about_documents_through_the_chat_template(run: Run, tmp_path: Path) -> None:
+    for name, text in (("a.txt", "The captain is Haddock."), ("b.txt", "The passkey is 4711.")):
+        (tmp_path / name).write_text(text)
+    documents = [word for name in ("a.txt", "b.txt") for word in ("--document", str(tmp_path / name))]
+    status, out, err = run("", "generate", *documents, "--prompt", "The captain", "--system", "Be brief.")
+    assert (status, out) == (0, " is Haddock.\n") and "finish reason: stop" in err
+    status, _, err = run("", "generate", "--document", str(tmp_path), "--prompt", "x")
+    assert status == 2 and "Is a directory" in err
+
+
+def test_context_of_a_long_document_has_room_for_it(tmp_path: Path) -> None:
+    """Without --max-model-len, the chosen context may be shorter than the document."""
+    model = str(build_retrieval_model())
+    assert cli._context_for(model, "x" * 1000, None) is None
+    assert cli._context_for(model, "x" * 50_000, None) == 50_000 + cli.ANSWER_ROOM
 
 
 def test_chat_from_a_pipe_refuses_a_bad_message_and_exits_2(run: Run) -> None:
@@ -255,6 +298,28 @@ def test_chat_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_program(device: str) -
     assert terminal.end() == 0
 
 
+def test_reader_takes_pasted_lines_as_one_message() -> None:
+    """Bug: each line of a pasted text was a message, and got an answer."""
+    code = "from nanovllm.entrypoints.cli.console import MessageReader as R; r = R(); print([r.read(), r.read()])"
+    keyboard, slave = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
+    reader = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave, env=environment
+    )
+    os.close(slave)
+    shown = b""
+    while b">>> " not in shown:
+        shown += os.read(keyboard, 4096)
+    assert b"\x1b[?2004h" in shown  # asks the terminal to mark what is pasted
+    os.write(keyboard, b"\x1b[200~first\nsecond\n  third\x1b[201~\nnext\n")
+    with suppress(OSError):  # Linux reports the end of a terminal's other side as an error
+        while piece := os.read(keyboard, 4096):
+            shown += piece
+    os.close(keyboard)
+    assert reader.wait(timeout=LIMIT_S) == 0
+    assert b"['first\\nsecond\\n  third', 'next']" in shown
+
+
 @pytest.mark.slow
 def test_chat_ctrl_c_twice_at_the_prompt_ends_the_program() -> None:
     terminal = Terminal()
@@ -391,8 +456,10 @@ def test_generate_prompt_file_dash_reads_stdin(run: Run) -> None:
     """M7: "No such file or directory"."""
     text = "Größe: 7 €\nGröße: "
     assert run(text, "generate", "--prompt-file", "-", "--stop", "\n", "--max-tokens", "9")[:2] == (0, "7 €\n")
-    status, _, err = run(b"\xff", "generate", "--prompt-file", "-")
-    assert status == 2 and "--prompt-file - is not UTF-8 text" in err
+    latin = text.replace("€", "Fuß").encode("latin-1")
+    assert run(latin, "generate", "--prompt-file", "-", "--stop", "\n", "--max-tokens", "9")[:2] == (0, "7 Fuß\n")
+    status, _, err = run(b"a\x00b", "generate", "--prompt-file", "-")
+    assert status == 2 and "--prompt-file - is not text" in err
 
 
 def test_demo_model_is_a_directory_of_that_name_or_is_written(

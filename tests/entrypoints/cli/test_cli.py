@@ -2,6 +2,7 @@
 
 import argparse
 import fcntl
+import logging
 import os
 import pty
 import re
@@ -53,7 +54,7 @@ def prompt_file(tmp_path: Path) -> str:
 
 def test_usage_names_what_a_command_needs_and_no_flag_that_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     """Regression: forty flags came before the first line of help."""
-    for command, needed in (("serve", "MODEL"), ("generate", "--prompt"), ("cache", "PATH")):
+    for command, needed in (("serve", "MODEL"), ("generate", "MODEL"), ("cache", "PATH")):
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
         usage = capsys.readouterr().out.partition("\n\n")[0]
@@ -155,11 +156,12 @@ def test_help_of_a_command_says_what_every_field_says(
         out = capsys.readouterr().out
         for options in (Config, own):
             hidden = (*cli.PYTHON_ONLY, *(cli.TEXT_ONLY if command == "generate" else ()))
+            hidden += ("fit",) if command == "batch" else ()
             shown = [field for field in fields(options) if field.name not in hidden]
             assert all(name_flags(field.metadata["help"], (options, Config)) in out for field in shown)
         assert "by default 256, or 4096 if --num-gpu-blocks is given" in out and "70% of" in out
         assert "(default: 16384; on a CPU, 512)" in out
-        assert command != "generate" or "(default: 64; with --chat, no limit)" in out
+        assert command != "generate" or "(default: 64; with --chat or --document, no limit)" in out
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------
@@ -197,7 +199,7 @@ def test_main_bad_flags_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
 def test_generate_bad_input_says_why_and_exits_2(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "binary").write_bytes(b"abc\xff")
+    (tmp_path / "binary").write_bytes(b"abc\x00d")
     cases: tuple[tuple[list[str], str], ...] = (
         (["--prompt", "x", "--num-gpu-blocks", "8"], "applies only to CPU offload; add --enable-cpu-offload\n"),
         (["--prompt", "x", "--kvcache-block-size", "300"], "multiple of 256"),
@@ -210,7 +212,7 @@ def test_generate_bad_input_says_why_and_exits_2(
         (["--prompt", "x", "--device", "cuda:abc"], "error: --device='cuda:abc' is unknown"),
         (["--prompt-file", "no/such/file"], "no/such/file: No such file"),
         (["--prompt-file", str(ROOT)], "Is a directory"),
-        (["--prompt-file", str(tmp_path / "binary")], "not UTF-8"),
+        (["--prompt-file", str(tmp_path / "binary")], "binary is not text; documents"),
         (["--prompt", "x", "--system", "y"], "--system needs the model's chat template; add --chat"),
         (["--prompt", "x", "--model", "./no/such/model"], "'./no/such/model' does not exist"),
     )
@@ -403,7 +405,7 @@ def test_plan_for_another_gpu_has_its_rates(capsys: pytest.CaptureFixture[str]) 
 
 def test_plan_that_cannot_work_says_why_and_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, message in (
-        ("--num-gpu-blocks 60 --gpu-memory-gb 24", "lower --num-gpu-blocks to 42"),
+        ("--num-gpu-blocks 60 --gpu-memory-gb 24", "lower --num-gpu-blocks to 46"),
         ("--cpu-memory-gb 65", "lower --cpu-memory-gb to 44.79"),
         ("--context 40960 --sequences 11", "pool's 1638 blocks allow 9; set --num-cpu-blocks to 1814"),
         ("--context 41000", "exceeds --max-model-len=40960"),
@@ -466,7 +468,9 @@ def test_plan_fit_lists_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert re.search(r"qwen3-8b +bfloat16 +as is +32,768 +4.50 GiB +GPU +<= 50.5/s +>= 4.5 s", out)
     assert cli.main([*argv, "--model", "qwen3-8b", "--quantization", "int4"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    out = capsys.readouterr().out
+    assert out.endswith("\nrecommended: nanovllm chat qwen3-8b --quantization int4 --max-model-len 32768\n")
+    assert len(out.splitlines()) == 5
     for flags, message in (
         (["--num-gpu-blocks", "8", "--enable-cpu-offload"], "leave out --enable-cpu-offload, --num-gpu-blocks"),
         (["--context", "0"], "--context=0 must be above 0"),
@@ -481,7 +485,7 @@ def test_plan_too_large_by_the_estimates_alone_exits_1(capsys: pytest.CaptureFix
     """B2: "~17.93 GiB of 16.00 GiB that may be used (!)" and exit status 0."""
     argv = ["plan", "--model", "llama-3.1-8b", "--context", "8192", "--max-model-len", "8192", "--gpu-memory-gb", "16"]
     argv += ["--host-memory-gb", "64", "--link-gb-per-s", "25", "--gpu-memory-utilization", "1"]
-    assert cli.main([*argv, "--enable-cpu-offload", "--kvcache-block-size", "256"]) == 1
+    assert cli.main([*argv, "--enable-cpu-offload", "--kvcache-block-size", "256", "--no-fit"]) == 1
     captured = capsys.readouterr()
     assert "of 16.00 GiB that may be used (!)" in captured.out and "estimated" in captured.err
 
@@ -564,6 +568,12 @@ def test_serve_steps_are_bounded_unless_the_flags_say_otherwise() -> None:
         assert options.get("max_step_ms") == max_step_ms and options["device"] == "cpu"
 
 
+def test_serve_chooses_options_unless_replicas_may_share_a_machine() -> None:
+    for flags, fit in (([], None), (["--fit"], True), (["--no-fit"], False), (["--num-replicas", "2"], False)):
+        args = cli._parser().parse_args(["serve", "demo", "--device", "cpu", *flags])
+        assert cli.serving_options(args)["fit"] is fit
+
+
 def test_experts_leave_the_gpu_by_themselves_unless_a_flag_decides() -> None:
     """For serve, chat and generate, which start their engines with these options."""
     for flags, choice in (
@@ -623,3 +633,35 @@ def test_batch_without_ray_says_what_to_install(
         "nanovllm batch needs ray; run: pip install --constraint constraints.txt '.[ray]' in" in capsys.readouterr().err
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_log_names_flags_instead_of_options(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The line about chosen options is to be copied into a command."""
+    logger = logging.getLogger("nanovllm")
+
+    def run(args: object) -> int:
+        logger.info("chose %s", "enable_cpu_offload=True max_num_seqs=16")
+        return 0
+
+    monkeypatch.setattr(cli, "_generate", run)
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        assert cli.main(["generate", "--prompt", "x", "demo"]) == 0
+        logger.info("max_num_seqs=16")
+    assert [record.getMessage() for record in caplog.records] == [
+        "chose --enable-cpu-offload --max-num-seqs=16",
+        "max_num_seqs=16",
+    ]
+
+
+def test_model_may_be_given_without_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--gpu", "H200", "--host-memory-gb", "64"]
+    for argv in (["demo", *plan[1:]], [*plan[1:], "demo"], ["--gpu", "H200", "demo", "--host-memory-gb", "64"]):
+        assert cli.main(["plan", *argv]) == 0 and "tokens of demo on H200" in capsys.readouterr().out
+    for argv, message in (
+        (["demo", "other"], "unexpected argument other: the model is given already"),
+        (["demo", "--model", "other"], "unexpected argument demo: the model is given already"),
+        ([], "the following arguments are required: --model"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["chat", *argv])
+        assert message in capsys.readouterr().err

@@ -26,7 +26,7 @@ def block_of(language: str, word: str) -> str:
 
 @pytest.fixture(scope="module")
 def address(retrieval_model: Path) -> Iterator[str]:
-    """Host and port of a server that has the options of `nanovllm serve --model demo`, and the same model name."""
+    """Host and port of a server that has the options of `nanovllm serve demo`, and the same model name."""
     engine = AsyncLLM(retrieval_model, device="cpu", num_kvcache_blocks=128, max_num_batched_tokens=512)
     with http_server(engine, ServerOptions(served_model_name=("demo",))) as url:
         yield url.removeprefix("http://")
@@ -35,7 +35,7 @@ def address(retrieval_model: Path) -> Iterator[str]:
 
 def test_third_command_starts_the_server() -> None:
     commands = [line.split("#")[0].strip() for line in block_of("", "make demo").splitlines()]
-    assert commands[2] == ".venv/bin/nanovllm serve --model demo"
+    assert commands[2] == ".venv/bin/nanovllm serve demo"
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_first_snippet_of_the_serving_guide_works_literally(address: str) -> Non
     """Regression: it named a model "my-model", which the server did not have, and read a file of the user."""
     guide = (ROOT / "docs" / "serving.md").read_text()
     commands, code = re.findall(r"^```(?:python)?\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)[:2]
-    assert commands.splitlines()[1] == "nanovllm serve --model demo"
+    assert commands.splitlines()[1] == "nanovllm serve demo"
     printed = io.StringIO()
     with redirect_stdout(printed):
         exec(code.replace("127.0.0.1:8000", address), {})

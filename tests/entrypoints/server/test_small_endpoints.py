@@ -47,6 +47,19 @@ def test_tokenize_and_detokenize_bad_bodies_are_refused(web: httpx.Client) -> No
         assert response.status_code == 400 and response.json()["error"]["message"]
 
 
+def test_document_is_returned_as_text_or_refused(web: httpx.Client) -> None:
+    text = "Der Käse für Frau Müller hat eine Größe von fünf Zoll."
+    answer = web.post("/v1/documents/text", params={"name": "Käse.txt"}, content=text.encode("latin-1"))
+    assert (answer.status_code, answer.json()) == (200, {"name": "Käse.txt", "text": text})
+    for params, content, message in (
+        ({"name": "a.bin"}, bytes(9), "a.bin is not text; documents are plain text, PDF, DOCX and HTML"),
+        ({"name": "a.pdf"}, b"%PDF-1.4", "a.pdf is "),
+        ({}, b"text", "name"),
+    ):
+        answer = web.post("/v1/documents/text", params=params, content=content)
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+
+
 def test_health_and_version_answer(web: httpx.Client) -> None:
     health = web.get("/health")
     assert (health.status_code, health.json()) == (200, {"status": "ready"})
