@@ -304,7 +304,7 @@ def test_answer_can_be_copied_and_asked_for_again(server: FakeServer, page: Page
     assert answers(page) == ["You said: one <b>so</b> & so."]
     assert server.bodies[0] == server.bodies[1]
     ask_and_wait(page, "two")
-    page.get_by_role("button", name="Retry").click()  # the only one, so that nothing that follows is lost
+    page.get_by_role("button", name="Retry").last.click()
     wait_for_end(page)
     assert answers(page) == ["You said: one <b>so</b> & so.", "You said: two <b>so</b> & so."]
     assert server.bodies[2] == server.bodies[3]
@@ -322,7 +322,11 @@ def test_copy_works_without_https(server: FakeServer, open_page: OpenPage) -> No
     expect(page.get_by_label("Message", exact=True)).to_have_value("You said: one <b>so</b> & _so_.")
 
 
-def test_edited_question_replaces_what_follows(server: FakeServer, page: Page) -> None:
+def versions(page: Page) -> list[str]:
+    return page.locator(".branches .muted").all_inner_texts()
+
+
+def test_edited_question_begins_a_branch(server: FakeServer, page: Page) -> None:
     for question in ("one", "two", "three"):
         ask_and_wait(page, question)
     page.get_by_role("button", name="Edit").nth(1).click()
@@ -333,6 +337,68 @@ def test_edited_question_replaces_what_follows(server: FakeServer, page: Page) -
     ask_and_wait(page, "four")
     assert answers(page) == ["You said: one <b>so</b> & so.", "You said: four <b>so</b> & so."]
     assert [message["content"] for message in server.bodies[3]["messages"][::2]] == ["one", "four"]
+    assert versions(page) == ["2 of 2"]
+    expect(page.get_by_role("button", name="Next version")).to_be_disabled()
+    page.get_by_role("button", name="Previous version").click()
+    expect(page.get_by_role("button", name="Next version")).to_be_focused()
+    questions = page.locator(".question .text")
+    expect(questions).to_have_text(["one", "two", "three"])  # nothing of them was lost
+    page.get_by_role("button", name="Edit").nth(2).click()
+    ask_and_wait(page, "five")  # a branch of a branch
+    page.get_by_role("button", name="Edit").first.click()
+    ask_and_wait(page, "six")
+    expect(questions).to_have_text(["six"])
+    reload(page)
+    expect(questions).to_have_text(["six"])
+    page.get_by_role("button", name="Previous version").click()
+    expect(questions).to_have_text(["one", "two", "five"])
+    assert versions(page) == ["1 of 2", "1 of 2", "2 of 2"]
+    page.get_by_role("button", name="Previous version").last.click()
+    expect(questions).to_have_text(["one", "two", "three"])
+    page.get_by_role("button", name="Next version").nth(1).click()
+    expect(questions).to_have_text(["one", "four"])
+    assert len(page.evaluate(KEPT)[0]["messages"]) == 4
+
+
+def test_retry_keeps_the_earlier_answer_and_what_follows_it(server: FakeServer, page: Page) -> None:
+    """Regression: the answer and all that followed were lost."""
+    for question in ("one", "two"):
+        ask_and_wait(page, question)
+    page.get_by_role("button", name="Retry").first.click()
+    expect(page.locator(".answer")).to_have_count(1)
+    wait_for_end(page)
+    assert versions(page) == ["2 of 2"]
+    page.get_by_role("button", name="Retry").click()
+    wait_for_end(page)
+    assert versions(page) == ["3 of 3"]
+    page.get_by_role("button", name="Previous version").click()
+    expect(page.locator(".branches .muted")).to_have_text(["2 of 3"])
+    page.get_by_role("button", name="Previous version").click()
+    expect(page.locator(".turn .text")).to_have_text([re.compile(text) for text in ("one", "one", "two", "two")])
+    ask_and_wait(page, "three")
+    assert [message["content"] for message in server.bodies[-1]["messages"][::2]] == ["one", "two", "three"]
+
+
+def test_version_without_an_answer_goes_and_the_one_before_is_shown(server: FakeServer, page: Page) -> None:
+    for question in ("one", "two"):
+        ask_and_wait(page, question)
+    turns = [re.compile(text) for text in ("one", "one", "two", "two")]
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.get_by_role("button", name="Retry").first.click()
+    expect(page.get_by_role("alert")).to_contain_text("cannot be reached")
+    expect(page.locator(".turn .text")).to_have_text(turns)
+    page.get_by_role("button", name="Edit").first.click()
+    ask(page, "three")
+    expect(page.get_by_role("alert")).to_contain_text("cannot be reached")
+    expect(page.locator(".turn .text")).to_have_text(turns)
+    assert versions(page) == []
+    expect(page.get_by_label("Message", exact=True)).to_have_value("three")
+    expect(page.locator("#editing")).to_be_visible()
+    page.unroute_all()
+    page.keyboard.press("Enter")
+    wait_for_end(page)
+    expect(page.locator(".turn .text")).to_have_text([re.compile("three")] * 2)
+    assert versions(page) == ["2 of 2"]
 
 
 def test_answer_that_was_stopped_is_continued_from_its_last_token(server: FakeServer, page: Page) -> None:

@@ -1,7 +1,9 @@
 /** The page: chats about documents, which can be answered at the same time, the answers streamed. */
 
 import { CacheView } from "./cache.js";
-import { Chat, replaceMessages, titleOf, updateMessage } from "./chats.js";
+import {
+  Chat, appendMessages, branchMessages, branchOf, removeMessages, reveal, showBranch, titleOf, updateMessage,
+} from "./chats.js";
 import {
   ServerError, TOO_LONG, UNREACHABLE, announce, button, byId, counted, element, events, newId, request, sentence, short,
   showAlert, whole,
@@ -28,7 +30,7 @@ let views = new Map(); // a message's id -> its view, for the chat on the page
 const running = new Map(); // chats with an answer that is coming to this tab, by id
 const elsewhere = new Map(); // answers that are coming to other tabs: a message's id -> its chat's id
 const field = byId("question");
-let editedId = null; // of the message that the next question replaces, with all that follows
+let editedId = null; // of the message beside which the next question begins a branch
 const documents = new Documents(openingMessages, showChats);
 const cache = new CacheView(() => running.size > 0, showServer, documents);
 
@@ -131,20 +133,40 @@ function showChat() {
 }
 
 function viewOf(message, isLast) {
-  const { run } = shown, { id, role } = message;
+  const { run } = shown, { id, role } = message, branches = branchesOf(message);
   if (message === run?.message) {
     run.view.draw(); // what has come while another chat was shown
     return run.view;
   }
   if (role === "user") {
-    if (!views.has(id)) views.set(id, new QuestionView(message, [{ label: "Edit", run: () => edit(message) }]));
+    if (!views.has(id)) views.set(id, new QuestionView(message));
+    views.get(id).show([{ label: "Edit", run: () => edit(message, message.content) }], branches);
   } else {
     if (!views.has(id)) views.set(id, new AnswerView());
     const isElsewhere = elsewhere.has(id);
-    const actions = isLast && !isElsewhere ? answerActions(message) : [];
-    views.get(id).show(message, actions, isElsewhere ? "being answered in another tab" : "");
+    const actions = isElsewhere ? [] : answerActions(message, isLast);
+    views.get(id).show(message, actions, branches, isElsewhere ? "being answered in another tab" : "");
   }
   return views.get(id);
+}
+
+const placeOf = (message) => shown.record.messages.findIndex(({ id }) => id === message.id);
+const idBefore = (message) => shown.record.messages[placeOf(message) - 1]?.id ?? "";
+
+/** The other versions of this message and of what follows: see branchSwitch. */
+function branchesOf(message) {
+  const [place, count] = branchOf(shown.record, message) ?? [];
+  if (count === undefined) return null;
+  return { place, count, step: (by) => {
+    if (shown.run !== null) return;
+    const turnOf = () => byId("turns").children[i], i = placeOf(message), { top } = turnOf().getBoundingClientRect();
+    cancelEdit();
+    shown.change(showBranch(idBefore(message), place + by));
+    showChat();
+    byId("messages").scrollTop += turnOf().getBoundingClientRect().top - top; // it is where the one before was
+    const [back, on] = turnOf().querySelectorAll(".branches button");
+    (on.disabled || (by < 0 && !back.disabled) ? back : on).focus();
+  } };
 }
 
 /** What follows the turns: how much faster it has become, and the proposed questions. */
@@ -236,11 +258,12 @@ const mayAsk = () => shown.run === null && !documents.isExcess;
 
 async function ask(text) {
   if (!mayAsk()) return restoreQuestion(text);
-  const ids = shown.record.messages.map(({ id }) => id), isEdited = editedId !== null && ids.includes(editedId);
-  const replacedIds = isEdited ? ids.slice(ids.indexOf(editedId)) : [];
-  cancelEdit();
+  const { messages } = shown.record, edited = messages.find(({ id }) => id === editedId);
   const question = { id: newId(), role: "user", content: text }, message = newAnswer();
-  await answer(message, replaceMessages(replacedIds, question, message));
+  const change = edited
+    ? branchMessages(idBefore(edited), question, message) : appendMessages(messages.at(-1)?.id, question, message);
+  cancelEdit();
+  await answer(message, change);
 }
 
 const newAnswer = () => ({ id: newId(), role: "assistant", content: "" });
@@ -249,7 +272,7 @@ const newAnswer = () => ({ id: newId(), role: "assistant", content: "" });
 async function answer(message, prepare) {
   const chat = shown, readIds = chat.documentIds, isContinued = message.content !== "";
   const view = new AnswerView(), controller = new AbortController(), { signal } = controller;
-  chat.run = { message, view, controller };
+  chat.run = { message, view, controller, before: [] };
   running.set(chat.id, chat);
   tellAnswering(chat);
   view.start(message, tokensOf(chat.documents));
@@ -264,6 +287,7 @@ async function answer(message, prepare) {
   try {
     if (await isStored) showChats();
     else restoreQuestion(messagesBefore(chat).at(-1).content); // the chat was deleted a moment ago
+    chat.run.before = messagesBefore(chat);
     const [reason, usage] = await stream(chat, isContinued);
     end = FINISH_NOTES[reason] ?? "";
     if (chat === shown) documents.setRead(readIds);
@@ -287,16 +311,19 @@ async function answer(message, prepare) {
 
 /** A question that got no answer goes back to where it was typed, unless the user has begun another one. */
 async function keepAnswer(chat, message, view) {
-  const { messages } = chat.record, hasNothing = !message.content && !message.reasoning;
-  const question = messages[messages.indexOf(message) - 1];
-  const isGivenBack = hasNothing && question && chat === shown && !field.value;
-  if (isGivenBack) restoreQuestion(question.content);
-  else if (chat === shown) views.set(message.id, view);
-  const change = isGivenBack ? replaceMessages([question.id, message.id]) : updateMessage(message);
+  const { messages, forks = {} } = chat.record, place = messages.indexOf(message), question = messages[place - 1];
+  const hasNothing = !message.content && !message.reasoning && question && chat === shown;
+  const hasOther = Boolean(question && forks[question.id]), isGivenBack = hasNothing && !hasOther && !field.value;
+  const wasEdited = isGivenBack && (messages[place - 2]?.id ?? "") in forks;
+  const change = isGivenBack ? removeMessages(question.id, message.id)
+    : hasNothing && hasOther ? removeMessages(message.id) : updateMessage(message);
+  if (chat === shown) views.set(message.id, view);
   const isStored = chat.change((record) => {
     change(record);
     record.changedMs = Date.now();
   });
+  if (wasEdited) edit(chat.record.messages[place - 1], question.content);
+  else if (isGivenBack) restoreQuestion(question.content);
   if (chat === shown) showChat();
   await isStored;
 }
@@ -360,13 +387,13 @@ function messagesBefore({ record: { messages }, run }) {
 
 /** Return these messages with the documents before the first question. */
 function chatMessages(chat) {
-  const [first, ...others] = messagesBefore(chat).map(({ role, content }) => ({ role, content }));
+  const [first, ...others] = chat.run.before.map(({ role, content }) => ({ role, content }));
   return [...openingMessages(preambleOf(chat.documents) + first.content), ...others];
 }
 
 /** The text so far, to be continued. */
 function plainBody(chat) {
-  const messages = [...messagesBefore(chat), chat.run.message];
+  const messages = [...chat.run.before, chat.run.message];
   const pieces = messages.map(({ role, content }, i) => (role === "user" && i > 0 ? "\n" : "") + content);
   const prompt = preambleOf(chat.documents) + pieces.join("");
   return { prompt, max_tokens: settings.maxTokens ?? PLAIN_ANSWER_TOKENS };
@@ -404,14 +431,16 @@ async function requestThatFits(path, body, chat) {
 
 // -- what can be done with a question or an answer
 
-/** For the last answer alone, because what follows would be lost. Edit, which says so, does it for others. */
-function answerActions(message) {
+function answerActions(message, isLast) {
   const retry = { label: "Retry", run: () => redo(() => {
     const answered = newAnswer();
-    answer(answered, replaceMessages([message.id], answered));
+    answer(answered, branchMessages(idBefore(message), answered));
   }) };
-  const goOn = { label: "Continue", run: () => redo(() => answer(message, updateMessage(message))) };
-  return message.note && message.content ? [goOn, retry] : [retry];
+  const goOn = { label: "Continue", run: () => redo(() => answer(message, (record) => {
+    reveal(record, message.id);
+    updateMessage(message)(record);
+  })) };
+  return isLast && message.note && message.content ? [goOn, retry] : [retry];
 }
 
 function redo(begin) {
@@ -420,7 +449,7 @@ function redo(begin) {
   begin();
 }
 
-function edit({ id, content }) {
+function edit({ id }, content) {
   if (shown.run !== null) return;
   editedId = id;
   byId("editing").hidden = false;
