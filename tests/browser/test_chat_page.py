@@ -44,9 +44,12 @@ def test_answer_is_streamed_and_its_figures_follow(server: FakeServer, page: Pag
     server.may_go_on.set()
     wait_for_end(page)
     assert answers(page)[0].endswith("x y z <b>so</b> & so.")
-    figures = page.locator(".answer .figures").inner_text()
+    summary = page.locator(".answer .figures summary")
+    assert re.fullmatch(r"31 tokens at [\d.]+ tok/s", summary.inner_text())
+    summary.click()
     assert re.fullmatch(
-        r"3,214 prompt tokens, 3,072 of them cached · first token after [\d.]+ m?s · 31 tokens at [\d.]+ tok/s", figures
+        r"3,214 prompt tokens, 3,072 of them cached · first token after [\d.]+ m?s · 31 tokens at [\d.]+ tok/s",
+        page.locator(".answer .figures p").inner_text(),
     )
     body = server.bodies[0]
     assert set(body) == {"messages", "stream", "stream_options"}  # all else is the model's own
@@ -81,7 +84,7 @@ def test_stop_ends_the_request_and_keeps_what_was_said(server: FakeServer, page:
     else:
         page.keyboard.press("Escape")
     wait_for_end(page)
-    assert page.locator(".answer .figures").inner_text().endswith("· stopped")
+    assert page.locator(".answer .figures").text_content().endswith("· stopped")
     expect(page.get_by_role("alert")).to_be_hidden()
     ask_and_wait(page, "again")
     until(page, lambda: server.num_abandoned == 1)
@@ -112,6 +115,35 @@ def test_dropped_files_come_before_the_conversation(server: FakeServer, page: Pa
     first, second = (body["messages"][0]["content"] for body in server.bodies)
     start = before("report.txt", TEXT) + before("notes.txt", "Notes.")
     assert first == f"{start}What is the passkey?" and second == f"{start}And where is it?"
+
+
+def test_first_screen_knows_the_documents_and_what_fits(server: FakeServer, page: Page) -> None:
+    """Regression: with documents it still said "Ask about long documents", and never how long they may be."""
+    server.max_model_len = 8192
+    reload(page)
+    room, questions = page.locator("#room"), page.locator(".suggestion")
+    expect(room).to_have_text("8,192 tokens fit into a chat, documents and answers together.")
+    expect(page.get_by_role("button", name="Choose a document")).to_have_class("primary")
+    expect(questions).to_have_count(0)
+    attach_and_wait(page)
+    expect(page.get_by_role("heading", name="Ask about report.txt")).to_be_visible()
+    expect(room).to_have_text("6,300 tokens. 8,192 tokens fit into a chat, documents and answers together.")
+    expect(page.get_by_role("button", name="Add a document")).not_to_have_class("primary")
+    expect(questions.first).to_have_text("Summarize the document.")
+    attach_and_wait(page, "notes.txt", b"Notes.")
+    expect(page.get_by_role("heading", name="Ask about 2 documents")).to_be_visible()
+    expect(room).to_contain_text("6,306 tokens. ")
+    questions.first.click()
+    wait_for_end(page)
+    assert server.bodies[0]["messages"][0]["content"].endswith(
+        "Notes.\n\nEnd of the document.\n\nSummarize each document."
+    )
+    expect(questions).to_have_count(0)
+    page.get_by_role("button", name="New chat").click()
+    for name in ("report.txt", "notes.txt"):
+        page.get_by_role("button", name=f"Remove {name}").click()
+    expect(page.get_by_role("heading", name="Ask about long documents")).to_be_visible()
+    expect(questions).to_have_count(0)
 
 
 def test_document_can_be_pasted_and_removed(server: FakeServer, page: Page) -> None:
@@ -423,7 +455,7 @@ def test_reload_keeps_chat_documents_and_settings(server: FakeServer, page: Page
     page.get_by_label("Seed").fill("7")
     page.keyboard.press("Enter")
     ask_and_wait(page, "one")
-    figures = page.locator(".answer .figures").inner_text()
+    figures = page.locator(".answer .figures").text_content()
     reload(page)
     expect(page.locator(".answer .figures")).to_have_text(figures)
     assert answers(page) == ["You said: one <b>so</b> & so."]
@@ -592,12 +624,12 @@ def test_answer_that_fails_midway_is_kept_and_explained(page: Page, question: st
     ask(page, question)
     expect(page.get_by_role("alert")).to_have_text(message)
     assert answers(page) == [f"You said: {question} <b>so</b> & so."]
-    assert page.locator(".answer .figures").inner_text().endswith("ended by an error")
+    assert page.locator(".answer .figures").text_content().endswith("ended by an error")
 
 
 def test_answer_that_is_cut_off_says_so(page: Page) -> None:
     ask_and_wait(page, "be long")
-    assert page.locator(".answer .figures").inner_text().endswith("cut off at the longest answer")
+    assert page.locator(".answer .figures").text_content().endswith("cut off at the longest answer")
 
 
 def test_server_that_comes_back_under_another_name_answers_again(server: FakeServer, page: Page) -> None:

@@ -31,7 +31,10 @@ const running = new Map(); // chats with an answer that is coming to this tab, b
 const elsewhere = new Map(); // answers that are coming to other tabs: a message's id -> its chat's id
 const field = byId("question");
 let editedId = null; // of the message beside which the next question begins a branch
-const documents = new Documents(openingMessages, showChats);
+const documents = new Documents(openingMessages, () => {
+  showRest();
+  return showChats();
+});
 const cache = new CacheView(() => running.size > 0, showServer, documents);
 
 /** Ask what the server is, at first and whenever it is back. It may be another one then. */
@@ -46,7 +49,7 @@ async function showServer() {
     byId("model").textContent = byId("model").title = model.id;
     document.title = `${model.id} · nanovllm`;
     byId("try-example").hidden = byId("built-in-note").hidden = example === null;
-    byId("choose").classList.toggle("primary", example === null);
+    showRest();
     documents.setLimit(server.maxRequestTokens);
     if (byId("alert").textContent === UNREACHABLE) showAlert("");
   } catch (error) {
@@ -178,11 +181,20 @@ function showRest() {
   const [then, now] = [first?.firstMs, last?.firstMs].map((ms) => `${short(ms / 1000)} s`);
   if (isFaster) byId("speed").textContent = `First answer: ${then}. Now: ${now}.`;
   const asked = shown.record.messages.map(({ content }) => content);
-  const proposed = (shown.record.questions ?? []).filter((question) => !asked.includes(question));
+  const proposed = (shown.record.questions ?? questionsFor(shown)).filter((question) => !asked.includes(question));
   const box = byId("suggestions"), areShown = [...box.children].map(({ textContent }) => textContent);
   box.hidden = !proposed.length;
   if (areShown.join("\n") === proposed.join("\n")) return; // one may have the focus
   box.replaceChildren(...proposed.map((question) => button(question, "suggestion", () => ask(question))));
+}
+
+/** Questions to begin with about the user's documents. The built-in model could not answer them. */
+function questionsFor({ documents: { length }, record: { messages } }) {
+  if (!length || messages.length || server.example !== null || !server.maxRequestTokens) return [];
+  return length === 1
+    ? ["Summarize the document.", "List its main points, each with a quotation.", "Which questions does it leave open?"]
+    : ["Summarize each document.", "Where do the documents agree, and where not?",
+      "List the main points, each with a quotation and its document."];
 }
 
 let numListed = 0;

@@ -218,6 +218,7 @@ export class Documents {
   // -- the list
 
   draw() {
+    this.#drawWelcome();
     byId("no-documents").hidden = this.#list.length > 0;
     byId("documents").replaceChildren(...this.#list.map((each, i) => this.#row(each, i)));
     this.#drawExcess();
@@ -228,6 +229,20 @@ export class Documents {
       : "The documents have changed. The next answer reads everything again.";
     const count = this.#list.length;
     byId("side-button").textContent = count ? counted(count, "document") : "Documents";
+  }
+
+  /** What the first screen says of the documents, and how much fits. */
+  #drawWelcome() {
+    const list = this.#list, [first] = list, room = byId("room"), isCounted = list.every(({ tokens }) => tokens !== null);
+    const which = list.length > 1 ? counted(list.length, "document") : first?.name.slice(0, SHOWN_CHARS);
+    const size = sizeOf({ tokens: tokensOf(list), isEstimate: list.some(({ isEstimate }) => isEstimate) });
+    const takes = `${counted(this.#maxRequestTokens, "token")} fit into a chat, documents and answers together.`;
+    byId("welcome-title").textContent = `Ask about ${which ?? "long documents"}`;
+    byId("welcome-text").hidden = list.length > 0;
+    room.hidden = !this.#maxRequestTokens || !isCounted;
+    room.textContent = list.length ? `${size[0].toUpperCase()}${size.slice(1)}. ${takes}` : takes;
+    byId("choose").textContent = list.length ? "Add a document…" : "Choose a document…";
+    byId("choose").classList.toggle("primary", !list.length && byId("try-example").hidden);
   }
 
   #row(document, index) {

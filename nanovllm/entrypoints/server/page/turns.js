@@ -77,6 +77,15 @@ function branchSwitch({ place, count, step }) {
   return box;
 }
 
+/** In one short line how long the answer is and how it ended. All figures, which are in `text`, unfold. */
+function showFigures(box, text) {
+  const brief = text.split(" · ").filter((part) => !/ prompt tokens?,|^first token /.test(part)).join(" · ");
+  if (!brief || brief === text) return box.replaceChildren(text);
+  const folded = element("details", "");
+  folded.append(element("summary", "", brief), element("p", "", text));
+  return box.replaceChildren(folded);
+}
+
 /** An answer, complete or while it comes. It can grow while another chat is shown. */
 export class AnswerView {
   element = newTurn("answer", "Model");
@@ -88,7 +97,7 @@ export class AnswerView {
   #textView = new MarkdownView(this.#text);
   #nothing = element("em", "muted", "(no text)");
   #progress = null; // while the prompt is read
-  #figures = element("p", "figures muted");
+  #figures = element("div", "figures muted");
   #footer = element("div", "");
   #drawTimer = 0;
   #tickTimer = 0;
@@ -114,9 +123,10 @@ export class AnswerView {
     this.#message = message;
     this.draw();
     this.#nothing.hidden = Boolean(message.content || message.reasoning || note);
-    this.#figures.textContent = note || message.figures || message.note || "";
-    const [, answer] = parts(message);
-    this.#footer.replaceWith(this.#footer = actionRow(branches, actions, copyButton(() => answer.trim())));
+    showFigures(this.#figures, note || message.figures || message.note || "");
+    const [, answer] = parts(message), row = actionRow(branches, actions, copyButton(() => answer.trim()));
+    row.append(this.#figures);
+    this.#footer.replaceWith(this.#footer = row);
   }
 
   /** The answer begins, or goes on. promptTokens: about how long the prompt is, 0 if that is not known. */
