@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from page_actions import (
@@ -204,6 +205,7 @@ def test_document_that_is_too_long_can_be_shortened(server: FakeServer, page: Pa
         ),
         (b"PK\x03\x04" + b"some text" * 9 + b"\x00", "photo.png is not a text file. Save it as plain text first."),
         ("Привет, как дела".encode("koi8-r"), "photo.png is not a text file. Save it as plain text first."),
+        (b"%PDF-1.4\n%\xe2\xe3\n1 0 obj", "photo.png is a PDF. Save it as plain text first."),
         (b"%PDF-1.4\n1 0 obj", "photo.png is a PDF. Save it as plain text first."),
         (b" \n", "photo.png is empty."),
     ],
@@ -225,6 +227,53 @@ def test_text_in_common_encodings_is_read(server: FakeServer, page: Page, encodi
     expect(page.locator("#alert")).to_have_text(note if encoding in ("latin-1", "cp1252") else "")
     ask_and_wait(page, "one")
     assert server.bodies[0]["messages"][0]["content"] == f"{before('report.txt', text)}one"
+
+
+def test_server_reads_what_is_not_plain_text(server: FakeServer, page: Page) -> None:
+    server.reads_documents = True
+    reload(page)
+    files = ("a report.pdf", b"%PDF-1.4\n\xff"), ("page.html", b"<p>Text"), ("notes.txt", b"Notes."), ("b.zip", b"PK\0")
+    page.set_input_files("#file", [{"name": n, "mimeType": "", "buffer": content} for n, content in files])
+    expect(page.get_by_role("alert")).to_have_text("b.zip cannot be read. This format is not known.")
+    expect(documents(page)).to_have_count(3)
+    ask_and_wait(page, "one")
+    texts = [
+        ("a report.pdf", "10 bytes of a report.pdf"),
+        ("page.html", "7 bytes of page.html"),
+        ("notes.txt", "Notes."),
+    ]
+    assert server.bodies[0]["messages"][0]["content"] == f"{''.join(before(*each) for each in texts)}one"
+
+
+def test_document_can_be_read_on_the_page(page: Page) -> None:
+    text = "".join(f"Line {number}.\n" for number in range(20_000))
+    attach_and_wait(page, "book.txt", text.encode())
+    page.get_by_role("button", name="book.txt", exact=True).click()
+    dialog = page.get_by_role("dialog", name="book.txt")
+    expect(dialog).to_contain_text(f"{len(text):,} tokens, {len(text):,} characters")
+    shown = page.locator("#viewer-text")
+    assert shown.text_content() == text[:100_000]
+    dialog.get_by_role("button", name="Show more").click()
+    dialog.get_by_role("button", name="Show more").click()
+    expect(dialog.get_by_role("button", name="Show more")).to_be_hidden()
+    assert shown.text_content() == text
+    dialog.get_by_role("button", name="Close").click()
+    expect(dialog).to_be_hidden()
+
+
+def test_documents_are_attached_where_the_user_types(server: FakeServer, open_page: OpenPage) -> None:
+    page = open_page(server.url, viewport={"width": 390, "height": 844}, has_touch=True)
+    expect(page.locator("#model")).to_have_text(MODEL)
+    with page.expect_file_chooser() as chooser:
+        page.get_by_role("button", name="Attach documents").tap()
+    chooser.value.set_files({"name": "report.txt", "mimeType": "text/plain", "buffer": TEXT.encode()})
+    attached = page.locator("#attached")
+    expect(attached).to_have_text("report.txt")
+    attached.tap()
+    expect(documents(page)).to_have_text([re.compile("report.txt.*6,300 tokens")])
+    page.get_by_role("button", name="Remove report.txt").tap()
+    page.keyboard.press("Escape")
+    expect(attached).to_be_hidden()
 
 
 def test_refused_files_are_named_though_others_are_taken(page: Page) -> None:
@@ -499,6 +548,67 @@ def test_chat_deleted_while_its_answer_comes_stays_deleted(page: Page) -> None:
     expect(page.locator("#chats .chat-name")).to_have_count(0)
     expect(page.get_by_role("heading", name="Ask about long documents")).to_be_visible()
     assert page.evaluate(KEPT) == []
+
+
+def test_chats_are_searched_and_dated(page: Page) -> None:
+    page.evaluate(
+        """() => new Promise(resolve => {
+            indexedDB.open("nanovllm").onsuccess = ({ target }) => {
+                const stores = target.result.transaction("conversations", "readwrite");
+                for (let i = 0; i < 6; i += 1) {
+                    const changedMs = [Date.now(), Date.UTC(2019, 4, 15)][i % 2] - i;
+                    const messages = [{ role: "user", content: `Question ${i}` },
+                        { role: "assistant", content: `${"A".repeat(30)} answer number ${i}.`, note: "" }];
+                    stores.objectStore("conversations").put({
+                        id: `${i}`, title: "", changedMs, documentIds: [], messages,
+                        forks: { "message-0": [[], [{ id: "x", role: "assistant", content: `version ${i}` }]] } });
+                }
+                stores.oncomplete = () => { target.result.close(); resolve(); };
+            };
+        })"""
+    )
+    reload(page)
+    rows, search = page.locator("#chats .chat"), page.get_by_label("Search the chats")
+    expect(rows).to_have_text(
+        [re.compile(rf"Question {i}\d+:\d\d [AP]M") for i in (0, 2, 4)]
+        + [re.compile(rf"Question {i}May 2019") for i in (1, 3, 5)]
+    )
+    search.fill("number 3")
+    expect(rows).to_have_text([re.compile("Question 3May 2019…A+ answer number 3.")])
+    search.fill("VERSION 4")
+    expect(page.locator("#chats .chat-match")).to_have_text(["version 4"])
+    search.fill("question 5")
+    expect(page.locator("#chats .chat-name")).to_have_text(["Question 5"])
+    expect(page.locator("#chats .chat-match")).to_have_count(0)
+    search.fill("nothing")
+    expect(page.locator("#none-found")).to_be_visible()
+    search.fill("")
+    expect(rows).to_have_count(6)
+
+
+@pytest.mark.parametrize("name", ["Markdown", "JSON"])
+def test_chat_is_exported(page: Page, name: str) -> None:
+    attach_and_wait(page)
+    ask_and_wait(page, "one: <two>/three?")
+    page.get_by_role("button", name="Retry").click()
+    wait_for_end(page)
+    page.get_by_role("button", name="Export").click()
+    with page.expect_download() as download:
+        page.get_by_role("dialog", name="Export").get_by_role("button", name=name).click()
+    text = Path(download.value.path()).read_text()
+    said = "You said: one: <two>/three? <b>so</b> & _so_."
+    if name == "Markdown":
+        assert download.value.suggested_filename == "one two three.md"
+        assert text == (
+            "# one: <two>/three?\n\nDocuments:\n\n- report.txt\n\n## Question\n\none: <two>/three?\n\n"
+            f"## Answer\n\n{said}\n"
+        )
+    else:
+        assert download.value.suggested_filename == "one two three.json"
+        record = json.loads(text)
+        assert record["documents"][0]["text"] == TEXT and len(record["messages"]) == 2
+        assert [each["content"] for branch in record["forks"].values() for each in branch[0]] == [said]
+    expect(page.get_by_role("dialog", name="Export")).to_be_hidden()
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

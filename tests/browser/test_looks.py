@@ -186,7 +186,8 @@ def test_everything_is_reached_by_tab_and_shows_its_focus(server: FakeServer, pa
         page.keyboard.press("Tab")
     assert reached[0] == "Skip to the message" and reached[1:3] == ["settings-button", "attach"]
     assert [name for name in reached[3:] if not any(each in name for each in ("tokens in use", "Cache", "tok/s"))] == [
-        *("✕", "new-chat", "one", "Rename", "Delete", "messages", "Edit", "Copy", "Retry", "question", "send")
+        *("a.txt", "✕", "new-chat", "one", "Rename", "Export", "Delete"),
+        *("messages", "Edit", "Copy", "Retry", "attach-here", "question", "send"),
     ]
 
 

@@ -31,7 +31,7 @@ def client() -> TestClient:
 
 def test_every_file_is_served_with_the_policy(client: TestClient) -> None:
     paths = [f"/page/{path.name}" for path in DIRECTORY.iterdir()]
-    assert len(paths) == 13
+    assert len(paths) == 14
     for path in ("/", *paths):
         response = client.get(path)
         assert response.status_code == 200

@@ -2,8 +2,9 @@
 
 import { CacheView } from "./cache.js";
 import {
-  Chat, appendMessages, branchMessages, branchOf, removeMessages, reveal, showBranch, titleOf, updateMessage,
+  Chat, appendMessages, branchMessages, branchOf, removeMessages, reveal, showBranch, updateMessage,
 } from "./chats.js";
+import { ChatList } from "./chatlist.js";
 import {
   ServerError, TOO_LONG, UNREACHABLE, announce, button, byId, counted, element, events, newId, request, sentence, short,
   showAlert, whole,
@@ -31,9 +32,16 @@ const running = new Map(); // chats with an answer that is coming to this tab, b
 const elsewhere = new Map(); // answers that are coming to other tabs: a message's id -> its chat's id
 const field = byId("question");
 let editedId = null; // of the message beside which the next question begins a branch
+const chatList = new ChatList({
+  get shown() { return shown; },
+  isAnswering: (id) => running.has(id) || [...elsewhere.values()].includes(id),
+  open: openChat,
+  openNewest,
+  closeSide,
+});
 const documents = new Documents(openingMessages, () => {
   showRest();
-  return showChats();
+  return chatList.draw();
 });
 const cache = new CacheView(() => running.size > 0, showServer, documents);
 
@@ -49,6 +57,7 @@ async function showServer() {
     byId("model").textContent = byId("model").title = model.id;
     document.title = `${model.id} · nanovllm`;
     byId("try-example").hidden = byId("built-in-note").hidden = example === null;
+    documents.canExtract = "/v1/documents/text" in (openApi.paths ?? {});
     showRest();
     documents.setLimit(server.maxRequestTokens);
     if (byId("alert").textContent === UNREACHABLE) showAlert("");
@@ -70,7 +79,7 @@ async function show(chat) {
   byId("turns").replaceChildren();
   showChat();
   scrollToEnd();
-  await showChats();
+  await chatList.draw();
 }
 
 let numOpened = 0; // so that the chat that was chosen last is shown, whichever is read first
@@ -116,7 +125,7 @@ store.onNews(async ({ type, id, messageId }) => {
   else if (type === "answered") elsewhere.delete(messageId);
   else await (shown.id === id ? shown : running.get(id))?.refresh();
   if (shown.id === id) showChat();
-  await showChats();
+  await chatList.draw();
 });
 addEventListener("pagehide", () => running.forEach(tellAnswered));
 
@@ -197,73 +206,6 @@ function questionsFor({ documents: { length }, record: { messages } }) {
       "List the main points, each with a quotation and its document."];
 }
 
-let numListed = 0;
-
-async function showChats() {
-  const listed = numListed += 1, list = byId("chats"), kept = await store.conversations();
-  if (listed !== numListed || list.querySelector("input")) return; // a name is being typed
-  const focused = list.contains(document.activeElement) ? document.activeElement.closest(".chat").dataset.id : null;
-  list.replaceChildren(...kept.map(chatRow));
-  if (focused === null) return;
-  const rows = [...list.children], isFocused = ({ dataset }) => dataset.id === focused;
-  (rows.find(isFocused)?.querySelector(".chat-name") ?? list.querySelector("[aria-current]"))?.focus();
-}
-
-function chatRow(kept) {
-  const isOpen = kept.id === shown.id, row = element("li", "chat"), title = titleOf(kept);
-  const name = button(title, "chat-name", () => {
-    if (!isOpen) openChat(kept.id);
-    closeSide();
-  });
-  row.dataset.id = kept.id;
-  name.dir = "auto";
-  if (running.has(kept.id) || [...elsewhere.values()].includes(kept.id)) {
-    const mark = element("span", "chat-answering");
-    mark.role = "img";
-    mark.ariaLabel = mark.title = "Answering";
-    row.append(mark);
-  }
-  row.append(name);
-  if (!isOpen) return row;
-  name.setAttribute("aria-current", "true");
-  row.append(button("Rename", "quiet", () => rename(row, title)), button("Delete", "quiet", () => deleteChat(title)));
-  return row;
-}
-
-function rename(row, title) {
-  const input = element("input", ""), renamed = shown;
-  input.value = title;
-  input.dir = "auto";
-  input.setAttribute("aria-label", "Name of the chat");
-  row.replaceChildren(input);
-  input.select();
-  let wasEndedByKey = false;
-  input.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") input.value = title;
-    wasEndedByKey = event.key === "Enter" || event.key === "Escape";
-    if (wasEndedByKey) input.blur();
-    event.stopPropagation();
-  });
-  input.addEventListener("blur", async () => {
-    const given = input.value.trim();
-    input.remove();
-    if (given && given !== title) {
-      await renamed.change((record) => Object.assign(record, { title: given, changedMs: Date.now() }));
-    }
-    await showChats();
-    if (wasEndedByKey) byId("chats").querySelector("[aria-current]")?.focus();
-  });
-}
-
-async function deleteChat(title) {
-  if (!confirm(`Delete “${title}”? Its documents go too, unless another chat has them.`)) return;
-  const deleted = shown;
-  deleted.end();
-  await store.deleteConversation(deleted.id);
-  await openNewest();
-  byId("new-chat").focus();
-}
-
 // -- a question and its answer
 
 const mayAsk = () => shown.run === null && !documents.isExcess;
@@ -297,7 +239,7 @@ async function answer(message, prepare) {
   const saveTimer = setInterval(save, SAVE_MS);
   let error = null, end;
   try {
-    if (await isStored) showChats();
+    if (await isStored) chatList.draw();
     else restoreQuestion(messagesBefore(chat).at(-1).content); // the chat was deleted a moment ago
     chat.run.before = messagesBefore(chat);
     const [reason, usage] = await stream(chat, isContinued);
@@ -318,7 +260,7 @@ async function answer(message, prepare) {
   if (!chat.isGone) await keepAnswer(chat, message, view);
   const isSaid = documents.isExcess && error?.message.startsWith(TOO_LONG);
   if (error && chat === shown && !isSaid) showAlert(error.message);
-  await showChats();
+  await chatList.draw();
 }
 
 /** A question that got no answer goes back to where it was typed, unless the user has begun another one. */
@@ -546,8 +488,8 @@ byId("try-example").addEventListener("click", async () => {
   byId("try-example").hidden = true;
   showRest();
   byId("suggestions").firstElementChild.focus();
-  scrollToEnd(); // all of them are in view, on a small screen too
   await documents.add(name, text);
+  scrollToEnd(); // all of them are in view, on a small screen too
 });
 
 // -- the side column, which on a narrow screen is a drawer
@@ -565,11 +507,12 @@ function closeSide() {
   if (hadFocus) byId("side-button").focus();
 }
 
-byId("side-button").addEventListener("click", () => {
-  const isOpen = !byId("side").classList.contains("open");
-  openSide(isOpen);
-  if (isOpen) byId("attach").focus();
-});
+for (const id of ["side-button", "attached"]) {
+  byId(id).addEventListener("click", () => {
+    openSide(true);
+    byId("attach").focus();
+  });
+}
 byId("scrim").addEventListener("click", closeSide);
 byId("close-side").addEventListener("click", closeSide);
 matchMedia("(max-width: 56rem)").addEventListener("change", closeSide); // as in page.css
