@@ -44,6 +44,7 @@ TEXTS = {
     "environments": "\\begin{align}\na &= b \\\\\n\\end{align}\n\\[ x \\]\n\\(y\\) $z$\n\\$ 1\n$$ 2 $$ 3\n$$",
     "tasks": "- [x] a\n- [ ] b\n- [",
     "code": '```js\nconst a = `b\n${c}`; /* d\ne */\n```\n```py\nx = """y\n',
+    "many": "a\n\n" * 31 + "- b\n- c\n\n**d** e\n\n" * 2 + "```\n" + "f\n\n" * 20 + "```\ng",
     "quotes": "> a\n> - b\n>\n> c\nlazy\n\n> d\n>> e\n>\n\n***\n* * *\n_x_ **y\nz** `a\nb`\n    \n  text",
 }
 
@@ -101,6 +102,16 @@ def test_work_of_all_drawings_is_linear(page: Page, name: str, unit: str) -> Non
         assert 0 < work[1][what] < 9 * work[0][what]  # for 8 times the text
 
 
+@pytest.mark.parametrize("unit", ["Some text.\n\n", "- a\n\n# b\n\n", "a = 1\n\n"])
+def test_what_is_added_has_few_siblings(page: Page, unit: str) -> None:
+    """Regression: a browser laid out all blocks of an answer for each token, or all lines of a long program."""
+    text = ("```python\n" if "=" in unit else "") + unit * 500
+    most = run(
+        page, "return Math.max(...[...grown(text, 500).querySelectorAll('*')].map(e => e.children.length));", text
+    )
+    assert most <= 32
+
+
 def test_selection_in_a_finished_block_survives_what_follows(server: FakeServer, page: Page) -> None:
     """Regression: every 80 ms the answer was made anew, and took the selection with it."""
     server.may_go_on.clear()
@@ -149,7 +160,9 @@ def test_formula_looks_like_one(page: Page) -> None:
         text,
     )
     assert counts == [1, 1, 1, 1]
-    height, line = run(page, "return [...made(text + '\\n\\nx').children].map(e => e.offsetHeight);", text)
+    height, line = run(
+        page, "return [...made(text + '\\n\\nx').querySelectorAll('.display, p')].map(e => e.offsetHeight);", text
+    )
     assert height > 1.5 * line
 
 
@@ -240,8 +253,9 @@ def test_code_has_colours_and_stays_as_it_is(page: Page, language: str) -> None:
     shown, said, grown = run(
         page,
         """const code = box => box.querySelector("code"), once = code(made(text));
-        const parts = [...once.querySelectorAll("[class]")].map(e => `${e.className.slice(5)} ${e.textContent}`);
-        return [once.textContent, parts.join(" "), code(grown(text, 1)).innerHTML === once.innerHTML];""",
+        const parts = [...once.querySelectorAll(".line > [class]")].map(e =>
+            `${e.className.slice(5)} ${e.textContent}`);
+        return [once.innerText, parts.join(" "), code(grown(text, 1)).innerHTML === once.innerHTML];""",
         f"```{language}\n{code}\n```",
     )
     assert shown == code and grown

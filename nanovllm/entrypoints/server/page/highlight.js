@@ -35,6 +35,7 @@ const CSS = language({ starts: "/\\*", word: "@[\\w-]+|(?<![\\w.#-])[\\w-]+(?=\\
 const SQL = language({ starts: "/\\*", comment: "--", keywords: SQL_KEYWORDS, isLower: true });
 const MARKUP = language({ starts: "<!--", word: "</?[\\w:-]+|/?>", keywords: null });
 const DIFF = { pattern: /^(?:(?<string>\+.*)|(?<number>-.*)|(?<comment>@@.*))/g, isKeyword: () => false };
+const PLAIN = { pattern: /(?!)/g, isKeyword: () => false };
 const LANGUAGES = new Map([
   [C, "c h cc cpp c++ cxx hpp java go golang rust rs cs csharp c# swift kotlin kt scala dart php cuda cu json jsonc"],
   [SCRIPT, "js javascript jsx mjs ts typescript tsx"], [PYTHON, "py python python3 py3"],
@@ -43,15 +44,15 @@ const LANGUAGES = new Map([
   [DIFF, "diff patch"],
 ].flatMap(([each, names]) => names.split(" ").map((name) => [name, each])));
 
-/** Return a function that makes a span of a line of code, or null for a language without colours. */
+/** Return a function that makes an element of a line of code and the element of the line before, if there is one. */
 export function painterOf(name) {
-  const known = LANGUAGES.get(name.toLowerCase());
-  return known ? (line, before) => paint(line, before?.end ?? null, known) : null;
+  const known = LANGUAGES.get(name.toLowerCase()) ?? PLAIN;
+  return (line, before) => paint(line, before?.end ?? null, known);
 }
 
 /** end: what ends the part that the line begins in, such as a comment of several lines, or null. */
 function paint(line, end, { pattern, isKeyword }) {
-  const made = element("span", "");
+  const made = element("span", "line");
   const add = (kind, text) => made.append(kind ? element("span", `code-${kind}`, text) : text);
   let place = 0;
   while (place < line.length && line.length <= LONGEST_LINE) {
@@ -76,7 +77,8 @@ function paint(line, end, { pattern, isKeyword }) {
       add(comment ? "comment" : string ? "string" : "number", found[0]);
     }
   }
-  add("", line.slice(place));
+  if (line) add("", line.slice(place));
+  else made.append(element("br", "")); // so that it has the height of a line
   made.end = end; // for the next line
   return made;
 }

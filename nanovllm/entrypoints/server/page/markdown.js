@@ -37,7 +37,7 @@ export class MarkdownView {
 
   /** box: the element whose children show the text. */
   constructor(box) {
-    this.#box = box;
+    this.#box = inGroups(box);
   }
 
   show(text) {
@@ -56,7 +56,7 @@ export class MarkdownView {
 
   /** Draw the lines after the finished ones, and return how many of them are now finished. */
   #draw(lines) {
-    const box = this.#box, numOf = (parent) => parent.childNodes.length;
+    const box = this.#box;
     let i = 0, numFinished = 0;
     const finishBefore = (numKept, open) => { // line i
       if (i === lines.length - 1 && !isSettled(lines, i)) return;
@@ -80,7 +80,7 @@ export class MarkdownView {
       if (lines[i].trim()) {
         const block = blockAt(lines, i, 0);
         finishBefore(numOf(box), null);
-        box.append(block.node);
+        add(box, block.node);
         i = block.end;
         if (block.piece) drawPieces(block);
       } else {
@@ -94,8 +94,36 @@ export class MarkdownView {
 /** Return true if the block of line i is known, even if more of the line comes. A table row is known at its end. */
 const isSettled = (lines, i) => SETTLED.test(lines[i]) && !lines[i - 1]?.includes("|");
 
+// -- elements with many children: in groups, because a browser lays out all siblings of a child that is added
+
+const GROUP = 32;
+
+function inGroups(parent) {
+  parent.dataset.grouped = "";
+  return parent;
+}
+
+const isGrouped = ({ dataset }) => dataset.grouped === "";
+
+function numOf(parent) {
+  const { children, lastElementChild: last } = parent;
+  return isGrouped(parent) && last ? (children.length - 1) * GROUP + last.children.length : children.length;
+}
+
+const lastOf = (parent) => (isGrouped(parent) ? parent.lastElementChild?.lastElementChild : parent.lastElementChild);
+
+function add(parent, child) {
+  if (!isGrouped(parent)) return parent.append(child);
+  if (numOf(parent) % GROUP === 0) parent.append(element(parent.matches("code") ? "span" : "div", "group"));
+  return parent.lastElementChild.append(child);
+}
+
 function cut(parent, numKept) {
-  while (parent.childNodes.length > numKept) parent.lastChild.remove();
+  while (numOf(parent) > numKept) {
+    const group = parent.lastElementChild;
+    lastOf(parent).remove();
+    if (isGrouped(parent) && !group.hasChildNodes()) group.remove();
+  }
 }
 
 // -- blocks
@@ -184,15 +212,14 @@ function codeBlock(line, start) {
   const [, fence, language] = FENCE.exec(line);
   const isEnd = (each) => each.trim().startsWith(fence) && !each.trim().replaceAll(fence[0], "");
   const figure = element("figure", "code"), bar = element("figcaption", "muted", language || "text");
-  const pre = element("pre", ""), code = element("code", ""), paint = painterOf(language);
-  bar.append(copyButton(() => code.textContent));
+  const pre = element("pre", ""), code = inGroups(element("code", "")), paint = painterOf(language);
+  bar.append(copyButton(() => [...code.querySelectorAll(".line")].map((each) => each.textContent).join("\n")));
   pre.tabIndex = 0; // so that the keyboard can scroll it
   pre.append(code);
   figure.append(bar, pre);
   const piece = (lines, i) => {
     if (isEnd(lines[i])) return [i + 1, true];
-    if (code.hasChildNodes()) code.append("\n");
-    code.append(paint ? paint(lines[i], code.lastElementChild) : lines[i]);
+    add(code, paint(lines[i], lastOf(code)));
     return [i + 1, false];
   };
   return { node: figure, end: start + 1, into: code, piece };
