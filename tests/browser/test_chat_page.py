@@ -739,7 +739,7 @@ def test_answer_that_fails_midway_is_kept_and_explained(page: Page, question: st
 
 def test_answer_that_is_cut_off_says_so(page: Page) -> None:
     ask_and_wait(page, "be long")
-    assert page.locator(".answer .figures").text_content().endswith("cut off at the longest answer")
+    assert page.locator(".answer .figures").text_content().endswith("ended at the limit of an answer")
 
 
 def test_server_that_comes_back_under_another_name_answers_again(server: FakeServer, page: Page) -> None:

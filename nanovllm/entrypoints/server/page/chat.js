@@ -16,7 +16,7 @@ import { AnswerView, QuestionView, keepAtEnd, scrollToEnd } from "./turns.js";
 const PLAIN_ANSWER_TOKENS = 1024; // limit of an answer where the server's own is made for short completions
 const SAVE_MS = 2000; // between two times that an answer is kept while it grows
 const FINISH_NOTES = {
-  length: "cut off at the longest answer",
+  length: "ended at the limit of an answer",
   abort: "ended by the server",
   error: "ended by an error",
 };

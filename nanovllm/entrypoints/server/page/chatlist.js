@@ -123,7 +123,8 @@ function matchIn(record, wanted) {
 
 function markdownOf({ record, documents }) {
   const names = documents.map(({ name }) => `- ${name}\n`).join("");
-  const turns = record.messages.map(({ role, content }) => `## ${role === "user" ? "Question" : "Answer"}\n\n${content}\n`);
+  const heading = ({ role }) => (role === "user" ? "Question" : "Answer");
+  const turns = record.messages.map((message) => `## ${heading(message)}\n\n${message.content}\n`);
   return [`# ${titleOf(record)}\n`, ...(names ? [`Documents:\n\n${names}`] : []), ...turns].join("\n");
 }
 

@@ -165,7 +165,7 @@ export const branchMessages = (key, ...added) => (record) => {
   record.changedMs = Date.now();
 };
 
-/** Remove these messages, unless a fork hangs on one. A branch that they leave empty goes, and the one before is shown. */
+/** Remove these messages, unless a fork hangs on one. An emptied branch goes, and the one before is shown. */
 export const removeMessages = (...ids) => (record) => {
   const forks = record.forks ?? {}, start = record.messages.findIndex(({ id }) => id === ids[0]);
   if (start < 0 || ids.some((id) => id in forks)) return;

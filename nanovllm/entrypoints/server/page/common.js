@@ -133,8 +133,8 @@ export class ServerError extends Error {
 }
 
 /**
- * Send a request, whose body is a Blob or becomes JSON, and return the response if it is a successful one. If the server refuses the key, ask the user for
- * one and try again, unless `mayAsk` is false. Raises ServerError.
+ * Send a request, whose body is a Blob or becomes JSON, and return the response if it is a successful one. If the
+ * server refuses the key, ask the user for one and try again, unless `mayAsk` is false. Raises ServerError.
  */
 export async function request(path, { body, signal, mayAsk = true } = {}) {
   for (;;) {

@@ -236,7 +236,8 @@ export class Documents {
 
   /** What the first screen says of the documents, and how much fits. */
   #drawWelcome() {
-    const list = this.#list, [first] = list, room = byId("room"), isCounted = list.every(({ tokens }) => tokens !== null);
+    const list = this.#list, [first] = list, room = byId("room");
+    const isCounted = list.every(({ tokens }) => tokens !== null);
     const which = list.length > 1 ? counted(list.length, "document") : first?.name.slice(0, SHOWN_CHARS);
     const size = sizeOf({ tokens: tokensOf(list), isEstimate: list.some(({ isEstimate }) => isEstimate) });
     const takes = `${counted(this.#maxRequestTokens, "token")} fit into a chat, documents and answers together.`;

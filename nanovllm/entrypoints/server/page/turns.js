@@ -184,7 +184,7 @@ export class AnswerView {
     const [thinking, answer] = parts(this.#message);
     this.#thinking.hidden = !thinking.trim();
     this.#thinking.firstElementChild.textContent = answer || !this.element.classList.contains("growing")
-      ? `Thought for ${counted(thinking.split(/\s+/).length, "word")}` : "Thinking…";
+      ? `Thinking: ${counted(thinking.trim().split(/\s+/).length, "word")}` : "Thinking…";
     this.#thoughtView.show(thinking);
     this.#textView.show(answer);
   }
