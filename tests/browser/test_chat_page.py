@@ -368,7 +368,7 @@ def test_thinking_is_folded_apart_from_the_answer(page: Page, question: str, tho
     thinking = page.locator("details.thinking")
     assert thought not in page.locator(".answer .text").inner_text()
     thinking.locator("summary").click()
-    expect(thinking.locator("div")).to_have_text(thought)
+    expect(thinking.locator(".markdown")).to_have_text(thought)
     expect(thinking.locator("em")).to_have_count(1)
 
 

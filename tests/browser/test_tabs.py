@@ -244,7 +244,7 @@ def test_question_right_after_the_last_document_was_removed_is_asked(server: Fak
     attach_and_wait(page)
     page.evaluate(
         """() => {
-            document.querySelector("#documents button").click();
+            document.querySelector("#documents [aria-label^=Remove]").click();
             document.getElementById("question").value = "one";
             document.getElementById("composer").requestSubmit();
         }"""
