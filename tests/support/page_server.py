@@ -141,10 +141,10 @@ class FakeServer:
         paths = {"/v1/documents/text": {}} if self.reads_documents else {}
         return {"paths": paths, "components": {"schemas": {"ChatRequest": {"properties": fields}}}}
 
-    async def _read_document(self, request: Request, filename: str) -> dict[str, Any]:
-        if not filename.endswith((".pdf", ".html")):
+    async def _read_document(self, request: Request, name: str) -> dict[str, Any]:
+        if not name.endswith((".pdf", ".html")):
             raise HTTPException(400, "this format is not known")
-        return {"text": f"{len(await request.body())} bytes of {filename}"}
+        return {"name": name, "text": f"{len(await request.body())} bytes of {name}"}
 
     async def _tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
         """A character is a token. Refuses what is much longer than the context."""

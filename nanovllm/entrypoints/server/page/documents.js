@@ -322,7 +322,7 @@ export class Documents {
     if (!this.canExtract || (decoded.text !== null && !/\.x?html?$/i.test(file.name))) return decoded;
     announce(`Reading ${file.name}.`);
     try {
-      const path = `v1/documents/text?filename=${encodeURIComponent(file.name)}`;
+      const path = `v1/documents/text?name=${encodeURIComponent(file.name)}`;
       return await (await request(path, { body: new Blob([bytes]) })).json();
     } catch (error) {
       if (!(error instanceof ServerError)) throw error;
