@@ -232,16 +232,21 @@ def test_text_in_common_encodings_is_read(server: FakeServer, page: Page, encodi
 def test_server_reads_what_is_not_plain_text(server: FakeServer, page: Page) -> None:
     server.reads_documents = True
     reload(page)
-    files = ("a report.pdf", b"%PDF-1.4\n\xff"), ("page.html", b"<p>Text"), ("notes.txt", b"Notes."), ("b.zip", b"PK\0")
+    files = (
+        *(("a report.pdf", b"%PDF-1.4\n\xff"), ("page.html", b"<p>Text"), ("notes.txt", b"Notes.")),
+        *(("old.htm", b"<p>Old"), ("b.zip", b"PK\0"), ("c.png", b"\x89PNG\0")),
+    )
     page.set_input_files("#file", [{"name": n, "mimeType": "", "buffer": content} for n, content in files])
-    expect(page.get_by_role("alert")).to_have_text("b.zip cannot be read. This format is not known.")
-    expect(documents(page)).to_have_count(3)
+    alert = "b.zip cannot be read. This format is not known. c.png is a picture."
+    expect(page.get_by_role("alert")).to_have_text(alert)
+    expect(documents(page)).to_have_count(4)
     ask_and_wait(page, "one")
     texts = [
         ("a report.pdf", "10 bytes of a report.pdf"),
         ("page.html", "7 bytes of page.html"),
         ("notes.txt", "Notes."),
     ]
+    texts.append(("old.htm", "<p>Old"))  # which the server could not read
     assert server.bodies[0]["messages"][0]["content"] == f"{''.join(before(*each) for each in texts)}one"
 
 

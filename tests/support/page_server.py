@@ -143,7 +143,7 @@ class FakeServer:
 
     async def _read_document(self, request: Request, name: str) -> dict[str, Any]:
         if not name.endswith((".pdf", ".html")):
-            raise HTTPException(400, "this format is not known")
+            raise HTTPException(400, f"{name} is a picture" if name.endswith(".png") else "this format is not known")
         return {"name": name, "text": f"{len(await request.body())} bytes of {name}"}
 
     async def _tokenize(self, body: dict[str, Any]) -> dict[str, Any]:

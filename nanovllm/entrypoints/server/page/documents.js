@@ -326,7 +326,9 @@ export class Documents {
       return await (await request(path, { body: new Blob([bytes]) })).json();
     } catch (error) {
       if (!(error instanceof ServerError)) throw error;
-      return { text: null, note: `cannot be read. ${error.message}` };
+      if (decoded.text !== null) return decoded; // HTML, as it is
+      const { message } = error, isNamed = message.toLowerCase().startsWith(`${file.name.toLowerCase()} `);
+      return { text: null, note: isNamed ? message.slice(file.name.length + 1) : `cannot be read. ${message}` };
     }
   }
 
