@@ -419,8 +419,12 @@ def test_edited_question_begins_a_branch(server: FakeServer, page: Page) -> None
     expect(page.get_by_label("Message", exact=True)).to_have_value("two")
     page.keyboard.press("Escape")
     expect(page.get_by_label("Message", exact=True)).to_have_value("")
+    page.get_by_label("Message", exact=True).fill("a draft")
     page.get_by_role("button", name="Edit").nth(1).click()
+    expect(page.locator(".edited")).to_contain_text("two")
     ask_and_wait(page, "four")
+    expect(page.get_by_label("Message", exact=True)).to_have_value("a draft")  # regression: it was lost
+    expect(page.locator(".edited")).to_have_count(0)
     assert answers(page) == ["You said: one <b>so</b> & so.", "You said: four <b>so</b> & so."]
     assert [message["content"] for message in server.bodies[3]["messages"][::2]] == ["one", "four"]
     assert versions(page) == ["2 of 2"]

@@ -32,6 +32,7 @@ const running = new Map(); // chats with an answer that is coming to this tab, b
 const elsewhere = new Map(); // answers that are coming to other tabs: a message's id -> its chat's id
 const field = byId("question");
 let editedId = null; // of the message beside which the next question begins a branch
+let draft = ""; // what was in the field before the edit
 const chatList = new ChatList({
   get shown() { return shown; },
   isAnswering: (id) => running.has(id) || [...elsewhere.values()].includes(id),
@@ -405,14 +406,18 @@ function redo(begin) {
 
 function edit({ id }, content) {
   if (shown.run !== null) return;
+  cancelEdit();
+  draft = field.value;
   editedId = id;
+  views.get(id)?.element.classList.add("edited");
   byId("editing").hidden = false;
   setQuestion(content);
   field.focus();
 }
 
 function cancelEdit() {
-  if (editedId !== null) setQuestion("");
+  if (editedId !== null) setQuestion(draft);
+  views.get(editedId)?.element.classList.remove("edited");
   editedId = null;
   byId("editing").hidden = true;
 }
