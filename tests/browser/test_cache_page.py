@@ -35,7 +35,7 @@ def page(page: Page) -> Page:
 
 def test_blocks_in_use_are_shown_with_their_states_and_counts(server: FakeServer, page: Page) -> None:
     server.engine.show(**{name: count for name, count in COUNTS.items() if name != "free"})
-    wait_for_blocks(page, "48 blocks in use, 7 of them on the GPU; 16 free")
+    wait_for_blocks(page, "12,288 of 16,384 tokens in use, 1,792 on the GPU")
     assert shown_counts(page) == {name: count for name, count in COUNTS.items() if name != "free"}
     label = page.get_by_role("img").get_attribute("aria-label")
     assert label is not None and label.startswith("KV cache, blocks in use: 1 being written, 7 on the GPU, 14 streamed")
@@ -43,13 +43,21 @@ def test_blocks_in_use_are_shown_with_their_states_and_counts(server: FakeServer
         "A cell is a block of 256 tokens. Room for 16,384 tokens in CPU memory, with 8 slots on the GPU."
     )
     server.engine.show(cached=3)
-    wait_for_blocks(page, "3 blocks in use, 0 of them on the GPU; 61 free")
+    wait_for_blocks(page, "768 of 16,384 tokens in use, 0 on the GPU")
     assert shown_counts(page) == {"cached": 3}
+
+
+def test_bar_is_filled_by_use(server: FakeServer, page: Page) -> None:
+    """Regression: it showed the shares of what was in use, so that 4 blocks of 972 filled all of it."""
+    server.engine.show(resident=8, cached=8)
+    wait_for_blocks(page, "4,096 of 16,384 tokens in use, 2,048 on the GPU")
+    shares = page.locator("#shares .share").evaluate_all("all => all.map(e => Number(e.style.flexGrow))")
+    assert sum(shares[:-1]) == 16 and shares[-1] == 48
 
 
 def test_cells_are_drawn_in_the_colours_of_their_states(server: FakeServer, page: Page) -> None:
     server.engine.show(free=40, resident=20)  # the first cell is the first block in use
-    wait_for_blocks(page, "20 blocks in use, 20 of them on the GPU; 44 free")
+    wait_for_blocks(page, "5,120 of 16,384 tokens in use, 5,120 on the GPU")
     assert pixel(page, 10, 10) == (0x12, 0x90, 0x6D)
     server.engine.show(cached=20)
     expect(page.locator("[data-state=cached] .count")).to_have_text("20")
@@ -65,7 +73,7 @@ def test_room_of_the_cache_says_what_one_chat_may_have(server: FakeServer, page:
 
 def test_cell_under_the_pointer_is_named(server: FakeServer, page: Page) -> None:
     server.engine.show(free=40, waiting=20)
-    wait_for_blocks(page, "20 blocks in use, 0 of them on the GPU; 44 free")
+    wait_for_blocks(page, "5,120 of 16,384 tokens in use, 0 on the GPU")
     page.locator("#grid").hover(position={"x": 30, "y": 10})
     expect(page.locator("#grid-caption")).to_have_text("Block 41: waiting in CPU memory.")
     page.locator("#question").hover()
@@ -79,7 +87,7 @@ def test_document_says_how_much_of_it_is_where(server: FakeServer, page: Page) -
     engine.hold(f'Document "a.txt":\n\n{text}', [40, 41, 42, 43, 44, 45, 46, 47, 48])
     attach(page, "a.txt", text.encode())
     expect(page.locator(".document")).to_contain_text("2,400 tokens · in the cache, 33% on the GPU")
-    expect(page.locator("#cache-summary")).to_contain_text("50 blocks")
+    expect(page.locator("#cache-summary")).to_contain_text("12,800 of")
     caption = page.locator("#grid-caption")
 
     def is_named() -> bool:
@@ -101,21 +109,21 @@ def test_engine_without_offload_shows_neither_link_nor_slots(server: FakeServer,
     for name in ("num_cpu_blocks", "link_byte_per_s", "cpu_attention_byte_per_s", "num_loaded_bytes", "num_cpu_tokens"):
         del server.engine.counters[name]
     server.engine.show(resident=2)
-    wait_for_blocks(page, "2 blocks in use; 62 free")
+    wait_for_blocks(page, "512 of 16,384 tokens in use")
     expect(page.get_by_role("meter")).to_have_count(0)
 
 
 def test_on_a_cpu_nothing_is_said_of_a_gpu(server: FakeServer, page: Page) -> None:
     server.engine.device.type = "cpu"
     server.engine.show(**{name: count for name, count in COUNTS.items() if name != "free"})
-    wait_for_blocks(page, "48 blocks in use; 16 free")
+    wait_for_blocks(page, "12,288 of 16,384 tokens in use")
     assert "GPU" not in page.locator("#side").inner_text()
 
 
 @pytest.mark.parametrize(("num_blocks", "words"), [(1, "A cell is a block"), (8192, "A cell is a block")])
 def test_pools_of_any_size_fit(server: FakeServer, page: Page, num_blocks: int, words: str) -> None:
     server.engine.states = bytes([BlockState.RESIDENT]) * num_blocks
-    expect(page.locator("#cache-summary")).to_contain_text(f"{num_blocks:,} block")
+    expect(page.locator("#cache-summary")).to_contain_text(f"{num_blocks * 256:,} of")
     expect(page.locator("#grid-caption")).to_contain_text(words)
     box = page.locator("#grid").bounding_box()
     assert box is not None and 0 < box["height"] <= 300

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from page_actions import (
@@ -44,9 +45,12 @@ def test_answer_is_streamed_and_its_figures_follow(server: FakeServer, page: Pag
     server.may_go_on.set()
     wait_for_end(page)
     assert answers(page)[0].endswith("x y z <b>so</b> & so.")
-    figures = page.locator(".answer .figures").inner_text()
+    summary = page.locator(".answer .figures summary")
+    assert re.fullmatch(r"31 tokens at [\d.]+ tok/s", summary.inner_text())
+    summary.click()
     assert re.fullmatch(
-        r"3,214 prompt tokens, 3,072 of them cached · first token after [\d.]+ m?s · 31 tokens at [\d.]+ tok/s", figures
+        r"3,214 prompt tokens, 3,072 of them cached · first token after [\d.]+ m?s · 31 tokens at [\d.]+ tok/s",
+        page.locator(".answer .figures p").inner_text(),
     )
     body = server.bodies[0]
     assert set(body) == {"messages", "stream", "stream_options"}  # all else is the model's own
@@ -81,7 +85,7 @@ def test_stop_ends_the_request_and_keeps_what_was_said(server: FakeServer, page:
     else:
         page.keyboard.press("Escape")
     wait_for_end(page)
-    assert page.locator(".answer .figures").inner_text().endswith("· stopped")
+    assert page.locator(".answer .figures").text_content().endswith("· stopped")
     expect(page.get_by_role("alert")).to_be_hidden()
     ask_and_wait(page, "again")
     until(page, lambda: server.num_abandoned == 1)
@@ -112,6 +116,35 @@ def test_dropped_files_come_before_the_conversation(server: FakeServer, page: Pa
     first, second = (body["messages"][0]["content"] for body in server.bodies)
     start = before("report.txt", TEXT) + before("notes.txt", "Notes.")
     assert first == f"{start}What is the passkey?" and second == f"{start}And where is it?"
+
+
+def test_first_screen_knows_the_documents_and_what_fits(server: FakeServer, page: Page) -> None:
+    """Regression: with documents it still said "Ask about long documents", and never how long they may be."""
+    server.max_model_len = 8192
+    reload(page)
+    room, questions = page.locator("#room"), page.locator(".suggestion")
+    expect(room).to_have_text("8,192 tokens fit into a chat, documents and answers together.")
+    expect(page.get_by_role("button", name="Choose a document")).to_have_class("primary")
+    expect(questions).to_have_count(0)
+    attach_and_wait(page)
+    expect(page.get_by_role("heading", name="Ask about report.txt")).to_be_visible()
+    expect(room).to_have_text("6,300 tokens. 8,192 tokens fit into a chat, documents and answers together.")
+    expect(page.get_by_role("button", name="Add a document")).not_to_have_class("primary")
+    expect(questions.first).to_have_text("Summarize the document.")
+    attach_and_wait(page, "notes.txt", b"Notes.")
+    expect(page.get_by_role("heading", name="Ask about 2 documents")).to_be_visible()
+    expect(room).to_contain_text("6,306 tokens. ")
+    questions.first.click()
+    wait_for_end(page)
+    assert server.bodies[0]["messages"][0]["content"].endswith(
+        "Notes.\n\nEnd of the document.\n\nSummarize each document."
+    )
+    expect(questions).to_have_count(0)
+    page.get_by_role("button", name="New chat").click()
+    for name in ("report.txt", "notes.txt"):
+        page.get_by_role("button", name=f"Remove {name}").click()
+    expect(page.get_by_role("heading", name="Ask about long documents")).to_be_visible()
+    expect(questions).to_have_count(0)
 
 
 def test_document_can_be_pasted_and_removed(server: FakeServer, page: Page) -> None:
@@ -172,6 +205,7 @@ def test_document_that_is_too_long_can_be_shortened(server: FakeServer, page: Pa
         ),
         (b"PK\x03\x04" + b"some text" * 9 + b"\x00", "photo.png is not a text file. Save it as plain text first."),
         ("Привет, как дела".encode("koi8-r"), "photo.png is not a text file. Save it as plain text first."),
+        (b"%PDF-1.4\n%\xe2\xe3\n1 0 obj", "photo.png is a PDF. Save it as plain text first."),
         (b"%PDF-1.4\n1 0 obj", "photo.png is a PDF. Save it as plain text first."),
         (b" \n", "photo.png is empty."),
     ],
@@ -193,6 +227,58 @@ def test_text_in_common_encodings_is_read(server: FakeServer, page: Page, encodi
     expect(page.locator("#alert")).to_have_text(note if encoding in ("latin-1", "cp1252") else "")
     ask_and_wait(page, "one")
     assert server.bodies[0]["messages"][0]["content"] == f"{before('report.txt', text)}one"
+
+
+def test_server_reads_what_is_not_plain_text(server: FakeServer, page: Page) -> None:
+    server.reads_documents = True
+    reload(page)
+    files = (
+        *(("a report.pdf", b"%PDF-1.4\n\xff"), ("page.html", b"<p>Text"), ("notes.txt", b"Notes.")),
+        *(("old.htm", b"<p>Old"), ("b.zip", b"PK\0"), ("c.png", b"\x89PNG\0")),
+    )
+    page.set_input_files("#file", [{"name": n, "mimeType": "", "buffer": content} for n, content in files])
+    alert = "b.zip cannot be read. This format is not known. c.png is a picture."
+    expect(page.get_by_role("alert")).to_have_text(alert)
+    expect(documents(page)).to_have_count(4)
+    ask_and_wait(page, "one")
+    texts = [
+        ("a report.pdf", "10 bytes of a report.pdf"),
+        ("page.html", "7 bytes of page.html"),
+        ("notes.txt", "Notes."),
+    ]
+    texts.append(("old.htm", "<p>Old"))  # which the server could not read
+    assert server.bodies[0]["messages"][0]["content"] == f"{''.join(before(*each) for each in texts)}one"
+
+
+def test_document_can_be_read_on_the_page(page: Page) -> None:
+    text = "".join(f"Line {number}.\n" for number in range(20_000))
+    attach_and_wait(page, "book.txt", text.encode())
+    page.get_by_role("button", name="book.txt", exact=True).click()
+    dialog = page.get_by_role("dialog", name="book.txt")
+    expect(dialog).to_contain_text(f"{len(text):,} tokens, {len(text):,} characters")
+    shown = page.locator("#viewer-text")
+    assert shown.text_content() == text[:100_000]
+    dialog.get_by_role("button", name="Show more").click()
+    dialog.get_by_role("button", name="Show more").click()
+    expect(dialog.get_by_role("button", name="Show more")).to_be_hidden()
+    assert shown.text_content() == text
+    dialog.get_by_role("button", name="Close").click()
+    expect(dialog).to_be_hidden()
+
+
+def test_documents_are_attached_where_the_user_types(server: FakeServer, open_page: OpenPage) -> None:
+    page = open_page(server.url, viewport={"width": 390, "height": 844}, has_touch=True)
+    expect(page.locator("#model")).to_have_text(MODEL)
+    with page.expect_file_chooser() as chooser:
+        page.get_by_role("button", name="Attach documents").tap()
+    chooser.value.set_files({"name": "report.txt", "mimeType": "text/plain", "buffer": TEXT.encode()})
+    attached = page.locator("#attached")
+    expect(attached).to_have_text("report.txt")
+    attached.tap()
+    expect(documents(page)).to_have_text([re.compile("report.txt.*6,300 tokens")])
+    page.get_by_role("button", name="Remove report.txt").tap()
+    page.keyboard.press("Escape")
+    expect(attached).to_be_hidden()
 
 
 def test_refused_files_are_named_though_others_are_taken(page: Page) -> None:
@@ -287,7 +373,7 @@ def test_thinking_is_folded_apart_from_the_answer(page: Page, question: str, tho
     thinking = page.locator("details.thinking")
     assert thought not in page.locator(".answer .text").inner_text()
     thinking.locator("summary").click()
-    expect(thinking.locator("div")).to_have_text(thought)
+    expect(thinking.locator(".markdown")).to_have_text(thought)
     expect(thinking.locator("em")).to_have_count(1)
 
 
@@ -304,7 +390,7 @@ def test_answer_can_be_copied_and_asked_for_again(server: FakeServer, page: Page
     assert answers(page) == ["You said: one <b>so</b> & so."]
     assert server.bodies[0] == server.bodies[1]
     ask_and_wait(page, "two")
-    page.get_by_role("button", name="Retry").click()  # the only one, so that nothing that follows is lost
+    page.get_by_role("button", name="Retry").last.click()
     wait_for_end(page)
     assert answers(page) == ["You said: one <b>so</b> & so.", "You said: two <b>so</b> & so."]
     assert server.bodies[2] == server.bodies[3]
@@ -322,17 +408,87 @@ def test_copy_works_without_https(server: FakeServer, open_page: OpenPage) -> No
     expect(page.get_by_label("Message", exact=True)).to_have_value("You said: one <b>so</b> & _so_.")
 
 
-def test_edited_question_replaces_what_follows(server: FakeServer, page: Page) -> None:
+def versions(page: Page) -> list[str]:
+    return page.locator(".branches .muted").all_inner_texts()
+
+
+def test_edited_question_begins_a_branch(server: FakeServer, page: Page) -> None:
     for question in ("one", "two", "three"):
         ask_and_wait(page, question)
     page.get_by_role("button", name="Edit").nth(1).click()
     expect(page.get_by_label("Message", exact=True)).to_have_value("two")
     page.keyboard.press("Escape")
     expect(page.get_by_label("Message", exact=True)).to_have_value("")
+    page.get_by_label("Message", exact=True).fill("a draft")
     page.get_by_role("button", name="Edit").nth(1).click()
+    expect(page.locator(".edited")).to_contain_text("two")
     ask_and_wait(page, "four")
+    expect(page.get_by_label("Message", exact=True)).to_have_value("a draft")  # regression: it was lost
+    expect(page.locator(".edited")).to_have_count(0)
     assert answers(page) == ["You said: one <b>so</b> & so.", "You said: four <b>so</b> & so."]
     assert [message["content"] for message in server.bodies[3]["messages"][::2]] == ["one", "four"]
+    assert versions(page) == ["2 of 2"]
+    expect(page.get_by_role("button", name="Next version")).to_be_disabled()
+    page.get_by_role("button", name="Previous version").click()
+    expect(page.get_by_role("button", name="Next version")).to_be_focused()
+    questions = page.locator(".question .text")
+    expect(questions).to_have_text(["one", "two", "three"])  # nothing of them was lost
+    page.get_by_role("button", name="Edit").nth(2).click()
+    ask_and_wait(page, "five")  # a branch of a branch
+    page.get_by_role("button", name="Edit").first.click()
+    ask_and_wait(page, "six")
+    expect(questions).to_have_text(["six"])
+    reload(page)
+    expect(questions).to_have_text(["six"])
+    page.get_by_role("button", name="Previous version").click()
+    expect(questions).to_have_text(["one", "two", "five"])
+    assert versions(page) == ["1 of 2", "1 of 2", "2 of 2"]
+    page.get_by_role("button", name="Previous version").last.click()
+    expect(questions).to_have_text(["one", "two", "three"])
+    page.get_by_role("button", name="Next version").nth(1).click()
+    expect(questions).to_have_text(["one", "four"])
+    assert len(page.evaluate(KEPT)[0]["messages"]) == 4
+
+
+def test_retry_keeps_the_earlier_answer_and_what_follows_it(server: FakeServer, page: Page) -> None:
+    """Regression: the answer and all that followed were lost."""
+    for question in ("one", "two"):
+        ask_and_wait(page, question)
+    page.get_by_role("button", name="Retry").first.click()
+    expect(page.locator(".answer")).to_have_count(1)
+    wait_for_end(page)
+    assert versions(page) == ["2 of 2"]
+    page.get_by_role("button", name="Retry").click()
+    wait_for_end(page)
+    assert versions(page) == ["3 of 3"]
+    page.get_by_role("button", name="Previous version").click()
+    expect(page.locator(".branches .muted")).to_have_text(["2 of 3"])
+    page.get_by_role("button", name="Previous version").click()
+    expect(page.locator(".turn .text")).to_have_text([re.compile(text) for text in ("one", "one", "two", "two")])
+    ask_and_wait(page, "three")
+    assert [message["content"] for message in server.bodies[-1]["messages"][::2]] == ["one", "two", "three"]
+
+
+def test_version_without_an_answer_goes_and_the_one_before_is_shown(server: FakeServer, page: Page) -> None:
+    for question in ("one", "two"):
+        ask_and_wait(page, question)
+    turns = [re.compile(text) for text in ("one", "one", "two", "two")]
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.get_by_role("button", name="Retry").first.click()
+    expect(page.get_by_role("alert")).to_contain_text("cannot be reached")
+    expect(page.locator(".turn .text")).to_have_text(turns)
+    page.get_by_role("button", name="Edit").first.click()
+    ask(page, "three")
+    expect(page.get_by_role("alert")).to_contain_text("cannot be reached")
+    expect(page.locator(".turn .text")).to_have_text(turns)
+    assert versions(page) == []
+    expect(page.get_by_label("Message", exact=True)).to_have_value("three")
+    expect(page.locator("#editing")).to_be_visible()
+    page.unroute_all()
+    page.keyboard.press("Enter")
+    wait_for_end(page)
+    expect(page.locator(".turn .text")).to_have_text([re.compile("three")] * 2)
+    assert versions(page) == ["2 of 2"]
 
 
 def test_answer_that_was_stopped_is_continued_from_its_last_token(server: FakeServer, page: Page) -> None:
@@ -357,7 +513,7 @@ def test_reload_keeps_chat_documents_and_settings(server: FakeServer, page: Page
     page.get_by_label("Seed").fill("7")
     page.keyboard.press("Enter")
     ask_and_wait(page, "one")
-    figures = page.locator(".answer .figures").inner_text()
+    figures = page.locator(".answer .figures").text_content()
     reload(page)
     expect(page.locator(".answer .figures")).to_have_text(figures)
     assert answers(page) == ["You said: one <b>so</b> & so."]
@@ -401,6 +557,67 @@ def test_chat_deleted_while_its_answer_comes_stays_deleted(page: Page) -> None:
     expect(page.locator("#chats .chat-name")).to_have_count(0)
     expect(page.get_by_role("heading", name="Ask about long documents")).to_be_visible()
     assert page.evaluate(KEPT) == []
+
+
+def test_chats_are_searched_and_dated(page: Page) -> None:
+    page.evaluate(
+        """() => new Promise(resolve => {
+            indexedDB.open("nanovllm").onsuccess = ({ target }) => {
+                const stores = target.result.transaction("conversations", "readwrite");
+                for (let i = 0; i < 6; i += 1) {
+                    const changedMs = [Date.now(), Date.UTC(2019, 4, 15)][i % 2] - i;
+                    const messages = [{ role: "user", content: `Question ${i}` },
+                        { role: "assistant", content: `${"A".repeat(30)} answer number ${i}.`, note: "" }];
+                    stores.objectStore("conversations").put({
+                        id: `${i}`, title: "", changedMs, documentIds: [], messages,
+                        forks: { "message-0": [[], [{ id: "x", role: "assistant", content: `version ${i}` }]] } });
+                }
+                stores.oncomplete = () => { target.result.close(); resolve(); };
+            };
+        })"""
+    )
+    reload(page)
+    rows, search = page.locator("#chats .chat"), page.get_by_label("Search the chats")
+    expect(rows).to_have_text(
+        [re.compile(rf"Question {i}\d+:\d\d [AP]M") for i in (0, 2, 4)]
+        + [re.compile(rf"Question {i}May 2019") for i in (1, 3, 5)]
+    )
+    search.fill("number 3")
+    expect(rows).to_have_text([re.compile("Question 3May 2019…A+ answer number 3.")])
+    search.fill("VERSION 4")
+    expect(page.locator("#chats .chat-match")).to_have_text(["version 4"])
+    search.fill("question 5")
+    expect(page.locator("#chats .chat-name")).to_have_text(["Question 5"])
+    expect(page.locator("#chats .chat-match")).to_have_count(0)
+    search.fill("nothing")
+    expect(page.locator("#none-found")).to_be_visible()
+    search.fill("")
+    expect(rows).to_have_count(6)
+
+
+@pytest.mark.parametrize("name", ["Markdown", "JSON"])
+def test_chat_is_exported(page: Page, name: str) -> None:
+    attach_and_wait(page)
+    ask_and_wait(page, "one: <two>/three?")
+    page.get_by_role("button", name="Retry").click()
+    wait_for_end(page)
+    page.get_by_role("button", name="Export").click()
+    with page.expect_download() as download:
+        page.get_by_role("dialog", name="Export").get_by_role("button", name=name).click()
+    text = Path(download.value.path()).read_text()
+    said = "You said: one: <two>/three? <b>so</b> & _so_."
+    if name == "Markdown":
+        assert download.value.suggested_filename == "one two three.md"
+        assert text == (
+            "# one: <two>/three?\n\nDocuments:\n\n- report.txt\n\n## Question\n\none: <two>/three?\n\n"
+            f"## Answer\n\n{said}\n"
+        )
+    else:
+        assert download.value.suggested_filename == "one two three.json"
+        record = json.loads(text)
+        assert record["documents"][0]["text"] == TEXT and len(record["messages"]) == 2
+        assert [each["content"] for branch in record["forks"].values() for each in branch[0]] == [said]
+    expect(page.get_by_role("dialog", name="Export")).to_be_hidden()
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -526,12 +743,12 @@ def test_answer_that_fails_midway_is_kept_and_explained(page: Page, question: st
     ask(page, question)
     expect(page.get_by_role("alert")).to_have_text(message)
     assert answers(page) == [f"You said: {question} <b>so</b> & so."]
-    assert page.locator(".answer .figures").inner_text().endswith("ended by an error")
+    assert page.locator(".answer .figures").text_content().endswith("ended by an error")
 
 
 def test_answer_that_is_cut_off_says_so(page: Page) -> None:
     ask_and_wait(page, "be long")
-    assert page.locator(".answer .figures").inner_text().endswith("cut off at the longest answer")
+    assert page.locator(".answer .figures").text_content().endswith("ended at the limit of an answer")
 
 
 def test_server_that_comes_back_under_another_name_answers_again(server: FakeServer, page: Page) -> None:

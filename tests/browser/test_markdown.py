@@ -42,6 +42,9 @@ TEXTS = {
     "tables": "| a | b |\n|---|--:|\n| 1 | 2 |\n| 3 |\n\na | b\n- | -\n1 | \\|2\nthe | row\n- x | y\nend\n| x |\n|--",
     "formulas": "Let \\(a_i\\) be\n\\[\nx\n+ y\n\\]\n$$\n- z\n$$ and\n\n\\[ open\n- no\n\nend",
     "environments": "\\begin{align}\na &= b \\\\\n\\end{align}\n\\[ x \\]\n\\(y\\) $z$\n\\$ 1\n$$ 2 $$ 3\n$$",
+    "tasks": "- [x] a\n- [ ] b\n- [",
+    "code": '```js\nconst a = `b\n${c}`; /* d\ne */\n```\n```py\nx = """y\n',
+    "many": "a\n\n" * 31 + "- b\n- c\n\n**d** e\n\n" * 2 + "```\n" + "f\n\n" * 20 + "```\ng",
     "quotes": "> a\n> - b\n>\n> c\nlazy\n\n> d\n>> e\n>\n\n***\n* * *\n_x_ **y\nz** `a\nb`\n    \n  text",
 }
 
@@ -76,11 +79,13 @@ def test_text_that_grows_looks_at_any_time_as_if_it_came_at_once(page: Page, nam
         ("list", "- an *item* of `a` list\n"),
         ("table", "| a | **b** |\n"),
         ("code", "a line of code\n"),
+        ("python", "def f(x): return 'a'  # line\n"),
+        ("formulas", "Let $x_i$ be \\(\\frac{1}{2}\\).\n\n"),
     ],
 )
 def test_work_of_all_drawings_is_linear(page: Page, name: str, unit: str) -> None:
     """Regression: each drawing parsed and made the whole answer anew, so that the sum was quadratic."""
-    start = {"table": "| a | b |\n|---|---|\n", "code": "```\n"}.get(name, "")
+    start = {"table": "| a | b |\n|---|---|\n", "code": "```\n", "python": "```python\n"}.get(name, "")
     work = [
         run(
             page,
@@ -95,6 +100,16 @@ def test_work_of_all_drawings_is_linear(page: Page, name: str, unit: str) -> Non
     ]
     for what in ("nodes", "characters"):
         assert 0 < work[1][what] < 9 * work[0][what]  # for 8 times the text
+
+
+@pytest.mark.parametrize("unit", ["Some text.\n\n", "- a\n\n# b\n\n", "a = 1\n\n"])
+def test_what_is_added_has_few_siblings(page: Page, unit: str) -> None:
+    """Regression: a browser laid out all blocks of an answer for each token, or all lines of a long program."""
+    text = ("```python\n" if "=" in unit else "") + unit * 500
+    most = run(
+        page, "return Math.max(...[...grown(text, 500).querySelectorAll('*')].map(e => e.children.length));", text
+    )
+    assert most <= 32
 
 
 def test_selection_in_a_finished_block_survives_what_follows(server: FakeServer, page: Page) -> None:
@@ -116,23 +131,52 @@ def test_selection_in_a_finished_block_survives_what_follows(server: FakeServer,
 FORMULAS = [
     r"\(\alpha_i + \beta_j\)",
     r"\[ x^2 * y * z^2 \]",
-    r"$$ a_1 _b_ $$",
+    r"$$ a_1 * _b * c_2 $$",
     r"$\{x^*y^*\}$",
     "\\[\n  x\n  + y \\\\\n  - z\n\\]",
-    "$$\n# 1\n- 2\n$$",
+    "$$\n1\n- 2\n$$",
     "\\begin{align}\na &= b \\\\\n1. &< c\n\\end{align}",
 ]
 
 
 @pytest.mark.parametrize("formula", FORMULAS)
-def test_formulas_are_shown_as_they_were_written(page: Page, formula: str) -> None:
+def test_formulas_become_mathml(page: Page, formula: str) -> None:
     r"""Regression: \(\alpha\) lost its delimiters, and asterisks and underscores became emphasis."""
-    body = "const box = made(text); return [box.innerText, [...box.querySelectorAll('.math')].map(e => e.innerText)];"
+    body = """const box = made(text), shown = [...box.querySelectorAll(".math")];
+        return [box.innerText, shown.map(e => e.title), shown.map(e => e.firstElementChild.namespaceURI)];"""
     isolated = f"Let\n\n{formula}\n\nand" if "\n" in formula else f"Let **this** be {formula}, and"
-    whole, shown = run(page, body, isolated)
-    assert shown == [formula] and whole.startswith("Let") and whole.endswith("and")
-    shown = run(page, body, f"- Let {formula}" if "\n" not in formula else formula)[1]
-    assert shown == [formula]
+    for text in (isolated, formula if "\n" in formula else f"- Let {formula} and"):
+        whole, titles, names = run(page, body, text)
+        assert titles == [formula] and names == ["http://www.w3.org/1998/Math/MathML"]
+        assert text == formula or (whole.startswith("Let") and whole.endswith("and"))
+        assert "\\" not in whole and "$" not in whole
+
+
+def test_formula_looks_like_one(page: Page) -> None:
+    text = r"\[ \frac{\partial f}{\partial x_i} = \begin{pmatrix} \mathbf{a} & \sqrt{2} \end{pmatrix} \text{ if } x \]"
+    counts = run(
+        page,
+        "const box = made(text); return ['mfrac', 'msub', 'mtable', 'msqrt'].map(t => box.querySelectorAll(t).length);",
+        text,
+    )
+    assert counts == [1, 1, 1, 1]
+    height, line = run(
+        page, "return [...made(text + '\\n\\nx').querySelectorAll('.display, p')].map(e => e.offsetHeight);", text
+    )
+    assert height > 1.5 * line
+
+
+@pytest.mark.parametrize(
+    "text", [r"\(\nosuchcommand{a}\)", r"\(\frac{1}\)", r"$\left( a$", r"\[ a \\", r"$$ x_{1 $$", r"\(a_1_2\)"]
+)
+def test_what_is_not_latex_is_shown_as_it_was_written(page: Page, text: str) -> None:
+    shown = run(page, "const box = made(text); return [box.innerText, box.querySelectorAll('math').length];", text)
+    assert shown == [text, 0]
+
+
+def test_formula_cannot_load_or_link_or_style(page: Page) -> None:
+    text = r"\(\href{https://example.org}{a}\) \(\includegraphics{https://example.org/a.png}\) \(\htmlClass{turn}{a}\)"
+    assert run(page, "return made(text).querySelectorAll('[href], [src], img, .turn').length;", text) == 0
 
 
 def test_money_and_brackets_are_not_formulas(page: Page) -> None:
@@ -188,3 +232,48 @@ def test_comparison_of_times_is_in_view(server: FakeServer, page: Page) -> None:
     ask(page, "b\n" * 40 + "two")
     expect(page.locator("#speed")).to_have_text(re.compile("First answer: 1,000 s. Now: "))
     expect(page.locator("#speed")).to_be_in_viewport(ratio=1)
+
+
+CODE = {
+    "python": ('def f(x):  # why\n    """Doc\n    if"""\n    return "a" + 1', "keyword def call f comment #"),
+    "js": ("const a = `b\n${c}` /* d\ne */ + null;", "keyword const string ` string b"),
+    "rust": ("fn f<'a>(x: &'a str) // y", "keyword fn keyword str comment //"),
+    "sql": ("SELECT a FROM b WHERE c = 'd' -- e", "keyword SELECT keyword FROM keyword WHERE string 'd' comment --"),
+    "html": ('<a href="b">c</a> <!-- d\ne -->', 'keyword <a string "b" keyword >'),
+    "css": (".a { color: #fff; } /* b */", "keyword color comment /*"),
+    "bash": ("if true; then echo $#; fi # x", "keyword if keyword then keyword fi comment # x"),
+    "diff": ("@@ 1\n+a\n-b\n c", "comment @@ 1 string +a number -b"),
+    "nosuchlanguage": ("if (true) // x", ""),
+}
+
+
+@pytest.mark.parametrize("language", CODE)
+def test_code_has_colours_and_stays_as_it_is(page: Page, language: str) -> None:
+    code, parts = CODE[language]
+    shown, said, grown = run(
+        page,
+        """const code = box => box.querySelector("code"), once = code(made(text));
+        const parts = [...once.querySelectorAll(".line > [class]")].map(e =>
+            `${e.className.slice(5)} ${e.textContent}`);
+        return [once.innerText, parts.join(" "), code(grown(text, 1)).innerHTML === once.innerHTML];""",
+        f"```{language}\n{code}\n```",
+    )
+    assert shown == code and grown
+    at = 0
+    for part in parts.split():
+        at = said.find(part, at)
+        assert at >= 0, said
+    assert bool(said) == bool(parts)
+
+
+def test_task_lists_have_boxes(page: Page) -> None:
+    text = "- [x] done\n- [ ] to **do**\n- [link] no\n  - [X] nested"
+    shown = run(
+        page,
+        """return [...made(text).querySelectorAll("li")].map(li => {
+            const box = li.querySelector(":scope > input, :scope > p > input");
+            return [li.innerText.split("\\n")[0].trim(), box && box.checked, box && box.disabled];
+        });""",
+        text,
+    )
+    assert shown == [["done", True, True], ["to do", False, True], ["[link] no", None, None], ["nested", True, True]]

@@ -103,7 +103,7 @@ def test_example_is_read_once_and_answered_rightly(url: str, open_page: OpenPage
         page.get_by_role("button", name=question).click()
         expect(page.locator(".answer .text").last).to_have_text(answer, timeout=ANSWER_LIMIT_MS)
         expect(page.locator("#send")).to_be_visible()
-        num_prompt, num_cached = prompt_tokens(page.locator(".answer .figures").last.inner_text())
+        num_prompt, num_cached = prompt_tokens(page.locator(".answer .figures").last.text_content())
         shares.append(num_cached / num_prompt)
     assert shares[0] < 0.1 and min(shares[1:]) > 0.9
     expect(page.locator("#suggestions")).to_be_hidden()
@@ -143,7 +143,7 @@ def ask(page: Page, question: str) -> tuple[str, str]:
     page.keyboard.press("Enter")
     answer = page.locator(".answer").last
     expect(answer.locator(".figures")).to_contain_text("prompt tokens", timeout=ANSWER_LIMIT_MS)
-    return answer.locator(".text").evaluate("element => element.textContent"), answer.locator(".figures").inner_text()
+    return answer.locator(".text").evaluate("element => element.textContent"), answer.locator(".figures").text_content()
 
 
 def number(text: str) -> int:

@@ -74,7 +74,7 @@ def test_stop_ends_the_answer_of_the_chat_that_is_shown(server: FakeServer, page
     page.wait_for_function("length => document.querySelector('.answer .text').innerText.length > length", arg=length)
     page.keyboard.press("Escape")
     wait_for_end(page)
-    assert page.locator(".answer .figures").inner_text().endswith("· stopped")
+    assert page.locator(".answer .figures").text_content().endswith("· stopped")
 
 
 def test_prompt_that_is_read_goes_on_while_another_chat_is_shown(server: FakeServer, page: Page) -> None:

@@ -73,7 +73,7 @@ def test_answer_of_another_tab_is_shown_as_it_grows(server: FakeServer, open_tab
     expect(turns(second)).to_have_count(4)
     expect(figures).to_have_text("being answered in another tab")
     expect(second.get_by_role("img", name="Answering")).to_be_visible()
-    expect(second.get_by_role("button", name="Retry")).to_have_count(0)
+    expect(second.locator(".answer").last.get_by_role("button", name="Retry")).to_have_count(0)
     third = open_tab()  # one that was not there when the answer began
     expect(third.locator(".answer .figures").last).to_have_text("being answered in another tab")
     finish(second, "two")  # both at once: the other one stands still
@@ -100,7 +100,7 @@ def test_tab_that_is_closed_leaves_an_answer_to_continue(server: FakeServer, ope
     server.may_go_on.set()
 
 
-def test_edit_in_a_tab_keeps_what_it_has_not_seen(server: FakeServer, open_tab: OpenTab) -> None:
+def test_edit_in_a_tab_keeps_what_it_has_not_seen_in_a_branch(server: FakeServer, open_tab: OpenTab) -> None:
     first = open_tab()
     finish(first, "one")
     second = open_tab(is_deaf=True)
@@ -108,21 +108,47 @@ def test_edit_in_a_tab_keeps_what_it_has_not_seen(server: FakeServer, open_tab: 
     second.get_by_role("button", name="Edit").click()
     finish(second, "three")
     for page in (first, second):
-        expect(turns(page)).to_have_text(["three", SAID.format("three"), "two", SAID.format("two")])
+        expect(turns(page)).to_have_text(["three", SAID.format("three")])
+    second.get_by_role("button", name="Previous version").click()
+    for page in (first, second):
+        expect(turns(page)).to_have_text(["one", SAID.format("one"), "two", SAID.format("two")])
 
 
-def test_question_that_is_replaced_in_another_tab_ends_its_answer(server: FakeServer, open_tab: OpenTab) -> None:
+def test_question_that_is_edited_in_another_tab_is_still_answered(server: FakeServer, open_tab: OpenTab) -> None:
     first = open_tab()
     finish(first, "one")
-    ask(first, "go on")
-    expect(turns(first).last).to_contain_text("on on")
+    server.may_go_on.clear()
+    ask(first, "a b c d e f g h i j k l m n")
+    expect(turns(first).last).to_contain_text("a b c")
     second = open_tab()
     expect(turns(second)).to_have_count(4)
     second.get_by_role("button", name="Edit").first.click()
     finish(second, "two")
+    expect(turns(first)).to_have_text(["two", SAID.format("two")])
+    expect(first.locator("#stop")).to_be_visible()
+    server.may_go_on.set()
+    wait_for_end(first)
+    first.get_by_role("button", name="Previous version").click()
     for page in (first, second):
-        wait_for_end(page)
-        expect(turns(page)).to_have_text(["two", SAID.format("two")])
+        expect(turns(page).nth(3)).to_contain_text("l m n <b>so</b> & so.")
+    finish(second, "three")
+    assert [each["content"] for each in server.bodies[-1]["messages"][::2]][-1] == "three"
+    expect(turns(first)).to_have_count(6)
+
+
+def test_answer_to_a_branch_that_another_tab_has_left_is_shown_there(server: FakeServer, open_tab: OpenTab) -> None:
+    first = open_tab()
+    finish(first, "one")
+    deaf = open_tab(is_deaf=True)
+    first.get_by_role("button", name="Edit").click()
+    finish(first, "two")
+    finish(deaf, "three")
+    every = [text for question in ("one", "three") for text in (question, SAID.format(question))]
+    for page in (first, deaf):
+        expect(turns(page)).to_have_text(every)
+    assert [each["content"] for each in server.bodies[-1]["messages"][::2]] == ["one", "three"]
+    first.get_by_role("button", name="Next version").click()
+    expect(turns(first)).to_have_text(["two", SAID.format("two")])
 
 
 # -- what is deleted ---------------------------------------------------------------------------------------------------
@@ -218,7 +244,7 @@ def test_question_right_after_the_last_document_was_removed_is_asked(server: Fak
     attach_and_wait(page)
     page.evaluate(
         """() => {
-            document.querySelector("#documents button").click();
+            document.querySelector("#documents [aria-label^=Remove]").click();
             document.getElementById("question").value = "one";
             document.getElementById("composer").requestSubmit();
         }"""

@@ -106,6 +106,7 @@ class FakeServer:
         self.api_key: str | None = None
         self.has_template = True
         self.has_progress = False
+        self.reads_documents = False
         self.model, self.max_model_len = MODEL, 10**6
         self.bodies: list[dict[str, Any]] = []
         self.num_cached_tokens = 3072
@@ -118,6 +119,7 @@ class FakeServer:
         router.get("/openapi.json")(self._openapi)
         router.get("/v1/models")(self._models)
         router.post("/tokenize")(self._tokenize)
+        router.post("/v1/documents/text")(self._read_document)
         router.post("/v1/chat/completions")(self._chat)
         router.post("/v1/completions")(self._complete)
         router.include_router(kv_router(self.engine))
@@ -136,7 +138,13 @@ class FakeServer:
 
     async def _openapi(self) -> dict[str, Any]:
         fields = {"messages": {}} | ({"return_progress": {}} if self.has_progress else {})
-        return {"components": {"schemas": {"ChatRequest": {"properties": fields}}}}
+        paths = {"/v1/documents/text": {}} if self.reads_documents else {}
+        return {"paths": paths, "components": {"schemas": {"ChatRequest": {"properties": fields}}}}
+
+    async def _read_document(self, request: Request, name: str) -> dict[str, Any]:
+        if not name.endswith((".pdf", ".html")):
+            raise HTTPException(400, f"{name} is a picture" if name.endswith(".png") else "this format is not known")
+        return {"name": name, "text": f"{len(await request.body())} bytes of {name}"}
 
     async def _tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
         """A character is a token. Refuses what is much longer than the context."""

@@ -75,7 +75,7 @@ export class CacheView {
       share.style.background = colourOf(state);
       row.append(swatch, name, count);
       byId("legend").append(row);
-      byId("shares").append(share);
+      byId("free-share").before(share);
       this.#legend.set(state, { row, name, swatch, count, share });
     }
     this.#drawSwatches();
@@ -131,16 +131,17 @@ export class CacheView {
     byId("cache-summary").textContent = why;
   }
 
-  /** Such as "9 blocks in use, 3 of them on the GPU; 55 free". */
+  /** Such as "2,304 of 16,384 tokens in use, 768 on the GPU". */
   #sentence(counts) {
-    const { states, has_gpu: hasGpu, num_slots: numSlots } = this.#snapshot, used = states.length - counts.free;
+    const { states, block_size: size, has_gpu: hasGpu, num_slots: numSlots } = this.#snapshot;
+    const used = states.length - counts.free, room = states.length * size;
     if (!used) {
-      const room = states.length * this.#snapshot.block_size, most = this.#documents.maxRequestTokens;
+      const most = this.#documents.maxRequestTokens;
       const inOneChat = most && most < room ? `, up to ${whole(most)} in one chat` : "";
       return `empty, room for ${counted(room, "token")}${inOneChat}`;
     }
-    const onGpu = hasGpu && numSlots !== null ? `, ${whole(counts.resident)} of them on the GPU` : "";
-    return `${counted(used, "block")} in use${onGpu}; ${whole(counts.free)} free`;
+    const onGpu = hasGpu && numSlots !== null ? `, ${whole(counts.resident * size)} on the GPU` : "";
+    return `${whole(used * size)} of ${counted(room, "token")} in use${onGpu}`;
   }
 
   get #names() {
@@ -155,8 +156,10 @@ export class CacheView {
       name.textContent = this.#names[state];
       count.textContent = whole(counts[state]);
       share.style.flexGrow = String(counts[state]);
+      share.style.minWidth = counts[state] ? "2px" : "0"; // a few blocks of many can still be seen
       if (counts[state]) said.push(`${whole(counts[state])} ${this.#names[state]}`);
     }
+    byId("free-share").style.flexGrow = String(counts.free);
     byId("grid").setAttribute("aria-label", `KV cache, blocks in use: ${said.join(", ") || "none"}`);
   }
 

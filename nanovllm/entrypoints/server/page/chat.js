@@ -1,7 +1,10 @@
 /** The page: chats about documents, which can be answered at the same time, the answers streamed. */
 
 import { CacheView } from "./cache.js";
-import { Chat, replaceMessages, titleOf, updateMessage } from "./chats.js";
+import {
+  Chat, appendMessages, branchMessages, branchOf, removeMessages, reveal, showBranch, updateMessage,
+} from "./chats.js";
+import { ChatList } from "./chatlist.js";
 import {
   ServerError, TOO_LONG, UNREACHABLE, announce, button, byId, counted, element, events, newId, request, sentence, short,
   showAlert, whole,
@@ -13,7 +16,7 @@ import { AnswerView, QuestionView, keepAtEnd, scrollToEnd } from "./turns.js";
 const PLAIN_ANSWER_TOKENS = 1024; // limit of an answer where the server's own is made for short completions
 const SAVE_MS = 2000; // between two times that an answer is kept while it grows
 const FINISH_NOTES = {
-  length: "cut off at the longest answer",
+  length: "ended at the limit of an answer",
   abort: "ended by the server",
   error: "ended by an error",
 };
@@ -28,8 +31,19 @@ let views = new Map(); // a message's id -> its view, for the chat on the page
 const running = new Map(); // chats with an answer that is coming to this tab, by id
 const elsewhere = new Map(); // answers that are coming to other tabs: a message's id -> its chat's id
 const field = byId("question");
-let editedId = null; // of the message that the next question replaces, with all that follows
-const documents = new Documents(openingMessages, showChats);
+let editedId = null; // of the message beside which the next question begins a branch
+let draft = ""; // what was in the field before the edit
+const chatList = new ChatList({
+  get shown() { return shown; },
+  isAnswering: (id) => running.has(id) || [...elsewhere.values()].includes(id),
+  open: openChat,
+  openNewest,
+  closeSide,
+});
+const documents = new Documents(openingMessages, () => {
+  showRest();
+  return chatList.draw();
+});
 const cache = new CacheView(() => running.size > 0, showServer, documents);
 
 /** Ask what the server is, at first and whenever it is back. It may be another one then. */
@@ -44,7 +58,8 @@ async function showServer() {
     byId("model").textContent = byId("model").title = model.id;
     document.title = `${model.id} · nanovllm`;
     byId("try-example").hidden = byId("built-in-note").hidden = example === null;
-    byId("choose").classList.toggle("primary", example === null);
+    documents.canExtract = "/v1/documents/text" in (openApi.paths ?? {});
+    showRest();
     documents.setLimit(server.maxRequestTokens);
     if (byId("alert").textContent === UNREACHABLE) showAlert("");
   } catch (error) {
@@ -65,7 +80,7 @@ async function show(chat) {
   byId("turns").replaceChildren();
   showChat();
   scrollToEnd();
-  await showChats();
+  await chatList.draw();
 }
 
 let numOpened = 0; // so that the chat that was chosen last is shown, whichever is read first
@@ -111,7 +126,7 @@ store.onNews(async ({ type, id, messageId }) => {
   else if (type === "answered") elsewhere.delete(messageId);
   else await (shown.id === id ? shown : running.get(id))?.refresh();
   if (shown.id === id) showChat();
-  await showChats();
+  await chatList.draw();
 });
 addEventListener("pagehide", () => running.forEach(tellAnswered));
 
@@ -131,20 +146,40 @@ function showChat() {
 }
 
 function viewOf(message, isLast) {
-  const { run } = shown, { id, role } = message;
+  const { run } = shown, { id, role } = message, branches = branchesOf(message);
   if (message === run?.message) {
     run.view.draw(); // what has come while another chat was shown
     return run.view;
   }
   if (role === "user") {
-    if (!views.has(id)) views.set(id, new QuestionView(message, [{ label: "Edit", run: () => edit(message) }]));
+    if (!views.has(id)) views.set(id, new QuestionView(message));
+    views.get(id).show([{ label: "Edit", run: () => edit(message, message.content) }], branches);
   } else {
     if (!views.has(id)) views.set(id, new AnswerView());
     const isElsewhere = elsewhere.has(id);
-    const actions = isLast && !isElsewhere ? answerActions(message) : [];
-    views.get(id).show(message, actions, isElsewhere ? "being answered in another tab" : "");
+    const actions = isElsewhere ? [] : answerActions(message, isLast);
+    views.get(id).show(message, actions, branches, isElsewhere ? "being answered in another tab" : "");
   }
   return views.get(id);
+}
+
+const placeOf = (message) => shown.record.messages.findIndex(({ id }) => id === message.id);
+const idBefore = (message) => shown.record.messages[placeOf(message) - 1]?.id ?? "";
+
+/** The other versions of this message and of what follows: see branchSwitch. */
+function branchesOf(message) {
+  const [place, count] = branchOf(shown.record, message) ?? [];
+  if (count === undefined) return null;
+  return { place, count, step: (by) => {
+    if (shown.run !== null) return;
+    const turnOf = () => byId("turns").children[i], i = placeOf(message), { top } = turnOf().getBoundingClientRect();
+    cancelEdit();
+    shown.change(showBranch(idBefore(message), place + by));
+    showChat();
+    byId("messages").scrollTop += turnOf().getBoundingClientRect().top - top; // it is where the one before was
+    const [back, on] = turnOf().querySelectorAll(".branches button");
+    (on.disabled || (by < 0 && !back.disabled) ? back : on).focus();
+  } };
 }
 
 /** What follows the turns: how much faster it has become, and the proposed questions. */
@@ -156,78 +191,20 @@ function showRest() {
   const [then, now] = [first?.firstMs, last?.firstMs].map((ms) => `${short(ms / 1000)} s`);
   if (isFaster) byId("speed").textContent = `First answer: ${then}. Now: ${now}.`;
   const asked = shown.record.messages.map(({ content }) => content);
-  const proposed = (shown.record.questions ?? []).filter((question) => !asked.includes(question));
+  const proposed = (shown.record.questions ?? questionsFor(shown)).filter((question) => !asked.includes(question));
   const box = byId("suggestions"), areShown = [...box.children].map(({ textContent }) => textContent);
   box.hidden = !proposed.length;
   if (areShown.join("\n") === proposed.join("\n")) return; // one may have the focus
   box.replaceChildren(...proposed.map((question) => button(question, "suggestion", () => ask(question))));
 }
 
-let numListed = 0;
-
-async function showChats() {
-  const listed = numListed += 1, list = byId("chats"), kept = await store.conversations();
-  if (listed !== numListed || list.querySelector("input")) return; // a name is being typed
-  const focused = list.contains(document.activeElement) ? document.activeElement.closest(".chat").dataset.id : null;
-  list.replaceChildren(...kept.map(chatRow));
-  if (focused === null) return;
-  const rows = [...list.children], isFocused = ({ dataset }) => dataset.id === focused;
-  (rows.find(isFocused)?.querySelector(".chat-name") ?? list.querySelector("[aria-current]"))?.focus();
-}
-
-function chatRow(kept) {
-  const isOpen = kept.id === shown.id, row = element("li", "chat"), title = titleOf(kept);
-  const name = button(title, "chat-name", () => {
-    if (!isOpen) openChat(kept.id);
-    closeSide();
-  });
-  row.dataset.id = kept.id;
-  name.dir = "auto";
-  if (running.has(kept.id) || [...elsewhere.values()].includes(kept.id)) {
-    const mark = element("span", "chat-answering");
-    mark.role = "img";
-    mark.ariaLabel = mark.title = "Answering";
-    row.append(mark);
-  }
-  row.append(name);
-  if (!isOpen) return row;
-  name.setAttribute("aria-current", "true");
-  row.append(button("Rename", "quiet", () => rename(row, title)), button("Delete", "quiet", () => deleteChat(title)));
-  return row;
-}
-
-function rename(row, title) {
-  const input = element("input", ""), renamed = shown;
-  input.value = title;
-  input.dir = "auto";
-  input.setAttribute("aria-label", "Name of the chat");
-  row.replaceChildren(input);
-  input.select();
-  let wasEndedByKey = false;
-  input.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") input.value = title;
-    wasEndedByKey = event.key === "Enter" || event.key === "Escape";
-    if (wasEndedByKey) input.blur();
-    event.stopPropagation();
-  });
-  input.addEventListener("blur", async () => {
-    const given = input.value.trim();
-    input.remove();
-    if (given && given !== title) {
-      await renamed.change((record) => Object.assign(record, { title: given, changedMs: Date.now() }));
-    }
-    await showChats();
-    if (wasEndedByKey) byId("chats").querySelector("[aria-current]")?.focus();
-  });
-}
-
-async function deleteChat(title) {
-  if (!confirm(`Delete “${title}”? Its documents go too, unless another chat has them.`)) return;
-  const deleted = shown;
-  deleted.end();
-  await store.deleteConversation(deleted.id);
-  await openNewest();
-  byId("new-chat").focus();
+/** Questions to begin with about the user's documents. The built-in model could not answer them. */
+function questionsFor({ documents: { length }, record: { messages } }) {
+  if (!length || messages.length || server.example !== null || !server.maxRequestTokens) return [];
+  return length === 1
+    ? ["Summarize the document.", "List its main points, each with a quotation.", "Which questions does it leave open?"]
+    : ["Summarize each document.", "Where do the documents agree, and where not?",
+      "List the main points, each with a quotation and its document."];
 }
 
 // -- a question and its answer
@@ -236,11 +213,12 @@ const mayAsk = () => shown.run === null && !documents.isExcess;
 
 async function ask(text) {
   if (!mayAsk()) return restoreQuestion(text);
-  const ids = shown.record.messages.map(({ id }) => id), isEdited = editedId !== null && ids.includes(editedId);
-  const replacedIds = isEdited ? ids.slice(ids.indexOf(editedId)) : [];
-  cancelEdit();
+  const { messages } = shown.record, edited = messages.find(({ id }) => id === editedId);
   const question = { id: newId(), role: "user", content: text }, message = newAnswer();
-  await answer(message, replaceMessages(replacedIds, question, message));
+  const change = edited
+    ? branchMessages(idBefore(edited), question, message) : appendMessages(messages.at(-1)?.id, question, message);
+  cancelEdit();
+  await answer(message, change);
 }
 
 const newAnswer = () => ({ id: newId(), role: "assistant", content: "" });
@@ -249,7 +227,7 @@ const newAnswer = () => ({ id: newId(), role: "assistant", content: "" });
 async function answer(message, prepare) {
   const chat = shown, readIds = chat.documentIds, isContinued = message.content !== "";
   const view = new AnswerView(), controller = new AbortController(), { signal } = controller;
-  chat.run = { message, view, controller };
+  chat.run = { message, view, controller, before: [] };
   running.set(chat.id, chat);
   tellAnswering(chat);
   view.start(message, tokensOf(chat.documents));
@@ -262,8 +240,9 @@ async function answer(message, prepare) {
   const saveTimer = setInterval(save, SAVE_MS);
   let error = null, end;
   try {
-    if (await isStored) showChats();
+    if (await isStored) chatList.draw();
     else restoreQuestion(messagesBefore(chat).at(-1).content); // the chat was deleted a moment ago
+    chat.run.before = messagesBefore(chat);
     const [reason, usage] = await stream(chat, isContinued);
     end = FINISH_NOTES[reason] ?? "";
     if (chat === shown) documents.setRead(readIds);
@@ -282,21 +261,24 @@ async function answer(message, prepare) {
   if (!chat.isGone) await keepAnswer(chat, message, view);
   const isSaid = documents.isExcess && error?.message.startsWith(TOO_LONG);
   if (error && chat === shown && !isSaid) showAlert(error.message);
-  await showChats();
+  await chatList.draw();
 }
 
 /** A question that got no answer goes back to where it was typed, unless the user has begun another one. */
 async function keepAnswer(chat, message, view) {
-  const { messages } = chat.record, hasNothing = !message.content && !message.reasoning;
-  const question = messages[messages.indexOf(message) - 1];
-  const isGivenBack = hasNothing && question && chat === shown && !field.value;
-  if (isGivenBack) restoreQuestion(question.content);
-  else if (chat === shown) views.set(message.id, view);
-  const change = isGivenBack ? replaceMessages([question.id, message.id]) : updateMessage(message);
+  const { messages, forks = {} } = chat.record, place = messages.indexOf(message), question = messages[place - 1];
+  const hasNothing = !message.content && !message.reasoning && question && chat === shown;
+  const hasOther = Boolean(question && forks[question.id]), isGivenBack = hasNothing && !hasOther && !field.value;
+  const wasEdited = isGivenBack && (messages[place - 2]?.id ?? "") in forks;
+  const change = isGivenBack ? removeMessages(question.id, message.id)
+    : hasNothing && hasOther ? removeMessages(message.id) : updateMessage(message);
+  if (chat === shown) views.set(message.id, view);
   const isStored = chat.change((record) => {
     change(record);
     record.changedMs = Date.now();
   });
+  if (wasEdited) edit(chat.record.messages[place - 1], question.content);
+  else if (isGivenBack) restoreQuestion(question.content);
   if (chat === shown) showChat();
   await isStored;
 }
@@ -360,13 +342,13 @@ function messagesBefore({ record: { messages }, run }) {
 
 /** Return these messages with the documents before the first question. */
 function chatMessages(chat) {
-  const [first, ...others] = messagesBefore(chat).map(({ role, content }) => ({ role, content }));
+  const [first, ...others] = chat.run.before.map(({ role, content }) => ({ role, content }));
   return [...openingMessages(preambleOf(chat.documents) + first.content), ...others];
 }
 
 /** The text so far, to be continued. */
 function plainBody(chat) {
-  const messages = [...messagesBefore(chat), chat.run.message];
+  const messages = [...chat.run.before, chat.run.message];
   const pieces = messages.map(({ role, content }, i) => (role === "user" && i > 0 ? "\n" : "") + content);
   const prompt = preambleOf(chat.documents) + pieces.join("");
   return { prompt, max_tokens: settings.maxTokens ?? PLAIN_ANSWER_TOKENS };
@@ -404,14 +386,16 @@ async function requestThatFits(path, body, chat) {
 
 // -- what can be done with a question or an answer
 
-/** For the last answer alone, because what follows would be lost. Edit, which says so, does it for others. */
-function answerActions(message) {
+function answerActions(message, isLast) {
   const retry = { label: "Retry", run: () => redo(() => {
     const answered = newAnswer();
-    answer(answered, replaceMessages([message.id], answered));
+    answer(answered, branchMessages(idBefore(message), answered));
   }) };
-  const goOn = { label: "Continue", run: () => redo(() => answer(message, updateMessage(message))) };
-  return message.note && message.content ? [goOn, retry] : [retry];
+  const goOn = { label: "Continue", run: () => redo(() => answer(message, (record) => {
+    reveal(record, message.id);
+    updateMessage(message)(record);
+  })) };
+  return isLast && message.note && message.content ? [goOn, retry] : [retry];
 }
 
 function redo(begin) {
@@ -420,16 +404,20 @@ function redo(begin) {
   begin();
 }
 
-function edit({ id, content }) {
+function edit({ id }, content) {
   if (shown.run !== null) return;
+  cancelEdit();
+  draft = field.value;
   editedId = id;
+  views.get(id)?.element.classList.add("edited");
   byId("editing").hidden = false;
   setQuestion(content);
   field.focus();
 }
 
 function cancelEdit() {
-  if (editedId !== null) setQuestion("");
+  if (editedId !== null) setQuestion(draft);
+  views.get(editedId)?.element.classList.remove("edited");
   editedId = null;
   byId("editing").hidden = true;
 }
@@ -505,8 +493,8 @@ byId("try-example").addEventListener("click", async () => {
   byId("try-example").hidden = true;
   showRest();
   byId("suggestions").firstElementChild.focus();
-  scrollToEnd(); // all of them are in view, on a small screen too
   await documents.add(name, text);
+  scrollToEnd(); // all of them are in view, on a small screen too
 });
 
 // -- the side column, which on a narrow screen is a drawer
@@ -524,11 +512,12 @@ function closeSide() {
   if (hadFocus) byId("side-button").focus();
 }
 
-byId("side-button").addEventListener("click", () => {
-  const isOpen = !byId("side").classList.contains("open");
-  openSide(isOpen);
-  if (isOpen) byId("attach").focus();
-});
+for (const id of ["side-button", "attached"]) {
+  byId(id).addEventListener("click", () => {
+    openSide(true);
+    byId("attach").focus();
+  });
+}
 byId("scrim").addEventListener("click", closeSide);
 byId("close-side").addEventListener("click", closeSide);
 matchMedia("(max-width: 56rem)").addEventListener("change", closeSide); // as in page.css

@@ -11,7 +11,7 @@ export const titleOf = ({ title, messages }) =>
 export class Chat {
   record; // as in store.js
   documents;
-  run = null; // {message, view, controller} while an answer is coming
+  run = null; // {message, before, view, controller} while an answer is coming; `before`: the messages that it answers
   isGone = false; // deleted, here or in another tab
   whenChanged; // called with the chat after another tab's changes were taken over, or when it is gone
   #isStored;
@@ -84,7 +84,7 @@ export class Chat {
     const before = this.documentIds.join();
     this.documents = stored.documentIds.map((id) => known.get(id)).filter(Boolean);
     const { run } = this, isSame = ({ id }) => id === run?.message.id;
-    if (run && !stored.messages.some(isSame)) run.controller.abort(); // the question was replaced in another tab
+    if (run && !allMessages(stored).some(isSame)) run.controller.abort(); // the question was taken back in another tab
     const messages = stored.messages.map((message) => (isSame(message) ? run.message : message)); // which is newer
     this.record = { ...stored, messages };
     this.whenChanged(this, this.documentIds.join() !== before);
@@ -103,20 +103,85 @@ export class Chat {
   }
 }
 
+// -- branches: `record.messages` is the branch that is shown, and `record.forks` has the others. A fork is where a
+// question was asked in several ways or answered several times: its key is the id of the message before, "" at the
+// start, and its value a list of branches, each a list of messages. The branch that is shown is empty there.
+
+const isEmpty = (branch) => !branch.length;
+
+/** Where the messages after the one with this id begin, or the end if it is not in the branch that is shown. */
+function placeAfter({ messages }, key) {
+  const place = key ? messages.findIndex(({ id }) => id === key) : -1;
+  return key && place < 0 ? messages.length : place + 1;
+}
+
+/** The messages of all branches. */
+export const allMessages = ({ messages, forks = {} }) => [messages, ...Object.values(forks).flat()].flat();
+
+/** [place, number of branches] at the fork before this message of the record, or null if there is none. */
+export function branchOf({ forks = {}, messages }, message) {
+  const branches = forks[messages[messages.indexOf(message) - 1]?.id ?? ""];
+  return branches ? [branches.findIndex(isEmpty), branches.length] : null;
+}
+
+/** Show the branch at this place of a fork. */
+export const showBranch = (key, place) => (record) => {
+  reveal(record, key);
+  const branches = record.forks?.[key] ?? [], shown = branches.findIndex(isEmpty);
+  if (!branches[place]?.length) return;
+  branches[shown] = record.messages.splice(placeAfter(record, key));
+  record.messages.push(...branches[place].splice(0));
+};
+
+/** Show a branch with the message of this id, which another tab may have left. */
+export function reveal(record, id) {
+  const isSame = (message) => message.id === id;
+  if (record.messages.some(isSame)) return;
+  for (const [key, branches] of Object.entries(record.forks ?? {})) {
+    const place = branches.findIndex((branch) => branch.some(isSame));
+    if (place >= 0) showBranch(key, place)(record);
+  }
+}
+
 // -- changes of a record
 
-/** Add messages in place of others, or at the end. */
-export const replaceMessages = (removedIds, ...added) => (record) => {
-  const isRemoved = ({ id }) => removedIds.includes(id), start = record.messages.findIndex(isRemoved);
-  const place = start < 0 ? record.messages.length : start;
-  record.messages = record.messages.filter((message) => !isRemoved(message));
-  record.messages.splice(place, 0, ...added);
+/** Add messages to the branch that ends with the message of this id, or has gone on since. */
+export const appendMessages = (lastId, ...added) => (record) => {
+  reveal(record, lastId);
+  record.messages.push(...added);
   record.changedMs = Date.now();
 };
 
-/** Bring a message up to date, unless another tab has removed it. */
+/** Add messages after the one with this id, "" for the start, as a new branch if there are others already. */
+export const branchMessages = (key, ...added) => (record) => {
+  reveal(record, key);
+  const others = record.messages.splice(placeAfter(record, key));
+  if (others.length) {
+    const branches = ((record.forks ??= {})[key] ??= [[]]);
+    branches[branches.findIndex(isEmpty)] = others;
+    branches.push([]);
+  }
+  record.messages.push(...added);
+  record.changedMs = Date.now();
+};
+
+/** Remove these messages, unless a fork hangs on one. An emptied branch goes, and the one before is shown. */
+export const removeMessages = (...ids) => (record) => {
+  const forks = record.forks ?? {}, start = record.messages.findIndex(({ id }) => id === ids[0]);
+  if (start < 0 || ids.some((id) => id in forks)) return;
+  record.messages = record.messages.filter(({ id }) => !ids.includes(id));
+  record.changedMs = Date.now();
+  const key = record.messages[start - 1]?.id ?? "", branches = forks[key];
+  if (!branches || start < record.messages.length) return;
+  const shown = branches.findIndex(isEmpty);
+  branches.splice(shown, 1);
+  record.messages.push(...branches[Math.max(0, shown - 1)].splice(0));
+  if (branches.length === 1) delete forks[key];
+};
+
+/** Bring a message up to date, in whichever branch it is. */
 export const updateMessage = (message) => (record) => {
-  Object.assign(record.messages.find(({ id }) => id === message.id) ?? {}, message);
+  Object.assign(allMessages(record).find(({ id }) => id === message.id) ?? {}, message);
 };
 
 /** Add documents in place of others, or at the end. */

@@ -133,8 +133,8 @@ export class ServerError extends Error {
 }
 
 /**
- * Send a request, and return the response if it is a successful one. If the server refuses the key, ask the user for
- * one and try again, unless `mayAsk` is false. Raises ServerError.
+ * Send a request, whose body is a Blob or becomes JSON, and return the response if it is a successful one. If the
+ * server refuses the key, ask the user for one and try again, unless `mayAsk` is false. Raises ServerError.
  */
 export async function request(path, { body, signal, mayAsk = true } = {}) {
   for (;;) {
@@ -148,9 +148,10 @@ export async function request(path, { body, signal, mayAsk = true } = {}) {
 async function send(path, body, signal, key) {
   const headers = {};
   if (key) headers.Authorization = `Bearer ${key}`;
-  if (body) headers["Content-Type"] = "application/json";
+  const isFile = body instanceof Blob, sent = isFile || body === undefined ? body : JSON.stringify(body);
+  if (body) headers["Content-Type"] = isFile ? "application/octet-stream" : "application/json";
   try {
-    return await fetch(path, { method: body ? "POST" : "GET", headers, signal, body: body && JSON.stringify(body) });
+    return await fetch(path, { method: body ? "POST" : "GET", headers, signal, body: sent });
   } catch (error) {
     if (signal?.aborted) throw error;
     throw new ServerError(UNREACHABLE);

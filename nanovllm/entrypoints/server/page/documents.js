@@ -7,6 +7,7 @@ import {
 import * as store from "./store.js";
 
 const LONG_PASTE_CHARS = 4000; // a longer text becomes a document instead of a message
+const VIEWED_CHARS = 100_000; // of a document's text at a time
 const ON_GPU = ["resident", "written"]; // states of blocks
 const SHOWN_CHARS = 40; // of a name in a sentence
 const CHARS_PER_TOKEN = 4; // an estimate, for what the server is too small to count
@@ -37,6 +38,7 @@ export class Documents {
   #shownIds = [];
   #numRead = 0; // so many, from the first on, were read for the last answer
   #wasChanged = false; // since then, in a conversation that has begun
+  canExtract = false; // true if the server reads the text of PDF and other formats
   #maxRequestTokens = 0; // 0: not known yet
   #opening;
   #whenChanged;
@@ -54,7 +56,7 @@ export class Documents {
     this.#takePasted();
     this.#takeDropped();
     const chooser = byId("file");
-    for (const id of ["attach", "choose"]) byId(id).addEventListener("click", () => chooser.click());
+    for (const id of ["attach", "attach-here", "choose"]) byId(id).addEventListener("click", () => chooser.click());
     chooser.addEventListener("change", async () => {
       const files = [...chooser.files];
       chooser.value = ""; // so that the same file can be chosen again
@@ -218,6 +220,7 @@ export class Documents {
   // -- the list
 
   draw() {
+    this.#drawWelcome();
     byId("no-documents").hidden = this.#list.length > 0;
     byId("documents").replaceChildren(...this.#list.map((each, i) => this.#row(each, i)));
     this.#drawExcess();
@@ -226,12 +229,28 @@ export class Documents {
     note.textContent = this.#numRead
       ? "The documents have changed. The next answer reads everything again after the change."
       : "The documents have changed. The next answer reads everything again.";
-    const count = this.#list.length;
-    byId("side-button").textContent = count ? counted(count, "document") : "Documents";
+    const attached = byId("attached"), [first] = this.#list, count = this.#list.length;
+    attached.hidden = !count;
+    if (count) attached.textContent = count === 1 ? first.name : counted(count, "document");
+  }
+
+  /** What the first screen says of the documents, and how much fits. */
+  #drawWelcome() {
+    const list = this.#list, [first] = list, room = byId("room");
+    const isCounted = list.every(({ tokens }) => tokens !== null);
+    const which = list.length > 1 ? counted(list.length, "document") : first?.name.slice(0, SHOWN_CHARS);
+    const size = sizeOf({ tokens: tokensOf(list), isEstimate: list.some(({ isEstimate }) => isEstimate) });
+    const takes = `${counted(this.#maxRequestTokens, "token")} fit into a chat, documents and answers together.`;
+    byId("welcome-title").textContent = `Ask about ${which ?? "long documents"}`;
+    byId("welcome-text").hidden = list.length > 0;
+    room.hidden = !this.#maxRequestTokens || !isCounted;
+    room.textContent = list.length ? `${size[0].toUpperCase()}${size.slice(1)}. ${takes}` : takes;
+    byId("choose").textContent = list.length ? "Add a document…" : "Choose a document…";
+    byId("choose").classList.toggle("primary", !list.length && byId("try-example").hidden);
   }
 
   #row(document, index) {
-    const row = element("li", "document"), name = element("span", "document-name", document.name);
+    const row = element("li", "document"), name = button(document.name, "document-name", () => view(document));
     const remove = button("✕", "quiet", () => this.#remove(document));
     name.title = document.name;
     name.dir = "auto";
@@ -287,13 +306,30 @@ export class Documents {
   async #takeFiles(files) {
     const chat = this.#chat, notes = [];
     for (const file of files) {
-      const bytes = await file.arrayBuffer().catch(() => null);
-      const { text, note } = bytes ? decode(new Uint8Array(bytes)) : { text: null, note: "cannot be read." };
+      const { text, note } = await this.#textOf(file);
       if (text?.trim()) await this.add(file.name, text, chat);
       if (note) notes.push(`${file.name} ${note}`);
       else if (!text.trim()) notes.push(`${file.name} is empty.`);
     }
     if (notes.length) showAlert(notes.join(" "));
+  }
+
+  /** {text, note} of a file, as of `decode`. What is not plain text goes to the server, if it can read it. */
+  async #textOf(file) {
+    const bytes = await file.arrayBuffer().catch(() => null);
+    if (bytes === null) return { text: null, note: "cannot be read." };
+    const decoded = decode(new Uint8Array(bytes));
+    if (!this.canExtract || (decoded.text !== null && !/\.x?html?$/i.test(file.name))) return decoded;
+    announce(`Reading ${file.name}.`);
+    try {
+      const path = `v1/documents/text?name=${encodeURIComponent(file.name)}`;
+      return await (await request(path, { body: new Blob([bytes]) })).json();
+    } catch (error) {
+      if (!(error instanceof ServerError)) throw error;
+      if (decoded.text !== null) return decoded; // HTML, as it is
+      const { message } = error, isNamed = message.toLowerCase().startsWith(`${file.name.toLowerCase()} `);
+      return { text: null, note: isNamed ? message.slice(file.name.length + 1) : `cannot be read. ${message}` };
+    }
   }
 
   #takePasted() {
@@ -325,6 +361,23 @@ export class Documents {
   }
 }
 
+/** Show a document's text, a part at a time, because a book takes a browser seconds. */
+function view(document) {
+  const { name, text } = document, shown = byId("viewer-text"), more = byId("viewer-more");
+  byId("viewer-title").textContent = name;
+  byId("viewer-size").textContent = `${sizeOf(document)}, ${counted(text.length, "character")}`;
+  shown.textContent = "";
+  let end = 0;
+  more.onclick = () => {
+    shown.append(text.slice(end, end + VIEWED_CHARS));
+    end += VIEWED_CHARS;
+    more.hidden = end >= text.length;
+  };
+  more.onclick();
+  byId("viewer").showModal();
+  shown.scrollTop = 0;
+}
+
 /**
  * The text of a file, which is UTF-8, UTF-16 with a byte order mark, or Windows-1252, which includes Latin-1:
  * {text, note}. text: null if it is not text. note: what to tell the user, after the file's name.
@@ -339,10 +392,10 @@ function decode(bytes) {
   };
   const [first, second] = bytes;
   const utf16 = first === 0xff && second === 0xfe ? "utf-16le" : first === 0xfe && second === 0xff ? "utf-16be" : null;
-  const text = decoded(utf16 ?? "utf-8");
-  if (text?.startsWith("%PDF-")) return { text: null, note: "is a PDF. Save it as plain text first." };
+  const text = decoded(utf16 ?? "utf-8"), western = decoded("windows-1252");
+  if (western.startsWith("%PDF-")) return { text: null, note: "is a PDF. Save it as plain text first." };
   if (text !== null && !text.includes("\0")) return { text };
-  const western = decoded("windows-1252"), numOther = western.replace(/[\0-\x7f]/g, "").length;
+  const numOther = western.replace(/[\0-\x7f]/g, "").length;
   if (text === null && utf16 === null && numOther < western.length / 2 && !NOT_IN_TEXT.test(western)) {
     return { text: western, note: "is not in UTF-8. It was read as Western European text (Windows-1252)." };
   }

@@ -2,10 +2,12 @@
  * Markdown to DOM nodes: headings, paragraphs, lists, quotes, tables, code with a Copy button, rules, emphasis, links.
  * Text becomes text nodes only, so HTML in it stays text. What is not complete yet, such as a code block whose end is
  * still to come, is shown as it is so far. Images are shown as links, because the page loads nothing from elsewhere.
- * Formulas are shown as they were written, delimiters included.
+ * Formulas become MathML. One that is not complete or not LaTeX is shown as it was written, delimiters included.
  */
 
 import { copyButton, element } from "./common.js";
+import { painterOf } from "./highlight.js";
+import temml from "./temml.js";
 
 const FENCE = /^ {0,3}(```+|~~~+)\s*([\w+#.-]*)[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
@@ -18,6 +20,8 @@ const SETTLED = new RegExp([ // beginnings of a line that decide its block
   /^\s*[^\s`~#*+_>\d\\$|-]/, /^\s*[*_]{1,3}[^\s*_]/, /^\s*`[^`]/, // text, emphasis, code
   /^\s*([-*+]|\d{1,9}[.)])\s+[^\s*_-]/, /^ {0,3}#{1,6}\s+\S/, /^ {0,3}>/, // an item, a heading, a quote
 ].map(({ source }) => source).join("|"));
+const TASK = /^\[([ xX])\]\s+/;
+const DELIMITED = /^(?:\$\$(?<a>.+)\$\$|\\\[(?<b>.+)\\\]|\\\((?<c>.+)\\\)|\$(?<d>[^$]+)\$|(?<e>\\begin.+))$/s;
 const MAX_DEPTH = 8; // of lists and quotes in each other
 
 /**
@@ -33,7 +37,7 @@ export class MarkdownView {
 
   /** box: the element whose children show the text. */
   constructor(box) {
-    this.#box = box;
+    this.#box = inGroups(box);
   }
 
   show(text) {
@@ -52,7 +56,7 @@ export class MarkdownView {
 
   /** Draw the lines after the finished ones, and return how many of them are now finished. */
   #draw(lines) {
-    const box = this.#box, numOf = (parent) => parent.childNodes.length;
+    const box = this.#box;
     let i = 0, numFinished = 0;
     const finishBefore = (numKept, open) => { // line i
       if (i === lines.length - 1 && !isSettled(lines, i)) return;
@@ -76,7 +80,7 @@ export class MarkdownView {
       if (lines[i].trim()) {
         const block = blockAt(lines, i, 0);
         finishBefore(numOf(box), null);
-        box.append(block.node);
+        add(box, block.node);
         i = block.end;
         if (block.piece) drawPieces(block);
       } else {
@@ -90,8 +94,36 @@ export class MarkdownView {
 /** Return true if the block of line i is known, even if more of the line comes. A table row is known at its end. */
 const isSettled = (lines, i) => SETTLED.test(lines[i]) && !lines[i - 1]?.includes("|");
 
+// -- elements with many children: in groups, because a browser lays out all siblings of a child that is added
+
+const GROUP = 32;
+
+function inGroups(parent) {
+  parent.dataset.grouped = "";
+  return parent;
+}
+
+const isGrouped = ({ dataset }) => dataset.grouped === "";
+
+function numOf(parent) {
+  const { children, lastElementChild: last } = parent;
+  return isGrouped(parent) && last ? (children.length - 1) * GROUP + last.children.length : children.length;
+}
+
+const lastOf = (parent) => (isGrouped(parent) ? parent.lastElementChild?.lastElementChild : parent.lastElementChild);
+
+function add(parent, child) {
+  if (!isGrouped(parent)) return parent.append(child);
+  if (numOf(parent) % GROUP === 0) parent.append(element(parent.matches("code") ? "span" : "div", "group"));
+  return parent.lastElementChild.append(child);
+}
+
 function cut(parent, numKept) {
-  while (parent.childNodes.length > numKept) parent.lastChild.remove();
+  while (numOf(parent) > numKept) {
+    const group = parent.lastElementChild;
+    lastOf(parent).remove();
+    if (isGrouped(parent) && !group.hasChildNodes()) group.remove();
+  }
 }
 
 // -- blocks
@@ -136,8 +168,9 @@ function blockAt(lines, i, depth) {
       && cells(line).length === cells(lines[i + 1]).length) return table(line, lines[i + 1], i);
   let end = formulaEnd(lines, i);
   if (end !== null) {
-    const node = element("pre", "math");
-    node.append(element("code", "", lines.slice(i, end).join("\n").trim()));
+    const node = element("div", "display");
+    const [, source, mark] = /^(.*?)\s*([.,;]?)$/s.exec(lines.slice(i, end).join("\n").trim());
+    node.append(formulaOf(source), mark);
     return { node, end };
   }
   end = i;
@@ -179,14 +212,14 @@ function codeBlock(line, start) {
   const [, fence, language] = FENCE.exec(line);
   const isEnd = (each) => each.trim().startsWith(fence) && !each.trim().replaceAll(fence[0], "");
   const figure = element("figure", "code"), bar = element("figcaption", "muted", language || "text");
-  const pre = element("pre", ""), code = element("code", "");
-  bar.append(copyButton(() => code.textContent));
+  const pre = element("pre", ""), code = inGroups(element("code", "")), paint = painterOf(language);
+  bar.append(copyButton(() => [...code.querySelectorAll(".line")].map((each) => each.textContent).join("\n")));
   pre.tabIndex = 0; // so that the keyboard can scroll it
   pre.append(code);
   figure.append(bar, pre);
   const piece = (lines, i) => {
     if (isEnd(lines[i])) return [i + 1, true];
-    code.append(code.hasChildNodes() ? `\n${lines[i]}` : lines[i]);
+    add(code, paint(lines[i], lastOf(code)));
     return [i + 1, false];
   };
   return { node: figure, end: start + 1, into: code, piece };
@@ -202,7 +235,8 @@ function list(line, start, depth) {
     const isOther = !item || item[1].length < indent.length || /\d/.test(item[2]) !== isOrdered;
     if (isOther || RULE.test(lines[first])) return [first, true];
     const width = item[1].length + item[2].length + 1; // where the item's text begins
-    const own = [lines[first].slice(item[0].length)];
+    const content = lines[first].slice(item[0].length), task = TASK.exec(content);
+    const own = [task ? content.slice(task[0].length) : content];
     let i = first + 1;
     for (; i < lines.length; i += 1) {
       const isBlank = !lines[i].trim(), isIndented = lines[i].search(/\S/) >= Math.min(width, indent.length + 2);
@@ -210,11 +244,21 @@ function list(line, start, depth) {
       if (isBlank ? !/^\s{2}/.test(lines[i + 1] ?? "") : !isIndented && endsItem) break;
       own.push(lines[i].slice(isIndented ? Math.min(width, lines[i].search(/\S/)) : 0));
     }
-    items.append(container("li", own, depth + 1));
+    const made = container("li", own, depth + 1);
+    if (task) asTask(made, task[1] !== " ");
+    items.append(made);
     while (i < lines.length && !lines[i].trim() && ITEM.test(lines[i + 1] ?? "")) i += 1;
     return [i, false];
   };
   return { node: items, end: start, into: items, piece };
+}
+
+function asTask(item, isDone) {
+  const box = element("input", "");
+  Object.assign(box, { type: "checkbox", disabled: true, ariaLabel: isDone ? "done" : "to do" });
+  box.toggleAttribute("checked", isDone);
+  item.className = "task";
+  (item.firstElementChild?.matches("p") ? item.firstElementChild : item).prepend(box);
 }
 
 /** A cell ends at a "|" that is not escaped. */
@@ -273,7 +317,7 @@ function inlineIn(parent, text, depth = 0) {
     const nested = (tag, content) => inlineIn(element(tag, ""), content, depth + 1);
     if (code) parent.append(element("code", "", codeText.trim()));
     else if (escape) parent.append(escape[1]);
-    else if (formula) parent.append(element("code", "math", formula));
+    else if (formula) parent.append(formulaOf(formula));
     else if (link) parent.append(anchor(target, linkText || target));
     else if (address) parent.append(anchor(address, address));
     else if (strong) parent.append(nested("strong", found.groups.strongText ?? found.groups.strongText2));
@@ -283,6 +327,20 @@ function inlineIn(parent, text, depth = 0) {
   }
   parent.append(rest);
   return parent;
+}
+
+/** text: with its delimiters, or all that there is of it so far. */
+function formulaOf(text) {
+  const { a, b, c, d, e } = DELIMITED.exec(text)?.groups ?? {}, source = a ?? b ?? c ?? d ?? e;
+  const made = element("span", "math");
+  made.title = text;
+  try {
+    if (source === undefined) throw new SyntaxError("not complete");
+    temml.render(source, made, { displayMode: c === undefined && d === undefined, throwOnError: true });
+  } catch {
+    made.replaceChildren(element("code", "", text)); // the error may be any, for any text that a model writes
+  }
+  return made;
 }
 
 /** A link, or only its content unless it leads to a web page or a mail address. */

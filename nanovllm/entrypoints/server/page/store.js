@@ -2,9 +2,9 @@
  * What this browser keeps, in IndexedDB: conversations, the documents they name, and the settings. It is sent to the
  * server in requests and to no other place. The API key is not kept here: see common.js.
  *
- * conversation: {id, title, changedMs, version, documentIds, messages}; the title is "" until the user gives one, and
- * each message has an id. document: {id, name, text, tokens}; its text never changes. The settings are one record. A
- * document is kept as long as a conversation names it.
+ * conversation: {id, title, changedMs, version, documentIds, messages, forks}; the title is "" until the user gives one,
+ * each message has an id, and chats.js explains `forks`. document: {id, name, text, tokens}; its text never changes. The
+ * settings are one record. A document is kept as long as a conversation names it.
  *
  * The page can be open in several tabs. No tab writes what it remembers: each change reads the stored record and
  * writes it in one transaction, so that the changes of all tabs add up. The other tabs are then told.

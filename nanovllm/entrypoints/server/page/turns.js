@@ -37,21 +37,53 @@ export function keepAtEnd(change) {
   if (isAtEnd) scrollToEnd();
 }
 
-/** A question, which never changes. actions: of {label, run}. */
+/** A question, whose text never changes. */
 export class QuestionView {
   element = newTurn("question", "You");
+  #footer = element("div", "");
+  #shown = ""; // of the branches
 
-  constructor(message, actions) {
+  constructor(message) {
     const text = element("p", "text", message.content);
     text.dir = "auto";
-    this.element.append(text, actionRow(actions));
+    this.element.append(text, this.#footer);
+  }
+
+  /** actions: of {label, run}. branches: as for branchSwitch. */
+  show(actions, branches) {
+    const shown = JSON.stringify(branches);
+    if (shown === this.#shown) return;
+    this.#shown = shown;
+    this.#footer.replaceWith(this.#footer = actionRow(branches, actions));
   }
 }
 
-function actionRow(actions, ...others) {
-  const row = element("div", "actions");
-  row.append(...others, ...actions.map(({ label, run }) => button(label, "quiet", run)));
+function actionRow(branches, actions, ...others) {
+  const row = element("div", "actions"), made = actions.map(({ label, run }) => button(label, "quiet", run));
+  row.append(...(branches ? [branchSwitch(branches)] : []), ...others, ...made);
   return row;
+}
+
+/** Such as "‹ 2 of 3 ›". branches: {place, count, step}, or null; step(1) shows the next branch, step(-1) the last. */
+function branchSwitch({ place, count, step }) {
+  const box = element("span", "branches");
+  const [back, on] = [["‹", -1, "Previous version"], ["›", 1, "Next version"]].map(([sign, by, label]) => {
+    const made = button(sign, "quiet", () => step(by));
+    made.ariaLabel = label;
+    made.disabled = place + by < 0 || place + by >= count;
+    return made;
+  });
+  box.append(back, element("span", "muted", `${place + 1} of ${count}`), on);
+  return box;
+}
+
+/** In one short line how long the answer is and how it ended. All figures, which are in `text`, unfold. */
+function showFigures(box, text) {
+  const brief = text.split(" · ").filter((part) => !/ prompt tokens?,|^first token /.test(part)).join(" · ");
+  if (!brief || brief === text) return box.replaceChildren(text);
+  const folded = element("details", "");
+  folded.append(element("summary", "", brief), element("p", "", text));
+  return box.replaceChildren(folded);
 }
 
 /** An answer, complete or while it comes. It can grow while another chat is shown. */
@@ -65,7 +97,7 @@ export class AnswerView {
   #textView = new MarkdownView(this.#text);
   #nothing = element("em", "muted", "(no text)");
   #progress = null; // while the prompt is read
-  #figures = element("p", "figures muted");
+  #figures = element("div", "figures muted");
   #footer = element("div", "");
   #drawTimer = 0;
   #tickTimer = 0;
@@ -80,17 +112,21 @@ export class AnswerView {
     this.element.append(this.#thinking, this.#text, this.#nothing, this.#figures, this.#footer);
   }
 
-  /** Show an answer that does not come to this tab now. note: what is said in place of its figures, "" for none. */
-  show(message, actions, note) {
-    const shown = JSON.stringify([message, actions.map(({ label }) => label), note]);
+  /**
+   * Show an answer that does not come to this tab now. branches: as for branchSwitch. note: what is said in place of its
+   * figures, "" for none.
+   */
+  show(message, actions, branches, note) {
+    const shown = JSON.stringify([message, actions.map(({ label }) => label), branches, note]);
     if (shown === this.#shown) return;
     this.#shown = shown;
     this.#message = message;
     this.draw();
     this.#nothing.hidden = Boolean(message.content || message.reasoning || note);
-    this.#figures.textContent = note || message.figures || message.note || "";
-    const [, answer] = parts(message);
-    this.#footer.replaceWith(this.#footer = actionRow(actions, copyButton(() => answer.trim())));
+    showFigures(this.#figures, note || message.figures || message.note || "");
+    const [, answer] = parts(message), row = actionRow(branches, actions, copyButton(() => answer.trim()));
+    row.append(this.#figures);
+    this.#footer.replaceWith(this.#footer = row);
   }
 
   /** The answer begins, or goes on. promptTokens: about how long the prompt is, 0 if that is not known. */
@@ -148,7 +184,7 @@ export class AnswerView {
     const [thinking, answer] = parts(this.#message);
     this.#thinking.hidden = !thinking.trim();
     this.#thinking.firstElementChild.textContent = answer || !this.element.classList.contains("growing")
-      ? `Thought for ${counted(thinking.split(/\s+/).length, "word")}` : "Thinking…";
+      ? `Thinking: ${counted(thinking.trim().split(/\s+/).length, "word")}` : "Thinking…";
     this.#thoughtView.show(thinking);
     this.#textView.show(answer);
   }
