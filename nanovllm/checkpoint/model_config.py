@@ -343,9 +343,10 @@ class ModelConfig:
             return _gguf_config(read_model(directory), hf_overrides)
         return _read_config(read_json(config_path), config_path, hf_overrides, model, directory)
 
-    def quantized(self, name: str | None, head: str | None = None) -> "ModelConfig":
+    def quantized(self, name: str | None, head: str | None = None, num_ranks: int = 1) -> "ModelConfig":
         """Return this config with quantization at loading: of linear layers to a format of QUANTIZATIONS, unless `name`
-        is None, and of the output head to a format of HEAD_QUANTIZATIONS, unless `head` is None.
+        is None, and of the output head to a format of HEAD_QUANTIZATIONS, unless `head` is None. The types of blocks
+        are those that `num_ranks` ranks can share.
 
         Raises ConfigError if the checkpoint is quantized already. Only the checkpoint's files tell if a head in
         safetensors is quantized; loading checks that.
@@ -365,7 +366,9 @@ class ModelConfig:
                 f"quantization={name!r} is for checkpoints that are not quantized, and this one has "
                 f"quant_method={self.quantization.method!r}; leave it out"
             )
-        quantized = self if name is None else replace(self, quantization=QUANTIZATIONS[name])
+        quantized = self
+        if name is not None:
+            quantized = replace(self, quantization=replace(QUANTIZATIONS[name], num_ranks=num_ranks))
         return quantized if head is None else replace(quantized, head_quantization=HEAD_QUANTIZATIONS[head])
 
 

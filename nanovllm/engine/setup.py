@@ -80,7 +80,7 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
         raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
     config = Config(model=model_path(str(model)), **options)
     stored, directory = ModelConfig.from_pretrained(config.model, config.hf_overrides)
-    model_config = stored.quantized(config.quantization, config.quantize_head)
+    model_config = stored.quantized(config.quantization, config.quantize_head, config.tensor_parallel_size)
     limit = max_model_len(config, model_config)
     device = resolve_device(config)
     _check_parts(config, model_config, device)

@@ -205,7 +205,7 @@ def _plan(args: argparse.Namespace) -> int:
     model = ModelConfig.without_weights(model_path(config.model), config.hf_overrides)
     plan, status, context, num_sequences = None, 1, options.context, options.sequences
     try:
-        model = model.quantized(config.quantization, config.quantize_head)
+        model = model.quantized(config.quantization, config.quantize_head, config.tensor_parallel_size)
         plan = make_plan(config, model, machine, context=context, num_sequences=num_sequences)
         check_plan(plan)
         status = 0
