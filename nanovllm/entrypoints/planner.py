@@ -27,7 +27,7 @@ from nanovllm.capacity.plan import CapacityPlan, least, make_plan
 from nanovllm.capacity.plan_check import HEAD_FORMAT, check_plan, fp8_problem
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ARCHITECTURES, ModelConfig
-from nanovllm.checkpoint.quantization import QUANTIZATIONS, can_multiply_fp8
+from nanovllm.checkpoint.quantization import KL_ON_SMOLLM2, QUANTIZATIONS, WEIGHTS_ALONE, can_multiply_fp8
 from nanovllm.config import BLOCK_SIZE_STEP, Config
 from nanovllm.errors import ConfigError
 from nanovllm.plan.kv_spec import dtype_name, max_stateful_seqs
@@ -280,19 +280,22 @@ def _experts_remark(plan: CapacityPlan) -> str:
 
 
 def _weights_remark(plan: CapacityPlan) -> str:
-    return "; ".join(filter(None, (_fp8_remark(plan), _vocabulary_remark(plan))))
+    return "; ".join(filter(None, (_format_remark(plan), _vocabulary_remark(plan))))
 
 
-def _fp8_remark(plan: CapacityPlan) -> str:
-    """Say what the two formats in fp8 are for. On a CPU the weights are values in the model's dtype."""
+def _format_remark(plan: CapacityPlan) -> str:
+    """Say what a format to which the weights are quantized costs, and what the formats in fp8 are for. On a CPU the
+    weights are values in the model's dtype.
+    """
+    name, capability = plan.config.quantization, plan.machine.capability
+    remarks = [f"{name} loses {KL_ON_SMOLLM2[name]:g} (KL on SmolLM2)"] if name in KL_ON_SMOLLM2 else []
     if plan.machine.gpu_bytes is None:
-        return ""
-    if plan.config.quantization == "fp8_dynamic":
-        return "in fp8, as are activations in products of many rows; fp8 has smaller errors"
-    capability = plan.machine.capability
-    if plan.config.quantization == "fp8" and capability is not None and can_multiply_fp8(capability):
-        return "in fp8; fp8_dynamic is for long prompts and large batches"
-    return ""
+        return "".join(remarks)
+    if name == "fp8_dynamic":
+        remarks.append("in fp8, as are activations in products of many rows; fp8 has smaller errors")
+    if name == "fp8" and capability is not None and can_multiply_fp8(capability):
+        remarks.append("fp8_dynamic is for long prompts and large batches, and int8 loses a tenth")
+    return "; ".join(remarks)
 
 
 def _vocabulary_remark(plan: CapacityPlan) -> str:
@@ -446,7 +449,7 @@ def fits(
     machine: Machine, models: Iterable[str] = (), quantization: str | None = None, context: int | None = None
 ) -> list[Fit]:
     """List everything that runs on `machine`. `models`, `quantization` and `context` limit the list. By default, the
-    list has all presets, the checkpoint's format and all of QUANTIZATIONS, and each of CONTEXTS that the model
+    list has all presets, the checkpoint's format and all of QUANTIZATIONS but fp8, and each of CONTEXTS that the model
     supports, or the model's longest context if that is shorter than all of CONTEXTS.
 
     Raises ConfigError if one of `models` does not take `context` or `quantization`, and if the GPU does not.
@@ -463,7 +466,7 @@ def fits(
         own = stored.quantization.method if stored.quantization else dtype_name(Config(model=name), stored)
         formats = {own: stored} if quantization is None else {quantization: stored.quantized(quantization)}
         if quantization is None and not (stored.quantization or stored.gguf_types):
-            formats |= {each: stored.quantized(each) for each in QUANTIZATIONS}
+            formats |= {each: stored.quantized(each) for each in (*WEIGHTS_ALONE, "fp8_dynamic")}
         for format, model in formats.items():
             for tokens in contexts if context is None else [context]:
                 if (plan := _best_plan(name, model, machine, tokens)) is not None:
@@ -549,6 +552,9 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
         "--quantization FORMAT unless it is the checkpoint's format, --quantize-head HEAD unless it is as is, "
         "--enable-cpu-offload for offload, --enable-expert-offload for experts (otherwise --no-enable-expert-offload), "
         "and for a context beyond the model's limit the --hf-overrides that plan prints"
+    )
+    how += "; quantizing costs a KL divergence from 16 bits, on SmolLM2: " + ", ".join(
+        f"{name} {KL_ON_SMOLLM2[name]:g}" for name in WEIGHTS_ALONE
     )
     names = dict.fromkeys(fit.model for fit in found)
     also = [f"{name} also stands for {SAME_SIZES[name]}" for name in names if name in SAME_SIZES]

@@ -12,7 +12,6 @@ better (docs/log/2026-11-27-quality.md). The operations depend on shapes alone, 
 Legend: R rows, U blocks of 256 columns, G groups, N columns of a group.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,13 +21,7 @@ from nanovllm.layers.packed_weight import BlockParts
 
 _UNIT, _GROUP = 256, 32
 _LARGEST_SCALE = 63  # of a group, in 6 bits
-# The last code minus the code that the largest value would have
-_RANGES: dict[str, tuple[float, ...]] = {
-    "Q4_K": tuple(-2 + 0.25 * i for i in range(13)),
-    "Q5_K": tuple(-1 + 0.25 * i for i in range(9)),
-    "Q6_K": tuple(-0.5 + 0.125 * i for i in range(9)),
-}
-_RANGES |= {"Q4_1": _RANGES["Q4_K"], "Q5_1": _RANGES["Q5_K"]}
+_RANGES = tuple(-2 + 0.5 * i for i in range(7))  # how far beyond the last code the largest value of a group is put
 _LEAST_WIDTH = 1e-30  # of a group, so that the quotient by it is finite
 
 
@@ -40,7 +33,7 @@ def quantize_to_blocks(values: torch.Tensor, block_type: str) -> BlockParts:
         return _q8_0(x)
     if block_type == "Q6_K":
         return _q6_k(x)
-    return (_with_units if block_type.endswith("K") else _with_halves)(x, 2**bits - 1, _RANGES[block_type])
+    return (_with_units if block_type.endswith("K") else _with_halves)(x, 2**bits - 1)
 
 
 class _Sums(NamedTuple):
@@ -78,9 +71,7 @@ class _Sums(NamedTuple):
         return scales, torch.where(is_regular, leasts, equal * (self.squares == 0))
 
 
-def _search(
-    x: torch.Tensor, most: int, ranges: Sequence[float], *, least_is_positive: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _search(x: torch.Tensor, most: int, *, least_is_positive: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scales and minimums of groups x [.., G, N] for codes from 0 to `most`: [.., G] each."""
     least = x.amin(-1, keepdim=True)
     if least_is_positive:
@@ -88,7 +79,7 @@ def _search(
     from_least = x - least
     width = from_least.amax(-1, keepdim=True).clamp_(min=_LEAST_WIDTH)
     best: tuple[torch.Tensor, ...] = ()
-    for beyond in ranges:
+    for beyond in _RANGES:
         sums = _Sums.of(x, (from_least * ((most + beyond) / width)).round_().clamp_(0, most))
         fitted = sums.fit(least_is_positive=least_is_positive)
         found = sums.gain(*fitted), *fitted
@@ -116,18 +107,18 @@ def _codes(x: torch.Tensor, scales: torch.Tensor, leasts: torch.Tensor, most: in
     return _quotient(x + leasts[..., None], scales[..., None]).round_().clamp_(0, most)
 
 
-def _with_halves(x: torch.Tensor, most: int, ranges: Sequence[float]) -> BlockParts:
+def _with_halves(x: torch.Tensor, most: int) -> BlockParts:
     """Q4_1 and Q5_1: a scale and a minimum, which is added, in fp16 for 32 columns."""
     x = x.unflatten(1, (-1, _GROUP))
-    scales, leasts = (each.half() for each in _search(x, most, ranges, least_is_positive=False))
+    scales, leasts = (each.half() for each in _search(x, most, least_is_positive=False))
     codes = _codes(x, scales.float(), leasts.float(), most)
     return BlockParts(_bytes_of(codes), scales, -leasts)
 
 
-def _with_units(x: torch.Tensor, most: int, ranges: Sequence[float]) -> BlockParts:
+def _with_units(x: torch.Tensor, most: int) -> BlockParts:
     """Q4_K and Q5_K: scales and minimums in 6 bits for 32 columns, and their factors in fp16 for 256."""
     x = x.unflatten(1, (-1, _UNIT // _GROUP, _GROUP))
-    scales, leasts = _search(x, most, ranges, least_is_positive=True)
+    scales, leasts = _search(x, most, least_is_positive=True)
     factor, least_factor = (_half(each.amax(-1, keepdim=True) / _LARGEST_SCALE) for each in (scales, leasts))
     scales, leasts = _six_bits(_quotient(scales, factor)), _six_bits(_quotient(leasts, least_factor))
     sums = _Sums.of(x, _codes(x, scales * factor, leasts * least_factor, most))
@@ -179,7 +170,7 @@ def _q6_k(x: torch.Tensor) -> BlockParts:
     x = x.unflatten(1, (-1, 16, 16))
     largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))  # it gets the code at the longer end, -32
     best: tuple[torch.Tensor, ...] = ()
-    for beyond in _RANGES["Q6_K"]:
+    for beyond in _RANGES:
         codes = _quotient(-(32 + beyond) * x, largest).round_().clamp_(-32, 31)
         product, squares = (codes * x).sum(-1), codes.square().sum(-1)
         scales = product / squares.clamp(min=1)

@@ -36,8 +36,9 @@ def fits_here(plan: CapacityPlan) -> bool:
 def test_fits_each_works_with_its_options_and_only_what_never_works_is_missing() -> None:
     name = "qwen2.5-7b-1m"
     found = {(fit.format, fit.plan.context): fit.plan for fit in fits(machine(), [name])}
-    assert {format for format, _ in found} == {"fp8", "fp8_dynamic", "int4"} and ("fp8", 32768) in found
-    for format in ("bfloat16", "fp8", "fp8_dynamic", "int4"):
+    assert {format for format, _ in found} == {"int8", "int6", "int5", "int4", "fp8_dynamic"}
+    assert ("int8", 32768) in found
+    for format in ("bfloat16", "int8", "int6", "int5", "int4", "fp8_dynamic"):
         model = ModelConfig.without_weights(name).quantized(None if format == "bfloat16" else format)
         for context in CONTEXTS:
             working = []
