@@ -1,13 +1,13 @@
 """What quantizing while loading costs on real text: `python -m benchmarks.real_formats`, or in `benchmarks.real_model`.
 
-The weights of SmolLM2-135M-Instruct are quantized to each format, and the probabilities of the next token are compared
-with those of the weights in 16 bits, in fp32 by transformers: KL is the mean of the Kullback-Leibler divergence, top-1
-the share of tokens whose most likely successor is the same. The engine's perplexity is compared, too.
+The weights of SmolLM2-135M-Instruct are quantized to each format, and transformers computes in fp32 how far the
+probabilities of the next token move: KL is the mean of the Kullback-Leibler divergence, top-1 the share of tokens whose
+most likely successor is the same. The engine's perplexity is compared, too.
 
 The file has its weights in blocks of 32 columns. A quantizer to the same blocks would find their scales and lose
 nothing, which says nothing about other models, so all features are shuffled first. The order of features changes no
 result. Rows have 576 columns, which are not whole blocks of 256; the last blocks are filled up with zeros, and `bits`
-are those of whole blocks.
+counts whole blocks.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def load_reference(file: Path) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def _shuffle(model: Any) -> None:
-    """Shuffle the features between layers, the inner ones of each MLP, and those of v within each head."""
+    """Shuffle the features between layers, within each MLP, and of v within each head."""
     generator, config = torch.Generator().manual_seed(0), model.config
 
     def order(size: int) -> torch.Tensor:

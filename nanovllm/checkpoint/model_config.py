@@ -345,8 +345,8 @@ class ModelConfig:
 
     def quantized(self, name: str | None, head: str | None = None, num_ranks: int = 1) -> "ModelConfig":
         """Return this config with quantization at loading: of linear layers to a format of QUANTIZATIONS, unless `name`
-        is None, and of the output head to a format of HEAD_QUANTIZATIONS, unless `head` is None. The types of blocks
-        are those that `num_ranks` ranks can share.
+        is None, and of the output head to a format of HEAD_QUANTIZATIONS, unless `head` is None. `num_ranks` ranks
+        share the columns of some layers, which must be whole blocks on each.
 
         Raises ConfigError if the checkpoint is quantized already. Only the checkpoint's files tell if a head in
         safetensors is quantized; loading checks that.

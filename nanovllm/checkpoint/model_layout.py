@@ -73,7 +73,7 @@ class Linear:
         num_layers = len(self.layers)
         if config.quantization is None or not self.may_be_quantized:
             return (self.own_format,) * num_layers
-        if config.quantization.is_gguf or config.quantization.block_types:  # the experts have those of the first expert
+        if config.quantization.is_gguf or config.quantization.block_types:  # the experts are like the first expert
             num_columns = self.columns // (config.quantization.num_ranks if self.split == "columns" else 1)
             formats = (config.quantization.format_of(name) for name in names[:num_layers])
             return tuple(each and each.for_columns(num_columns) for each in formats)

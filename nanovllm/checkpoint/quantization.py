@@ -224,7 +224,7 @@ QUANTIZATIONS = {  # formats to which a checkpoint in a float type can be quanti
     "fp8": _FP8,
     "fp8_dynamic": replace(_FP8, has_fp8_activations=True),  # llm-compressor's FP8_DYNAMIC
 }
-# What the formats cost: the mean KL divergence of a token's probabilities from those of the weights in 16 bits, for
+# What the formats cost: the mean KL divergence of a token's probabilities from what the weights in 16 bits give, for
 # SmolLM2-135M-Instruct on real text (python -m benchmarks.real_formats)
 KL_ON_SMOLLM2 = {"int8": 0.0015, "int6": 0.02, "int5": 0.06, "int4": 0.24, "fp8": 0.02}
 WEIGHTS_ALONE = tuple(name for name in KL_ON_SMOLLM2 if name != "fp8")  # without fp8, int8 being better at its size
