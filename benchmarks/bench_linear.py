@@ -26,6 +26,7 @@ from nanovllm.kernels import packed_linear as kernels
 from nanovllm.kernels.packed_values import Packed
 from nanovllm.layers.moe import MAX_SINGLE_PAIRS
 from nanovllm.layers.packed_weight import PackedWeight, packed, store_blocks, unpacked_linear
+from nanovllm.models.block_quantizing import quantize_to_blocks
 from nanovllm.models.gguf_values import random_blocks, read_parts
 from nanovllm.models.quantized_weights import quantize
 
@@ -52,10 +53,17 @@ def make_weight(num_rows: int, size: int, name: str) -> torch.nn.Parameter | Pac
     values = torch.randn(num_rows, size, dtype=torch.bfloat16, device="cuda") / size**0.5
     if name == "bf16":
         return torch.nn.Parameter(values, requires_grad=False)
+    format = QUANTIZATIONS[name].for_columns(size)
+    assert format is not None, "the columns are whole blocks of some type"
     with torch.device("cuda"):
-        weight = PackedWeight([num_rows], size, QUANTIZATIONS[name])
-    for rows in (slice(start, start + 8192) for start in range(0, num_rows, 8192)):
-        weight.rows(0, num_rows)[rows].store(quantize(values[rows], QUANTIZATIONS[name]), name)
+        weight = PackedWeight([num_rows], size, format)
+    for start in range(0, num_rows, 1024):
+        rows = weight.rows(start, min(start + 1024, num_rows))
+        given = values[rows.start : rows.end]
+        if format.block_type is None:
+            rows.store(quantize(given, format), name)
+        else:
+            store_blocks(quantize_to_blocks(given, format.block_type), [rows])
     return weight
 
 
