@@ -26,7 +26,8 @@ from nanovllm.kernels import packed_linear as kernels
 from nanovllm.kernels.packed_values import Packed
 from nanovllm.layers.moe import MAX_SINGLE_PAIRS
 from nanovllm.layers.packed_weight import PackedWeight, packed, store_blocks, unpacked_linear
-from nanovllm.models.gguf_values import random_blocks, read_parts
+from nanovllm.models.block_quantizing import quantize_to_blocks
+from nanovllm.models.gguf_values import random_blocks
 from nanovllm.models.quantized_weights import quantize
 
 LAYERS = {"qkv": (1, 6144, 4096), "o": (1, 4096, 4096), "gate_up": (1, 24576, 4096), "down": (1, 4096, 12288)}
@@ -47,15 +48,22 @@ def make_weight(num_rows: int, size: int, name: str) -> torch.nn.Parameter | Pac
         generator = torch.Generator("cuda").manual_seed(0)
         for start in range(0, num_rows, 1024):
             rows = weight.rows(start, min(start + 1024, num_rows))
-            store_blocks(read_parts(random_blocks(rows.end - start, size, name, generator), name), [rows])
+            store_blocks(random_blocks(rows.end - start, size, name, generator), [rows])
         return weight
     values = torch.randn(num_rows, size, dtype=torch.bfloat16, device="cuda") / size**0.5
     if name == "bf16":
         return torch.nn.Parameter(values, requires_grad=False)
+    format = QUANTIZATIONS[name].for_columns(size)
+    assert format is not None, "the columns are whole blocks of some type"
     with torch.device("cuda"):
-        weight = PackedWeight([num_rows], size, QUANTIZATIONS[name])
-    for rows in (slice(start, start + 8192) for start in range(0, num_rows, 8192)):
-        weight.rows(0, num_rows)[rows].store(quantize(values[rows], QUANTIZATIONS[name]), name)
+        weight = PackedWeight([num_rows], size, format)
+    for start in range(0, num_rows, 1024):
+        rows = weight.rows(start, min(start + 1024, num_rows))
+        given = values[rows.start : rows.end]
+        if format.block_type is None:
+            rows.store(quantize(given, format), name)
+        else:
+            store_blocks(quantize_to_blocks(given, format.block_type), [rows])
     return weight
 
 

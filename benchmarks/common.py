@@ -203,7 +203,7 @@ def weight_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="qwen3-0.6b", help="preset, one followed by -fp8, directory or hub name")
-    parser.add_argument("--quantization", help="quantize linear layers while they are loaded: fp8, fp8_dynamic or int4")
+    parser.add_argument("--quantization", help="quantize linear layers while they are loaded, such as int4")
     parser.add_argument("--quantize-head", help="quantize the output head while it is loaded: int8")
     parser.add_argument("--embedding-on-cpu", choices=("true", "false", "auto"), default="auto")
     parser.add_argument("--enable-expert-offload", action="store_true", help="keep experts in CPU memory")

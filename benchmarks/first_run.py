@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-0.6b", help="preset, directory or hub name")
     parser.add_argument("--load-format", default="dummy", help="dummy: random weights; auto: the model's own")
-    parser.add_argument("--quantization", help="quantize linear layers while they are loaded: fp8, fp8_dynamic or int4")
+    parser.add_argument("--quantization", help="quantize linear layers while they are loaded, such as int4")
     parser.add_argument("--json", metavar="FILE", help="also write the last line to FILE")
     args = parser.parse_args()
     logging.basicConfig(format="%(message)s")

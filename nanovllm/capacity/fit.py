@@ -20,7 +20,7 @@ from nanovllm.capacity.plan import CapacityPlan, least, make_plan
 from nanovllm.capacity.plan_check import HEAD_FORMAT, check_plan, fp8_problem
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ARCHITECTURES, ModelConfig
-from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.checkpoint.quantization import QUANTIZATIONS, WEIGHTS_ALONE
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 from nanovllm.plan.kv_spec import StagingSizes, dtype_name
@@ -29,7 +29,6 @@ from nanovllm.utils.arithmetic import ceil_div
 CONTEXTS = (32_768, 131_072, 262_144, 1_000_000)
 USUAL_CONTEXT = CONTEXTS[0]  # the format of the weights is chosen for this context if the user names none
 MIN_CONTEXT = 4096  # the least context that is chosen
-FORMATS = ("fp8", "int4")  # that fit=True may choose, most bits first; fp8_dynamic changes activations, too
 # What is tried, the least different from the defaults first. Small steps and few sequences leave memory to KV.
 _SIZES: tuple[dict[str, Any], ...] = (
     {},
@@ -220,7 +219,11 @@ class _Wish:
         """
         seconds: dict[str | None, float] = {}
         for name in formats:
-            plan = self.best_plan(stored.quantized(name, self.config.quantize_head), context, with_head=True)
+            plan = self.best_plan(
+                stored.quantized(name, self.config.quantize_head, self.config.tensor_parallel_size),
+                context,
+                with_head=True,
+            )
             if plan is not None and is_resident(plan):
                 return name
             if plan is not None:
@@ -252,7 +255,7 @@ def choose(
     staging: StagingSizes = StagingSizes(),
 ) -> Choice:
     """Choose the options of `config` that the user has not given. With fit=None the format of the weights stays, with
-    fit=True it may be one of FORMATS; on a CPU and with fit=False nothing changes.
+    fit=True it may be one of WEIGHTS_ALONE; on a CPU and with fit=False nothing changes.
 
     The context is `context`, or else max_model_len. If both are open, it is the model's longest context or, if that is
     slower than FAST_TOK_PER_S or its KV takes more than MAX_POOL_SHARE of the CPU memory, the longest power of two for
@@ -260,7 +263,7 @@ def choose(
 
     stored: the model without the quantization of the options. Raises ConfigError as `ModelConfig.quantized` does.
     """
-    as_given = stored.quantized(config.quantization, config.quantize_head)
+    as_given = stored.quantized(config.quantization, config.quantize_head, config.tensor_parallel_size)
     limit, asked = stored.max_model_len_limit, context or config.max_model_len
     if config.fit is False or machine.gpu_bytes is None or (asked or 0) > limit:
         return Choice(config=config, model=as_given)
@@ -269,9 +272,9 @@ def choose(
     contexts = [asked] if asked else [limit, *_shorter(limit)]
     is_open = config.quantization is None and stored.quantization is None and not stored.gguf_types
     if config.fit and is_open:
-        name = wish.best_format(stored, (None, *FORMATS), asked or min(limit, USUAL_CONTEXT))
+        name = wish.best_format(stored, (None, *WEIGHTS_ALONE), asked or min(limit, USUAL_CONTEXT))
         wish = replace(wish, config=replace(config, quantization=name))
-    model = stored.quantized(wish.config.quantization, config.quantize_head)
+    model = stored.quantized(wish.config.quantization, config.quantize_head, config.tensor_parallel_size)
     plan: CapacityPlan | None = None
     for tokens in contexts:
         if plan is not None and tokens < USUAL_CONTEXT:
@@ -282,7 +285,7 @@ def choose(
     if plan is None:
         return Choice(config=wish.most_frugal(model, contexts[0]), model=model)
     hints = _hints(wish, stored, plan, is_open and not config.fit)
-    model = stored.quantized(plan.config.quantization, plan.config.quantize_head)
+    model = stored.quantized(plan.config.quantization, plan.config.quantize_head, plan.config.tensor_parallel_size)
     return Choice(config=plan.config, model=model, plan=plan, text=_describe(config, plan, bool(asked), hints))
 
 
@@ -328,11 +331,13 @@ def _hints(wish: _Wish, stored: ModelConfig, plan: CapacityPlan, with_formats: b
     rate, hints = plan.expected_decode_tok_per_s, []
     if rate is None or is_resident(plan):
         return []
-    if with_formats and (name := wish.best_format(stored, FORMATS, plan.context)) is not None:
-        other = wish.best_plan(stored.quantized(name, wish.config.quantize_head), plan.context)
+    if with_formats and (name := wish.best_format(stored, WEIGHTS_ALONE, plan.context)) is not None:
+        other = wish.best_plan(
+            stored.quantized(name, wish.config.quantize_head, wish.config.tensor_parallel_size), plan.context
+        )
         if other is not None and (other.expected_decode_tok_per_s or 0.0) >= MIN_HINT_GAIN * rate:
             hints.append(f"quantization={name} ({other.expected_decode_tok_per_s:,.1f} tok/s; fit=True chooses it)")
-    model = stored.quantized(plan.config.quantization, plan.config.quantize_head)
+    model = stored.quantized(plan.config.quantization, plan.config.quantize_head, plan.config.tensor_parallel_size)
     shorter = replace(wish, given={*wish.given} - {"max_model_len"})
     for tokens in _shorter(plan.context):
         other = shorter.best_plan(model, tokens)
@@ -376,7 +381,7 @@ def fits(
     machine: Machine, models: Iterable[str] = (), quantization: str | None = None, context: int | None = None
 ) -> list[Fit]:
     """List everything that runs on `machine`. `models`, `quantization` and `context` limit the list. By default, the
-    list has all presets, the checkpoint's format and all of QUANTIZATIONS, and each of CONTEXTS that the model
+    list has all presets, the checkpoint's format and all of QUANTIZATIONS but fp8, and each of CONTEXTS that the model
     supports, or the model's longest context if that is shorter than all of CONTEXTS.
 
     Raises ConfigError if one of `models` does not take `context` or `quantization`, and if the GPU does not.
@@ -394,7 +399,7 @@ def fits(
         own = stored.quantization.method if stored.quantization else dtype_name(Config(model=name), stored)
         formats = {own: stored} if quantization is None else {quantization: stored.quantized(quantization)}
         if quantization is None and not (stored.quantization or stored.gguf_types):
-            formats |= {each: stored.quantized(each) for each in QUANTIZATIONS}
+            formats |= {each: stored.quantized(each) for each in (*WEIGHTS_ALONE, "fp8_dynamic")}
         for format, model in formats.items():
             for tokens in contexts if context is None else [context]:
                 if model.max_model_len_limit < tokens:  # the rope changes neither memory nor speed

@@ -372,21 +372,21 @@ def _quantized_head(plan: CapacityPlan) -> str | None:
 
 def _fewer_bits(plan: CapacityPlan) -> str | None:
     """Quantize the weights to the fewest bits, if the packed weights fit on the GPU."""
-    quantized, num_ranks = _with_fewest_bits(plan), plan.config.tensor_parallel_size
+    num_ranks = plan.config.tensor_parallel_size
+    quantized = _with_fewest_bits(plan, num_ranks)
     if quantized is None or not _weights_fit(plan, quantized, num_ranks):
         return None
     return _set(plan, "quantization", FEWEST_BITS)
 
 
-def _with_fewest_bits(plan: CapacityPlan) -> ModelConfig | None:
-    """Return the model quantized to the fewest bits, or None if it has no more bits now or a GPU cannot pack it."""
+def _with_fewest_bits(plan: CapacityPlan, num_ranks: int) -> ModelConfig | None:
+    """Return the model quantized to the fewest bits for this number of ranks, or None if it has no more bits now."""
     now = plan.model.quantization
     if plan.machine.gpu_bytes is None or (
         now is not None and (not now.is_online or now.bits <= FEWEST_BITS_FORMAT.bits)
     ):
         return None
-    quantized = replace(plan.model, quantization=FEWEST_BITS_FORMAT)
-    return None if packing_problem(plan.config, quantized) else quantized
+    return replace(plan.model, quantization=replace(FEWEST_BITS_FORMAT, num_ranks=num_ranks))
 
 
 def _weights_fit(plan: CapacityPlan, model: ModelConfig, num_ranks: int) -> bool:
@@ -398,16 +398,26 @@ def _more_ranks(plan: CapacityPlan) -> str | None:
     """Use the next number of ranks that can share the model and have room for its weights, if necessary packed."""
     if plan.machine.gpu_bytes is None:
         return None
-    bits = None if (quantized := _with_fewest_bits(plan)) is None else _set(plan, "quantization", FEWEST_BITS)
-    for model, prefix in ((plan.model, ""), (quantized, f"{bits} and ")):
+    prefix = f"{_set(plan, 'quantization', FEWEST_BITS)} and "
+    for is_quantized in (False, True):
         for num_ranks in (2, 4, 8):
+            model = _with_fewest_bits(plan, num_ranks) if is_quantized else _on_ranks(plan.model, num_ranks)
             if model is None or num_ranks <= plan.config.tensor_parallel_size:
                 continue
             config = replace(plan.config, tensor_parallel_size=num_ranks)
             can_share = not heads_problem(config, model) and not packing_problem(config, model)
             if can_share and _weights_fit(plan, model, num_ranks):
-                return prefix + _set(plan, "tensor_parallel_size", num_ranks)
+                return (prefix if is_quantized else "") + _set(plan, "tensor_parallel_size", num_ranks)
     return None
+
+
+def _on_ranks(model: ModelConfig, num_ranks: int) -> ModelConfig:
+    """Return the model with the types of blocks that `num_ranks` ranks can share."""
+    return (
+        model
+        if model.quantization is None
+        else replace(model, quantization=replace(model.quantization, num_ranks=num_ranks))
+    )
 
 
 def _smaller_blocks(plan: CapacityPlan) -> str | None:

@@ -354,9 +354,10 @@ class ModelConfig:
                 f"leave it out, or choose one of {', '.join(QUANTIZATIONS)}"
             )
 
-    def quantized(self, name: str | None, head: str | None = None) -> "ModelConfig":
+    def quantized(self, name: str | None, head: str | None = None, num_ranks: int = 1) -> "ModelConfig":
         """Return this config with quantization at loading: of linear layers to a format of QUANTIZATIONS, unless `name`
-        is None, and of the output head to a format of HEAD_QUANTIZATIONS, unless `head` is None.
+        is None, and of the output head to a format of HEAD_QUANTIZATIONS, unless `head` is None. `num_ranks` ranks
+        share the columns of some layers, which must be whole blocks on each.
 
         Raises ConfigError if the checkpoint is quantized already, unless `name` is its own format. Only the
         checkpoint's files tell if a head in safetensors is quantized; loading checks that.
@@ -376,9 +377,9 @@ class ModelConfig:
                 f"quantization={name!r} is for checkpoints that are not quantized, and this one has "
                 f"quant_method={self.quantization.method!r}; leave it out"
             )
-        quantized = (
-            self if name is None or self.quantization is not None else replace(self, quantization=QUANTIZATIONS[name])
-        )
+        quantized = self
+        if name is not None and self.quantization is None:
+            quantized = replace(self, quantization=replace(QUANTIZATIONS[name], num_ranks=num_ranks))
         return quantized if head is None else replace(quantized, head_quantization=HEAD_QUANTIZATIONS[head])
 
 

@@ -61,7 +61,7 @@ class Linear:
     def formats(self, config: ModelConfig) -> tuple[Quantization | None, ...]:
         """Return the format of each of `layers`, or None if it is not quantized.
 
-        Layers that have several formats are not quantized, except in a GGUF file, where each has a type.
+        Layers that have several formats are not quantized, except if each has a type of GGUF's blocks.
         """
         return self._formats(config, self.checkpoint_names())
 
@@ -73,8 +73,10 @@ class Linear:
         num_layers = len(self.layers)
         if config.quantization is None or not self.may_be_quantized:
             return (self.own_format,) * num_layers
-        if config.quantization.is_gguf:  # the experts have the types of the first expert
-            return tuple(config.quantization.format_of(name) for name in names[:num_layers])
+        if config.quantization.is_gguf or config.quantization.block_types:  # the experts are like the first expert
+            num_columns = self.columns // (config.quantization.num_ranks if self.split == "columns" else 1)
+            formats = (config.quantization.format_of(name) for name in names[:num_layers])
+            return tuple(each and each.for_columns(num_columns) for each in formats)
         first, *others = (config.quantization.format_of(name) for name in names)
         return (first if all(each == first for each in others) else None,) * num_layers
 

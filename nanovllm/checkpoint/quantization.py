@@ -19,9 +19,10 @@ A weight in e2m1 (FP4) has a scale in e4m3 for 16 columns and a scale for the wh
 for 32 columns (MXFP4). Its values replace it when it is loaded, on a GPU too.
 
 A checkpoint that is not quantized can be quantized at loading: QUANTIZATIONS, and HEAD_QUANTIZATIONS for the output
-head. With fp8_dynamic, or if a checkpoint in e4m3 asks for dynamic quantization of activations, some products quantize
-activations (layers/packed_weight.py). Otherwise activations and the KV cache have the model's dtype. Importing this
-module loads no torch.
+head. int4 to int8 are sizes: each layer becomes the first of a list of GGUF's types whose blocks fit its columns. With
+fp8_dynamic, or if a checkpoint in e4m3 asks for dynamic quantization of activations, some products quantize activations
+(layers/packed_weight.py). Otherwise activations and the KV cache have the model's dtype. Importing this module loads no
+torch.
 """
 
 import math
@@ -59,8 +60,11 @@ class Quantization:
     is_for_others: bool = True  # False if only the layers of `exceptions` are quantized
     # gguf: the quantized layers. All experts of a layer are one. Hashing hundreds of names takes long
     layers: tuple["GGUFLayer", ...] = field(default=(), hash=False)
-    block_type: str | None = None  # gguf: the type of a layer's blocks
-    scale_words: int = 0  # gguf: words of 32 bits that a GPU needs for the scales of a block of a row
+    block_type: str | None = None  # the type of a layer's blocks, in a GGUF file or quantized to blocks
+    scale_words: int = 0  # of a type of blocks: words of 32 bits that a GPU needs for the scales of a block of a row
+    # online: types of blocks. A layer gets the first whose blocks fit its columns on each of `num_ranks` ranks
+    block_types: tuple[str, ...] = ()
+    num_ranks: int = 1
 
     @property
     def is_online(self) -> bool:
@@ -112,6 +116,14 @@ class Quantization:
         nested = layer.replace(_TEXT_ALONE, _NESTED, 1)
         return next((each for match, each in self._exceptions if match(layer) or match(nested)), None)
 
+    def for_columns(self, num_columns: int) -> "Quantization | None":
+        """Return the format of a layer with this number of columns on each rank, or None if no type of blocks fits."""
+        if not self.block_types:
+            return self
+        formats = (BLOCK_TYPES[each] for each in self.block_types)
+        found = next((each for each in formats if num_columns % each.block[1] == 0), None)
+        return found and replace(found, method=self.method)
+
     @property
     def needs_fp8_products(self) -> bool:
         """True if the user has asked for activations in fp8, so that a GPU without them must be refused. For a
@@ -128,16 +140,14 @@ class Quantization:
 
     def packing_problem(self, num_columns: int) -> str | None:
         """Return the reason why a GPU cannot pack a weight with `num_columns` columns on a rank, or None if it can."""
-        if self.is_fp4 or self.is_gguf:
+        if self.is_fp4 or self.is_gguf or self.block_type is not None:
             return None
         least, group = 512 // self.bits, math.gcd(self.block[1], num_columns)
         if num_columns % least == 0 and group % 32 == 0:  # blocks and slices of kernels/packed_values.py
             return None
-        fits_fp8 = self.is_online and self.bits == 4 and _FP8.packing_problem(num_columns) is None
         return (
             f"a quantized weight has {num_columns} columns on each rank, in groups of {group}; on a GPU the columns "
-            f"must be a multiple of {least} and the groups of 32; use fewer ranks, "
-            f"{'or quantization=fp8, ' if fits_fp8 else ''}or device='cpu'"
+            f"must be a multiple of {least} and the groups of 32; use fewer ranks, or device='cpu'"
         )
 
     @cached_property
@@ -196,10 +206,23 @@ def can_multiply_fp8(capability: tuple[int, int]) -> bool:
 
 _GATES = ("in_proj_a", "in_proj_b")  # small layers whose errors affect states for thousands of tokens
 _FP8 = Quantization(method=_ONLINE, bits=8, is_float=True, block=(1, 0), ignored=_GATES)
+
+
+def _size(bits: int, *block_types: str, exceptions: tuple[tuple[str, Quantization], ...] = ()) -> Quantization:
+    return Quantization(method=_ONLINE, bits=bits, block_types=block_types, ignored=_GATES, exceptions=exceptions)
+
+
+_INT8 = _size(8, "Q8_0")
+_INT6 = _size(6, "Q6_K", "Q8_0")
+_INT5 = _size(5, "Q5_K", "Q5_1", "Q8_0")
 QUANTIZATIONS = {  # formats to which a checkpoint in a float type can be quantized at loading
+    "int8": _INT8,
+    "int6": _INT6,
+    "int5": _INT5,
+    # The rows of values are few, and carry more of the error than others
+    "int4": _size(4, "Q4_K", "Q4_1", "Q8_0", exceptions=((r"re:.*\.v_proj$", _INT6),)),
     "fp8": _FP8,
     "fp8_dynamic": replace(_FP8, has_fp8_activations=True),  # llm-compressor's FP8_DYNAMIC
-    "int4": Quantization(method=_ONLINE, bits=4, block=(1, 128), ignored=_GATES),
 }
 CHECKPOINT_FORMATS = {  # vLLM's names for the formats of checkpoints -> Quantization.method
     **{name: name for name in ("awq", "gptq", "compressed-tensors", "modelopt", _GGUF)},
@@ -207,6 +230,10 @@ CHECKPOINT_FORMATS = {  # vLLM's names for the formats of checkpoints -> Quantiz
     "gptq_marlin": "gptq",
     "modelopt_fp4": "modelopt",
 }
+# What the formats cost: the mean KL divergence of a token's probabilities from what the weights in 16 bits give, for
+# SmolLM2-135M-Instruct on real text (python -m benchmarks.real_formats)
+KL_ON_SMOLLM2 = {"int8": 0.0015, "int6": 0.02, "int5": 0.06, "int4": 0.24, "fp8": 0.02}
+WEIGHTS_ALONE = tuple(name for name in KL_ON_SMOLLM2 if name != "fp8")  # without fp8, int8 being better at its size
 # Formats to which an output head can be quantized at loading. Loading halves the groups where that pays (`head_format`
 # in models/quantized_weights.py)
 HEAD_QUANTIZATIONS = {"int8": Quantization(method=_ONLINE, bits=8, block=(1, 64))}

@@ -30,7 +30,7 @@ from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.plan_check import HEAD_FORMAT
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.checkpoint.quantization import can_multiply_fp8
+from nanovllm.checkpoint.quantization import KL_ON_SMOLLM2, WEIGHTS_ALONE, can_multiply_fp8
 from nanovllm.config import BLOCK_SIZE_STEP, Config
 from nanovllm.errors import ConfigError
 from nanovllm.plan.kv_spec import max_stateful_seqs
@@ -222,19 +222,22 @@ def _experts_remark(plan: CapacityPlan) -> str:
 
 
 def _weights_remark(plan: CapacityPlan) -> str:
-    return "; ".join(filter(None, (_fp8_remark(plan), _vocabulary_remark(plan))))
+    return "; ".join(filter(None, (_format_remark(plan), _vocabulary_remark(plan))))
 
 
-def _fp8_remark(plan: CapacityPlan) -> str:
-    """Say what the two formats in fp8 are for. On a CPU the weights are values in the model's dtype."""
+def _format_remark(plan: CapacityPlan) -> str:
+    """Say what a format to which the weights are quantized costs, and what the formats in fp8 are for. On a CPU the
+    weights are values in the model's dtype.
+    """
+    name, capability = plan.config.quantization, plan.machine.capability
+    remarks = [f"{name} loses {KL_ON_SMOLLM2[name]:g} (KL on SmolLM2)"] if name in KL_ON_SMOLLM2 else []
     if plan.machine.gpu_bytes is None:
-        return ""
-    if plan.config.quantization == "fp8_dynamic":
-        return "in fp8, as are activations in products of many rows; fp8 has smaller errors"
-    capability = plan.machine.capability
-    if plan.config.quantization == "fp8" and capability is not None and can_multiply_fp8(capability):
-        return "in fp8; fp8_dynamic is for long prompts and large batches"
-    return ""
+        return "".join(remarks)
+    if name == "fp8_dynamic":
+        remarks.append("in fp8, as are activations in products of many rows; fp8 has smaller errors")
+    if name == "fp8" and capability is not None and can_multiply_fp8(capability):
+        remarks.append("fp8_dynamic is for long prompts and large batches, and int8 loses a tenth")
+    return "; ".join(remarks)
 
 
 def _vocabulary_remark(plan: CapacityPlan) -> str:
@@ -384,6 +387,9 @@ def fit_table(
         "serve, chat and generate choose everything else by themselves: add --max-model-len CONTEXT, --quantization "
         "FORMAT unless it is the checkpoint's, --quantize-head HEAD unless it is as is, and for a context beyond the "
         "model's limit the --hf-overrides that plan prints"
+    )
+    how += "; quantizing costs a KL divergence from 16 bits, on SmolLM2: " + ", ".join(
+        f"{name} {KL_ON_SMOLLM2[name]:g}" for name in WEIGHTS_ALONE
     )
     also = [f"{name} also stands for {SAME_SIZES[name]}" for name in names if name in SAME_SIZES]
     command = recommended_command(machine, names, quantization, context)

@@ -10,10 +10,11 @@ from nanovllm.checkpoint.gguf import GGUFTensor, read_model
 from nanovllm.checkpoint.gguf_config import Weight, weights
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.packed_weight import PackedRows, store_blocks
+from nanovllm.models.block_quantizing import quantize_to_blocks
 from nanovllm.models.gguf_values import are_finite, dequantize, select_columns
 from nanovllm.models.stored_tensors import StoredTensor
 
-_LOADED_VALUES = 2**24  # computed or packed at a time, to limit the memory on top of the model
+_LOADED_VALUES, _QUANTIZED_VALUES = 2**24, 2**23  # computed, packed or quantized at a time, to limit memory
 
 
 def open_gguf(path: Path) -> dict[str, StoredTensor]:
@@ -106,11 +107,12 @@ class GGUFWeight(StoredTensor):
 
 class BlockWriter:
     """Packs blocks on a GPU, many rows at a time: a mixture has tens of thousands of matrices, and each time the host
-    waits until the GPU has checked the values.
+    waits until the GPU has checked the values. Values of other files are quantized to blocks there, in hundreds of
+    operations.
     """
 
     def __init__(self) -> None:
-        # By weight and tensor: blocks, and the rows that they fill
+        # By weight and tensor: blocks or values, and the rows that they fill
         self._waiting: dict[tuple[int, str], list[tuple[torch.Tensor, PackedRows]]] = {}
 
     def add(self, source: GGUFWeight, target: PackedRows, rows: slice, columns: slice) -> None:
@@ -120,31 +122,40 @@ class BlockWriter:
         assert target.block_type == source.type.name, "the weight has the file's type"
         first, end, _ = rows.indices(source.shape[0])
         step = max(1, _LOADED_VALUES // source.shape[1])
-        key = id(target.weight), source.where
-        waiting = self._waiting.setdefault(key, [])
         for start in range(first, end, step):
             some = slice(start, min(start + step, end))
-            waiting.append((source.part(some, columns), target[some.start - first : some.stop - first]))
-            if sum(len(blocks) for blocks, _ in waiting) >= step:
-                self._write(*key)
+            self._add(source.where, source.part(some, columns), target[some.start - first : some.stop - first], step)
         if source.column_order is not None:
             target.weight.choose_order(torch.from_numpy(np.argsort(source.column_order)), source.where)
+
+    def add_values(self, values: torch.Tensor, target: PackedRows) -> None:
+        """Quantize rows of values, which fill `target`, now or later."""
+        self._add("", values, target, max(1, _QUANTIZED_VALUES // values.shape[1]))
 
     def flush(self) -> None:
         """Pack what waits."""
         for key in self._waiting:
             self._write(*key)
 
+    def _add(self, where: str, rows: torch.Tensor, target: PackedRows, step: int) -> None:
+        key = id(target.weight), where
+        waiting = self._waiting.setdefault(key, [])
+        waiting.append((rows, target))
+        if sum(len(rows) for rows, _ in waiting) >= step:
+            self._write(*key)
+
     def _write(self, weight: int, where: str) -> None:
         waiting = self._waiting[weight, where]
         if waiting:
             targets = [target for _, target in waiting]
-            blocks = waiting[0][0] if len(waiting) == 1 else torch.cat([blocks for blocks, _ in waiting])
-            block_type = targets[0].weight.block_type
+            rows = waiting[0][0] if len(waiting) == 1 else torch.cat([rows for rows, _ in waiting])
+            block_type, rows = targets[0].weight.block_type, rows.to(targets[0].device)
             assert block_type is not None, "the weight consists of blocks"
-            blocks = blocks.to(targets[0].device)
-            _check_finite(where, are_finite(blocks, block_type))
-            store_blocks(blocks, targets)
+            if rows.dtype == torch.uint8:
+                _check_finite(where, are_finite(rows, block_type))
+            else:
+                rows = quantize_to_blocks(rows, block_type)
+            store_blocks(rows, targets)
             waiting.clear()
 
 

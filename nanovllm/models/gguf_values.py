@@ -55,6 +55,30 @@ def read_parts(blocks: torch.Tensor, block_type: str) -> BlockParts:
     return BlockParts(**of_rows)
 
 
+def join_parts(parts: BlockParts, block_type: str) -> torch.Tensor:
+    """Return the rows of blocks, uint8 [n, bytes of a row], with these parts. The inverse of `read_parts`, for the
+    types to which weights are quantized at loading.
+    """
+    num_values, num_rows = _TYPES[block_type].num_values, len(parts.codes)
+    codes, scales = parts.codes.view(-1, num_values), _half_bytes(parts.scales)
+    low, bits = codes & 15, BLOCK_TYPES[block_type].bits
+    if block_type == "Q8_0":
+        joined = [scales, codes ^ _SIGN]
+    elif block_type == "Q6_K":
+        assert parts.group_scales is not None
+        group_scales = parts.group_scales.view(-1, 16) ^ _SIGN
+        joined = [_fields(low, 4, 64), _fields(codes >> 4, 2, 32), group_scales, scales]
+    else:
+        assert parts.leasts is not None, "the other types are not written"
+        joined = [scales, _half_bytes(parts.leasts)]
+        if parts.group_scales is not None and parts.group_leasts is not None:
+            joined.append(_joined_groups(parts.group_scales.view(-1, 8), parts.group_leasts.view(-1, 8)))
+        if bits == 5:
+            joined.append(_fields(codes >> 4, 1, 32 if num_values == _UNIT else 1))
+        joined.append(_fields(low, 4, 32 if num_values == _UNIT else 16))
+    return torch.cat(joined, 1).view(num_rows, -1)
+
+
 def part_values(parts: BlockParts, block_type: str) -> torch.Tensor:
     """Return the values of rows, fp32 [n, values of a row]."""
     scales = _exponential(parts.scales) if block_type == "MXFP4" else parts.scales.float()
@@ -136,6 +160,23 @@ def _bits(part: torch.Tensor, size: int, width: int) -> torch.Tensor:
     places = torch.arange(0, 8, size, dtype=torch.uint8, device=part.device)[:, None]
     fields = (part.reshape(len(part), -1, 1, width) >> places) & (2**size - 1)
     return fields.flatten(1)
+
+
+def _fields(values: torch.Tensor, size: int, width: int) -> torch.Tensor:
+    """Pack fields of `size` bits, uint8 [B, n], into bytes. The inverse of `_bits`."""
+    places = torch.arange(0, 8, size, dtype=torch.uint8, device=values.device)[:, None]
+    return (values.view(len(values), -1, 8 // size, width) << places).sum(2, dtype=torch.uint8).flatten(1)
+
+
+def _half_bytes(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of numbers in fp16, one number for each block: [n, blocks of a row] -> uint8 [B, 2]."""
+    return numbers.contiguous().view(torch.uint8).view(-1, 2)
+
+
+def _joined_groups(scales: torch.Tensor, leasts: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_groups`."""
+    first = [each[:, :4] | (each[:, 4:] >> 4) << 6 for each in (scales, leasts)]
+    return torch.cat([*first, (scales[:, 4:] & 15) | (leasts[:, 4:] & 15) << 4], 1)
 
 
 def _half(part: torch.Tensor) -> torch.Tensor:

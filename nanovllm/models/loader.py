@@ -21,6 +21,7 @@ from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers.linear import WeightShard
 from nanovllm.layers.moe import CpuExpertLayers
 from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight, WeightRows, store_blocks
+from nanovllm.models.block_quantizing import quantize_to_blocks
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.gguf_tensors import BlockWriter, GGUFWeight, open_gguf
 from nanovllm.models.gguf_values import part_values, random_blocks, read_parts, select_columns
@@ -137,7 +138,7 @@ def load_weights(
             for shard in of_name:
                 source = _find(name, shard.full_shape, stored, model.config.quantization, shard.target.device)
                 assert source is not None, "a missing tensor has been refused"
-                _fill(shard, source, blocks)
+                _fill(shard, source, blocks, model.device)
             progress.update()
         blocks.flush()
 
@@ -220,31 +221,50 @@ def _find(
     return source
 
 
-def _fill(shard: WeightShard, source: QuantizedReader | StoredTensor, blocks: BlockWriter) -> None:
-    """Fill a parameter, or part of it. Blocks of GGUF that stay packed are filled at the latest when `blocks` is
-    flushed.
-    """
-    if isinstance(source, GGUFWeight) and isinstance(shard.target, PackedRows) and shard.target.block_type is not None:
+def _fill(
+    shard: WeightShard, source: QuantizedReader | StoredTensor, blocks: BlockWriter, device: torch.device
+) -> None:
+    """Fill a parameter, or part of it. Blocks that stay packed are filled at the latest when `blocks` is flushed."""
+    quantization = shard.quantization
+    if quantization is not None and quantization.is_online:
+        assert not isinstance(source, QuantizedReader), "a quantized checkpoint is not quantized again"
+        _fill_quantized(shard, source, quantization, blocks, device)
+    elif (
+        isinstance(source, GGUFWeight) and isinstance(shard.target, PackedRows) and shard.target.block_type is not None
+    ):
         blocks.add(source, shard.target, *shard.index)
     elif isinstance(source, QuantizedReader):
         rows, columns = shard.index
         _store(source.read(rows, columns), shard.target, source.main.where)
-    elif shard.quantization is not None and shard.quantization.is_online:
-        start, end, _ = shard.index[0].indices(shard.full_shape[0])
-        for first in range(start, end, _QUANTIZED_ROWS):
-            rows = slice(first, min(first + _QUANTIZED_ROWS, end))
-            values = source.read(rows, slice(None)).to(shard.target.device)
-            target = shard.target[rows.start - start : rows.stop - start]
-            if not isinstance(target, torch.Tensor) and target.can_quantize:
-                target.quantize(values, shard.index[1])
-            else:
-                weight = quantize(values, shard.quantization).part(slice(None), shard.index[1])
-                _store(weight, target, source.where)
     else:
         assert isinstance(shard.target, torch.Tensor), "a weight of codes is quantized"
         source.copy_to(shard.target, shard.index)
         if shard.plus:
             shard.target.add_(shard.plus)
+
+
+def _fill_quantized(
+    shard: WeightShard, source: StoredTensor, quantization: Quantization, blocks: BlockWriter, device: torch.device
+) -> None:
+    """Fill a parameter, or part of it, with the values of a checkpoint, quantized on `device`."""
+    (start, end, _), columns = shard.index[0].indices(shard.full_shape[0]), shard.index[1]
+    for first in range(start, end, _QUANTIZED_ROWS):
+        rows = slice(first, min(first + _QUANTIZED_ROWS, end))
+        target = shard.target[rows.start - start : rows.stop - start]
+        if quantization.block_type is None:
+            values = source.read(rows, slice(None)).to(shard.target.device)  # a row has one scale on all ranks
+            if not isinstance(target, torch.Tensor) and target.can_quantize:
+                target.quantize(values, columns)
+            else:
+                _store(quantize(values, quantization).part(slice(None), columns), target, source.where)
+        elif isinstance(target, PackedRows):
+            blocks.add_values(source.read(rows, columns), target)
+        else:
+            assert isinstance(target, torch.Tensor), "other weights of codes have no blocks"
+            data = quantize_to_blocks(source.read(rows, columns).to(device), quantization.block_type)
+            if target.dtype != torch.uint8:
+                data = part_values(read_parts(data, quantization.block_type), quantization.block_type)
+            target.copy_(data)
 
 
 def _store(weight: QuantizedWeight, target: torch.Tensor | WeightRows, where: str) -> None:

@@ -79,7 +79,9 @@ def test_weight_bytes_of_packed_formats_by_hand() -> None:
     formats: tuple[tuple[Quantization | None, float], ...] = (
         (None, 2 * linear),
         (QUANTIZATIONS["fp8"], linear + 4 * 36 * (4 * 4096 - 2048 + 2 * 12288)),  # a scale for each row
-        (QUANTIZATIONS["int4"], linear / 2 + 4 * linear / 128),
+        # A head of 4 bytes, and 16 bytes of scales for 256 columns; v, 2 more bits
+        (QUANTIZATIONS["int4"], (4 / 8 + 20 / 256) * linear + 36 * 4096 * 1024 * 2 / 8),
+        (QUANTIZATIONS["int8"], (1 + 2 / 32) * linear),
         (parse_quantization({"quant_method": "awq", "bits": 4, "group_size": 64}), linear / 2 + 4 * linear / 64),
         (parse_quantization({"quant_method": "fp8"}), linear + 4 * 36 * 7),  # a scale for each tensor
     )
@@ -207,8 +209,8 @@ def test_weights_that_config_json_leaves_unquantized_count_as_they_are() -> None
 def test_of_quantized_experts_only_those_that_are_hit_are_read_packed() -> None:
     model = ModelConfig.without_weights("qwen3-30b-a3b")
     config, int4 = Config(model="m"), replace(model, quantization=QUANTIZATIONS["int4"])
-    assert parts.weight_bytes(config, int4, is_packed=True) == pytest.approx(16 * GIB, rel=0.05)
-    expert_bytes = 3 * 2048 * 768 * (1 / 2 + 4 / 128)
+    assert parts.weight_bytes(config, int4, is_packed=True) == pytest.approx(17.3 * GIB, rel=0.05)
+    expert_bytes = 3 * 2048 * 768 * (1 / 2 + 20 / 256)
     one, two = (parts.decode_bytes(config, int4, n, num_keys=0, kv_bytes_per_token=1) for n in (1, 2))
     assert two - one == pytest.approx(48 * 8 * (1 - 8 / 128) * expert_bytes)
 

@@ -36,11 +36,12 @@ def fits_here(plan: CapacityPlan) -> bool:
 
 def test_fits_of_a_dense_model_are_in_formats_that_fit() -> None:
     found = {(fit.format, fit.plan.context) for fit in fits(machine(), ["qwen2.5-7b-1m"])}
-    assert {format for format, _ in found} == {"fp8", "fp8_dynamic", "int4"} and ("fp8", 32768) in found
+    assert {format for format, _ in found} == {"int8", "int6", "int5", "int4", "fp8_dynamic"}
+    assert ("int8", 32768) in found
 
 
 @pytest.mark.parametrize(
-    "format", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in (None, "fp8", "fp8_dynamic"))]
+    "format", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in (None, "int8", "fp8", "fp8_dynamic"))]
 )
 def test_fits_each_works_with_its_options_and_only_what_never_works_is_missing(format: str | None) -> None:
     name = "qwen2.5-7b-1m"

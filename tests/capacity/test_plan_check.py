@@ -14,6 +14,7 @@ from nanovllm.capacity.machine import GPUS, Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.capacity.plan_check import MAX_REMEDIES, check_plan, check_start
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.model_layout import model_layout
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
 from nanovllm.config import Config
 from nanovllm.entrypoints.planner import PlanOptions, plan_table
@@ -184,7 +185,7 @@ def test_check_plan_names_options_that_the_part_depends_on_and_none_that_is_give
         ("qwen3-8b", 7.6, "fp8", 32768, {}, f"{BITS}, or {RANKS}"),  # int4 was not named if fp8 was asked for
         ("qwen3-8b", 7.6, "int4", 32768, {}, f"{ROOM}, or {RANKS}"),
         ("qwen3-8b", 7.6, "int4", 32768, TIGHT, f"use enable_cpu_offload, or {RANKS}"),
-        ("qwen3-8b", 10.4, "int4", 32768, TIGHT, f"use enable_cpu_offload, or {RANKS}, or {HEAD}"),
+        ("qwen3-8b", 10.7, "int4", 32768, TIGHT, f"use enable_cpu_offload, or {RANKS}, or {HEAD}"),
         ("qwen3-8b", 23.5, None, 40960, {}, f"{BITS}, or {ROOM}, or use enable_cpu_offload"),
         ("qwen3-8b", 1, "int4", 40960, TIGHT | {"tensor_parallel_size": 8}, OTHERS),
     )
@@ -302,31 +303,43 @@ def test_columns_in_another_order_are_refused_for_a_gpu_before_anything_is_loade
 
 
 def test_ranks_that_cut_groups_of_packed_weights_are_neither_planned_nor_a_remedy() -> None:
-    """Regression: 768 features of an expert in 4 bits were planned for 4 ranks, which the engine refused."""
-    model, machine = ModelConfig.without_weights("qwen3-30b-a3b"), Machine.gpu(64 * GIB, find_gpu("RTX 4060"))
-    for name, machine_, num_ranks, message in (
-        ("int4", H200, 4, "192 columns on each rank, in groups of 64; .*multiple of 128 .*use fewer ranks"),
-        ("int4", H200, 2, ""),
-        ("fp8", H200, 4, ""),
-        ("int4", Machine.cpu(200 * GIB), 4, ""),
+    """Regression: columns in 4 bits were planned for ranks that the engine refused."""
+    awq = parse_quantization({"quant_method": "awq", "bits": 4, "group_size": 64})
+    model = replace(ModelConfig.without_weights("qwen3-30b-a3b"), quantization=awq)
+    machine = Machine.gpu(64 * GIB, find_gpu("RTX 4060"))
+    for machine_, num_ranks, message in (
+        (H200, 4, "192 columns on each rank, in groups of 64; .*multiple of 128 .*use fewer ranks"),
+        (H200, 2, ""),
+        (Machine.cpu(200 * GIB), 4, ""),
     ):
         options: dict[str, Any] = {"device": "cpu"} if machine_ is not H200 else {}
         config = Config(model="m", tensor_parallel_size=num_ranks, **options)
-        plan = make_plan(config, model.quantized(name), machine_, context=1000, num_sequences=1)
+        plan = make_plan(config, model, machine_, context=1000, num_sequences=1)
         if not message:
             check_plan(plan)
             continue
         with pytest.raises(ConfigError, match=message):
             check_plan(plan)
-    # Regression: with one rank, no remedy helped
-    smollm2 = replace(ModelConfig.without_weights("qwen3-8b"), hidden_size=576).quantized("int4")
-    with pytest.raises(ConfigError, match=r"576 columns on .*; use fewer ranks, or quantization=fp8, or device='cpu'"):
-        check_plan(make_plan(Config(model="m"), smollm2, H200))
-    check_plan(make_plan(Config(model="m"), replace(smollm2, quantization=QUANTIZATIONS["fp8"]), H200))
-    plan = make_plan(Config(model="m"), model.quantized("int4"), machine, context=1000, num_sequences=1)
     with pytest.raises(ConfigError) as error:
-        check_plan(plan)
+        check_plan(make_plan(Config(model="m"), model, machine, context=1000, num_sequences=1))
     assert "tensor_parallel_size to 4" not in str(error.value)
+
+
+def test_columns_that_are_not_whole_blocks_get_another_type_or_stay() -> None:
+    """Each of `num_ranks` ranks has some columns of down and o."""
+    model = replace(ModelConfig.without_weights("qwen3-8b"), num_layers=1, layer_kinds=("attention",))
+    for sizes, num_ranks, expected in (
+        ({}, 8, "Q4_K Q4_K Q6_K Q4_K Q4_K Q4_K Q4_K"),
+        ({"intermediate_size": 128 * 65}, 1, "Q4_K Q4_K Q6_K Q4_K Q4_K Q4_K Q4_1"),
+        ({"intermediate_size": 128 * 66}, 1, "Q4_K Q4_K Q6_K Q4_K Q4_K Q4_K Q4_K"),
+        ({"intermediate_size": 128 * 66}, 4, "Q4_K Q4_K Q6_K Q4_K Q4_K Q4_K Q8_0"),
+        ({"hidden_size": 576}, 1, "Q8_0 Q8_0 Q8_0 Q4_K Q8_0 Q8_0 Q4_K"),
+        ({"hidden_size": 80}, 1, "None None None Q4_K None None Q4_K"),
+    ):
+        config = replace(model, **sizes).quantized("int4", None, num_ranks)
+        formats = [each for linear in model_layout(config).linears().values() for each in linear.formats(config)]
+        assert " ".join(str(each and each.block_type) for each in formats[2:]) == expected, (sizes, num_ranks)
+        check_plan(make_plan(Config(model="m", tensor_parallel_size=num_ranks), config, H200, context=1000))
 
 
 # -- rules that hold for all of them ---------------------------------------------------------------------------------

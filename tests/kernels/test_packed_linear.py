@@ -303,8 +303,11 @@ def test_no_rows(device: str) -> None:
     assert kernels.products(x, weight).shape == (0, 6)
 
 
+# What `quantize_weight` writes
+ONLINE = {"int4": Quantization(method="online", bits=4, block=(1, 128))}
+ONLINE |= {name: QUANTIZATIONS[name] for name in ("fp8", "fp8_dynamic")}
 FORMATS = {
-    **QUANTIZATIONS,
+    **ONLINE,
     "fp8 blocks": Quantization(method="fp8", bits=8, is_float=True, block=(128, 128)),
     "fp8 tensor": Quantization(method="fp8", bits=8, is_float=True, block=(0, 0)),
     "8 bits": Quantization(method="gptq", bits=8, block=(1, 32)),
@@ -360,9 +363,9 @@ def test_second_shard_in_pieces_has_its_own_scales(name: str) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
 def test_weights_that_cannot_be_packed_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"192 columns on each rank, in groups of 64; .* multiple of 128"):
-        PackedWeight([16], 192, QUANTIZATIONS["int4"])
-    weight = PackedWeight([16], 256, QUANTIZATIONS["int4"])
-    given = quantize(torch.randn(16, 256), QUANTIZATIONS["int4"])
+        PackedWeight([16], 192, ONLINE["int4"])
+    weight = PackedWeight([16], 256, ONLINE["int4"])
+    given = quantize(torch.randn(16, 256), ONLINE["int4"])
     with pytest.raises(
         CheckpointError, match=r"^here has columns .* on this rank only some .*tensor_parallel_size=1, a"
     ):
@@ -442,11 +445,11 @@ def quantized_at_once_and_by_torch(
     """Two weights whose first three rows are zeros, and whose other rows are `values`."""
     num_rows, size = len(values), len(range(values.shape[1])[columns])
     with torch.device(device):
-        at_once, by_torch = (PackedWeight([3, num_rows], size, QUANTIZATIONS[name]) for _ in range(2))
+        at_once, by_torch = (PackedWeight([3, num_rows], size, ONLINE[name]) for _ in range(2))
     for parameter in (*at_once.parameters(), *by_torch.parameters()):
         parameter.zero_()
     at_once.rows(3, 3 + num_rows).quantize(values.to(device), columns)
-    given = quantize(values.to(torch_device), QUANTIZATIONS[name]).part(slice(None), columns)
+    given = quantize(values.to(torch_device), ONLINE[name]).part(slice(None), columns)
     by_torch.rows(3, 3 + num_rows).store(given, "this one")
     assert torch.equal(at_once.codes, by_torch.codes) and at_once.scale_dtype == by_torch.scale_dtype
     return at_once, by_torch
@@ -454,7 +457,7 @@ def quantized_at_once_and_by_torch(
 
 @on_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", QUANTIZATIONS)
+@pytest.mark.parametrize("name", ONLINE)
 def test_weight_is_quantized_at_once_as_by_torch(
     subnormal_bf16: None, device: str, name: str, dtype: torch.dtype
 ) -> None:
@@ -488,7 +491,7 @@ def test_experts_in_cpu_memory_are_quantized_at_once_as_by_torch(device: str, na
         rows = at_once.rows(1, torch.device(device))
         assert isinstance(rows, ExpertRows) and rows.can_quantize == (device == "cuda")
         rows[16:][:40].quantize(values.to(device), columns)
-        part = quantize(values, QUANTIZATIONS[name]).part(slice(None), columns)
+        part = quantize(values, ONLINE[name]).part(slice(None), columns)
         by_torch.rows(1, torch.device("cpu"))[16:56].store(part, "this one")  # type: ignore[union-attr]
         assert torch.equal(at_once.codes, by_torch.codes) and torch.equal(at_once.scales, by_torch.scales)
         by_torch.rows(1, torch.device(device))[16:56].store(  # type: ignore[union-attr]
@@ -498,7 +501,7 @@ def test_experts_in_cpu_memory_are_quantized_at_once_as_by_torch(device: str, na
 
 
 @on_device
-@pytest.mark.parametrize("name", QUANTIZATIONS)
+@pytest.mark.parametrize("name", ONLINE)
 def test_infinities_and_nan_are_quantized_at_once_as_by_torch(device: str, name: str) -> None:
     """A group with NaN has NaN as its scale, which may have any bits."""
     values = torch.randn(4, 256)
@@ -515,16 +518,20 @@ def test_infinities_and_nan_are_quantized_at_once_as_by_torch(device: str, name:
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="too large")
 @pytest.mark.parametrize("size", [(768, 2048), (2048, 768), (1000, 12288)])  # experts of Qwen3-30B-A3B, and another
-@pytest.mark.parametrize("name", QUANTIZATIONS)
+@pytest.mark.parametrize("name", ONLINE)
 def test_whole_matrices_are_quantized_at_once_as_by_torch(name: str, size: tuple[int, int]) -> None:
     values = (torch.randn(size) / size[1] ** 0.5).bfloat16()
     at_once, by_torch = quantized_at_once_and_by_torch(values, name, slice(None), "cuda", "cuda")
     assert torch.equal(at_once.scales, by_torch.scales)
 
 
+LOADED = ONLINE | {"int8 head": HEAD_QUANTIZATIONS["int8"]}
+LOADED |= {name: format for name in ("int4", "int5", "int8") if (format := QUANTIZATIONS[name].for_columns(128))}
+
+
 @on_device
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-@pytest.mark.parametrize("name", [*QUANTIZATIONS, *HEAD_QUANTIZATIONS])
+@pytest.mark.parametrize("name", LOADED)
 def test_loader_quantizes_packed_weights(tmp_path: Path, device: str, name: str, load_format: str) -> None:
     """They have the values of weights that are not packed. Two shards take the second rank's columns; the rows of the
     first are quantized in pieces.
@@ -532,7 +539,7 @@ def test_loader_quantizes_packed_weights(tmp_path: Path, device: str, name: str,
     from nanovllm.kernels import packed_values
 
     (first, num_rows), size = (40, 48) if INTERPRETED else (1100, 1200), 128
-    quantization = (QUANTIZATIONS | HEAD_QUANTIZATIONS)[name]
+    quantization = LOADED[name]
     save_file({"layer.weight": torch.randn(num_rows, 2 * size)}, tmp_path / "model.safetensors")
     with torch.device(device):
         weight, values = PackedWeight([first, num_rows - first], size, quantization), torch.empty(num_rows, size)
@@ -767,8 +774,8 @@ def test_products_of_codes_are_what_the_format_implies(name: str) -> None:
 def test_planner_knows_which_weights_the_kernels_can_pack() -> None:
     from nanovllm.kernels import packed_values
 
-    for name, num_columns in itertools.product(QUANTIZATIONS, (32, 64, 96, 128, 192, 256, 384, 768, 1000)):
-        quantization = QUANTIZATIONS[name]
+    for name, num_columns in itertools.product(ONLINE, (32, 64, 96, 128, 192, 256, 384, 768, 1000)):
+        quantization = ONLINE[name]
         group_size = math.gcd(quantization.block[1], num_columns)
         can_pack = packed_values.can_pack(num_columns, quantization.bits, group_size)
         assert can_pack == (quantization.packing_problem(num_columns) is None), (name, num_columns)

@@ -11,6 +11,7 @@ import torch
 from dense_model import load_model, random_prompt, run_logits
 from model_files import edit_quantization
 from quantized_models import FORMATS, GPTQ, SKIPPED, gptq, write_quantized
+from rounded_weights import round_weights, rounded
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
 from tiers import RUNS_ALL
@@ -25,7 +26,6 @@ from nanovllm.engine.setup import prepare
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers.packed_weight import rounded_to_fp8
 from nanovllm.models.loader import build_model
-from nanovllm.models.quantized_weights import quantize
 
 PROMPT = random_prompt(40)
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -214,20 +214,20 @@ def test_checkpoint_of_compressed_tensors_has_the_values_that_the_library_comput
 def test_quantizing_while_loading_gives_the_values_of_the_rounded_weights(
     tmp_path: Path, name: str, architecture: str
 ) -> None:
-    """Logits of a checkpoint that holds these values, for any number of ranks, though rows are split between them."""
+    """Logits of a checkpoint that holds these values. Two ranks have half of the columns of some layers, in blocks of
+    another type if whole ones do not fit.
+    """
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_heads": 4}
     plain = write_tiny_model(tmp_path / "plain", architecture, **sizes)  # type: ignore[arg-type]
-    values = shutil.copytree(plain, tmp_path / "values")
-    tensors = load_file(plain / "model.safetensors")
-    for key, tensor in tensors.items():
-        if key.endswith("_proj.weight"):
-            quantize(tensor.clone(), QUANTIZATIONS[name]).copy_values(tensor)
-    save_file(tensors, values / "model.safetensors")
-    expected = run_logits(load_model(values), PROMPT)
-    assert torch.equal(run_logits(load_model(plain, quantization=name), PROMPT), expected)
-    assert (run_logits(load_model(plain), PROMPT) - expected).abs().max() > 0.01
+    values, stored = shutil.copytree(plain, tmp_path / "values"), ModelConfig.from_pretrained(str(plain))[0]
+    tensors, expected = load_file(plain / "model.safetensors"), []
+    for num_ranks in (1, 2):
+        save_file(round_weights(tensors, stored.quantized(name, None, num_ranks)), values / "model.safetensors")
+        expected.append(run_logits(load_model(values), PROMPT))
+    assert torch.equal(run_logits(load_model(plain, quantization=name), PROMPT), expected[0])
+    assert (run_logits(load_model(plain), PROMPT) - expected[0]).abs().max() > 0.01
     for logits in run_ranks(2, lambda tp: run_logits(load_model(plain, tp, quantization=name), PROMPT)):
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits, expected[1], rtol=1e-4, atol=1e-4)
 
 
 def quantize_rows(module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -269,8 +269,7 @@ def test_errors_of_products_are_as_documented() -> None:
     exact = x.double() @ weight.double().t()
     text = (Path(__file__).parents[2] / "docs" / "usage.md").read_text(encoding="utf-8")
     for name, quantization in QUANTIZATIONS.items():
-        values = torch.empty_like(weight)
-        quantize(weight, quantization).copy_values(values)
+        values = rounded(weight, quantization.for_columns(2048))
         rows = rounded_to_fp8(x) if quantization.has_fp8_activations else x
         error = (rows.double() @ values.double().t() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
         (line,) = (line for line in text.splitlines() if line.startswith(f'| `"{name}"` |'))
@@ -278,10 +277,11 @@ def test_errors_of_products_are_as_documented() -> None:
 
 
 def test_random_weights_of_a_quantized_model_are_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
-    plain = write_tiny_model(tmp_path, hidden_size=128, intermediate_size=256, head_dim=64)
+    """Each of two ranks has whole blocks of 256 columns."""
+    plain = write_tiny_model(tmp_path, hidden_size=256, intermediate_size=512, head_dim=128, num_heads=4)
     model = load_model(plain, quantization="int4", load_format="dummy")
     expected = run_logits(model, PROMPT)
-    assert len(model.model.layers[0].mlp.down_proj.weight[0, :128].unique()) <= 16
+    assert len(model.model.layers[0].mlp.down_proj.weight[0, :32].unique()) <= 16
     for logits in run_ranks(
         2, lambda tp: run_logits(load_model(plain, tp, quantization="int4", load_format="dummy"), PROMPT)
     ):

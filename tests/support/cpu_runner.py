@@ -64,7 +64,7 @@ def make_runner(
         **options,
     )
     model_config, directory = ModelConfig.from_pretrained(str(model))
-    model_config = model_config.quantized(config.quantization, config.quantize_head)
+    model_config = model_config.quantized(config.quantization, config.quantize_head, config.tensor_parallel_size)
     if model_config.experts is not None and config.num_gpu_expert_layers is not None:
         model_config = replace(model_config, experts=model_config.experts.on_gpu(config.num_gpu_expert_layers))
     spec = kv_cache_spec(config, model_config, tp_size=1)

@@ -90,7 +90,7 @@ def load_model(
 ) -> CausalLM:
     stored, path = ModelConfig.from_pretrained(str(directory))
     model = build_model(
-        stored.quantized(quantization, quantize_head),
+        stored.quantized(quantization, quantize_head, tp.size if tp else 1),
         tp or TPGroup(),
         max_model_len=max_model_len,
         dtype=dtype,

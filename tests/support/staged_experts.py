@@ -42,7 +42,7 @@ def load_experts(
 ) -> RankExperts:
     """Load a checkpoint, with the experts of all layers in CPU memory. Starts no threads."""
     config, directory = ModelConfig.from_pretrained(str(path), overrides)
-    config = config.quantized(quantization, None)
+    config = config.quantized(quantization, None, tp.size if tp else 1)
     assert config.experts is not None
     config = replace(config, experts=config.experts.on_gpu(0))
     files = None if load_format == "dummy" else directory

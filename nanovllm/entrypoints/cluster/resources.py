@@ -273,7 +273,7 @@ def sizes_within(memory_bytes: int, config: Config, machine: Machine) -> dict[st
     Raises ConfigError if the engine cannot start with its share, and CheckpointError if the model cannot be read.
     """
     model = ModelConfig.without_weights(config.model, config.hf_overrides)
-    model = model.quantized(config.quantization, config.quantize_head)
+    model = model.quantized(config.quantization, config.quantize_head, config.tensor_parallel_size)
     plan = make_plan(config, model, replace(machine, host_bytes=min(machine.host_bytes, memory_bytes)))
     check_start(plan)
     sizes: dict[str, Any] = {}

@@ -92,7 +92,7 @@ def load(
     config, files = ModelConfig.from_pretrained(str(path))
     directory = None if load_format == "dummy" else files
     arguments: dict[str, Any] = {"max_model_len": 64, "dtype": dtype, "device": device, "directory": directory}
-    model = build_model(config.quantized(quantization, None), tp, **arguments)
+    model = build_model(config.quantized(quantization, None, tp.size), tp, **arguments)
     mlp = model.model.layers[0].mlp
     if stores:
         mlp.experts = StoredExperts(mlp.experts, dtype, device)
@@ -155,7 +155,10 @@ def test_columns_in_another_order_are_refused(tmp_path: Path, plain: Path, name:
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_quantized_at_loading(plain: Path, quantization: str) -> None:
-    expected = ["INT4" if quantization == "int4" else "E4M3"] * 3
+    """Each of two ranks has 128 columns of down, half of a block of 256."""
+    both = {"int4": ("Q4_K", "Q4_1"), "int5": ("Q5_K", "Q5_1"), "int6": ("Q6_K", "Q8_0"), "int8": ("Q8_0", "Q8_0")}
+    of_rows, of_columns = both.get(quantization, ("E4M3", "E4M3"))
+    expected = [of_rows, of_rows, of_columns]
     for load_format, dtype in (("auto", torch.float32), ("auto", torch.bfloat16), ("dummy", torch.bfloat16)):
         options: dict[str, Any] = {"dtype": dtype, "load_format": load_format}
         assert stored_types(plain, quantization=quantization, **options) == expected

@@ -5,7 +5,7 @@ import torch
 from cpu_experts_cases import Case, fill, matrix_format, random_quantized
 
 from nanovllm.capabilities.cpu_experts.store import ExpertLayer, ExpertMatrix, _words_of
-from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels.packed_values import pack_codes
 from nanovllm.models.quantized_weights import quantize
@@ -36,11 +36,12 @@ def test_values_are_those_that_were_stored(name: str) -> None:
 
 
 def test_quantized_at_loading_keeps_its_values() -> None:
-    """What the options quantization="int4" and "fp8" make of a checkpoint's weights."""
+    """Integers in groups, and what quantization="fp8" makes of a checkpoint's weights."""
     values = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) / 16
-    for name, block_type in (("int4", INT4), ("fp8", E4M3)):
-        quantized = quantize(values, QUANTIZATIONS[name])
-        group_size = stored_group(block_type, 256, QUANTIZATIONS[name].block[1])
+    integers = Quantization(method="online", bits=4, block=(1, 128))
+    for format, block_type in ((integers, INT4), (QUANTIZATIONS["fp8"], E4M3)):
+        quantized = quantize(values, format)
+        group_size = stored_group(block_type, 256, format.block[1])
         matrix = new_matrix(MatrixFormat(type=block_type, num_rows=64, num_columns=256, group_size=group_size))
         matrix.store_quantized(1, 0, quantized, "a test")
         expected = torch.empty(64, 256)

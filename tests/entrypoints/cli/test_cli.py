@@ -436,7 +436,7 @@ def test_plan_takes_thousands_and_millions_and_shows_the_built_in_model_by_name(
 def test_plan_of_a_quantized_model_has_packed_weights(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "--model", "qwen3-8b", "--gpu", "RTX 4090", "--context", "32768", "--quantization", "int4"]
     assert cli.main(argv) == 0
-    assert "weights        5.76 GiB" in capsys.readouterr().out
+    assert "weights        6.09 GiB" in capsys.readouterr().out
     for format, remark in (
         ("fp8", "fp8_dynamic is for long prompts"),
         ("fp8_dynamic", "fp8 has smaller errors"),
@@ -446,7 +446,10 @@ def test_plan_of_a_quantized_model_has_packed_weights(capsys: pytest.CaptureFixt
     assert cli.main([*argv[:-1], "fp8", "--gpu", "RTX 3090"]) == 0
     assert "fp8_dynamic" not in capsys.readouterr().out  # it has no products in fp8
     assert cli.main([*argv[:-1], "int3"]) == 2
-    assert "--quantization='int3' is unknown; choose one of fp8, fp8_dynamic, int4" in capsys.readouterr().err
+    assert (
+        "--quantization='int3' is unknown; choose one of int8, int6, int5, int4, fp8, fp8_dynamic"
+        in capsys.readouterr().err
+    )
 
 
 def test_plan_for_the_gpu_here_measures_cpu_memory(
