@@ -57,7 +57,7 @@ def test_attention_is_that_over_the_numbers(
     device: str, bits: int, head_dim: int, page_size: int, dtype: torch.dtype, num_heads: int
 ) -> None:
     """The kernel rounds queries and numbers to fp16, so it is compared with attention over those."""
-    from nanovllm.kernels.shadow import attend
+    from nanovllm.kernels.shadow import ShadowTile, attend
 
     spec = make_spec(bits, head_dim, page_size)
     pages = filled_pages(spec, device)
@@ -68,8 +68,9 @@ def test_attention_is_that_over_the_numbers(
     padded = torch.tensor([[1, 3, 0, 4], [-1, 2, 1, 1], [0] * 4, [0, 2, 1, 1]], dtype=torch.int32, device=device)
     lens = torch.tensor([(len(table) - 1) * page_size for table in tables], dtype=torch.int32, device=device)
     scale, longest = head_dim**-0.5, 3 * page_size
-    for max_context_len in (longest, 64 * longest):  # with few and many splits
-        out, lse = attend(q, pages[1], sinks, spec, lens, padded, max_context_len, scale, NUM_SMS)
+    # With few and many splits, and with a sink that is read in one step and in two
+    for max_context_len, tile in ((longest, None), (64 * longest, ShadowTile(num_warps=2, num_stages=2))):
+        out, lse = attend(q, pages[1], sinks, spec, lens, padded, max_context_len, scale, NUM_SMS, tile)
         for row, (sink, *table) in enumerate(tables):
             if not table:
                 assert not out[row].any() and (lse[:, row] == -torch.inf).all()
