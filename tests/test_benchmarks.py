@@ -17,7 +17,7 @@ from http_server import http_server
 import bench
 import bench_offload
 import bench_serve
-from benchmarks import gguf_shapes
+from benchmarks import gguf_shapes, real_model
 from benchmarks.common import Ceilings
 from nanovllm import LLM, AsyncLLM
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -99,3 +99,11 @@ def test_gguf_shapes_have_a_header_that_can_be_read_and_blocks_that_can_be_loade
         for load_format in ("dummy", "auto") if with_data else ("dummy",):
             logits = run_logits(load_model(path, load_format=load_format), [1, 2, 3])
             assert logits.isfinite().all() and logits.std() > 0
+
+
+def test_real_model_compares_auto_with_the_best_other_drafter() -> None:
+    rates = {"off": 10.0, "resident": 30.0, "shadow, 4 bits": 40.0, "auto": 38.0}
+    rows = [{"drafter": name, "task": "code", "temperature": 0.7, "tok_per_s": rate} for name, rate in rates.items()]
+    rows.append({"drafter": "off", "task": "prose", "temperature": 0.7, "tok_per_s": 99.0})
+    (share,) = real_model.shares_of_best(rows)
+    assert share == {"task": "code", "temperature": 0.7, "best": "shadow, 4 bits", "auto_of_best": 0.95}

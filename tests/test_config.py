@@ -123,7 +123,7 @@ def test_value_out_of_range_is_refused_with_the_limit() -> None:
         *(({name: 0}, f"{name}=0 must be 1 or more") for name in ("kvcache_block_size", "num_kvcache_blocks")),
         *(({"tensor_parallel_size": n}, f"tensor_parallel_size={n} must be between 1 and 8") for n in (0, 9)),
         *(({"num_speculative_tokens": n}, f"speculative_tokens={n} must be between 1 and 63") for n in (0, -1, 64)),
-        *(({"speculation": "shadow", "shadow_bits": n}, f"shadow_bits={n} must be between 2 and 4") for n in (1, 5)),
+        *(({"speculation": "shadow", "shadow_bits": n}, f"shadow_bits={n} must be between 3 and 4") for n in (2, 5)),
         ({"speculation": "shadow", "shadow_memory_gb": 0.0}, "shadow_memory_gb=0.0 must be above 0"),
         ({"speculation": "auto", "shadow_bits": 4}, "shadow_bits applies only to speculation='shadow' and"),
         (OFFLOAD | {"speculation": "resident", "shadow_memory_gb": 2.0}, "shadow_memory_gb applies only to"),

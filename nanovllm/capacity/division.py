@@ -41,9 +41,9 @@ def auto_shadows(
         free_bytes = min(free_bytes, int(config.shadow_memory_gb * 2**30))
     num_blocks = max_model_len // spec.block_size
     for bits in SHADOW_BITS if config.shadow_bits is None else (config.shadow_bits,):
-        for num_seqs in range(NUM_SHADOWED_SEQS, 0, -1):
+        for num_seqs in range(min(NUM_SHADOWED_SEQS, config.max_num_seqs), 0, -1):
             num_pages = min(num_seqs * num_blocks, num_cpu_blocks)
-            if num_pages and num_pages * ShadowSpec.of(spec, bits).page_bytes <= free_bytes:
+            if num_pages and ShadowSpec.of(spec, bits).num_bytes(num_pages) <= free_bytes:
                 yield ShadowSize(num_pages, bits)
 
 
@@ -76,8 +76,9 @@ def divide_memory(
     `given`: number of blocks that the user asks for, or 0 for the largest number that fits, up to `useful`. The result
     may have too few blocks to start with, and no pages. `shadow`: the planner's choice. It gets fewer pages if start-up
     finds less room than the planner estimated, because the given blocks, or else `_least_slots`, come first.
-    If `shadow` is None, its size depends on the room: with offload the shadow should hold all CPU blocks, and if
-    num_gpu_blocks is not given, it gets half of the room for pages and slots. Without offload, each block has a page.
+    If `shadow` is None, its size depends on the room: the shadow should hold the `useful` blocks, which are all that
+    can run at once. With offload, if num_gpu_blocks is not given, it gets at most half of the room for pages and slots.
+    Without offload, each block has a page.
     """
     room_bytes -= spec.draft_bytes(num_cpu_blocks)
     free_bytes = room_bytes // 2
@@ -92,26 +93,28 @@ def divide_memory(
         shadow = _shadow_that_fits(config, spec, room_bytes, given, useful, num_cpu_blocks)
     else:
         least = given or _least_slots(config)
-    num_pages = page_bytes = 0
+    num_pages = shadow_bytes = 0
     if shadow.num_pages:
-        page_bytes = ShadowSpec.of(spec, shadow.bits).page_bytes
-        num_pages = min(shadow.num_pages, max(0, room_bytes - least * spec.block_bytes) // page_bytes)
-    num_blocks = given or min(useful, (room_bytes - num_pages * page_bytes) // spec.block_bytes)
+        shadow_spec = ShadowSpec.of(spec, shadow.bits)
+        num_pages = min(shadow.num_pages, shadow_spec.num_pages_in(room_bytes - least * spec.block_bytes))
+        shadow_bytes = shadow_spec.num_bytes(num_pages)
+    num_blocks = given or min(useful, (room_bytes - shadow_bytes) // spec.block_bytes)
     return KVCacheSizes(num_blocks, num_cpu_blocks, num_pages, shadow.bits, num_slots)
 
 
 def _shadow_that_fits(
     config: Config, spec: KVCacheSpec, room_bytes: int, given: int, useful: int, num_cpu_blocks: int
 ) -> ShadowSize:
-    page_bytes = {bits: ShadowSpec.of(spec, bits).page_bytes for bits in SHADOW_BITS}
+    specs = {bits: ShadowSpec.of(spec, bits) for bits in SHADOW_BITS}
     most = room_bytes if config.shadow_memory_gb is None else int(config.shadow_memory_gb * 2**30)
     if config.enable_cpu_offload:
-        wanted = num_cpu_blocks
+        wanted = min(useful, num_cpu_blocks)
         most = min(most, room_bytes - given * spec.block_bytes if given else room_bytes // 2)
     else:
         bits = config.shadow_bits or SHADOW_BITS[0]
-        wanted = given or min(useful, room_bytes // (spec.block_bytes + page_bytes[bits]))
-        most = min(most, room_bytes - wanted * spec.block_bytes)
-    fitting = [bits for bits in SHADOW_BITS if wanted * page_bytes[bits] <= most]
+        num_blocks = given or min(useful, specs[bits].num_pages_in(room_bytes, spec.block_bytes))
+        wanted = min(useful, num_blocks)
+        most = min(most, room_bytes - num_blocks * spec.block_bytes)
+    fitting = [bits for bits in SHADOW_BITS if specs[bits].num_bytes(wanted) <= most]
     bits = config.shadow_bits or next(iter(fitting), SHADOW_BITS[-1])
-    return ShadowSize(max(0, min(wanted, most // page_bytes[bits])), bits)
+    return ShadowSize(min(wanted, specs[bits].num_pages_in(most)), bits)

@@ -48,7 +48,7 @@ NUM_PLACED_SEQS = 8  # sequences whose recurrent states take precedence over exp
 SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, for sizing a CPU pool
 AUTO_SHARE = 4  # with "auto" and offload, K and V of a draft head take at most 1/AUTO_SHARE of the room for KV
 # Bits of the shadow -> acceptance rate of drafts, measured with SmolLM2-135M on code and prose at temperature 0.7
-SHADOW_ACCEPTANCE = {4: 0.96, 3: 0.91, 2: 0.76}
+SHADOW_ACCEPTANCE = {4: 0.96, 3: 0.91}
 MIN_SHADOW_GAIN = 1.5  # in the expected rate, which counts only the memory that a draft reads and no other cost
 MAX_SHADOW_LOSS = 1.05  # in the expected rate, for a shadow that holds more sequences or has more bits
 
@@ -116,7 +116,7 @@ class CapacityPlan:
 
     @property
     def shadow_bytes(self) -> int:
-        return self.num_pages * ShadowSpec.of(self.spec, self.shadow_bits).page_bytes if self.num_pages else 0
+        return ShadowSpec.of(self.spec, self.shadow_bits).num_bytes(self.num_pages) if self.num_pages else 0
 
     @property
     def gpu_limit_bytes(self) -> int | None:

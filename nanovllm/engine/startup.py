@@ -190,7 +190,7 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
                 "max_num_seqs, raise gpu_memory_utilization, or use a smaller model or more ranks"
             )
     if config.speculation_method == "shadow" and not sizes.num_pages:
-        page = format_bytes(ShadowSpec.of(spec, sizes.shadow_bits).page_bytes)
+        page = format_bytes(ShadowSpec.of(spec, sizes.shadow_bits).num_bytes(1))
         raise ConfigError(
             f"there is no room for the shadow: a block takes {page} in {sizes.shadow_bits} bits; {room}; lower {name} "
             "or kvcache_block_size, raise shadow_memory_gb or gpu_memory_utilization, or use another speculation"
@@ -309,7 +309,9 @@ def _make_companions(config: Config, sizes: KVCacheSizes, spec: KVCacheSpec) -> 
     if sizes.num_pages:
         # With "auto", the shadow gains little while the GPU slots hold every key
         num_spared_blocks = sizes.num_gpu_blocks if config.speculation_method == "auto" else 0
-        companions.append(ShadowPages(sizes.num_pages, num_spared_blocks if config.enable_cpu_offload else 0))
+        num_sinks = ShadowSpec.of(spec, sizes.shadow_bits).num_sinks(sizes.num_pages)
+        spared = num_spared_blocks if config.enable_cpu_offload else 0
+        companions.append(ShadowPages(sizes.num_pages, num_sinks, spared))
     if sizes.num_state_slots:
         model_drafts = not spec.has_draft_head
         companions.append(RecurrentStates(sizes.num_state_slots, sizes.num_snapshots, model_drafts=model_drafts))

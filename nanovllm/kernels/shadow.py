@@ -1,6 +1,7 @@
 """Attention of single queries over the shadow, and the quantization that fills it (plan/shadow_spec.py).
 
-Legend: B sequences, H query heads, K kv heads, D head dim, L layers, N pages, P tokens per page, S splits.
+Legend: B sequences, H query heads, K kv heads, D head dim, L layers, N pages, P tokens per page, S splits or sinks, T
+tokens of a sink, 2 its K and V.
 
 A page of a head consists of int32 words: codes of K, codes of V, scales and offsets of K, scales and offsets of V.
 
@@ -12,8 +13,9 @@ code of token 16 * s + 2 * u + h and channel d. The tokens with the same s are a
 The scales of K are [P / 64, D] in fp16, and the scales of V are [groups of channels, P]. So a word holds the scales of
 two neighbours, and one instruction turns two codes into numbers: fma.f16x2.
 
-In `attend` each warp of a program has separate keys, and the warps' results are merged at the end. Products are in fp16
-for all models, because the numbers have no more precision than fp16.
+In `attend` each warp of a program has separate keys, and the warps' results are merged at the end. The first program of
+a sequence also reads its sink, in place of the same tokens of its first page. Products are in fp16 for all models,
+because the numbers have no more precision than fp16.
 """
 
 from __future__ import annotations
@@ -30,17 +32,18 @@ from nanovllm.kernels.configs import plan_num_splits
 from nanovllm.kernels.launch import LN_2, LOG2_E, let_next_start, on_grid, pdl_options, wait_for_previous
 from nanovllm.kernels.merge import merge_splits
 from nanovllm.kernels.packed_words import mask_and_set
-from nanovllm.plan.shadow_spec import KEY_GROUP, SLICE_TOKENS, ShadowSpec
+from nanovllm.plan.shadow_spec import KEY_BITS, KEY_GROUP, SINK_TOKENS, SLICE_TOKENS, ShadowSpec
 
 MAX_ROWS = 16  # query heads of a program
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _GROUP = tl.constexpr(KEY_GROUP)
+_SINK = tl.constexpr(SINK_TOKENS)
 _SLICE = tl.constexpr(SLICE_TOKENS)
 
 
 def _layout(spec: ShadowSpec) -> dict[str, int]:
     return {
-        "KEY_BITS": spec.key_bits,
+        "KEY_BITS": KEY_BITS,
         "VALUE_BITS": spec.value_bits,
         "VALUE_GROUP": spec.value_group,
         "NUM_VALUE_GROUPS": spec.num_value_groups,
@@ -137,10 +140,11 @@ def _load(ptrs, is_there, ALL_ARE: tl.constexpr):
 def _attend_kernel(
     q_ptr,
     pages_ptr,  # [N, K, words]
+    sinks_ptr,  # [S, 2, T, K, D]
     out_ptr,  # [B, H, S, D]
     lse_ptr,  # [B, H, S], natural log
     context_lens_ptr,
-    block_tables_ptr,
+    block_tables_ptr,  # a sink or -1, then pages
     q_stride_b,
     q_stride_h,
     table_stride,
@@ -175,9 +179,16 @@ def _attend_kernel(
     split, sequence = tl.program_id(0), tl.program_id(2).to(tl.int64)
     kv_head, tile = tl.program_id(1) % NUM_KV_HEADS, tl.program_id(1) // NUM_KV_HEADS
     num_units = tl.load(context_lens_ptr + sequence) // UNIT
-    per_split = tl.cdiv(tl.cdiv(num_units, num_splits), WARPS) * WARPS
-    first = tl.minimum(split * per_split, num_units)
-    last = tl.minimum(first + per_split, num_units)
+    table_ptr = block_tables_ptr + sequence * table_stride
+    sink = tl.load(table_ptr).to(tl.int64)
+    table_ptr += 1
+    has_sink = (sink >= 0) & (num_units > 0)
+    num_sink_steps = tl.where(has_sink, tl.cdiv(_SINK, WARPS * _SLICE), 0)
+    # The first split reads the sink, which takes as long as units of as many steps
+    taken = num_sink_steps * WARPS
+    per_split = tl.cdiv(tl.cdiv(num_units + taken, num_splits), WARPS) * WARPS
+    first = tl.minimum(tl.maximum(split * per_split - taken, 0), num_units)
+    last = tl.minimum(tl.maximum((split + 1) * per_split - taken, 0), num_units)
 
     row = tile * ROWS + tl.arange(0, ROWS)
     is_row = row < HEADS_PER_KV
@@ -196,7 +207,28 @@ def _attend_kernel(
     accs = tl.tuple(())
     for _ in tl.static_range(NUM_VALUE_GROUPS):
         accs += (tl.zeros((WARPS, VALUE_GROUP, ROWS), tl.float32),)
-    table_ptr = block_tables_ptr + sequence * table_stride
+    for step in tl.range(0, tl.where(split == 0, num_sink_steps, 0), num_stages=1):
+        sink_token = (step * WARPS + warp) * _SLICE + token
+        sink_ptr = sinks_ptr + ((sink * 2 * _SINK + sink_token) * NUM_KV_HEADS + kv_head) * D
+        score = tl.broadcast_to(tl.where(sink_token < _SINK, 0.0, float("-inf")), (WARPS, _SLICE, ROWS))
+        for chunk in tl.static_range(BLOCK_D // CHUNK):
+            d = chunk * CHUNK + tl.arange(0, CHUNK)[None, None, :]
+            k = tl.load(sink_ptr + d, mask=(sink_token < _SINK) & (d < D), other=0.0)
+            score = tl.dot(k, q[chunk], score)
+        new_max = tl.maximum(row_max, tl.max(score, 1, keep_dims=True) * scale_log2)
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.exp2(row_max - shift)
+        row_max = new_max
+        weight = tl.exp2(score * scale_log2 - shift)
+        row_sum = row_sum * rescale + weight
+        weight = weight.to(tl.float16)
+        new_accs = tl.tuple(())
+        for g in tl.static_range(NUM_VALUE_GROUPS):
+            d = g * VALUE_GROUP + tl.arange(0, VALUE_GROUP)[None, None, :]
+            v_ptrs = sink_ptr + _SINK * NUM_KV_HEADS * D + d
+            v = tl.load(v_ptrs, mask=(sink_token < _SINK) & (d < D), other=0.0)
+            new_accs += (tl.dot(tl.permute(v, 0, 2, 1), weight, accs[g] * rescale),)
+        accs = new_accs
     next_page = tl.load(table_ptr + tl.minimum(first + warp, last - 1) * UNIT // PAGE, mask=first < last, other=0)
     for start in tl.range(first, last, WARPS, num_stages=STAGES):
         is_unit = start + warp < last
@@ -205,8 +237,10 @@ def _attend_kernel(
         # Look up one unit ahead, so that copies do not wait for a look-up
         next_page = tl.load(table_ptr + tl.minimum(start + WARPS + warp, last - 1) * UNIT // PAGE)
         unit = unit % (PAGE // UNIT)
-        # Initial value of the scores
+        # Initial value of the scores, and of the scores of tokens that a sink holds if the unit is the first
         masked = tl.broadcast_to(tl.where(is_unit, 0.0, float("-inf")), (WARPS, _SLICE, ROWS))
+        is_read = is_unit & ((start + warp > 0) | (sink < 0))
+        masked_sink = tl.broadcast_to(tl.where(is_read, 0.0, float("-inf")), (WARPS, _SLICE, ROWS))
         scores = tl.tuple(())
         for chunk in tl.static_range(BLOCK_D // CHUNK):
             pair = chunk * (CHUNK // 2) + tl.arange(0, CHUNK // 2)[None, None, :]
@@ -223,7 +257,7 @@ def _attend_kernel(
                     k_scale = _load(group_ptr, is_pair, D == BLOCK_D)
                     k_offset = _load(group_ptr + KEY_SCALE_WORDS, is_pair, D == BLOCK_D)
                 k = _numbers(_codes(k_words[s // KEY_SLICES], s % KEY_SLICES, KEY_BITS), k_scale, k_offset)
-                before = scores[s] if chunk else masked
+                before = scores[s] if chunk else masked_sink if s * _SLICE < _SINK else masked
                 sums += (tl.dot(k, q[chunk], before),)
             scores = sums
         new_max = row_max
@@ -274,6 +308,7 @@ def _attend_kernel(
 def attend(
     q_BHD: torch.Tensor,
     pages_NKW: torch.Tensor,
+    sinks_S2TKD: torch.Tensor,
     spec: ShadowSpec,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
@@ -284,8 +319,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend, one query per sequence, to `context_lens` keys in whole pages: `(out [B, H, D], lse [H, B] fp32)`.
 
-    `pages_NKW`: the pages of one layer, int32. `block_tables`: pages of each sequence, int32 [B, columns]. Hot: once
-    per layer of a draft.
+    `pages_NKW`, `sinks_S2TKD`: the pages of one layer, int32, and its sinks, fp16. `block_tables`: for each sequence
+    the sink that holds its first tokens or -1, then its pages, int32 [B, columns]. Hot: once per layer of a draft.
     """
     batch_size, num_heads, head_dim = q_BHD.shape
     num_kv_heads = pages_NKW.shape[1]
@@ -294,7 +329,7 @@ def attend(
     rows = min(MAX_ROWS, max(8, triton.next_power_of_2(heads_per_kv)))
     num_tiles = triton.cdiv(heads_per_kv, rows)
     assert q_BHD.stride(2) == 1 and block_tables.stride(1) == 1, "the last dimension must be contiguous"
-    assert pages_NKW.is_contiguous(), "a layer's pages must be contiguous"
+    assert pages_NKW.is_contiguous() and sinks_S2TKD.is_contiguous(), "a layer's memory must be contiguous"
     num_splits = plan_num_splits(batch_size * num_kv_heads * num_tiles, max_context_len, num_sms)
     out_BHD = torch.empty(q_BHD.shape, dtype=q_BHD.dtype, device=q_BHD.device)
     lse_BH = torch.empty((batch_size, num_heads), dtype=torch.float32, device=q_BHD.device)
@@ -305,6 +340,7 @@ def attend(
     on_grid(_attend_kernel, (num_splits, num_kv_heads * num_tiles, batch_size))(
         q_BHD,
         pages_NKW,
+        sinks_S2TKD,
         part_out,
         part_lse,
         context_lens,
@@ -382,7 +418,6 @@ def _quantize_kernel(
     v_ptr += source
     pages_ptr += layer * page_stride + (page * NUM_KV_HEADS + head) * HEAD_WORDS
     GROUP_SLICES: tl.constexpr = 4
-    KEY_UNIT: tl.constexpr = 4 // KEY_BITS  # groups of 64 tokens in a unit of K
     VALUE_UNIT: tl.constexpr = 4 // VALUE_BITS
     # Tiles are loaded in memory order, and then viewed as [slices, tokens of a slice, pairs, halves]
     s = tl.arange(0, GROUP_SLICES)[:, None, None, None]
@@ -390,7 +425,6 @@ def _quantize_kernel(
     half, row, dim = tl.arange(0, 2), tl.arange(0, _GROUP)[:, None], tl.arange(0, BLOCK_D)[None, :]
     k_dim = pair[None, None, :, None] * 2 + half[None, None, None, :]
     is_pair = pair < D // 2
-    words = tl.zeros((_SLICE, BLOCK_D // 2), tl.int32)
     scale_ptr = (pages_ptr + KEY_WORDS + VALUE_WORDS).to(tl.pointer_type(tl.float16))
     for group in tl.static_range(CHUNK // _GROUP):
         k = tl.load(k_ptr + (group * _GROUP + row) * (NUM_KV_HEADS * D) + dim, mask=dim < D, other=0.0)
@@ -399,13 +433,10 @@ def _quantize_kernel(
         at = (part * (CHUNK // _GROUP) + group) * D + k_dim
         tl.store(scale_ptr + at, scale, mask=k_dim < D)
         tl.store(scale_ptr + 2 * KEY_SCALE_WORDS + at, offset, mask=k_dim < D)
-        place = (group % KEY_UNIT * GROUP_SLICES + s) * KEY_BITS + half[None, None, None, :] * 16
-        words |= tl.sum(tl.sum(code << place, 3), 0)
-        if (group + 1) % KEY_UNIT == 0:
-            unit = part * (CHUNK // _GROUP // KEY_UNIT) + group // KEY_UNIT
-            at = pages_ptr + (unit * _SLICE + token[:, None]) * (D // 2) + pair[None, :]
-            tl.store(at, words, mask=is_pair[None, :])
-            words = tl.zeros((_SLICE, BLOCK_D // 2), tl.int32)
+        words = tl.sum(tl.sum(code << (s * KEY_BITS + half[None, None, None, :] * 16), 3), 0)
+        unit = part * (CHUNK // _GROUP) + group  # of K: 64 tokens
+        at = pages_ptr + (unit * _SLICE + token[:, None]) * (D // 2) + pair[None, :]
+        tl.store(at, words, mask=is_pair[None, :])
 
     # [slices, couples of tokens, halves, channels]
     couple, channel = tl.arange(0, _SLICE // 2), tl.arange(0, VALUE_GROUP)

@@ -40,6 +40,7 @@ class Block:
     grain_hashes: list[int] = field(default_factory=list)
     prefix_ids: list[int] = field(default_factory=list)
     page: int = -1  # the block's page of the shadow, or -1
+    sink: int = -1  # the place in the shadow of the block's first tokens in 16 bits, or -1
     tail_of: int = -1  # seq_id of a preempted sequence that can resume after the block's tokens, or -1
 
     @property
@@ -51,7 +52,7 @@ class Block:
         del self.token_ids[:]
         self.grain_hashes.clear()
         self.prefix_ids.clear()
-        self.page = self.tail_of = -1
+        self.page = self.sink = self.tail_of = -1
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def test_plan_draft_head_of_qwen35_by_hand() -> None:
         assert plan.memory.draft_bytes == 1000 * 4096 * 2 * 4 * 256 * 2
         assert "its K and V, for all blocks of the CPU pool" in plan_table(plan)
     with pytest.raises(ConfigError, match=r"shadow_bits has no effect.*draft head of qwen3\.5-9b"):
-        hybrid_plan(speculation="auto", shadow_bits=2, **offload)
+        hybrid_plan(speculation="auto", shadow_bits=3, **offload)
     card = replace(H200, gpu_bytes=28 * GIB)
     with pytest.raises(
         ConfigError, match=r"K and V of the draft head \(10\.94 GiB\).*; .*use speculation=prompt_lookup"
@@ -200,7 +200,7 @@ def test_plan_auto_leaves_out_a_draft_head_that_takes_more_than_a_quarter() -> N
         make_plan(without.config, replace(stored, has_mtp=False), card), unused_draft_bytes=(fitting + 1) * page
     )
     assert "left out" in plan_table(without) and "left out" not in plan_table(with_head)
-    check_start(auto(700, shadow_bits=2))  # a shadow may take its place
+    check_start(auto(700, shadow_bits=3))  # a shadow may take its place
 
 
 def test_plan_states_limit_the_sequences_where_memory_is_short() -> None:

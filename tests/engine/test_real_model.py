@@ -10,6 +10,7 @@ import pytest
 from smollm2 import GGUF_NAME, gguf_directory, write_model
 from tiny_models import greedy_reference
 
+from benchmarks import real_model
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.setup import Internals
 
@@ -59,6 +60,15 @@ def test_answers_are_those_of_transformers(mode: str, expected: list[tuple[list[
         stats = llm.stats()
     if MODES[mode].get("speculation", "off") != "off":
         assert stats["num_accepted_guesses"] > 0, "real text has tokens that can be drafted"
+
+
+def test_drafts_from_a_shadow_in_4_bits_are_right() -> None:
+    """The log has the shares by task and bits."""
+    cases = {"tasks": ["prose", "quote"], "temperatures": [0.0, 0.7], "drafters": ["shadow, 4 bits"]}
+    args = argparse.Namespace(device="cpu", prompts=1, prompt_tokens=700, answer_tokens=128, **cases)
+    rows = list(real_model.acceptance(args))
+    num_counted = sum(row["num_draft_tokens"] for row in rows)
+    assert num_counted > 400 and sum(row["right"] * row["num_draft_tokens"] for row in rows) >= 0.95 * num_counted
 
 
 def test_answers_after_a_restart_come_from_the_disk(

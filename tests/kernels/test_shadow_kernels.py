@@ -7,7 +7,7 @@ import torch
 from interpreter import INTERPRETED, needs_triton, on_device
 
 from nanovllm.capabilities.shadow.memory import dequantize_page, quantize_page
-from nanovllm.plan.shadow_spec import SHADOW_BITS, ShadowSpec
+from nanovllm.plan.shadow_spec import SHADOW_BITS, SINK_TOKENS, ShadowSpec
 
 pytestmark = needs_triton
 NUM_SMS = 4 if INTERPRETED else 132
@@ -57,24 +57,28 @@ def test_attention_is_that_over_the_numbers(
     device: str, bits: int, head_dim: int, page_size: int, dtype: torch.dtype, num_heads: int
 ) -> None:
     """The kernel rounds queries and numbers to fp16, so it is compared with attention over those."""
-    from nanovllm.kernels.shadow import attend
+    from nanovllm.kernels.shadow import ShadowTile, attend
 
     spec = make_spec(bits, head_dim, page_size)
     pages = filled_pages(spec, device)
-    q = torch.randn(3, num_heads, head_dim).to(dtype).to(device)
+    sinks = (torch.randn(2, 2, SINK_TOKENS, NUM_KV_HEADS, head_dim) * 2).half().to(device)
+    q = torch.randn(4, num_heads, head_dim).to(dtype).to(device)
     rounded = q.half() if dtype == torch.float32 else q
-    tables = [[3, 0, 4], [2], []]
-    padded = torch.tensor([[3, 0, 4], [2, 1, 1], [0, 0, 0]], dtype=torch.int32, device=device)
-    lens = torch.tensor([len(table) * page_size for table in tables], dtype=torch.int32, device=device)
+    tables = [[1, 3, 0, 4], [-1, 2], [0], [0, 2]]  # sinks and pages
+    padded = torch.tensor([[1, 3, 0, 4], [-1, 2, 1, 1], [0] * 4, [0, 2, 1, 1]], dtype=torch.int32, device=device)
+    lens = torch.tensor([(len(table) - 1) * page_size for table in tables], dtype=torch.int32, device=device)
     scale, longest = head_dim**-0.5, 3 * page_size
-    for max_context_len in (longest, 64 * longest):  # with few and many splits
-        out, lse = attend(q, pages[1], spec, lens, padded, max_context_len, scale, NUM_SMS)
-        for row, table in enumerate(tables):
+    # With few and many splits, and with a sink that is read in one step and in two
+    for max_context_len, tile in ((longest, None), (64 * longest, ShadowTile(num_warps=2, num_stages=2))):
+        out, lse = attend(q, pages[1], sinks, spec, lens, padded, max_context_len, scale, NUM_SMS, tile)
+        for row, (sink, *table) in enumerate(tables):
             if not table:
                 assert not out[row].any() and (lse[:, row] == -torch.inf).all()
                 continue
             numbers = [dequantize_page(pages[1, page].cpu(), spec) for page in table]
             k, v = (torch.cat(parts).half().double() for parts in zip(*numbers, strict=True))
+            if sink >= 0:
+                k[:SINK_TOKENS], v[:SINK_TOKENS] = sinks[sink].double().cpu()
             k, v = (x.repeat_interleave(num_heads // NUM_KV_HEADS, 1) for x in (k, v))
             scores = torch.einsum("hd,nhd->hn", rounded[row].double().cpu(), k) * scale
             expected = torch.einsum("hn,nhd->hd", scores.softmax(1), v)

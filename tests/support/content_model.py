@@ -17,7 +17,7 @@ from simulated_disk import SimulatedDisk
 
 from nanovllm.capabilities.draft_head.pages import HeadStep, PageCopies, PageCopy
 from nanovllm.capabilities.recurrent.places import StateFlush, StateFlushes, StateStep
-from nanovllm.capabilities.shadow.pages import DraftKeys, ShadowFills, ShadowPages
+from nanovllm.capabilities.shadow.pages import DraftKeys, PageFill, ShadowFills, ShadowPages
 from nanovllm.capabilities.speculation.drafters import Drafter
 from nanovllm.capabilities.speculation.speculator import Speculator
 from nanovllm.kvcache.block_manager import BlockManager, KVCacheManager
@@ -25,6 +25,7 @@ from nanovllm.kvcache.block_pool import Block, BlockPool
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.seams import Companion
 from nanovllm.plan.sequence import Sequence, SequenceStatus
+from nanovllm.plan.shadow_spec import SINK_TOKENS
 from nanovllm.plan.step_plan import KVMoves, SequenceStep, StepPlan, find_payload
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule.scheduler import Scheduler
@@ -241,6 +242,7 @@ class ContentRunner:
         self.gpu = np.full((num_gpu_blocks, block_size), _EMPTY, dtype=np.int64)
         self.cpu = np.full((num_cpu_blocks, block_size), _EMPTY, dtype=np.int64)
         self.pages: dict[int, list[int]] = {}  # the shadow's pages: the tags of a block
+        self.sinks: dict[int, list[int]] = {}  # the shadow's sinks: the tags of the block's first tokens
         self.contents: dict[int, _Content] = {}
         self._sampled: list[int] = []
         # A state is the tag of the last token that it covers. Slots have the tags of pending guesses, too
@@ -254,7 +256,8 @@ class ContentRunner:
     def launch(self, plan: StepPlan) -> list[int]:
         """The sampled tokens, then the drafted ones. Raises ContentError. Order of effects: see KVMoves."""
         fills = find_payload(plan.moves.payloads, ShadowFills) or ShadowFills((), ())
-        self.pages |= {page: self.gpu[block].tolist() for block, page in fills.resident}
+        for fill in fills.resident:
+            self._fill(fill, self.gpu)
         for slot, snapshot in state_flushes(plan):
             self.snapshots[snapshot] = self.states[slot]
         for step in plan.sequences:
@@ -273,11 +276,16 @@ class ContentRunner:
         for row, (step, run) in enumerate(zip(plan.sequences, runs, strict=True)):
             self._check_keys(row, step, run, plan.moves)
         streamed = {block_id for group in plan.moves.streamed for block_id in group.cpu_block_ids}
-        for block_id, page in fills.streamed:
-            assert block_id in streamed, f"page {page} waits for block {block_id}, which is not streamed"
-            self.pages[page] = self.cpu[block_id].tolist()
+        for fill in fills.streamed:
+            assert fill.block_id in streamed, f"{fill} waits for a block that is not streamed"
+            self._fill(fill, self.cpu)
         self._advance_states(plan, runs)
         return self._sample_all(plan, runs, drafted)
+
+    def _fill(self, fill: PageFill, blocks: np.ndarray) -> None:
+        self.pages[fill.page] = blocks[fill.block_id].tolist()
+        if fill.sink >= 0:
+            self.sinks[fill.sink] = self.pages[fill.page][:SINK_TOKENS]
 
     def _sample_all(self, plan: StepPlan, runs: list[_Content], drafted: list[dict[int, int]]) -> list[int]:
         steps = zip(plan.sequences, runs, strict=True)
@@ -348,7 +356,10 @@ class ContentRunner:
         keys = step.payload(DraftKeys)
         if keys is None:
             return
-        pages, block_table, num_paged_keys = keys
+        sink, pages, block_table, num_paged_keys = keys
+        first = self.pages[pages[0]][:SINK_TOKENS] if pages else []
+        if (sink >= 0 or not self.lacks_pages) and first and self.sinks.get(sink) != first:
+            raise ContentError(f"a draft of sequence {step.seq_id} reads sink {sink} in place of {first}")
         exact = self.gpu[list(block_table)].reshape(-1)[: num_paged_keys - step.num_tokens].tolist()
         seen = [tag for page in pages for tag in self.pages[page]] + exact
         expected = self.contents[step.seq_id].tags[: step.position]

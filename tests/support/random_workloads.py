@@ -127,14 +127,15 @@ def dense_manager(
     num_blocks = rng.randint(8, 60 if hybrid else 40)
     num_pages = rng.choice([1, 3, num_blocks, num_blocks]) if has_shadow else 0
     if not hybrid:
-        companions = [*([ShadowPages(num_pages)] if has_shadow else ()), *companions]
+        companions = [*([ShadowPages(num_pages, num_pages)] if has_shadow else ()), *companions]
         block_size, enable_prefix_caching = rng.randint(1, 5), rng.random() < 0.8
         return BlockManager(
             num_blocks, block_size, enable_prefix_caching, companions=companions, model_drafts=model_drafts
         )
     num_slots = rng.randint(2, 8)
     if has_shadow:
-        companions = [ShadowPages(num_pages, rng.choice([0, num_slots])), *companions]
+        num_sinks = num_pages if num_pages == num_blocks else 1
+        companions = [ShadowPages(num_pages, num_sinks, rng.choice([0, num_slots])), *companions]
     return HybridKVCacheManager(
         num_blocks,
         num_slots,

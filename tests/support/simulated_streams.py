@@ -37,6 +37,7 @@ from race_detector import Access, RaceDetector, Site
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, StepAttention
 from nanovllm.capabilities.cpu_attention.job import AttentionJob
+from nanovllm.capabilities.shadow.memory import ShadowMoves
 from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.offload.streams import CpuWorker, Event
@@ -365,12 +366,12 @@ def write_cells(streams: SimulatedStreams, cells: KVCells) -> None:
 def tracked_fill(fill: Callable[..., None], streams: SimulatedStreams) -> Callable[..., None]:
     """Shadow._fill, which declares what it reads."""
 
-    def read_and_fill(moves: torch.Tensor, k_LNPKD: torch.Tensor, v_LNPKD: torch.Tensor, *pages: torch.Tensor) -> None:
-        for block in moves[:, 0].tolist():
+    def read_and_fill(moves: ShadowMoves, k_LNPKD: torch.Tensor, v_LNPKD: torch.Tensor, layers: slice) -> None:
+        for block in moves.pages[:, 0].tolist():
             for layer in range(len(k_LNPKD)):
                 for cache_LNPKD in (k_LNPKD, v_LNPKD):
                     streams.compute.read(cache_LNPKD[layer, block])
-        fill(moves, k_LNPKD, v_LNPKD, *pages)
+        fill(moves, k_LNPKD, v_LNPKD, layers)
 
     return read_and_fill
 

@@ -54,17 +54,14 @@ class ShadowDrafts(ModelDrafts):
         self.shadow = shadow
 
     def inputs(self, steps: StepRunner, draft: StepPlan) -> StepInputs:
-        """Compute the inputs of a draft. The pages take the place of a streamed group."""
-        keys = [step.payload(DraftKeys) for step in draft.sequences]
-        tables = [() if each is None else each.pages for each in keys]
-        lens = np.array([len(table) * steps.spec.block_size for table in tables], np.int32)
-        group = GroupInputs(lens, pad_tables(tables, max(1, *map(len, tables))))
+        """Compute the inputs of a draft. The sinks and pages take the place of a streamed group."""
+        lens, tables = _sinks_and_pages(steps, draft)
+        group = GroupInputs(np.array(lens, np.int32), pad_tables(tables, max(2, *map(len, tables))))
         return steps.build_inputs(draft)._replace(groups=(group,))
 
     def batches(self, steps: StepRunner, draft: StepPlan, tensors: StepInputs) -> StepBatches:
         batches = super().batches(steps, draft, tensors._replace(groups=()))
-        tables = [keys.pages if (keys := step.payload(DraftKeys)) else () for step in draft.sequences]
-        lens = [len(table) * steps.spec.block_size for table in tables]
+        lens, tables = _sinks_and_pages(steps, draft)
         context_lens, block_tables = tensors.groups[0]
         pages = replace(
             batches.paged,
@@ -102,12 +99,18 @@ class ShadowDrafts(ModelDrafts):
             num_pages = min(num_pages, MAX_TIMED_CPU_PAGES)
         few, many = (
             self.seconds(
-                steps, timed_draft(max_model_len - 1, (0,), size, (DraftKeys(tuple(range(pages)), (0,), size),))
+                steps, timed_draft(max_model_len - 1, (0,), size, (DraftKeys(0, tuple(range(pages)), (0,), size),))
             )
             for pages in (1, num_pages)
         )
         key_s = max(0.0, many - few) / (num_pages * size)
         return DraftTimes(many - num_pages * size * key_s, key_s)
+
+
+def _sinks_and_pages(steps: StepRunner, draft: StepPlan) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Return each sequence's number of keys in pages, and its sink or -1, followed by its pages."""
+    tables = [(keys.sink, *keys.pages) if (keys := step.payload(DraftKeys)) else (-1,) for step in draft.sequences]
+    return [(len(table) - 1) * steps.spec.block_size for table in tables], tables
 
 
 class DraftGraphs(DecodeGraphs):
@@ -116,7 +119,7 @@ class DraftGraphs(DecodeGraphs):
     def __init__(self, sizes: list[int], buffers: GraphBuffers, memory: KVMemory, drafts: ShadowDrafts) -> None:
         super().__init__("draft", sizes, 1, buffers, memory)
         self.drafts = drafts
-        num_columns = ceil_div(buffers.max_model_len, memory.spec.block_size)
+        num_columns = 1 + ceil_div(buffers.max_model_len, memory.spec.block_size)  # a sink and pages
         self._lens = torch.zeros(sizes[-1], dtype=torch.int32, device=buffers.device)
         self._tables = torch.zeros(sizes[-1], num_columns, dtype=torch.int32, device=buffers.device)
         self._held = b""  # the content of the tables and lengths

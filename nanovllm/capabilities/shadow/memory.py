@@ -1,14 +1,16 @@
-"""Shadow: one rank's copy of full KV blocks in 2 to 4 bits, to which drafts attend (shadow_spec.py).
+"""Shadow: one rank's copy of full KV blocks in 3 or 4 bits, to which drafts attend (shadow_spec.py).
 
 The format in plain torch is the reference for the kernels (kernels/shadow.py, which defines how codes are packed), and
 is used on a CPU.
 
-Legend: L layers, N blocks or pages, P tokens of each, K kv heads, D head dim, W int32 words of a page in one head.
+Legend: L layers, N blocks or pages, P tokens of each, K kv heads, D head dim, W int32 words of a page in one head, S
+sinks, T tokens of a sink, 2 its K and V.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +18,9 @@ import torch
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.capabilities.shadow.pages import PageFill, ShadowFills
 from nanovllm.device import kernel_target
-from nanovllm.plan.shadow_spec import KEY_GROUP, SLICE_TOKENS, ShadowSpec
+from nanovllm.plan.shadow_spec import KEY_BITS, KEY_GROUP, SINK_TOKENS, SLICE_TOKENS, ShadowSpec
 from nanovllm.plan.step_plan import StepPlan, StreamedGroup, find_payload
-from nanovllm.runner.inputs import pad_tables, to_device
+from nanovllm.runner.inputs import Array, pad_tables, to_device
 from nanovllm.runner.seams import CompanionMemory, GroupHook
 
 _MAX_HALF = 65504.0
@@ -34,10 +36,10 @@ def _quantized(x: torch.Tensor, dim: int, bits: int) -> tuple[torch.Tensor, torc
     return codes, scale, offset
 
 
-def _packed_keys(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def _packed_keys(codes: torch.Tensor) -> torch.Tensor:
     """Pack codes [.., P, D] -> words, flat."""
-    slices = codes.unflatten(-1, (-1, 2)).unflatten(-3, (-1, 16 // bits, SLICE_TOKENS))
-    return (slices << _places(bits)[:, None, None]).sum((-4, -1), dtype=torch.int32).flatten(-3)
+    slices = codes.unflatten(-1, (-1, 2)).unflatten(-3, (-1, 16 // KEY_BITS, SLICE_TOKENS))
+    return (slices << _places(KEY_BITS)[:, None, None]).sum((-4, -1), dtype=torch.int32).flatten(-3)
 
 
 def _packed_values(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -46,10 +48,10 @@ def _packed_values(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return words.transpose(-1, -2).flatten(-3)
 
 
-def _unpacked_keys(words: torch.Tensor, bits: int, head_dim: int) -> torch.Tensor:
+def _unpacked_keys(words: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Unpack words, flat -> codes [.., P, D]."""
     slices = words.unflatten(-1, (-1, 1, SLICE_TOKENS, head_dim // 2, 1))
-    codes = slices >> _places(bits)[:, None, None] & 2**bits - 1
+    codes = slices >> _places(KEY_BITS)[:, None, None] & 2**KEY_BITS - 1
     return codes.flatten(-2).flatten(-4, -2)
 
 
@@ -73,12 +75,12 @@ def _value_groups(v: torch.Tensor, spec: ShadowSpec) -> torch.Tensor:
 def quantize_page(k_PKD: torch.Tensor, v_PKD: torch.Tensor, spec: ShadowSpec) -> torch.Tensor:
     """Compute the page of a block in one layer: int32 [K, W]."""
     k, v = (x.float().transpose(0, 1) for x in (k_PKD, v_PKD))
-    k_codes, k_scale, k_offset = _quantized(k.unflatten(1, (-1, KEY_GROUP)), 2, spec.key_bits)
+    k_codes, k_scale, k_offset = _quantized(k.unflatten(1, (-1, KEY_GROUP)), 2, KEY_BITS)
     v_codes, v_scale, v_offset = _quantized(_value_groups(v, spec), 3, spec.value_bits)
     v_codes = v_codes.flatten(2)[..., : spec.head_dim]
     k_scales = [x.flatten(1).view(torch.int32) for x in (k_scale, k_offset)]
     v_scales = [x.squeeze(3).transpose(1, 2).flatten(1).view(torch.int32) for x in (v_scale, v_offset)]
-    k_words, v_words = _packed_keys(k_codes.flatten(1, 2), spec.key_bits), _packed_values(v_codes, spec.value_bits)
+    k_words, v_words = _packed_keys(k_codes.flatten(1, 2)), _packed_values(v_codes, spec.value_bits)
     return torch.cat([k_words, v_words, *k_scales, *v_scales], 1)
 
 
@@ -86,7 +88,7 @@ def dequantize_page(page_KW: torch.Tensor, spec: ShadowSpec) -> tuple[torch.Tens
     """Return K and V of a page in one layer, each fp32 [P, K, D]."""
     sizes = [spec.key_words, spec.value_words, *2 * [spec.key_scale_words], *2 * [spec.value_scale_words]]
     k_words, v_words, k_scale, k_offset, v_scale, v_offset = page_KW.split(sizes, 1)
-    k = _unpacked_keys(k_words, spec.key_bits, spec.head_dim) + 2**spec.key_bits
+    k = _unpacked_keys(k_words, spec.head_dim) + 2**KEY_BITS
     v = _unpacked_values(v_words, spec.value_bits, spec.head_dim) + 2**spec.value_bits
     k_scale, k_offset = (
         x.contiguous().view(torch.float16).float().unflatten(1, (-1, 1, spec.head_dim)) for x in (k_scale, k_offset)
@@ -100,14 +102,25 @@ def dequantize_page(page_KW: torch.Tensor, spec: ShadowSpec) -> tuple[torch.Tens
     return k.transpose(0, 1), v.transpose(0, 1)
 
 
+class ShadowMoves(NamedTuple):
+    """Fills as arrays, on the host or the device."""
+
+    pages: Array  # int32 [fills, 2]: block and page
+    sinks: Array | None  # int64 [fills of sinks, 2]: block and sink
+
+
 class Shadow(CompanionMemory):
     def __init__(self, spec: ShadowSpec, num_pages: int, device: torch.device) -> None:
         self.spec, self.device = spec, device
         shape = (spec.num_layers, num_pages, spec.num_kv_heads, spec.head_words)
         self.pages_LNKW = torch.zeros(shape, dtype=torch.int32, device=device)
+        sinks_shape = (spec.num_layers, spec.num_sinks(num_pages), 2, SINK_TOKENS, spec.num_kv_heads, spec.head_dim)
+        self.sinks_LS2TKD = torch.zeros(sinks_shape, dtype=torch.float16, device=device)
+        self._unpacked: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # by layer and page, on a CPU
         self._num_sms = kernel_target.target_of(device).num_sms
 
     def begin_step(self, plan: StepPlan, cache: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._unpacked.clear()  # the drafts of a step read the same pages
         fills = find_payload(plan.moves.payloads, ShadowFills)
         if fills is not None and fills.resident:
             self.fill(fills.resident, *cache)
@@ -117,24 +130,28 @@ class Shadow(CompanionMemory):
         fills = find_payload(plan.moves.payloads, ShadowFills)
         if fills is None or not fills.streamed:
             return None
-        pages = dict(fills.streamed)
-        moves = [self._moves(group, pages) for group in plan.moves.streamed]
+        by_block = {fill.block_id: fill for fill in fills.streamed}
+        moves = [self._group_moves(group, by_block) for group in plan.moves.streamed]
 
         def fill(layer: int, number: int, k_NPKD: torch.Tensor, v_NPKD: torch.Tensor) -> None:
             if (of_group := moves[number]) is not None:
-                self._fill(of_group, k_NPKD[None], v_NPKD[None], self.pages_LNKW[layer : layer + 1])
+                self._fill(of_group, k_NPKD[None], v_NPKD[None], slice(layer, layer + 1))
 
         return fill
 
     def fill(self, fills: Sequence[PageFill], k_LNPKD: torch.Tensor, v_LNPKD: torch.Tensor) -> None:
-        """Fill pages in all layers from blocks on the GPU."""
-        moves = torch.as_tensor(to_device(np.array(fills, np.int32), self.device))
-        self._fill(moves, k_LNPKD, v_LNPKD, self.pages_LNKW)
+        """Fill pages and sinks in all layers from blocks on the GPU."""
+        self._fill(self._moves(fills), k_LNPKD, v_LNPKD, slice(None))
 
-    def _moves(self, group: StreamedGroup, pages: Mapping[int, int]) -> torch.Tensor | None:
-        """Return the fills from a group: int32 [pages, 2], the block and the page of each. `pages`: by cpu_block_id."""
-        pairs = [(number, pages[id_]) for number, id_ in enumerate(group.cpu_block_ids) if id_ in pages]
-        return torch.as_tensor(to_device(np.array(pairs, np.int32), self.device)) if pairs else None
+    def _group_moves(self, group: StreamedGroup, fills: Mapping[int, PageFill]) -> ShadowMoves | None:
+        """Return the fills from a group, whose blocks are numbered, or None. `fills`: by cpu_block_id."""
+        found = [fills[id_]._replace(block_id=number) for number, id_ in enumerate(group.cpu_block_ids) if id_ in fills]
+        return self._moves(found) if found else None
+
+    def _moves(self, fills: Sequence[PageFill]) -> ShadowMoves:
+        pages = np.array([(fill.block_id, fill.page) for fill in fills], np.int32)
+        sinks = [(fill.block_id, fill.sink) for fill in fills if fill.sink >= 0]
+        return to_device(ShadowMoves(pages, np.array(sinks, np.int64) if sinks else None), self.device)
 
     def launch_kernels(
         self, q_1HD: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], max_context_len: int
@@ -142,38 +159,58 @@ class Shadow(CompanionMemory):
         """Launch every kernel on one block and one page, on a GPU."""
         from nanovllm.kernels.shadow import attend
 
-        zeros = torch.zeros(1, 2, dtype=torch.int32, device=self.device)
-        self._fill(zeros, *cache, self.pages_LNKW)
+        zeros, memory = (
+            torch.zeros(1, 2, dtype=torch.int32, device=self.device),
+            (self.pages_LNKW[0], self.sinks_LS2TKD[0]),
+        )
+        self._fill(ShadowMoves(zeros, zeros.long()), *cache, slice(None))
         for longest in (self.spec.page_size, max_context_len):  # without splits, and with splits
-            attend(q_1HD, self.pages_LNKW[0], self.spec, zeros[0, :1], zeros, longest, 1.0, self._num_sms)
+            attend(q_1HD, *memory, self.spec, zeros[0, :1], zeros, longest, 1.0, self._num_sms)
 
-    def _fill(self, moves: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages_LNKW: torch.Tensor) -> None:
+    def _fill(self, moves: ShadowMoves, k: torch.Tensor, v: torch.Tensor, layers: slice) -> None:
+        """`k` and `v`: blocks of these layers, [L, N, P, K, D]."""
+        if moves.sinks is not None:
+            blocks, sinks = moves.sinks.unbind(1)
+            first = torch.stack((k[:, blocks, :SINK_TOKENS], v[:, blocks, :SINK_TOKENS]), 2).float()
+            self.sinks_LS2TKD[layers][:, sinks] = first.clamp(-_MAX_HALF, _MAX_HALF).half()
+        pages_LNKW = self.pages_LNKW[layers]
         if pages_LNKW.is_cuda:
             from nanovllm.kernels.shadow import quantize
 
-            quantize(k, v, pages_LNKW, self.spec, moves)
+            quantize(k, v, pages_LNKW, self.spec, moves.pages)
             return
-        for block, page in moves.tolist():
+        for block, page in moves.pages.tolist():
             for layer, pages_NKW in enumerate(pages_LNKW):
                 pages_NKW[page] = quantize_page(k[layer, block], v[layer, block], self.spec)
 
     def attend(
         self, layer: int, q_BHD: torch.Tensor, batch: PagedBatch, scale: float, backend: AttentionBackend
     ) -> PartialAttention:
-        """Attend, one query per sequence, to the keys of the sequence's pages. Hot: once per layer of a draft."""
-        pages_NKW = self.pages_LNKW[layer]
+        """Attend, one query per sequence, to the keys of the sequence's pages. A row of the batch's block table begins
+        with the sequence's sink or -1; its pages follow. Hot: once per layer of a draft.
+        """
+        pages_NKW, sinks_S2TKD = self.pages_LNKW[layer], self.sinks_LS2TKD[layer]
         if pages_NKW.is_cuda:
             from nanovllm.kernels.shadow import attend
 
             # A graph knows only the longest possible context; most contexts are much shorter
             longest = batch.max_context_len if batch.host is not None else batch.max_context_len // 4
             lens, tables = batch.context_lens, batch.block_tables
-            return PartialAttention(*attend(q_BHD, pages_NKW, self.spec, lens, tables, longest, scale, self._num_sms))
+            memory = pages_NKW, sinks_S2TKD
+            return PartialAttention(*attend(q_BHD, *memory, self.spec, lens, tables, longest, scale, self._num_sms))
         assert batch.host is not None, "sizes are not known on the host"
-        used = sorted({0, *chain.from_iterable(batch.host.block_tables)})
-        cache = [dequantize_page(pages_NKW[page], self.spec) for page in used]
+        tables_of_pages = [table[1:] for table in batch.host.block_tables]
+        used = sorted({0, *chain.from_iterable(tables_of_pages)})
+        for page in used:
+            if (layer, page) not in self._unpacked:
+                self._unpacked[layer, page] = dequantize_page(pages_NKW[page], self.spec)
+        cache = [self._unpacked[layer, page] for page in used]
         k, v = (torch.stack(values).to(q_BHD.dtype) for values in zip(*cache, strict=True))
-        own_tables = [[used.index(page) for page in table] for table in batch.host.block_tables]
+        own_tables = [[used.index(page) for page in table] for table in tables_of_pages]
+        for (sink, *_), table in zip(batch.host.block_tables, own_tables, strict=True):
+            if sink >= 0 and table:
+                for values, first in zip((k, v), sinks_S2TKD[sink], strict=True):
+                    values[table[0], :SINK_TOKENS] = first[: self.spec.page_size]
         given = replace(
             batch,
             block_tables=torch.from_numpy(pad_tables(own_tables, batch.block_tables.shape[1])),

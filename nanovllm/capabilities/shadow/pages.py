@@ -1,9 +1,10 @@
-"""ShadowPages: which pages of the shadow hold which blocks. See plan/shadow_spec.py."""
+"""ShadowPages: which pages and sinks of the shadow hold which blocks. See plan/shadow_spec.py."""
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from nanovllm.kvcache.block_pool import Block
 from nanovllm.kvcache.seams import Companion, GpuBlockOf
@@ -17,10 +18,13 @@ EXACT_TOKENS = 128
 
 
 class PageFill(NamedTuple):
-    """A full block on the GPU whose K and V, in every layer, are quantized into a page of the shadow."""
+    """A full block whose K and V, in every layer, are quantized into a page of the shadow, and whose first tokens are
+    copied to a sink.
+    """
 
-    gpu_block_id: int
+    block_id: int  # of the GPU, or of the CPU if the block is streamed
     page: int
+    sink: int  # or -1 if only the page is filled
 
 
 class ShadowFills(NamedTuple):
@@ -31,7 +35,7 @@ class ShadowFills(NamedTuple):
     """
 
     resident: tuple[PageFill, ...]
-    streamed: tuple[tuple[int, int], ...]  # cpu_block_id and page
+    streamed: tuple[PageFill, ...]
 
     @property
     def acts_by_layer(self) -> bool:
@@ -42,9 +46,11 @@ class DraftKeys(NamedTuple):
     """Sequence payload: the keys that a sequence's drafts attend to.
 
     Full blocks are in pages of the shadow, and the newest keys in `block_table`, in full precision. The last of the
-    `num_paged_keys` keys are the keys of the step's new tokens, as in SequenceStep.
+    `num_paged_keys` keys are the keys of the step's new tokens, as in SequenceStep. `sink`: holds the first tokens of
+    the first page in 16 bits, or -1.
     """
 
+    sink: int
     pages: tuple[int, ...]
     block_table: tuple[int, ...]  # gpu_block_ids
     num_paged_keys: int
@@ -55,34 +61,74 @@ class DraftKeys(NamedTuple):
 
 @dataclass(slots=True)
 class _Pages:
-    """Pages of a running sequence's full blocks."""
+    """Pages of a running sequence's first full blocks, in the order of the blocks."""
 
-    num_blocks: int = 0  # the first blocks, which all have pages
-    filled: list[int] = field(default_factory=list)
-    being_filled: list[int] = field(default_factory=list)  # pages that the last planned step fills
+    pages: list[int] = field(default_factory=list)
+    sink: int = -1  # the first block's sink, or -1
+    are_filled: bool = True  # False if the last planned step fills some of the pages after its drafts
+
+
+class _Places:
+    """The pages of the shadow, or its sinks. `name`: the field of Block that holds the number of the place.
+
+    A place keeps its block when the sequence ends, so that a prefix hit finds the place. A place goes to another block
+    only once no sequence owns its present block: the least recently used place goes first.
+    """
+
+    def __init__(self, name: Literal["page", "sink"], count: int) -> None:
+        self._name = name
+        # Least recently used first. A block that has been reallocated has forgotten its place
+        self._blocks: OrderedDict[int, Block | None] = OrderedDict.fromkeys(range(count))
+        self._may_find = True  # False if all places belong to owned blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def num_used(self) -> int:
+        return sum(self._content(place) is not None for place in list(self._blocks))
+
+    def _content(self, place: int) -> Block | None:
+        block = self._blocks[place]
+        return block if block is not None and getattr(block, self._name) == place else None
+
+    def give(self, block: Block) -> int | None:
+        """Give the block a place whose present block no sequence owns."""
+        for _ in range(len(self._blocks) if self._may_find else 0):
+            place = next(iter(self._blocks))
+            self._blocks.move_to_end(place)
+            present = self._content(place)
+            if present is None or not present.ref_count:
+                if present is not None:
+                    setattr(present, self._name, -1)
+                setattr(block, self._name, place)
+                self._blocks[place] = block
+                return place
+        self._may_find = False
+        return None
+
+    def release(self, places: Iterable[int]) -> None:
+        """Called when a sequence that used the places has ended."""
+        for place in places:
+            self._blocks.move_to_end(place)
+        self._may_find = True
 
 
 class ShadowPages(Companion):
-    """Gives pages to the full blocks of running sequences, until none are left.
+    """Gives pages to the full blocks of running sequences, and sinks to their first blocks, until none are left."""
 
-    A page keeps its block when the sequence ends, so that a prefix hit finds the page. A page goes to another block
-    only once no sequence owns its present block: the least recently used page goes first.
-    """
-
-    def __init__(self, num_pages: int, num_spared_blocks: int = 0) -> None:
+    def __init__(self, num_pages: int, num_sinks: int, num_spared_blocks: int = 0) -> None:
         """While the placed sequences have at most `num_spared_blocks` blocks, which fit into the slots, only sequences
         that have pages get more pages: drafts would hardly gain.
         """
         self.num_spared_blocks = num_spared_blocks
-        # Least recently used first. A block that has been reallocated has forgotten its page
-        self._blocks: OrderedDict[int, Block | None] = OrderedDict.fromkeys(range(num_pages))
-        self._may_find = True  # False if all pages belong to owned blocks
+        self._places, self._sinks = _Places("page", num_pages), _Places("sink", num_sinks)
         self._pages: dict[int, _Pages] = {}  # by seq_id
         self._resident: list[PageFill] = []  # fills of the step
-        self._streamed: dict[int, int] = {}  # streamed fills of the step: pages by block_id
+        self._streamed: dict[int, PageFill] = {}  # streamed fills of the step, by block_id
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._places)
 
     def plan_step(self, placed: Seq[tuple[Sequence, int]], gpu_block: GpuBlockOf) -> ShadowFills | None:
         """Give pages to the full blocks of the step's sequences."""
@@ -104,47 +150,36 @@ class ShadowPages(Companion):
         self.streams_all = bool(self._streamed)
         if not self._resident and not self._streamed:
             return None
-        return ShadowFills(tuple(self._resident), tuple(self._streamed.items()))
+        return ShadowFills(tuple(self._resident), tuple(self._streamed.values()))
 
     def _fill(self, seq: Sequence, num_blocks: int, gpu_block: GpuBlockOf) -> None:
         """Give a page to each of a sequence's first `num_blocks` blocks that lacks one."""
-        pages = self._pages.setdefault(seq.seq_id, _Pages())
-        pages.filled += pages.being_filled
-        pages.being_filled.clear()
-        for number in range(pages.num_blocks, num_blocks):
+        own = self._pages.setdefault(seq.seq_id, _Pages())
+        own.are_filled = True
+        for number in range(len(own.pages), num_blocks):
             block = self.pool.blocks[seq.block_table[number]]
             if block.page >= 0:
-                (pages.being_filled if block.block_id in self._streamed else pages.filled).append(block.page)
-            elif (source := gpu_block(block)) is None or (page := self._take()) is None:
+                own.are_filled &= block.block_id not in self._streamed
+            elif (source := gpu_block(block)) is None or (page := self._places.give(block)) is None:
                 break
             else:
-                block.page, self._blocks[page] = page, block
+                sink = self._sinks.give(block) if number == 0 and block.sink < 0 else None
+                fill = PageFill(source if source >= 0 else block.block_id, page, -1 if sink is None else sink)
                 if source >= 0:
-                    self._resident.append(PageFill(source, page))
-                    pages.filled.append(page)
+                    self._resident.append(fill)
                 else:
-                    self._streamed[block.block_id] = page
-                    pages.being_filled.append(page)
-            pages.num_blocks = number + 1
-
-    def _take(self) -> int | None:
-        """Find a page whose block no sequence owns, and take it from the block."""
-        for _ in range(len(self._blocks) if self._may_find else 0):
-            page, block = next(iter(self._blocks.items()))
-            self._blocks.move_to_end(page)
-            if block is None or block.page != page or not block.ref_count:
-                if block is not None and block.page == page:
-                    block.page = -1
-                return page
-        self._may_find = False
-        return None
+                    self._streamed[block.block_id] = fill
+                    own.are_filled = False
+            own.pages.append(block.page)
+            if number == 0:
+                own.sink = block.sink
 
     def can_draft(self, seq: Sequence) -> bool:
         """Return False if the step fills a page that drafts would miss."""
-        return not self._pages[seq.seq_id].being_filled
+        return self._pages[seq.seq_id].are_filled
 
     def has_pages(self, seq: Sequence) -> bool:
-        return seq.seq_id in self._pages and self._pages[seq.seq_id].num_blocks > 0
+        return seq.seq_id in self._pages and bool(self._pages[seq.seq_id].pages)
 
     def plan_sequence(
         self, seq: Sequence, num_tokens: int, num_guesses: int, gpu_block: GpuBlockOf, *, has_drafts: bool
@@ -153,7 +188,7 @@ class ShadowPages(Companion):
             return None
         size, start = self.pool.index.block_size, seq.num_computed_tokens
         first, end = start // size, start + num_tokens
-        pages = self._pages[seq.seq_id].filled
+        pages, sink = self._pages[seq.seq_id].pages, self._pages[seq.seq_id].sink
         if first and start % size < EXACT_TOKENS:
             before = self.pool.blocks[seq.block_table[first - 1]]
             if gpu_block(before) not in (-1, None):
@@ -162,16 +197,14 @@ class ShadowPages(Companion):
         block_ids = seq.block_table[first : ceil_div(end, size)]
         exact = [gpu_block(self.pool.blocks[block_id]) for block_id in block_ids]
         assert None not in exact, f"sequence {seq.seq_id} drafts in a step that loads its newest block"
-        return DraftKeys(tuple(pages), tuple(block_id or 0 for block_id in exact), end - first * size)
+        return DraftKeys(sink, tuple(pages), tuple(block_id or 0 for block_id in exact), end - first * size)
 
     def forget(self, seq: Sequence) -> None:
-        pages = self._pages.pop(seq.seq_id, None)
-        if pages is None:
+        own = self._pages.pop(seq.seq_id, None)
+        if own is None:
             return
-        for page in (*pages.filled, *pages.being_filled):
-            self._blocks.move_to_end(page)
-        self._may_find = True
+        self._places.release(own.pages)
+        self._sinks.release((own.sink,) if own.sink >= 0 else ())
 
     def stats(self) -> dict[str, float | None]:
-        num_used = sum(block is not None and block.page == page for page, block in list(self._blocks.items()))
-        return {"num_shadow_pages": len(self), "num_used_shadow_pages": num_used}
+        return {"num_shadow_pages": len(self), "num_used_shadow_pages": self._places.num_used}
