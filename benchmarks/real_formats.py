@@ -146,7 +146,7 @@ def perplexities(file: Path, num_tokens: int) -> dict[str, float]:
     got = [
         of_token[token_id].logprob
         for ids, output in zip(prompts, outputs, strict=True)
-        for token_id, of_token in list(zip(ids, output.prompt_logprobs, strict=True))[1:]
+        for token_id, of_token in list(zip(ids, output["prompt_logprobs"], strict=True))[1:]
     ]
     both = {"engine": got, "transformers": expected}
     return {name: float(torch.tensor(each).double().mean().neg().exp()) for name, each in both.items()}
