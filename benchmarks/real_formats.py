@@ -42,14 +42,16 @@ def texts() -> list[str]:
     return code + [manual[start : start + 20_000] for start in range(0, 80_000, 20_000)]
 
 
-def load_reference(file: Path) -> tuple[Any, Any]:
-    """Return the model in transformers, with its features shuffled, and the tokenizer."""
+def load_reference(file: Path, stored: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
+    """Return the model in transformers, with its features shuffled and its weights rounded to `stored`, and the
+    tokenizer.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     where = {"gguf_file": file.name}
     config = AutoConfig.from_pretrained(file.parent, **where)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    weights = {name: tensor.read().bfloat16() for name, tensor in open_gguf(file).items()}
+    weights = {name: tensor.read().to(stored) for name, tensor in open_gguf(file).items()}
     model.load_state_dict(weights, strict=False)  # the output head is the embedding table
     _shuffle(model)
     return model, AutoTokenizer.from_pretrained(file.parent, **where)
@@ -134,8 +136,8 @@ def _log_probabilities(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
 
 
 def perplexities(file: Path, num_tokens: int) -> dict[str, float]:
-    """Return the perplexity of the texts in 16 bits, of the engine and of transformers."""
-    model, tokenizer = load_reference(file)
+    """Return the perplexity of the texts with the weights of the file, of the engine and of transformers."""
+    model, tokenizer = load_reference(file, torch.float32)
     prompts = [tokenizer.encode(text[: 8 * num_tokens])[:num_tokens] for text in texts()]
     expected = []
     for ids, found in zip(prompts, _log_probabilities(model, torch.tensor(prompts)), strict=True):
@@ -146,7 +148,7 @@ def perplexities(file: Path, num_tokens: int) -> dict[str, float]:
     got = [
         of_token[token_id].logprob
         for ids, output in zip(prompts, outputs, strict=True)
-        for token_id, of_token in list(zip(ids, output.prompt_logprobs, strict=True))[1:]
+        for token_id, of_token in list(zip(ids, output["prompt_logprobs"], strict=True))[1:]
     ]
     both = {"engine": got, "transformers": expected}
     return {name: float(torch.tensor(each).double().mean().neg().exp()) for name, each in both.items()}

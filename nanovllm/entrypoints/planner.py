@@ -236,7 +236,7 @@ def _format_remark(plan: CapacityPlan) -> str:
     if name == "fp8_dynamic":
         remarks.append("in fp8, as are activations in products of many rows; fp8 has smaller errors")
     if name == "fp8" and capability is not None and can_multiply_fp8(capability):
-        remarks.append("fp8_dynamic is for long prompts and large batches, and int8 loses a tenth")
+        remarks.append("fp8_dynamic is for long prompts and large batches, and int8 loses a fifteenth")
     return "; ".join(remarks)
 
 
