@@ -48,13 +48,12 @@ def load_reference(file: Path, stored: torch.dtype = torch.bfloat16) -> tuple[An
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    where = {"gguf_file": file.name}
-    config = AutoConfig.from_pretrained(file.parent, **where)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
     weights = {name: tensor.read().to(stored) for name, tensor in open_gguf(file).items()}
     model.load_state_dict(weights, strict=False)  # the output head is the embedding table
     _shuffle(model)
-    return model, AutoTokenizer.from_pretrained(file.parent, **where)
+    return model, AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
 
 
 @torch.no_grad()

@@ -381,7 +381,7 @@ def fits(
     machine: Machine, models: Iterable[str] = (), quantization: str | None = None, context: int | None = None
 ) -> list[Fit]:
     """List everything that runs on `machine`. `models`, `quantization` and `context` limit the list. By default, the
-    list has all presets, the checkpoint's format and all of QUANTIZATIONS but fp8, and each of CONTEXTS that the model
+    list has all presets, the checkpoint's format and all of QUANTIZATIONS but int8, and each of CONTEXTS that the model
     supports, or the model's longest context if that is shorter than all of CONTEXTS.
 
     Raises ConfigError if one of `models` does not take `context` or `quantization`, and if the GPU does not.

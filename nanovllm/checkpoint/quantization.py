@@ -233,7 +233,8 @@ CHECKPOINT_FORMATS = {  # vLLM's names for the formats of checkpoints -> Quantiz
 # What the formats cost: the mean KL divergence of a token's probabilities from what the weights in 16 bits give, for
 # SmolLM2-135M-Instruct on real text (python -m benchmarks.real_formats)
 KL_ON_SMOLLM2 = {"int8": 0.0011, "int6": 0.013, "int5": 0.045, "int4": 0.13, "fp8": 0.017}
-WEIGHTS_ALONE = tuple(name for name in KL_ON_SMOLLM2 if name != "fp8")  # without fp8, int8 being better at its size
+# Formats that plans propose, most bits first. int8 decodes at 0.86 of fp8's rate (docs/benchmarks/h200-2026-11-27.md)
+WEIGHTS_ALONE = ("fp8", "int6", "int5", "int4")
 # Formats to which an output head can be quantized at loading. Loading halves the groups where that pays (`head_format`
 # in models/quantized_weights.py)
 HEAD_QUANTIZATIONS = {"int8": Quantization(method=_ONLINE, bits=8, block=(1, 64))}

@@ -72,7 +72,7 @@ def test_choice_of_a_context_is_the_longest_that_is_fast() -> None:
     choice = chosen("qwen2.5-7b-1m", "RTX 4090")
     assert choice.config.max_model_len == 262_144 and choice.config.quantization is None
     assert "a longer context takes over half of the CPU memory or decodes at less than 10 tok/s" in choice.text
-    assert "quantization=int4 (" in choice.text  # as a hint
+    assert "quantization=int6 (" in choice.text  # as a hint
     assert chosen("qwen3-0.6b", "RTX 4090").config.max_model_len is None  # the model's own
 
 

@@ -66,8 +66,9 @@ def num_cpu_layers(plan: CapacityPlan) -> int:
 
 def test_bytes_of_experts_by_hand() -> None:
     on_gpu = plan_for(gib=80)
+    # Slots for single experts, in int4 twice: for their blocks, too
     for format, on_cpu, of_gpu, num_slots in (
-        *(("int4", INT4_ON_CPU, INT4_ON_GPU, 24), ("fp8", 1 + 4 / 128, 0, 13), (None, 2, 2, 7)),
+        *(("int4", INT4_ON_CPU, INT4_ON_GPU, 2 * 24), ("fp8", 1 + 4 / 128, 0, 13), (None, 2, 2, 7)),
     ):
         plan = plan_for(gib=80, format=format, **ALL_OUT)
         assert plan.host_expert_bytes == 48 * LAYER_30B * on_cpu
@@ -99,7 +100,7 @@ def test_each_rank_has_a_part_of_every_expert() -> None:
         more = (48 - num_layers) * LAYER_30B / 3
         assert two.host_expert_bytes == one.host_expert_bytes + more * (20 / 32 - INT4_ON_CPU)
         one_bytes, two_bytes = (each.memory.expert_staging_bytes - STAGED_PIECE_BYTES for each in (one, two))
-        assert 2 * two_bytes == one_bytes + 2 * LAYER_30B / 3 * (20 / 32 - INT4_ON_GPU)
+        assert 2 * two_bytes == one_bytes + (2 + 48 / 128) * LAYER_30B / 3 * (20 / 32 - INT4_ON_GPU)
 
 
 def test_experts_of_the_draft_head_leave_the_gpu_with_the_others() -> None:
@@ -323,7 +324,7 @@ def test_table_and_summary_say_what_is_where_and_why() -> None:
     size = f"{cpu * LAYER_30B * INT4_ON_CPU / GIB:.2f} GiB"
     assert f"  experts {size:>15}  in pinned CPU memory, of {cpu} of 48 layers; the GPU has room for {gpu} " in table
     assert f" {gpu} and the KV of 40,960 tokens" in table and "by the CPU's experts and the GPU in turn" in table
-    assert "701.38 MiB  for experts that cross the link: two layers, and single ones" in table
+    assert "822.88 MiB  for experts that cross the link: two layers, and single ones" in table
     assert f"of experts by the CPU\n  link{'27.3 GB/s':>19}  PCIe 4 x16, projected\n" in table
     assert f"; experts in CPU memory: {size} of {cpu} of 48 layers; " in plan_summary(plan)
     assert "; KV cache: " in plan_summary(plan) and "CPU pool" not in plan_summary(plan)

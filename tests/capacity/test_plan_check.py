@@ -221,6 +221,7 @@ def test_smaller_steps_are_not_named_if_what_is_exact_does_not_fit() -> None:
             check_start(plan)
 
 
+@pytest.mark.slow
 def test_following_the_first_option_ends_in_a_plan_that_works_or_with_nothing_to_name() -> None:
     """Regression: for int4 it named int4 again. No option is named that is given, so following them ends."""
     draft_heads: tuple[tuple[str, str, int, dict[str, Any]], ...] = (

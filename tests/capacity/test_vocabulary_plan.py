@@ -187,13 +187,13 @@ def test_table_shows_the_sizes_with_and_without() -> None:
 
 
 def test_fit_quantizes_the_head_only_where_kv_is_missing_and_it_gains() -> None:
-    machine = Machine.gpu(64 * GIB, find_gpu("RTX 4060"))
+    machine = Machine.gpu(64 * GIB, find_gpu("RTX 4070"))
     heads = {}
-    for context in (32_768, 98_304):
-        (fit,) = fits(machine, ["qwen2.5-7b-1m"], "int4", context)
+    for context in (32_768, 131_072):
+        (fit,) = fits(machine, ["qwen3-8b"], "int4", context)
         heads[context] = fit.plan.config.quantize_head
         assert (fit.plan.model.head_quantization is not None) == (fit.plan.config.quantize_head is not None)
-    assert heads == {32_768: None, 98_304: "int8"}
+    assert heads == {32_768: None, 131_072: "int8"}
     assert all(fit.plan.config.quantize_head is None for fit in fits(DESKTOP, ["qwen3-8b"], "int4", 32_768))
-    text = fit_table(machine, fits(machine, ["qwen2.5-7b-1m"], "int4", 98_304))
+    text = fit_table(machine, fits(machine, ["qwen3-8b"], "int4", 131_072))
     assert "int4    int8" in text and "--quantize-head HEAD" in text

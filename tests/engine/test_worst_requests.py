@@ -177,6 +177,7 @@ WORST: dict[str, tuple[list[int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 def test_step_of_the_worst_request_takes_little_more_work_than_a_plain_one(
     setup: EngineSetup, text: TextFrontend
 ) -> None:

@@ -310,6 +310,7 @@ def values_of(weight: object) -> torch.Tensor:
     return torch.empty_like(values).index_copy_(1, weight.column_order.long(), values)
 
 
+@pytest.mark.slow
 @on_device
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_5"])

@@ -71,6 +71,7 @@ def test_staged_experts_have_the_values_in_cpu_memory(
         staging.multiplied(number)
 
 
+@pytest.mark.slow
 @on_device
 def test_experts_are_streamed_again_after_kernels_were_only_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
@@ -90,7 +91,8 @@ def test_experts_are_streamed_again_after_kernels_were_only_compiled(
 
 
 @on_device
-@pytest.mark.parametrize("name", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("awq", "Q4_K"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int4", "awq", "Q4_K"])
 def test_slots_have_the_values_of_the_experts_that_the_gpu_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, name: str
 ) -> None:

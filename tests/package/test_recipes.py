@@ -4,6 +4,7 @@ import argparse
 import re
 import shlex
 
+import pytest
 from recipes import INSTALL, RECIPE, write_outputs
 
 from nanovllm.config import Config
@@ -18,6 +19,7 @@ def parsed(command: str) -> argparse.Namespace:
     return _parser().parse_args(shlex.split(command.replace("\\\n", " ")))
 
 
+@pytest.mark.slow
 def test_recipes_show_what_plan_prints() -> None:
     assert write_outputs(TEXT) == TEXT, "run make docs"
 

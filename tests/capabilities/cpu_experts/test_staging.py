@@ -108,6 +108,7 @@ def _contiguous(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
 def test_random_steps_have_no_race_and_the_right_weights(
     rank: RankExperts, expected: list[Weights], mode: Mode
 ) -> None:
@@ -146,6 +147,7 @@ def test_every_edge_is_documented_and_without_it_a_race_is_found(rank: RankExper
                 play(rank, expected, SimulatedStreams(mode, drop={edge}), seed=0)
 
 
+@pytest.mark.slow
 def test_without_the_edge_to_products_the_weights_are_wrong(rank: RankExperts, expected: list[Weights]) -> None:
     """Without the race detector. The wait for compute (E16) cannot show here: compute is never late."""
     edges = edges_of(rank, expected, seed=0)
@@ -154,6 +156,7 @@ def test_without_the_edge_to_products_the_weights_are_wrong(rank: RankExperts, e
         play(rank, expected, SimulatedStreams("late", drop={edge}, check_races=False), seed=0)
 
 
+@pytest.mark.slow
 def test_weights_are_copied_in_pieces(
     monkeypatch: pytest.MonkeyPatch, rank: RankExperts, expected: list[Weights]
 ) -> None:

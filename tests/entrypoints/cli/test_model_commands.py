@@ -77,6 +77,7 @@ def test_list_without_models_says_how_to_get_one(
     assert main(["list", str(tmp_path / "none")]) == 2
 
 
+@pytest.mark.slow
 def test_what_runs_takes_the_models_format_if_it_fits() -> None:
     def runs(preset: str, gpu_gb: int = 12) -> str:
         machine = replace(Machine.gpu(64 * 2**30, find_gpu("RTX 4070")), gpu_bytes=gpu_gb * 2**30)

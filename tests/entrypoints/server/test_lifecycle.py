@@ -214,6 +214,7 @@ def test_port_that_a_rival_takes_during_the_load_is_named(long_model: Path, tmp_
 # -- signals -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sigterm_under_load_finishes_what_is_open(long_model: Path, tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.touch()
