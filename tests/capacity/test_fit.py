@@ -87,7 +87,7 @@ def test_fit_table_names_bounds_as_projected_and_says_when_nothing_runs() -> Non
     text = fit_table(machine(), fits(machine(), ["qwen3-8b"], context=32768))
     assert "RTX 4070 (11.60 GiB) with 64.00 GiB of CPU memory" in text and "projected" in text
     assert (
-        text.count("qwen3-8b") == 4  # the last in the recommendation
+        text.count("qwen3-8b") == 6  # five formats, and the recommendation
         and "also stands for" not in text
         and "recommended: nanovllm chat qwen3-8b --quantization int4 --max-model-len 40960" in text
     )

@@ -27,7 +27,7 @@ from nanovllm import kernels
 from nanovllm.attention.base import PartialAttention, RunningMerge
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.checkpoint.gguf import TYPES
-from nanovllm.checkpoint.quantization import BLOCK_TYPES
+from nanovllm.checkpoint.quantization import BLOCK_TYPES, Quantization
 from nanovllm.device.kernel_target import KNOWN_TARGETS, KernelTarget
 from nanovllm.kernels import (
     decode,
@@ -43,6 +43,7 @@ from nanovllm.kernels import (
     peer_sum,
     prefill,
     quantizing,
+    read_experts,
     sampler,
     shadow,
     small_linear,
@@ -234,6 +235,20 @@ def launch_quantize_weight(size: int, dtype: torch.dtype) -> None:
         quantizing.quantize_weight(torch.zeros(256, size, dtype=dtype), PACKED_KINDS[kind](size, dtype), 0, 0)
 
 
+def launch_read_experts() -> None:
+    """A layer of 128 experts in CPU memory, in int4 with groups of 128."""
+    with torch.device("cpu"):
+        weight = PackedWeight([64] * 4, 256, Quantization(method="gptq", bits=4, block=(1, 128)))
+    weight.choose_scales(BF16, "here")
+    experts = torch.zeros(1, 8, dtype=torch.int64)
+    divided = read_experts.divide(experts, None, num_experts=128, num_slots=4, share=128)
+    read_experts.read_rows(
+        torch.zeros(128, 64, 128, dtype=torch.uint8), divided.slot_experts, weight.codes.view(4, 64, -1)
+    )
+    rows, scales = gguf_pack.PartRows(0, 64, 64), torch.zeros(128, 64, 2)
+    read_experts.arrange_scales(scales, None, packed(weight), rows, middle=8, experts=divided.slot_experts)
+
+
 def launch_pack_blocks(names: Iterable[str]) -> None:
     for name in names:
         weight = blocks(name, 4096)
@@ -363,6 +378,7 @@ def test_kernels_fit_at_common_shapes(name: str) -> None:
                 packed_linear.products(torch.zeros(1, size, dtype=BF16), PACKED_KINDS["Q6_K"](size, BF16))
             launch_quantize_weight(4096, BF16)
             launch_pack_blocks(["Q4_K"])
+            launch_read_experts()
             launch_shadow(128, BF16, bits=4)
             only_fp8 = {"_rms_norm_and_quantize_kernel", "_silu_and_quantize_kernel"}
             if name == "9.0":

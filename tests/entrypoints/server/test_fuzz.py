@@ -133,8 +133,9 @@ def test_server_any_body_is_answered_or_refused_in_the_form(server: Server, requ
 @given(path=st.sampled_from(sorted(PATHS)), body=st.binary(max_size=40))
 def test_server_any_bytes_are_refused_in_the_form(server: Server, path: str, body: bytes) -> None:
     (response,) = server.post((path, body))
-    assert response.status_code == 400
-    check_error(response)
+    if response.status_code != 200:  # 40 bytes can be a request: {"prompt": ""} to /tokenize
+        assert response.status_code == 400
+        check_error(response)
 
 
 @settings(max_examples=examples(100))
