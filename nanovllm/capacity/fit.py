@@ -235,7 +235,7 @@ class _Wish:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class ChosenOptions:
     """The options of an engine. If no choice works, they are the options that take the least memory."""
 
     config: Config
@@ -253,7 +253,7 @@ def choose(
     context: int | None = None,
     num_sequences: int = 1,
     staging: StagingSizes = StagingSizes(),
-) -> Choice:
+) -> ChosenOptions:
     """Choose the options of `config` that the user has not given. With fit=None the format of the weights stays, with
     fit=True it may be one of WEIGHTS_ALONE; on a CPU and with fit=False nothing changes.
 
@@ -266,7 +266,7 @@ def choose(
     as_given = stored.quantized(config.quantization, config.quantize_head, config.tensor_parallel_size)
     limit, asked = stored.max_model_len_limit, context or config.max_model_len
     if config.fit is False or machine.gpu_bytes is None or (asked or 0) > limit:
-        return Choice(config=config, model=as_given)
+        return ChosenOptions(config=config, model=as_given)
     known = {name for name in given if getattr(config, name, None) is not None}
     wish = _Wish(config=config, given=known, machine=machine, num_sequences=num_sequences, staging=staging)
     contexts = [asked] if asked else [limit, *_shorter(limit)]
@@ -283,10 +283,10 @@ def choose(
         if plan is not None and _is_fast(plan):
             break
     if plan is None:
-        return Choice(config=wish.most_frugal(model, contexts[0]), model=model)
+        return ChosenOptions(config=wish.most_frugal(model, contexts[0]), model=model)
     hints = _hints(wish, stored, plan, is_open and not config.fit)
     model = stored.quantized(plan.config.quantization, plan.config.quantize_head, plan.config.tensor_parallel_size)
-    return Choice(config=plan.config, model=model, plan=plan, text=_describe(config, plan, bool(asked), hints))
+    return ChosenOptions(config=plan.config, model=model, plan=plan, text=_describe(config, plan, bool(asked), hints))
 
 
 def _is_fast(plan: CapacityPlan) -> bool:

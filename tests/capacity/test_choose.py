@@ -8,7 +8,7 @@ import pytest
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM
-from nanovllm.capacity.fit import Choice, choose
+from nanovllm.capacity.fit import ChosenOptions, choose
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -18,7 +18,7 @@ from nanovllm.engine.setup import prepare
 GIB = 2**30
 
 
-def chosen(model: str, gpu: str = "RTX 4070", host_gib: int = 64, **given: Any) -> Choice:
+def chosen(model: str, gpu: str = "RTX 4070", host_gib: int = 64, **given: Any) -> ChosenOptions:
     given = {"fit": None, **given}
     machine = Machine.gpu(host_gib * GIB, find_gpu(gpu))
     return choose(Config(model=model, **given), given, ModelConfig.without_weights(model), machine)
@@ -99,7 +99,7 @@ def test_choice_on_a_cpu_and_beyond_the_rope_changes_nothing(tmp_path: Path) -> 
         (False, Machine.gpu(GIB, find_gpu("RTX 4060")), None),
     ):
         config = Config(model="qwen3-8b", fit=fit, max_model_len=length)
-        assert choose(config, (), stored, machine) == Choice(config=config, model=stored)
+        assert choose(config, (), stored, machine) == ChosenOptions(config=config, model=stored)
 
 
 def test_llm_with_fit_chooses_before_anything_is_allocated(
