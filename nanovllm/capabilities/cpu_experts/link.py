@@ -52,8 +52,8 @@ class ExpertLink:
         formats = {matrix.format for layer in layers for matrix in layer.matrices}
         block_bytes = (each.num_rows * each.row_bytes for each in formats if each.is_of_blocks)
         device = next(next(iter(self._experts.values())).parameters()).device
-        # GGUF's blocks are packed from here
-        self._raw = torch.empty(self._num_slots * max(block_bytes, default=0), dtype=torch.uint8, device=device)
+        # GGUF's blocks are packed from here, for unused slots, too
+        self._raw = torch.zeros(self._num_slots * max(block_bytes, default=0), dtype=torch.uint8, device=device)
 
         def view(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else streams.on_device(tensor)
