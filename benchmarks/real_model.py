@@ -12,6 +12,7 @@ import difflib
 import inspect
 import textwrap
 from collections.abc import Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -37,6 +38,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "shadow, 3 bits": {"speculation": "shadow", "shadow_bits": 3},
 }
 RIVALS = ("off", "prompt_lookup", "resident", "shadow, 4 bits")  # of "auto", which uses a shadow in 4 bits here
+SHARED = {"gpu_memory_utilization": 0.15, "cpu_memory_gb": 1.0}  # several engines on one GPU
+RATED_TOKENS = 512  # of each answer whose rate is measured
 Request: TypeAlias = tuple[list[int], SamplingParams]
 COLUMNS = f"{'drafter':<16} {'task':<8} T   "
 
@@ -84,11 +87,11 @@ def make_llm(device: str, options: dict[str, Any], *, always_guesses: bool) -> L
     return LLM(model_file(), device=device, dtype=dtype, internals=internals, **options)
 
 
-def cases(args: argparse.Namespace, llm: LLM) -> Iterator[tuple[dict[str, Any], list[Request]]]:
-    """Yield each task at each temperature, with its requests."""
+def cases(args: argparse.Namespace, llm: LLM, num_tokens: int) -> Iterator[tuple[dict[str, Any], list[Request]]]:
+    """Yield each task at each temperature, with its requests for answers of `num_tokens`."""
     for task, temperature in product(args.tasks, args.temperatures):
         prompts = make_prompts(llm, task, args.prompt_tokens, args.prompts)
-        options = {"temperature": temperature, "max_tokens": args.answer_tokens, "ignore_eos": True}
+        options = {"temperature": temperature, "max_tokens": num_tokens, "ignore_eos": True}
         params = [SamplingParams(seed=i, **options) for i in range(len(prompts))]
         yield {"task": task, "temperature": temperature}, list(zip(prompts, params, strict=True))
 
@@ -99,7 +102,7 @@ def acceptance(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         guesses = {"num_speculative_tokens": NUM_GUESSES}
         # Drafts are measured even where they gain nothing
         with make_llm(args.device, guesses | DRAFTERS[name], always_guesses=True) as llm:
-            for case, requests in cases(args, llm):
+            for case, requests in cases(args, llm, args.answer_tokens):
                 counts = [count_right(llm, prompt, params) for prompt, params in requests]
                 num_counted, num_right, num_steps = map(sum, zip(*counts, strict=True))
                 yield (
@@ -129,16 +132,26 @@ def count_right(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[in
 
 
 def rates(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield tokens per second after the first, where the engine decides how many tokens are drafted."""
-    for name in (*RIVALS, "auto"):
-        options = DRAFTERS.get(name, {"speculation": name})
-        with make_llm(args.device, options, always_guesses=False) as llm:
-            for number, (case, requests) in enumerate(cases(args, llm)):
-                if number == 0:  # warm up
-                    serve(llm, [requests[0][0]], requests[0][1])
-                answers = [serve(llm, [prompt], params)[0][0] for prompt, params in requests]
-                samples = Samples(tuple(1 / (answer["tpot_s"] or 1.0) for answer in answers))
-                yield {"drafter": name} | case | samples.as_json("tok_per_s")
+    """Yield tokens per second after the first, where the engine decides how many tokens are drafted. The engines answer
+    each prompt in turn, so that other programs on the machine slow all of them alike.
+    """
+    with ExitStack() as stack:
+        llms = {
+            name: stack.enter_context(
+                make_llm(args.device, DRAFTERS.get(name, {"speculation": name}) | SHARED, always_guesses=False)
+            )
+            for name in (*RIVALS, "auto")
+        }
+        warm_up = make_prompts(llms["auto"], "code", 100, 1)
+        for llm in llms.values():
+            serve(llm, warm_up, SamplingParams(max_tokens=RATED_TOKENS, ignore_eos=True))
+        for case, requests in cases(args, llms["auto"], RATED_TOKENS):
+            found: dict[str, list[float]] = {name: [] for name in llms}
+            for prompt, params in requests:  # never twice: a draft may come from the text of an earlier answer
+                for name, llm in llms.items():
+                    found[name].append(1 / (serve(llm, [prompt], params)[0][0]["tpot_s"] or 1.0))
+            for name, rates_of_drafter in found.items():
+                yield {"drafter": name} | case | Samples(tuple(rates_of_drafter)).as_json("tok_per_s")
 
 
 def shares_of_best(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -162,7 +175,7 @@ def main() -> None:
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
     parser.add_argument("--prompts", type=int, default=2, help="prompts of each task, up to 4")
     parser.add_argument("--prompt-tokens", type=int, help="by default 1,500 on a CPU and 7,000 on a GPU")
-    parser.add_argument("--answer-tokens", type=int, default=128)
+    parser.add_argument("--answer-tokens", type=int, default=128, help="where shares are measured")
     parser.add_argument("--json", metavar="FILE", help="also write the last line to FILE")
     args = parser.parse_args()
     args.prompt_tokens = args.prompt_tokens or (1500 if args.device == "cpu" else 7000)

@@ -358,7 +358,7 @@ def load_upper_words(upper_row, word, mask, other, KIND: tl.constexpr):
 
 @triton.jit
 def _differences(words, uppers, PART: tl.constexpr, KIND: tl.constexpr):
-    """code - zero, or the code or the number of a table, for slice PART of a block: [.., n] -> fp32 [.., 2 n]."""
+    """code - zero, or the number of a table, for slice PART of a block without minimums: [.., n] -> fp32 [.., 2 n]."""
     x = block_numbers(words, uppers, PART, KIND, tl.bfloat16)
     if KIND < FIRST_WITH_TABLE:
         one = tl.full((1, 1), 1.0, tl.float32).to(tl.bfloat16)
@@ -392,17 +392,18 @@ def _rounded(x, dtype: tl.constexpr):
 @triton.jit
 def block_type_values(words, uppers, scales, PART: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
     """The values of slice PART of one block of rows, with the columns in order: [rows, 16] -> [rows, 32] in `dtype`."""
-    x = _differences(words, uppers, PART, KIND)
     if KIND == Q6_K:
         in_second = (tl.arange(0, SLICE)[None, :] // 2) % 2 == 1
         first, _ = scale_and_least(scales, 2 * PART, KIND)
         second, _ = scale_and_least(scales, 2 * PART + 1, KIND)
-        x = x * tl.where(in_second, second, first)
+        x = _differences(words, uppers, PART, KIND) * tl.where(in_second, second, first)
         x = _rounded(x, dtype).reshape(words.shape[0], 8, 2, 2).permute(0, 2, 1, 3).reshape(words.shape[0], SLICE)
     else:
         scale, least = scale_and_least(scales, PART, KIND)
-        x = x * scale
-        if HAS_LEAST[KIND]:
-            x -= least
+        if HAS_LEAST[KIND]:  # subtracting the base with the minimum saves an instruction for each value
+            least += scale * BASES[KIND]
+            x = block_numbers(words, uppers, PART, KIND, tl.bfloat16).to(tl.float32) * scale - least
+        else:
+            x = _differences(words, uppers, PART, KIND) * scale
         x = _rounded(x, dtype)
     return x

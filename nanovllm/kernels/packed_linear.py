@@ -23,7 +23,7 @@ from nanovllm.kernels.packed_kernels import (
     sum_parts_kernel,
 )
 from nanovllm.kernels.packed_values import Packed
-from nanovllm.kernels.packed_words import E4M3, FIRST_BLOCK_TYPE, INT4, Q8_0, SLICE
+from nanovllm.kernels.packed_words import E4M3, FIRST_BLOCK_TYPE, INT4, Q8_0, SLICE, UPPER_BITS
 
 MAX_FEW_ROWS, MAX_BLOCK_M = 16, 128
 MAX_SUMMED = 16  # experts of a token
@@ -103,7 +103,8 @@ def route(experts: torch.Tensor, num_experts: int, block_m: int | None = None) -
 def choose_tile(
     num_rows: int, num_tiles: int, target: KernelTarget, x: torch.Tensor, weight: Packed, is_routed: bool = False
 ) -> ManyRowsTile | FewRowsTile:
-    """Choose a tile that is among the fastest of those measured for most layers of Qwen3-8B and -30B-A3B on an H100.
+    """Choose a tile that is among the fastest of those measured for most layers of Qwen3-8B and -30B-A3B on an H100, or
+    for Q4_K on an H200.
 
     `num_rows`: rows that a weight multiplies; `num_tiles`: tiles of 16 weight rows, over all programs; `is_routed`:
     rows are sorted into blocks of `num_rows`.
@@ -125,13 +126,18 @@ def choose_tile(
         if block_m < 32 or (block_m < MAX_BLOCK_M and not is_large):
             return ManyRowsTile(block_m, 64, 4, 3)
         return ManyRowsTile(block_m, 256, 8, 4) if is_large else ManyRowsTile(block_m, 128, 8, 3)
-    block_n = 128 if is_large else 64
+    # The values of GGUF's blocks of 4 bits take more instructions: two programs of 4 warps share a multiprocessor
+    is_shared = is_large and block_m <= 64 and _has_blocks_of_four_bits(weight)
+    block_n = 128 if is_large and not (is_shared and block_m == 64 and not is_routed) else 64
     num_programs = triton.cdiv(16 * num_tiles, block_n) * max(1, triton.cdiv(num_rows, MAX_BLOCK_M))
     if not is_routed and num_rows <= MAX_BLOCK_M and num_programs < target.num_sms:
         block_m = min(block_m, 64)
-    num_splits = max(1, min(target.num_sms // num_programs, weight.num_columns // MIN_SPLIT_COLUMNS, MAX_SPLITS))
+    num_running = target.num_sms * (2 if is_shared else 1)
+    num_splits = max(1, min(num_running // num_programs, weight.num_columns // MIN_SPLIT_COLUMNS, MAX_SPLITS))
     num_per_sm = 1
-    if block_m == MAX_BLOCK_M:
+    if is_shared:
+        num_warps, num_stages = 4, 3 if block_n == 64 and num_programs > target.num_sms else 4
+    elif block_m == MAX_BLOCK_M:
         num_warps, num_stages = 8, 3 if is_large else 2
         fits_twice = weight.kind == INT4.value and weight.group_size % 128 == 0 and target.capability[0] == 9
         if fits_twice and (is_routed or num_programs > target.num_sms):
@@ -140,6 +146,10 @@ def choose_tile(
         num_warps = 8 if is_large and block_m >= 32 else 4
         num_stages = 6 if is_large and block_m == 32 and not is_routed else 3 if is_large and block_m == 64 else 4
     return ManyRowsTile(block_m, block_n, num_warps, num_stages, 1 if is_routed else num_splits, num_per_sm)
+
+
+def _has_blocks_of_four_bits(weight: Packed) -> bool:
+    return weight.kind >= FIRST_BLOCK_TYPE.value and weight.kind != Q8_0.value and not UPPER_BITS.value[weight.kind]
 
 
 def choose_one_row_tile(num_rows: int, target: KernelTarget, weight: Packed) -> OneRowTile:
