@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 PROCESSES := $(if $(wildcard /dev/nvidia0),,-n 2 --dist worksteal)
 
-.PHONY: demo test test-all clients test-clients browser test-browser ray test-ray test-gpu package check format docs bench-micro bench-serve bench-gpu soak eval fuzz
+.PHONY: demo test test-all clients test-clients browser test-browser picture ray test-ray test-gpu package check format docs bench-micro bench-serve bench-gpu soak eval fuzz
 
 demo: $(INSTALLED)
 	$(BIN)/nanovllm demo
@@ -27,6 +27,10 @@ browser: $(INSTALLED)
 
 test-browser: $(INSTALLED)
 	$(BIN)/python -m pytest -m browser tests/browser
+
+# The pictures of the page in README, with this machine's fonts; the test says what they show
+picture: $(INSTALLED)
+	NANOVLLM_KEEP_PICTURES=1 $(BIN)/python -m pytest -m browser tests/browser/test_real_server.py -k picture
 
 # The clients of tests/clients. instructor asks for older versions of jiter and rich than openai and Ray, but runs
 # with these. trl is there for a file, the chat template of Qwen3.5. aider needs exactly its own versions of everything,

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)")
+LINK = re.compile(r"(?:\]\(|\bsrc(?:set)?=\")([^)\"\s#]*)(?:#([^)\s]+))?[)\"]")
 
 
 def anchors(page: Path) -> set[str]:

@@ -5,11 +5,14 @@ model.
 import os
 import random
 import re
+import struct
 import subprocess
 import sys
 import urllib.request
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from page_actions import reload
@@ -18,6 +21,8 @@ from playwright.sync_api import Page, expect
 from ports import reserved_port
 from smollm2 import gguf_directory
 from waiting import LIMIT_S, wait_until
+
+from nanovllm.entrypoints.haystack import build_example
 
 pytestmark = pytest.mark.browser
 
@@ -31,6 +36,8 @@ ANSWERS = {
     "How many steps does the tower have?": "Exactly 268; I counted them twice.",
 }
 ANSWER_LIMIT_MS = 240_000
+PICTURE_SIZE = {"width": 1080, "height": 640}
+ROOT = Path(__file__).parents[2]
 LINES = [f"{number:x}" for number in random.Random(0).sample(range(2**40), 300)]
 DOCUMENT = "\n".join([*LINES[:100], "The passkey is q7m2x9kd.", *LINES[100:]])  # 3,300 tokens
 
@@ -126,6 +133,44 @@ def test_real_model_answers_in_a_conversation(open_page: OpenPage) -> None:
         assert "Italy" in ask(page, "And of Italy?")[0]  # it knows what "of Italy" refers to
 
 
+def test_picture_in_readme_shows_the_page(open_page: OpenPage) -> None:
+    """Fonts and times differ between machines, so only the size and the words around the chat are compared."""
+    example = build_example(20_000)
+    assert example is not None
+    options = "--device cpu --max-model-len 8192 --num-kvcache-blocks 32 --served-model-name SmolLM2-135M-Instruct"
+    with serve(f"--model {gguf_directory()} {options}") as address:
+        page = open_page(address, viewport=PICTURE_SIZE, device_scale_factor=1.5)
+        page.get_by_role("textbox", name="Key").fill("s3cret")
+        page.keyboard.press("Enter")
+        expect(page.locator("#model")).to_contain_text("SmolLM2")
+        page.get_by_role("button", name="Settings").click()
+        page.get_by_label("Temperature").fill("0")
+        page.get_by_label("Longest answer").fill("40")
+        page.keyboard.press("Enter")
+        page.set_input_files("#file", {"name": example.name, "mimeType": "text/plain", "buffer": example.text.encode()})
+        expect(page.locator("#documents")).to_contain_text("tokens")
+        assert "268" in ask(page, "How many steps does the tower have?")[0]
+        ask(page, "Did he count them twice?")
+        expect(page.locator("#speed")).to_have_text(re.compile(r"First answer: [\d.]+ s\. Now: [\d.]+ s\."))
+        expect(page.locator("#documents")).to_contain_text("in the cache")
+        shown = page.locator(".turn, #speed, .document, .chat-name, #cache-summary")
+        expect(shown).to_have_count(8)
+        is_kept = "NANOVLLM_KEEP_PICTURES" in os.environ
+        for part in shown.all():
+            expect(part).to_be_visible()
+            if is_kept:
+                expect(part).to_be_in_viewport(ratio=1)
+        labels = page.locator("h1, h2, .chat-name, .hint, :is(header, #side, #composer) button").filter(visible=True)
+        words = "\n".join(labels.all_inner_texts())
+        for name, scheme in (("page.png", "light"), ("page-dark.png", "dark")):
+            page.emulate_media(color_scheme=scheme)
+            made, kept = with_comment(page.screenshot(), words), ROOT / "docs" / name
+            if is_kept:
+                kept.write_bytes(made)
+            assert f'"docs/{name}"' in (ROOT / "README.md").read_text() and kept.stat().st_size < 200_000
+            assert size_and_comment(kept.read_bytes()) == size_and_comment(made), "page has changed; run `make picture`"
+
+
 # Notes every state that a block was shown in.
 NOTE_STATES = """() => {
     window.seenStates = new Set();
@@ -144,6 +189,18 @@ def ask(page: Page, question: str) -> tuple[str, str]:
     answer = page.locator(".answer").last
     expect(answer.locator(".figures")).to_contain_text("prompt tokens", timeout=ANSWER_LIMIT_MS)
     return answer.locator(".text").evaluate("element => element.textContent"), answer.locator(".figures").text_content()
+
+
+def with_comment(png: bytes, comment: str) -> bytes:
+    """Put a comment after the header of a PNG."""
+    data = b"tEXtComment\0" + comment.encode("ascii", "backslashreplace")
+    return png[:33] + struct.pack(">I", len(data) - 4) + data + struct.pack(">I", zlib.crc32(data)) + png[33:]
+
+
+def size_and_comment(png: bytes) -> tuple[int, int, str]:
+    """Width, height and the comment after the header."""
+    (num_bytes,) = struct.unpack(">I", png[33:37])
+    return *struct.unpack(">II", png[16:24]), png[49 : 41 + num_bytes].decode()
 
 
 def number(text: str) -> int:

