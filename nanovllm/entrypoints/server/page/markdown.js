@@ -240,6 +240,7 @@ class Paragraph {
       this.#isFirst &&= finished === start;
       this.#kept = settled;
     }
+    this.#into.classList.toggle("lines", this.#into.lastElementChild?.matches(".group") ?? false);
     return [end, finished];
   }
 }
