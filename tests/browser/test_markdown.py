@@ -1,5 +1,8 @@
 """The Markdown of answers, in a browser: what it becomes, and what is drawn again while it grows."""
 
+import json
+import os
+import random
 import re
 from typing import Any
 
@@ -10,25 +13,47 @@ from playwright.sync_api import Page, expect
 
 pytestmark = pytest.mark.browser
 
-# `made` is what a text becomes when it comes at once; `grown` when it comes in pieces, which calls `each` with the box.
+# `made` is what a text becomes when it comes at once; `grown` when it comes in pieces of `size` characters, or of
+# random sizes for 0, and calls `each` with the box after every piece. `treeOf` shows where text nodes begin, too.
 SCRIPT = """async ({ text, sizes }) => {
     const { MarkdownView } = await import("/page/markdown.js");
-    const boxes = [];
+    const { AnswerView } = await import("/page/turns.js");
+    let state = sizes[0] ?? 0;
+    const random = limit => {
+        state = (Math.imul(state, 1664525) + 1013904223) >>> 0;
+        return Math.floor(state / 2 ** 32 * limit);
+    };
     const newBox = () => {
         const box = document.createElement("div");
         box.className = "markdown";
         document.getElementById("messages").append(box);
-        boxes.push(box);
         return box;
     };
     const made = text => { const box = newBox(); new MarkdownView(box).show(text); return box; };
     const grown = (text, size, each = () => {}) => {
         const box = newBox(), view = new MarkdownView(box);
-        for (let end = size; end < text.length + size; end += size) {
-            view.show(text.slice(0, end));
+        for (let start = 0, end; start < text.length; start = end) {
+            end = start + (size || 1 + random(9));
+            view.append(text.slice(start, end));
             each(box, text.slice(0, end));
         }
         return box;
+    };
+    const treeOf = node => {
+        if (node.nodeType === Node.TEXT_NODE) return JSON.stringify(node.data);
+        const own = node.cloneNode();
+        own.textContent = "...";
+        return own.outerHTML.replace("...", [...node.childNodes].map(treeOf).join(""));
+    };
+    const differenceIn = (text, size) => {
+        const differences = [];
+        const box = grown(text, size, (box, shown) => {
+            const once = made(shown);
+            if (treeOf(box) !== treeOf(once)) differences.push([shown, treeOf(box), treeOf(once)]);
+            once.remove();
+        });
+        box.remove();
+        return differences.slice(0, 1);
     };
     BODY
 }"""
@@ -44,9 +69,94 @@ TEXTS = {
     "environments": "\\begin{align}\na &= b \\\\\n\\end{align}\n\\[ x \\]\n\\(y\\) $z$\n\\$ 1\n$$ 2 $$ 3\n$$",
     "tasks": "- [x] a\n- [ ] b\n- [",
     "code": '```js\nconst a = `b\n${c}`; /* d\ne */\n```\n```py\nx = """y\n',
+    "delimiters": 'a *b **c* d** `e\n`` f` g`` __h_ i__ ~~j~ k~~ $5 to $6 x$ y [l](m "n") o](p) 2*3*4 s_n \\* ![q](r)',
+    "scripts": "漢字*強*調https://a.b/c。字 שלום **עולם** [א](https://a.b/c?d=(e)) 😀`😀`\n\nhttp https://a.b, c",
+    "nested": "1. a\n\n   b *c*\n   - d\n     > e\n     > f\n     ```\n     g\n     ```\n   h\n" * 2,
+    "nested_tasks": "- [ ] i\n\n  j *k*\n- [x]\n  - k\n    l\n- [X] # m\n\n  n\n- [ ]\n- [y] o",
+    "one_column": "a |\n--\nb | c\nd\n\n> e |\n> --\n> f |\n",
+    "references": "[a] [b][c]\n\n[c]: https://example.org 'd'\n[a]: <e>\n",
     "many": "a\n\n" * 31 + "- b\n- c\n\n**d** e\n\n" * 2 + "```\n" + "f\n\n" * 20 + "```\ng",
     "quotes": "> a\n> - b\n>\n> c\nlazy\n\n> d\n>> e\n>\n\n***\n* * *\n_x_ **y\nz** `a\nb`\n    \n  text",
 }
+
+
+ATOMS = [
+    *(
+        "\n",
+        "\n",
+        "\n\n",
+        "\r\n",
+        " ",
+        "  ",
+        "    ",
+        "\t",
+        "a",
+        "word ",
+        "wort, ",
+        "漢字",
+        "é",
+        "😀",
+        "שלום",
+        "5",
+        "x^2",
+    ),
+    *(
+        "-",
+        "- ",
+        "* ",
+        "1. ",
+        "1",
+        "2) ",
+        "+ ",
+        "\n- ",
+        "\n   - ",
+        "[x] ",
+        "[ ] ",
+        "> ",
+        ">",
+        "\n> ",
+        "# ",
+        "#",
+        "###### ",
+    ),
+    *(
+        "*",
+        "**",
+        "***",
+        "_",
+        "__",
+        "~~",
+        "`",
+        "``",
+        "```",
+        "```py\n",
+        "~~~",
+        "|",
+        " | ",
+        "---",
+        "--",
+        "x\n--\n",
+        "* * *",
+    ),
+    *("| a | b |\n|---|:-:|\n", "a | b\n- | -\n", "$", "$$", "\\(", "\\)", "\\[", "\\]", "\\", "\\$", "\\begin{align}"),
+    *(
+        "\\end{align}",
+        "[",
+        "]",
+        "(",
+        ")",
+        "[a](b)",
+        "![",
+        '"',
+        ".",
+        "!",
+        "= 1",
+        "<b>",
+        "snake_case ",
+        "https:",
+        "mailto:a",
+    ),
+]
 
 
 def run(page: Page, body: str, text: str, *sizes: int) -> Any:
@@ -55,61 +165,139 @@ def run(page: Page, body: str, text: str, *sizes: int) -> Any:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_text_that_grows_looks_at_any_time_as_if_it_came_at_once(page: Page, name: str) -> None:
-    differences = run(
-        page,
-        """return sizes.flatMap(size => {
-            const differences = [];
-            grown(text, size, (box, shown) => {
-                const once = made(shown);
-                if (box.innerHTML !== once.innerHTML) differences.push([shown, box.innerHTML, once.innerHTML]);
-                once.remove();
-            });
-            return differences;
-        }).slice(0, 1);""",
-        TEXTS[name],
-        *(1, 2, 3, 7, 50),
-    )
-    assert differences == []
+    assert run(page, "return sizes.flatMap(size => differenceIn(text, size))", TEXTS[name], 1, 2, 3, 7, 50, 0, 0) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "unit"),
+    "text",
     [
-        ("paragraphs", "Some *text* with `code` in a paragraph.\n\n"),
-        ("list", "- an *item* of `a` list\n"),
-        ("table", "| a | **b** |\n"),
-        ("code", "a line of code\n"),
-        ("python", "def f(x): return 'a'  # line\n"),
-        ("formulas", "Let $x_i$ be \\(\\frac{1}{2}\\).\n\n"),
+        "a *b*\n" * 70,
+        "> a\n>\n" * 70,
+        "- [ ] a\n\n" + "  b\n\n" * 70,
+        "- a\n" * 70 + "\n" + "7. b\n" * 70,
+        "- [ ] a\n" + "  b\n" * 40 + "- c\n",
+        "**a " + "b " * 1100 + "** `c",
+        "[a](" + "b" * 2100 + ") *c" + "d\n" * 2100 + "e* f",
+        "```\n" + "a" * 2100,
     ],
 )
-def test_work_of_all_drawings_is_linear(page: Page, name: str, unit: str) -> None:
-    """Regression: each drawing parsed and made the whole answer anew, so that the sum was quadratic."""
-    start = {"table": "| a | b |\n|---|---|\n", "code": "```\n", "python": "```python\n"}.get(name, "")
-    work = [
-        run(
-            page,
-            """const counts = { nodes: 0, characters: 0 }, exec = RegExp.prototype.exec, own = Element.prototype.append;
-            Element.prototype.append = function (...nodes) { counts.nodes += nodes.length; own.apply(this, nodes); };
-            RegExp.prototype.exec = function (text) { counts.characters += text.length; return exec.call(this, text); };
-            try { grown(text, 10); } finally { Element.prototype.append = own; RegExp.prototype.exec = exec; }
-            return counts;""",
-            start + unit * num_units,
-        )
-        for num_units in (50, 400)
+def test_long_text_that_grows_looks_as_if_it_came_at_once(page: Page, text: str) -> None:
+    """Texts in which groups of items and lines are filled, and delimiters are too far apart to belong together."""
+    assert run(page, "return sizes.flatMap(size => differenceIn(text, size))", text, 97, 31) == []
+
+
+def test_random_text_that_grows_looks_as_if_it_came_at_once(page: Page) -> None:
+    """Texts of a few kinds of atoms each, which together form most kinds of blocks, complete and not."""
+    body = """const atoms = JSON.parse(text);
+        for (let i = 0; i < 400; i += 1) {
+            const chosen = Array.from({ length: 3 + random(8) }, () => atoms[random(atoms.length)]);
+            const whole = Array.from({ length: 1 + random(30) }, () => chosen[random(chosen.length)]).join("");
+            const [difference] = differenceIn(whole, random(3));
+            if (difference) return difference;
+        }
+        return null;"""
+    seed = 1 if os.environ.get("NANOVLLM_TEST_RANDOM", "0") == "0" else random.randrange(2**31)
+    assert run(page, body, json.dumps(ATOMS), seed) is None
+
+
+def test_answer_that_grows_looks_at_any_time_as_if_it_came_at_once(page: Page) -> None:
+    """Thinking comes apart from the answer or within it, its tags whole or in parts."""
+    answers = [
+        [
+            ["", "<think>"],
+            ["", "\n\na *b*"],
+            ["", " c\n\nd </thi"],
+            ["", "nk>\n"],
+            ["", "\ne *f*"],
+            ["", "* </think> g"],
+        ],
+        [["", " "], ["", "<th"], ["", "ing> a"], ["", " b"], ["", " </think>"], ["", "c"], ["", " d"]],
+        [[" ", ""], ["a *b", ""], ["* c", ""], ["", "\n"], ["", "d"], ["", " *e*"], [" f", ""], ["g", "h"]],
+        [["a", ""], ["", "<think> "], ["", " b"], ["", " c"], ["d", ""], ["", "</think>"], ["e", ""], ["", "f"]],
     ]
-    for what in ("nodes", "characters"):
-        assert 0 < work[1][what] < 9 * work[0][what]  # for 8 times the text
+    body = """const shownIn = ({ element }) => [...element.querySelectorAll(".thinking, .markdown")].map(box =>
+            box.matches(".markdown") ? treeOf(box) : box.hidden);
+        return JSON.parse(text).flatMap(pieces => {
+            const view = new AnswerView(), message = { content: "" }, differences = [];
+            view.start(message, 0);
+            for (const [reasoning, content] of pieces) {
+                view.append(content, reasoning);
+                view.draw();
+                const once = new AnswerView();
+                once.show({ ...message }, [], null, "");
+                const [seen, wanted] = [view, once].map(shownIn);
+                if (JSON.stringify(seen) !== JSON.stringify(wanted)) differences.push([message, seen, wanted]);
+            }
+            view.end("");
+            return differences;
+        });"""
+    assert run(page, body, json.dumps(answers)) == []
 
 
-@pytest.mark.parametrize("unit", ["Some text.\n\n", "- a\n\n# b\n\n", "a = 1\n\n"])
+UNITS = {  # what an answer begins with, and what follows again and again
+    "paragraphs": ("", "Some *text* with `code` in a paragraph.\n\n"),
+    "lines": ("", "A line with *text* of a long paragraph.\n"),
+    "list": ("", "- an **item** of `a` list\n"),
+    "item": ("1. A\n\n", "   Some *text* in an item.\n\n   - another\n"),
+    "quote": ("", "> Some *text* in a quote.\n>\n"),
+    "table": ("| a | b |\n|---|---|\n", "| a | **b** |\n"),
+    "code": ("```\n", "a line of code\n"),
+    "python": ("```python\n", "def f(x): return 'a'  # line\n"),
+    "formulas": ("", "Let $x_i$ be \\(\\frac{1}{2}\\).\n\n"),
+    "no_spaces": ("", "漢字漢字漢字漢字漢字漢字漢字漢字。\n"),
+    "thinking": ("<think>\n", "Some *text* that is thought.\n\n"),
+    "after_thinking": ("<think>\n" + "a\n\n" * 200 + "</think>\n\n", "Some *text*.\n\n"),
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_work_of_a_draw_does_not_depend_on_the_length_of_the_answer(page: Page, name: str) -> None:
+    """Regression: each draw compared and searched the whole text, and made the whole last block anew."""
+    start, unit = UNITS[name]
+    early, late = run(
+        page,
+        """let numCharacters = 0;
+        const undo = [], count = (prototype, names, lengthOf) => names.forEach(name => {
+            const own = prototype[name];
+            prototype[name] = function (...all) { numCharacters += lengthOf(this, all); return own.apply(this, all); };
+            undo.push(() => { prototype[name] = own; });
+        });
+        const read = ["startsWith", "endsWith", "includes", "indexOf", "search", "split", "trim", "trimStart"];
+        const view = new AnswerView(), changes = new MutationObserver(() => {}), work = [];
+        changes.observe(view.element, { childList: true, characterData: true, subtree: true });
+        view.start({ content: "", reasoning: "" }, 0);
+        count(String.prototype, read, ({ length }) => length);
+        count(RegExp.prototype, ["exec"], (pattern, [{ length }]) => length);
+        for (let start = 0; start < text.length; start += 10) {
+            numCharacters = 0;
+            view.append(text.slice(start, start + 10), "");
+            view.draw();
+            const numNodes = ({ addedNodes, removedNodes }) => 1 + addedNodes.length + removedNodes.length;
+            work.push([numCharacters, changes.takeRecords().reduce((sum, record) => sum + numNodes(record), 0)]);
+        }
+        undo.forEach(each => each());
+        view.end("");
+        return [[3 / 8, 1 / 2], [7 / 8, 1]].map(range => {
+            const part = work.slice(...range.map(share => share * work.length));
+            return [0, 1].map(i => Math.max(...part.map(each => each[i])));
+        });""",
+        start + unit * 400,
+    )
+    for most_early, most_late in zip(early, late, strict=True):  # characters that are read, and nodes that are changed
+        assert 0 < most_late <= 1.2 * most_early
+    assert late[0] < 2000
+
+
+@pytest.mark.parametrize(
+    "unit", ["Some text.\n\n", "- a\n\n# b\n\n", "- a\n", "1. a\n\n", "  a\n\n", "> a\n>\n", "a\n", "a = 1\n\n"]
+)
 def test_what_is_added_has_few_siblings(page: Page, unit: str) -> None:
     """Regression: a browser laid out all blocks of an answer for each token, or all lines of a long program."""
-    text = ("```python\n" if "=" in unit else "") + unit * 500
+    text = ("```python\n" if "=" in unit else "- a\n\n") + unit * 500
     most = run(
         page, "return Math.max(...[...grown(text, 500).querySelectorAll('*')].map(e => e.children.length));", text
     )
-    assert most <= 32
+    assert most <= 64  # 32 in a group; or the first 32, and the groups that follow
 
 
 def test_selection_in_a_finished_block_survives_what_follows(server: FakeServer, page: Page) -> None:
@@ -126,6 +314,15 @@ def test_selection_in_a_finished_block_survives_what_follows(server: FakeServer,
     assert page.evaluate("String(getSelection())") == "A heading"
     ask_and_wait(page, "one")  # which does not touch it either, though the selection is now in the text field
     assert heading.evaluate("element => element.wasSelected")
+
+
+def test_selection_in_a_growing_paragraph_survives(page: Page) -> None:
+    body = """const box = grown("Some *te", 1), view = new MarkdownView(box);
+        view.show("Some *text*, more");
+        getSelection().setBaseAndExtent(box.querySelector("p").firstChild, 2, box.querySelector("em").firstChild, 3);
+        for (const piece of [" and", " more\\n", "and", " **so**", " on\\n\\n", "- a"]) view.append(piece);
+        return [String(getSelection()), box.innerText];"""
+    assert run(page, body, "") == ["me tex", "Some text, more and more\nand so on\n\na"]
 
 
 FORMULAS = [

@@ -18,137 +18,160 @@ const FORMULA = /^\s*(?:(\$\$)|(\\\[)|\\begin\{(\w+\*?)\})/;
 const TABLE_LINE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
 const SETTLED = new RegExp([ // beginnings of a line that decide its block
   /^\s*[^\s`~#*+_>\d\\$|-]/, /^\s*[*_]{1,3}[^\s*_]/, /^\s*`[^`]/, // text, emphasis, code
-  /^\s*([-*+]|\d{1,9}[.)])\s+[^\s*_-]/, /^ {0,3}#{1,6}\s+\S/, /^ {0,3}>/, // an item, a heading, a quote
+  /^\s*([-*+]|\d{1,9}[.)])\s+(?!\[[ xX]?\]?\s*$)[*_]{0,3}[^\s*_-]/, // an item, and whether it has a box
+  /^ {0,3}#{1,6}\s+\S/, /^ {0,3}>/, // a heading, a quote
 ].map(({ source }) => source).join("|"));
+const TABLE_PART = /\||^\s*:?-+:?\s*$/; // a line after which a line may be a row
 const TASK = /^\[([ xX])\]\s+/;
 const DELIMITED = /^(?:\$\$(?<a>.+)\$\$|\\\[(?<b>.+)\\\]|\\\((?<c>.+)\\\)|\$(?<d>[^$]+)\$|(?<e>\\begin.+))$/s;
 const MAX_DEPTH = 8; // of lists and quotes in each other
 
 /**
- * Shows a text that grows at its end. Only the last block is made anew, and of a list, a table or code only its last
- * item, row or line: a selection in what is finished stays, and all drawings together take time linear in the text.
+ * Shows a text that grows at its end. What can no longer change is kept, at every level: finished blocks, the finished
+ * blocks of the last list item or quote, and the beginning of the last paragraph. Only the text after it is read again,
+ * so that an addition costs the same however long the text is, and a selection in what is kept stays.
  */
 export class MarkdownView {
   #box;
   #text = "";
-  #start = 0; // where in the text the lines begin that can still change
-  #numKept = 0; // nodes in the box that show the finished text
-  #open = null; // the last of them if it still grows: {into, piece, numKept}
+  #rest = ""; // the end of the text, which can still change
+  #blocks;
 
   /** box: the element whose children show the text. */
   constructor(box) {
-    this.#box = inGroups(box);
+    this.#box = inGroups(box, newBlocks);
+    this.#blocks = new Pieces(box, blocksOf(0));
   }
 
+  /** Show this text. It is compared with the one that is shown, so use `append` where it is known to be longer. */
   show(text) {
-    if (text === this.#text) return;
-    if (!text.startsWith(this.#text)) this.#restart();
-    this.#text = text;
-    const lines = text.slice(this.#start).split("\n");
-    const numFinished = this.#draw(lines.map((line) => line.replace(/\r$/, "")));
-    for (const line of lines.slice(0, numFinished)) this.#start += line.length + 1;
+    if (!text.startsWith(this.#text)) {
+      this.#box.replaceChildren();
+      this.#text = this.#rest = "";
+      this.#blocks = new Pieces(this.#box, blocksOf(0));
+    }
+    this.append(text.slice(this.#text.length));
   }
 
-  #restart() {
-    this.#start = this.#numKept = 0;
-    this.#open = null;
+  append(added) {
+    if (!added) return;
+    this.#text += added;
+    const lines = (this.#rest + added).split("\n");
+    const [, finished] = this.#blocks.draw(lines.map((line) => (line.endsWith("\r") ? line.slice(0, -1) : line)), 0);
+    this.#rest = lines.slice(Math.max(0, finished)).join("\n");
+  }
+}
+
+/**
+ * Children of an element, each of which shows some lines: blocks, list items, table rows or lines of code.
+ *
+ * piece(lines, i) returns what begins at line i: {node, end, part, isOver}. `node` is the child, if there is one, and
+ * `end` the line after it. `part` draws the lines from there on into a child that can grow. `isOver`: no child follows.
+ *
+ * Each `draw(lines, start)` returns [the line after it, the first line that can still change, or -1 if all can]. The
+ * next call begins with that line and continues. It returns null if the child has become something else.
+ */
+class Pieces {
+  #into;
+  #piece;
+  #kept = null; // the last child that is not made anew
+  #open = null; // the part that draws into it, if it can still grow
+  #isBegun = false;
+
+  constructor(into, piece) {
+    this.#into = into;
+    this.#piece = piece;
   }
 
-  /** Draw the lines after the finished ones, and return how many of them are now finished. */
-  #draw(lines) {
-    const box = this.#box;
-    let i = 0, numFinished = 0;
-    const finishBefore = (numKept, open) => { // line i
-      if (i === lines.length - 1 && !isSettled(lines, i)) return;
-      numFinished = i;
-      this.#numKept = numKept;
+  draw(lines, start) {
+    const into = this.#into;
+    let i = start, finished = this.#isBegun ? start : -1;
+    const keep = (place, kept, open) => {
+      finished = place;
+      this.#kept = kept;
       this.#open = open;
+      this.#isBegun = true;
     };
-    const drawPieces = ({ into, piece }) => {
-      for (let isOver = false; i < lines.length && !isOver;) {
-        const numKept = numOf(into), [end, isLast] = piece(lines, i);
-        if (numOf(into) > numKept) finishBefore(numOf(box), { into, piece, numKept });
-        [i, isOver] = [end, isLast];
-      }
-    };
-    cut(box, this.#numKept);
+    cut(into, this.#kept);
     if (this.#open) {
-      cut(this.#open.into, this.#open.numKept);
-      drawPieces(this.#open);
+      const drawn = this.#open.draw(lines, i);
+      if (drawn) {
+        [i, finished] = drawn;
+      } else {
+        removeLast(into);
+        keep(start, lastOf(into), null);
+      }
     }
     while (i < lines.length) {
-      if (lines[i].trim()) {
-        const block = blockAt(lines, i, 0);
-        finishBefore(numOf(box), null);
-        add(box, block.node);
-        i = block.end;
-        if (block.piece) drawPieces(block);
-      } else {
-        i += 1;
+      const before = lastOf(into), { node, end, part, isOver } = this.#piece(lines, i);
+      const isKnown = i < lines.length - 1 || isSettled(lines, i);
+      if (node) {
+        add(into, node);
+        if (isKnown) keep(i, before, null);
       }
+      i = end;
+      if (part) {
+        const [partEnd, place] = part.draw(lines, i);
+        if (isKnown && place >= 0) keep(place, node, part);
+        i = partEnd;
+      }
+      if (isOver) break;
     }
-    return numFinished;
+    return [i, finished];
   }
 }
 
 /** Return true if the block of line i is known, even if more of the line comes. A table row is known at its end. */
-const isSettled = (lines, i) => SETTLED.test(lines[i]) && !lines[i - 1]?.includes("|");
+const isSettled = (lines, i) => SETTLED.test(lines[i]) && !(i > 0 && TABLE_PART.test(lines[i - 1]));
 
-// -- elements with many children: in groups, because a browser lays out all siblings of a child that is added
+// -- elements with many children: in groups, because a browser lays out all siblings of a child that is added.
+// Paragraphs, quotes and list items have groups only after their first children. Table rows have none: the width
+// of a column depends on all of them
 
 const GROUP = 32;
 
-function inGroups(parent) {
-  parent.dataset.grouped = "";
+const newBlocks = () => element("div", "group"), newLines = () => element("span", "group");
+const newGroups = new WeakMap(); // of an element whose children are all in groups: what makes the next one
+
+function inGroups(parent, newGroup) {
+  newGroups.set(parent, newGroup);
   return parent;
 }
 
-const isGrouped = ({ dataset }) => dataset.grouped === "";
-
-function numOf(parent) {
-  const { children, lastElementChild: last } = parent;
-  return isGrouped(parent) && last ? (children.length - 1) * GROUP + last.children.length : children.length;
+/** The element that has the last child, or null if it is yet to be made. */
+function groupIn(parent) {
+  const { lastElementChild: last } = parent;
+  return newGroups.has(parent) || last?.matches("div.group") ? last : parent;
 }
 
-const lastOf = (parent) => (isGrouped(parent) ? parent.lastElementChild?.lastElementChild : parent.lastElementChild);
+const lastOf = (parent) => groupIn(parent)?.lastElementChild ?? null;
 
 function add(parent, child) {
-  if (!isGrouped(parent)) return parent.append(child);
-  if (numOf(parent) % GROUP === 0) parent.append(element(parent.matches("code") ? "span" : "div", "group"));
-  return parent.lastElementChild.append(child);
+  let group = groupIn(parent);
+  if (group === null || (group.children.length >= GROUP && !parent.matches("tbody"))) {
+    group = (newGroups.get(parent) ?? newBlocks)(parent.children.length * GROUP);
+    parent.append(group);
+  }
+  group.append(child);
 }
 
-function cut(parent, numKept) {
-  while (numOf(parent) > numKept) {
-    const group = parent.lastElementChild;
-    lastOf(parent).remove();
-    if (isGrouped(parent) && !group.hasChildNodes()) group.remove();
-  }
+function removeLast(parent) {
+  const group = groupIn(parent);
+  group.lastElementChild.remove();
+  if (group !== parent && !group.hasChildNodes()) group.remove();
+}
+
+/** kept: the child after which all are removed, or null. */
+function cut(parent, kept) {
+  while (lastOf(parent) !== kept) removeLast(parent);
 }
 
 // -- blocks
 
-/** Append the blocks of these lines, and return `parent`. */
-function blocksIn(parent, lines, depth) {
-  let i = 0;
-  while (i < lines.length) {
-    if (lines[i].trim()) {
-      const block = blockAt(lines, i, depth);
-      parent.append(block.node);
-      i = block.end;
-      for (let isOver = !block.piece; i < lines.length && !isOver;) [i, isOver] = block.piece(lines, i);
-    } else {
-      i += 1;
-    }
-  }
-  return parent;
-}
+/** What `Pieces` needs to draw blocks. depth: of lists and quotes around them. */
+const blocksOf = (depth) => (lines, i) => (lines[i].trim() ? blockAt(lines, i, depth) : { end: i + 1 });
 
-/**
- * The block that begins at line i: {node, end}, where `end` is the line after it. A list, a table and code are made
- * of pieces: {node, end, into, piece}, where `end` is the line of the first piece, and piece(lines, i) appends the one
- * at line i to `into` and returns [line after it, true if the block is over].
- */
+/** The block that begins at line i, as `Pieces` needs it. */
 function blockAt(lines, i, depth) {
   const line = lines[i];
   if (FENCE.test(line)) return codeBlock(line, i);
@@ -158,24 +181,20 @@ function blockAt(lines, i, depth) {
   }
   if (RULE.test(line)) return { node: element("hr", ""), end: i + 1 };
   if (QUOTE.test(line) && depth < MAX_DEPTH) {
-    let end = i;
-    while (end < lines.length && QUOTE.test(lines[end])) end += 1;
-    const own = lines.slice(i, end).map((each) => each.replace(QUOTE, ""));
-    return { node: container("blockquote", own, depth + 1), end };
+    const node = prose("blockquote");
+    return { node, end: i, part: container(node, depth + 1, quotedLines) };
   }
   if (ITEM.test(line) && depth < MAX_DEPTH) return list(line, i, depth);
-  if (line.includes("|") && TABLE_LINE.test(lines[i + 1] ?? "") && lines[i + 1].includes("-")
-      && cells(line).length === cells(lines[i + 1]).length) return table(line, lines[i + 1], i);
-  let end = formulaEnd(lines, i);
+  if (isTable(lines, i)) return table(line, lines[i + 1], i);
+  const end = formulaEnd(lines, i);
   if (end !== null) {
     const node = element("div", "display");
     const [, source, mark] = /^(.*?)\s*([.,;]?)$/s.exec(lines.slice(i, end).join("\n").trim());
     node.append(formulaOf(source), mark);
     return { node, end };
   }
-  end = i;
-  do end += 1; while (end < lines.length && lines[end].trim() && !startsBlock(lines[end]));
-  return { node: inlineIn(prose("p"), lines.slice(i, end).map((each) => each.trim()).join("\n")), end };
+  const node = prose("p");
+  return { node, end: i, part: new Paragraph(node) };
 }
 
 const startsBlock = (line) => [FENCE, HEADING, RULE, QUOTE, ITEM, FORMULA].some((start) => start.test(line));
@@ -187,11 +206,64 @@ function prose(tag) {
   return made;
 }
 
-/** A quote or a list item, which reads in the direction of its first paragraph. */
-function container(tag, lines, depth) {
-  const made = blocksIn(prose(tag), lines, depth);
-  if (made.firstElementChild?.matches("p")) made.firstElementChild.removeAttribute("dir");
-  return made;
+const isTable = (lines, i) => lines[i].includes("|") && TABLE_LINE.test(lines[i + 1] ?? "")
+  && lines[i + 1].includes("-") && cells(lines[i]).length === cells(lines[i + 1]).length;
+
+/** Draws a paragraph, as `Pieces` needs it. */
+class Paragraph {
+  #into;
+  #kept; // as appendInline returns it; numRead: from the line on that can still change
+  #isFirst = true; // this line is the paragraph's first one
+
+  constructor(into) {
+    this.#into = into;
+    this.#kept = { parent: into, node: null, length: 0, numRead: 0 };
+  }
+
+  draw(lines, start) {
+    if (this.#isFirst && isTable(lines, start)) return null;
+    let end = start, finished = start;
+    do end += 1; while (end < lines.length && lines[end].trim() && !startsBlock(lines[end]));
+    const own = lines.slice(start, end).map((line) => line.trim()), text = own.join("\n");
+    const isLastKnown = end < lines.length || isSettled(lines, end - 1);
+    const { parent, node, length, numRead } = this.#kept;
+    while (parent !== this.#into && this.#into.lastChild !== parent) this.#into.lastChild.remove();
+    while (parent.lastChild !== node) parent.lastChild.remove();
+    if (node?.nodeType === Node.TEXT_NODE) node.deleteData(length, node.length);
+    const limit = text.length - numRead - (isLastKnown ? 0 : own.at(-1).length + 1);
+    const settled = appendInline(parent, text.slice(numRead), 0, limit);
+    if (settled) {
+      settled.numRead += numRead;
+      for (; settled.numRead > own[finished - start].length; finished += 1) {
+        settled.numRead -= own[finished - start].length + 1;
+      }
+      this.#isFirst &&= finished === start;
+      this.#kept = settled;
+    }
+    this.#into.classList.toggle("lines", this.#into.lastElementChild?.matches(".group") ?? false);
+    return [end, finished];
+  }
+}
+
+/**
+ * The blocks of a quote or a list item, which reads in the direction of its first paragraph. linesOf(lines, start,
+ * before) returns [its lines without its marks, the line after them]. `before`: its line before `start`, or null.
+ */
+function container(node, depth, linesOf) {
+  const blocks = new Pieces(node, blocksOf(depth));
+  let before = null;
+  return { draw(lines, start) {
+    const [own, end] = linesOf(lines, start, before), [, finished] = blocks.draw(own, 0);
+    if (finished > 0) before = lines[start + finished - 1];
+    if (node.firstElementChild?.matches("p")) node.firstElementChild.removeAttribute("dir");
+    return [end, finished < 0 ? -1 : start + finished];
+  } };
+}
+
+function quotedLines(lines, start) {
+  let end = start;
+  while (end < lines.length && QUOTE.test(lines[end])) end += 1;
+  return [lines.slice(start, end).map((line) => line.replace(QUOTE, "")), end];
 }
 
 /** The line after the formula that begins at line i, or null if there is none, or text after it on its last line. */
@@ -212,53 +284,66 @@ function codeBlock(line, start) {
   const [, fence, language] = FENCE.exec(line);
   const isEnd = (each) => each.trim().startsWith(fence) && !each.trim().replaceAll(fence[0], "");
   const figure = element("figure", "code"), bar = element("figcaption", "muted", language || "text");
-  const pre = element("pre", ""), code = inGroups(element("code", "")), paint = painterOf(language);
+  const pre = element("pre", ""), code = inGroups(element("code", ""), newLines), paint = painterOf(language);
   bar.append(copyButton(() => [...code.querySelectorAll(".line")].map((each) => each.textContent).join("\n")));
   pre.tabIndex = 0; // so that the keyboard can scroll it
   pre.append(code);
   figure.append(bar, pre);
   const piece = (lines, i) => {
-    if (isEnd(lines[i])) return [i + 1, true];
-    add(code, paint(lines[i], lastOf(code)));
-    return [i + 1, false];
+    const isOver = isEnd(lines[i]);
+    return { node: isOver ? null : paint(lines[i], lastOf(code)), end: i + 1, isOver };
   };
-  return { node: figure, end: start + 1, into: code, piece };
+  return { node: figure, end: start + 1, part: new Pieces(code, piece) };
 }
 
 function list(line, start, depth) {
   const [, indent, mark] = ITEM.exec(line);
   const isOrdered = /\d/.test(mark);
-  const items = element(isOrdered ? "ol" : "ul", "");
-  if (isOrdered) items.start = parseInt(mark, 10);
-  const piece = (lines, first) => {
-    const item = ITEM.exec(lines[first]);
+  const items = inGroups(element("div", "list"), (numBefore) => {
+    const group = element(isOrdered ? "ol" : "ul", "");
+    if (isOrdered) group.start = parseInt(mark, 10) + numBefore;
+    return group;
+  });
+  const piece = (lines, i) => {
+    const item = ITEM.exec(lines[i]);
     const isOther = !item || item[1].length < indent.length || /\d/.test(item[2]) !== isOrdered;
-    if (isOther || RULE.test(lines[first])) return [first, true];
-    const width = item[1].length + item[2].length + 1; // where the item's text begins
-    const content = lines[first].slice(item[0].length), task = TASK.exec(content);
-    const own = [task ? content.slice(task[0].length) : content];
-    let i = first + 1;
+    return isOther || RULE.test(lines[i]) ? { end: i, isOver: true } : listItem(item, lines[i], i, indent, depth);
+  };
+  return { node: items, end: start, part: new Pieces(items, piece) };
+}
+
+/** item: what ITEM has found in the line. indent: of the list. */
+function listItem(item, line, start, indent, depth) {
+  const node = prose("li"), width = item[1].length + item[2].length + 1; // where the item's text begins
+  const task = TASK.exec(line.slice(item[0].length)), marksLength = item[0].length + (task?.[0].length ?? 0);
+  const ownLines = (lines, first, before) => {
+    const own = before === null ? [lines[first].slice(marksLength)] : [];
+    let i = first + own.length;
     for (; i < lines.length; i += 1) {
       const isBlank = !lines[i].trim(), isIndented = lines[i].search(/\S/) >= Math.min(width, indent.length + 2);
-      const endsItem = startsBlock(lines[i]) || !lines[i - 1].trim();
+      const endsItem = startsBlock(lines[i]) || !(i > first ? lines[i - 1] : before).trim();
       if (isBlank ? !/^\s{2}/.test(lines[i + 1] ?? "") : !isIndented && endsItem) break;
       own.push(lines[i].slice(isIndented ? Math.min(width, lines[i].search(/\S/)) : 0));
     }
-    const made = container("li", own, depth + 1);
-    if (task) asTask(made, task[1] !== " ");
-    items.append(made);
     while (i < lines.length && !lines[i].trim() && ITEM.test(lines[i + 1] ?? "")) i += 1;
-    return [i, false];
+    return [own, i];
   };
-  return { node: items, end: start, into: items, piece };
+  const part = container(node, depth + 1, ownLines);
+  return { node, end: start, part: task ? withBox(node, part, task[1] !== " ") : part };
 }
 
-function asTask(item, isDone) {
+/** A part that draws a list item, with a box in its first line. */
+function withBox(item, part, isDone) {
   const box = element("input", "");
   Object.assign(box, { type: "checkbox", disabled: true, ariaLabel: isDone ? "done" : "to do" });
   box.toggleAttribute("checked", isDone);
   item.className = "task";
-  (item.firstElementChild?.matches("p") ? item.firstElementChild : item).prepend(box);
+  return { draw(lines, start) {
+    box.remove(); // the part's own children are left
+    const drawn = part.draw(lines, start);
+    (item.firstElementChild?.matches("p") ? item.firstElementChild : item).prepend(box);
+    return drawn;
+  } };
 }
 
 /** A cell ends at a "|" that is not escaped. */
@@ -285,47 +370,93 @@ function table(titles, rule, start) {
   box.tabIndex = 0;
   box.append(shown);
   const piece = (lines, i) => {
-    if (!lines[i].includes("|")) return [i, true];
-    body.append(row(lines[i], "td"));
-    return [i + 1, false];
+    const isRow = lines[i].includes("|");
+    return { node: isRow ? row(lines[i], "td") : null, end: isRow ? i + 1 : i, isOver: !isRow };
   };
-  return { node: box, end: start + 2, into: body, piece };
+  return { node: box, end: start + 2, part: new Pieces(body, piece) };
 }
 
 // -- within a line
 
+const SPAN = 2000; // characters between two delimiters at most, so that an unpaired one costs no more than that
 const INLINE = new RegExp([
-  "(?<code>(?<ticks>`+)(?<codeText>[^`]|[^`].*?[^`])\\k<ticks>(?!`))",
+  `(?<code>(?<ticks>\`{1,20})(?<codeText>[^\`]|[^\`].{0,${SPAN}}?[^\`])\\k<ticks>(?!\`))`,
   "(?<escape>\\\\[\\\\`*_{}#+\\-.!|~<>$])",
-  String.raw`(?<formula>\\\(.+?\\\)|\\\[.+?\\\]|\$\$.+?\$\$|(?<![\w$])\$(?![\s$])[^$\n]*?(?<=[^\s\\])\$(?![\w$]))`,
-  "(?<link>!?\\[(?<linkText>[^\\]\\n]*)\\]\\((?<target>[^\\s()]*(?:\\([^\\s()]*\\)[^\\s()]*)*)(?:\\s+\"[^\"]*\")?\\))",
+  `(?<formula>\\\\\\(.{1,${SPAN}}?\\\\\\)|\\\\\\[.{1,${SPAN}}?\\\\\\]|\\$\\$.{1,${SPAN}}?\\$\\$|`
+    + `(?<![\\w$])\\$(?![\\s$])[^$\\n]{0,${SPAN}}?(?<=[^\\s\\\\])\\$(?![\\w$]))`,
+  `(?<link>!?\\[(?<linkText>[^\\]\\n]{0,${SPAN}})\\]\\(`
+    + `(?<target>[^\\s()]{0,${SPAN}}(?:\\([^\\s()]{0,99}\\)[^\\s()]{0,99}){0,9})(?:\\s{1,9}"[^"]{0,${SPAN}}")?\\))`,
   "(?<address>https?://[^\\s<>()\\]]*[^\\s<>()\\].,;:!?'\"*_])",
-  "(?<strong>\\*\\*(?=\\S)(?<strongText>.+?)(?<=\\S)\\*\\*|(?<!\\w)__(?=\\S)(?<strongText2>.+?)(?<=\\S)__(?!\\w))",
-  "(?<em>\\*(?=[^\\s*])(?<emText>[^*]+?)(?<=\\S)\\*|(?<!\\w)_(?=[^\\s_])(?<emText2>[^_]+?)(?<=\\S)_(?!\\w))",
-  "(?<del>~~(?=\\S)(?<delText>.+?)(?<=\\S)~~)",
+  `(?<strong>\\*\\*(?=\\S)(?<strongText>.{1,${SPAN}}?)(?<=\\S)\\*\\*|`
+    + `(?<!\\w)__(?=\\S)(?<strongText2>.{1,${SPAN}}?)(?<=\\S)__(?!\\w))`,
+  `(?<em>\\*(?=[^\\s*])(?<emText>[^*]{1,${SPAN}}?)(?<=\\S)\\*|`
+    + `(?<!\\w)_(?=[^\\s_])(?<emText2>[^_]{1,${SPAN}}?)(?<=\\S)_(?!\\w))`,
+  `(?<del>~~(?=\\S)(?<delText>.{1,${SPAN}}?)(?<=\\S)~~)`,
   "(?<newline>\\n)",
 ].join("|"), "su");
+const LONGEST = 4 * SPAN; // what INLINE can find, except for an address
+const UNPAIRED = new RegExp([ // what INLINE may find when more text has come
+  "`", "\\\\[([]", "\\$\\$", "\\$(?=[^\\s$][^$\\n]*$)",
+  "\\[(?=[^\\]\\n]*(?:\\]?$|\\]\\(\\S*(?:\\s+(?:\"[^\"]*\"?)?)?$))",
+  "\\*\\*(?!\\s)", "\\*(?![\\s*])(?=[^*]*$)", "(?<!\\w)__(?!\\s)", "(?<!\\w)_(?![\\s_])(?=[^_]*$)", "~~(?!\\s)",
+].join("|"), "gu");
+const SEPARATED = /^.*(?:\s|[^\0-\x7f])/su; // up to the last place where INLINE need not look at what is before
 
-function inlineIn(parent, text, depth = 0) {
-  let rest = text;
-  while (rest) {
-    const found = depth < MAX_DEPTH ? INLINE.exec(rest) : null;
+/**
+ * Append the text of a paragraph or of a part of it, with its elements. Return {parent, node, length, numRead} or null.
+ * If more text follows, the first `numRead` characters, at most `limit`, still look the same. They end with `node`, a
+ * child of `parent`, or after `length` characters of `node` if it is a text.
+ */
+function appendInline(parent, text, depth, limit) {
+  let place = 0, settled = null, mayChange = false;
+  while (place < text.length) {
+    const rest = text.slice(place), found = depth < MAX_DEPTH ? INLINE.exec(rest) : null;
+    const plain = found ? rest.slice(0, found.index) : rest, { newline } = found?.groups ?? {};
+    put(parent, plain);
+    if (!mayChange && place < limit) {
+      UNPAIRED.lastIndex = Math.max(0, text.length - LONGEST - place);
+      const unpaired = UNPAIRED.exec(plain + (newline ?? ""));
+      mayChange = unpaired !== null;
+      const [known] = SEPARATED.exec(plain.slice(0, Math.min(unpaired?.index ?? Infinity, limit - place))) ?? [];
+      const node = parent.lastChild, numRead = place + known?.length;
+      if (known) settled = { parent, node, length: node.length - plain.length + known.length, numRead };
+    }
     if (found === null) break;
-    parent.append(rest.slice(0, found.index));
-    rest = rest.slice(found.index + found[0].length);
-    const { code, codeText, escape, formula, link, linkText, target, address, strong, em, del, newline } = found.groups;
+    place += found.index + found[0].length;
+    const { code, codeText, escape, formula, link, linkText, target, address, strong, em, del } = found.groups;
     const nested = (tag, content) => inlineIn(element(tag, ""), content, depth + 1);
     if (code) parent.append(element("code", "", codeText.trim()));
-    else if (escape) parent.append(escape[1]);
+    else if (escape) put(parent, escape[1]);
     else if (formula) parent.append(formulaOf(formula));
-    else if (link) parent.append(anchor(target, linkText || target));
+    else if (link) put(parent, anchor(target, linkText || target));
     else if (address) parent.append(anchor(address, address));
     else if (strong) parent.append(nested("strong", found.groups.strongText ?? found.groups.strongText2));
     else if (em) parent.append(nested("em", found.groups.emText ?? found.groups.emText2));
     else if (del) parent.append(nested("del", found.groups.delText));
-    else if (newline) parent.append(element("br", ""));
+    else if (newline && (depth || parent.children.length < GROUP)) parent.append(element("br", ""));
+    else if (newline) parent = addLines(parent);
+    if (!newline || mayChange || place > limit) continue;
+    settled = { parent, node: parent.lastChild, length: 0, numRead: place };
   }
-  parent.append(rest);
+  return settled;
+}
+
+/** Begin a group of lines in a paragraph. full: its last group, or itself if it has none. */
+function addLines(full) {
+  const group = newLines();
+  (full.matches(".group") ? full.parentNode : full).append(group);
+  return group;
+}
+
+/** Append an element or text. Texts that follow each other are one node, wherever they were cut. */
+function put(parent, child) {
+  const { lastChild: last } = parent;
+  if (typeof child === "string" && last?.nodeType === Node.TEXT_NODE) last.appendData(child);
+  else if (child) parent.append(child);
+}
+
+function inlineIn(parent, text, depth = 0) {
+  appendInline(parent, text, depth, 0);
   return parent;
 }
 

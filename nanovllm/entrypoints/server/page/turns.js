@@ -15,8 +15,8 @@ const THINKING_END = "</think>"; // templates can begin the thinking themselves,
 function parts({ content, reasoning = "" }) {
   const [start = ""] = THINKING_START.exec(content) ?? [], end = content.indexOf(THINKING_END);
   if (end < 0 && !start) return [reasoning, content];
-  if (end < 0) return [reasoning + content.slice(start.length).trim(), ""];
-  return [reasoning + content.slice(start.length, end).trim(), content.slice(end + THINKING_END.length)];
+  if (end < 0) return [reasoning + content.slice(start.length).trimStart(), ""];
+  return [reasoning + content.slice(start.length, end).trimStart(), content.slice(end + THINKING_END.length)];
 }
 
 function newTurn(className, speaker) {
@@ -90,6 +90,9 @@ function showFigures(box, text) {
 export class AnswerView {
   element = newTurn("answer", "Model");
   #message; // what is shown, so that it can be kept
+  #added = { content: "", reasoning: "" }; // not drawn yet
+  #view = null; // which shows the end of the content, or null if that is not known
+  #tail = ""; // the end of the content, if the thinking may still end, or null
   #thinking = element("details", "thinking");
   #thought = element("div", "markdown muted");
   #text = element("div", "text markdown");
@@ -121,7 +124,7 @@ export class AnswerView {
     if (shown === this.#shown) return;
     this.#shown = shown;
     this.#message = message;
-    this.draw();
+    this.#drawAll();
     this.#nothing.hidden = Boolean(message.content || message.reasoning || note);
     showFigures(this.#figures, note || message.figures || message.note || "");
     const [, answer] = parts(message), row = actionRow(branches, actions, copyButton(() => answer.trim()));
@@ -134,7 +137,7 @@ export class AnswerView {
     Object.assign(message, { note: UNFINISHED, figures: "" });
     this.#message = message;
     this.#nothing.hidden = true;
-    this.draw();
+    this.#drawAll();
     this.#startMs = performance.now();
     this.#progress = new Progress(promptTokens);
     this.#text.after(this.#progress.box);
@@ -151,6 +154,8 @@ export class AnswerView {
     }
     this.#message.content += content;
     if (reasoning) this.#message.reasoning = (this.#message.reasoning ?? "") + reasoning;
+    this.#added.content += content;
+    this.#added.reasoning += reasoning;
     this.#drawTimer ||= setTimeout(() => {
       this.#drawTimer = 0;
       if (this.element.isConnected) keepAtEnd(() => this.draw());
@@ -179,9 +184,26 @@ export class AnswerView {
     message.wasCached = this.#usage ? cached > this.#usage.prompt_tokens / 2 : undefined;
   }
 
-  /** Draw what has come since the last time. While another chat is shown, it is not drawn. */
+  /** Draw what has come since the last time, and read nothing else. While another chat is shown, it is not drawn. */
   draw() {
-    const [thinking, answer] = parts(this.#message);
+    const { content, reasoning } = this.#added, tail = this.#tail === null ? null : this.#tail + content;
+    if (!content && !reasoning) return;
+    const isChanged = tail?.includes(THINKING_END) || (content && reasoning);
+    const view = isChanged ? null : content ? this.#view : this.#message.content ? null : this.#thoughtView;
+    if (view === null || (view === this.#thoughtView && this.#thinking.hidden)) return this.#drawAll();
+    view.append(content || reasoning);
+    this.#tail = tail?.slice(1 - THINKING_END.length) ?? null;
+    this.#added = { content: "", reasoning: "" };
+  }
+
+  #drawAll() {
+    const { content } = this.#message, [thinking, answer] = parts(this.#message);
+    const isEnded = content.includes(THINKING_END), isThinking = !isEnded && THINKING_START.test(content);
+    const isKnown = isThinking ? content.replace(THINKING_START, "").trim()
+      : isEnded ? answer : !"<think>".startsWith(content.trimStart());
+    this.#view = !isKnown ? null : isThinking ? this.#thoughtView : this.#textView;
+    this.#tail = isEnded ? null : content.slice(1 - THINKING_END.length);
+    this.#added = { content: "", reasoning: "" };
     this.#thinking.hidden = !thinking.trim();
     this.#thinking.firstElementChild.textContent = answer || !this.element.classList.contains("growing")
       ? `Thinking: ${counted(thinking.trim().split(/\s+/).length, "word")}` : "Thinking…";
