@@ -56,7 +56,7 @@ from nanovllm.entrypoints.cli.launch import add_launch_command
 from nanovllm.entrypoints.cli.models import add_list_command, add_pull_command
 from nanovllm.entrypoints.cli.ps import add_ps_command
 from nanovllm.entrypoints.cli.verify import ENGINE_FLAGS, VerifyOptions, run_verify
-from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
+from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions, needs_ray
 from nanovllm.entrypoints.documents import before_question, decode_text, read_document
 from nanovllm.entrypoints.planner import PlanOptions, fit_table, plan_table
 from nanovllm.entrypoints.server.log_lines import set_up_log
@@ -355,10 +355,19 @@ def _batch(args: argparse.Namespace) -> int:
     sampling = given_fields(args, SamplingParams)
     SamplingParams(**sampling)
     given = given_fields(args, Config)
-    _require_tokenizer(_config(args))
-    check_packages("nanovllm batch", ("ray", "pyarrow"), "ray")
+    config = _config(args)
+    _require_tokenizer(config)
+    for path in args.input:
+        if path.suffix == ".parquet":
+            check_packages(f"input {str(path)!r}", ("pyarrow",), "parquet")
+    from nanovllm.llm import find_machine, num_gpus
+
+    if reason := needs_ray(options, config, num_gpus()):
+        check_packages(reason, ("ray", "pyarrow"), "ray")
+        from nanovllm.entrypoints.cluster.batch_ray import units_on_ray as run_units
+    else:
+        from nanovllm.entrypoints.cluster.batch_process import units_in_process as run_units
     from nanovllm.entrypoints.cluster.batch_job import BatchJob, run_job
-    from nanovllm.llm import find_machine
 
     job = BatchJob(
         inputs=args.input,
@@ -369,6 +378,7 @@ def _batch(args: argparse.Namespace) -> int:
         cpu_defaults={"max_num_batched_tokens": CPU_STEP_TOKENS},
         sampling=sampling,
         find_machine=find_machine,
+        run_units=run_units,
     )
     start_s = time.perf_counter()
     try:

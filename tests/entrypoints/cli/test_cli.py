@@ -630,11 +630,19 @@ def test_batch_without_ray_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert cli.main(BATCH) == 2
-    assert (
-        "nanovllm batch needs ray; run: pip install --constraint constraints.txt '.[ray]' in" in capsys.readouterr().err
-    )
+    for package, flags, message in (
+        (
+            "ray",
+            ["--num-engines", "2"],
+            "--num-engines=2 needs ray; run: pip install --constraint constraints.txt '.[ray]",
+        ),
+        ("ray", ["--ray-address", "auto"], "--ray-address='auto' needs ray; run: pip install"),
+        ("pyarrow", ["--input", "a.parquet"], "input 'a.parquet' needs pyarrow; run: pip install --constraint "),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            assert cli.main([*BATCH, *flags]) == 2
+        assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
