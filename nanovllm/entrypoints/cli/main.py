@@ -82,6 +82,12 @@ examples:
   nanovllm batch --model Qwen/Qwen3-0.6B --input prompts.jsonl --output answers/
   nanovllm plan --model qwen3-0.6b --context 40960 --enable-cpu-offload --num-gpu-blocks 8
 """
+REMEDIES = {  # for Ollama's commands that are not ours
+    "run": "use nanovllm chat MODEL, or nanovllm serve MODEL for an API",
+    "stop": "end a server with kill and the PID that nanovllm ps lists",
+    "rm": "remove a downloaded model with hf cache rm model/OWNER/NAME",
+    "show": "use nanovllm plan MODEL",
+}
 GENERATE_EXAMPLE = """\
 example, a book whose KV cache does not fit in the GPU's memory:
   nanovllm generate --model path/to/model --prompt-file book.txt \\
@@ -415,6 +421,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLE,
         formatter_class=Formatter,
     )
+    parser.remedies = REMEDIES
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
