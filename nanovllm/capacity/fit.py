@@ -306,6 +306,24 @@ def choose(
     return ChosenOptions(config=plan.config, model=model, plan=plan, text=_describe(config, plan, bool(asked), hints))
 
 
+def fit_remedy(
+    config: Config,
+    given: Iterable[str],
+    stored: ModelConfig,
+    machine: Machine,
+    *,
+    staging: StagingSizes = StagingSizes(),
+) -> str:
+    """Return the end of a refusal, which names fit=True if `choose` then finds a format of the weights that fits, or
+    "". Options that the user has given are not named. The arguments are the same as in `choose`.
+    """
+    if config.fit or config.quantization is not None or (config.fit is False and "fit" in given):
+        return ""
+    chosen = choose(replace(config, fit=True), given, stored, machine, staging=staging)
+    format = chosen.config.quantization
+    return f", or use fit=True, which chooses quantization={format}" if chosen.plan and format else ""
+
+
 def _is_fast(plan: CapacityPlan) -> bool:
     """Return True if the plan's context may be chosen for a user who names none."""
     is_small = plan.cpu_pool_bytes <= MAX_POOL_SHARE * plan.machine.host_bytes

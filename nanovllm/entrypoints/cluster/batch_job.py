@@ -51,8 +51,8 @@ class BatchJob:
     engine_class: type[BatchEngine] = BatchEngine  # for tests
 
     def options_on(self, device: str) -> dict[str, Any]:
-        """Return the options of an engine on this device: cpu, cuda or one GPU."""
-        return {**(self.cpu_defaults if device == "cpu" else {}), **self.given, "device": device}
+        """Return the options of an engine on this device: cpu, cuda or one GPU. The command has no flag --fit."""
+        return {**(self.cpu_defaults if device == "cpu" else {}), **self.given, "device": device, "fit": False}
 
 
 class JobSummary(NamedTuple):
