@@ -86,6 +86,9 @@ def test_parameters_take_refuse_and_ignore_names() -> None:
             make()
     with pytest.raises(FrozenInstanceError, match=r"use dataclasses.replace\(..., max_tokens=...\)"):
         same.max_tokens = 5  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError, match=r"use dataclasses.replace\(..., max_tokens=...\)"):
+        same.clone().max_tokens = 5  # type: ignore[misc]
+    assert same.clone() == same and replace(same.clone(), max_tokens=5).max_tokens == 5
     assert pickle.loads(pickle.dumps(same)) == copy.copy(same) == replace(same, n=1) == same
 
 
