@@ -20,7 +20,8 @@ PACKAGE = Path(nanovllm.__file__).parent
 FLOORS = (
     *("errors", "utils", "compat", "outputs", "sampling_params", "checkpoint", "config", "plan", "capacity", "device"),
     *("kernels", "layers", "attention", "models", "offload", "kvcache", "schedule", "runner", "executor"),
-    *("capabilities", "engine", "text", "llm", "request_stream", "async_llm", "nanovllm", "entrypoints", "__main__"),
+    *("capabilities", "engine", "text", "llm", "request_stream"),
+    *("async_llm", "llm_engine", "nanovllm", "entrypoints", "__main__"),
 )
 PUBLIC = {"nanovllm", "llm", "async_llm", "request_stream", "plan", "text", "errors", "config", "sampling_params"}
 PUBLIC |= {"capacity", "checkpoint", "outputs", "utils", "models.demo_model", "models.retrieval_model"}
