@@ -59,6 +59,7 @@ class RowAnswerer:
         self._rows = asyncio.Semaphore(NUM_ROWS)
 
     def close(self) -> None:
+        """Close the engine."""
         self._engine.close()
 
     async def answer_unit(
@@ -293,6 +294,7 @@ class BatchEngine:
         return AsyncLLM(job.model, **{**job.options, **sizes})
 
     def close(self) -> None:
+        """Close the engine, if it has started."""
         if self._answerer is not None:
             self._answerer.close()
 
