@@ -24,8 +24,8 @@ from nanovllm.utils.arithmetic import format_bytes
 from nanovllm.utils.options import check_options, option
 
 RAY_ADDRESS_HELP = (
-    "host:port of a running Ray cluster, or auto for the cluster of this machine; by default, Ray is started on this "
-    "machine alone, if there are several engines, and ends with the command"
+    "host:port of a running Ray cluster, or auto for the cluster of this machine; by default, a Ray that is needed is "
+    "started on this machine alone and ends with the command"
 )
 MAX_ENGINES = 10_000
 MAX_REPLICAS = 1024
