@@ -11,7 +11,6 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import pytest
 from docx import Document
@@ -103,7 +102,7 @@ def test_pdf_of_several_pages_is_read_and_asked_about(url: str, open_page: OpenP
     page.get_by_role("textbox", name="Key").fill("s3cret")
     page.keyboard.press("Enter")
     expect(page.locator("#model")).to_have_text("demo")
-    bodies: list[dict[str, Any]] = []
+    bodies = list[dict[str, object]]()
     path = "/v1/chat/completions"
     page.on("request", lambda request: bodies.append(request.post_data_json) if path in request.url else None)
     pages = ["\n".join(LINES[:40]), "The passkey is q7m2x9kd.\n" + "\n".join(LINES[40:80]), "Owner (sole): J. Müller"]
