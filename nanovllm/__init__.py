@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from nanovllm.compat import cleanup_dist_env_and_memory
     from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError, WorkerDiedError
     from nanovllm.llm import LLM
+    from nanovllm.llm_engine import LLMEngine
     from nanovllm.outputs import CompletionOutput, RequestOutput
     from nanovllm.sampling_params import (
         GuidedDecodingParams,
@@ -32,6 +33,7 @@ __all__ = [
     "EngineError",
     "FlexibleArgumentParser",
     "GuidedDecodingParams",
+    "LLMEngine",
     "ReasoningTags",
     "RequestError",
     "RequestOutput",
@@ -50,6 +52,7 @@ _NAMES = {
     "compat": ("cleanup_dist_env_and_memory",),
     "entrypoints.engine_args": ("AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser"),
     "llm": ("LLM",),
+    "llm_engine": ("LLMEngine",),
     "outputs": ("CompletionOutput", "RequestOutput"),
     "sampling_params": (
         *("GuidedDecodingParams", "ReasoningTags", "RequestOutputKind", "SamplingParams", "StructuredOutputs"),

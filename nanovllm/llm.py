@@ -9,7 +9,7 @@ from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.settings import read_sampling_defaults
 from nanovllm.compat import CALL, no_attribute, translated
 from nanovllm.config import Config, EngineOptions
-from nanovllm.device.devices import resolve_device
+from nanovllm.device.devices import num_gpus, resolve_device
 from nanovllm.engine.setup import Internals, find_machine, prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import EngineError, RequestError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 # Entry points import from this module alone: the LLM, the search for devices, and the type of LLM's `internals`
-__all__ = ["LLM", "Internals", "find_machine", "resolve_device"]
+__all__ = ["LLM", "Internals", "find_machine", "num_gpus", "resolve_device"]
 
 
 @documented(Config)

@@ -328,6 +328,10 @@ class SamplingParams:
             _require(_is_token_id(token_id) and in_range, f"logit_bias[{shown(token_id)}]", bias, limit)
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # a copy, so that nothing changes after this
 
+    def clone(self) -> "SamplingParams":
+        """Return these parameters, because nothing can change them. dataclasses.replace makes others."""
+        return self
+
     def per_answer(self) -> "list[SamplingParams]":
         """Return the parameters of each of the n answers. If there is a seed, answer i has the seed plus i.
 

@@ -86,6 +86,9 @@ def test_parameters_take_refuse_and_ignore_names() -> None:
             make()
     with pytest.raises(FrozenInstanceError, match=r"use dataclasses.replace\(..., max_tokens=...\)"):
         same.max_tokens = 5  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError, match=r"use dataclasses.replace\(..., max_tokens=...\)"):
+        same.clone().max_tokens = 5  # type: ignore[misc]
+    assert same.clone() == same and replace(same.clone(), max_tokens=5).max_tokens == 5
     assert pickle.loads(pickle.dumps(same)) == copy.copy(same) == replace(same, n=1) == same
 
 
@@ -108,8 +111,8 @@ def test_methods_and_imports_of_vllm_are_refused_by_name(model: Path) -> None:
             assert str(raised.value).endswith(instead)
         with pytest.raises(AttributeError, match=r"^'LLM' object has no attribute 'nothing'$"):
             llm.nothing  # noqa: B018
-    with pytest.raises(ImportError, match="nanovllm has no LLMEngine; use LLM, which has add_request, step and abort"):
-        from nanovllm import LLMEngine  # type: ignore[attr-defined]  # noqa: F401
+    with pytest.raises(ImportError, match="nanovllm has no AsyncLLMEngine; use AsyncLLM"):
+        from nanovllm import AsyncLLMEngine  # type: ignore[attr-defined]  # noqa: F401
 
 
 def test_help_shows_every_option_with_its_type_and_meaning_and_nothing_else() -> None:

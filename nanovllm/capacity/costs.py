@@ -23,7 +23,7 @@ from nanovllm.checkpoint.model_layout import Linear, model_layout
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
 from nanovllm.plan.expert_formats import STAGED_PIECE_BYTES, LayerFormat, layer_bytes, layer_format, num_link_slots
-from nanovllm.plan.kv_spec import KVCacheSpec, dtype_name, kv_cache_spec, uses_draft_head
+from nanovllm.plan.kv_spec import KVCacheSpec, dtype_name, kv_cache_spec, uses_draft_head, value_bytes
 from nanovllm.plan.step_limits import (
     MAX_CPU_EXPERT_ROWS,
     MAX_GRAPH_CHUNKS,
@@ -60,7 +60,7 @@ ALLOCATOR_SHARE = 0.4  # memory that torch's allocator cannot reuse for other si
 
 def itemsize(config: Config, model: ModelConfig) -> int:
     """Return the bytes of one weight, or of one element of K or V."""
-    return kv_cache_spec(config, model, tp_size=1).itemsize
+    return value_bytes(dtype_name(config, model))
 
 
 class _Size(NamedTuple):
@@ -110,11 +110,10 @@ class _ExpertSizes(NamedTuple):
     gate_up: _Size
     down: _Size
 
-    def layer_format(self, config: Config, model: ModelConfig) -> LayerFormat:
+    def layer_format(self, dtype: str, num_ranks: int) -> LayerFormat:
         """Return how the experts are stored in CPU memory. Raises ConfigError if they cannot be."""
-        formats, dtype = (*self.gate_up.formats, *self.down.formats), dtype_name(config, model)
         sizes = {"hidden_size": self.gate_up.columns, "size": self.down.columns}
-        return layer_format(formats, dtype, **sizes, num_ranks=config.tensor_parallel_size)
+        return layer_format((*self.gate_up.formats, *self.down.formats), dtype, **sizes, num_ranks=num_ranks)
 
 
 class _Weights(NamedTuple):
@@ -133,7 +132,7 @@ class _Weights(NamedTuple):
         return total
 
 
-@lru_cache(maxsize=256)  # a plan asks thousands of times, for many numbers of layers in CPU memory
+@lru_cache(maxsize=1024)  # a plan asks thousands of times, for many numbers of layers in CPU memory
 def _weights(model: ModelConfig, part: str) -> _Weights:
     """Return the weights of a part of ModelLayout. The first expert stands for all experts."""
     sizes: Counter[_Size] = Counter()
@@ -221,13 +220,19 @@ def _weight_bytes(
     """Return the size of the weights of a part of ModelLayout that a step of `num_tokens` tokens uses, or of all the
     part's weights if `num_tokens` is None, over all GPUs. Experts in CPU memory are not counted.
     """
+    return _stored_bytes(model, part, itemsize(config, model), config.tensor_parallel_size, num_tokens, is_packed)
+
+
+@lru_cache(maxsize=1024)
+def _stored_bytes(
+    model: ModelConfig, part: str, size_of_value: int, num_ranks: int, num_tokens: int | None, is_packed: bool
+) -> float:
+    """Return what `_weight_bytes` returns. The options of Config that it depends on can be hashed."""
     sizes, num_others, _ = _weights(model, part)
-    size_of_value = itemsize(config, model)
     total: float = num_others * size_of_value
     for size, count in sizes.items():
         stored = size if is_packed else size._replace(formats=(None,) * len(size.rows))
-        num_bytes = stored.num_bytes(size_of_value, config.tensor_parallel_size)
-        total += count * _num_used(model, size, num_tokens) * num_bytes
+        total += count * _num_used(model, size, num_tokens) * stored.num_bytes(size_of_value, num_ranks)
     return total
 
 
@@ -260,21 +265,31 @@ def cpu_expert_bytes(config: Config, model: ModelConfig) -> float:
 
 
 def _cpu_expert_bytes(config: Config, model: ModelConfig, part: str) -> int:
+    return _stored_expert_bytes(model, part, dtype_name(config, model), config.tensor_parallel_size)
+
+
+@lru_cache(maxsize=1024)
+def _stored_expert_bytes(model: ModelConfig, part: str, dtype: str, num_ranks: int) -> int:
     return sum(
-        count * layer_bytes(experts.layer_format(config, model), experts.down.num_experts)
+        count * layer_bytes(experts.layer_format(dtype, num_ranks), experts.down.num_experts)
         for experts, count in _weights(model, part).cpu_layers.items()
     )
 
 
-def expert_layer_bytes(config: Config, model: ModelConfig) -> list[int]:
+def expert_layer_bytes(config: Config, model: ModelConfig) -> tuple[int, ...]:
     """Return the size of the experts of each layer that has some, as each GPU stores them."""
+    return _expert_layer_bytes(model, itemsize(config, model), config.tensor_parallel_size)
+
+
+@lru_cache(maxsize=256)
+def _expert_layer_bytes(model: ModelConfig, size_of_value: int, num_ranks: int) -> tuple[int, ...]:
     on_gpu = (weight for weight in model_layout(model).layers if isinstance(weight, Linear) and weight.num_experts)
     sizes = [_size_of(weight, model) for weight in on_gpu]
-    return [_gpu_bytes(config, model, _ExpertSizes(*pair)) for pair in zip(sizes[::2], sizes[1::2], strict=True)]
+    pairs = zip(sizes[::2], sizes[1::2], strict=True)
+    return tuple(_gpu_bytes(_ExpertSizes(*pair), size_of_value, num_ranks) for pair in pairs)
 
 
-def _gpu_bytes(config: Config, model: ModelConfig, experts: _ExpertSizes) -> int:
-    size_of_value, num_ranks = itemsize(config, model), config.tensor_parallel_size
+def _gpu_bytes(experts: _ExpertSizes, size_of_value: int, num_ranks: int) -> int:
     return int(sum(size.num_experts * size.num_bytes(size_of_value, num_ranks) for size in experts)) // num_ranks
 
 
@@ -287,11 +302,13 @@ def expert_staging_bytes(config: Config, model: ModelConfig) -> int:
     if not layers:
         return 0
     assert model.experts is not None, "only mixtures have experts"
-    sizes = [_gpu_bytes(config, model, layer) for layer in layers]
+    size_of_value, num_ranks = itemsize(config, model), config.tensor_parallel_size
+    sizes = [_gpu_bytes(layer, size_of_value, num_ranks) for layer in layers]
     slots = 0
     if not config.enable_cpu_offload:
         num_experts = model.experts.num_experts
-        formats = [layer.layer_format(config, model) for layer in layers]
+        dtype = dtype_name(config, model)
+        formats = [layer.layer_format(dtype, num_ranks) for layer in layers]
         of_blocks = max(sizes) if any(each.is_of_blocks for of_layer in formats for each in of_layer) else 0
         stored = (layer_bytes(each, num_experts) for each in formats)
         slots = num_link_slots(stored, num_experts) * (sum(sizes) + of_blocks) // num_experts
@@ -514,10 +531,7 @@ def device_memory(
     draft_bytes: int = 0,
 ) -> DeviceMemory:
     """Return the memory use of an engine with `num_gpu_blocks` blocks on each GPU."""
-    num_rows, is_gpu = max_step_rows(config, num_gpu_blocks), machine.gpu_bytes is not None
-    has_graphs = is_gpu and not config.enforce_eager
-    activations = activation_bytes(config, model, max_model_len, num_rows)
-    num_rows = max_graph_rows(model, num_rows)
+    is_gpu = machine.gpu_bytes is not None
     workspace = WORKSPACE_BYTES if (machine.capability or (0, 0)) >= (9, 0) else OLD_WORKSPACE_BYTES
     return DeviceMemory(
         weight_bytes=weight_bytes(config, model, is_packed=is_gpu),
@@ -527,13 +541,28 @@ def device_memory(
         draft_bytes=draft_bytes,
         staging_bytes=spec.staging_bytes if config.enable_cpu_offload else 0,
         expert_staging_bytes=expert_staging_bytes(config, model) if is_gpu else 0,
-        logits_bytes=num_rows * model.vocab_size * spec.itemsize if has_graphs else 0,
-        input_bytes=_input_bytes(config, model, max_model_len, num_rows) if has_graphs else 0,
-        activation_bytes=int(activations * (1 + ALLOCATOR_SHARE)) if is_gpu else activations,
-        graph_bytes=_graph_bytes(config, model, spec, num_rows) if has_graphs else 0,
+        **step_bytes(config, model, machine, spec, max_model_len, num_gpu_blocks),
         workspace_bytes=NUM_WORKSPACES * workspace if is_gpu else 0,
         context_bytes=_context_bytes(config, spec) if is_gpu else 0,
     )
+
+
+def step_bytes(
+    config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, max_model_len: int, num_gpu_blocks: int
+) -> dict[str, int]:
+    """Return the fields of DeviceMemory that depend on the sequences of a step, and so on the number of blocks."""
+    num_rows, is_gpu = max_step_rows(config, num_gpu_blocks), machine.gpu_bytes is not None
+    activations = activation_bytes(config, model, max_model_len, num_rows)
+    if not is_gpu or config.enforce_eager:
+        parts = dict.fromkeys(("logits_bytes", "input_bytes", "graph_bytes"), 0)
+    else:
+        num_rows = max_graph_rows(model, num_rows)
+        parts = {
+            "logits_bytes": num_rows * model.vocab_size * spec.itemsize,
+            "input_bytes": _input_bytes(config, model, max_model_len, num_rows),
+            "graph_bytes": _graph_bytes(config, model, spec, num_rows),
+        }
+    return parts | {"activation_bytes": int(activations * (1 + ALLOCATOR_SHARE)) if is_gpu else activations}
 
 
 def _context_bytes(config: Config, spec: KVCacheSpec) -> int:

@@ -12,12 +12,13 @@ which no run exceeds.
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from nanovllm.capacity.costs import num_prefill_loaded_blocks, prefill_expert_bytes, prefill_flop
 from nanovllm.capacity.machine import Machine
 from nanovllm.capacity.plan import CapacityPlan, least, make_plan
-from nanovllm.capacity.plan_check import HEAD_FORMAT, check_plan, fp8_problem
+from nanovllm.capacity.plan_check import HEAD_FORMAT, can_work, fp8_problem
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ARCHITECTURES, ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, WEIGHTS_ALONE
@@ -139,6 +140,11 @@ def _is_as_fast(plan: CapacityPlan, fastest: CapacityPlan) -> bool:
     return is_as_fast and (plan.expected_decode_tok_per_s or 0.0) >= slowest_rate
 
 
+def _places(changes: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the options that say where KV and experts may be."""
+    return changes.get("enable_cpu_offload"), changes.get("enable_expert_offload")
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Wish:
     """What the user has asked for, and the machine for it."""
@@ -175,15 +181,26 @@ class _Wish:
         return found
 
     def working_plans(self, model: ModelConfig, context: int) -> list[CapacityPlan]:
-        """List the plans that work, or only the first that has everything on the GPU."""
-        working = []
-        for changes in self.all_changes(model, context):
-            with suppress(ConfigError):
-                check_plan(plan := self.plan(model, context, changes))
-                if is_resident(plan):
-                    return [plan]
-                working.append(plan)
+        """List the plans that work, or only the first that has everything on the GPU. If the smallest sizes do not fit
+        with KV and experts in certain places, no other sizes do.
+        """
+        working: list[CapacityPlan] = []
+        for _, same_places in groupby(self.all_changes(model, context), key=_places):
+            alike = list(same_places)
+            if not any(self._fits_gpu(model, context, changes) for changes in alike[-2:]):  # the smallest sizes
+                continue
+            for changes in alike:
+                with suppress(ConfigError):
+                    if can_work(plan := self.plan(model, context, changes)):
+                        if is_resident(plan):
+                            return [plan]
+                        working.append(plan)
         return working
+
+    def _fits_gpu(self, model: ModelConfig, context: int, changes: Mapping[str, Any]) -> bool:
+        with suppress(ConfigError):
+            return self.plan(model, context, changes).fits_gpu
+        return False
 
     def best_plan(self, model: ModelConfig, context: int, *, with_head: bool = False) -> CapacityPlan | None:
         """Return the plan with the least changes that is as fast as the fastest, within TOLERANCE, or None if nothing
@@ -289,6 +306,24 @@ def choose(
     return ChosenOptions(config=plan.config, model=model, plan=plan, text=_describe(config, plan, bool(asked), hints))
 
 
+def fit_remedy(
+    config: Config,
+    given: Iterable[str],
+    stored: ModelConfig,
+    machine: Machine,
+    *,
+    staging: StagingSizes = StagingSizes(),
+) -> str:
+    """Return the end of a refusal, which names fit=True if `choose` then finds a format of the weights that fits, or
+    "". Options that the user has given are not named. The arguments are the same as in `choose`.
+    """
+    if config.fit or config.quantization is not None or (config.fit is False and "fit" in given):
+        return ""
+    chosen = choose(replace(config, fit=True), given, stored, machine, staging=staging)
+    format = chosen.config.quantization
+    return f", or use fit=True, which chooses quantization={format}" if chosen.plan and format else ""
+
+
 def _is_fast(plan: CapacityPlan) -> bool:
     """Return True if the plan's context may be chosen for a user who names none."""
     is_small = plan.cpu_pool_bytes <= MAX_POOL_SHARE * plan.machine.host_bytes
@@ -386,7 +421,16 @@ def fits(
 
     Raises ConfigError if one of `models` does not take `context` or `quantization`, and if the GPU does not.
     """
-    found, named = [], tuple(models)
+    return list(each_fit(machine, models, quantization, context))
+
+
+def each_fit(
+    machine: Machine, models: Iterable[str] = (), quantization: str | None = None, context: int | None = None
+) -> Iterator[Fit]:
+    """Yield what `fits` lists, the checkpoint's format before the others. The search goes on with the next call, and
+    raises the errors.
+    """
+    named = tuple(models)
     if quantization is not None and (problem := fp8_problem(machine, QUANTIZATIONS[quantization])):
         raise ConfigError(problem)
     for name in named or presets():
@@ -405,8 +449,7 @@ def fits(
                 if model.max_model_len_limit < tokens:  # the rope changes neither memory nor speed
                     model = replace(model, max_position_embeddings=tokens)
                 if (plan := wish.best_plan(model, tokens, with_head=True)) is not None:
-                    found.append(Fit(model=name, format=format, plan=plan))
-    return found
+                    yield Fit(model=name, format=format, plan=plan)
 
 
 def _recommended_context(model: ModelConfig) -> int:

@@ -33,7 +33,7 @@ from nanovllm.plan.kv_spec import (
     with_watermark,
 )
 from nanovllm.plan.shadow_spec import ShadowSpec
-from nanovllm.plan.step_limits import expected_tokens, max_model_len
+from nanovllm.plan.step_limits import expected_tokens, max_model_len, max_sampled_rows
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
 
 MAX_HOST_SHARE = 0.7  # fraction of the available memory; limits a CPU pool whose size the user left open
@@ -89,7 +89,7 @@ class CapacityPlan:
     def kv_bytes_per_token(self) -> int:
         return self.spec.block_bytes // self.spec.block_size
 
-    @property
+    @cached_property
     def memory(self) -> DeviceMemory:
         """The GPU memory in use, part by part."""
         limit = max_model_len(self.config, self.model)
@@ -678,10 +678,19 @@ def _room(
         room = int(machine.host_bytes * config.gpu_memory_utilization / 2 / config.tensor_parallel_size)
         return given, useful, room - (spec.staging_bytes if config.enable_cpu_offload else 0)
 
-    def other_bytes(num_blocks: int) -> int:
-        return device_memory(config, model, machine, spec, limit, num_blocks).total_bytes - num_blocks * block_bytes
+    room, block_bytes = usable - GPU_RESERVE_BYTES, spec.block_bytes
+    most = max_sampled_rows(config, useful)  # the other needs grow with the number of blocks up to this number
+    with_most = device_memory(config, model, machine, spec, limit, most)
 
-    room = usable - GPU_RESERVE_BYTES
-    block_bytes = spec.block_bytes  # all other needs grow with the number of blocks
-    num_fitting = bisect_right(range(useful + 1), room, key=lambda n: other_bytes(n) + n * block_bytes) - 1
+    def step_bytes(num_blocks: int) -> int:
+        return sum(costs.step_bytes(config, model, machine, spec, limit, num_blocks).values())
+
+    fixed_bytes = with_most.total_bytes - with_most.kv_bytes - step_bytes(most)
+
+    def other_bytes(num_blocks: int) -> int:
+        return fixed_bytes + step_bytes(num_blocks)
+
+    num_fitting = min(useful, (room - other_bytes(most)) // block_bytes)
+    if num_fitting < most:
+        num_fitting = bisect_right(range(most), room, key=lambda n: other_bytes(n) + n * block_bytes) - 1
     return given, useful, room - other_bytes(given or max(0, num_fitting))

@@ -65,6 +65,14 @@ def check_plan(plan: CapacityPlan) -> None:
         raise ConfigError(problem)
 
 
+def can_work(plan: CapacityPlan) -> bool:
+    """Return True if `check_plan` accepts the plan, without the work of naming options to change."""
+    if not plan.fits_gpu or plan.capacity(plan.context).num_sequences < plan.num_sequences:
+        return False
+    problem = _format_problem(plan) or _packing_problem(plan) or _length_problem(plan)
+    return (problem or _pool_problem(plan) or _cpu_problem(plan)) is None
+
+
 def _pool_problem(plan: CapacityPlan) -> str | None:
     """Check the CPU memory: the embedding table and the experts in it, and the CPU pool."""
     config, table_bytes, expert_bytes = plan.config, plan.host_table_bytes, plan.host_expert_bytes

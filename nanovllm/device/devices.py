@@ -55,6 +55,11 @@ def resolve_device(config: Config) -> torch.device:
     return device
 
 
+def num_gpus() -> int:
+    """Return the number of GPUs that this process sees."""
+    return torch.cuda.device_count()
+
+
 def installed_gpu(config: Config) -> Any | None:
     """Return torch's properties of the GPU that `config.device` names, or None if this machine does not have it."""
     index = int(config.device.split(":")[1]) if ":" in config.device else 0

@@ -13,7 +13,7 @@ from nanovllm.attention.selection import find_backend
 from nanovllm.capabilities.cpu_attention.cpu_split import CpuSplit
 from nanovllm.capabilities.cpu_attention.threads import attention_cpus
 from nanovllm.capabilities.speculation.drafters import Drafter
-from nanovllm.capacity.fit import choose
+from nanovllm.capacity.fit import choose, fit_remedy
 from nanovllm.capacity.machine import Machine, available_host_bytes
 from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.capacity.plan_check import check_start
@@ -92,7 +92,7 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
         stored.check_format(stored_format)
     device = resolve_device(config)
     machine = find_machine(replace(config, device=str(device)))
-    choice = choose(config, given, stored, machine, staging=internals.staging)
+    asked, choice = config, choose(config, given, stored, machine, staging=internals.staging)
     if choice.text:
         logger.info("%s", choice.text)
     config, model_config = choice.config, choice.model
@@ -100,7 +100,11 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     _check_parts(config, model_config, device)
     named = replace(config, model=str(model))  # the plan shows the user's name, not the path of the built-in model
     plan = make_plan(named, model_config, machine, staging=internals.staging)
-    check_start(plan)
+    try:
+        check_start(plan)
+    except ConfigError as error:
+        remedy = fit_remedy(asked, given, stored, machine, staging=internals.staging)
+        raise ConfigError(f"{error}{remedy}") from None
     return EngineSetup(
         config=config,
         model_config=replace(model_config, embedding_on_cpu=plan.model.embedding_on_cpu, experts=plan.model.experts),

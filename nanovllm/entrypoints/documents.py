@@ -84,7 +84,8 @@ def document_text(name: str, content: bytes) -> str:
     missing.
     """
     suffix = Path(name).suffix.lower()
-    if content.lstrip()[:5] == b"%PDF-":
+    is_pdf = content.lstrip()[:5] == b"%PDF-"
+    if is_pdf:
         text = _read(name, "PDF", _pdf_text, content)
     elif content[:4] == b"PK\3\4":
         text = _read(name, "DOCX", _docx_text, content)
@@ -94,7 +95,7 @@ def document_text(name: str, content: bytes) -> str:
         if suffix in (".html", ".htm", ".xhtml") or start.startswith(("<!doctype html", "<html")):
             text = _read(name, "HTML", _html_text, text)
     if not text.strip():
-        remedy = "; it may have only pictures of pages: recognize its text first" if suffix == ".pdf" else ""
+        remedy = "; its pages may be pictures: run OCR over it first" if is_pdf else ""
         raise RequestError(f"{name} has no text{remedy}")
     return text
 

@@ -37,6 +37,7 @@ from tqdm import tqdm
 from nanovllm.device.tp_group import TPGroup, connect, join_store, open_store
 from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.base import Executor, LaunchedStep, P, Result, Runner
+from nanovllm.utils.interrupt import end_with_parent
 
 SEGMENT_BYTES = 1 << 20  # shared memory that calls go through; larger calls go in pieces
 STOP_TIMEOUT_S = 5.0  # time for a worker to finish its current work
@@ -259,7 +260,7 @@ def _end_workers(workers: Sequence[_Worker], timeout_s: float) -> None:
 
 def _worker_main(job: Job, rank: int, segment: Segment, control: Connection, reports: Connection) -> None:
     """Build this rank's runner, and make the calls that rank 0 sends until it closes its end of `control`."""
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    end_with_parent()  # even if the worker is busy or stuck in a collective
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; rank 0 decides what it means
     tqdm.set_lock(threading.RLock())  # the default lock is a named semaphore, which a killed worker would leak
     try:
@@ -280,14 +281,6 @@ def _worker_main(job: Job, rank: int, segment: Segment, control: Connection, rep
         with suppress(OSError):  # rank 0 may be gone
             reports.send((FAILED, traceback.format_exc()))
         os._exit(1)  # at once: the other ranks may be waiting for this one in a collective
-
-
-def _exit_with_parent() -> None:
-    """End this process when rank 0's process ends, even if the worker is busy or stuck in a collective."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker is a child process"
-    parent.join()
-    os._exit(1)
 
 
 # -- the transport of calls to the workers ---------------------------------------------------------------------------

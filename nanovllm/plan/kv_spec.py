@@ -166,6 +166,11 @@ def dtype_name(config: Config, model: ModelConfig) -> str:
     return model.torch_dtype if config.dtype == "auto" else config.dtype
 
 
+def value_bytes(dtype_name: str) -> int:
+    """Return the bytes of a value of this dtype."""
+    return 4 if dtype_name == "float32" else 2
+
+
 def uses_draft_head(config: Config, model: ModelConfig) -> bool:
     """Return True if the checkpoint's draft head is loaded.
 
@@ -181,7 +186,7 @@ def kv_cache_spec(
     config: Config, model: ModelConfig, tp_size: int, staging: StagingSizes = StagingSizes()
 ) -> KVCacheSpec:
     """Return the shape of the KV cache on each of `tp_size` ranks."""
-    itemsize = 4 if dtype_name(config, model) == "float32" else 2
+    itemsize = value_bytes(dtype_name(config, model))
     return KVCacheSpec(
         num_layers=model.num_attention_layers + (uses_draft_head(config, model) and not config.enable_cpu_offload),
         block_size=config.block_size,

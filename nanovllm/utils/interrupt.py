@@ -1,5 +1,9 @@
-"""Signal handling: Ctrl-C interrupts between steps, never inside a step, and SIGTERM ends a program in order."""
+"""Signals and ends of processes: Ctrl-C interrupts between steps, never inside a step, SIGTERM ends a program in order,
+and a child process ends with its parent.
+"""
 
+import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -68,3 +72,15 @@ def ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def end_with_parent() -> None:
+    """Start a thread that ends this child process as soon as its parent has ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "called in a child"
+
+    def end() -> NoReturn:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()

@@ -2,6 +2,7 @@
 model.
 """
 
+import io
 import os
 import random
 import re
@@ -15,8 +16,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from docx import Document
 from page_actions import reload
 from page_server import OpenPage
+from pdf_files import pdf, scanned_pdf
 from playwright.sync_api import Page, expect
 from ports import reserved_port
 from smollm2 import gguf_directory
@@ -96,6 +99,33 @@ def test_document_is_read_once_and_its_cache_is_shown(url: str, open_page: OpenP
     while not ("written" in seen and seen & {"streamed", "cpu_attended"}):  # a snapshot may miss a short answer
         ask(page, "The passkey")
         seen |= set(page.evaluate("[...window.seenStates]"))
+
+
+def test_pdf_of_several_pages_is_read_and_asked_about(url: str, open_page: OpenPage) -> None:
+    """The server gets the text of all pages, in their order, and of a DOCX file. A scan has no text, and the page says
+    what to do.
+    """
+    page = open_page(url)
+    page.get_by_role("textbox", name="Key").fill("s3cret")
+    page.keyboard.press("Enter")
+    expect(page.locator("#model")).to_have_text("demo")
+    bodies = list[dict[str, object]]()
+    path = "/v1/chat/completions"
+    page.on("request", lambda request: bodies.append(request.post_data_json) if path in request.url else None)
+    pages = ["\n".join(LINES[:40]), "The passkey is q7m2x9kd.\n" + "\n".join(LINES[40:80]), "Owner (sole): J. Müller"]
+    docx, letter = io.BytesIO(), Document()
+    letter.add_paragraph("Dear Sir,")
+    letter.save(docx)
+    files = {"report.pdf": pdf(*pages), "scan.pdf": scanned_pdf(3), "letter.docx": docx.getvalue()}
+    page.set_input_files("#file", [{"name": n, "mimeType": "", "buffer": content} for n, content in files.items()])
+    alert = "scan.pdf has no text; its pages may be pictures: run OCR over it first."
+    expect(page.get_by_role("alert")).to_have_text(alert)
+    listed = [re.compile(rf"{name}.*[\d,]+ tokens") for name in ("report.pdf", "letter.docx")]
+    expect(page.locator("#documents > li")).to_have_text(listed)
+    assert ask(page, "The passkey is")[0] == "q7m2x9kd."
+    texts = {"report.pdf": "\n\n".join(pages), "letter.docx": "Dear Sir,"}
+    parts = [f'Document "{name}":\n\n{text}\n\nEnd of the document.\n\n' for name, text in texts.items()]
+    assert bodies[-1]["messages"] == [{"role": "user", "content": "".join(parts) + "The passkey is"}]
 
 
 def test_example_is_read_once_and_answered_rightly(url: str, open_page: OpenPage) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM
-from nanovllm.capacity.fit import ChosenOptions, choose
+from nanovllm.capacity.fit import ChosenOptions, choose, fit_remedy
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -82,6 +82,20 @@ def test_choice_of_a_format_has_the_most_bits_that_fit_or_is_the_fastest() -> No
         assert choice.config.quantization == format and choice.model.quantization is not None
         assert f"quantization={format}" in choice.text
     assert chosen("qwen3-8b", "H200", fit=True).config.quantization is None
+
+
+def test_refusal_names_fit_if_it_chooses_a_format_that_fits() -> None:
+    """Regression: only int4 was named, although formats of more bits fit."""
+
+    def remedy(name: str, **options: Any) -> str:
+        config, stored = Config(model=name, **options), ModelConfig.without_weights(name)
+        return fit_remedy(config, options, stored, Machine.gpu(64 * GIB, find_gpu("RTX 4070")))
+
+    for fit in ({}, {"fit": None}):
+        options = {"max_model_len": 32_768, **fit}
+        assert remedy("qwen2.5-7b-1m", **options) == ", or use fit=True, which chooses quantization=fp8"
+    assert remedy("qwen2.5-7b-1m", fit=True) == remedy("qwen2.5-7b-1m", fit=False) == ""
+    assert remedy("qwen2.5-7b-1m", quantization="int8") == remedy("qwen3.5-27b") == remedy("qwen3-0.6b") == ""
 
 
 @pytest.mark.slow

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from gguf_files import write_gguf
+from tiers import RUNS_ALL
 from tiny_models import write_tiny_model
 
-from nanovllm.capacity.fit import CONTEXTS, SETTINGS, fits
+from nanovllm.capacity.fit import CONTEXTS, SETTINGS, _Wish, each_fit, fits, is_resident
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.capacity.plan_check import check_plan
@@ -115,3 +116,37 @@ def test_model_of_a_short_context_is_listed_with_its_longest(
     assert main([*argv, "--gpu-memory-gb", "1"]) == 1 and "nothing" in capsys.readouterr().out
     assert main([*argv, "--context", "9000"]) == 2
     assert "--context=9000 is more than the 8192 tokens" in capsys.readouterr().err
+
+
+def plans_that_pass(wish: _Wish, model: ModelConfig, context: int) -> list[CapacityPlan]:
+    """Return what `working_plans` is to find, by checking every plan."""
+    working = []
+    for changes in wish.all_changes(model, context):
+        plan = wish.plan(model, context, changes)
+        if fits_here(plan) and is_resident(plan):
+            return [plan]
+        working += [plan] * fits_here(plan)
+    return working
+
+
+def test_search_leaves_out_no_plan_that_works() -> None:
+    """The search skips sizes that cannot fit, and names no options to change."""
+    cases = [("qwen3-30b-a3b", "RTX 4090", 24, "int8"), ("qwen3-8b", "RTX 3060 12GB", 8, None)]
+    if RUNS_ALL:
+        for name in ("qwen3-30b-a3b", "qwen3.5-35b-a3b", "qwen3.5-27b"):
+            cases += [(name, gpu, host, "int4") for gpu in ("RTX 3060 12GB", "RTX 4090") for host in (16, 64)]
+    sizes = set()
+    for name, gpu, host_gib, format in cases:
+        model = ModelConfig.without_weights(name).quantized(format)
+        wish = _Wish(config=Config(model=name), given=(), machine=machine(gpu, host_gib))
+        found = wish.working_plans(model, 32_768)
+        assert [plan.config for plan in found] == [plan.config for plan in plans_that_pass(wish, model, 32_768)]
+        sizes.add(len(found))
+    assert min(sizes) == 0 < max(sizes)
+
+
+def test_each_fit_has_the_checkpoints_format_first() -> None:
+    """`nanovllm list` asks for no other format if the first one runs."""
+    found = each_fit(machine("RTX 4090", host_gib=64), ["qwen3-30b-a3b"], context=32_768)
+    first = next(found)
+    assert first.format == "bfloat16" and first.where == "experts"

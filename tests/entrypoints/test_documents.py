@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from pdf_files import pdf, scanned_pdf
 
 from nanovllm.entrypoints.documents import (
     Document,
@@ -21,25 +22,6 @@ from nanovllm.errors import RequestError
 GERMAN = "Der Käse für Frau Müller hat eine Größe von fünf Zoll. Übermorgen öffnet das Geschäft früh."
 FRENCH = "L’élève étudiait à Orléans, où sa mère était née ; c’était l’été."
 RUSSIAN = "Капитан корабля стоял на мостике и смотрел на море, которое было спокойным."
-
-
-def pdf(text: str) -> bytes:
-    """Return a PDF with one page that shows `text`, or nothing if it is empty."""
-    stream = f"BT /F1 12 Tf 72 700 Td ({text}) Tj ET".encode() if text else b""
-    objects = [
-        b"<</Type /Catalog /Pages 2 0 R>>",
-        b"<</Type /Pages /Kids [3 0 R] /Count 1>>",
-        b"<</Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R /Resources <</Font <</F1 5 0 R>>>>>>",
-        b"<</Length %d>>\nstream\n%s\nendstream" % (len(stream), stream),
-        b"<</Type /Font /Subtype /Type1 /BaseFont /Helvetica>>",
-    ]
-    content, offsets = b"%PDF-1.4\n", []
-    for number, body in enumerate(objects, start=1):
-        offsets.append(len(content))
-        content += b"%d 0 obj\n%s\nendobj\n" % (number, body)
-    rows = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
-    table = b"xref\n0 6\n0000000000 65535 f \n" + rows + b"trailer\n<</Size 6 /Root 1 0 R>>\n"
-    return content + table + b"startxref\n%d\n%%%%EOF" % len(content)
 
 
 def test_plain_text_in_any_encoding_is_read() -> None:
@@ -79,9 +61,12 @@ def test_missing_files_and_packages_are_named(tmp_path: Path, monkeypatch: pytes
 
 def test_pdf_is_read_or_the_reason_is_said() -> None:
     pytest.importorskip("pypdf")
-    assert document_text("notes.pdf", pdf("The captain is Haddock.")) == "The captain is Haddock."
-    with pytest.raises(RequestError, match=r"scan\.pdf has no text; it may have only pictures"):
-        document_text("scan.pdf", pdf(""))
+    assert document_text("notes.pdf", pdf("The captain\nis Haddock.", "He (b. 1941)")) == (
+        "The captain\nis Haddock.\n\nHe (b. 1941)"
+    )
+    for name in ("scan.pdf", "scan"):
+        with pytest.raises(RequestError, match=r"scan.* has no text; its pages may be pictures: run OCR over it first"):
+            document_text(name, scanned_pdf(2))
     with pytest.raises(RequestError, match=r"bad\.pdf is damaged, or not a PDF file"):
         document_text("bad.pdf", b"%PDF-1.4 cut")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, ConfigError, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -28,3 +28,15 @@ def test_defaults_are_chosen_where_everything_fits() -> None:
     with LLM("qwen3-0.6b", load_format="dummy", fit=True) as llm:
         assert not llm.config.enable_cpu_offload and llm.config.max_num_seqs == 512
         assert llm.config.quantization is None
+
+
+def test_refusal_of_weights_that_do_not_fit_names_fit() -> None:
+    import torch
+
+    share = 6 * 2**30 / torch.cuda.get_device_properties(0).total_memory
+    options = {"load_format": "dummy", "gpu_memory_utilization": share}
+    with pytest.raises(ConfigError, match="or use fit=True, which chooses quantization=int"):
+        LLM("qwen3-4b", **options)
+    with pytest.raises(ConfigError) as refused:
+        LLM("qwen3-4b", **options, fit=False)
+    assert "fit=True" not in str(refused.value)

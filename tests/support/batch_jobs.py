@@ -1,4 +1,7 @@
-"""Jobs of `nanovllm batch` with the built-in model on the CPU, a cluster for them, and what disturbs them."""
+"""Jobs of `nanovllm batch` with the built-in model on the CPU, a cluster for them, and what disturbs them.
+
+Ray is imported only where a test needs it.
+"""
 
 import asyncio
 import json
@@ -11,19 +14,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ray.cluster_utils import Cluster
 from waiting import wait_until
 
 from nanovllm.config import Config
 from nanovllm.engine.setup import find_machine
 from nanovllm.entrypoints.cluster.batch_engine import BatchEngine, RowAnswerer
 from nanovllm.entrypoints.cluster.batch_files import UnitRows
-from nanovllm.entrypoints.cluster.batch_job import BatchJob, JobSummary, run_job
+from nanovllm.entrypoints.cluster.batch_job import BatchJob, JobSummary, UnitRunner, run_job
+from nanovllm.entrypoints.cluster.batch_process import units_in_process
 from nanovllm.entrypoints.cluster.batch_rows import RowPlace, UnitLimits
 from nanovllm.entrypoints.cluster.resources import BatchOptions
 from nanovllm.models.retrieval_model import build_retrieval_model
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster
 
 ROOT = Path(__file__).parents[2]
 ENGINE_OPTIONS = {"device": "cpu", "num_kvcache_blocks": 64, "max_model_len": 4096, "max_num_batched_tokens": 2048}
@@ -70,8 +76,10 @@ class NoStart(BatchEngine):
 
 
 @contextmanager
-def ray_cluster(num_nodes: int) -> Iterator[Cluster]:
+def ray_cluster(num_nodes: int) -> Iterator["Cluster"]:
     """A cluster of raylets with two CPUs each, in a folder of its own. All of it is gone in the end."""
+    from ray.cluster_utils import Cluster
+
     before, folder = dict(os.environ), Path(f"/tmp/nvb{os.getpid()}")
     os.environ |= {"RAY_TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests/support'}"  # the actors import what these tests import
@@ -89,7 +97,7 @@ def ray_cluster(num_nodes: int) -> Iterator[Cluster]:
         os.environ |= before
 
 
-def add_node(cluster: Cluster, **options: Any) -> Any:
+def add_node(cluster: "Cluster", **options: Any) -> Any:
     return cluster.add_node(
         num_cpus=2, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, memory=4 * 2**30, **options
     )
@@ -118,7 +126,10 @@ def sampled_rows(num_rows: int) -> list[dict[str, Any]]:
 def make_job(
     inputs: Sequence[Path], output: Path, address: str | None, *, unit_rows: int = 100, **options: Any
 ) -> BatchJob:
-    """`options`: fields of BatchOptions."""
+    """`address`: of a Ray cluster, or None for one engine without Ray. `options`: fields of BatchOptions."""
+    run_units: UnitRunner = units_in_process
+    if address is not None:
+        from nanovllm.entrypoints.cluster.batch_ray import units_on_ray as run_units
     return BatchJob(
         inputs=inputs,
         output=output,
@@ -128,6 +139,7 @@ def make_job(
         cpu_defaults={},
         sampling={},
         find_machine=find_machine,
+        run_units=run_units,
         limits=UnitLimits(max_rows=unit_rows),
     )
 
@@ -180,5 +192,5 @@ def _processes() -> Iterator[tuple[int, int, str]]:
         yield int(folder.name), parent, name
 
 
-def kill_one_engine(cluster: Cluster) -> None:
+def kill_one_engine(cluster: "Cluster") -> None:
     os.kill(wait_until(lambda: engine_pids(cluster.list_all_nodes()))[0], signal.SIGKILL)

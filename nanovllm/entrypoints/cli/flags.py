@@ -160,10 +160,12 @@ def _json_object(text: str) -> dict[str, Any]:
 class Parser(argparse.ArgumentParser):
     """Accepts no abbreviated flags, because new flags would make them ambiguous, and reports an error in one line.
 
-    takes_rest: what follows "--" is not parsed, and becomes `rest` of the namespace.
+    takes_rest: what follows "--" is not parsed, and becomes `rest` of the namespace. remedies: commands of other
+    programs -> what to use instead.
     """
 
     takes_rest = False
+    remedies: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
@@ -180,6 +182,8 @@ class Parser(argparse.ArgumentParser):
                 self._check_flag(flag.partition("=")[0])
             if "--model" in self._option_string_actions:
                 given = self._name_model(given)
+        elif given and not given[0].startswith("-"):
+            self._check_command(given[0])
         return super().parse_known_args(given, namespace)
 
     def _name_model(self, given: list[str]) -> list[str]:
@@ -200,6 +204,15 @@ class Parser(argparse.ArgumentParser):
             named += given[i:end]
             i = end
         return named
+
+    def _check_command(self, name: str) -> None:
+        assert self._subparsers is not None, "called for a parser with commands"
+        known = list(self._subparsers._group_actions[0].choices or ())
+        if name in known:
+            return
+        nearest = get_close_matches(name, known, 1, 0.7)
+        remedy = f"; {self.remedies[name]}" if name in self.remedies else ""
+        self.error(f"unknown command {name}" + (remedy or (f", did you mean {nearest[0]}?" if nearest else "")))
 
     def _check_flag(self, name: str) -> None:
         if not re.fullmatch(r"--?[A-Za-z][\w-]*", name) or name in self._option_string_actions:

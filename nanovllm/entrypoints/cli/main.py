@@ -56,7 +56,7 @@ from nanovllm.entrypoints.cli.launch import add_launch_command
 from nanovllm.entrypoints.cli.models import add_list_command, add_pull_command
 from nanovllm.entrypoints.cli.ps import add_ps_command
 from nanovllm.entrypoints.cli.verify import ENGINE_FLAGS, VerifyOptions, run_verify
-from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions
+from nanovllm.entrypoints.cluster.resources import BatchOptions, ServiceOptions, needs_ray
 from nanovllm.entrypoints.documents import before_question, decode_text, read_document
 from nanovllm.entrypoints.planner import PlanOptions, fit_table, plan_table
 from nanovllm.entrypoints.server.log_lines import set_up_log
@@ -82,6 +82,12 @@ examples:
   nanovllm batch --model Qwen/Qwen3-0.6B --input prompts.jsonl --output answers/
   nanovllm plan --model qwen3-0.6b --context 40960 --enable-cpu-offload --num-gpu-blocks 8
 """
+REMEDIES = {  # for Ollama's commands that are not ours
+    "run": "use nanovllm chat MODEL, or nanovllm serve MODEL for an API",
+    "stop": "end a server with kill and the PID that nanovllm ps lists",
+    "rm": "remove a downloaded model with hf cache rm model/OWNER/NAME",
+    "show": "use nanovllm plan MODEL",
+}
 GENERATE_EXAMPLE = """\
 example, a book whose KV cache does not fit in the GPU's memory:
   nanovllm generate --model path/to/model --prompt-file book.txt \\
@@ -355,10 +361,19 @@ def _batch(args: argparse.Namespace) -> int:
     sampling = given_fields(args, SamplingParams)
     SamplingParams(**sampling)
     given = given_fields(args, Config)
-    _require_tokenizer(_config(args))
-    check_packages("nanovllm batch", ("ray", "pyarrow"), "ray")
+    config = _config(args)
+    _require_tokenizer(config)
+    for path in args.input:
+        if path.suffix == ".parquet":
+            check_packages(f"input {str(path)!r}", ("pyarrow",), "parquet")
+    from nanovllm.llm import find_machine, num_gpus
+
+    if reason := needs_ray(options, config, num_gpus()):
+        check_packages(reason, ("ray", "pyarrow"), "ray")
+        from nanovllm.entrypoints.cluster.batch_ray import units_on_ray as run_units
+    else:
+        from nanovllm.entrypoints.cluster.batch_process import units_in_process as run_units
     from nanovllm.entrypoints.cluster.batch_job import BatchJob, run_job
-    from nanovllm.llm import find_machine
 
     job = BatchJob(
         inputs=args.input,
@@ -369,6 +384,7 @@ def _batch(args: argparse.Namespace) -> int:
         cpu_defaults={"max_num_batched_tokens": CPU_STEP_TOKENS},
         sampling=sampling,
         find_machine=find_machine,
+        run_units=run_units,
     )
     start_s = time.perf_counter()
     try:
@@ -405,6 +421,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLE,
         formatter_class=Formatter,
     )
+    parser.remedies = REMEDIES
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanovllm.capacity.fit import CONTEXTS, fits
+from nanovllm.capacity.fit import CONTEXTS, each_fit
 from nanovllm.capacity.machine import Machine
 from nanovllm.capacity.plan import make_plan
 from nanovllm.capacity.plan_check import check_plan
@@ -137,13 +137,15 @@ def what_runs(machine: Machine, path: str, model: ModelConfig, own: str) -> str:
     if machine.gpu_bytes is None:
         context = _longest_on_cpu(machine, path, model)
         return f"{context:,} tokens on the CPU" if context else "no; it needs more memory"
-    limit, found = model.max_model_len_limit, []
+    limit, best = model.max_model_len_limit, None
     for context in (limit, *(shorter for shorter in reversed(CONTEXTS) if shorter < limit)):
-        if found := fits(machine, [path], context=context):
+        found = each_fit(machine, [path], context=context)
+        if (best := next(found, None)) is not None:
             break
-    if not found:
+    if best is None:
         return "no; it needs more memory"
-    best = max(found, key=lambda fit: (fit.format == own, fit.plan.expected_decode_tok_per_s or 0.0))
+    if best.format != own:
+        best = max((best, *found), key=lambda fit: fit.plan.expected_decode_tok_per_s or 0.0)
     rate = best.plan.expected_decode_tok_per_s
     parts = [f"{best.plan.context:,} tokens", {"GPU": "on the GPU"}.get(best.where, f"with {best.where}")]
     parts += [f"and --quantization {best.format}"] if best.format != own else []

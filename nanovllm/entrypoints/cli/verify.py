@@ -105,7 +105,7 @@ def run_verify(
     num_tokens = _num_prompt_tokens(options.num_tokens, limit)
     num_blocks = ceil_div(num_tokens + ANSWER_TOKENS, BLOCK_SIZE_STEP)
     common = dict(engine) | {"max_model_len": num_tokens + ANSWER_TOKENS, "kvcache_block_size": BLOCK_SIZE_STEP}
-    common |= {"max_num_batched_tokens": STEP_TOKENS, "max_num_seqs": 2 * NUM_ANSWERS}
+    common |= {"max_num_batched_tokens": STEP_TOKENS, "max_num_seqs": 2 * NUM_ANSWERS, "fit": False}
     with LLM(model, **common, num_kvcache_blocks=2 * (num_blocks + 2 * NUM_ANSWERS)) as llm:
         dtype = dtype_name(llm.config, llm.model_config)
         prompts = make_prompts(llm, num_tokens)

@@ -1,8 +1,8 @@
-"""Several engines, on one machine or many: Ray places, feeds and restarts the engines.
+"""Jobs over files, and several engines on one machine or many, which Ray places, feeds and restarts.
 
-One engine has one GPU, or a tensor-parallel group of GPUs. `nanovllm batch` runs files through engines, and `nanovllm
-serve --num-replicas` serves requests with several engines. Ray is an extra. Only this folder imports Ray, and only when
-a command asks for several engines.
+One engine has one GPU, or a tensor-parallel group of GPUs. `nanovllm batch` runs files through one engine, without Ray,
+or through several, and `nanovllm serve --num-replicas` serves requests with several engines. Ray is an extra. Only this
+folder imports Ray, and only when a command asks for several engines or for a cluster.
 """
 
 import os

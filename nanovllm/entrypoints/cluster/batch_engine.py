@@ -1,12 +1,13 @@
-"""BatchEngine: an actor that runs one engine of a job. The actor receives units and writes a part for each unit.
+"""BatchEngine: runs one engine of a job, in a process of Ray or of the command. Writes a part for each unit.
 
-Rows and answers stay in the actor's process; only counts are returned. A part is written under a scratch name and then
+Rows and answers stay in this process; only counts are returned. A part is written under a scratch name and then
 renamed, so that no reader sees half a part. A unit that runs twice writes the same part twice.
 
 The engine starts when the first unit arrives, and sizes itself for its share of the machine. A refusal to start is
-returned as the unit's failure. If the engine fails, the process exits, and Ray starts another engine with the same
-units. TryCount counts the failures of a unit. A unit that has failed twice runs alone. After a unit's third failure,
-the unit's part is written with an error in each row, and the job continues. If engines do not start, the job ends.
+returned as the unit's failure. If the engine fails, the process exits, and another process starts an engine with the
+same units. TryCount counts the failures of a unit. A unit that has failed twice runs alone. After a unit's third
+failure, the unit's part is written with an error in each row, and the job continues. If engines do not start, the job
+ends.
 """
 
 import asyncio
@@ -56,6 +57,10 @@ class RowAnswerer:
         self._engine, self._defaults = engine, defaults
         self._documents = asyncio.Semaphore(NUM_DOCUMENTS)
         self._rows = asyncio.Semaphore(NUM_ROWS)
+
+    def close(self) -> None:
+        """Close the engine."""
+        self._engine.close()
 
     async def answer_unit(
         self, rows: Sequence[Mapping[str, Any] | RequestError], places: Sequence[RowPlace]
@@ -173,7 +178,7 @@ class EngineJob:
     tensor_parallel_size: int
     find_machine: Callable[[Config], Machine]
     engines_per_node: int = 1
-    memory_bytes: int = 0  # memory of its machine that each engine may use
+    memory_bytes: int | None = None  # memory of its machine that each engine may use, or None for all of it
 
     def part_path(self, unit_idx: int) -> Path:
         return self.output / f"part-{unit_idx:0{self.num_part_digits}}{self.format.suffix}"
@@ -184,7 +189,7 @@ class EngineJob:
 
 
 class BatchEngine:
-    """A callable class for `Dataset.map_batches`, with one unit in each batch."""
+    """A callable class, as `Dataset.map_batches` takes it, with one unit in each batch."""
 
     def __init__(self, job: EngineJob) -> None:
         self._job = job
@@ -282,9 +287,16 @@ class BatchEngine:
         """Start an engine that keeps to its share of the machine."""
         job = self._job
         _keep_to_share_of_cpus(job.tensor_parallel_size, job.engines_per_node)
-        config = Config(model=job.model, **job.options)
-        sizes = sizes_within(job.memory_bytes, config, job.find_machine(config))
+        sizes: dict[str, Any] = {}
+        if job.memory_bytes is not None:
+            config = Config(model=job.model, **job.options)
+            sizes = sizes_within(job.memory_bytes, config, job.find_machine(config))
         return AsyncLLM(job.model, **{**job.options, **sizes})
+
+    def close(self) -> None:
+        """Close the engine, if it has started."""
+        if self._answerer is not None:
+            self._answerer.close()
 
     def _write(self, unit_idx: int, rows: UnitRows, added: Sequence[Mapping[str, Any]]) -> None:
         scratch = self._job.scratch_path(unit_idx, f"{socket.gethostname()}-{os.getpid()}")
@@ -292,7 +304,7 @@ class BatchEngine:
         replace_file(self._job.part_path(unit_idx), scratch)
 
     def _exit(self, error: Exception) -> None:
-        """End this process, so that Ray replaces it. The ranks of the engine end with it."""
+        """End this process, so that another one replaces it. The ranks of the engine end with it."""
         print(f"the engine failed and is replaced: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
 

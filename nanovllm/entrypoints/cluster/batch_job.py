@@ -1,49 +1,37 @@
-"""run_job: `nanovllm batch`. Plans the units, starts an actor for each engine, and sums the counts that actors return.
+"""run_job: `nanovllm batch`. Plans the units, lets engines run them, and sums the counts that the engines return.
 
-Ray Data feeds the actors. Ray Data replaces an actor that dies and runs the actor's units again, without limit;
-BatchEngine limits the tries of a unit and of a start. The output folder alone records the finished units, so an
-interrupted job continues with the units that have no part.
+`BatchJob.run_units` starts the engines: one in a child process (batch_process.py), or several on Ray (batch_ray.py).
+Both replace an engine that dies and run its units again, without limit; BatchEngine limits the tries of a unit and of a
+start. The output folder alone records the finished units, so an interrupted job continues with the units that have no
+part.
 """
 
-import logging
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-import ray
-import ray.data
 import xxhash
-from ray.exceptions import RayError
 
 from nanovllm.capacity.machine import Machine
 from nanovllm.config import Config
-from nanovllm.entrypoints.cluster.batch_engine import NUM_UNITS, BatchEngine, EngineJob
+from nanovllm.entrypoints.cluster.batch_engine import BatchEngine, EngineJob
 from nanovllm.entrypoints.cluster.batch_files import ANSWER_OPTIONS, JsonLinesRows, UnitRows, held_alone, open_output
-from nanovllm.entrypoints.cluster.batch_parquet import ParquetRows
 from nanovllm.entrypoints.cluster.batch_rows import ScannedRow, Unit, UnitLimits, plan_units
-from nanovllm.entrypoints.cluster.resources import (
-    BatchOptions,
-    EngineNeeds,
-    choose_device,
-    connected,
-    default_num_engines,
-    nodes_of_cluster,
-    plan_placement,
-)
+from nanovllm.entrypoints.cluster.resources import BatchOptions
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.utils import progress_bar
-from nanovllm.utils.interrupt import ended_by_sigterm
 
-logger = logging.getLogger("nanovllm")
-
-FORMATS: Mapping[str, type[UnitRows]] = {".jsonl": JsonLinesRows, ".ndjson": JsonLinesRows, ".parquet": ParquetRows}
-OBJECT_STORE_BYTES = 200 << 20  # only units and counts pass through it
+JSON_SUFFIXES, PARQUET_SUFFIX = (".jsonl", ".ndjson"), ".parquet"
 MAX_UNSEEN_S = 60.0  # wait for a file of another machine to become visible here; NFS may take half of this time
-NEVER = -1  # no limit for a unit, because long answers may take hours
+
+# Starts engines, and returns the counts of the units in the order in which the units end
+UnitRunner: TypeAlias = Callable[
+    ["BatchJob", EngineJob, Mapping[int, Unit]], AbstractContextManager[Iterable[Mapping[str, Any]]]
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +46,13 @@ class BatchJob:
     cpu_defaults: Mapping[str, Any]  # fields for an engine on a CPU, unless the flags gave them
     sampling: Mapping[str, Any]  # the fields of SamplingParams that the flags gave
     find_machine: Callable[[Config], Machine]
+    run_units: UnitRunner
     limits: UnitLimits = field(default_factory=UnitLimits)
     engine_class: type[BatchEngine] = BatchEngine  # for tests
+
+    def options_on(self, device: str) -> dict[str, Any]:
+        """Return the options of an engine on this device: cpu, cuda or one GPU. The command has no flag --fit."""
+        return {**(self.cpu_defaults if device == "cpu" else {}), **self.given, "device": device, "fit": False}
 
 
 class JobSummary(NamedTuple):
@@ -132,16 +125,20 @@ def _plan(job: BatchJob, paths: Sequence[Path], format: type[UnitRows]) -> tuple
 def format_of(paths: Sequence[Path]) -> type[UnitRows]:
     """Return the format of the input. Raises ConfigError for a file of another format, or for files of both formats."""
     for path in paths:
-        if path.suffix not in FORMATS:
+        if path.suffix not in (*JSON_SUFFIXES, PARQUET_SUFFIX):
             raise ConfigError(
                 f"input {str(path)!r} must be a file of JSON lines (.jsonl, .ndjson) or Parquet (.parquet)"
             )
         if not path.is_file():
             raise ConfigError(f"input {str(path)!r} is not a file; check the path")
-    found = {FORMATS[path.suffix] for path in paths}
-    if len(found) != 1:
+    are_parquet = {path.suffix == PARQUET_SUFFIX for path in paths}
+    if len(are_parquet) != 1:
         raise ConfigError("the input has files of JSON lines and of Parquet; give one kind, or run two jobs")
-    return found.pop()
+    if not are_parquet.pop():
+        return JsonLinesRows
+    from nanovllm.entrypoints.cluster.batch_parquet import ParquetRows  # needs pyarrow
+
+    return ParquetRows
 
 
 def _clean(output: Path) -> None:
@@ -150,49 +147,30 @@ def _clean(output: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# -- the cluster ---------------------------------------------------------------------------------------------------
+# -- the units -----------------------------------------------------------------------------------------------------
 
 
 def _run_units(job: BatchJob, engine: EngineJob, todo: Mapping[int, Unit], summary: JobSummary) -> JobSummary:
-    """Run units on a cluster, and return `summary` with the units' errors and tokens."""
+    """Run units, and return `summary` with the units' errors and tokens."""
     num_rows, num_before, num_errors, num_tokens = summary
     done: set[int] = set()
-    # Connecting sets Ray's own handler of SIGTERM, which prints its stack
-    with connected(job.options.ray_address, OBJECT_STORE_BYTES), ended_by_sigterm():
-        engine, needs, num_engines = _place(job, engine, len(todo))
-        with (
-            progress_bar(total=num_rows, initial=num_before, desc="Rows", unit="row") as bar,
-            closing(_unit_results(job.engine_class, engine, todo, needs, num_engines)) as results,
-        ):
-            for result in results:
-                if result["failure"]:
-                    raise (ConfigError if result["is_refusal"] else EngineError)(result["failure"])
-                _check_part(engine, result["unit"])
-                if result["unit"] not in done:
-                    done.add(result["unit"])
-                    num_errors += result["num_errors"]
-                    num_tokens += result["num_tokens"]
-                    bar.set_postfix(errors=num_errors, tokens=num_tokens, refresh=False)
-                    bar.update(result["num_rows"])
+    with (
+        job.run_units(job, engine, todo) as results,
+        progress_bar(total=num_rows, initial=num_before, desc="Rows", unit="row") as bar,
+    ):
+        for result in results:
+            if result["failure"]:
+                raise (ConfigError if result["is_refusal"] else EngineError)(result["failure"])
+            _check_part(engine, result["unit"])
+            if result["unit"] not in done:
+                done.add(result["unit"])
+                num_errors += result["num_errors"]
+                num_tokens += result["num_tokens"]
+                bar.set_postfix(errors=num_errors, tokens=num_tokens, refresh=False)
+                bar.update(result["num_rows"])
     if missing := [unit_idx for unit_idx in todo if unit_idx not in done]:
-        raise EngineError(f"Ray ended the job without units {missing[:5]}; repeat the command to run them")
+        raise EngineError(f"the job ended without units {missing[:5]}; repeat the command to run them")
     return JobSummary(num_rows, num_before, num_errors, num_tokens)
-
-
-def _place(job: BatchJob, engine: EngineJob, num_units: int) -> tuple[EngineJob, EngineNeeds, int]:
-    """Return the engine's job with the options for this cluster, the needs of an engine, and the number of engines."""
-    nodes = nodes_of_cluster()
-    ranks = job.config.tensor_parallel_size
-    device = choose_device(job.config.device, nodes)
-    wanted = job.options.num_engines or default_num_engines(nodes, ranks, device)
-    num_engines = min(wanted, num_units)
-    needs = plan_placement(nodes, num_engines, ranks, device)
-    options = {**job.given, "device": device}
-    if device == "cpu":
-        options = {**job.cpu_defaults, **options}
-    logger.info("units: %d, engines: %d; each engine takes %s", num_units, num_engines, needs.describe())
-    engine = replace(engine, options=options, engines_per_node=needs.engines_per_node, memory_bytes=needs.memory_bytes)
-    return engine, needs, num_engines
 
 
 def _check_part(engine: EngineJob, unit_idx: int) -> None:
@@ -207,36 +185,3 @@ def _check_part(engine: EngineJob, unit_idx: int) -> None:
             f"an engine has written {path}, but it is not visible here; the output must be in a "
             "folder that all machines of the cluster share"
         )
-
-
-def _unit_results(
-    engine_class: type[BatchEngine], engine: EngineJob, units: Mapping[int, Unit], needs: EngineNeeds, num_engines: int
-) -> Generator[dict[str, Any], None, None]:
-    """Run the units, and yield the counts that BatchEngine returns for each, in the order in which the units end.
-
-    One task is one unit. Ray Data restarts an actor that dies, and runs the actor's tasks again, without limit.
-    """
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
-    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # warns that progress bars are off
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False  # Ray's bars count blocks; the job's bar counts rows
-    context.print_on_execution_start = False
-    context.execution_no_progress_timeout_s = NEVER
-    items = [{"unit": unit_idx, "places": unit.packed} for unit_idx, unit in units.items()]
-    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
-        engine_class,
-        fn_constructor_args=(engine,),
-        batch_size=1,
-        compute=ray.data.ActorPoolStrategy(
-            size=num_engines, max_tasks_in_flight_per_actor=NUM_UNITS, max_concurrent_calls_per_actor=NUM_UNITS
-        ),
-        num_cpus=needs.cpus,
-        num_gpus=needs.gpus,
-        memory=needs.memory_bytes or None,
-    )
-    try:
-        yield from dataset.iter_rows()
-    except RayError as error:
-        raise EngineError(
-            f"Ray has failed: {error}\nRepeat the command to resume. All machines need the same nanovllm and Ray"
-        ) from error

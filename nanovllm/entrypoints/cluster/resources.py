@@ -24,8 +24,8 @@ from nanovllm.utils.arithmetic import format_bytes
 from nanovllm.utils.options import check_options, option
 
 RAY_ADDRESS_HELP = (
-    "host:port of a running Ray cluster, or auto for the cluster of this machine; by default, Ray is started on this "
-    "machine alone and ends with the command"
+    "host:port of a running Ray cluster, or auto for the cluster of this machine; by default, a Ray that is needed is "
+    "started on this machine alone and ends with the command"
 )
 MAX_ENGINES = 10_000
 MAX_REPLICAS = 1024
@@ -57,7 +57,7 @@ class BatchOptions:
     num_engines: int | None = option(
         None,
         help="number of concurrent engines, each on tensor_parallel_size GPUs; by default, engines on all GPUs of the "
-        "cluster, or one engine on a CPU",
+        "machine or cluster, or one engine on a CPU. One engine on this machine needs no Ray",
         group=_JOB,
         least=1,
         most=MAX_ENGINES,
@@ -113,6 +113,21 @@ class ServiceOptions:
                 f"max_replicas={self.max_replicas} must be between num_replicas={self.num_replicas} and {MAX_REPLICAS}"
             )
         check_ray_address(self.ray_address)
+
+
+def needs_ray(options: BatchOptions, config: Config, num_gpus: int) -> str:
+    """Return what makes a job need Ray, for a message, or "" if one engine on this machine runs the job.
+
+    num_gpus: on this machine.
+    """
+    if options.ray_address is not None:
+        return f"ray_address={options.ray_address!r}"
+    if options.num_engines is not None:
+        return f"num_engines={options.num_engines}" if options.num_engines > 1 else ""
+    num_engines = num_gpus // config.tensor_parallel_size if config.device in ("auto", "cuda") else 1
+    if num_engines <= 1:
+        return ""
+    return f"num_engines={num_engines}, the default on {num_gpus} GPUs (num_engines=1 does not need Ray),"
 
 
 def check_engine(config: Config) -> None:

@@ -183,6 +183,12 @@ def test_main_bad_flags_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
         ("serve --model m --enable_cpu_offload", "unknown flag --enable_cpu_offload, did you mean --enable-cpu-"),
         ("serve --model=m --prot=80", "unknown flag --prot, did you mean --port?"),
         ("cache list --pth x", "unknown flag --pth"),
+        ("run x", "unknown command run; use nanovllm chat MODEL, or nanovllm serve MODEL for an API;"),
+        ("stop x", "unknown command stop; end a server with kill and the PID that nanovllm ps lists;"),
+        ("rm x", "unknown command rm; remove a downloaded model with hf cache rm model/OWNER/NAME;"),
+        ("show x --verbose", "unknown command show; use nanovllm plan MODEL;"),
+        ("genrate x", "unknown command genrate, did you mean generate?"),
+        ("create x", "unknown command create; nanovllm --help lists"),
         ("generate --model m --prompt", "expected one argument"),
         ("generate --model m --prompt x --regex a --schema b", "not allowed with"),
         ("generate --model m --prompt x --hf-overrides {", "not JSON"),
@@ -630,11 +636,19 @@ def test_batch_without_ray_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert cli.main(BATCH) == 2
-    assert (
-        "nanovllm batch needs ray; run: pip install --constraint constraints.txt '.[ray]' in" in capsys.readouterr().err
-    )
+    for package, flags, message in (
+        (
+            "ray",
+            ["--num-engines", "2"],
+            "--num-engines=2 needs ray; run: pip install --constraint constraints.txt '.[ray]",
+        ),
+        ("ray", ["--ray-address", "auto"], "--ray-address='auto' needs ray; run: pip install"),
+        ("pyarrow", ["--input", "a.parquet"], "input 'a.parquet' needs pyarrow; run: pip install --constraint "),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            assert cli.main([*BATCH, *flags]) == 2
+        assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -13,7 +13,7 @@ from batch_jobs import ROOT, read_parts, sampled_rows, write_lines
 from waiting import LIMIT_S, wait_until
 
 SLOWLY = (str(ROOT / "tests/support/slow_batch.py"),)
-ENGINE = "--device cpu --num-kvcache-blocks 64 --max-model-len 4096".split()
+ENGINE = "--device cpu --num-engines 2 --num-kvcache-blocks 64 --max-model-len 4096".split()
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from nanovllm.entrypoints.cluster.resources import (
     choose_device,
     default_num_engines,
     deployment_options,
+    needs_ray,
     plan_placement,
     replica_needs,
     sizes_within,
@@ -182,3 +183,19 @@ def test_without_ray_num_replicas_says_what_to_install() -> None:
     command = [sys.executable, "-c", code, "serve", "--model", "demo", "--num-replicas", "2", "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "pip install --constraint constraints.txt '.[ray]'" in done.stderr, done.stderr
+
+
+def test_needs_ray_only_for_several_engines_or_a_cluster() -> None:
+    cases: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
+        ({}, {}, 0, ""),
+        ({}, {}, 1, ""),
+        ({}, {}, 2, "num_engines=2, the default on 2 GPUs (num_engines=1 does not need Ray),"),
+        ({}, {"tensor_parallel_size": 2}, 3, ""),
+        ({}, {"device": "cuda:1"}, 4, ""),
+        ({}, {"device": "cpu"}, 4, ""),
+        ({"num_engines": 1}, {}, 4, ""),
+        ({"num_engines": 2}, {}, 1, "num_engines=2"),
+        ({"num_engines": 1, "ray_address": "auto"}, {}, 1, "ray_address='auto'"),
+    ]
+    for options, config, num_gpus, reason in cases:
+        assert needs_ray(BatchOptions(**options), Config(model="demo", **config), num_gpus) == reason
