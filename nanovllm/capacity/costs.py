@@ -23,7 +23,7 @@ from nanovllm.checkpoint.model_layout import Linear, model_layout
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
 from nanovllm.plan.expert_formats import STAGED_PIECE_BYTES, LayerFormat, layer_bytes, layer_format, num_link_slots
-from nanovllm.plan.kv_spec import KVCacheSpec, dtype_name, kv_cache_spec, uses_draft_head
+from nanovllm.plan.kv_spec import KVCacheSpec, dtype_name, itemsize, kv_cache_spec, uses_draft_head
 from nanovllm.plan.step_limits import (
     MAX_CPU_EXPERT_ROWS,
     MAX_GRAPH_CHUNKS,
@@ -56,11 +56,6 @@ ALLOCATOR_SHARE = 0.4  # memory that torch's allocator cannot reuse for other si
 
 
 # -- work and sizes --------------------------------------------------------------------------------------------------
-
-
-def itemsize(config: Config, model: ModelConfig) -> int:
-    """Return the bytes of one weight, or of one element of K or V."""
-    return kv_cache_spec(config, model, tp_size=1).itemsize
 
 
 class _Size(NamedTuple):

@@ -102,7 +102,7 @@ class Quantization:
         nested = layer.replace(_TEXT_ALONE, _NESTED, 1)
         if any(pattern.match(name) for pattern in self._ignored_patterns for name in (layer, nested)):
             return None
-        parts = layer.split(".")  # there are tens of thousands of experts, and hundreds of names
+        parts = layer.split(".") if self._ignored_names else []  # tens of thousands of experts, and hundreds of names
         ends = range(1, len(parts) + 1)
         if any(".".join(parts[i:j]) in self._ignored_names for j in ends for i in range(j)):
             return None

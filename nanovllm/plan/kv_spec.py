@@ -166,6 +166,11 @@ def dtype_name(config: Config, model: ModelConfig) -> str:
     return model.torch_dtype if config.dtype == "auto" else config.dtype
 
 
+def itemsize(config: Config, model: ModelConfig) -> int:
+    """Return the bytes of one weight, or of one element of K or V."""
+    return 4 if dtype_name(config, model) == "float32" else 2
+
+
 def uses_draft_head(config: Config, model: ModelConfig) -> bool:
     """Return True if the checkpoint's draft head is loaded.
 
@@ -181,19 +186,18 @@ def kv_cache_spec(
     config: Config, model: ModelConfig, tp_size: int, staging: StagingSizes = StagingSizes()
 ) -> KVCacheSpec:
     """Return the shape of the KV cache on each of `tp_size` ranks."""
-    itemsize = 4 if dtype_name(config, model) == "float32" else 2
     return KVCacheSpec(
         num_layers=model.num_attention_layers + (uses_draft_head(config, model) and not config.enable_cpu_offload),
         block_size=config.block_size,
         num_kv_heads=model.num_kv_heads // tp_size,
         head_dim=model.head_dim,
-        itemsize=itemsize,
+        itemsize=itemsize(config, model),
         staging=staging,
-        states=_state_spec(config, model, tp_size, itemsize),
+        states=_state_spec(config, model, tp_size),
     )
 
 
-def _state_spec(config: Config, model: ModelConfig, tp_size: int, itemsize: int) -> StateSpec:
+def _state_spec(config: Config, model: ModelConfig, tp_size: int) -> StateSpec:
     r = model.recurrent
     if r is None:
         return StateSpec()
@@ -204,7 +208,7 @@ def _state_spec(config: Config, model: ModelConfig, tp_size: int, itemsize: int)
         num_value_heads=r.num_value_heads // tp_size,
         key_head_dim=r.key_head_dim,
         value_head_dim=r.value_head_dim,
-        itemsize=itemsize,
+        itemsize=itemsize(config, model),
         max_guesses=config.max_guesses,
         draft_size=model.hidden_size if uses_draft_head(config, model) else 0,
     )
