@@ -20,12 +20,14 @@ import torch.nn.functional as F
 
 from benchmarks.reporting import report, run_options, versions
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoint.gguf import TYPES
+from nanovllm.checkpoint.gguf import TYPES, read_model
+from nanovllm.checkpoint.gguf_config import settings
 from nanovllm.checkpoint.quantization import KL_ON_SMOLLM2, QUANTIZATIONS, Quantization
 from nanovllm.models.block_quantizing import quantize_to_blocks
 from nanovllm.models.gguf_tensors import open_gguf
 from nanovllm.models.gguf_values import dequantize
 from nanovllm.models.quantized_weights import quantize
+from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.utils.arithmetic import ceil_div
 
 _UNIT = 256  # columns of the largest block
@@ -43,21 +45,21 @@ def texts() -> list[str]:
 
 
 def load_reference(file: Path, stored: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
-    """Return the model in transformers, with its features shuffled and its weights rounded to `stored`, and the
-    tokenizer.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    """Return the model in transformers, with its weights rounded to `stored`, and the tokenizer.
 
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+    The file is read here because transformers takes several seconds to read its vocabulary, and this twice.
+    """
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(**settings(read_model(file)))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
     weights = {name: tensor.read().to(stored) for name, tensor in open_gguf(file).items()}
     model.load_state_dict(weights, strict=False)  # the output head is the embedding table
-    _shuffle(model)
-    return model, AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+    return model, load_tokenizer(file)
 
 
 @torch.no_grad()
-def _shuffle(model: Any) -> None:
+def shuffle(model: Any) -> None:
     """Shuffle the features between layers, within each MLP, and of v within each head."""
     generator, config = torch.Generator().manual_seed(0), model.config
 
@@ -101,9 +103,10 @@ def rounded(weight: torch.Tensor, quantization: Quantization) -> tuple[torch.Ten
     return values[:, :num_columns], 8 * kind.num_bytes / kind.num_values
 
 
-def measure(names: list[str], file: Path, num_tokens: int) -> list[dict[str, Any]]:
-    """Return the losses of formats, on the first `num_tokens` tokens of each text."""
-    model, tokenizer = load_reference(file)
+def measure(names: list[str], model: Any, tokenizer: Any, num_tokens: int) -> list[dict[str, Any]]:
+    """Return the losses of formats, on the first `num_tokens` tokens of each text. The model's features are shuffled.
+    Its weights are replaced.
+    """
     ids = torch.tensor([tokenizer.encode(text[: 8 * num_tokens])[:num_tokens] for text in texts()])
     layers = {
         name: layer for name, layer in model.model.named_modules(prefix="model") if isinstance(layer, torch.nn.Linear)
@@ -137,6 +140,7 @@ def _log_probabilities(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
 def perplexities(file: Path, num_tokens: int) -> dict[str, float]:
     """Return the perplexity of the texts with the weights of the file, of the engine and of transformers."""
     model, tokenizer = load_reference(file, torch.float32)
+    shuffle(model)
     prompts = [tokenizer.encode(text[: 8 * num_tokens])[:num_tokens] for text in texts()]
     expected = []
     for ids, found in zip(prompts, _log_probabilities(model, torch.tensor(prompts)), strict=True):
@@ -157,7 +161,9 @@ def table(file: Path, num_tokens: int = 500, names: list[str] | None = None) -> 
     """Print and return the losses of formats, and the perplexities."""
     print("KL: mean divergence from the weights in 16 bits; top-1: the share of tokens with the same successor")
     print("format        bits  KL      top-1", flush=True)
-    rows = measure(names or list(KL_ON_SMOLLM2), file, num_tokens)
+    model, tokenizer = load_reference(file)
+    shuffle(model)
+    rows = measure(names or list(KL_ON_SMOLLM2), model, tokenizer, num_tokens)
     found = perplexities(file, num_tokens)
     print("perplexity: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
     return {"formats": rows, "perplexity": found}

@@ -224,7 +224,7 @@ def pack_blocks(blocks: torch.Tensor, weight: Packed, rows: PartRows, start: int
     if not len(blocks):
         return
     # 64 rows take two to three times as long on an H200, probably because bytes leave the L1 cache between loads
-    block_rows = 32 if INTERPRETED.value else 8
+    block_rows = 128 if INTERPRETED.value else 8
     num_parts = (start + len(blocks) - 1) // rows.size - start // rows.size + 1
     grid = triton.cdiv(weight.num_columns, UNIT.value), num_parts * triton.cdiv(rows.size, block_rows)
     on_grid(_pack_blocks_kernel, grid)(

@@ -333,7 +333,7 @@ def unpack_rows(weight: Packed, rows: torch.Tensor, first_row: int, out: torch.T
 
 def _unpack(weight: Packed, rows: torch.Tensor | None, first_row: int, out: torch.Tensor) -> torch.Tensor:
     assert weight.scales is not None and out.is_contiguous(), "a dense weight needs no unpacking"
-    block_n = 32
+    block_n = 128 if INTERPRETED.value else 32  # the interpreter takes its time for each program
     num_blocks = weight.num_columns // weight.block_columns
     on_grid(_unpack_kernel, (triton.cdiv(len(out), block_n), num_blocks))(
         weight.codes,

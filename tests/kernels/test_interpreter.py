@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from interpreter import INTERPRETED, needs_triton
+from tiers import RUNS_ALL
 
 FILES = [
     "kernels/test_triton_kernels.py",
@@ -40,6 +41,7 @@ def run_in_interpreter(files: list[str], *options: str) -> None:
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.skipif(RUNS_ALL, reason="the next test runs all cases")
 def test_interpreter_runs_a_case_of_every_kernel() -> None:
     run_in_interpreter(FILES, "--one-case")
 

@@ -13,6 +13,7 @@ def test_bench_disk_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     path = tmp_path / "kv"
     options = ["--gib", "0.03", "--runs", "1", "--restart", "--beside", "--device", "cpu", "--context", "1500"]
     monkeypatch.setattr("sys.argv", ["bench_disk", "--path", str(path), *options])
+    monkeypatch.setattr(bench_disk, "DECODE_TOKENS", 20)
     bench_disk.main()
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["load_share"] > 0 and result["restart_share"] > 0 and result["num_loaded_tokens"] > 0
