@@ -53,7 +53,7 @@ class LLM:
         exception, all workers have been stopped and all memory has been released.
         """
         given: dict[str, Any] = {**options}
-        setup = prepare(model, given, given.pop("internals", Internals()))  # only tests give internals
+        setup = prepare(model, given, given.pop("internals", Internals()))  # tests and the command line give internals
         self.config, self.model_config, self.max_model_len = setup.config, setup.model_config, setup.max_model_len
         self.sampling_defaults: dict[str, Any] = {}  # recommended by the model
         if self.config.generation_config == "auto":

@@ -57,6 +57,8 @@ def test_chat_refuses_by_name(engine: LLM) -> None:
     ):
         with pytest.raises(RequestError, match=message):
             engine.chat(messages, GREEDY, use_tqdm=False, **arguments)
+    with pytest.raises(RequestError, match="the model's chat template does not take tools; leave them out"):
+        engine.chat([USER], GREEDY, use_tqdm=False, tools=TOOLS)
     with pytest.raises(RequestError, match=r"prompt_token_ids=.*: give prompts="):
         engine.generate("Hi", GREEDY, False, prompt_token_ids=[[1]])
 

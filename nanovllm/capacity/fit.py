@@ -268,6 +268,7 @@ def choose(
     machine: Machine,
     *,
     context: int | None = None,
+    least_context: int = 0,
     num_sequences: int = 1,
     staging: StagingSizes = StagingSizes(),
 ) -> ChosenOptions:
@@ -276,7 +277,7 @@ def choose(
 
     The context is `context`, or else max_model_len. If both are open, it is the model's longest context or, if that is
     slower than FAST_TOK_PER_S or its KV takes more than MAX_POOL_SHARE of the CPU memory, the longest power of two for
-    which neither is so.
+    which neither is so, but at least `least_context`.
 
     stored: the model without the quantization of the options. Raises ConfigError as `ModelConfig.quantized` does.
     """
@@ -287,6 +288,9 @@ def choose(
     known = {name for name in given if getattr(config, name, None) is not None}
     wish = _Wish(config=config, given=known, machine=machine, num_sequences=num_sequences, staging=staging)
     contexts = [asked] if asked else [limit, *_shorter(limit)]
+    if not asked and least_context > MIN_CONTEXT:
+        least_context = min(least_context, limit)
+        contexts = [*(tokens for tokens in contexts if tokens > least_context), least_context]
     is_open = config.quantization is None and stored.quantization is None and not stored.gguf_types
     if config.fit and is_open:
         name = wish.best_format(stored, (None, *WEIGHTS_ALONE), asked or min(limit, USUAL_CONTEXT))

@@ -98,7 +98,9 @@ def _refuse_file(model: str) -> None:
     except (OSError, RuntimeError):  # as in _local_directory
         return
     if is_file:
-        raise CheckpointError(f"model {model!r} is a file; give its directory, {str(path.parent)!r}")
+        of_model = path.suffix in (".safetensors", ".json", ".bin", ".pt", ".pth")
+        remedy = f"its directory, {str(path.parent)!r}" if of_model else "the directory of a model, or a file in GGUF"
+        raise CheckpointError(f"model {model!r} is a file; give {remedy}")
 
 
 def has_tokenizer(directory: Path | None) -> bool:

@@ -735,6 +735,17 @@ def _rope(settings: Mapping[str, Any], architecture: Architecture) -> RopeConfig
 
 def rope_extension(model: ModelConfig, num_tokens: int) -> str:
     """Return the remedy of an error message: an `hf_overrides` to copy, with which the rope covers `num_tokens`."""
+    overrides, remark = _rope_overrides(model, num_tokens)
+    return f"extend the rope ({remark}) with hf_overrides, on the command line --hf-overrides '{json.dumps(overrides)}'"
+
+
+def rope_overrides(model: ModelConfig, num_tokens: int) -> dict[str, Any]:
+    """Return the `hf_overrides` with which the rope covers `num_tokens`."""
+    return _rope_overrides(model, num_tokens)[0]
+
+
+def _rope_overrides(model: ModelConfig, num_tokens: int) -> tuple[dict[str, Any], str]:
+    """Return the overrides, and a remark about them."""
     rope, max_position = model.rope, model.max_position_embeddings
     if rope.rope_type == "default":
         cards = ARCHITECTURES[model.architecture].recommended_yarn
@@ -754,4 +765,4 @@ def rope_extension(model: ModelConfig, num_tokens: int) -> str:
         if rope.rope_type in ("yarn", "llama3"):
             overrides["max_position_embeddings"] = model.max_model_len_limit * stretch
         remark = f"{rope.rope_type} with a larger factor than the model was trained with"
-    return f"extend the rope ({remark}) with hf_overrides, on the command line --hf-overrides '{json.dumps(overrides)}'"
+    return overrides, remark

@@ -33,7 +33,7 @@ logger = logging.getLogger("nanovllm")
 
 @dataclass(frozen=True, kw_only=True)
 class Internals:
-    """Parts of an engine that only tests replace.
+    """Parts of an engine that only tests replace, and what the command line knows about the requests.
 
     Internals are not options of `Config`. With internals, a test can run code that otherwise needs a GPU or a long
     prompt, on a CPU and with a tiny model, without patching any module:
@@ -55,6 +55,7 @@ class Internals:
     expert_link_share: int | None = (
         None  # replaces the measured share of experts that the GPU reads by itself, in 256ths
     )
+    least_context: int = 0  # tokens that the context must have room for, if `fit` chooses it
     always_guesses: bool = False  # propose as many draft tokens as allowed, regardless of their cost
 
 
@@ -92,7 +93,10 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
         stored.check_format(stored_format)
     device = resolve_device(config)
     machine = find_machine(replace(config, device=str(device)))
-    asked, choice = config, choose(config, given, stored, machine, staging=internals.staging)
+    asked, choice = (
+        config,
+        choose(config, given, stored, machine, staging=internals.staging, least_context=internals.least_context),
+    )
     if choice.text:
         logger.info("%s", choice.text)
     config, model_config = choice.config, choice.model

@@ -61,10 +61,15 @@ class Document(NamedTuple):
 
 def read_document(path: Path) -> Document:
     """Read a file. Raises RequestError if the file cannot be read or has no text."""
+    if str(path) == "-":
+        raise RequestError("document -: give a file; stdin is for --prompt-file")
     try:
+        path = path.expanduser()
         content = path.read_bytes()
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror}") from error
+    except (RuntimeError, ValueError) as error:  # the home of an unknown user; a byte that no path can have
+        raise RequestError(f"{str(path)!r} is not a path: {error}") from error
     return Document(path.name, document_text(path.name, content))
 
 

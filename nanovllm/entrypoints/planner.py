@@ -3,6 +3,8 @@
 All figures of speed are projected: they are the plan's bounds, which no run exceeds.
 """
 
+import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -29,7 +31,7 @@ from nanovllm.capacity.fit import (
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.plan_check import HEAD_FORMAT
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.model_config import ModelConfig, rope_overrides
 from nanovllm.checkpoint.quantization import KL_ON_SMOLLM2, WEIGHTS_ALONE, can_multiply_fp8
 from nanovllm.config import BLOCK_SIZE_STEP, Config
 from nanovllm.errors import ConfigError
@@ -343,6 +345,17 @@ def seconds_text(number: float) -> str:
 # -- what fits ---------------------------------------------------------------------------------------------------------
 
 
+HUB_NAMES = {  # models with the sizes of the presets, which have no weights
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "qwen2.5-7b-1m": "Qwen/Qwen2.5-7B-Instruct-1M",
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "qwen3-4b": "Qwen/Qwen3-4B",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3.5-9b": "Qwen/Qwen3.5-9B",
+    "qwen3.5-27b": "Qwen/Qwen3.5-27B",
+    "qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B",
+}
 SAME_SIZES = {  # models of later versions that have the sizes of a preset
     "qwen3.5-27b": "Qwen3.6-27B and Qwen3.8-27B",
     "qwen3.5-35b-a3b": "Qwen3.6-35B-A3B",
@@ -393,7 +406,7 @@ def fit_table(
     )
     also = [f"{name} also stands for {SAME_SIZES[name]}" for name in names if name in SAME_SIZES]
     command = recommended_command(machine, names, quantization, context)
-    return "\n".join((title, *lines, how, *also, *([] if command is None else [f"recommended: {command}"])))
+    return "\n".join((title, *lines, how, *also, *([f"recommended: {command}"] if command else [])))
 
 
 def recommended_command(
@@ -405,7 +418,11 @@ def recommended_command(
     best: tuple[tuple[bool, float], str] | None = None
     for name in models:
         stored = ModelConfig.without_weights(name)
-        config = Config(model=name, fit=True, quantization=quantization)
+        overrides = None
+        if context is not None and context > stored.max_model_len_limit:
+            overrides = rope_overrides(stored, context)
+            stored = ModelConfig.without_weights(name, overrides)
+        config = Config(model=name, fit=True, quantization=quantization, hf_overrides=overrides)
         choice = choose(config, {"quantization"}, stored, machine, context=context)
         if choice.plan is None:
             continue
@@ -415,6 +432,8 @@ def recommended_command(
         if best is None or rank > best[0]:
             wanted = choice.config.quantization, choice.config.quantize_head, choice.plan.context
             flags = zip(("--quantization", "--quantize-head", "--max-model-len"), wanted, strict=True)
-            words = ["nanovllm", "chat", name, *(f"{flag} {value}" for flag, value in flags if value is not None)]
-            best = rank, " ".join(words)
+            words = ["nanovllm", "chat", HUB_NAMES.get(name, name)]
+            words += [word for flag, value in flags if value is not None for word in (flag, str(value))]
+            words += [] if overrides is None else ["--hf-overrides", json.dumps(overrides)]
+            best = rank, shlex.join(words)
     return None if best is None else best[1]

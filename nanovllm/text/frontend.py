@@ -288,9 +288,16 @@ class TextFrontend:
         """
         if template_options.get("chat_template") is None or self.tokenizer is None:
             self.check_chat_template()
+        if template_options.get("tools") and "tools" not in self.chat_template(template_options.get("chat_template")):
+            raise RequestError("the model's chat template does not take tools; leave them out")
         conversations = check_conversations(messages)
         texts = [render_chat(self.tokenizer, conversation, template_options) for conversation in conversations]
         return [{"prompt": text, "prompt_token_ids": self._encode(text, False, cache_salt)} for text in texts]
+
+    def chat_template(self, given: str | None = None) -> str:
+        """Return the source of the chat template, `given` or the model's own; of all if the model has several."""
+        template = given or getattr(self.tokenizer, "chat_template", None) or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else template
 
 
 # -- checks of prompts and messages ------------------------------------------------------------------------------------

@@ -18,10 +18,13 @@ from nanovllm.engine.setup import prepare
 GIB = 2**30
 
 
-def chosen(model: str, gpu: str = "RTX 4070", host_gib: int = 64, **given: Any) -> ChosenOptions:
+def chosen(
+    model: str, gpu: str = "RTX 4070", host_gib: int = 64, *, least_context: int = 0, **given: Any
+) -> ChosenOptions:
     given = {"fit": None, **given}
     machine = Machine.gpu(host_gib * GIB, find_gpu(gpu))
-    return choose(Config(model=model, **given), given, ModelConfig.without_weights(model), machine)
+    stored = ModelConfig.without_weights(model)
+    return choose(Config(model=model, **given), given, stored, machine, least_context=least_context)
 
 
 def test_choice_reaches_95_percent_of_what_options_reach() -> None:
@@ -73,6 +76,9 @@ def test_choice_of_a_context_is_the_longest_that_is_fast() -> None:
     assert choice.config.max_model_len == 262_144 and choice.config.quantization is None
     assert "a longer context takes over half of the CPU memory or decodes at less than 10 tok/s" in choice.text
     assert "quantization=int6 (" in choice.text  # as a hint
+    for least, context in ((100_000, 262_144), (300_000, 300_000)):
+        choice = chosen("qwen2.5-7b-1m", "RTX 4090", least_context=least)
+        assert choice.plan is not None and choice.plan.context == context
     assert chosen("qwen3-0.6b", "RTX 4090").config.max_model_len is None  # the model's own
 
 

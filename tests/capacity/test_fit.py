@@ -1,6 +1,8 @@
 """Models that fit on one GPU: every entry works with the options that it names, and none that could work is missing."""
 
 import json
+import re
+import shlex
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -88,10 +90,16 @@ def test_fit_table_names_bounds_as_projected_and_says_when_nothing_runs() -> Non
     text = fit_table(machine(), fits(machine(), ["qwen3-8b"], context=32768))
     assert "RTX 4070 (11.60 GiB) with 64.00 GiB of CPU memory" in text and "projected" in text
     assert (
-        text.count("qwen3-8b") == 6  # five formats, and the recommendation
+        text.count("qwen3-8b") == 5  # formats
         and "also stands for" not in text
-        and "recommended: nanovllm chat qwen3-8b --quantization int4 --max-model-len 40960" in text
+        and "recommended: nanovllm chat Qwen/Qwen3-8B --quantization int4 --max-model-len 40960" in text
     )
+    beyond = fit_table(machine(), fits(machine(), ["qwen3-8b"], context=131072), context=131072)
+    (command,) = re.findall("recommended: (.*)", beyond)
+    *_, name, overrides = shlex.split(command)
+    assert "--max-model-len 131072" in command and name == "--hf-overrides"
+    stored = ModelConfig.without_weights("qwen3-8b", json.loads(overrides))
+    assert stored.max_model_len_limit == 131072 and stored.rope.rope_type == "yarn"
     of_27b = fit_table(machine("A100 80GB"), fits(machine("A100 80GB"), ["qwen3.5-27b"], context=32768))
     assert "fp8_dynamic" in text and "fp8_dynamic" not in of_27b  # an A100 does not multiply in fp8
     assert "\nqwen3.5-27b also stands for Qwen3.6-27B and Qwen3.8-27B\n" in of_27b

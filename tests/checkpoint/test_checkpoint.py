@@ -284,6 +284,9 @@ def test_files_are_refused_with_what_to_give_instead(tmp_path: Path) -> None:
     for name in ("model.safetensors", "config.json"):
         with pytest.raises(CheckpointError, match=rf"is a file; give its directory, '{tmp_path}/model'"):
             find_model(str(tmp_path / "model" / name))
+    (tmp_path / "book.txt").write_text("Once")
+    with pytest.raises(CheckpointError, match="is a file; give the directory of a model, or a file in GGUF"):
+        find_model(str(tmp_path / "book.txt"))
 
 
 def test_config_json_is_not_read_by_the_rules_of_transformers_for_the_tokenizer(tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ def add_document(conversation: Conversation, path: str) -> None:
     """Read a document, which comes before the next message. Raises RequestError if it cannot be read."""
     if not path:
         raise RequestError("/file needs the path of a document, as in /file book.txt")
-    document = read_document(Path(path.strip("'\"")).expanduser())
+    document = read_document(Path(path.strip("'\"")))
     conversation.unread.append(document)
     print(_described(document), file=sys.stderr)
 

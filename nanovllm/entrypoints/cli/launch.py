@@ -168,17 +168,22 @@ def _settings_text(args: argparse.Namespace, agent: Agent) -> str:
         serve = ("nanovllm", "serve", "--model", args.model, "--served-model-name", server.model)
         flags = as_flags(args, Config, ["max_model_len"]) + as_flags(args, ServerOptions, ["served_model_name"])
         lines = [shlex.join([*serve, "--max-model-len", str(context), *flags])]
-    start = agent.start(server)
+    start = _start_of(agent, server)
     lines += [f"export {name}={shlex.quote(value)}" for name, value in start.variables.items()]
     return "\n".join([*lines, shlex.join([args.agent, *start.arguments, *args.rest])])
 
 
-def _run_agent(program: str, agent: Agent, server: Server, rest: Sequence[str]) -> int:
-    """Run the agent in this terminal, and return its exit status."""
+def _start_of(agent: Agent, server: Server) -> Start:
+    """Return how to start the agent, and warn on stderr if requests to the server are too short for it."""
     if server.context < MIN_CONTEXT:
         message = f"requests can have {server.context:,} tokens; coding agents need at least {MIN_CONTEXT:,}"
         print(f"nanovllm: {message}", file=sys.stderr)
-    start = agent.start(server)
+    return agent.start(server)
+
+
+def _run_agent(program: str, agent: Agent, server: Server, rest: Sequence[str]) -> int:
+    """Run the agent in this terminal, and return its exit status."""
+    start = _start_of(agent, server)
     environment = _without_proxy(os.environ, server.url) | start.variables
     previous = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the agent, which starts with the default
     try:

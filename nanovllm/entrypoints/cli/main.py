@@ -281,17 +281,19 @@ def _open_llm(args: argparse.Namespace, *, needs_template: bool, text: str = "")
 
     options = dict(engine_options(args))
     if len(text) > USUAL_CONTEXT and options["fit"] is not False and "max_model_len" not in options:
-        options["max_model_len"] = _context_for(args.model, text, options.get("hf_overrides"))
+        from nanovllm.engine.setup import Internals
+
+        least = _context_for(args.model, text, options.get("hf_overrides"))
+        options["internals"] = Internals(least_context=least)
     return LLM(args.model, **options)
 
 
-def _context_for(model: str, text: str, hf_overrides: Mapping[str, Any] | None) -> int | None:
-    """Return the context for this text and an answer, or None if the context that is chosen without it is enough."""
+def _context_for(model: str, text: str, hf_overrides: Mapping[str, Any] | None) -> int:
+    """Return the context for this text and an answer."""
     from nanovllm.text.frontend import TextFrontend
 
     config, directory = ModelConfig.from_pretrained(model_path(model), hf_overrides)
-    num_tokens = len(TextFrontend(config, directory).encode_prompt(text)) + ANSWER_ROOM
-    return min(num_tokens, config.max_model_len_limit) if num_tokens > USUAL_CONTEXT else None
+    return len(TextFrontend(config, directory).encode_prompt(text)) + ANSWER_ROOM
 
 
 def _read_text(flag: str, path: Path) -> str:
@@ -460,8 +462,9 @@ def _add_generate(commands: Any) -> None:
     required = parser.add_argument_group("what to answer")
     add_model_flag(required)
     prompt = required.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a text file with the prompt; - for stdin")
+    prompt.add_argument("--prompt", action=_Once, metavar="TEXT", help="the prompt")
+    about_file = "a text file with the prompt; - for stdin"
+    prompt.add_argument("--prompt-file", action=_Once, type=Path, metavar="FILE", help=about_file)
     _add_document_flag(required)
     required.add_argument("--chat", action="store_true", help="apply the model's chat template to the prompt")
     required.add_argument("--system", metavar="TEXT", help="the system prompt; needs --chat or --document")
@@ -470,6 +473,17 @@ def _add_generate(commands: Any) -> None:
     constraint.add_argument("--regex", metavar="TEXT", help="regular expression that the whole answer matches")
     max_tokens = f"{SamplingParams.max_tokens}; with --chat or --document, no limit"
     _add_request_flags(parser, max_tokens, without=[name for name in PYTHON_ONLY if name != "n"])
+
+
+class _Once(argparse.Action):
+    """Stores the value of a flag, and refuses a second one."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"argument {option_string}: given twice; generate answers one prompt")
+        setattr(namespace, self.dest, values)
 
 
 def _add_document_flag(group: Any) -> None:

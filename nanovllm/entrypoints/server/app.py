@@ -24,7 +24,6 @@ from nanovllm.entrypoints.server.chat_answers import (
     blame_tool,
     chat_form,
     find_call_format,
-    template_of,
 )
 from nanovllm.entrypoints.server.conversation import Conversation, render_messages
 from nanovllm.entrypoints.server.errors import (
@@ -242,7 +241,7 @@ def encode_messages(
         raise ApiError(f"chat_template_kwargs cannot set {', '.join(taken)}", param="chat_template_kwargs")
     effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
     if effort is not None:  # a hint; templates without reasoning ignore this variable
-        template = template_of(service)
+        template = service.llm.text.chat_template()
         if "reasoning_effort" in template:
             options.setdefault("reasoning_effort", effort)
         elif "enable_thinking" in template:
@@ -255,7 +254,7 @@ def encode_messages(
         (checked,) = check_conversations(conversation)
         return render_chat(llm.tokenizer, checked, options)
 
-    text = render_messages(body.messages or (), template_of(service), render)
+    text = render_messages(body.messages or (), service.llm.text.chat_template(), render)
     service.check_chars(len(text), "messages")  # the text includes tools and tool calls
     return llm.text.encode_prompt(text, add_special_tokens=bool(body.add_special_tokens), cache_salt=cache_salt)
 

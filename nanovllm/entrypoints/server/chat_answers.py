@@ -48,18 +48,12 @@ class ChatForm(NamedTuple):
         return ReasoningTags("<think>", "</think>", self.begins_in_reasoning) if self.has_reasoning else None
 
 
-def template_of(service: Service) -> str:
-    """Return the source of the model's chat template, or of all templates if the model has several."""
-    template = getattr(service.llm.tokenizer, "chat_template", None) or ""
-    return "\n".join(template.values()) if isinstance(template, dict) else template
-
-
 def find_call_format(service: Service) -> CallFormat:
     """Return the model's format of tool calls.
 
     Raises ApiError if the model's template does not take tools, or if the format of calls is not known.
     """
-    template = template_of(service)
+    template = service.llm.text.chat_template()
     if "tools" not in template:
         raise ApiError("the model's chat template does not take tools; leave them out", param="tools")
     call_format = call_format_of(f"{template}\n{service.llm.model_config.architecture}")
@@ -70,7 +64,7 @@ def find_call_format(service: Service) -> CallFormat:
 
 def chat_form(service: Service, call_format: CallFormat | None, token_ids: TokenIds) -> ChatForm:
     """Return the form of the answer to this prompt."""
-    if "</think>" not in template_of(service):
+    if "</think>" not in service.llm.text.chat_template():
         return ChatForm(call_format)
     begins_in_reasoning = service.llm.text.decode(token_ids[-8:].tolist()).rstrip().endswith("<think>")
     tags = [service.llm.tokenizer.encode(tag, add_special_tokens=False) for tag in ("<think>", "</think>")]

@@ -478,7 +478,7 @@ def test_plan_fit_lists_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"qwen3-8b +bfloat16 +as is +32,768 +4.50 GiB +GPU +<= 50.5/s +>= 4.5 s", out)
     assert cli.main([*argv, "--model", "qwen3-8b", "--quantization", "int4"]) == 0
     out = capsys.readouterr().out
-    assert out.endswith("\nrecommended: nanovllm chat qwen3-8b --quantization int4 --max-model-len 32768\n")
+    assert out.endswith("\nrecommended: nanovllm chat Qwen/Qwen3-8B --quantization int4 --max-model-len 32768\n")
     assert len(out.splitlines()) == 5
     for flags, message in (
         (["--num-gpu-blocks", "8", "--enable-cpu-offload"], "leave out --enable-cpu-offload, --num-gpu-blocks"),
@@ -682,3 +682,6 @@ def test_model_may_be_given_without_its_flag(capsys: pytest.CaptureFixture[str])
         with pytest.raises(SystemExit):
             cli.main(["chat", *argv])
         assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "demo", "--prompt", "x", "--prompt", "y"])
+    assert "argument --prompt: given twice; generate answers one prompt" in capsys.readouterr().err
