@@ -277,12 +277,10 @@ def _open_llm(args: argparse.Namespace, *, needs_template: bool, text: str = "")
     _config(args)
     remedy = "give LLM.generate lists of token ids in Python"
     check_tokenizer(model_path(args.model), remedy, needs_template=needs_template)
-    from nanovllm.llm import LLM
+    from nanovllm.llm import LLM, Internals
 
     options = dict(engine_options(args))
     if len(text) > USUAL_CONTEXT and options["fit"] is not False and "max_model_len" not in options:
-        from nanovllm.engine.setup import Internals
-
         least = _context_for(args.model, text, options.get("hf_overrides"))
         options["internals"] = Internals(least_context=least)
     return LLM(args.model, **options)
