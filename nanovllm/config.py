@@ -61,9 +61,9 @@ class Config:
     fit: bool | None = option(
         False,
         help="choose the options that are not given, so that the model and its context fit the GPU and are fast: "
-        "enable_cpu_offload, max_model_len, max_num_batched_tokens, max_num_seqs and gpu_memory_utilization; True: "
-        "also quantization and quantize_head, which change results; None, the default of serve, chat and generate: "
-        "without these two; False: choose nothing",
+        "enable_cpu_offload, max_model_len, max_num_batched_tokens, max_num_seqs and gpu_memory_utilization; "
+        "fit=True: also quantization and quantize_head, which change results; fit=False: choose nothing. serve, chat "
+        "and generate choose all but these two by default (in Python, None)",
         group=_MODEL,
     )
     quantization: str | None = option(
@@ -85,7 +85,7 @@ class Config:
     embedding_on_cpu: bool | str = option(
         "auto",
         help="keep the embedding table in pinned CPU memory, from which the GPU reads the rows that it needs: True, "
-        "False; auto: where otherwise less than one sequence of max_model_len would fit the GPU. If the output head "
+        "False, or auto: where otherwise less than one sequence of max_model_len would fit the GPU. If the output head "
         "uses the same table, it must be quantized (quantize_head). On a CPU nothing changes",
         group=_MODEL,
         choices=(True, False, "auto"),
@@ -198,8 +198,8 @@ class Config:
     enable_expert_offload: bool | None = option(
         False,
         help="keep experts of a mixture in pinned CPU memory, whole layers at a time: the CPU computes few tokens, and "
-        "experts cross the link for many; None, the default of serve, chat and generate: where otherwise less than one "
-        "sequence of max_model_len would fit the GPU. On a CPU, experts stay in the checkpoint's format",
+        "experts cross the link for many. serve, chat and generate do so by default (in Python, None) where otherwise "
+        "less than one sequence of max_model_len would fit the GPU. On a CPU, experts stay in the checkpoint's format",
         group=_OFFLOAD,
     )
     num_gpu_expert_layers: int | None = option(

@@ -18,6 +18,11 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.options import help_of
 
 RENAMED: dict[tuple[type, str], str] = {(SamplingParams, "seed"): "sampling_seed"}  # Config's seed has the flag --seed
+# Fields whose flags `-h` shows, besides the command's own
+MOST_USED = (
+    *("fit", "max_model_len", "quantization", "gpu_memory_utilization", "tensor_parallel_size"),
+    *("temperature", "max_tokens", "host", "port", "api_key_file", "gpu", "context", "host_memory_gb"),
+)
 CPU_STEP_TOKENS = 512  # about a second with a small model; the progress bar and Ctrl-C wait for the end of a step
 # Fields of SamplingParams without a flag: several answers (except for `generate`), other results than text, and values
 # that no flag can hold
@@ -43,6 +48,7 @@ def add_flags(
     shown = (field for field in fields(options) if field.name not in without)
     for title, members in groupby(shown, key=lambda field: field.metadata["group"]):
         group = parser.add_argument_group(title, about)
+        group.is_of_options = True  # type: ignore[attr-defined]
         for field in members:
             settings = _flag_settings(field, options, (defaults or {}).get(field.name, field.default))
             group.add_argument(flag_name(options, field.name), **settings)
@@ -225,6 +231,29 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists what there is\n")
 
 
+class ShortHelp(argparse.Action):
+    """Prints the flags of the command itself, and the most used ones of the classes of options."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        formatter = parser._get_formatter()
+        formatter.add_usage(parser.usage, parser._actions, parser._mutually_exclusive_groups)
+        formatter.add_text(parser.description)
+        of_options = [group for group in parser._action_groups if getattr(group, "is_of_options", False)]
+        own = [group for group in parser._action_groups if group not in of_options]
+        used = [each for group in of_options for each in group._group_actions if each.dest in MOST_USED]
+        for title, actions in (*((group.title, group._group_actions) for group in own), ("most used", used)):
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        formatter.add_text(parser.epilog)
+        formatter.add_text(f"{parser.prog} --help lists all {len(parser._actions)} flags.")
+        print(formatter.format_help(), end="")
+        parser.exit()
+
+
 class Formatter(argparse.RawDescriptionHelpFormatter):
     """Indents help texts enough for most flags to have their help on the same line. The usage has only the arguments
     that a command needs, because a list of all flags would fill the first screen.
@@ -249,10 +278,20 @@ def add_command(
     epilog: str | None = None,
 ) -> argparse.ArgumentParser:
     """Add a command that `run` runs. option_types: the classes whose fields are the command's flags."""
-    usage = f"%(prog)s {'[MODEL]' if name == 'plan' else 'MODEL'} [FLAG ...]" if Config in option_types else None
+    model = {"plan": "[MODEL]", "launch": "AGENT MODEL"}.get(name, "MODEL")
+    usage = f"%(prog)s {model} [FLAG ...]" if Config in option_types else None
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=about, description=about, epilog=epilog, usage=usage, formatter_class=Formatter
+        name,
+        help=about,
+        description=about,
+        epilog=epilog,
+        usage=usage,
+        formatter_class=Formatter,
+        add_help=usage is None,
     )
+    if usage is not None:
+        parser.add_argument("-h", action=ShortHelp, help="show the most used flags")
+        parser.add_argument("--help", action="help", help="show all flags")
     parser.set_defaults(run=run, option_types=option_types)
     return parser
 

@@ -670,6 +670,23 @@ def test_log_names_flags_instead_of_options(monkeypatch: pytest.MonkeyPatch, cap
     ]
 
 
+def test_short_help_has_the_most_used_flags_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("generate", "chat", "serve", "plan", "launch", "batch"):
+        sizes = []
+        for flag in ("-h", "--help"):
+            with pytest.raises(SystemExit) as ended:
+                cli.main([command, flag])
+            text = capsys.readouterr().out
+            assert ended.value.code == 0 and text.startswith(f"usage: nanovllm {command}")
+            sizes.append(len(text.splitlines()))
+        assert sizes[0] <= 60 < sizes[1], (command, sizes)
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "-h"])
+    text = capsys.readouterr().out
+    assert "--fit" in text and "--port" in text and "--kvcache-block-size" not in text
+    assert re.search(r"nanovllm serve --help lists all \d+ flags\.", text)
+
+
 def test_model_may_be_given_without_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
     plan = ["plan", "--gpu", "H200", "--host-memory-gb", "64"]
     for argv in (["demo", *plan[1:]], [*plan[1:], "demo"], ["--gpu", "H200", "demo", "--host-memory-gb", "64"]):
