@@ -735,17 +735,12 @@ def _rope(settings: Mapping[str, Any], architecture: Architecture) -> RopeConfig
 
 def rope_extension(model: ModelConfig, num_tokens: int) -> str:
     """Return the remedy of an error message: an `hf_overrides` to copy, with which the rope covers `num_tokens`."""
-    overrides, remark = _rope_overrides(model, num_tokens)
+    overrides, remark = rope_overrides(model, num_tokens)
     return f"extend the rope ({remark}) with hf_overrides, on the command line --hf-overrides '{json.dumps(overrides)}'"
 
 
-def rope_overrides(model: ModelConfig, num_tokens: int) -> dict[str, Any]:
-    """Return the `hf_overrides` with which the rope covers `num_tokens`."""
-    return _rope_overrides(model, num_tokens)[0]
-
-
-def _rope_overrides(model: ModelConfig, num_tokens: int) -> tuple[dict[str, Any], str]:
-    """Return the overrides, and a remark about them."""
+def rope_overrides(model: ModelConfig, num_tokens: int) -> tuple[dict[str, Any], str]:
+    """Return the `hf_overrides` with which the rope covers `num_tokens`, and a remark about them."""
     rope, max_position = model.rope, model.max_position_embeddings
     if rope.rope_type == "default":
         cards = ARCHITECTURES[model.architecture].recommended_yarn

@@ -420,7 +420,7 @@ def recommended_command(
         stored = ModelConfig.without_weights(name)
         overrides = None
         if context is not None and context > stored.max_model_len_limit:
-            overrides = rope_overrides(stored, context)
+            overrides, _ = rope_overrides(stored, context)
             stored = ModelConfig.without_weights(name, overrides)
         config = Config(model=name, fit=True, quantization=quantization, hf_overrides=overrides)
         choice = choose(config, {"quantization"}, stored, machine, context=context)
