@@ -147,11 +147,25 @@ class AttentionBackend(ABC):
         return 0
 
 
+class WindowKeys(Protocol):
+    """The keys of one layer with a window in a step. The layer takes `cells`, then calls `attend`."""
+
+    @property
+    def cells(self) -> KVCells:
+        """The cells for the layer's new K and V."""
+        ...
+
+    def attend(self, q_THD: torch.Tensor) -> torch.Tensor:
+        """Attend with all tokens of the step to the keys in their windows. Returns [T, H, D]. Hot: once per layer."""
+        ...
+
+
 class StepAttention(HasLayerMemory, Protocol):
     """The attention of one step, an argument of `model(...)`. Layers call it in order.
 
-    An attention layer calls `cells`, then `attend`, with its index among the attention layers. Another layer calls
-    `layer_memory` with its index among the layers of its kind.
+    A layer that attends to all keys calls `cells`, then `attend`, with its index among the layers of this kind. Another
+    layer calls `layer_memory` with its index among the layers of its kind: a recurrent layer gets LayerStates, a layer
+    with a window gets WindowKeys.
     """
 
     def cells(self, layer: int) -> KVCells:

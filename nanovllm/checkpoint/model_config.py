@@ -67,6 +67,7 @@ class Architecture:
     has_experts: bool = False
     has_qk_norm: bool = False
     is_hybrid: bool = False
+    has_windows: bool = False  # some layers attend only to the tokens of a window
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     recommended_yarn: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -144,7 +145,11 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": _hybrid("qwen3_5_moe_text", has_experts=True),
     "Qwen3_5MoeForConditionalGeneration": _hybrid("qwen3_5_moe", has_experts=True),
 }
-LAYER_KINDS = {"full_attention": "attention", "linear_attention": "recurrent"}  # by the names in config.json
+LAYER_KINDS = {  # by the names in config.json
+    "full_attention": "attention",
+    "linear_attention": "recurrent",
+    "sliding_attention": "window",
+}
 ROPE_TYPES = {  # rope type -> the keys that it needs
     "default": (),
     "linear": ("factor",),
@@ -223,6 +228,28 @@ class RecurrentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """The heads of the attention layers of one kind. All kinds have the same number of query heads."""
+
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    scale: float  # of the products of q and k
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of elements at the beginning of a head that the rotary embedding rotates."""
+        return int(self.head_dim * self.rope.partial_rotary_factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowConfig(AttentionConfig):
+    """The layers that attend only to a window: a token sees itself and the `num_tokens` - 1 tokens before it."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes and settings of a decoder."""
 
@@ -250,8 +277,10 @@ class ModelConfig:
     # True if the embedding table is in pinned CPU memory for a GPU. No result depends on it, so `repr` leaves it out
     embedding_on_cpu: bool = field(default=False, repr=False)
     experts: ExpertsConfig | None = None  # None if every MLP is dense
-    layer_kinds: tuple[str, ...]  # one for each layer: "attention" or "recurrent"
-    recurrent: RecurrentConfig | None = None  # None if every layer is attention
+    layer_kinds: tuple[str, ...]  # one for each layer: "attention" (to all keys), "window" or "recurrent"
+    recurrent: RecurrentConfig | None = None  # None if no layer is recurrent
+    window: WindowConfig | None = None  # None if no layer has a window
+    attention_scale: float | None = None  # of the layers that attend to all keys; None for head_dim ** -0.5
     attention_gate: bool = False  # sigmoid gates multiply the output of attention
     norms_add_one: bool = False  # norms multiply by 1 + weight
     has_mtp: bool = False  # the checkpoint has a draft head (MTPHead)
@@ -296,9 +325,25 @@ class ModelConfig:
         return self.layer_kinds.count("recurrent")
 
     @property
+    def num_window_layers(self) -> int:
+        return self.layer_kinds.count("window")
+
+    def attention(self, kind: str) -> AttentionConfig:
+        """Return the heads of the layers of a kind: "attention" or "window"."""
+        if kind == "window":
+            assert self.window is not None, "no layer has a window"
+            return self.window
+        return AttentionConfig(
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rope=self.rope,
+            scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
+        )
+
+    @property
     def rotary_dim(self) -> int:
         """Number of elements at the beginning of a head that the rotary embedding rotates."""
-        return int(self.head_dim * self.rope.partial_rotary_factor)
+        return self.attention("attention").rotary_dim
 
     @property
     def max_model_len_limit(self) -> int:
@@ -528,14 +573,15 @@ def _weight_dtype(settings: Mapping[str, Any]) -> str:
 def _layer_kinds(
     settings: Mapping[str, Any], architecture: Architecture, given_interval: int | None
 ) -> tuple[str, ...]:
-    """Return the kind of each layer. Attention has no window, and only hybrid architectures have recurrent layers.
+    """Return the kind of each layer. Only hybrid architectures have recurrent layers, and only architectures that mix
+    them with attention to all keys have layers with a window.
 
     given_interval: full_attention_interval in config.json, if the architecture has this entry.
     """
     remedy = "only full attention is supported; use a checkpoint without a sliding window"
     # Qwen's files give a window and disable it with use_sliding_window=false. Without use_sliding_window it is enabled
     use, window = settings.get("use_sliding_window"), settings.get("sliding_window")
-    if use or (window and use is None):
+    if not architecture.has_windows and (use or (window and use is None)):
         raise CheckpointError(f"use_sliding_window={use}, sliding_window={window} is not supported: {remedy}")
     if chunks := settings.get("dual_chunk_attention_config"):  # transformers ignores the entry; long prompts differ
         raise CheckpointError(
@@ -550,7 +596,8 @@ def _layer_kinds(
         "linear_attention" if interval and (layer + 1) % interval else "full_attention" for layer in range(num_layers)
     ]
     types = settings.get("layer_types") or by_interval
-    supported = LAYER_KINDS if architecture.is_hybrid else {"full_attention"}
+    supported = ["full_attention"]
+    supported += ["linear_attention"] * architecture.is_hybrid + ["sliding_attention"] * architecture.has_windows
     if other_types := sorted({str(each) for each in types} - set(supported)):
         raise CheckpointError(f"layer_types {', '.join(other_types)} are not supported: {remedy}")
     if len(types) != num_layers:
@@ -558,17 +605,17 @@ def _layer_kinds(
             f"layer_types has {len(types)} layers, but num_hidden_layers={num_layers}; correct config.json, or give "
             "both in hf_overrides"
         )
-    if architecture.is_hybrid and set(types) != set(LAYER_KINDS):
+    if set(types) != set(supported):
         raise CheckpointError(
             f"layer_types has {types.count('full_attention')} of {num_layers} layers with full_attention; give at "
-            f"least one layer of each type: {', '.join(LAYER_KINDS)}"
+            f"least one layer of each type: {', '.join(supported)}"
         )
     if given_interval and types != by_interval:
         raise CheckpointError(
             f"full_attention_interval={given_interval} and layer_types={reprlib.repr(types)} disagree; remove one of "
             "them from config.json, or give one of them in hf_overrides"
         )
-    return tuple(LAYER_KINDS[each] for each in types) if architecture.is_hybrid else ("attention",) * num_layers
+    return tuple(LAYER_KINDS[each] for each in types)
 
 
 def _require_integers(settings: Mapping[str, Any], *names: str) -> None:

@@ -140,10 +140,10 @@ def _mtp(c: ModelConfig) -> Iterator[LayoutEntry]:
 
 def _layer(c: ModelConfig, name: str, kind: str, *, is_sparse: bool, on_cpu: bool) -> Iterator[LayoutEntry]:
     yield Tensor(f"{name}.input_layernorm.weight", (c.hidden_size,))
-    if kind == "attention":
-        yield from _attention(c, f"{name}.self_attn")
-    else:
+    if kind == "recurrent":
         yield from _delta_net(c, f"{name}.linear_attn")
+    else:
+        yield from _attention(c, f"{name}.self_attn", kind)
     yield Tensor(f"{name}.post_attention_layernorm.weight", (c.hidden_size,))
     if is_sparse:
         yield from _experts(c, f"{name}.mlp", on_cpu)
@@ -151,15 +151,16 @@ def _layer(c: ModelConfig, name: str, kind: str, *, is_sparse: bool, on_cpu: boo
         yield from _mlp(c, f"{name}.mlp")
 
 
-def _attention(c: ModelConfig, name: str) -> Iterator[LayoutEntry]:
+def _attention(c: ModelConfig, name: str, kind: str) -> Iterator[LayoutEntry]:
     """Yield the weights of attention. With gates, q_proj has for each head the head's rows, then the gate's rows."""
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    heads = c.attention(kind)
+    q, kv = c.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     qkv = {"q_proj": q * (2 if c.attention_gate else 1), "k_proj": kv, "v_proj": kv}
     yield Linear(f"{name}.qkv_proj", qkv, c.hidden_size, split="rows", bias=c.qkv_bias)
     yield Linear(f"{name}.o_proj", {"o_proj": c.hidden_size}, q, split="columns", bias=c.o_bias)
     if c.qk_norm:
-        yield Tensor(f"{name}.q_norm.weight", (c.head_dim,))
-        yield Tensor(f"{name}.k_norm.weight", (c.head_dim,))
+        yield Tensor(f"{name}.q_norm.weight", (heads.head_dim,))
+        yield Tensor(f"{name}.k_norm.weight", (heads.head_dim,))
 
 
 def _delta_net(c: ModelConfig, name: str) -> Iterator[LayoutEntry]:

@@ -13,7 +13,7 @@ this rank, K key head dim, V value head dim. Value head h uses key head h * Q //
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +33,10 @@ L2_EPS = 1e-6  # added to the squared length of q and k before the root
 class HasLayerMemory(Protocol):
     """The part of StepAttention (attention/base.py) that recurrent layers use."""
 
-    def layer_memory(self, layer: int) -> LayerStates:
-        """Return the states of a recurrent layer, which it updates in place. Hot: once per layer."""
+    def layer_memory(self, layer: int) -> Any:
+        """Return the memory of a layer that does not attend to all keys: LayerStates, which a recurrent layer updates
+        in place, or WindowKeys (attention/base.py). Hot: once per layer.
+        """
         ...
 
 
@@ -102,7 +104,7 @@ class GatedDeltaNet(nn.Module):
         """
         qkv, z = self.in_proj_qkvz(hidden).split(self.local_sizes, dim=-1)
         ba = self.in_proj_ba(hidden)
-        states = attn.layer_memory(self.layer)
+        states: LayerStates = attn.layer_memory(self.layer)
         if hidden.is_cuda:
             from nanovllm.kernels import delta_net as kernels
 

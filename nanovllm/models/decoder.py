@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from nanovllm.attention.base import StepAttention
+from nanovllm.attention.base import StepAttention, WindowKeys
 from nanovllm.checkpoint.model_config import MAX_MLP_TOKENS, ModelConfig
 from nanovllm.checkpoint.model_layout import Linear, model_layout
 from nanovllm.checkpoint.quantization import Quantization
@@ -69,18 +69,20 @@ class Builder:
 
 
 class Attention(nn.Module):
-    """An attention layer. name: the name in the checkpoint. layer: the number among the layers of attention."""
+    """An attention layer. name: the name in the checkpoint. kind: attention or window. layer: the number among the
+    layers of this kind.
+    """
 
-    def __init__(self, build: Builder, name: str, layer: int) -> None:
+    def __init__(self, build: Builder, name: str, kind: str, layer: int) -> None:
         super().__init__()
-        config = build.config
-        self.layer = layer
-        order = rotary_order(config.head_dim, config.rotary_dim)
+        config, heads = build.config, build.config.attention(kind)
+        self.layer, self.has_window = layer, kind == "window"
+        order = rotary_order(heads.head_dim, heads.rotary_dim)
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
-            config.head_dim,
+            heads.head_dim,
             config.num_heads,
-            config.num_kv_heads,
+            heads.num_kv_heads,
             gated=config.attention_gate,
             head_rows=order,
             formats=build.formats(f"{name}.qkv_proj"),
@@ -90,8 +92,8 @@ class Attention(nn.Module):
         self.eps = config.rms_norm_eps
         self.qk_norm, self.is_gated = config.qk_norm, config.attention_gate
         if config.qk_norm:
-            self.q_norm = build.norm(config.head_dim, order)
-            self.k_norm = build.norm(config.head_dim, order)
+            self.q_norm = build.norm(heads.head_dim, order)
+            self.k_norm = build.norm(heads.head_dim, order)
 
     def forward(
         self, hidden: Activations, cos_sin: torch.Tensor, attn: StepAttention, rows: torch.Tensor | None
@@ -102,13 +104,20 @@ class Attention(nn.Module):
         """
         q, k, v, gates = self.qkv_proj.split(self.qkv_proj(hidden))
         q_weight, k_weight = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else (None, None)
-        q = rotate_and_store(q, k, v, q_weight, k_weight, self.eps, cos_sin, attn.cells(self.layer))
+        window: WindowKeys | None = attn.layer_memory(self.layer) if self.has_window else None
+        cells = attn.cells(self.layer) if window is None else window.cells
+        q = rotate_and_store(q, k, v, q_weight, k_weight, self.eps, cos_sin, cells)
         if rows is not None:
-            q, gates = q[rows], gates[rows]
+            gates = gates[rows]
+            q = q[rows] if window is None else q
         if not self.is_gated:
             del gates
         del k, v  # without gates, this frees the memory of the qkv product during attention
-        out = attn.attend(self.layer, q).flatten(1)
+        if window is None:
+            out = attn.attend(self.layer, q).flatten(1)
+        else:
+            out = window.attend(q).flatten(1)
+            out = out if rows is None else out[rows]
         return self.o_proj(gate_heads(out, gates.flatten(1)) if self.is_gated else out)
 
 
@@ -126,17 +135,20 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A layer. name: the name in the checkpoint. kind: attention or recurrent. number: among layers of this kind."""
+    """A layer. name: the name in the checkpoint. kind: attention, window or recurrent. number: among the layers of this
+    kind.
+    """
 
     def __init__(self, build: Builder, name: str, kind: str, number: int, *, is_sparse: bool) -> None:
         super().__init__()
+        self.has_window = kind == "window"
         self.input_layernorm = build.norm()
         self.self_attn: Attention | None = None
         self.linear_attn: GatedDeltaNet | None = None
-        if kind == "attention":
-            self.self_attn = Attention(build, f"{name}.self_attn", number)
-        else:
+        if kind == "recurrent":
             self.linear_attn = _delta_net(build, f"{name}.linear_attn", number)
+        else:
+            self.self_attn = Attention(build, f"{name}.self_attn", kind, number)
         self.post_attention_layernorm = build.norm()
         self.mlp = _sparse_mlp(build, f"{name}.mlp") if is_sparse else MLP(build, f"{name}.mlp")
         if self.self_attn is not None:
@@ -165,7 +177,7 @@ class DecoderLayer(nn.Module):
 
     def skip(self, hidden: torch.Tensor, attn: StepAttention) -> None:
         """Let attention consume the blocks that are streamed for this layer."""
-        if self.self_attn is not None:
+        if self.self_attn is not None and not self.has_window:
             attn.cells(self.self_attn.layer)
             attn.attend(self.self_attn.layer, hidden.new_empty(0, 1, 1))
 
@@ -206,9 +218,11 @@ class Decoder(nn.Module):
             is_on_cpu=config.embedding_on_cpu,
             quantization=config.embedding_format,
         )
-        self.rotary_emb = RotaryEmbedding(
-            config.rope, config.head_dim, max_model_len=max_model_len, rotary_dim=config.rotary_dim
-        )
+        self.rotary_emb = _rotary(config, "attention", max_model_len)
+        # None if windows have the same rotary embedding as the other layers
+        self.window_rotary_emb: RotaryEmbedding | None = None
+        if (window := config.window) and (window.rope, window.head_dim) != (config.rope, config.head_dim):
+            self.window_rotary_emb = _rotary(config, "window", max_model_len)
         kinds, sparse = config.layer_kinds, config.experts.layers if config.experts else ()
         self.layers = nn.ModuleList(
             DecoderLayer(build, f"model.layers.{i}", kind, kinds[:i].count(kind), is_sparse=i in sparse)
@@ -228,24 +242,32 @@ class Decoder(nn.Module):
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
         hidden = self.embed_tokens(token_ids)
-        cos_sin = self.rotary_emb.cos_sin(positions, rope_lens)
+        cos_sin = window_cos_sin = self.rotary_emb.cos_sin(positions, rope_lens)
+        if self.window_rotary_emb is not None:
+            window_cos_sin = self.window_rotary_emb.cos_sin(positions, rope_lens)
         residual = None
-        *before_last, last = self.layers
-        for number, layer in enumerate(before_last):
-            if self.skips_inner_layers and number not in self._first_of_kind:
-                assert isinstance(layer, DecoderLayer)
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            is_last = number == len(self.layers) - 1
+            if self.skips_inner_layers and number not in self._first_of_kind and not is_last:
                 layer.skip(hidden, attn)
-            else:
-                hidden, residual = layer(hidden, residual, cos_sin, attn, None)
-        hidden, residual = last(hidden, residual, cos_sin, attn, rows)
-        return self.norm(hidden, residual)[0]
+                continue
+            layer_cos_sin = window_cos_sin if layer.has_window else cos_sin
+            hidden, residual = layer(hidden, residual, layer_cos_sin, attn, rows if is_last else None)
+        return cast(torch.Tensor, self.norm(hidden, residual)[0])
 
 
-def _kind(module: nn.Module) -> tuple[type, type, int | None]:
-    """Return the class of a module, of its weight, and the kind of a packed weight. Layers whose modules have equal
-    kinds launch the same kernels.
+def _rotary(config: ModelConfig, kind: str, max_model_len: int) -> RotaryEmbedding:
+    heads = config.attention(kind)
+    return RotaryEmbedding(heads.rope, heads.head_dim, max_model_len=max_model_len, rotary_dim=heads.rotary_dim)
+
+
+def _kind(module: nn.Module) -> tuple[type, type, int | None, bool]:
+    """Return the class of a module, of its weight, the kind of a packed weight, and whether it has a window. Layers
+    whose modules have equal kinds launch the same kernels.
     """
-    return type(module), type(getattr(module, "weight", None)), getattr(module, "kind", None)
+    has_window = getattr(module, "has_window", False)
+    return type(module), type(getattr(module, "weight", None)), getattr(module, "kind", None), has_window
 
 
 class MTPHead(nn.Module):

@@ -109,6 +109,7 @@ class KVCacheSpec:
     num_kv_heads: int  # on this rank
     head_dim: int
     itemsize: int  # bytes per element
+    attention_scale: float | None = None  # None for head_dim ** -0.5
     staging: StagingSizes = StagingSizes()
     states: StateSpec = StateSpec()
 
@@ -193,6 +194,7 @@ def kv_cache_spec(
         num_kv_heads=model.num_kv_heads // tp_size,
         head_dim=model.head_dim,
         itemsize=itemsize,
+        attention_scale=model.attention_scale,
         staging=staging,
         states=_state_spec(config, model, tp_size, itemsize),
     )

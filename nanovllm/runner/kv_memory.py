@@ -51,7 +51,7 @@ class StepBatches(NamedTuple):
 
 
 def _no_layer_memory(layer: int) -> LayerStates:
-    raise AssertionError("a layer of the model is not attention, and no companion has its memory")
+    raise AssertionError("a layer of the model is recurrent, and no companion has its memory")
 
 
 class PagedAttention:
@@ -230,7 +230,7 @@ class KVMemory:
     def __init__(self, spec: KVCacheSpec, backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> None:
         self.spec, self.backend, self.dtype, self.device = spec, backend, dtype, device
         self.companions: list[CompanionMemory] = []
-        self.scale = spec.head_dim**-0.5
+        self.scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
         self._pool = self.make_pool(num_blocks=0)
 
     def make_pool(self, num_blocks: int, num_layers: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from nanovllm.attention.base import PartialAttention
+from nanovllm.attention.base import PartialAttention, WindowKeys
 from nanovllm.config import Config
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.kernels.state_tensors import LayerStates
@@ -21,8 +21,8 @@ from nanovllm.plan.step_plan import CpuSpan, StepPlan
 # Called with a layer, the index of a streamed group, and the group's K and V, each [blocks, block_size, kv_heads,
 # head_dim], after attention over the group
 GroupHook: TypeAlias = Callable[[int, int, torch.Tensor, torch.Tensor], None]
-# Returns the memory of a layer that is not attention, by its index among the layers of its kind
-LayerMemoryOf: TypeAlias = Callable[[int], LayerStates]
+# Returns the memory of a layer that does not attend to all keys, by its index among the layers of its kind
+LayerMemoryOf: TypeAlias = Callable[[int], LayerStates | WindowKeys]
 
 
 class CompanionColumns(NamedTuple):
@@ -53,7 +53,7 @@ class CompanionMemory:
         return ()
 
     def layer_memory(self, given: CompanionColumns) -> LayerMemoryOf | None:
-        """Return the memory of the layers that are not attention in a step, or None if the companion has none.
+        """Return the memory of the layers that do not attend to all keys in a step, or None if the companion has none.
 
         `given`: the companion's columns.
         """

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, running_dtype
+from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, WindowKeys, running_dtype
 from nanovllm.kernels.state_tensors import LayerStates
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
@@ -160,7 +160,7 @@ class _Cutter:
     def cells(self, layer: int) -> KVCells:
         return self.paged.cells(layer)
 
-    def layer_memory(self, layer: int) -> LayerStates:
+    def layer_memory(self, layer: int) -> LayerStates | WindowKeys:
         return self.paged.layer_memory(layer)
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
