@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.capabilities.cpu_experts.store import ExpertStore
-from nanovllm.layers.linear import silu_and_mul
+from nanovllm.layers.linear import act_and_mul
 
 _SLICE = 32  # SLICE in source/formats.h
 _ALIGNMENT = 64
@@ -148,7 +148,7 @@ class ExpertJob:
             token, choice = (places == place).nonzero(as_tuple=True)
             x = self.x[token].float()
             gate, up = (F.linear(x, matrix.values(place)) for matrix in (weights_of.gate, weights_of.up))
-            hidden = silu_and_mul(torch.cat((gate, up), 1).to(dtype)).float()
+            hidden = act_and_mul(torch.cat((gate, up), 1).to(dtype)).float()
             sums.index_add_(
                 0, token, F.linear(hidden, weights_of.down.values(place)) * self.weights[token, choice, None]
             )
