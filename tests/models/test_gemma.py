@@ -13,6 +13,7 @@ import torch
 from dense_model import DenseAttention, load_model, random_prompt, run_logits
 from gemma3 import reference
 from gguf_files import write_gguf
+from quantized_models import write_quantized
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
 from tiny_models import GEMMA_WINDOW, GEMMAS, reference_model, write_tiny_model
@@ -120,6 +121,25 @@ def test_weights_quantized_at_loading_are_near_the_weights(tmp_path: Path, archi
         logits = run_logits(load_model(tmp_path, quantization=name), prompt)
         likeness = torch.cosine_similarity(logits.flatten(), expected.flatten(), dim=0)
         assert least < likeness < 0.99999, (name, likeness)
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "gemma4"])
+def test_quantized_checkpoints_give_the_logits_of_their_values(tmp_path: Path, architecture: str) -> None:
+    plain = write_tiny_model(tmp_path / "plain", architecture)
+    prompt = random_prompt(20)
+    for name in ("packed 4", "gptq", "awq", "fp8 blocks", "auto-round"):
+        (tmp_path / name).mkdir()
+        quantized, values = write_quantized(plain, tmp_path / name, name)
+        expected = run_logits(load_model(values), prompt)
+        assert (run_logits(load_model(quantized), prompt) - expected).abs().max() < TOLERANCE, name
+
+
+def test_random_weights_give_logits_within_the_softcap(tmp_path: Path) -> None:
+    """For benchmarks of presets, which have no weights; and with an output head quantized apart from the embedding."""
+    write_tiny_model(tmp_path, "gemma4_moe", tied=True)
+    for head in (None, "int8"):
+        logits = run_logits(load_model(tmp_path, load_format="dummy", quantize_head=head), random_prompt(20))
+        assert logits.isfinite().all() and logits.std() > 0.1 and logits.abs().max() <= 5.0
 
 
 def test_files_with_either_prefix_of_the_text_part_are_read(tmp_path: Path) -> None:
