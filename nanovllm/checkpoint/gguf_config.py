@@ -70,7 +70,16 @@ _YARN = {  # entries of a YaRN rope -> keys of rope_parameters
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _ROPE_TENSOR = "rope_freqs.weight"
 _END_TOKENS = {  # texts of tokens that end an answer. Many files name only one of them as eos_token_id
-    *("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>"),
+    *(
+        "<|endoftext|>",
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<turn|>",
+    ),
 }
 _SAMPLING = {  # metadata entry -> entry of generation_config.json
     "general.sampling.temp": "temperature",
