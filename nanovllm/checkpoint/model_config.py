@@ -446,8 +446,8 @@ class ModelConfig:
         """Tokens of the longest sequence that the rotary embedding covers."""
         rope = self.rope
         covered = float(self.max_position_embeddings)
-        if rope.rope_type in ("linear", "dynamic"):
-            covered *= rope.factor
+        if rope.rope_type == "dynamic" or (rope.rope_type == "linear" and self.gemma is None):
+            covered *= rope.factor  # Gemma 3 counts the positions after the extension
         elif rope.rope_type == "yarn":
             covered = rope.original_max_position_embeddings * rope.factor
         return max(self.max_position_embeddings, int(covered))
@@ -1010,7 +1010,7 @@ def rope_overrides(model: ModelConfig, num_tokens: int) -> tuple[dict[str, Any],
         values = {each.name: (getattr(rope, each.name), each.default) for each in fields(rope)}
         scaling = {name: value for name, (value, default) in values.items() if name in kept or value != default}
         overrides = {"rope_parameters": scaling | {"factor": rope.factor * stretch}}
-        if rope.rope_type in ("yarn", "llama3", "proportional"):
+        if rope.rope_type in ("yarn", "llama3", "proportional") or model.gemma is not None:
             overrides["max_position_embeddings"] = model.max_model_len_limit * stretch
         remark = f"{rope.rope_type} with a larger factor than the model was trained with"
     return overrides, remark

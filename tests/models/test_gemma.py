@@ -19,7 +19,7 @@ from thread_ranks import run_ranks
 from tiny_models import GEMMA_WINDOW, GEMMAS, reference_model, write_tiny_model
 
 from nanovllm.checkpoint.gguf import read_model
-from nanovllm.checkpoint.model_config import ModelConfig, _gguf_config
+from nanovllm.checkpoint.model_config import ModelConfig, _gguf_config, rope_overrides
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models import gemma
 from nanovllm.text.gguf_tokenizer import make_tokenizer
@@ -180,6 +180,18 @@ def test_config_of_older_versions_is_read_like_the_config_of_today(tmp_path: Pat
     # An override of the rope is for the layers that attend to all keys; it keeps their theta
     changed, _ = ModelConfig.from_pretrained(str(tmp_path), {"rope_parameters": {"rope_type": "linear", "factor": 4.0}})
     assert (changed.rope.factor, changed.rope.rope_theta, changed.window) == (4.0, 1e6, expected.window)
+    # The file's number of positions is after the extension, unlike a Llama's
+    assert changed.max_model_len_limit == expected.max_model_len_limit == new["max_position_embeddings"]
+
+
+def test_rope_that_an_error_recommends_covers_the_context() -> None:
+    for name, kind in (("gemma-3-270m", "yarn"), ("gemma-3-4b", "linear"), ("gemma-4-31b", "proportional")):
+        model, _ = ModelConfig.from_pretrained(name)
+        overrides, _ = rope_overrides(model, 3 * model.max_model_len_limit)
+        extended, _ = ModelConfig.from_pretrained(name, overrides)
+        assert (extended.rope.rope_type, extended.rope.rope_theta) == (kind, 1e6)
+        assert extended.max_model_len_limit >= 3 * model.max_model_len_limit and model.window and extended.window
+        assert extended.window.rope.rope_theta == model.window.rope.rope_theta == 1e4
 
 
 def test_settings_that_change_answers_are_refused_by_name(tmp_path: Path) -> None:
