@@ -32,7 +32,7 @@ from nanovllm.layers.moe import CpuExpertLayers, Experts, Router, SparseMLP
 from nanovllm.layers.packed_weight import Activations, new_parameter
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotary_order, rotate_and_store
 from nanovllm.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.models.gemma import GemmaLayer, GemmaRouter
+from nanovllm.models.gemma import GemmaLayer, GemmaRouter, link_layers
 
 
 class Builder:
@@ -219,9 +219,7 @@ def _gemma_layer(build: Builder, name: str, kind: str, number: int, *, is_sparse
         experts = _experts(build, name)
     scalar = new_parameter(1, dtype=build.dtype) if config.gemma.has_scalars else None
     attention = Attention(build, f"{name}.self_attn", kind, number)
-    layer = GemmaLayer(build.norm, attention, MLP(build, f"{name}.mlp"), router, experts, scalar)
-    layer.input_layernorm.makes_codes = takes_codes(attention.qkv_proj.weight)
-    return layer
+    return GemmaLayer(build.norm, attention, MLP(build, f"{name}.mlp"), router, experts, scalar)
 
 
 def _sparse_mlp(build: Builder, name: str) -> SparseMLP:
@@ -269,6 +267,9 @@ class Decoder(nn.Module):
             for i, kind in enumerate(kinds)
         )
         self.norm = build.norm()
+        self._norms_at_end = config.gemma is None
+        if config.gemma is not None:
+            link_layers(self.layers, self.norm)
         self.skips_inner_layers = False
         modules = [tuple(map(_kind, layer.modules())) for layer in self.layers]
         self._first_of_kind = {modules.index(each) for each in modules}
@@ -294,7 +295,7 @@ class Decoder(nn.Module):
                 continue
             layer_cos_sin = window_cos_sin if layer.has_window else cos_sin
             hidden, residual = layer(hidden, residual, layer_cos_sin, attn, rows if is_last else None)
-        return cast(torch.Tensor, self.norm(hidden, residual)[0])
+        return cast(torch.Tensor, self.norm(hidden, residual)[0]) if self._norms_at_end else hidden
 
 
 def _rotary(config: ModelConfig, kind: str, max_model_len: int) -> RotaryEmbedding:

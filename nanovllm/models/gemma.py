@@ -1,6 +1,6 @@
 """The layers of Gemma 3 and 4. Unlike in other decoders, the outputs of attention and of the MLP are normed before they
-are added to the residual, so one kernel norms, adds and norms again. In a mixture of experts, each token also passes
-through a dense MLP.
+are added to the residual. So one kernel norms an output, adds it, and norms the sum for what follows, which at the end
+of a layer is the next layer. In a mixture of experts, each token also passes through a dense MLP.
 
 The decoder makes the parts that Gemma shares with other models, and passes them to the constructors.
 """
@@ -69,6 +69,7 @@ class GemmaLayer(nn.Module):
             self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2 = norm(), norm()
             self.pre_feedforward_layernorm_2 = norm()
         self.layer_scalar = scalar
+        self.following: tuple[RMSNorm, ...] = ()  # a tuple, because the norm is a module of the next layer
 
     def forward(
         self,
@@ -77,25 +78,27 @@ class GemmaLayer(nn.Module):
         cos_sin: torch.Tensor,
         attn: StepAttention,
         rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, None]:
-        """Return the output of the layer, which is complete: no residual is left to add."""
-        assert residual is None, "the last layer has added its residual"
-        normed, _ = self.input_layernorm(hidden)
-        attended = self.self_attn(normed, cos_sin, attn, rows)
-        hidden = hidden if rows is None else hidden[rows]
-        normed, hidden = _add(self.post_attention_layernorm, attended, hidden, before=self.pre_feedforward_layernorm)
-        parts = zip(normed.split(MAX_MLP_TOKENS), hidden.split(MAX_MLP_TOKENS), strict=True)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map the normed input and the residual, or for the first layer the embedded tokens and None -> the output,
+        normed for what follows, and the new residual.
+        """
+        if residual is None:
+            hidden, residual = self.input_layernorm(hidden)
+        attended = self.self_attn(hidden, cos_sin, attn, rows)
+        residual = residual if rows is None else residual[rows]
+        hidden, residual = _add(self.post_attention_layernorm, attended, residual, self.pre_feedforward_layernorm)
+        parts = zip(hidden.split(MAX_MLP_TOKENS), residual.split(MAX_MLP_TOKENS), strict=True)
         outputs = [self._feed_forward(*part) for part in parts]
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return _add(self.post_feedforward_layernorm, out, hidden, scalar=self.layer_scalar)[1], None
+        return _add(self.post_feedforward_layernorm, out, residual, *self.following, scalar=self.layer_scalar)
 
-    def _feed_forward(self, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output of the MLP for `normed`, plus the output of the experts for `hidden` if there are any."""
+    def _feed_forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return the output of the MLP for `hidden`, plus the output of the experts for `residual` if there are any."""
         if self.experts is None or self.router is None:
-            return cast(torch.Tensor, self.mlp(normed))
-        of_experts, _ = self.pre_feedforward_layernorm_2(hidden)
-        finish = cast(ExpertSum, self.experts).begin(of_experts, *self.router(hidden))
-        dense, _ = self.post_feedforward_layernorm_1(self.mlp(normed))
+            return cast(torch.Tensor, self.mlp(hidden))
+        of_experts, _ = self.pre_feedforward_layernorm_2(residual)
+        finish = cast(ExpertSum, self.experts).begin(of_experts, *self.router(residual))
+        dense, _ = self.post_feedforward_layernorm_1(self.mlp(hidden))
         return _add(self.post_feedforward_layernorm_2, finish(), dense)[1]
 
     def skip(self, hidden: torch.Tensor, attn: StepAttention) -> None:
@@ -107,16 +110,24 @@ class GemmaLayer(nn.Module):
             yield _vector_shard("layer_scalar", self.layer_scalar)
 
 
+def link_layers(layers: nn.ModuleList, norm: RMSNorm) -> None:
+    """Let each layer compute the norm of the next layer's input, and the last layer `norm`, the decoder's."""
+    linked = [layer for layer in layers if isinstance(layer, GemmaLayer)]
+    norms = [*(layer.input_layernorm for layer in linked[1:]), norm]
+    for layer, following in zip(linked, norms, strict=True):
+        layer.following = (following,)
+
+
 def _add(
     norm: RMSNorm,
     x: torch.Tensor,
     residual: torch.Tensor,
+    following: RMSNorm | None = None,
     *,
-    before: RMSNorm | None = None,
     scalar: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the norm `before` of the sum, the sum) of the residual and the norm of x, multiplied by the scalar."""
-    weight = None if before is None else before.weight
+    """Return (the norm `following` of the sum, the sum) of the residual and the norm of x, multiplied by the scalar."""
+    weight = None if following is None else following.weight
     return norm_add_norm(x, residual, norm.weight, norm.eps, scalar=scalar, next_weight=weight)
 
 
