@@ -94,3 +94,13 @@ def test_backend_without_host_sizes_reads_the_window_alone(device, max_query_len
 def test_backend_mixed_batch_has_windows_and_sinks_in_both_kernels(device):
     case = make_paged([(1, 300), (3, 70), (40, 290)], 256, (4, 2), causal=True, device=device, window=65, sinks=SINKS)
     assert_as_good_as_plain_torch(case.attend(TritonBackend(), 0.3), case, 0.3)
+
+
+@on_device
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_head_dim_512_matches_naive(device, num_splits):
+    """The global layers of Gemma 4."""
+    for dtype in (LOW, FP32):
+        for lens in ([(1, 33), (1, 290)], [(3, 270), (9, 9)], [(20, 40)]):
+            case = make_paged(lens, 256, (4, 2), causal=True, head_dim=512, dtype=dtype, device=device)
+            assert_as_good_as_plain_torch(attend(case, 0.04, num_splits), case, 0.04)
