@@ -32,7 +32,7 @@ from nanovllm.plan.kv_spec import (
     num_spare_state_slots,
     with_watermark,
 )
-from nanovllm.plan.shadow_spec import ShadowSpec
+from nanovllm.plan.shadow_spec import MAX_SHADOW_HEAD_DIM, ShadowSpec
 from nanovllm.plan.step_limits import expected_tokens, max_model_len, max_sampled_rows
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
 
@@ -518,6 +518,11 @@ def _make_plan(
             f"speculation='mtp' drafts with the head for multi-token prediction, which {config.model} does not have; "
             "use another speculation"
         )
+    if config.speculation_method == "shadow" and model.head_dim > MAX_SHADOW_HEAD_DIM:
+        raise ConfigError(
+            f"speculation='shadow' has kernels for head dims up to {MAX_SHADOW_HEAD_DIM}, and {config.model} has "
+            f"{model.head_dim}; use another speculation"
+        )
     left_bytes = max(0, machine.host_bytes - _host_weight_bytes(config, model))
     machine, whole = replace(machine, host_bytes=left_bytes), machine
     spec, num_cpu_blocks = _spec_and_pool(config, model, machine, limit, staging)
@@ -528,10 +533,17 @@ def _make_plan(
             model, unused_draft_bytes = replace(model, has_mtp=False), draft_bytes
             spec, num_cpu_blocks = _spec_and_pool(config, model, machine, limit, staging)
     for name in ("shadow_bits", "shadow_memory_gb"):
-        if spec.has_draft_head and getattr(config, name) is not None:
+        if getattr(config, name) is None:
+            continue
+        if spec.has_draft_head:
             raise ConfigError(
                 f"{name} has no effect: with speculation='auto' the draft head of {config.model} replaces the "
                 "shadow; leave it out, or use speculation='shadow'"
+            )
+        if spec.head_dim > MAX_SHADOW_HEAD_DIM:
+            raise ConfigError(
+                f"{name} has no effect: a shadow has head dims up to {MAX_SHADOW_HEAD_DIM}, and {config.model} has "
+                f"{spec.head_dim}; leave it out"
             )
     sizes = sizes or _sizes(config, model, machine, spec, limit, num_cpu_blocks)
     return CapacityPlan(

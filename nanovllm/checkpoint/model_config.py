@@ -40,7 +40,7 @@ from nanovllm.utils.arithmetic import ceil_div
 
 DTYPES = ("float32", "bfloat16", "float16")
 RECURRENT_HEAD_DIMS = (16, 32, 64, 128)  # powers of two that fill a tile
-HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256)  # the kernels are tested with these
+HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256, 512)  # the kernels are tested with these
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,9 @@ One program computes a tile of BLOCK_M rows. A row is a query of one head. In a 
 that share keys, which fill it together. The program walks the keys in tiles of BLOCK_N with an online softmax in base
 2 (Milakov and Gimelshein 2018; Dao 2022). P is a multiple of BLOCK_N, so a tile lies in one block and needs one look-up
 in the block table. Tiles are loaded ahead of their use, by TMA (one bulk copy per tile) or by cp.async (pointers), as
-kernels/configs.py chooses for the GPU. Tiles that every query sees completely need no mask. A tile has BLOCK_D columns,
-D rounded up to a power of two; columns from D on are zero.
+kernels/configs.py chooses for the GPU. Tiles that every query sees completely need no mask. Tiles before the window of
+the program's first query are not read. A tile has BLOCK_D columns, D rounded up to a power of two; columns from D on
+are zero.
 
 A short chunk has too few tiles of queries to fill a GPU. Over a long history, S programs therefore share the keys of a
 tile, in ranges of whole tiles of keys. A second kernel merges their results (kernels/merge.py). S is planned on the
@@ -27,7 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanovllm.device import kernel_target
 from nanovllm.kernels.configs import SHORT_QUERY_LEN, PrefillConfig, heads_per_tile, prefill_config
 from nanovllm.kernels.launch import LN_2, LOG2_E, on_grid
-from nanovllm.kernels.merge import head_mask, merge_splits
+from nanovllm.kernels.merge import begin_softmax, head_mask, merge_splits
 
 
 @triton.jit
@@ -75,6 +76,7 @@ def _attend_tiles(
     table_ptr,
     first_key,
     last_key,
+    first_visible,  # [BLOCK_M]: the first key that each row sees, or None without a window
     last_visible,  # [BLOCK_M]: the last key that each row sees
     context_len,
     place,
@@ -98,8 +100,12 @@ def _attend_tiles(
         key = start + tl.arange(0, BLOCK_N)
         if MASKED:
             score = tl.where(key[None, :] <= last_visible[:, None], score, float("-inf"))
+        if first_visible is not None:
+            score = tl.where(key[None, :] >= first_visible[:, None], score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+        shift = new_max
+        if MASKED or first_visible is not None:  # some rows may see none of the tile's keys
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weight = tl.exp2(score * scale_log2 - shift[:, None])
         rescale = tl.exp2(row_max - shift)
         row_sum = row_sum * rescale + tl.sum(weight, 1)
@@ -112,8 +118,8 @@ def _attend_tiles(
 
 
 @triton.jit(  # do not specialise on arguments that vary from step to step
-    do_not_specialize=["num_tokens", "table_stride", "num_splits"],
-    do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "context_lens_ptr", "block_tables_ptr"],
+    do_not_specialize=["num_tokens", "table_stride", "num_splits", "window"],
+    do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "context_lens_ptr", "block_tables_ptr", "sinks_ptr"],
 )
 def _prefill_kernel(
     q_ptr,
@@ -124,7 +130,9 @@ def _prefill_kernel(
     cu_seqlens_q_ptr,
     context_lens_ptr,
     block_tables_ptr,
+    sinks_ptr,  # [H], or None
     num_splits,  # None if one program reads all keys of a tile
+    window,  # None if queries see all keys before them
     num_tokens,
     q_stride_t,
     q_stride_h,
@@ -172,10 +180,15 @@ def _prefill_kernel(
             num_keys = context_len
             num_seen_by_all = context_len
         first_key, last_key = 0, num_keys
+        first_visible = None
+        if window is not None:
+            first_visible = last_visible - window + 1
+            seen_by_first = tl.maximum(context_len - query_len + first_query - window + 1, 0)
+            first_key = seen_by_first // BLOCK_N * BLOCK_N
         edge = num_seen_by_all // BLOCK_N * BLOCK_N
         if num_splits is not None:
-            split_len = tl.cdiv(tl.cdiv(num_keys, num_splits), BLOCK_N) * BLOCK_N
-            first_key = tl.minimum(split * split_len, num_keys)
+            split_len = tl.cdiv(tl.cdiv(num_keys - first_key, num_splits), BLOCK_N) * BLOCK_N
+            first_key = tl.minimum(first_key + split * split_len, num_keys)
             last_key = tl.minimum(first_key + split_len, num_keys)
             edge = tl.minimum(tl.maximum(edge, first_key), last_key)
 
@@ -186,15 +199,14 @@ def _prefill_kernel(
             k_source += kv_head * D
             v_source += kv_head * D
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        row_sum = tl.zeros([BLOCK_M], tl.float32)
-        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum, row_max = begin_softmax(sinks_ptr, head, inside, split, BLOCK_M)
         acc, row_sum, row_max = _attend_tiles(
-            acc, row_sum, row_max, q, k_source, v_source, table_ptr, first_key, edge, last_visible, context_len, place,
-            scale_log2, PAGE, ROW, D, BLOCK_D, BLOCK_N, MASKED=False, TMA=TMA,
+            acc, row_sum, row_max, q, k_source, v_source, table_ptr, first_key, edge, first_visible, last_visible,
+            context_len, place, scale_log2, PAGE, ROW, D, BLOCK_D, BLOCK_N, MASKED=False, TMA=TMA,
         )  # fmt: skip
         acc, row_sum, row_max = _attend_tiles(
-            acc, row_sum, row_max, q, k_source, v_source, table_ptr, edge, last_key, last_visible, context_len, place,
-            scale_log2, PAGE, ROW, D, BLOCK_D, BLOCK_N, MASKED=True, TMA=TMA,
+            acc, row_sum, row_max, q, k_source, v_source, table_ptr, edge, last_key, first_visible, last_visible,
+            context_len, place, scale_log2, PAGE, ROW, D, BLOCK_D, BLOCK_N, MASKED=True, TMA=TMA,
         )  # fmt: skip
 
         row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # if no key was seen, out is 0 and lse is -inf
@@ -237,8 +249,12 @@ def paged_prefill(
     config: PrefillConfig | None = None,
     out_THD: torch.Tensor | None = None,
     num_splits: int = 1,
+    window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with packed queries: `(out [T, H, D], lse [H, T] fp32)`. PagedBatch explains the rest. Hot: per layer.
+    """Attend with packed queries: `(out [T, H, D], lse [H, T] fp32)`. Hot: per layer.
+
+    PagedBatch explains `causal` and `window`, `add_sinks` of attention/base.py explains `sinks_H`.
 
     Without a `config` the device decides. The result goes to `out_THD` (contiguous) if given, else to a new tensor. The
     number of splits affects only speed and rounding; see `plan_prefill_splits`.
@@ -252,6 +268,8 @@ def paged_prefill(
     assert page % config.block_n == 0, f"blocks of {page} tokens do not divide into tiles of {config.block_n} keys"
     assert q_THD.stride(2) == 1 and block_tables.stride(1) == 1, "the last dimension must be contiguous"
     assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache must be contiguous"
+    assert window is None or causal, "a window needs the causal mask"
+    assert sinks_H is None or (sinks_H.shape == (num_heads,) and sinks_H.is_contiguous()), "one sink for each head"
     if out_THD is None:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     if num_splits == 1:
@@ -276,7 +294,9 @@ def paged_prefill(
         cu_seqlens_q,
         context_lens,
         block_tables,
+        sinks_H,
         None if num_splits == 1 else num_splits,
+        window,
         num_tokens,
         q_THD.stride(0),
         q_THD.stride(1),
@@ -300,11 +320,17 @@ def paged_prefill(
     return out_THD, lse_HT
 
 
-def launch_prefill_variants(q_THD: torch.Tensor, cache_NPKD: torch.Tensor) -> None:
-    """Launch every variant of the kernel that chunks of up to `len(q_THD)` tokens need, without computing anything."""
+def launch_prefill_variants(
+    q_THD: torch.Tensor, cache_NPKD: torch.Tensor, window: int | None, sinks_H: torch.Tensor | None
+) -> None:
+    """Launch every variant of the kernel that chunks of up to `len(q_THD)` tokens need, without computing anything.
+
+    Keys outside of the causal part are streamed. They have no sinks, and layers with a window stream none.
+    """
     zeros = torch.zeros(2, dtype=torch.int32, device=q_THD.device)
     sequence = zeros, zeros[:1], zeros.view(2, 1)[:1]  # no query, no key, one block
-    for causal in (True, False):
-        for max_query_len, num_splits in ((SHORT_QUERY_LEN, 1), (SHORT_QUERY_LEN, 2), (len(q_THD), 1)):
-            inputs = q_THD[:1], cache_NPKD, cache_NPKD, *sequence
-            paged_prefill(*inputs, max_query_len, 1.0, causal, num_splits=num_splits)
+    inputs = q_THD[:1], cache_NPKD, cache_NPKD, *sequence
+    for max_query_len, num_splits in ((SHORT_QUERY_LEN, 1), (SHORT_QUERY_LEN, 2), (len(q_THD), 1)):
+        paged_prefill(*inputs, max_query_len, 1.0, causal=True, num_splits=num_splits, window=window, sinks_H=sinks_H)
+        if window is None:
+            paged_prefill(*inputs, max_query_len, 1.0, causal=False, num_splits=num_splits)

@@ -165,12 +165,12 @@ class CountingBackend(TorchBackend):
         super().__init__()
         self.batches: list[PagedBatch] = []
 
-    def attend(self, q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale):
+    def attend(self, q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale, sinks_H=None):
         self.batches.append(batch)
         assert q_THD.shape[0] == batch.cu_seqlens_q[-1] and batch.cu_seqlens_q[0] == 0
         assert batch.cu_seqlens_q.diff().tolist() == list(batch.host.query_lens)
         assert batch.context_lens.tolist() == list(batch.host.context_lens)
-        return super().attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale)
+        return super().attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale, sinks_H)
 
 
 class CudnnOnCpu(CudnnBackend):
@@ -228,6 +228,18 @@ def test_cudnn_any_block_size(order, causal):
         case = make_paged([(50, 300), (70, 333), (129, 129)], page, (4, 2), causal=causal, order=order)
         assert_matches(case.attend(backend, 0.3), case.naive(0.3))
         assert backend.asked
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_cudnn_leaves_windows_to_the_paged_backend_and_counts_sinks_once(window):
+    for lens, _ in CUT_BATCHES:
+        paged = CountingBackend()
+        backend = CudnnOnCpu(paged, CPU_LIMITS)
+        case = make_paged(lens, 8, (4, 2), causal=True, window=window, sinks=(-1000.0, 0.5, 3.0, 1000.0))
+        assert_matches(case.attend(backend, 0.3), case.naive(0.3))
+        assert bool(backend.asked) == (window is None)
+    backend.build_plans(torch.zeros(1, 2, 1), 1, 128, 420, lambda: True, window=40)
+    assert bool(backend.asked) == (window is None), "no plan has a window"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -316,7 +328,7 @@ def test_cudnn_asks_for_no_pair_without_a_library_plan(num_tokens):
 class EmptyResults(TorchBackend):
     """A paged backend that computes nothing."""
 
-    def attend(self, q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale):
+    def attend(self, q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale, sinks_H=None):
         return PartialAttention(torch.empty_like(q_THD), torch.empty(1, len(q_THD)))
 
     def merge(self, parts, dtype):
@@ -396,6 +408,29 @@ def test_gpu_backend_matches_naive(name, heads, head_dim, page, dtype, unwritten
     shape = {"head_dim": head_dim, "dtype": dtype, "device": "cuda", "unwritten": unwritten}
     for lens in batches:
         case = make_paged(lens, page, heads, causal=causal, **shape)
+        assert_as_good_as_plain_torch(case.attend(backend, head_dim**-0.5), case, head_dim**-0.5)
+
+
+# The layers of gpt-oss, and the local and the global layers of Gemma 4: heads, head dim, window, sinks
+LAYERS = [((64, 8), 64, 128, (-20.0, 0.5, 5.0)), ((64, 8), 64, None, (-20.0, 0.5, 5.0))]
+LAYERS += [((32, 16), 256, 1024, ()), ((32, 4), 512, None, ())]
+
+
+@pytest.mark.gpu
+@gpu_backends
+@pytest.mark.parametrize(("heads", "head_dim", "window", "sinks"), LAYERS)
+def test_gpu_windows_and_sinks_at_real_sizes_match_naive(name, heads, head_dim, window, sinks):
+    backend = gpu_backend(name, torch.bfloat16, head_dim)
+    shape = {"head_dim": head_dim, "dtype": torch.bfloat16, "device": "cuda", "window": window, "sinks": sinks}
+    batches = [
+        [(1, 1), (1, 257), (333, 589), (5, 256), (129, 129), (1000, 1000)],
+        [(1, n) for n in (1, 0, 127, 128, 129, 1023, 1024, 1025, 40_000)],
+        [(1, 1), (2, 257), (16, 16), (5, 5000), (3, 256), (16, 20_000), (7, 255), (100, 3000)],
+        [(2600, 9001)],
+        [(100, 20_000)],
+    ]
+    for lens in batches:
+        case = make_paged(lens, 256, heads, causal=True, **shape)
         assert_as_good_as_plain_torch(case.attend(backend, head_dim**-0.5), case, head_dim**-0.5)
 
 

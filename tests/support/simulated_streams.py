@@ -346,8 +346,8 @@ class TrackedAttention(StepAttention):
         write_cells(self._streams, cells)
         return cells
 
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        return self._attention.attend(layer, q_THD)
+    def attend(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
+        return self._attention.attend(layer, q_THD, sinks_H)
 
     def layer_memory(self, layer: int) -> LayerStates:
         return self._attention.layer_memory(layer)
@@ -396,6 +396,7 @@ class TrackedBackend(AttentionBackend):
         v_cache_NPKD: torch.Tensor,
         batch: PagedBatch,
         scale: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> PartialAttention:
         """Reads the valid tokens of every block in the tables of the sequences that have queries."""
         assert batch.host is not None, "a simulated step needs PagedBatch.host"
@@ -411,7 +412,7 @@ class TrackedBackend(AttentionBackend):
         for gpu_block_id, num_tokens in valid_tokens.items():
             for cache_NPKD in (k_cache_NPKD, v_cache_NPKD):
                 self._streams.compute.read(cache_NPKD[gpu_block_id, :num_tokens])
-        return self._backend.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale)
+        return self._backend.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale, sinks_H)
 
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
         """Reads the parts, one of which may lie where the CPU has put it."""
