@@ -123,7 +123,7 @@ class PlanOptions:
 
 def disk_states(plan: CapacityPlan) -> int:
     """Return the number of states of recurrent layers on disk for a document of `context` tokens."""
-    return num_document_states(plan.context, _prefix_tokens(plan)) if plan.spec.is_recurrent else 0
+    return num_document_states(plan.context, _prefix_tokens(plan)) if plan.spec.has_states else 0
 
 
 def disk_bytes(plan: CapacityPlan) -> int:
@@ -264,7 +264,7 @@ def _vocabulary_remark(plan: CapacityPlan) -> str:
 
 
 def _states_remark(plan: CapacityPlan) -> str:
-    if not plan.spec.is_recurrent:
+    if not plan.spec.has_states:
         return ""
     num_seqs = max_stateful_seqs(plan.config, plan.spec.states, plan.num_state_slots)
     return f"of {num_seqs} sequence{'s' * (num_seqs > 1)}, {format_bytes(plan.spec.states.slot_bytes)} each"
