@@ -22,10 +22,10 @@ from nanovllm.layers.linear import (
     StackedWeight,
     Weight,
     WeightShard,
+    act_and_mul,
     divide,
     new_weight,
     packed_format,
-    silu_and_mul,
     stack_weights,
     sum_over_ranks,
     weight_rows,
@@ -49,17 +49,22 @@ class Router(nn.Module):
         num_features = config.num_experts + bool(config.shared_size)
         self.weight = new_parameter(num_features, hidden_size, dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, logit_factor: float = 1.0, expert_factors: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, hidden_size] -> the chosen experts, int64 [T, C], their weights, fp32 [T, C], and the weight of the
         shared expert, fp32 [T, 1], or [T, 0] if there is none. Hot: once per layer.
+
+        logit_factor: a positive factor of the logits. expert_factors [E]: factors of the weights.
         """
         logits, shared = self._linear(x).tensor_split((self.num_experts,), dim=-1)
         if x.is_cuda:
             from nanovllm.kernels.fused import choose_experts
 
-            return *choose_experts(logits, self.num_chosen, self.norms), shared.sigmoid()
-        weights, experts = logits.softmax(dim=-1).topk(self.num_chosen, dim=-1)
-        return experts, weights / weights.sum(dim=-1, keepdim=True) if self.norms else weights, shared.sigmoid()
+            return *choose_experts(logits, self.num_chosen, self.norms, logit_factor, expert_factors), shared.sigmoid()
+        weights, experts = (logits * logit_factor).softmax(dim=-1).topk(self.num_chosen, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True) if self.norms else weights
+        return experts, weights if expert_factors is None else weights * expert_factors[experts], shared.sigmoid()
 
     def _linear(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> fp32 [T, features]: products of 16-bit numbers are exact in fp32, and are
@@ -137,7 +142,7 @@ class Experts(nn.Module):
         super().__init__()
         # products with experts take 16-bit activations
         self.formats = [format and replace(format, has_fp8_activations=False) for format in formats]
-        self.tp = tp
+        self.tp, self.activation = tp, config.activation
         self.size, self.num_experts, self.hidden_size = config.intermediate_size, config.num_experts, hidden_size
         self.local_size = divide(config.intermediate_size, tp.size, "moe_intermediate_size")
         if torch.get_default_device().type == "cuda" and (hidden_size % 16 or self.local_size % 16):
@@ -189,7 +194,7 @@ class Experts(nn.Module):
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in experts.unique().tolist():
             token, choice = (experts == expert).nonzero(as_tuple=True)
-            hidden = F.linear(silu_and_mul(F.linear(x[token], gate_up[expert])), down[expert])
+            hidden = F.linear(act_and_mul(F.linear(x[token], gate_up[expert]), self.activation), down[expert])
             out.index_add_(0, token, hidden.float() * weights[token, choice, None])
         return out.to(x.dtype)
 
@@ -204,9 +209,9 @@ class Experts(nn.Module):
             gates_and_ups = x.new_empty(experts.numel(), 2 * self.local_size)
             for weight, out in zip(self.gate_up.weights, gates_and_ups.chunk(2, dim=-1), strict=True):
                 kernels.products(x, packed(weight), out=out, **chosen)
-            hidden = silu_and_mul(gates_and_ups)
+            hidden = act_and_mul(gates_and_ups, self.activation)
         else:
-            hidden = kernels.products(x, packed(self.gate_up), gated=True, **chosen)
+            hidden = kernels.products(x, packed(self.gate_up), gated=True, activation=self.activation, **chosen)
         down = packed(self.down)
         if experts.numel() <= MAX_SINGLE_PAIRS and kernels.can_sum_experts(hidden, down, experts):
             return kernels.sum_of_experts(hidden, down, experts, self.num_experts, weights)

@@ -12,6 +12,7 @@ from nanovllm.checkpoint.files import weight_files
 from nanovllm.errors import CheckpointError
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
+_OLD_PREFIXES = ("language_model.", "vision_tower.", "multi_modal_projector.")  # before transformers 4.52
 _COMPARED_ROWS = 8192  # rows that are compared at a time
 
 
@@ -63,6 +64,9 @@ def open_tensors(directory: Path | None, files: ExitStack) -> dict[str, StoredTe
 def _as_named_here(tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the tensor under its name in a checkpoint of text alone, or each expert of a tensor of all experts."""
     name = tensor.name.replace("model.language_model.", "model.", 1)
+    if name.startswith(_OLD_PREFIXES):
+        name = name.removeprefix("language_model.")
+        name = name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
     parent, _, last = name.rpartition(".")
     kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
     # Rows that cannot be divided stay as they are, so the experts are missing

@@ -160,7 +160,7 @@ class StateSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """Shape of the KV cache of one rank, and of the states of sequences, in recurrent layers or layers with a window."""
+    """Shape of the KV cache of one rank, and of the states of its sequences (recurrent layers or windows)."""
 
     num_layers: int  # layers that attend to all keys, including the draft head's layer unless offload is on
     block_size: int  # tokens

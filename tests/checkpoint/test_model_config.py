@@ -73,6 +73,11 @@ def test_preset_has_the_published_shape_and_no_directory() -> None:
         ("qwen3.5-9b", (32, 4096, 16, 4, 256, 248320), 262144),
         ("qwen3.5-27b", (64, 5120, 24, 4, 256, 248320), 262144),
         ("qwen3.5-35b-a3b", (40, 2048, 16, 2, 256, 248320), 262144),
+        ("gemma-3-270m", (18, 640, 4, 1, 256, 262144), 32768),
+        ("gemma-3-27b", (62, 5376, 32, 16, 128, 262208), 1048576),
+        ("gemma-4-12b", (48, 3840, 16, 1, 512, 262144), 262144),
+        ("gemma-4-26b-a4b", (30, 2816, 16, 2, 512, 262144), 262144),
+        ("gemma-4-31b", (60, 5376, 32, 4, 512, 262144), 262144),
     )
     for name, shape, limit in cases:
         config, directory = ModelConfig.from_pretrained(name)
@@ -298,7 +303,7 @@ def test_model_not_found_raises_with_the_ways_to_name_one(tmp_path: Path, monkey
         ModelConfig.from_pretrained("owner/model")
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if not name.startswith("Gemma")])
 def test_defaults_are_those_of_transformers(architecture: str) -> None:
     """Settings that are absent: config.json is read without transformers, which takes seconds to import."""
     is_hybrid, defaults = ARCHITECTURES[architecture].is_hybrid, ARCHITECTURES[architecture].defaults
@@ -318,6 +323,18 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
     if "head_dim" not in defaults:
         assert getattr(theirs, "head_dim", None) in (None, theirs.hidden_size // theirs.num_attention_heads)
     assert theirs.rope_parameters == rope
+
+
+def test_defaults_of_gemma_are_those_of_transformers(tmp_path: Path) -> None:
+    """A file without entries, and what transformers writes when it has read such a file."""
+    for architecture in (name for name in ARCHITECTURES if name.startswith("Gemma")):
+        text = {"hidden_size_per_layer_input": 0, "dtype": "bfloat16"}  # not 0 by default, and refused
+        named = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}
+        is_nested = architecture.endswith("ForConditionalGeneration")
+        plain = read(tmp_path, named | ({"text_config": text} if is_nested else text))
+        theirs = getattr(transformers, architecture.partition("For")[0] + "TextConfig")(**text).to_dict()
+        written = {**named, "text_config": theirs} if is_nested else {**theirs, **named}
+        assert plain == read(tmp_path, json.loads(json.dumps(written))), architecture
 
 
 def test_config_equals_what_transformers_reads(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def launch_layers(hidden_size: int, dtype: torch.dtype) -> None:
     x, weight = torch.zeros(2, hidden_size, dtype=dtype), torch.zeros(6, hidden_size, dtype=dtype)
     fused.rms_norm(x, weight[0], 1e-6)
     fused.add_rms_norm(x, x, weight[0], 1e-6)
-    fused.silu_and_mul(x)
+    fused.act_and_mul(x)
     fused.sigmoid_and_mul(x, x)
     fused.select_columns(x, torch.arange(hidden_size, dtype=torch.int32))
     for bias in (None, weight[0, :6]):
@@ -269,7 +269,7 @@ def launch_quantize_rows(hidden_sizes: Sequence[int], inner_sizes: Sequence[int]
         quantizing.rms_norm_and_quantize(x, None, weight, 1e-6)
         quantizing.rms_norm_and_quantize(x, x.clone(), weight.float(), 1e-6)
     for size in inner_sizes:
-        quantizing.silu_and_quantize(torch.zeros(70, 2 * size, dtype=BF16))
+        quantizing.act_and_quantize(torch.zeros(70, 2 * size, dtype=BF16))
 
 
 def launch_shadow(head_dim: int, dtype: torch.dtype, bits: int) -> None:
@@ -386,7 +386,7 @@ def test_kernels_fit_at_common_shapes(name: str) -> None:
             launch_pack_blocks(["Q4_K"])
             launch_read_experts()
             launch_shadow(128, BF16, bits=4)
-            only_fp8 = {"_rms_norm_and_quantize_kernel", "_silu_and_quantize_kernel"}
+            only_fp8 = {"_rms_norm_and_quantize_kernel", "_act_and_quantize_kernel"}
             if name == "9.0":
                 launch_quantize_rows((4096,), (12288,))
             assert {kernel.name for kernel in compiled} == kernel_names() - (set() if name == "9.0" else only_fp8)

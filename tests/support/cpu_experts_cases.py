@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import gelu, linear, silu
 
 from nanovllm.capabilities.cpu_experts.job import ExpertJob
 from nanovllm.capabilities.cpu_experts.store import ExpertMatrix, ExpertStore, store_bytes
@@ -119,6 +119,7 @@ class Case:
     absent: Sequence[int] = (1,)  # experts that are not in CPU memory
     num_layers: int = 1
     seed: int = 0
+    activation: str = "silu"
     grouped: dict[str, object] = field(default_factory=dict)  # arguments of matrix_format
     memory: torch.Tensor | None = None  # of the weights, otherwise new memory
     job: ExpertJob = field(init=False)
@@ -144,7 +145,7 @@ class Case:
         ).int()
         out = torch.full((self.num_tokens, h), torch.nan, dtype=self.out_dtype or self.dtype)
         weights = torch.rand(experts.shape, generator=generator)
-        self.job = ExpertJob(self.store, x=x, experts=experts, weights=weights, out=out)
+        self.job = ExpertJob(self.store, x=x, experts=experts, weights=weights, out=out, activation=self.activation)
         self.forget()
 
     def forget(self) -> None:
@@ -162,7 +163,8 @@ class Case:
                 if place >= 0:
                     x = job.x[token].to(dtype)
                     gate, up = linear(x, gates[place]), linear(x, ups[place])
-                    hidden = torch.nn.functional.silu(gate) * up
+                    is_silu = self.activation == "silu"
+                    hidden = (silu(gate) if is_silu else gelu(gate, approximate="tanh")) * up
                     out[token] += job.weights[token, choice] * linear(hidden, downs[place]).double()
         return out
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,25 +40,34 @@ class DenseAttention:
     NUM_SLOTS, MAX_GUESSES = 4, 5
 
     def __init__(self, model: CausalLM, num_tokens: int) -> None:
-        config, layers = model.config, model.model.layers
-        (qkv_proj, *_) = [layer.self_attn.qkv_proj for layer in layers if layer.self_attn is not None]
-        shape = (2, config.num_attention_layers + 1, 1, num_tokens, qkv_proj.heads_per_part[1], qkv_proj.head_dim)
+        config, tp = model.config, model.lm_head.tp
         dtype = model.dtype
-        self.k_cache, self.v_cache = torch.zeros(shape, dtype=dtype)
+
+        def cache(kind: str, num_layers: int) -> torch.Tensor:
+            heads = config.attention(kind)
+            shape = (2, num_layers, 1, num_tokens, heads.num_kv_heads // tp.size, heads.head_dim)
+            return torch.zeros(shape, dtype=dtype)
+
+        self.config = config
+        self.k_cache, self.v_cache = cache("attention", config.num_attention_layers + 1)
+        if config.window is not None:
+            self.window_cache = cache("window", config.num_window_layers)
         self.positions = torch.arange(0)
         self.rows: StateRows | None = None
         if config.recurrent is not None:
-            r, tp = config.recurrent, model.lm_head.tp.size
+            r = config.recurrent
             slots, channels, heads = (
                 (self.NUM_SLOTS, config.num_recurrent_layers),
-                r.conv_channels // tp,
-                r.num_value_heads // tp,
+                r.conv_channels // tp.size,
+                r.num_value_heads // tp.size,
             )
             self.conv = torch.randn(*slots, r.conv_kernel - 1, channels).to(dtype)
             self.matrix = torch.randn(*slots, heads, r.key_head_dim, r.value_head_dim)
             self.pending = torch.randn(*slots, self.MAX_GUESSES, channels + 2 * heads).to(dtype)
 
-    def layer_memory(self, layer: int) -> LayerStates:
+    def layer_memory(self, layer: int) -> Any:
+        if self.config.window is not None:
+            return DenseWindow(self, layer)
         rows = self.rows
         if rows is None:
             rows = state_rows([len(self.positions)], [1 if self.positions[0] else -1], [1], [0], [0])
@@ -67,13 +77,36 @@ class DenseAttention:
         return KVCells(self.k_cache[layer], self.v_cache[layer], self.positions)
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        return self.attend_to(self.k_cache[layer], self.v_cache[layer], q_THD, "attention", None)
+
+    def attend_to(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, q_THD: torch.Tensor, kind: str, window: int | None
+    ) -> torch.Tensor:
         num_new, num_keys = len(q_THD), int(self.positions[-1]) + 1
-        k, v = (cache[layer, 0, :num_keys].transpose(0, 1) for cache in (self.k_cache, self.v_cache))
+        k, v = (cache[0, :num_keys].transpose(0, 1) for cache in (k_cache, v_cache))
         mask = torch.ones(num_new, num_keys, dtype=torch.bool).tril(num_keys - num_new)
+        if window is not None:
+            mask = mask.triu(num_keys - num_new - window + 1)
         out = torch.nn.functional.scaled_dot_product_attention(
-            q_THD.transpose(0, 1), k, v, attn_mask=mask, enable_gqa=True
+            q_THD.transpose(0, 1), k, v, attn_mask=mask, enable_gqa=True, scale=self.config.attention(kind).scale
         )
         return out.transpose(0, 1)
+
+
+class DenseWindow:
+    """The WindowKeys of a layer, in a cache of all tokens."""
+
+    def __init__(self, attn: DenseAttention, layer: int) -> None:
+        self.attn, (self.k_cache, self.v_cache) = attn, attn.window_cache[:, layer]
+
+    @property
+    def cells(self) -> KVCells:
+        return KVCells(self.k_cache, self.v_cache, self.attn.positions)
+
+    def attend(self, q_THD: torch.Tensor) -> torch.Tensor:
+        window = self.attn.config.window
+        assert window is not None
+        return self.attn.attend_to(self.k_cache, self.v_cache, q_THD, "window", window.num_tokens)
 
 
 def load_model(

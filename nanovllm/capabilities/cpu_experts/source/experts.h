@@ -1,5 +1,5 @@
 // The experts of one layer that are in CPU memory: sums over each token's chosen experts of
-// weight * down(silu(gate(x)) * up(x)).
+// weight * down(activation(gate(x)) * up(x)).
 //
 //   routing   Before the threads begin, the pairs of a token and a chosen expert are sorted by expert, and x is
 //             converted to fp32 if a format needs it. Pairs of an expert that is not in CPU memory are dropped.
@@ -9,7 +9,7 @@
 //   output    When all hidden values are there, the threads take units of OUTPUT_ROWS rows of the downs of all chosen
 //             experts. So each value of the output is summed by one thread, in the order of the experts.
 //
-// Gate, up, silu and their product are rounded to the model's dtype, as on the GPU. The other sums are fp32.
+// Gate, up, activation and their product are rounded to the model's dtype, as on the GPU. The other sums are fp32.
 //
 // Legend: T tokens, C chosen experts of a token, P <= T * C pairs, H hidden size, I features of an expert.
 
@@ -48,7 +48,7 @@ struct ExpertJob {  // mirrored by CExpertJob in job.py
   const float* weights;    // [T, C]
   void* out;               // [T, H]
   uint8_t* scratch;
-  int64_t num_tokens, num_chosen, hidden_size, size, num_experts, num_places, dtype, out_dtype;
+  int64_t num_tokens, num_chosen, hidden_size, size, num_experts, num_places, dtype, out_dtype, activation;
 
   ExpertJob of_layer(int64_t layer) const {
     ExpertJob job = *this;
@@ -88,11 +88,15 @@ inline Floats load_as(const void* from, int64_t i, int64_t dtype) {
   }
 }
 
-inline Floats silu(Floats x) {
-  const Floats magnitude = max(x, -x);
-  const Floats small = exp2_of(magnitude * -LOG2_E);  // e^-|x|
+enum Activation : int64_t { SILU, GELU_TANH };
+
+// x / (1 + e^-z), where z is x for SiLU. For GELU z is 2 sqrt(2 / pi) (x + 0.044715 x^3).
+inline Floats activate(Floats x, int64_t activation) {
+  const Floats z = activation == GELU_TANH ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
+  const Floats magnitude = max(z, -z);
+  const Floats small = exp2_of(magnitude * -LOG2_E);  // e^-|z|
   const Floats one = broadcast(1.0f);
-  return x * (x < 0 ? small : one) / (one + small);
+  return x * (z < 0 ? small : one) / (one + small);
 }
 
 inline bool has_least(const Matrix& matrix) {
@@ -311,7 +315,7 @@ struct Mixture : Work {
     const int64_t pair_stride = in_tiles ? count : 1;
     Floats total{};
     for (int v = 0; v < HIDDEN_ROWS; v += W) {
-      const Floats activated = round_to(silu(round_to(load(gate + v), job.dtype)), job.dtype);
+      const Floats activated = round_to(activate(round_to(load(gate + v), job.dtype), job.activation), job.dtype);
       const Floats hidden = round_to(activated * round_to(load(up + v), job.dtype), job.dtype);
       total += hidden;
       if (!uses_pairs(layer.down)) {
