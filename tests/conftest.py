@@ -109,6 +109,14 @@ def smollm2(smollm2_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -
     return write_model(tmp_path_factory.mktemp("smollm2"), smollm2_tokenizer)
 
 
+@pytest.fixture(scope="session")
+def gemma3(pytestconfig: pytest.Config) -> Path:
+    """The GGUF file of Gemma 3 270M in Q4_K_M, a real model with windows. For tests marked `slow`."""
+    from gemma3 import gguf_file
+
+    return gguf_file(pytestconfig.cache.mkdir("gemma3"))  # type: ignore[union-attr]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kernel-target", help="compute capability whose kernels run, such as 8.9; default: the GPU's own"

@@ -347,7 +347,8 @@ def layer_activation_bytes(config: Config, model: ModelConfig, num_tokens: int) 
       windows also K and V of a layer, twice.
     - In a recurrent layer: input and output of the convolution, the output in fp32, too, the gate and the result.
     - In the MLP of MAX_MLP_TOKENS tokens at a time: gate, up and their product. With experts also the output of each
-      expert; on a CPU, where one expert may have all tokens, the input and output of one expert, and the sum in fp32.
+      expert, and in Gemma the inputs of the dense MLP and of the experts; on a CPU, where one expert may have all
+      tokens, the input and output of one expert, and the sum in fp32.
     - In both: two hidden states and two residuals, of this layer and of the previous one, and the cosines and sines of
       the rotation in fp32.
     """
@@ -369,6 +370,7 @@ def layer_activation_bytes(config: Config, model: ModelConfig, num_tokens: int) 
         features = 3 * model.experts.intermediate_size // tp
         mlp = max(mlp, size * (features + 2 * model.hidden_size) + 4 * model.hidden_size)
         routed = num_in_mlp * model.experts.num_experts_per_token * size * (features + model.hidden_size)
+        routed += 2 * num_in_mlp * size * model.hidden_size if model.gemma is not None else 0
     hidden = num_tokens * (size * 4 * model.hidden_size + 4 * model.head_dim)
     return hidden + max(num_tokens * attention, num_in_mlp * mlp) + routed
 

@@ -346,6 +346,10 @@ def seconds_text(number: float) -> str:
 
 
 HUB_NAMES = {  # models with the sizes of the presets, which have no weights
+    **{f"gemma-3-{size}": f"google/gemma-3-{size}-it" for size in ("270m", "1b", "4b", "12b", "27b")},
+    "gemma-4-12b": "google/gemma-4-12B-it",
+    "gemma-4-26b-a4b": "google/gemma-4-26B-A4B-it",
+    "gemma-4-31b": "google/gemma-4-31B-it",
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
     "qwen2.5-7b-1m": "Qwen/Qwen2.5-7B-Instruct-1M",
     "qwen3-0.6b": "Qwen/Qwen3-0.6B",

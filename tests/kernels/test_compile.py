@@ -117,15 +117,17 @@ def launch_rotary(head_dim: int, dtype: torch.dtype, num_tokens: int, normed: bo
     qkv = torch.zeros(num_tokens, heads[0] + 2 * heads[1], head_dim, dtype=dtype)
     weight = torch.zeros(head_dim, dtype=dtype) if normed else None
     _, *caches, _, _ = paged_inputs(head_dim, dtype, heads)
-    fused.norm_rotate_store(
-        *qkv.split([heads[0], heads[1], heads[1]], dim=1),
-        weight,
-        weight,
-        1e-6,
-        torch.zeros(num_tokens, head_dim),
-        *caches,
-        torch.zeros(num_tokens, dtype=torch.int64),
-    )
+    for norms_v in (False, True) if normed else (False,):
+        fused.norm_rotate_store(
+            *qkv.split([heads[0], heads[1], heads[1]], dim=1),
+            weight,
+            weight,
+            1e-6,
+            torch.zeros(num_tokens, head_dim),
+            *caches,
+            torch.zeros(num_tokens, dtype=torch.int64),
+            norms_v=norms_v,
+        )
 
 
 def launch_merge(head_dim: int, dtype: torch.dtype, num_tokens: int) -> None:
@@ -141,12 +143,18 @@ def launch_layers(hidden_size: int, dtype: torch.dtype) -> None:
     x, weight = torch.zeros(2, hidden_size, dtype=dtype), torch.zeros(6, hidden_size, dtype=dtype)
     fused.rms_norm(x, weight[0], 1e-6)
     fused.add_rms_norm(x, x, weight[0], 1e-6)
-    fused.act_and_mul(x)
+    wide = torch.zeros(hidden_size)
+    for scalar, following in ((None, wide), (weight[0, :1], None)):
+        fused.norm_add_norm(x, x, wide, 1e-6, scalar=scalar, next_weight=following)
+    fused.softcap(x, 30.0)
+    for activation in ("silu", "gelu_tanh"):
+        fused.act_and_mul(x, activation)
     fused.sigmoid_and_mul(x, x)
     fused.select_columns(x, torch.arange(hidden_size, dtype=torch.int32))
     for bias in (None, weight[0, :6]):
         small_linear.small_linear(x[:1], weight, bias)
         small_linear.small_gate_up(x[:1], weight, bias)
+    small_linear.small_gate_up(x[:1], weight, None, activation="gelu_tanh")
     fused.choose_experts(small_linear.small_linear(x, weight, None, dtype=FP32), 4, norms=True)
     numbers = torch.zeros(256, dtype=torch.int32)
     inboxes = SimpleNamespace(addresses=numbers.long(), num_sums=numbers, gave_up=numbers, max_words=2**16)
@@ -226,6 +234,8 @@ def launch_packed(
         for num_rows in rows:
             packed_linear.products(x[:num_rows], weight, gated=gated)
         packed_linear.products(x[:1], weight, gated=gated, experts=experts, num_experts=2)
+        if gated:
+            packed_linear.products(x[:1], weight, gated=True, activation="gelu_tanh")
         for block_m in tiles:
             routing = packed_linear.route(experts, 2, block_m)
             packed_linear.products(x[:1], weight, gated=gated, routing=routing, factors=torch.zeros(2))

@@ -2,6 +2,8 @@
 files.
 """
 
+import argparse
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,18 @@ from typing import Any
 import pytest
 import torch
 from dense_model import DenseAttention, load_model, random_prompt, run_logits
+from gemma3 import reference
+from gguf_files import write_gguf
+from quantized_models import write_quantized
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
 from tiny_models import GEMMA_WINDOW, GEMMAS, reference_model, write_tiny_model
 
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.gguf import read_model
+from nanovllm.checkpoint.model_config import ModelConfig, _gguf_config
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models import gemma
+from nanovllm.text.gguf_tokenizer import make_tokenizer
 
 TOLERANCE = 1e-4
 
@@ -116,6 +123,25 @@ def test_weights_quantized_at_loading_are_near_the_weights(tmp_path: Path, archi
         assert least < likeness < 0.99999, (name, likeness)
 
 
+@pytest.mark.parametrize("architecture", ["gemma3", "gemma4"])
+def test_quantized_checkpoints_give_the_logits_of_their_values(tmp_path: Path, architecture: str) -> None:
+    plain = write_tiny_model(tmp_path / "plain", architecture)
+    prompt = random_prompt(20)
+    for name in ("packed 4", "gptq", "awq", "fp8 blocks", "auto-round"):
+        (tmp_path / name).mkdir()
+        quantized, values = write_quantized(plain, tmp_path / name, name)
+        expected = run_logits(load_model(values), prompt)
+        assert (run_logits(load_model(quantized), prompt) - expected).abs().max() < TOLERANCE, name
+
+
+def test_random_weights_give_logits_within_the_softcap(tmp_path: Path) -> None:
+    """For benchmarks of presets, which have no weights; and with an output head quantized apart from the embedding."""
+    write_tiny_model(tmp_path, "gemma4_moe", tied=True)
+    for head in (None, "int8"):
+        logits = run_logits(load_model(tmp_path, load_format="dummy", quantize_head=head), random_prompt(20))
+        assert logits.isfinite().all() and logits.std() > 0.1 and logits.abs().max() <= 5.0
+
+
 def test_files_with_either_prefix_of_the_text_part_are_read(tmp_path: Path) -> None:
     """transformers has written model.language_model. for some versions, and language_model.model. before and after."""
     write_tiny_model(tmp_path, "gemma3", with_vision=True)
@@ -195,3 +221,60 @@ def test_missing_or_unknown_weights_are_refused_by_name(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match=r"weights unknown to the model: model\.layers\.1\.self_attn\.v_proj"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", GEMMAS)
+def test_gguf_gives_the_logits_of_transformers(tmp_path: Path, architecture: str) -> None:
+    """A file of llama.cpp has every sixth layer without a window if it is of Gemma 3."""
+    num_layers = 6 if architecture == "gemma3" else 2
+    sizes: dict[str, Any] = {"gemma": {"layer_types": None}} if architecture == "gemma3" else {}
+    directory = write_tiny_model(tmp_path / "model", architecture, num_layers=num_layers, tied=True, **sizes)
+    changed = json.loads((directory / "config.json").read_text())
+    if architecture == "gemma3":  # the file has no entry for it
+        (directory / "config.json").write_text(json.dumps(changed | {"query_pre_attn_scalar": 16}))
+    prompt = random_prompt(3 * GEMMA_WINDOW)
+    logits = run_logits(load_model(write_gguf(tmp_path / "model.gguf", directory)), prompt)
+    assert (logits - expected_logits(directory, prompt)).abs().max() < TOLERANCE
+
+
+def test_gguf_of_mixed_types_gives_the_logits_of_its_values(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
+    directory = write_tiny_model(tmp_path / "model", "gemma4_moe", **sizes)
+    types = ["Q4_0", "Q8_0", "Q5_1", "IQ4_NL", "F16"]
+    file = write_gguf(tmp_path / "model.gguf", directory, types=types, same_values=tmp_path / "same")
+    prompt = random_prompt(20, vocab_size=64)
+    expected = run_logits(load_model(tmp_path / "same"), prompt)
+    assert (run_logits(load_model(file), prompt) - expected).abs().max() < TOLERANCE
+    assert (expected_logits(tmp_path / "same", prompt) - expected).abs().max() < TOLERANCE
+
+
+def test_gguf_with_settings_that_are_not_supported_is_refused_by_name(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model", "gemma4")
+    file = write_gguf(tmp_path / "model.gguf", directory)
+    model = read_model(file)
+    for entry, value, message in (
+        ("attention.shared_kv_layers", 1, "num_kv_shared_layers=1 is not supported"),
+        ("embedding_length_per_layer_input", 256, "hidden_size_per_layer_input=256 is not supported"),
+        ("attention.head_count_kv", [4, 3], r"num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
+        ("attention.sliding_window_pattern", [True, True], "layers of a kind must have equally many heads"),
+        ("attention.sliding_window_pattern", [False, True], "layers with attn_v must have equally many heads"),
+    ):
+        changed = model._replace(metadata=model.metadata | {f"gemma4.{entry}": value})
+        with pytest.raises(CheckpointError, match=message):
+            _gguf_config(changed, None)
+
+
+# -- a real model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_real_model_has_the_log_probabilities_of_transformers(gemma3: Path) -> None:
+    """Of 700 tokens of real text, more than the window, in fp32. The model knows the text."""
+    ids = make_tokenizer(read_model(gemma3)).encode(inspect.getsource(argparse))[:700]
+    logits = run_logits(load_model(gemma3, max_model_len=1024), ids, chunk=300)
+    found = logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    with torch.inference_mode():
+        logprobs = reference(gemma3)(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert (found - expected).abs().max() <= 1e-3
+    assert found.mean() > -2.5

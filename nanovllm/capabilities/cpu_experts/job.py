@@ -51,8 +51,8 @@ class ExpertJob:
     All layers share the tensors, which are contiguous and in CPU memory: `x` [T, H] in fp32, bf16 or fp16; `experts`
     int32 [T, C] and `weights` fp32 [T, C]; `out` [T, H] in the dtype of x or fp32. The first `num_tokens` rows of each
     are used, by default all. Experts that are not in CPU memory are skipped, and so are numbers outside the range of
-    experts. Gate, up, activation and their product are rounded to the dtype of x, other sums are fp32. Any number of threads
-    may run a job, but only one layer at a time.
+    experts. Gate, up, activation and their product are rounded to the dtype of x, other sums are fp32. Any number of
+    threads may run a job, but only one layer at a time.
 
     `scratch` is uint8 memory for intermediate results, whose content does not matter, or None for new memory. Jobs that
     never run concurrently may share their scratch.
