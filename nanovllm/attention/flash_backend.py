@@ -1,9 +1,8 @@
 """Attention by flash-attn 2, where it is installed.
 
 Our own kernels compute the merge, attention of a few queries per sequence, and attention of short chunks over a long
-history, because for these flash-attn 2 does not share the keys of a paged cache among programs.
-
-flash-attn 2 has windows but no sinks, which `add_sinks` adds to its results.
+history, because for these flash-attn 2 does not share the keys of a paged cache among programs. They also compute all
+attention with a window, whose pages flash-attn 2 would need larger. `add_sinks` adds sinks to flash-attn's results.
 
 flash-attn gives a row that saw no key the lse +inf, which the backend changes to -inf.
 """
@@ -61,11 +60,10 @@ class FlashBackend(AttentionBackend):
         sinks_H: torch.Tensor | None = None,
     ) -> PartialAttention:
         one_query_each = batch.has_one_query_each(q_THD)
-        if not one_query_each and _gains_from_shared_keys(batch) and q_THD.shape[2] in HEAD_DIMS:
+        gains = not one_query_each and _gains_from_shared_keys(batch) and q_THD.shape[2] in HEAD_DIMS
+        if gains or batch.window is not None:
             return self.triton.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale, sinks_H)
         assert k_cache_NPKD.shape[1] % PAGE_GRAIN_TOKENS == 0, "flash-attn 2 needs blocks of a multiple of 256 tokens"
-        # The keys that a query sees before and after its own; -1 is no limit
-        window_size = (-1, -1) if batch.window is None else (batch.window - 1, 0)
         if one_query_each:
             out_B1HD, lse_BH1 = self.flash_attn.flash_attn_with_kvcache(
                 q_THD.unsqueeze(1),
@@ -74,7 +72,6 @@ class FlashBackend(AttentionBackend):
                 cache_seqlens=batch.context_lens,
                 block_table=batch.block_tables,
                 softmax_scale=scale,
-                window_size=window_size,
                 return_softmax_lse=True,
             )
             out_THD, lse_HT = out_B1HD.squeeze(1), lse_BH1.squeeze(2).t()
@@ -92,7 +89,6 @@ class FlashBackend(AttentionBackend):
                 max(1, batch.max_context_len),
                 softmax_scale=scale,
                 causal=batch.causal,
-                window_size=window_size,
                 block_table=batch.block_tables,
                 return_attn_probs=True,
             )
@@ -115,8 +111,10 @@ class FlashBackend(AttentionBackend):
         window: int | None = None,
         sinks_H: torch.Tensor | None = None,
     ) -> None:
-        if q_THD.shape[2] in HEAD_DIMS:
-            self.triton.launch_kernels(q_THD[:MAX_CHUNK_QUERIES], k_cache_NPKD, window, sinks_H)
+        if window is not None:
+            self.triton.launch_kernels(q_THD, k_cache_NPKD, window, sinks_H)
+        elif q_THD.shape[2] in HEAD_DIMS:
+            self.triton.launch_kernels(q_THD[:MAX_CHUNK_QUERIES], k_cache_NPKD, sinks_H=sinks_H)
 
     def max_split_bytes(self, q_THD: torch.Tensor) -> int:
         return self.triton.max_split_bytes(q_THD)
@@ -125,7 +123,7 @@ class FlashBackend(AttentionBackend):
 def _gains_from_shared_keys(batch: PagedBatch) -> bool:
     if batch.max_query_len <= MAX_DECODE_QUERIES:
         return True
-    return batch.max_query_len <= MAX_CHUNK_QUERIES and batch.max_visible_keys >= MIN_CHUNK_KEYS
+    return batch.max_query_len <= MAX_CHUNK_QUERIES and batch.max_context_len >= MIN_CHUNK_KEYS
 
 
 @cache

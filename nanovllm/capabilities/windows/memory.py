@@ -115,6 +115,16 @@ class WindowMemory(SlotMemory):
         is_short = all(row.num_tokens <= self.spec.max_short_tokens and not row.saves for row in rows)
         return (StepRings(self, rows) if is_short else StepChunks(self, rows)).of_layer
 
+    def launch_kernels(
+        self,
+        q_THD: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        max_context_len: int,
+        sinks_H: torch.Tensor | None = None,
+    ) -> None:
+        queries = q_THD.new_zeros(*q_THD.shape[:2], self.spec.head_dim)
+        self.backend.launch_kernels(queries, self.layers[0][0], self.spec.window, sinks_H)
+
     # -- places of tokens, on the host ------------------------------------------------------------------------------
 
     def cells(self, slot: int, positions: np.ndarray) -> np.ndarray:
