@@ -73,8 +73,9 @@ class CompanionMemory:
         max_context_len: int,
         sinks_H: torch.Tensor | None = None,
     ) -> None:
-        """Launch every kernel on one block, on a GPU, so that start-up can compile them. `q_THD`: queries of the longest
-        chunk. `sinks_H`: sinks of the attention layers, or None. All values are arbitrary.
+        """Launch every kernel on one block, on a GPU, so that start-up can compile them.
+
+        `q_THD`: queries of the longest chunk. `sinks_H`: the sinks of a layer, or None. All values are arbitrary.
         """
 
     def close(self) -> None:
