@@ -410,6 +410,7 @@ class TextReceiver(Receiver, TextSource):
 
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+_SENTENCEPIECE_SPACE = "\u2581"
 _RUN_TOKENS = 64
 _MIN_CHECKED = 1000  # tokens that are checked; the tokens of a small vocabulary repeat
 
@@ -440,7 +441,7 @@ def _name(tokenizer: Any, token_id: int) -> str:
 def _broken_bytes(tokenizer: Any, token_id: int, text: str) -> bytes:
     """Return the bytes of a token with parts of characters or with U+FFFD itself. text: the token's decoded text."""
     name = _name(tokenizer, token_id)
-    candidates = [name.encode()]
+    candidates = [name.encode(), name.replace(_SENTENCEPIECE_SPACE, " ").encode()]
     if match := _BYTE_TOKEN.fullmatch(name):
         candidates.append(bytes.fromhex(match[1]))
     if all(char in BYTES_OF_LETTERS for char in name):

@@ -172,13 +172,14 @@ def _byte_level(vocabulary: _Vocabulary) -> Any:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Any:
-    """Return SentencePiece's BPE: the pair whose token has the highest score is merged first, if the file does not have
-    the merges.
+    """Return SentencePiece's BPE: the pair whose token has the highest score is merged first. Files of Gemma 4 have the
+    merges, too.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     ids = vocabulary.ids()
-    pairs = vocabulary.merges() if vocabulary.get("merges") is not None else _merges_by_score(ids, vocabulary.scores())
+    has_merges = vocabulary.get("model") == "gemma4"
+    pairs = vocabulary.merges() if has_merges else _merges_by_score(ids, vocabulary.scores())
     model = models.BPE(ids, pairs, unk_token=vocabulary.named().get("unk"), fuse_unk=True, byte_fallback=True)
     backend = Tokenizer(model)
     adds_space = vocabulary.flag("add_space_prefix", True)

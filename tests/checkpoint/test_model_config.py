@@ -356,6 +356,29 @@ def test_config_equals_what_transformers_reads(tmp_path: Path) -> None:
             assert read(tmp_path, json.loads((tmp_path / "config.json").read_text())) == plain, (settings, entry)
 
 
+def test_config_of_gemma_equals_what_transformers_reads(tmp_path: Path) -> None:
+    for name in (name for name in presets() if name.startswith("gemma")):
+        plain = read(tmp_path, json.loads(presets()[name].read_text()))
+        AutoConfig.from_pretrained(str(tmp_path / "config.json")).save_pretrained(tmp_path)
+        assert read(tmp_path, json.loads((tmp_path / "config.json").read_text())) == plain, name
+    published = {  # gemma-3-4b-it: what is missing has the default of transformers
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152},
+    }
+    assert read(tmp_path, published) == ModelConfig.from_pretrained("gemma-3-4b")[0]
+
+
 def test_reading_a_config_imports_neither_torch_nor_transformers() -> None:
     """Regression: reading config.json took 9 s of the first start on a machine."""
     code = (

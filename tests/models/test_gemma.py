@@ -264,6 +264,41 @@ def test_gguf_with_settings_that_are_not_supported_is_refused_by_name(tmp_path: 
             _gguf_config(changed, None)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", GEMMAS)
+def test_gpu_in_bf16_errs_at_most_twice_as_much_as_transformers(tmp_path: Path, architecture: str) -> None:
+    """In prompts, and token by token, where other kernels multiply. The head dims are those of real models."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "head_dim": 256, "num_layers": 4}
+    experts = {"moe_intermediate_size": 256} if architecture == "gemma4_moe" else {}
+    write_tiny_model(tmp_path, architecture, dtype=torch.bfloat16, gemma=experts, **sizes)  # type: ignore[arg-type]
+    prompt = random_prompt(90)
+    reference_in_fp32 = reference_model(tmp_path)
+    with torch.no_grad():
+        exact = reference_in_fp32(torch.tensor([prompt])).logits[0]
+        plain = reference_in_fp32.bfloat16()(torch.tensor([prompt])).logits[0].float()
+    model = load_model(tmp_path, dtype=torch.bfloat16, device="cuda")
+    for chunk in (1000, 37, 1):
+        ours = run_logits(model, prompt, chunk).cpu().float()
+        assert (ours - exact).abs().mean() <= 2 * (plain - exact).abs().mean(), chunk
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", GEMMAS)
+def test_gpu_with_packed_weights_computes_what_a_cpu_computes(tmp_path: Path, architecture: str) -> None:
+    """The kernels of packed weights end with GELU. A CPU has the values of the same codes."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "head_dim": 128}
+    experts = {"moe_intermediate_size": 256} if architecture == "gemma4_moe" else {}
+    write_tiny_model(tmp_path, architecture, gemma=experts, **sizes)  # type: ignore[arg-type]
+    prompt = random_prompt(90)
+    for name in ("int4", "int8", "fp8"):
+        expected = run_logits(load_model(tmp_path, quantization=name), prompt)
+        model = load_model(tmp_path, quantization=name, dtype=torch.bfloat16, device="cuda")
+        for chunk in (1000, 1):
+            ours = run_logits(model, prompt, chunk).cpu().float()
+            likeness = torch.cosine_similarity(ours.flatten(), expected.flatten(), dim=0)
+            assert likeness > 0.995, (name, chunk, likeness)  # a CPU in bf16: 0.9986
+
+
 # -- a real model ----------------------------------------------------------------------------------------------------
 
 

@@ -46,7 +46,7 @@ class DenseAttention:
         def cache(kind: str, num_layers: int) -> torch.Tensor:
             heads = config.attention(kind)
             shape = (2, num_layers, 1, num_tokens, heads.num_kv_heads // tp.size, heads.head_dim)
-            return torch.zeros(shape, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype, device=model.device)
 
         self.config = config
         self.k_cache, self.v_cache = cache("attention", config.num_attention_layers + 1)
@@ -84,7 +84,7 @@ class DenseAttention:
     ) -> torch.Tensor:
         num_new, num_keys = len(q_THD), int(self.positions[-1]) + 1
         k, v = (cache[0, :num_keys].transpose(0, 1) for cache in (k_cache, v_cache))
-        mask = torch.ones(num_new, num_keys, dtype=torch.bool).tril(num_keys - num_new)
+        mask = torch.ones(num_new, num_keys, dtype=torch.bool, device=q_THD.device).tril(num_keys - num_new)
         if window is not None:
             mask = mask.triu(num_keys - num_new - window + 1)
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -139,8 +139,8 @@ def run_logits(model: CausalLM, token_ids: list[int], chunk: int = 1000) -> torc
     """Logits of every position of a prompt that is run in chunks."""
     attn, hidden = DenseAttention(model, len(token_ids)), []
     for start in range(0, len(token_ids), chunk):
-        ids = torch.tensor(token_ids[start : start + chunk])
-        positions = attn.positions = torch.arange(start, start + len(ids))
+        ids = torch.tensor(token_ids[start : start + chunk], device=model.device)
+        positions = attn.positions = torch.arange(start, start + len(ids), device=model.device)
         rope_lens = torch.full((len(ids),), len(token_ids)) if model.needs_rope_lens else None
         hidden.append(model(ids, positions, attn, rope_lens))
     return model.compute_logits(torch.cat(hidden))
