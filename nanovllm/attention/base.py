@@ -155,8 +155,11 @@ class WindowKeys(Protocol):
         """The cells for the layer's new K and V."""
         ...
 
-    def attend(self, q_THD: torch.Tensor) -> torch.Tensor:
-        """Attend with all tokens of the step to the keys in their windows. Returns [T, H, D]. Hot: once per layer."""
+    def attend(self, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
+        """Attend with all tokens of the step to the keys in their windows. Returns [T, H, D]. Hot: once per layer.
+
+        sinks_H: see StepAttention.attend.
+        """
         ...
 
 
@@ -172,8 +175,10 @@ class StepAttention(HasLayerMemory, Protocol):
         """Return the cells for the layer's new K and V. They may be written once this returns. Hot: once per layer."""
         ...
 
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
         """Attend to all keys, including the new keys, which have been stored by now. Returns [T, H, D].
+
+        sinks_H, fp32: a logit of each head that joins the softmax without a value, or None.
 
         In the model's last layer q may hold only the rows whose results are used, [S, H, D]. Outside captures, q may be
         empty in any layer, and is then returned unchanged. Hot: once per layer.

@@ -51,6 +51,12 @@ class Architecture:
     would import most of transformers and torch's compiler, which takes up to 9 s in the first process on a machine.
 
     qkv_bias, o_bias, mlp_bias: whether these layers have biases, or the name of the entry of config.json that tells.
+    expert_bias: the same for the router and the experts. expert_size: the name of the entry with an expert's features.
+    swiglu_limit: see ExpertsConfig. interleaves_experts: a tensor of all experts has rows of gate and up in turns, and
+    one that is not quantized has [input, output] features (models/expert_tensors.py).
+
+    window_interval: without layer_types in config.json, every layer whose number is a multiple of this attends to all
+    keys, and the others to a window. has_sinks: see ModelConfig.
 
     recommended_yarn: max_position_embeddings -> the length from which YaRN extends, and the longest context for which
     the model's authors recommend it, from the model cards.
@@ -68,6 +74,12 @@ class Architecture:
     has_qk_norm: bool = False
     is_hybrid: bool = False
     has_windows: bool = False  # some layers attend only to the tokens of a window
+    window_interval: int = 1
+    has_sinks: bool = False
+    expert_bias: bool = False
+    expert_size: str = "moe_intermediate_size"
+    swiglu_limit: float | None = None
+    interleaves_experts: bool = False
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     recommended_yarn: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -92,6 +104,13 @@ _SEED_OSS |= {"attention_bias": True, "eos_token_id": 2}
 _QWEN_MOE = _QWEN | {"hidden_size": 2048, "num_hidden_layers": 24, "num_key_value_heads": 4, "intermediate_size": 6144}
 _QWEN_MOE |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False}
 _QWEN_MOE |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_GPT_OSS = _COMMON | {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "num_experts": 128}
+_GPT_OSS |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088}
+_GPT_OSS |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True, "sliding_window": 128}
+_GPT_OSS |= {"num_experts_per_tok": 4, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_GPT_OSS |= {"rope_theta": 150000.0, "torch_dtype": "bfloat16"}  # the authors' files have no entry for the type
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+_GPT_OSS |= {"rope_scaling": _GPT_OSS_ROPE}
 _HYBRID = _COMMON | {"intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
 _HYBRID |= {"vocab_size": 248320, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25}
 _HYBRID |= {"full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128}
@@ -139,6 +158,19 @@ ARCHITECTURES = {
     "MistralForCausalLM": Architecture(model_type="mistral", defaults=_MISTRAL, qkv_bias=False, o_bias=False),
     "SeedOssForCausalLM": Architecture(
         model_type="seed_oss", defaults=_SEED_OSS, o_bias="attention_out_bias", mlp_bias="mlp_bias"
+    ),
+    "GptOssForCausalLM": Architecture(
+        model_type="gpt_oss",
+        defaults=_GPT_OSS,
+        has_windows=True,
+        window_interval=2,
+        has_sinks=True,
+        has_experts=True,
+        expert_bias=True,
+        expert_size="intermediate_size",
+        swiglu_limit=7.0,
+        interleaves_experts=True,
+        fixed={"swiglu_limit": (7.0,)},  # transformers ignores it
     ),
     "Qwen3_5ForCausalLM": _hybrid("qwen3_5_text"),
     "Qwen3_5ForConditionalGeneration": _hybrid("qwen3_5"),
@@ -191,6 +223,10 @@ class ExpertsConfig:
     norm_topk_prob: bool  # divide the weights of the chosen experts by their sum
     layers: tuple[int, ...]  # the layers with a sparse MLP; all other layers have a dense MLP
     shared_size: int = 0  # features of the expert that every token uses, scaled by a gate; 0 without such an expert
+    has_bias: bool = False  # the router and the experts have biases
+    # None for silu(gate) * up; or the limit of the clamped form: with gate at most the limit, and up from -limit to
+    # limit, gate * sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
+    swiglu_limit: float | None = None
     # The layers whose experts are in CPU memory. KV on disk does not depend on them, so `repr` leaves them out
     cpu_layers: tuple[int, ...] = field(default=(), repr=False)
 
@@ -281,6 +317,7 @@ class ModelConfig:
     recurrent: RecurrentConfig | None = None  # None if no layer is recurrent
     window: WindowConfig | None = None  # None if no layer has a window
     attention_scale: float | None = None  # of the layers that attend to all keys; None for head_dim ** -0.5
+    has_sinks: bool = False  # each head has a logit that joins the softmax without a value, in all attention layers
     attention_gate: bool = False  # sigmoid gates multiply the output of attention
     norms_add_one: bool = False  # norms multiply by 1 + weight
     has_mtp: bool = False  # the checkpoint has a draft head (MTPHead)
@@ -485,8 +522,10 @@ def _read_config(
         torch_dtype=_weight_dtype(settings),
         eos_token_ids=_eos_token_ids(settings, None if "eos_token_id" in (hf_overrides or {}) else directory),
         quantization=parse_quantization(settings.get("quantization_config") or settings.get("compression_config")),
-        experts=_experts(settings) if architecture.has_experts else None,
+        experts=_experts(settings, architecture) if architecture.has_experts else None,
         layer_kinds=layer_kinds,
+        window=_window(settings, architecture) if architecture.has_windows else None,
+        has_sinks=architecture.has_sinks,
         recurrent=_recurrent(settings) if architecture.is_hybrid else None,
         attention_gate=architecture.is_hybrid,
         norms_add_one=architecture.is_hybrid,
@@ -589,12 +628,11 @@ def _layer_kinds(
             "remove the entry from config.json to run plain attention"
         )
     num_layers = settings["num_hidden_layers"]
-    interval = settings["full_attention_interval"] if architecture.is_hybrid else 1
+    interval = settings["full_attention_interval"] if architecture.is_hybrid else architecture.window_interval
     if interval is None and not settings.get("layer_types"):
         _require_integers(settings, "full_attention_interval")
-    by_interval = [
-        "linear_attention" if interval and (layer + 1) % interval else "full_attention" for layer in range(num_layers)
-    ]
+    local = "linear_attention" if architecture.is_hybrid else "sliding_attention"
+    by_interval = [local if interval and (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
     types = settings.get("layer_types") or by_interval
     supported = ["full_attention"]
     supported += ["linear_attention"] * architecture.is_hybrid + ["sliding_attention"] * architecture.has_windows
@@ -623,6 +661,23 @@ def _require_integers(settings: Mapping[str, Any], *names: str) -> None:
     for name in names:
         if settings[name] is None:
             raise CheckpointError(f"{name}=None must be an integer; correct config.json")
+
+
+def _window(settings: Mapping[str, Any], architecture: Architecture) -> WindowConfig:
+    """Return the layers with a window, which have the same heads and rope as the other layers."""
+    num_tokens, head_dim = settings["sliding_window"], _head_dim(settings)
+    if type(num_tokens) is not int or not 1 <= num_tokens <= MAX_POSITIONS:
+        raise CheckpointError(
+            f"sliding_window={num_tokens!r} must be a number of tokens from 1 to {MAX_POSITIONS}; correct config.json"
+        )
+    _, num_kv_heads = _num_heads(settings)
+    return WindowConfig(
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=_rope(settings, architecture),
+        scale=head_dim**-0.5,
+        num_tokens=num_tokens,
+    )
 
 
 def _recurrent(settings: Mapping[str, Any]) -> RecurrentConfig:
@@ -672,8 +727,8 @@ def _mlp_size(settings: Mapping[str, Any]) -> int:
     return int(settings.get("shared_expert_intermediate_size") or settings["intermediate_size"])
 
 
-def _experts(settings: Mapping[str, Any]) -> ExpertsConfig:
-    _require_integers(settings, "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
+def _experts(settings: Mapping[str, Any], architecture: Architecture) -> ExpertsConfig:
+    _require_integers(settings, "num_experts_per_tok", architecture.expert_size, "decoder_sparse_step")
     # transformers 5 writes num_local_experts
     count = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
     _require_integers(settings, count)
@@ -691,7 +746,9 @@ def _experts(settings: Mapping[str, Any]) -> ExpertsConfig:
         shared_size=settings.get("shared_expert_intermediate_size") or 0,
         num_experts=num_experts,
         num_experts_per_token=num_chosen,
-        intermediate_size=settings["moe_intermediate_size"],
+        intermediate_size=settings[architecture.expert_size],
+        has_bias=architecture.expert_bias,
+        swiglu_limit=architecture.swiglu_limit,
         norm_topk_prob=bool(settings["norm_topk_prob"]),
         layers=tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0),
     )

@@ -73,7 +73,7 @@ class Linear:
         num_layers = len(self.layers)
         if config.quantization is None or not self.may_be_quantized:
             return (self.own_format,) * num_layers
-        if config.quantization.is_gguf or config.quantization.block_types:  # the experts are like the first expert
+        if config.quantization.has_equal_experts:
             num_columns = self.columns // (config.quantization.num_ranks if self.split == "columns" else 1)
             formats = (config.quantization.format_of(name) for name in names[:num_layers])
             return tuple(each and each.for_columns(num_columns) for each in formats)
@@ -158,6 +158,8 @@ def _attention(c: ModelConfig, name: str, kind: str) -> Iterator[LayoutEntry]:
     qkv = {"q_proj": q * (2 if c.attention_gate else 1), "k_proj": kv, "v_proj": kv}
     yield Linear(f"{name}.qkv_proj", qkv, c.hidden_size, split="rows", bias=c.qkv_bias)
     yield Linear(f"{name}.o_proj", {"o_proj": c.hidden_size}, q, split="columns", bias=c.o_bias)
+    if c.has_sinks:
+        yield Tensor(f"{name}.sinks", (c.num_heads,))
     if c.qk_norm:
         yield Tensor(f"{name}.q_norm.weight", (heads.head_dim,))
         yield Tensor(f"{name}.k_norm.weight", (heads.head_dim,))
@@ -190,9 +192,9 @@ def _experts(c: ModelConfig, name: str, on_cpu: bool) -> Iterator[LayoutEntry]:
     assert c.experts is not None, "the layer has experts"
     num_experts, size = c.experts.num_experts, c.experts.intermediate_size
     gates = {"gate": num_experts} | ({"shared_expert_gate": 1} if c.experts.shared_size else {})
-    gate_up, down = {"gate_proj": size, "up_proj": size}, {"down_proj": c.hidden_size}
-    yield Linear(f"{name}.gate", gates, c.hidden_size, split=None, may_be_quantized=False)
-    of_experts: dict[str, Any] = {"num_experts": num_experts, "on_cpu": on_cpu}
+    gate_up, down, bias = {"gate_proj": size, "up_proj": size}, {"down_proj": c.hidden_size}, c.experts.has_bias
+    yield Linear(f"{name}.gate", gates, c.hidden_size, split=None, bias=bias, may_be_quantized=False)
+    of_experts: dict[str, Any] = {"num_experts": num_experts, "on_cpu": on_cpu, "bias": bias}
     yield Linear(f"{name}.experts.gate_up", gate_up, c.hidden_size, split="rows", **of_experts)
     yield Linear(f"{name}.experts.down", down, size, split="columns", **of_experts)
     if c.experts.shared_size:

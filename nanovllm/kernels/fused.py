@@ -11,9 +11,11 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
+from nanovllm.utils.arithmetic import SWIGLU_ALPHA
 
 # From this many tokens on, starting programs dominates the time: use fewer programs with more heads each
 MANY_TOKENS = 1024
+_ALPHA = tl.constexpr(SWIGLU_ALPHA)
 
 
 @triton.jit
@@ -88,7 +90,20 @@ def _run_rms_norm(
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def swiglu(gate, up, LIMIT: tl.constexpr, dtype: tl.constexpr):
+    """silu(gate) * up for fp32 numbers, rounded where torch rounds; or with a LIMIT the clamped form."""
+    if LIMIT is None:
+        out = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+    else:
+        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        out = gate / (1.0 + tl.exp(-_ALPHA * gate)) * (up + 1.0)
+    return out
+
+
+@triton.jit
+def _silu_and_mul_kernel(
+    x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -96,13 +111,15 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl
     wait_for_previous(PDL)
     gate = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + token * x_stride + SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    dtype = out_ptr.dtype.element_ty
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # round where torch rounds
-    tl.store(out_ptr + token * SIZE + column, (silu * up).to(dtype), mask=inside)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    tl.store(out_ptr + token * SIZE + column, swiglu(gate, up, LIMIT, dtype).to(dtype), mask=inside)
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(first half) * second half of the last dimension: [T, 2 * size] -> [T, size]. Hot: once per layer."""
+def silu_and_mul(x: torch.Tensor, swiglu_limit: float | None = None) -> torch.Tensor:
+    """silu(first half) * second half of the last dimension: [T, 2 * size] -> [T, size]. Hot: once per layer.
+
+    swiglu_limit: compute the clamped form instead, see ExpertsConfig.
+    """
     num_tokens, size = x.shape[0], x.shape[1] // 2
     assert x.stride(1) == 1, "the last dimension must be contiguous"
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
@@ -110,7 +127,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         block = min(1024, triton.next_power_of_2(size))
         grid = (num_tokens, triton.cdiv(size, block))
         on_grid(_silu_and_mul_kernel, grid)(
-            x, out, x.stride(0), SIZE=size, BLOCK=block, num_warps=4, **pdl_options(x.device)
+            x, out, x.stride(0), SIZE=size, LIMIT=swiglu_limit, BLOCK=block, num_warps=4, **pdl_options(x.device)
         )
     return out
 

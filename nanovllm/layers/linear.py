@@ -30,6 +30,7 @@ from nanovllm.layers.packed_weight import (
     new_parameter,
     rounded_to_fp8,
 )
+from nanovllm.utils.arithmetic import SWIGLU_ALPHA
 
 Weight: TypeAlias = "nn.Parameter | PackedWeight | StackedWeight"
 _ONLY_PACKED = "only packed weights take codes"
@@ -173,14 +174,20 @@ def divide(size: int, parts: int, name: str) -> int:
     return size // parts
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(first half) * second half of the last dimension: [T, 2 * size] -> [T, size]. Hot: once per layer."""
+def silu_and_mul(x: torch.Tensor, swiglu_limit: float | None = None) -> torch.Tensor:
+    """silu(first half) * second half of the last dimension: [T, 2 * size] -> [T, size]. Hot: once per layer.
+
+    swiglu_limit: compute the clamped form instead, see ExpertsConfig.
+    """
     if x.is_cuda:
         from nanovllm.kernels import fused as kernels
 
-        return kernels.silu_and_mul(x)
+        return kernels.silu_and_mul(x, swiglu_limit)
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    if swiglu_limit is None:
+        return F.silu(gate) * up
+    gate, up = gate.float().clamp(max=swiglu_limit), up.float().clamp(-swiglu_limit, swiglu_limit)
+    return (gate * (SWIGLU_ALPHA * gate).sigmoid() * (up + 1)).to(x.dtype)
 
 
 def gate_heads(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:

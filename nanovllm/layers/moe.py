@@ -47,7 +47,9 @@ class Router(nn.Module):
         self.num_experts = config.num_experts
         self.num_chosen, self.norms = config.num_experts_per_token, config.norm_topk_prob
         num_features = config.num_experts + bool(config.shared_size)
+        assert not (config.has_bias and config.shared_size), "no gate of a shared expert has a bias"
         self.weight = new_parameter(num_features, hidden_size, dtype=dtype)
+        self.bias = new_parameter(num_features, dtype=dtype) if config.has_bias else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, hidden_size] -> the chosen experts, int64 [T, C], their weights, fp32 [T, C], and the weight of the
@@ -69,19 +71,22 @@ class Router(nn.Module):
         if x.is_cuda and x.dtype != torch.float32 and is_few:
             from nanovllm.kernels.small_linear import small_linear
 
-            return small_linear(x, self.weight, None, dtype=torch.float32)
+            return small_linear(x, self.weight, self.bias, dtype=torch.float32)
         return self.product_of_many(x)
 
     def product_of_many(self, x: torch.Tensor) -> torch.Tensor:
         """Compute `_linear` for many tokens without our kernels. Start-up calls it to make cuBLAS load its kernels."""
         if not x.is_cuda or x.dtype == torch.float32:
-            return F.linear(x.float(), self.weight.float())
-        return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+            return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        product = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        return product if self.bias is None else product.add_(self.bias)
 
     def weight_shards(self) -> Iterator[NamedShard]:
         for layer, part in enumerate(self.weight.tensor_split((self.num_experts,))):
             if len(part):
                 yield NamedShard(layer, "weight", WeightShard(part, tuple(part.shape), (slice(None), slice(None))))
+        if self.bias is not None:
+            yield NamedShard(0, "bias", WeightShard(self.bias, (self.num_experts,), (slice(None),)))
 
 
 class ExpertSum(Protocol):
@@ -122,6 +127,7 @@ class CpuExpertLayers(Protocol):
 class Experts(nn.Module):
     """Weighted sum of the chosen experts' outputs for each token: [T, hidden_size] -> [T, hidden_size].
 
+    Biases are in the order of the weights' rows. Only rank 0 has the biases of down, so that the sum counts them once.
     Raises ConfigError if an expert's features are not divisible by the number of ranks, or on a GPU by 16.
     """
 
@@ -163,6 +169,12 @@ class Experts(nn.Module):
             num_ranks=tp.size,
             sorts_columns=False,
         )
+        self.swiglu_limit, self.has_bias = config.swiglu_limit, config.has_bias
+        self.gate_up_bias: nn.Parameter | None = None
+        self.down_bias: nn.Parameter | None = None
+        if config.has_bias:
+            self.gate_up_bias = new_parameter(2 * self.num_experts * self.local_size, dtype=dtype)
+            self.down_bias = new_parameter(self.num_experts * hidden_size, dtype=dtype) if tp.rank == 0 else None
 
     def begin(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> Callable[[], torch.Tensor]:
         return lambda: self(x, experts, weights)
@@ -186,10 +198,16 @@ class Experts(nn.Module):
         """Compute the chosen experts one after the other, on a CPU."""
         assert isinstance(self.gate_up, nn.Parameter) and isinstance(self.down, nn.Parameter), "not on a CPU"
         gate_up, down = (each.unflatten(0, (self.num_experts, -1)) for each in (self.gate_up, self.down))
+        no_bias = [None] * self.num_experts
+        gate_up_bias, down_bias = (
+            no_bias if each is None else each.unflatten(0, (self.num_experts, -1))
+            for each in (self.gate_up_bias, self.down_bias)
+        )
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in experts.unique().tolist():
             token, choice = (experts == expert).nonzero(as_tuple=True)
-            hidden = F.linear(silu_and_mul(F.linear(x[token], gate_up[expert])), down[expert])
+            both = F.linear(x[token], gate_up[expert], gate_up_bias[expert])
+            hidden = F.linear(silu_and_mul(both, self.swiglu_limit), down[expert], down_bias[expert])
             out.index_add_(0, token, hidden.float() * weights[token, choice, None])
         return out.to(x.dtype)
 
@@ -223,9 +241,17 @@ class Experts(nn.Module):
                 target = weight_rows(self.gate_up, start, start + local)
                 shard = WeightShard(target, (self.size, hidden_size), (own, all_of), self.formats[part])
                 yield NamedShard(0, f"{expert}.{name}.weight", shard)
+                if self.gate_up_bias is not None:
+                    bias = self.gate_up_bias[start : start + local]
+                    yield NamedShard(0, f"{expert}.{name}.bias", WeightShard(bias, (self.size,), (own,)))
             target = weight_rows(self.down, expert * hidden_size, (expert + 1) * hidden_size)
             shard = WeightShard(target, (hidden_size, self.size), (all_of, own), self.formats[2])
             yield NamedShard(0, f"{expert}.down_proj.weight", shard)
+            if self.has_bias:  # the other ranks list the tensor but read nothing from it
+                first = expert * hidden_size
+                bias = torch.empty(0) if self.down_bias is None else self.down_bias[first : first + hidden_size]
+                shard = WeightShard(bias, (hidden_size,), (slice(0, len(bias)),))
+                yield NamedShard(0, f"{expert}.down_proj.bias", shard)
 
 
 class SparseMLP(nn.Module):

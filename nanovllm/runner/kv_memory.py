@@ -78,8 +78,9 @@ class PagedAttention:
     def cells(self, layer: int) -> KVCells:
         return KVCells(self.k_cache[layer], self.v_cache[layer], self.slot_mapping_T)
 
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
         """Attend to all keys of the layer. Hot: once per layer."""
+        assert sinks_H is None, "backends have no sinks"
         return self.attend_paged(layer, q_THD).out_THD if len(q_THD) else q_THD
 
     def attend_paged(self, layer: int, q_THD: torch.Tensor) -> PartialAttention:
@@ -118,10 +119,11 @@ class MergedAttention(PagedAttention):
         self.offload.begin_layer(layer)
         return super().cells(layer)
 
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
         """Attend to all keys. A result is merged before the next is computed, because it may take 64 MiB. Hot: per
         layer.
         """
+        assert sinks_H is None, "backends have no sinks"
         offload, is_last = self.offload, layer == self.last_layer
         groups, cpu_steps = (self.last_groups, self.last_cpu_steps) if is_last else (self.groups, self.cpu_steps)
         offload.stored(layer)

@@ -163,7 +163,8 @@ class _Cutter:
     def layer_memory(self, layer: int) -> LayerStates | WindowKeys:
         return self.paged.layer_memory(layer)
 
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
+        assert sinks_H is None, "backends have no sinks"
         for cpu in self.cpu_graphs:
             cpu.capture_query(q_THD)
         running_out = self.result.begin(q_THD, self.paged.attend_paged(layer, q_THD))

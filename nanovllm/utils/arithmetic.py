@@ -1,4 +1,6 @@
-"""Integer division that rounds up, and sizes as text."""
+"""Integer division that rounds up, sizes as text, and a constant of models."""
+
+SWIGLU_ALPHA = 1.702  # of ExpertsConfig.swiglu_limit; a constant in transformers, too (GptOssExperts)
 
 
 def ceil_div(dividend: int, divisor: int) -> int:

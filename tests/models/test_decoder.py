@@ -47,7 +47,7 @@ class NotingAttention:
         self.with_cells.append(layer)
         return KVCells(self.cache, self.cache, torch.arange(3))
 
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
         self.num_queries.append((layer, len(q_THD)))
         if self.fails:
             raise RuntimeError("no attention")

@@ -44,6 +44,7 @@ class DenseAttention:
         shape = (2, config.num_attention_layers + 1, 1, num_tokens, qkv_proj.heads_per_part[1], qkv_proj.head_dim)
         dtype = model.dtype
         self.k_cache, self.v_cache = torch.zeros(shape, dtype=dtype)
+        self.windows = [DenseWindow(self, config) for _ in range(config.num_window_layers)]
         self.positions = torch.arange(0)
         self.rows: StateRows | None = None
         if config.recurrent is not None:
@@ -57,7 +58,9 @@ class DenseAttention:
             self.matrix = torch.randn(*slots, heads, r.key_head_dim, r.value_head_dim)
             self.pending = torch.randn(*slots, self.MAX_GUESSES, channels + 2 * heads).to(dtype)
 
-    def layer_memory(self, layer: int) -> LayerStates:
+    def layer_memory(self, layer: int) -> "LayerStates | DenseWindow":
+        if self.windows:
+            return self.windows[layer]
         rows = self.rows
         if rows is None:
             rows = state_rows([len(self.positions)], [1 if self.positions[0] else -1], [1], [0], [0])
@@ -66,14 +69,49 @@ class DenseAttention:
     def cells(self, layer: int) -> KVCells:
         return KVCells(self.k_cache[layer], self.v_cache[layer], self.positions)
 
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        num_new, num_keys = len(q_THD), int(self.positions[-1]) + 1
-        k, v = (cache[layer, 0, :num_keys].transpose(0, 1) for cache in (self.k_cache, self.v_cache))
-        mask = torch.ones(num_new, num_keys, dtype=torch.bool).tril(num_keys - num_new)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q_THD.transpose(0, 1), k, v, attn_mask=mask, enable_gqa=True
-        )
-        return out.transpose(0, 1)
+    def attend(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
+        num_keys = int(self.positions[-1]) + 1
+        return attend_densely(q_THD, self.k_cache[layer, 0, :num_keys], self.v_cache[layer, 0, :num_keys], sinks_H)
+
+
+def attend_densely(
+    q_THD: torch.Tensor,
+    k_NKD: torch.Tensor,
+    v_NKD: torch.Tensor,
+    sinks_H: torch.Tensor | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attention of the last T of N tokens, each to the last `window` tokens up to itself, or to all."""
+    num_new, num_keys = len(q_THD), len(k_NKD)
+    mask = torch.ones(num_new, num_keys, dtype=torch.bool).tril(num_keys - num_new)
+    if window is not None:
+        mask = mask.triu(num_keys - num_new - window + 1)
+    q_HTD, k_KND, v_KND = (each.transpose(0, 1) for each in (q_THD, k_NKD, v_NKD))
+    if sinks_H is None:
+        out_HTD = torch.nn.functional.scaled_dot_product_attention(q_HTD, k_KND, v_KND, attn_mask=mask, enable_gqa=True)
+        return out_HTD.transpose(0, 1)
+    k_HND, v_HND = (each.repeat_interleave(len(q_HTD) // len(each), 0).float() for each in (k_KND, v_KND))
+    scores_HTN = (q_HTD.float() @ k_HND.mT * q_HTD.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))
+    sinks_HT1 = sinks_H.float()[:, None, None].expand(-1, num_new, 1)
+    weights_HTN = torch.cat((scores_HTN, sinks_HT1), -1).softmax(-1)[..., :-1]
+    return (weights_HTN @ v_HND).transpose(0, 1).to(q_THD.dtype)
+
+
+class DenseWindow:
+    """WindowKeys of a layer of a DenseAttention."""
+
+    def __init__(self, attn: DenseAttention, config: ModelConfig) -> None:
+        self.attn, self.window = attn, config.window
+        self.k_cache, self.v_cache = torch.zeros_like(attn.k_cache[0]), torch.zeros_like(attn.v_cache[0])
+
+    @property
+    def cells(self) -> KVCells:
+        return KVCells(self.k_cache, self.v_cache, self.attn.positions)
+
+    def attend(self, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
+        num_keys = int(self.attn.positions[-1]) + 1
+        k_NKD, v_NKD = self.k_cache[0, :num_keys], self.v_cache[0, :num_keys]
+        return attend_densely(q_THD, k_NKD, v_NKD, sinks_H, self.window.num_tokens)
 
 
 def load_model(

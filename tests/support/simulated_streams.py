@@ -346,8 +346,8 @@ class TrackedAttention(StepAttention):
         write_cells(self._streams, cells)
         return cells
 
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        return self._attention.attend(layer, q_THD)
+    def attend(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
+        return self._attention.attend(layer, q_THD, sinks_H)
 
     def layer_memory(self, layer: int) -> LayerStates:
         return self._attention.layer_memory(layer)

@@ -92,7 +92,8 @@ class HeadAttention:
     def layer_memory(self, layer: int) -> LayerStates:
         raise AssertionError("no layer of the draft head is recurrent")
 
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
+        assert sinks_H is None, "no draft head has sinks"
         for source, target, num_tokens in self.copies:
             for pages_NPKD in self.head.cache:
                 pages_NPKD[target, :num_tokens] = pages_NPKD[source, :num_tokens]
