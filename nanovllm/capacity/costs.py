@@ -85,8 +85,9 @@ class _Size(NamedTuple):
         """Return the size of the weight on the GPUs of all ranks.
 
         A quantized layer has packed codes, and 4 bytes for each block that shares a scale: an fp32 scale (e4m3), or a
-        scale and a zero of 16 bits each (integers). GGUF's blocks have several such words. Ranks that share columns
-        have smaller blocks where whole ones do not fit, and each has its own scales.
+        scale and a zero of 16 bits each (integers). GGUF's blocks have several such words, and rows are padded to
+        whole blocks. In other formats, ranks that share columns have smaller blocks where whole ones do not fit, and
+        each has its own scales.
         """
         total, (num_columns, num_sharing) = 0.0, self.shared_columns(num_ranks)
         for rows, format in zip(self.rows, self.formats, strict=True):
@@ -94,8 +95,12 @@ class _Size(NamedTuple):
                 total += rows * self.columns * itemsize
                 continue
             block_rows, block_columns = format.block
-            num_blocks = ceil_div(rows, block_rows or rows) * self.columns // gcd(block_columns, num_columns)
-            total += rows * self.columns * format.bits / 8 + 4 * num_blocks * max(1, format.scale_words)
+            columns, block_columns = self.columns, gcd(block_columns, num_columns)
+            if format.block_type is not None:  # rows are padded
+                block_columns = format.block[1]
+                columns = num_sharing * ceil_div(num_columns, block_columns) * block_columns
+            num_blocks = ceil_div(rows, block_rows or rows) * columns // block_columns
+            total += rows * columns * format.bits / 8 + 4 * num_blocks * max(1, format.scale_words)
         return total
 
     def shared_columns(self, num_ranks: int) -> tuple[int, int]:

@@ -94,11 +94,13 @@ class Quantization:
     def stays_packed(self, num_columns: int, num_ranks: int = 1) -> bool:
         """Return True if a GPU keeps a weight packed whose columns `num_ranks` share: `num_columns` on each rank.
 
-        A GPU keeps whole blocks of GGUF's types. Other formats that cannot be packed are refused (`packing_problem`).
+        A GPU keeps whole blocks of GGUF's types, and pads rows of blocks with 32 columns. Other formats that cannot be
+        packed are refused (`packing_problem`).
         """
         if self.block_type is None:
             return not self.is_fp4
-        return num_columns % self.block[1] == 0 and (num_ranks == 1 or not self.has_order)
+        least = min(self.block[1], 256 if self.block[1] == 256 else 32)
+        return num_columns % least == 0 and (num_ranks == 1 or not self.has_order)
 
     def format_of(self, layer: str) -> "Quantization | None":
         """Return the format of the linear layer of this name according to config.json, or None if it is not quantized.

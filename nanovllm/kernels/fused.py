@@ -96,7 +96,7 @@ def swiglu(gate, up, LIMIT: tl.constexpr, dtype: tl.constexpr):
         out = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
     else:
         gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        out = gate / (1.0 + tl.exp(-_ALPHA * gate)) * (up + 1.0)
+        out = gate / (1.0 + tl.exp(-(gate * _ALPHA))) * (up + 1.0)
     return out
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -219,6 +220,8 @@ def pack_blocks(blocks: torch.Tensor, weight: Packed, rows: PartRows, start: int
     """
     assert weight.scales is not None and weight.kind >= FIRST_BLOCK_TYPE.value, "the weight has no blocks"
     assert blocks.dtype == torch.uint8 and blocks.stride(1) == 1, "the kernel reads the bytes of a row in order"
+    if weight.padding:
+        blocks = F.pad(blocks, (0, weight.padding // 32 * _BLOCK_BYTES.value[weight.kind]))
     is_even = blocks.data_ptr() % 2 == blocks.stride(0) % 2 == 0
     assert is_even or weight.kind == MXFP4.value, "the kernel reads two bytes at a time"
     if not len(blocks):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.fused import swiglu
 from nanovllm.kernels.gguf_words import (
     BASES,
     HAS_LEAST,
@@ -113,13 +114,17 @@ def weight_operand(numbers):
 
 
 @triton.jit
-def load_x(x_row, column, KIND: tl.constexpr):
-    """Load words with x [lanes, 4] for a slice. `x_row` points to the lane's first words, in Q6_K to 2 of them."""
+def load_x(x_row, column, KIND: tl.constexpr, END: tl.constexpr = None):
+    """Load words with x [lanes, 4] for a slice. `x_row` points to the lane's first words, in Q6_K to 2 of them. END:
+    the number of columns of x if the weight is padded with others, else None.
+    """
     if KIND == Q6_K:  # words alternate between the groups of 16 columns
         x = tl.load(x_row + column // 2)
         x = tl.join(x, tl.load(x_row + (column // 2 + SLICE // 4))).reshape(x.shape[0], 4)
-    else:
+    elif END is None:
         x = tl.load(x_row + column // 2)
+    else:
+        x = tl.load(x_row + column // 2, mask=column < END, other=0)
     return x
 
 
@@ -188,7 +193,7 @@ def few_products_kernel(
     x_ptr,
     codes_ptr,
     scales_ptr,
-    bias_ptr,
+    bias_ptr,  # a number for each row of the weight, of all experts, or None
     factors_ptr,  # fp32 [pairs], factors of the results, or None for 1
     pairs_ptr,  # int32 [blocks * BLOCK_M]: the pairs of each block, sorted by expert, or None for all pairs in order
     experts_ptr,  # of each block, or each pair; num_experts for a block without pairs. None if there is one weight
@@ -201,6 +206,7 @@ def few_products_kernel(
     CHOSEN: tl.constexpr,  # pairs of a row of x
     SUMMED: tl.constexpr,  # pairs that are summed for a row of the result, one warp each, or 0 if nothing is summed
     K: tl.constexpr,
+    X_COLUMNS: tl.constexpr,  # columns of x, if the weight is padded with others (Packed), else None
     COLUMNS: tl.constexpr,  # columns of a block
     SHARED: tl.constexpr,  # columns of a block that share a scale
     GROUP: tl.constexpr,
@@ -209,6 +215,7 @@ def few_products_kernel(
     SCALE_DTYPE: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,  # the result is silu(first half) * second half
+    SWIGLU_LIMIT: tl.constexpr,  # or the clamped form (ExpertsConfig), unless it is None
     BLOCK_M: tl.constexpr,
     SPLIT: tl.constexpr,  # warps
     AHEAD: tl.constexpr,
@@ -335,9 +342,9 @@ def few_products_kernel(
             code_sums = sums if AT_END or KIND == DENSE else tl.zeros_like(sums)
             x_sums = tl.zeros_like(sums)
             for i in tl.static_range(start // SLICE, (start + SHARED) // SLICE):
-                x = load_x(x_row[0], column + i * SLICE, KIND)[:, :, None]
+                x = load_x(x_row[0], column + i * SLICE, KIND, X_COLUMNS)[:, :, None]
                 if BLOCK_M == 16:
-                    x = tl.join(x.reshape(x.shape[0], 4), load_x(x_row[1], column + i * SLICE, KIND))
+                    x = tl.join(x.reshape(x.shape[0], 4), load_x(x_row[1], column + i * SLICE, KIND, X_COLUMNS))
                 x = x_operand(x, KIND, dtype)
                 if KIND >= FIRST_BLOCK_TYPE:
                     upper = uppers[0] if BITS > 0 else None
@@ -362,12 +369,16 @@ def few_products_kernel(
                 sums += code_sums * scale_of(scale_bits, SCALE_DTYPE, KIND, dtype)
     if AT_END:
         sums *= scale_of(tl.load(scales_of_row), SCALE_DTYPE, KIND, dtype)
+    bias, factors = bias_ptr, factors_ptr
     if SUMMED:
+        if bias_ptr is not None:
+            sums += tl.load(bias_ptr + warp_expert * N + row[None, :, None]).to(tl.float32)
         sums *= tl.load(factors_ptr + block * SUMMED + warp, mask=warp < SUMMED, other=0.0)
+        bias, factors = None, None
+    elif experts_ptr is not None and bias_ptr is not None:
+        bias += expert * (ROWS * N)
     sums = tl.sum(sums, 0)
-    finish(
-        sums, row, feature, pair, bias_ptr, None if SUMMED else factors_ptr, out_ptr, out_stride, num_pairs, N, GATED
-    )
+    finish(sums, row, feature, pair, bias, factors, out_ptr, out_stride, num_pairs, N, GATED, SWIGLU_LIMIT)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -387,6 +398,7 @@ def products_kernel(
     out_stride,
     CHOSEN: tl.constexpr,
     K: tl.constexpr,
+    X_COLUMNS: tl.constexpr,
     COLUMNS: tl.constexpr,  # columns that are loaded at once
     SHARED: tl.constexpr,  # loaded columns that share a scale
     GROUP: tl.constexpr,
@@ -395,6 +407,7 @@ def products_kernel(
     SCALE_DTYPE: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
+    SWIGLU_LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,  # parts of the columns, one program each
@@ -421,12 +434,14 @@ def products_kernel(
     feature = tl.program_id(1) * FEATURES
     row = tl.minimum(feature + in_tile % FEATURES, N - 1) + in_tile // FEATURES * N
     pair = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    weight_row = row.to(tl.int64)
+    weight_row, bias = row.to(tl.int64), bias_ptr
     if experts_ptr is not None:
         expert = tl.load(experts_ptr + block).to(tl.int64)
         if expert >= num_experts:
             return
         weight_row += expert * (ROWS * N)
+        if bias_ptr is not None:
+            bias += expert * (ROWS * N)
         if pairs_ptr is not None:
             pair = tl.load(pairs_ptr + pair)
         else:  # one block per pair
@@ -456,7 +471,12 @@ def products_kernel(
                     scale_ptr = scales_of_row + (step * COLUMNS + start) // GROUP * SCALE_STRIDES[2]
                     scales = scales + (0 if AT_END else tl.load(scale_ptr),)  # noqa: RUF005
             for part in tl.static_range(PRODUCTS):
-                x = tl.load(x_column + (step * COLUMNS + part * (COLUMNS // PRODUCTS)))
+                column = step * COLUMNS + part * (COLUMNS // PRODUCTS)
+                if X_COLUMNS is None:
+                    x = tl.load(x_column + column)
+                else:
+                    is_x = column + tl.arange(0, COLUMNS // PRODUCTS)[:, None] < X_COLUMNS
+                    x = tl.load(x_column + column, mask=is_x, other=0.0)
                 values = block_values(
                     words, uppers, scales, part, PRODUCTS, SHARED, KIND, SCALE_DTYPE, dtype, not AT_END
                 )
@@ -470,7 +490,7 @@ def products_kernel(
         is_there = (pair < num_pairs)[None, :] & (feature + in_tile % FEATURES < N)[:, None]
         tl.store(out_ptr + part[None, :] + row[:, None], sums, mask=is_there)
     else:
-        finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED)
+        finish(sums, row, feature, pair, bias, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED, SWIGLU_LIMIT)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -509,6 +529,7 @@ def sum_parts_kernel(
     N,
     out_stride,
     GATED: tl.constexpr,
+    SWIGLU_LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -526,27 +547,40 @@ def sum_parts_kernel(
     for split in tl.static_range(SPLITS):
         part = (split * num_pairs + of_pair) * (ROWS * N)
         sums += tl.load(parts_ptr + part[None, :] + row[:, None])
-    finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED)
+    finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED, SWIGLU_LIMIT)
 
 
 @triton.jit
-def _gated(sums, dtype: tl.constexpr):
-    """silu(first half of the rows) * second half, rounded where torch rounds."""
+def _gated(sums, SWIGLU_LIMIT: tl.constexpr, dtype: tl.constexpr):
+    """silu(first half of the rows) * second half, rounded where torch rounds, or the clamped form."""
     HALF: tl.constexpr = sums.shape[0] // 2
     sums = sums.to(dtype).to(tl.float32)
     gate, up = tl.split(tl.permute(tl.reshape(sums, (2, HALF, sums.shape[1])), (1, 2, 0)))
-    return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+    return swiglu(gate, up, SWIGLU_LIMIT, dtype)
 
 
 @triton.jit
-def finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED: tl.constexpr):
+def finish(
+    sums,
+    row,
+    feature,
+    pair,
+    bias_ptr,
+    factors_ptr,
+    out_ptr,
+    out_stride,
+    num_pairs,
+    N,
+    GATED: tl.constexpr,
+    SWIGLU_LIMIT: tl.constexpr = None,
+):
     """Store the results of `sums` [BLOCK_N, BLOCK_M], for rows of the weight and pairs."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     FEATURES: tl.constexpr = sums.shape[0] // (2 if GATED else 1)
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + row).to(tl.float32)[:, None]
     if GATED:
-        sums = _gated(sums, dtype)
+        sums = _gated(sums, SWIGLU_LIMIT, dtype)
     if factors_ptr is not None:
         sums *= tl.load(factors_ptr + pair, mask=pair < num_pairs, other=0.0)[None, :]
     feature += tl.arange(0, FEATURES)

@@ -218,17 +218,20 @@ class Experts(nn.Module):
         chosen: dict[str, Any] = {"experts": experts, "num_experts": self.num_experts}
         if experts.numel() > MAX_SINGLE_PAIRS:
             chosen = {"routing": kernels.route(experts, self.num_experts)}
+        limit, bias = self.swiglu_limit, self.gate_up_bias
         if isinstance(self.gate_up, StackedWeight):
             gates_and_ups = x.new_empty(experts.numel(), 2 * self.local_size)
-            for weight, out in zip(self.gate_up.weights, gates_and_ups.chunk(2, dim=-1), strict=True):
-                kernels.products(x, packed(weight), out=out, **chosen)
-            hidden = silu_and_mul(gates_and_ups)
+            biases = (None, None) if bias is None else bias.chunk(2)
+            parts = zip(self.gate_up.weights, biases, gates_and_ups.chunk(2, dim=-1), strict=True)
+            for weight, of_part, out in parts:
+                kernels.products(x, packed(weight), of_part, out=out, **chosen)
+            hidden = silu_and_mul(gates_and_ups, limit)
         else:
-            hidden = kernels.products(x, packed(self.gate_up), gated=True, **chosen)
+            hidden = kernels.products(x, packed(self.gate_up), bias, gated=True, swiglu_limit=limit, **chosen)
         down = packed(self.down)
         if experts.numel() <= MAX_SINGLE_PAIRS and kernels.can_sum_experts(hidden, down, experts):
-            return kernels.sum_of_experts(hidden, down, experts, self.num_experts, weights)
-        out = kernels.products(hidden, down, factors=weights.flatten(), **chosen)
+            return kernels.sum_of_experts(hidden, down, experts, self.num_experts, weights, self.down_bias)
+        out = kernels.products(hidden, down, self.down_bias, factors=weights.flatten(), **chosen)
         return out.view(*experts.shape, self.hidden_size).sum(1)  # torch sums in fp32
 
     def weight_shards(self) -> Iterator[NamedShard]:
