@@ -71,6 +71,7 @@ class _Size(NamedTuple):
     split: str | None  # the features that ranks share, as in Linear
     num_experts: int  # number of experts with this weight, or 0 if every token uses the weight
     formats: tuple[Quantization | None, ...]  # of each layer
+    has_bias: bool
 
     @property
     def num_params(self) -> int:
@@ -117,8 +118,9 @@ class _ExpertSizes(NamedTuple):
 
     def layer_format(self, dtype: str, num_ranks: int) -> LayerFormat:
         """Return how the experts are stored in CPU memory. Raises ConfigError if they cannot be."""
-        sizes = {"hidden_size": self.gate_up.columns, "size": self.down.columns}
-        return layer_format((*self.gate_up.formats, *self.down.formats), dtype, **sizes, num_ranks=num_ranks)
+        formats = *self.gate_up.formats, *self.down.formats
+        sizes = {"hidden_size": self.gate_up.columns, "size": self.down.columns, "num_ranks": num_ranks}
+        return layer_format(formats, dtype, **sizes, has_bias=self.down.has_bias)
 
 
 class _Weights(NamedTuple):
@@ -149,7 +151,7 @@ def _weights(model: ModelConfig, part: str) -> _Weights:
                 on_cpu.append(_size_of(weight, model))
             else:
                 sizes[_size_of(weight, model)] += 1
-            num_others += sum(weight.rows) * weight.bias
+            num_others += sum(weight.rows) * weight.bias * max(1, weight.num_experts)
         else:
             num_others += prod(weight.shape)
     return _Weights(sizes, num_others, Counter(map(_ExpertSizes, on_cpu[::2], on_cpu[1::2])))
@@ -157,7 +159,7 @@ def _weights(model: ModelConfig, part: str) -> _Weights:
 
 def _size_of(weight: Linear, model: ModelConfig) -> _Size:
     formats = weight.first_expert_formats(model)
-    return _Size(weight.rows, weight.columns, weight.split, weight.num_experts, formats)
+    return _Size(weight.rows, weight.columns, weight.split, weight.num_experts, formats, weight.bias)
 
 
 def packing_problem(config: Config, model: ModelConfig) -> str | None:

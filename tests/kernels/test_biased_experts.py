@@ -120,7 +120,7 @@ def test_sums_of_few_tokens_and_of_many(
         x, chosen, weights = draw(num_tokens, device)
         exact = expected_sums(values, of_biases, x, chosen, weights, torch.float64)
         plain = expected_sums(values, of_biases, x, chosen, weights, DTYPE)
-        got = experts._sum_of_products(x, chosen, weights)
+        got = experts._sum_of_products(x, chosen, weights, experts.biases)
         rounding = torch.finfo(DTYPE).eps * exact.abs().mean()  # of the sum itself, which `plain` does not round
         assert (got.double() - exact).abs().mean() <= 2 * (plain - exact).abs().mean() + rounding, num_tokens
 
@@ -136,7 +136,7 @@ def test_sums_in_fp32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for num_tokens in (1, 4):
             x, chosen, weights = draw(num_tokens, device, torch.float32)
             exact = expected_sums(values, biases(experts), x, chosen, weights, torch.float64)
-            got = experts._sum_of_products(x, chosen, weights)
+            got = experts._sum_of_products(x, chosen, weights, experts.biases)
             torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4)
 
 

@@ -34,16 +34,18 @@ def matrix_format(
     num_columns: int,
     group_size: int = 64,  # in the checkpoint
     has_zeros: bool = False,
+    has_bias: bool = False,
 ) -> MatrixFormat:
     block_type = WEIGHT_TYPES[name]
     if block_type not in (INT4, INT8, E4M3):
-        return MatrixFormat(type=block_type, num_rows=num_rows, num_columns=num_columns)
+        return MatrixFormat(type=block_type, num_rows=num_rows, num_columns=num_columns, has_bias=has_bias)
     return MatrixFormat(
         type=block_type,
         num_rows=num_rows,
         num_columns=num_columns,
         group_size=stored_group(block_type, num_columns, group_size),
         has_zeros=has_zeros and block_type != E4M3,
+        has_bias=has_bias,
     )
 
 
@@ -79,8 +81,12 @@ def random_blocks(given: MatrixFormat, generator: torch.Generator) -> torch.Tens
 
 
 def fill(matrix: ExpertMatrix, generator: torch.Generator) -> torch.Tensor:
-    """Store random weights in every place. Returns their values, fp64 [P, N, K], by the code that loads models."""
+    """Store random weights in every place, and random biases, some of them beyond the limit of clamped gates. Returns
+    the values of the weights, fp64 [P, N, K], by the code that loads models.
+    """
     given, values = matrix.format, []
+    if matrix.biases is not None:
+        matrix.biases.copy_((torch.randn(matrix.biases.shape, generator=generator) * 5).bfloat16())
     for place in range(matrix.num_places):
         if given.is_grouped:
             quantized = random_quantized(given, generator)
@@ -120,6 +126,7 @@ class Case:
     num_layers: int = 1
     seed: int = 0
     grouped: dict[str, object] = field(default_factory=dict)  # arguments of matrix_format
+    swiglu_limit: float | None = None
     memory: torch.Tensor | None = None  # of the weights, otherwise new memory
     job: ExpertJob = field(init=False)
 
@@ -134,7 +141,7 @@ class Case:
         places[present] = order.int()
         layers = [formats] * self.num_layers, [places] * self.num_layers
         memory = torch.empty(store_bytes(*layers), dtype=torch.uint8) if self.memory is None else self.memory
-        self.store = ExpertStore(*layers, memory)
+        self.store = ExpertStore(*layers, memory, self.swiglu_limit)
         self.values = [
             [fill(matrix, generator) for matrix in (layer.gate, layer.up, layer.down)] for layer in self.store.layers
         ]
@@ -153,7 +160,8 @@ class Case:
 
     def expected(self, layer: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """The output in fp64; or as torch computes it in `dtype`."""
-        job, places = self.job, self.store.layers[layer].places
+        job, places, limit = self.job, self.store.layers[layer].places, self.swiglu_limit
+        biases = [each.biases for each in self.store.layers[layer].matrices]
         out = torch.zeros(job.x.shape, dtype=torch.float64)
         gates, ups, downs = (values.to(dtype) for values in self.values[layer])
         for token in range(self.num_tokens):
@@ -161,9 +169,14 @@ class Case:
                 place = int(places[expert]) if 0 <= expert < self.num_experts else -1
                 if place >= 0:
                     x = job.x[token].to(dtype)
-                    gate, up = linear(x, gates[place]), linear(x, ups[place])
-                    hidden = torch.nn.functional.silu(gate) * up
-                    out[token] += job.weights[token, choice] * linear(hidden, downs[place]).double()
+                    of_expert = [None if each is None else each[place].to(dtype) for each in biases]
+                    gate, up = linear(x, gates[place], of_expert[0]), linear(x, ups[place], of_expert[1])
+                    if limit is None:
+                        hidden = torch.nn.functional.silu(gate) * up
+                    else:
+                        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+                        hidden = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+                    out[token] += job.weights[token, choice] * linear(hidden, downs[place], of_expert[2]).double()
         return out
 
     def check(self, layer: int = 0) -> None:

@@ -11,7 +11,7 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from nanovllm.capabilities.cpu_experts.store import ExpertStore
+from nanovllm.capabilities.cpu_experts.store import ExpertMatrix, ExpertStore
 from nanovllm.layers.linear import silu_and_mul
 
 _SLICE = 32  # SLICE in source/formats.h
@@ -31,6 +31,7 @@ class CExpertJob(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in "layers x experts weights out scratch".split()),
         *((name, ctypes.c_int64) for name in "num_tokens num_chosen hidden_size size".split()),
         *((name, ctypes.c_int64) for name in "num_experts num_places dtype out_dtype".split()),
+        ("swiglu_limit", ctypes.c_double),
     ]
 
 
@@ -45,7 +46,8 @@ def scratch_bytes(num_tokens: int, num_chosen: int, hidden_size: int, size: int,
 
 
 class ExpertJob:
-    """The sums over the chosen experts in CPU memory of weight * down(silu(gate(x)) * up(x)), in each layer.
+    """The sums over the chosen experts in CPU memory of weight * down(silu(gate(x)) * up(x)), in each layer. The gate
+    has the clamped form if the store has a swiglu_limit.
 
     All layers share the tensors, which are contiguous and in CPU memory: `x` [T, H] in fp32, bf16 or fp16; `experts`
     int32 [T, C] and `weights` fp32 [T, C]; `out` [T, H] in the dtype of x or fp32. The first `num_tokens` rows of each
@@ -88,6 +90,7 @@ class ExpertJob:
             num_places=max(layer.num_places for layer in store.layers),
             dtype=_DTYPE_CODES[x.dtype],
             out_dtype=_DTYPE_CODES[out.dtype],
+            swiglu_limit=store.swiglu_limit or 0.0,
         )
 
     @classmethod
@@ -147,9 +150,11 @@ class ExpertJob:
         for place in places[places >= 0].unique().tolist():
             token, choice = (places == place).nonzero(as_tuple=True)
             x = self.x[token].float()
-            gate, up = (F.linear(x, matrix.values(place)) for matrix in (weights_of.gate, weights_of.up))
-            hidden = silu_and_mul(torch.cat((gate, up), 1).to(dtype)).float()
-            sums.index_add_(
-                0, token, F.linear(hidden, weights_of.down.values(place)) * self.weights[token, choice, None]
-            )
+            gate, up = (_linear(x, matrix, place) for matrix in (weights_of.gate, weights_of.up))
+            hidden = silu_and_mul(torch.cat((gate, up), 1).to(dtype), self.store.swiglu_limit).float()
+            sums.index_add_(0, token, _linear(hidden, weights_of.down, place) * self.weights[token, choice, None])
         self.out[rows] = sums
+
+
+def _linear(x: torch.Tensor, matrix: ExpertMatrix, place: int) -> torch.Tensor:
+    return F.linear(x, matrix.values(place), None if matrix.biases is None else matrix.biases[place])

@@ -1,5 +1,6 @@
 // The experts of one layer that are in CPU memory: sums over each token's chosen experts of
-// weight * down(silu(gate(x)) * up(x)).
+// weight * down(silu(gate(x)) * up(x)). With a limit, gate and up are clamped, and gate * sigmoid(ALPHA * gate) * (up + 1)
+// replaces silu(gate) * up.
 //
 //   routing   Before the threads begin, the pairs of a token and a chosen expert are sorted by expert, and x is
 //             converted to fp32 if a format needs it. Pairs of an expert that is not in CPU memory are dropped.
@@ -24,6 +25,7 @@
 namespace {
 
 constexpr int HIDDEN_ROWS = 32, OUTPUT_ROWS = 16;
+constexpr float SWIGLU_ALPHA = 1.702f;
 
 #if defined(__AMX_BF16__)
 constexpr bool HAS_MATRIX_UNIT = true;
@@ -49,6 +51,7 @@ struct ExpertJob {  // mirrored by CExpertJob in job.py
   void* out;               // [T, H]
   uint8_t* scratch;
   int64_t num_tokens, num_chosen, hidden_size, size, num_experts, num_places, dtype, out_dtype;
+  double swiglu_limit;  // 0: no limit
 
   ExpertJob of_layer(int64_t layer) const {
     ExpertJob job = *this;
@@ -88,11 +91,20 @@ inline Floats load_as(const void* from, int64_t i, int64_t dtype) {
   }
 }
 
-inline Floats silu(Floats x) {
+// x * sigmoid(slope * x) for a positive slope; silu(x) with a slope of 1.
+inline Floats gated(Floats x, float slope = 1) {
   const Floats magnitude = max(x, -x);
-  const Floats small = exp2_of(magnitude * -LOG2_E);  // e^-|x|
+  const Floats small = exp2_of(magnitude * (-LOG2_E * slope));  // e^-|slope * x|
   const Floats one = broadcast(1.0f);
   return x * (x < 0 ? small : one) / (one + small);
+}
+
+inline Floats min(Floats a, Floats b) { return -max(-a, -b); }
+
+// The products of `count` values with their biases, if there are any.
+inline Floats with_bias(const float* products, const float* biases, int v) {
+  const Floats values = load(products + v);
+  return biases ? values + load(biases + v) : values;
 }
 
 inline bool has_least(const Matrix& matrix) {
@@ -298,12 +310,22 @@ struct Mixture : Work {
       multiply_x<HIDDEN_ROWS>(matrix_unit, gate, up, first, count, gates);
       multiply_x<HIDDEN_ROWS>(matrix_unit, up, next, first, count, ups);
       for (int64_t i = 0; i < count; ++i)
-        store_hidden(gates + i * HIDDEN_ROWS, ups + i * HIDDEN_ROWS, first, i, count, feature);
+        store_hidden(gates + i * HIDDEN_ROWS, ups + i * HIDDEN_ROWS, gate.biases(), up.biases(), first, i, count,
+                     feature);
     });
   }
 
+  Floats activation(Floats gate, Floats up) const {
+    gate = round_to(gate, job.dtype), up = round_to(up, job.dtype);
+    if (job.swiglu_limit == 0) return round_to(round_to(gated(gate), job.dtype) * up, job.dtype);
+    const Floats limit = broadcast(float(job.swiglu_limit));
+    gate = min(gate, limit), up = max(min(up, limit), -limit);
+    return round_to(gated(gate, SWIGLU_ALPHA) * (up + broadcast(1.0f)), job.dtype);
+  }
+
   // Of pair first + i, where `count` pairs share tiles.
-  void store_hidden(const float* gate, const float* up, int64_t first, int64_t i, int64_t count, int64_t feature) {
+  void store_hidden(const float* gate, const float* up, const float* gate_biases, const float* up_biases,
+                    int64_t first, int64_t i, int64_t count, int64_t feature) {
     const int64_t row = (first + i) * job.size + feature;
     const bool in_tiles = uses_tiles(layer.down, count);
     uint32_t* pairs = reinterpret_cast<uint32_t*>(hidden_pairs);
@@ -311,8 +333,7 @@ struct Mixture : Work {
     const int64_t pair_stride = in_tiles ? count : 1;
     Floats total{};
     for (int v = 0; v < HIDDEN_ROWS; v += W) {
-      const Floats activated = round_to(silu(round_to(load(gate + v), job.dtype)), job.dtype);
-      const Floats hidden = round_to(activated * round_to(load(up + v), job.dtype), job.dtype);
+      const Floats hidden = activation(with_bias(gate, gate_biases, v), with_bias(up, up_biases, v));
       total += hidden;
       if (!uses_pairs(layer.down)) {
         store_vector(hidden_floats + row + v, hidden);
@@ -342,7 +363,7 @@ struct Mixture : Work {
           float* to = sums + tokens[first + i] * h + column;
           const float weight = job.weights[choices[first + i]];
           for (int v = 0; v < OUTPUT_ROWS; v += W)
-            store_vector(to + v, load(to + v) + load(products + i * OUTPUT_ROWS + v) * weight);
+            store_vector(to + v, load(to + v) + with_bias(products + i * OUTPUT_ROWS, down.biases(), v) * weight);
         }
       });
     }
