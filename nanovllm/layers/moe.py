@@ -125,7 +125,7 @@ class CpuExpertLayers(Protocol):
 
 
 class ExpertBiases(NamedTuple):
-    """The biases of experts, of this rank's features. Only rank 0 has those of down, so that the sum over ranks counts
+    """The biases of experts, of this rank's features. Only rank 0 has biases of down, so that the sum over ranks counts
     them once.
     """
 
