@@ -201,7 +201,7 @@ class Experts(nn.Module):
     def sums(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, biases: ExpertBiases | None = None
     ) -> torch.Tensor:
-        """Return this rank's part of the sums, with these biases, which are not always those of the module."""
+        """Return this rank's part of the sums. biases: the module's own, or for streamed experts the layer's."""
         return (self._sum_of_products if x.is_cuda else self._sum_by_expert)(x, experts, weights, biases)
 
     @property

@@ -1,11 +1,15 @@
 """gpt-oss: windows, sinks, biases and the clamped activation of experts, against transformers in fp32."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from dense_model import load_model, random_prompt, run_greedy, run_logits
+from gguf_files import write_gguf
 from mxfp4_files import write_mxfp4
 from thread_ranks import run_ranks
 from tiny_models import greedy_reference, reference_model, write_tiny_model
@@ -77,6 +81,40 @@ def test_mxfp4_has_the_values_of_its_codes(tmp_path: Path, plain: Path) -> None:
         run_ranks(2, lambda tp, path=path: run_logits(load_model(path, tp), PROMPT)) for path in (quantized, values)
     ]
     assert all(torch.equal(*logits) for logits in zip(*of_ranks, strict=True))
+
+
+def test_gguf_has_the_values_of_its_blocks(tmp_path: Path, plain: Path) -> None:
+    """Also attention in other types, and files without an entry for truncation."""
+    content = json.loads((plain / "config.json").read_text())
+    content["rope_parameters"]["truncate"] = False
+    source = tmp_path / "source"
+    shutil.copytree(plain, source)
+    (source / "config.json").write_text(json.dumps(content))
+    for types in (["MXFP4"], ["F32"], ["Q8_0", "MXFP4", "F16"]):
+        values = tmp_path / "-".join(types)
+        file = write_gguf(tmp_path / f"{values.name}.gguf", source, types=types, same_values=values)
+        logits = run_logits(load_model(file), PROMPT)
+        assert torch.equal(logits, run_logits(load_model(values), PROMPT)), types
+        assert (logits - reference_logits(values)).abs().max() < 3e-5
+    config = ModelConfig.without_weights(str(file))
+    assert config == replace(
+        ModelConfig.without_weights(str(values)),
+        torch_dtype=config.torch_dtype,
+        quantization=config.quantization,
+        gguf_types=config.gguf_types,
+    )
+
+
+def test_end_tokens_of_gguf_are_of_the_harmony_format(tmp_path: Path, plain: Path) -> None:
+    """<|end|> ends a message, not the answer, whatever it is in other models."""
+    texts = ["<|endoftext|>", "<|return|>", "<|end|>", "<|call|>", "<|start|>"]
+
+    def add_vocabulary(writer: Any) -> None:
+        writer.add_token_list([*map(str, range(315)), *texts])
+        writer.add_token_types([1] * 315 + [3] * 5)
+
+    write_gguf(tmp_path / "x.gguf", plain, metadata=add_vocabulary)
+    assert sorted(ModelConfig.without_weights(str(tmp_path / "x.gguf")).eos_token_ids) == [315, 316, 318, 319]
 
 
 def test_dummy_weights_of_mxfp4_do_not_depend_on_the_number_of_ranks(tmp_path: Path, plain: Path) -> None:

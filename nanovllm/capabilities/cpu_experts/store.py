@@ -7,7 +7,8 @@ of blocks. The types are:
 - INT4, INT8 and E4M3: codes in the order of the GPU's kernels (kernels/packed_values.py), so that the GPU can use them
   as they are. Groups of columns in a row share a scale in fp32 and, in INT4 and INT8, a zero.
 
-Biases are fp32 [P, N]. The biases of down are 0 on all ranks but the first, so that the sum over ranks counts them once.
+Biases are fp32 [P, N]. Only the first rank has biases of down, the others have zeros, so that the sum over ranks counts
+them once.
 
 Legend: P places, N output features, K input features, G groups of a row.
 """
