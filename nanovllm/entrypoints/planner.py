@@ -346,6 +346,8 @@ def seconds_text(number: float) -> str:
 
 
 HUB_NAMES = {  # models with the sizes of the presets, which have no weights
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "gpt-oss-120b": "openai/gpt-oss-120b",
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
     "qwen2.5-7b-1m": "Qwen/Qwen2.5-7B-Instruct-1M",
     "qwen3-0.6b": "Qwen/Qwen3-0.6B",
