@@ -417,6 +417,8 @@ def test_experts_with_biases_and_padded_rows_fit(name: str) -> None:
             packed_linear.products(x, weight, bias, routing=routing, factors=factors.flatten())
         packed_linear.products(x, weight, bias)
         packed_values.unpack(weight, 0, torch.zeros(256, 2880, dtype=BF16))
+        rows = torch.zeros(64, 2880 // 32 * 17, dtype=torch.uint8)
+        gguf_pack.pack_blocks(rows, weight, gguf_pack.PartRows(0, 32, 64), 0)
     check(compiled, target)
 
 
