@@ -446,7 +446,9 @@ def products_kernel(
             pair = tl.load(pairs_ptr + pair)
         else:  # one block per pair
             pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
-    x_row = tl.minimum(pair, num_pairs - 1) // CHOSEN  # rows that do not exist are replaced by copies of others
+    # Rows that do not exist are replaced by copies of different rows: if all were copies of one row, the loads of its
+    # cache lines would queue up
+    x_row = tl.where(pair < num_pairs, pair, (pair + tl.arange(0, BLOCK_M)) % num_pairs) // CHOSEN
     x_column = x_ptr + x_row.to(tl.int64)[None, :] * x_stride + tl.arange(0, COLUMNS // PRODUCTS)[:, None]
     word = tl.arange(0, COLUMNS // CODES)[None, :]
     first_word = codes_ptr + weight_row[:, None] * (K // CODES + K // 32 * UPPER_BITS[KIND])

@@ -127,16 +127,20 @@ def choose_tile(
             return ManyRowsTile(block_m, 64, 4, 3)
         return ManyRowsTile(block_m, 256, 8, 4) if is_large else ManyRowsTile(block_m, 128, 8, 3)
     # GGUF's blocks of 4 bits were fastest with 4 warps, and with enough programs for two on each multiprocessor
-    is_shared = is_large and block_m <= 64 and _has_blocks_of_four_bits(weight)
-    block_n = 128 if is_large and not (is_shared and block_m == 64 and not is_routed) else 64
+    is_shared = is_large and _has_blocks_of_four_bits(weight)
+    has_many_rows = block_m == MAX_BLOCK_M or (block_m == 64 and not is_routed)
+    block_n = 128 if is_large and not (is_shared and has_many_rows) else 64
     num_programs = triton.cdiv(16 * num_tiles, block_n) * max(1, triton.cdiv(num_rows, MAX_BLOCK_M))
-    if not is_routed and num_rows <= MAX_BLOCK_M and num_programs < target.num_sms:
+    if not is_shared and not is_routed and num_rows <= MAX_BLOCK_M and num_programs < target.num_sms:
         block_m = min(block_m, 64)
     num_running = target.num_sms * (2 if is_shared else 1)
     num_splits = max(1, min(num_running // num_programs, weight.num_columns // MIN_SPLIT_COLUMNS, MAX_SPLITS))
     num_per_sm = 1
     if is_shared:
-        num_warps, num_stages = 4, 3 if block_n == 64 and num_programs > target.num_sms else 4
+        num_warps, num_stages = (
+            4,
+            3 if block_m == MAX_BLOCK_M or (block_n == 64 and num_programs > target.num_sms) else 4,
+        )
     elif block_m == MAX_BLOCK_M:
         num_warps, num_stages = 8, 3 if is_large else 2
         fits_twice = weight.kind == INT4.value and weight.group_size % 128 == 0 and target.capability[0] == 9

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nanovllm.kernels.packed_values import Packed
 
 MAX_PACKED_ROWS = 256  # rows up to which multiplying the packed weight was fastest on an H100
-MAX_BLOCK_ROWS = {4: 128, 5: 16, 6: 16, 8: 256}  # for GGUF's blocks, by bits of a code, on an H200; 5 as 6
+MAX_BLOCK_ROWS = {4: 256, 5: 16, 6: 16, 8: 256}  # for GGUF's blocks, by bits of a code, on an H200 or H100; 5 as 6
 MAX_ROWS_BEFORE_CODES = 64  # the same where cuBLAS can multiply the codes
 UNPACKED_BYTES = 64 * 2**20  # unpacked values that exist at a time
 _ALIGNED_ROWS = 128  # cuBLAS is slow if the parts of its results are not aligned
