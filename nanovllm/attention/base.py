@@ -179,8 +179,11 @@ class WindowKeys(Protocol):
         """The cells for the layer's new K and V."""
         ...
 
-    def attend(self, q_THD: torch.Tensor) -> torch.Tensor:
-        """Attend with all tokens of the step to the keys in their windows. Returns [T, H, D]. Hot: once per layer."""
+    def attend(self, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
+        """Attend with all tokens of the step to the keys in their windows. Returns [T, H, D]. Hot: once per layer.
+
+        sinks_H: see StepAttention.attend.
+        """
         ...
 
 

@@ -71,6 +71,7 @@ class _Size(NamedTuple):
     split: str | None  # the features that ranks share, as in Linear
     num_experts: int  # number of experts with this weight, or 0 if every token uses the weight
     formats: tuple[Quantization | None, ...]  # of each layer
+    has_bias: bool
 
     @property
     def num_params(self) -> int:
@@ -85,8 +86,9 @@ class _Size(NamedTuple):
         """Return the size of the weight on the GPUs of all ranks.
 
         A quantized layer has packed codes, and 4 bytes for each block that shares a scale: an fp32 scale (e4m3), or a
-        scale and a zero of 16 bits each (integers). GGUF's blocks have several such words. Ranks that share columns
-        have smaller blocks where whole ones do not fit, and each has its own scales.
+        scale and a zero of 16 bits each (integers). GGUF's blocks have several such words, and rows are padded to
+        whole blocks. In other formats, ranks that share columns have smaller blocks where whole ones do not fit, and
+        each has its own scales.
         """
         total, (num_columns, num_sharing) = 0.0, self.shared_columns(num_ranks)
         for rows, format in zip(self.rows, self.formats, strict=True):
@@ -94,8 +96,12 @@ class _Size(NamedTuple):
                 total += rows * self.columns * itemsize
                 continue
             block_rows, block_columns = format.block
-            num_blocks = ceil_div(rows, block_rows or rows) * self.columns // gcd(block_columns, num_columns)
-            total += rows * self.columns * format.bits / 8 + 4 * num_blocks * max(1, format.scale_words)
+            columns, block_columns = self.columns, gcd(block_columns, num_columns)
+            if format.block_type is not None:  # rows are padded
+                block_columns = format.block[1]
+                columns = num_sharing * ceil_div(num_columns, block_columns) * block_columns
+            num_blocks = ceil_div(rows, block_rows or rows) * columns // block_columns
+            total += rows * columns * format.bits / 8 + 4 * num_blocks * max(1, format.scale_words)
         return total
 
     def shared_columns(self, num_ranks: int) -> tuple[int, int]:
@@ -112,8 +118,9 @@ class _ExpertSizes(NamedTuple):
 
     def layer_format(self, dtype: str, num_ranks: int) -> LayerFormat:
         """Return how the experts are stored in CPU memory. Raises ConfigError if they cannot be."""
-        sizes = {"hidden_size": self.gate_up.columns, "size": self.down.columns}
-        return layer_format((*self.gate_up.formats, *self.down.formats), dtype, **sizes, num_ranks=num_ranks)
+        formats = *self.gate_up.formats, *self.down.formats
+        sizes = {"hidden_size": self.gate_up.columns, "size": self.down.columns, "num_ranks": num_ranks}
+        return layer_format(formats, dtype, **sizes, has_bias=self.down.has_bias)
 
 
 class _Weights(NamedTuple):
@@ -144,7 +151,7 @@ def _weights(model: ModelConfig, part: str) -> _Weights:
                 on_cpu.append(_size_of(weight, model))
             else:
                 sizes[_size_of(weight, model)] += 1
-            num_others += sum(weight.rows) * weight.bias
+            num_others += sum(weight.rows) * weight.bias * max(1, weight.num_experts)
         else:
             num_others += prod(weight.shape)
     return _Weights(sizes, num_others, Counter(map(_ExpertSizes, on_cpu[::2], on_cpu[1::2])))
@@ -152,7 +159,7 @@ def _weights(model: ModelConfig, part: str) -> _Weights:
 
 def _size_of(weight: Linear, model: ModelConfig) -> _Size:
     formats = weight.first_expert_formats(model)
-    return _Size(weight.rows, weight.columns, weight.split, weight.num_experts, formats)
+    return _Size(weight.rows, weight.columns, weight.split, weight.num_experts, formats, weight.bias)
 
 
 def packing_problem(config: Config, model: ModelConfig) -> str | None:

@@ -350,6 +350,8 @@ HUB_NAMES = {  # models with the sizes of the presets, which have no weights
     "gemma-4-12b": "google/gemma-4-12B-it",
     "gemma-4-26b-a4b": "google/gemma-4-26B-A4B-it",
     "gemma-4-31b": "google/gemma-4-31B-it",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "gpt-oss-120b": "openai/gpt-oss-120b",
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
     "qwen2.5-7b-1m": "Qwen/Qwen2.5-7B-Instruct-1M",
     "qwen3-0.6b": "Qwen/Qwen3-0.6B",

@@ -100,7 +100,7 @@ class WindowSpec:
         return self.num_layers * min(num_tokens, self.window) * self.token_bytes
 
 
-MIN_SHORT_TOKENS = 16  # chunks of up to this many tokens are written to the ring, whatever the pages' size
+MIN_SHORT_TOKENS = 16  # chunks of up to this many tokens are always written to the ring
 
 
 @dataclass(frozen=True, kw_only=True)

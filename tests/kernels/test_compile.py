@@ -416,6 +416,28 @@ def test_sorted_experts_in_fp32_fit() -> None:
     check(compiled, target)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["8.6", "9.0", "12.0"])
+def test_experts_with_biases_and_padded_rows_fit(name: str) -> None:
+    """The experts of gpt-oss: rows of 2,880 columns in MXFP4, and the clamped gate."""
+    with compiling_for(target := KNOWN_TARGETS[name]) as compiled:
+        weight, bias = blocks("MXFP4", 2880), torch.zeros(256, dtype=BF16)
+        assert weight.padding == 64
+        x, experts, factors = torch.zeros(2, 2880, dtype=BF16), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2)
+        clamped = {"gated": True, "activation": "clamped_swiglu"}
+        packed_linear.products(x[:1], weight, bias, experts=experts, num_experts=2, **clamped)
+        packed_linear.sum_of_experts(x, weight, experts, 2, factors, bias)
+        for block_m in (16, 32, 64, 128):
+            routing = packed_linear.route(experts, 2, block_m)
+            packed_linear.products(x[:1], weight, bias, routing=routing, **clamped)
+            packed_linear.products(x, weight, bias, routing=routing, factors=factors.flatten())
+        packed_linear.products(x, weight, bias)
+        packed_values.unpack(weight, 0, torch.zeros(256, 2880, dtype=BF16))
+        rows = torch.zeros(64, 2880 // 32 * 17, dtype=torch.uint8)
+        gguf_pack.pack_blocks(rows, weight, gguf_pack.PartRows(0, 32, 64), 0)
+    check(compiled, target)
+
+
 def launch_other_choices(head_dim: int, dtype: torch.dtype) -> None:
     """The other choices that the host functions make for this head dim and dtype, and group sizes of real models."""
     launch_prefill(head_dim, dtype, 64, causal=True, heads=(16, 8))

@@ -19,6 +19,7 @@ FILES = [
     "kernels/test_small_linear.py",
     "kernels/test_packed_linear.py",
     "kernels/test_gguf_kernels.py",
+    "kernels/test_biased_experts.py",
     "kernels/test_vocabulary_kernels.py",
     "kernels/test_shadow_kernels.py",
     "kernels/test_delta_net.py",
