@@ -581,12 +581,13 @@ FEW_QUERIES = [
 @pytest.mark.parametrize(
     ("steps", "heads"), [(ONE_QUERY_EACH, (16, 8)), (FEW_QUERIES, (16, 8)), (FEW_QUERIES, (32, 4))]
 )
-def test_gpu_short_queries_replay_in_a_cuda_graph_with_other_lengths(name, steps, heads):
+@pytest.mark.parametrize(("window", "sinks"), [(None, ()), (200, (-20.0, 0.5, 5.0))])
+def test_gpu_short_queries_replay_in_a_cuda_graph_with_other_lengths(name, steps, heads, window, sinks):
     """Captured without host tables. Replayed with fewer queries, other lengths and empty sequences, behind the others
     or between them. The rows of no sequence hold NaN.
     """
     backend = gpu_backend(name, torch.bfloat16, 128)
-    cases = [make_paged(lens, 256, heads, causal=True, **IN_BF16) for lens in steps]
+    cases = [make_paged(lens, 256, heads, causal=True, window=window, sinks=sinks, **IN_BF16) for lens in steps]
     num_blocks = max(len(case.k_cache) for case in cases)
     q = torch.empty_like(cases[0].q_THD)
     caches = torch.full((2, num_blocks, 256, heads[1], 128), torch.nan, dtype=torch.bfloat16, device="cuda")
@@ -600,10 +601,11 @@ def test_gpu_short_queries_replay_in_a_cuda_graph_with_other_lengths(name, steps
         max_context_len=16 * 256,
         host=None,
     )
-    backend.attend(q, *caches, batch, 0.09)  # compiles
+    sinks_H = cases[0].sinks_H
+    backend.attend(q, *caches, batch, 0.09, sinks_H)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = backend.attend(q, *caches, batch, 0.09)
+        got = backend.attend(q, *caches, batch, 0.09, sinks_H)
     for case in [*cases, cases[0]]:
         num_tokens = len(case.q_THD)
         q.fill_(torch.nan)
