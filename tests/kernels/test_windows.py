@@ -82,10 +82,10 @@ def test_sinks_without_a_window_match_naive(device, num_splits, causal):
 
 
 @on_device
-@pytest.mark.parametrize("max_query_len", [1, 4])
+@pytest.mark.parametrize("max_query_len", [1, 4, 40])
 def test_backend_without_host_sizes_reads_the_window_alone(device, max_query_len):
     """As inside a graph. There may be more sequences than tokens: the rest is empty."""
-    lens = [(min(3, max_query_len), 700), (1, 40), (0, 0), (0, 0), (0, 0)]
+    lens = [(min(33, max_query_len), 700), (1, 40), (0, 0), (0, 0), (0, 0)]
     case = make_paged(lens, 256, (4, 2), causal=True, device=device, window=100, sinks=SINKS)
     batch = replace(case.batch, host=None, max_query_len=max_query_len, max_context_len=4096)
     got = TritonBackend().attend(case.q_THD, case.k_cache, case.v_cache, batch, 0.3, case.sinks_H)
