@@ -75,8 +75,9 @@ def prefill_config(
         if block_d > 128:
             return PrefillConfig(128, 32, 8, 3, tma=True)
         return PrefillConfig(64, 64, 4, 3, tma=True) if is_short else PrefillConfig(128, 128, 8, 3, tma=True)
-    if block_d > 256:
-        return PrefillConfig(64, 32 if target.shared_bytes >= 160 * 1024 else 16, 8, 2, tma=False)
+    if block_d > 256:  # with more warps than groups of 8 keys, several compute the same scores
+        num_stages = 3 if target.shared_bytes >= 160 * 1024 else 2
+        return PrefillConfig(32, 32, 4, num_stages, tma=False, num_parts=1 if target.capability < (9, 0) else 2)
     if block_d > 128:
         return PrefillConfig(64, 32, 8, 3 if target.shared_bytes >= 100 * 1024 else 2, tma=False)
     if block_d == 128:  # with fewer queries than columns, a row of scores would be split over the warps
