@@ -38,6 +38,7 @@ class PrefillConfig(NamedTuple):
     num_warps: int
     num_stages: int
     tma: bool
+    num_parts: int = 1  # programs that share the columns of the values; each computes all scores
 
     @property
     def programs_per_sm(self) -> int:
@@ -69,15 +70,14 @@ def prefill_config(
     # Short single-head chunks leave less of a small tile empty
     is_short = max_query_len <= SHORT_QUERY_LEN and num_heads == 1
     if target.has_shared_operands:
-        if block_d > 256:
-            # On 9.0, registers spill with more keys
-            block_n, num_stages = (16, 3) if target.capability[0] == 9 else (32, 2)
-            return PrefillConfig(64, block_n, 8, num_stages, tma=True)
+        if block_d > 256:  # where programs share keys, registers spill with TMA
+            return PrefillConfig(128, 32, 8, 2, tma=max_query_len > SHORT_QUERY_LEN, num_parts=2)
         if block_d > 128:
             return PrefillConfig(128, 32, 8, 3, tma=True)
         return PrefillConfig(64, 64, 4, 3, tma=True) if is_short else PrefillConfig(128, 128, 8, 3, tma=True)
-    if block_d > 256:
-        return PrefillConfig(64, 32 if target.shared_bytes >= 160 * 1024 else 16, 8, 2, tma=False)
+    if block_d > 256:  # with more warps than groups of 8 keys, several compute the same scores
+        num_stages = 3 if target.shared_bytes >= 160 * 1024 else 2
+        return PrefillConfig(32, 32, 4, num_stages, tma=False, num_parts=1 if target.capability < (9, 0) else 2)
     if block_d > 128:
         return PrefillConfig(64, 32, 8, 3 if target.shared_bytes >= 100 * 1024 else 2, tma=False)
     if block_d == 128:  # with fewer queries than columns, a row of scores would be split over the warps
@@ -142,7 +142,8 @@ def plan_prefill_splits(
     config = prefill_config(target, head_dim, q_THD.element_size(), max_query_len, tile_heads)
     tile_queries = config.block_m // tile_heads
     num_tiles = (num_tokens - num_sequences) // tile_queries + num_sequences  # the most that there can be
-    num_programs, programs_per_wave = num_tiles * num_heads // tile_heads, num_sms * config.programs_per_sm
+    num_programs = num_tiles * num_heads // tile_heads * config.num_parts
+    programs_per_wave = num_sms * config.programs_per_sm
     return plan_num_prefill_splits(num_programs, max_context_len, programs_per_wave, MAX_PREFILL_SPLITS)
 
 

@@ -14,6 +14,9 @@ are zero.
 A short chunk has too few tiles of queries to fill a GPU. Over a long history, S programs therefore share the keys of a
 tile, in ranges of whole tiles of keys. A second kernel merges their results (kernels/merge.py). S is planned on the
 host. Without splits the kernel writes the result itself.
+
+The sums of 128 queries and 512 columns exceed the registers of an SM. PARTS programs then compute the same scores, and
+each the sums of its share of the columns of V: computing scores twice takes less time than halving the tile of queries.
 """
 
 from __future__ import annotations
@@ -79,12 +82,14 @@ def _attend_tiles(
     first_visible,  # [BLOCK_M]: the first key that each row sees, or None without a window
     last_visible,  # [BLOCK_M]: the last key that each row sees
     context_len,
-    place,
+    k_place,
+    v_place,
     scale_log2,
     PAGE: tl.constexpr,
     ROW: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
@@ -95,7 +100,7 @@ def _attend_tiles(
         row = next_block * PAGE + start % PAGE
         ahead = start + BLOCK_N  # look up one tile ahead, so that copies of K and V do not wait for a look-up
         next_block = tl.load(table_ptr + ahead // PAGE, mask=ahead < last_key, other=0)
-        k = _load_tile(k_source, row, place, None, None, ROW, D, BLOCK_D, BLOCK_N, False, TMA)
+        k = _load_tile(k_source, row, k_place, None, None, ROW, D, BLOCK_D, BLOCK_N, False, TMA)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         key = start + tl.arange(0, BLOCK_N)
         if MASKED:
@@ -111,7 +116,9 @@ def _attend_tiles(
         row_sum = row_sum * rescale + tl.sum(weight, 1)
         acc = acc * rescale[:, None]
         # Mask V too: values past the context were never written and may be NaN, and 0 * NaN is NaN.
-        v = _load_tile(v_source, row, place, key, context_len, ROW, D, BLOCK_D, BLOCK_N, MASKED, TMA)
+        v = _load_tile(
+            v_source, row, v_place, key, context_len, ROW, D // PARTS, BLOCK_D // PARTS, BLOCK_N, MASKED, TMA
+        )
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         row_max = new_max
     return acc, row_sum, row_max
@@ -143,14 +150,16 @@ def _prefill_kernel(
     ROW: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEADS: tl.constexpr,
     CAUSAL: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    first_head, sequence = tl.program_id(1) * HEADS, tl.program_id(2)
-    num_heads = tl.num_programs(1) * HEADS
+    first_head, sequence = tl.program_id(1) // PARTS * HEADS, tl.program_id(2)
+    first_column = tl.program_id(1) % PARTS * (BLOCK_D // PARTS)
+    num_heads = tl.num_programs(1) // PARTS * HEADS
     query_start = tl.load(cu_seqlens_q_ptr + sequence).to(tl.int64)
     query_len = (tl.load(cu_seqlens_q_ptr + sequence + 1) - query_start).to(tl.int32)
     tile, num_tiles, split = tl.program_id(0), tl.num_programs(0), 0
@@ -194,19 +203,20 @@ def _prefill_kernel(
 
         table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
         kv_head = first_head // GROUP
-        place = kv_head * D if D == BLOCK_D else kv_head
+        k_place = kv_head * D if D == BLOCK_D else kv_head
+        v_place = k_place + first_column
         if not TMA:
             k_source += kv_head * D
-            v_source += kv_head * D
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            v_source += kv_head * D + first_column
+        acc = tl.zeros([BLOCK_M, BLOCK_D // PARTS], tl.float32)
         row_sum, row_max = begin_softmax(sinks_ptr, head, inside, split, BLOCK_M)
         acc, row_sum, row_max = _attend_tiles(
             acc, row_sum, row_max, q, k_source, v_source, table_ptr, first_key, edge, first_visible, last_visible,
-            context_len, place, scale_log2, PAGE, ROW, D, BLOCK_D, BLOCK_N, MASKED=False, TMA=TMA,
+            context_len, k_place, v_place, scale_log2, PAGE, ROW, D, BLOCK_D, PARTS, BLOCK_N, MASKED=False, TMA=TMA,
         )  # fmt: skip
         acc, row_sum, row_max = _attend_tiles(
             acc, row_sum, row_max, q, k_source, v_source, table_ptr, edge, last_key, first_visible, last_visible,
-            context_len, place, scale_log2, PAGE, ROW, D, BLOCK_D, BLOCK_N, MASKED=True, TMA=TMA,
+            context_len, k_place, v_place, scale_log2, PAGE, ROW, D, BLOCK_D, PARTS, BLOCK_N, MASKED=True, TMA=TMA,
         )  # fmt: skip
 
         row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # if no key was seen, out is 0 and lse is -inf
@@ -219,12 +229,13 @@ def _prefill_kernel(
             part, num_parts = head * num_splits + split, num_heads * num_splits
             lse_ptrs = lse_ptr + first_token * num_parts + offset * num_parts + part
         out_rows = out_ptr + first_token * num_parts * D + (offset * num_parts + part) * D
-        tl.store(out_rows[:, None] + dim[None, :], out, mask=is_cell)
-        tl.store(lse_ptrs, lse, mask=inside)
+        column = first_column + tl.arange(0, BLOCK_D // PARTS)
+        tl.store(out_rows[:, None] + column[None, :], out, mask=head_mask(inside, column, D, BLOCK_D))
+        tl.store(lse_ptrs, lse, mask=inside)  # of all parts the same
 
 
-def _descriptor(cache_NPKD: torch.Tensor, block_n: int) -> TensorDescriptor:
-    """A TMA descriptor for tiles of `block_n` tokens of one head, BLOCK_D columns wide.
+def _descriptor(cache_NPKD: torch.Tensor, block_n: int, num_parts: int = 1) -> TensorDescriptor:
+    """A TMA descriptor for tiles of `block_n` tokens of one head, BLOCK_D columns wide or a part of them.
 
     If BLOCK_D is more than D, heads get their own dimension, so that columns beyond a head are out of bounds and not in
     the next head.
@@ -232,7 +243,9 @@ def _descriptor(cache_NPKD: torch.Tensor, block_n: int) -> TensorDescriptor:
     _, _, num_kv_heads, head_dim = cache_NPKD.shape
     block_d = triton.next_power_of_2(head_dim)
     if head_dim == block_d:
-        return TensorDescriptor.from_tensor(cache_NPKD.view(-1, num_kv_heads * head_dim), [block_n, head_dim])
+        return TensorDescriptor.from_tensor(
+            cache_NPKD.view(-1, num_kv_heads * head_dim), [block_n, head_dim // num_parts]
+        )
     return TensorDescriptor.from_tensor(cache_NPKD.view(-1, num_kv_heads, head_dim), [block_n, 1, block_d])
 
 
@@ -265,6 +278,7 @@ def paged_prefill(
     if config is None:
         target = kernel_target.target_of(q_THD.device)
         config = prefill_config(target, head_dim, q_THD.element_size(), max_query_len, tile_heads)
+    assert config.num_parts == 1 or head_dim == triton.next_power_of_2(head_dim), "parts of a head must be whole tiles"
     assert page % config.block_n == 0, f"blocks of {page} tokens do not divide into tiles of {config.block_n} keys"
     assert q_THD.stride(2) == 1 and block_tables.stride(1) == 1, "the last dimension must be contiguous"
     assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache must be contiguous"
@@ -282,9 +296,10 @@ def paged_prefill(
     k_source: Any = k_cache_NPKD
     v_source: Any = v_cache_NPKD
     if config.tma:
-        k_source, v_source = (_descriptor(cache, config.block_n) for cache in (k_cache_NPKD, v_cache_NPKD))
+        k_source = _descriptor(k_cache_NPKD, config.block_n)
+        v_source = _descriptor(v_cache_NPKD, config.block_n, config.num_parts)
     num_tiles = triton.cdiv(max_query_len, config.block_m // tile_heads)
-    grid = (num_tiles * num_splits, num_heads // tile_heads, context_lens.shape[0])
+    grid = (num_tiles * num_splits, num_heads // tile_heads * config.num_parts, context_lens.shape[0])
     on_grid(_prefill_kernel, grid)(
         q_THD,
         k_source,
@@ -307,6 +322,7 @@ def paged_prefill(
         ROW=num_kv_heads * head_dim,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
+        PARTS=config.num_parts,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         HEADS=tile_heads,

@@ -16,6 +16,7 @@ from nanovllm.plan.step_limits import MAX_DECODE_QUERIES
 
 pytest.importorskip("triton")
 
+from nanovllm.kernels.configs import PrefillConfig
 from nanovllm.kernels.decode import paged_decode
 from nanovllm.kernels.prefill import paged_prefill
 
@@ -27,13 +28,14 @@ WINDOWS = [(1, 65, 256), (63, 64, 255), (257, 300, 5000)]
 SHAPES = [((2, 1), 16, FP32), ((6, 2), 80, LOW)] if INTERPRETED else [((64, 8), 64, BF16), ((6, 2), 80, FP32)]
 
 
-def attend(case: PagedCase, scale: float, num_splits: int) -> PartialAttention:
+def attend(case: PagedCase, scale: float, num_splits: int, config: PrefillConfig | None = None) -> PartialAttention:
     """Attend with the kernel for the case's queries: decode with one or a few of each sequence, or prefill."""
     batch, window_and_sinks = case.batch, {"window": case.batch.window, "sinks_H": case.sinks_H}
     inputs, lens = (case.q_THD, case.k_cache, case.v_cache), (batch.context_lens, batch.block_tables)
     if batch.max_query_len > MAX_DECODE_QUERIES:
         sizes = batch.max_query_len, scale, batch.causal
-        got = paged_prefill(*inputs, batch.cu_seqlens_q, *lens, *sizes, num_splits=num_splits, **window_and_sinks)
+        inputs += (batch.cu_seqlens_q,)
+        got = paged_prefill(*inputs, *lens, *sizes, config, num_splits=num_splits, **window_and_sinks)
         return PartialAttention(*got)
     few = {}
     if not batch.has_one_query_each(case.q_THD):
@@ -80,10 +82,10 @@ def test_sinks_without_a_window_match_naive(device, num_splits, causal):
 
 
 @on_device
-@pytest.mark.parametrize("max_query_len", [1, 4])
+@pytest.mark.parametrize("max_query_len", [1, 4, 40])
 def test_backend_without_host_sizes_reads_the_window_alone(device, max_query_len):
     """As inside a graph. There may be more sequences than tokens: the rest is empty."""
-    lens = [(min(3, max_query_len), 700), (1, 40), (0, 0), (0, 0), (0, 0)]
+    lens = [(min(33, max_query_len), 700), (1, 40), (0, 0), (0, 0), (0, 0)]
     case = make_paged(lens, 256, (4, 2), causal=True, device=device, window=100, sinks=SINKS)
     batch = replace(case.batch, host=None, max_query_len=max_query_len, max_context_len=4096)
     got = TritonBackend().attend(case.q_THD, case.k_cache, case.v_cache, batch, 0.3, case.sinks_H)
@@ -97,10 +99,20 @@ def test_backend_mixed_batch_has_windows_and_sinks_in_both_kernels(device):
 
 
 @on_device
-@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("num_splits", [2, 1])
 def test_head_dim_512_matches_naive(device, num_splits):
     """The global layers of Gemma 4."""
     for dtype in (LOW, FP32):
-        for lens in ([(1, 33), (1, 290)], [(3, 270), (9, 9)], [(20, 40)]):
-            case = make_paged(lens, 256, (4, 2), causal=True, head_dim=512, dtype=dtype, device=device)
+        for lens in ([(1, 33), (1, 20)], [(3, 40), (2, 2)], [(17, 37)]):
+            case = make_paged(lens, 256, (2, 1), causal=True, head_dim=512, dtype=dtype, device=device)
             assert_as_good_as_plain_torch(attend(case, 0.04, num_splits), case, 0.04)
+
+
+@on_device
+@pytest.mark.parametrize("num_splits", [2, 1])
+def test_programs_that_share_the_columns_of_values_match_naive(device, num_splits):
+    """As on 9.0 at head dim 512."""
+    for tma in (False, True) if INTERPRETED else (False,):
+        config = PrefillConfig(32, 32, 4, 2, tma, num_parts=2)
+        case = make_paged([(20, 70), (17, 17)], 256, (2, 1), causal=True, head_dim=64, device=device, sinks=SINKS)
+        assert_as_good_as_plain_torch(attend(case, 0.1, num_splits, config), case, 0.1)
