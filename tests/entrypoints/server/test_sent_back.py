@@ -1,4 +1,4 @@
-"""All that the server has sent is accepted back, in all three APIs, with the templates of Qwen3, Qwen3.5 and Llama 3.1.
+"""All that the server has sent is accepted back, in all three APIs, with the templates of five models.
 
 The answers are random: with reasoning or without, up to three calls, cut anywhere, as a whole or as a stream.
 """
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiers import examples
 from transformers import PreTrainedTokenizerFast
 
-from nanovllm.entrypoints.server.call_formats import HERMES, LLAMA, QWEN_TAGS, CallFormat
+from nanovllm.entrypoints.server.call_formats import GEMMA, HARMONY, HERMES, LLAMA, QWEN_TAGS, CallFormat
 from nanovllm.entrypoints.server.chat_answers import ChatAnswer, ChatForm
 from nanovllm.entrypoints.server.conversation import Conversation, render_messages
 from nanovllm.entrypoints.server.messages import MessagesAnswer, MessagesRequest
@@ -23,11 +23,19 @@ from nanovllm.entrypoints.server.protocol import ChatRequest
 from nanovllm.entrypoints.server.responses import ResponsesAnswer, ResponsesRequest
 from nanovllm.errors import RequestError
 from nanovllm.request_stream import RequestUpdate
+from nanovllm.sampling_params import HarmonyTags, ReasoningTags
 from nanovllm.text.frontend import check_conversations, render_chat
 from nanovllm.text.tokenizer import load_tokenizer
 
 TEMPLATES = Path(__file__).parents[2] / "support" / "templates"
-FORMATS: dict[str, CallFormat] = {"qwen3": HERMES, "qwen3.5": QWEN_TAGS, "llama3.1": LLAMA}
+FORMATS: dict[str, CallFormat] = {
+    "qwen3": HERMES,
+    "qwen3.5": QWEN_TAGS,
+    "llama3.1": LLAMA,
+    "gpt-oss": HARMONY,
+    "gemma4": GEMMA,
+}
+TAGS = {HERMES: ("<think>", "</think>"), QWEN_TAGS: ("<think>", "</think>"), GEMMA: ("<|channel>thought", "<channel|>")}
 SERVICE: Any = SimpleNamespace(
     model_names=["tiny"], llm=SimpleNamespace(text=SimpleNamespace(decode=lambda token_ids: ""))
 )
@@ -45,7 +53,7 @@ def tokenizer(retrieval_model: Path) -> PreTrainedTokenizerFast:
 def renderer(tokenizer: Any, model: str, with_tools: bool = True) -> tuple[str, Callable[[Conversation], str]]:
     """Return the source of the model's template, and what renders a conversation with it."""
     template = (TEMPLATES / f"{model}.jinja").read_text()
-    tool = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+    tool = {"type": "function", "function": {"name": "weather", "description": "", "parameters": CITY}}
     options = {"tools": [tool]} if with_tools else {}
 
     def render(conversation: Conversation) -> str:
@@ -68,19 +76,43 @@ class Written(NamedTuple):
     piece_chars: int
 
     def text(self, call_format: CallFormat) -> str:
-        begin = "" if self.has_begun_reasoning else "<think>"
-        text = "" if self.reasoning is None else f"{begin}{self.reasoning}</think>\n\n"
+        if call_format is HARMONY:
+            return self._messages()
+        begin, end = TAGS.get(call_format, ("", ""))
+        begin = "" if self.has_begun_reasoning else begin
+        text = "" if self.reasoning is None else f"{begin}\n{self.reasoning}{end}\n\n"
         if call_format is LLAMA:
             text = self.content if not self.calls else ""
             return text + "; ".join(json.dumps({"name": name, "parameters": given}) for name, given in self.calls)
         text += self.content
         for name, given_arguments in self.calls:
+            if call_format is GEMMA:
+                text += f"<|tool_call>call:{name}{quoted(given_arguments)}<tool_call|>"
+                continue
             if call_format is HERMES:
                 text += f"\n<tool_call>\n{json.dumps({'name': name, 'arguments': given_arguments})}\n</tool_call>"
                 continue
             values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given_arguments.items())
             text += f"\n<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
         return text
+
+    def _messages(self) -> str:
+        texts = [] if self.reasoning is None else [f"<|channel|>analysis<|message|>{self.reasoning}"]
+        if self.content or not self.calls:
+            texts.append(f"<|channel|>{'commentary' if self.calls else 'final'}<|message|>{self.content}")
+        for name, arguments in self.calls:
+            head = f" to=functions.{name}<|channel|>commentary json"
+            if self.has_begun_reasoning:
+                head = f"<|channel|>commentary to=functions.{name} <|constrain|>json"
+            texts.append(f"{head}<|message|>{json.dumps(arguments)}")
+        return "<|end|><|start|>assistant".join(texts) + ("<|call|>" if self.calls else "<|return|>")
+
+
+def quoted(value: Any) -> str:
+    """Write a value as Gemma 4 does."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{quoted(each)}' for key, each in sorted(value.items()))}}}"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
 
 
 TEXTS = st.text(st.sampled_from('ab {}[]"\\<>/\n:,é'), max_size=12) | st.sampled_from(
@@ -119,8 +151,10 @@ def answer_of(answer: Any, written: Written, call_format: CallFormat, is_streame
 
 
 def form_of(written: Written, call_format: CallFormat) -> ChatForm:
-    has_reasoning = call_format is not LLAMA
-    return ChatForm(call_format, has_reasoning, has_reasoning and written.has_begun_reasoning)
+    if call_format is HARMONY:
+        return ChatForm(call_format, HarmonyTags())
+    tags = TAGS.get(call_format)
+    return ChatForm(call_format, None if tags is None else ReasoningTags(*tags, written.has_begun_reasoning))
 
 
 # -- what clients make of them, and send back --------------------------------------------------------------------------
