@@ -63,6 +63,8 @@ class ReasoningSplitter:
             if begun != self._tags.begin and self._tags.begin.startswith(begun) and not is_last:
                 self._held = [text]
                 return SplitText()
+            if is_last and ">" in begun and self._tags.begin.startswith(begun):
+                return SplitText(opening=text)  # the answer was cut after the first of the tag's tokens
             if not begun.startswith(self._tags.begin):
                 self.is_in_answer = True
                 return SplitText(answer=text)

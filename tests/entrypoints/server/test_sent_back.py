@@ -277,6 +277,47 @@ def test_any_answer_is_accepted_back(tokenizer: Any, written: Written, model: st
             assert call.function.name in prompt
 
 
+def test_call_that_is_sent_back_is_rendered_as_the_model_wrote_it(tokenizer: Any) -> None:
+    """The prompt of the next request begins with the prompt and the answer of the last one, in the model's own form.
+
+    gpt-oss's template has no place for a text to the user before a call, and gets it as reasoning.
+    """
+    thought = "<|channel|>analysis<|message|>Hm."
+    for model, content, expected in (
+        (
+            "gpt-oss",
+            "",
+            f"{thought}<|end|><|start|>assistant to=functions.weather<|channel|>commentary json<|message|>"
+            '{"city": "Bern", "days": 3}<|call|><|start|>functions.weather to=assistant<|channel|>commentary',
+        ),
+        ("gpt-oss", "I look.", f"{thought}\n\nI look.<|end|><|start|>assistant to=functions.weather"),
+        (
+            "gemma4",
+            "I look.",
+            '<|channel>thought\nHm.\n<channel|>I look.<|tool_call>call:weather{city:<|"|>Bern<|"|>,days:3}<tool_call|>'
+            "<|tool_response>response:weather{value:",
+        ),
+    ):
+        written = Written("Hm.", content, [("weather", {"city": "Bern", "days": 3})], 10_000, False, 7)
+        template, render = renderer(tokenizer, model)
+        before = render([{"role": "user", "content": QUESTION}])
+        for send_back in (sent_back_to_chat, sent_back_to_messages):
+            for is_streamed in (False, True):
+                body = send_back(written, FORMATS[model], is_streamed)
+                prompt = render_messages(body.messages, template, render)
+                assert prompt.startswith(before + expected), prompt
+
+
+def test_calls_of_one_message_are_all_rendered_where_a_template_prints_the_first(tokenizer: Any) -> None:
+    """gpt-oss's template leaves out all calls of a message but the first, without an error."""
+    results = [say("tool", f"result {name}") | {"tool_call_id": name} for name in ("b", "a")]
+    messages = [say("user", QUESTION), call_of("a", "b"), *results, say("assistant", "Yes."), say("user", "Go.")]
+    prompt = prompt_of(tokenizer, "gpt-oss", messages)
+    order = ["to=functions.a", "result a", "to=functions.b", "result b", "Yes.", "Go."]
+    places = [prompt.index(each) for each in order]
+    assert places == sorted(places)
+
+
 # -- what else a template has no place for -----------------------------------------------------------------------------
 
 CALL = {"id": "a", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
