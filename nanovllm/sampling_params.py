@@ -288,7 +288,7 @@ class SamplingParams:
     reasoning_tags: AnswerTags | None = option(
         None,
         help="tags of the reasoning at the start of an answer, to which neither stop strings nor structured_outputs "
-        "apply",
+        "apply; HarmonyTags() for gpt-oss, with skip_special_tokens=False",
         group=_GROUP,
     )
 

@@ -18,6 +18,7 @@ from typing import Any
 from nanovllm.errors import RequestError
 from nanovllm.text.json_schema import Fault, target_of
 
+MAX_INLINE_CHARS = 40  # of a rule that occurs several times
 MAX_ITEMS = 1000  # limit of minItems and maxItems
 _KEY = r"[^\s:,{}\[\]<>\"]+"
 _BARE_KEY = re.compile(r"[^\s:,{}\[\]<>\"]([^:,{}\[\]<>\"\n]*[^\s:,{}\[\]<>\"])?")
@@ -64,6 +65,10 @@ class QuotedGrammar:
             self._names[key] = name = f"quoted_{self._number}_{len(self._names)}"
             self._rules[name] = make()
         return f"{self._names[key]} "
+
+    def _named(self, rule: str) -> str:
+        """Return a name of `rule`, which may occur several times without making the grammar longer each time."""
+        return self._rule(f"named {len(self._names)}", lambda: rule) if len(rule) > MAX_INLINE_CHARS else rule
 
     def _value(self, path: str, schema: Any) -> str:
         """Return the rule of a value that matches the schema. path: the place of the schema, for faults."""
@@ -118,7 +123,7 @@ class QuotedGrammar:
         least = min(least, MAX_ITEMS) if isinstance(least, int) else 0
         most = most if isinstance(most, int) and most <= MAX_ITEMS else None
         rules = [self._value(f"{path}/prefixItems/{i}", each) for i, each in enumerate(first)][:most]
-        item = "" if items is False else self._value(f"{path}/items", items)
+        item = "" if items is False else self._named(self._value(f"{path}/items", items))
         if not rules and item and most != 0:
             rules = [item]  # the first item, which follows no comma
         num_more = None if most is None else most - len(rules)
@@ -143,16 +148,15 @@ class QuotedGrammar:
         names = sorted(filter(can_be_key, properties), key=lambda name: (name.lower(), name))
         more = schema.get("additionalProperties", True)
         if not properties and more is not False:
-            pair = f'QUOTED_KEY ":" {self._value(f"{path}/additionalProperties", more)}'
+            pair = self._named(f'QUOTED_KEY ":" {self._value(f"{path}/additionalProperties", more)}')
             self._rules["QUOTED_KEY"] = f"/{_KEY}/"
             return f'"{{" ({pair}("," {pair})*)? "}}" '
         if isinstance(more, dict) and more:
             self.faults.append(
                 Fault(path, "additionalProperties", "is not supported together with properties in calls of this model")
             )
-        pairs = [
-            f"{self._literal(f'{name}:')}{self._value(f'{path}/properties/{name}', properties[name])}" for name in names
-        ]
+        values = {name: self._value(f"{path}/properties/{name}", properties[name]) for name in names}
+        pairs = [self._named(f"{self._literal(f'{name}:')}{value}") for name, value in values.items()]
         after = self._tails(pairs, [name in required for name in names])
         # Before the first property that is written, no comma
         starts = []

@@ -2,14 +2,17 @@
 
 import json
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizer_kinds import add_tokens
 from transformers import AutoTokenizer
 
 from nanovllm.entrypoints.server.call_formats import GEMMA
+from nanovllm.entrypoints.server.call_parser import CallParser, ToolCallDelta
 from nanovllm.errors import RequestError
 from nanovllm.models.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.sampling_params import ReasoningTags, StructuredOutputs
@@ -182,3 +185,46 @@ def test_numbers_end_outside_strings_only(compiler: GrammarCompiler) -> None:
     ):
         text = f"<|tool_call>call:f{{v:{value}}}<tool_call|>"
         assert admits(compiler, with_value(schema), text) == expected, (schema, json.dumps(value)[:20])
+
+
+def test_drawn_calls_are_parsed_to_arguments_of_the_schema(compiler: GrammarCompiler) -> None:
+    """Calls that the masks admit, drawn at random, are parsed to values that the schema allows, and nothing is left."""
+    texts = {token_id: token for token, token_id in TOKENS.items()}
+    schema = {
+        "properties": {
+            "text": {"type": "string"},
+            "kind": {"enum": ["a", 1, None]},
+            "near": {
+                "type": "array",
+                "items": {"type": "object", "properties": {"km": {"type": "number"}}},
+                "maxItems": 2,
+            },
+            "any": {},
+        },
+        "required": ["text", "near"],
+    }
+    num_ended = 0
+    for seed in range(12):
+        rng, matcher = random.Random(seed), TokenMatcher(compiler.compile(calls_of(schema, is_single=False)), False)
+        answer = b""
+        for step in range(400):
+            choices = np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")).tolist()
+            if END_TOKEN_ID in choices and (step > 100 or rng.random() < 0.5):
+                num_ended += 1
+                parser = CallParser(GEMMA, {})
+                deltas = parser.feed(answer.decode()) + parser.finish()
+                assert len(deltas) == answer.count(b"<|tool_call>call:f{")
+                for delta in deltas:
+                    assert isinstance(delta, ToolCallDelta) and delta.name == "f"
+                    found = json.loads(delta.arguments)
+                    assert isinstance(found["text"], str) and found.get("kind", 1) in ("a", 1, None)
+                    assert len(found["near"]) <= 2 and found.keys() <= schema["properties"].keys()
+                    assert all(isinstance(each.get("km", 0), int | float) for each in found["near"])
+                break
+            choices = [each for each in choices if each != END_TOKEN_ID]
+            ending = [each for each in choices if each in texts or each in b"}],0"]
+            chars = [each for each in choices if 32 <= each < 127] or choices
+            token_id = rng.choice(ending if ending and (step > 60 or rng.random() < 0.3) else chars)
+            answer += texts[token_id].encode() if token_id in texts else bytes([token_id])
+            assert matcher.accept(token_id)
+    assert num_ended >= 6, num_ended

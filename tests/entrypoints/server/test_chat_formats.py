@@ -4,8 +4,10 @@ The servers' model copies what follows its newest tokens earlier in the prompt, 
 """
 
 import json
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,9 +17,11 @@ from model_files import copy_with_template
 from tokenizer_kinds import add_tokens
 
 from nanovllm import AsyncLLM
-from nanovllm.entrypoints.server.call_formats import GEMMA, HARMONY, call_format_of
+from nanovllm.entrypoints.server.call_formats import GEMMA, HARMONY, CallFormat, call_format_of
 from nanovllm.entrypoints.server.call_parser import CallParser, ReasoningDelta, ToolCallDelta
+from nanovllm.entrypoints.server.chat_answers import ChatForm, chat_form
 from nanovllm.entrypoints.server.harmony_parser import HarmonyParser
+from nanovllm.sampling_params import HarmonyTags, ReasoningTags
 
 TEMPLATES = Path(__file__).parents[2] / "support" / "templates"
 BEGIN, NEXT = "<|start|>assistant", "<|end|><|start|>assistant"
@@ -156,6 +160,33 @@ def test_gemma_calls_are_found_and_the_rest_is_content() -> None:
 def test_formats_come_from_the_templates() -> None:
     for name, call_format in (("gpt-oss", HARMONY), ("gemma4", GEMMA)):
         assert call_format_of((TEMPLATES / f"{name}.jinja").read_text()) is call_format
+
+
+def test_form_of_an_answer_depends_on_the_template_and_the_end_of_the_prompt() -> None:
+    """Gemma 4's prompts end in an empty thought if it shall not think, or in the tag of one after results of calls."""
+    special = frozenset(token for tokens in TOKENS.values() for token in tokens)
+
+    def form(template: str, prompt: str, call_format: CallFormat | None = None) -> ChatForm:
+        text = SimpleNamespace(decode=lambda ids: prompt, chat_template=lambda: template, special_tokens=special)
+        tokenizer = SimpleNamespace(encode=lambda tag, add_special_tokens: [ord(tag[2])] * (1 + tag.count("thought")))
+        service: Any = SimpleNamespace(llm=SimpleNamespace(text=text, tokenizer=tokenizer))
+        return chat_form(service, call_format, array("q"))
+
+    gemma4, gpt_oss = ((TEMPLATES / f"{name}.jinja").read_text() for name in ("gemma4", "gpt-oss"))
+    for prompt, has_begun in (
+        ("<|turn>model\n", False),
+        ("<|turn>model\n<|channel>thought\n<channel|>", False),
+        ("<tool_response|><|channel>thought\n", True),
+    ):
+        found = form(gemma4, prompt, GEMMA)
+        assert found.tags == ReasoningTags("<|channel>thought", "<channel|>", has_begun)
+        assert found.shows_special_tokens and found.reasoning_ids is not None
+    for prompt, begun in ((f"<|end|>{BEGIN}", BEGIN), ("<|start|>user<|message|>x<|end|>", "")):
+        found = form(gpt_oss, prompt)
+        assert found.tags == HarmonyTags(begun) and found.shows_special_tokens
+    found = form("{{ tools }}<think></think>", "<think>\n")
+    assert found.tags == ReasoningTags("<think>", "</think>", True) and not found.shows_special_tokens
+    assert form("<start_of_turn>model", "<start_of_turn>model\n") == ChatForm()  # Gemma 3
 
 
 @pytest.mark.slow
