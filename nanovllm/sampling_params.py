@@ -334,6 +334,10 @@ class SamplingParams:
         limit = "a nanovllm.ReasoningTags of two tags, such as ReasoningTags('<think>', '</think>'), or HarmonyTags()"
         _require(is_known, "reasoning_tags", self.reasoning_tags, limit)
 
+        is_readable = not (stop and isinstance(self.reasoning_tags, HarmonyTags) and self.skip_special_tokens)
+        limit = "False, so that stop strings can be told from the tags of HarmonyTags"
+        _require(is_readable, "skip_special_tokens", self.skip_special_tokens, limit)
+
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:
             return

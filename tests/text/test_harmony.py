@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from nanovllm.entrypoints.server.call_formats import HARMONY
 from nanovllm.errors import RequestError
 from nanovllm.models.retrieval_model import END_TOKEN_ID, save_tokenizer
-from nanovllm.sampling_params import HarmonyTags, StructuredOutputs
+from nanovllm.sampling_params import HarmonyTags, SamplingParams, StructuredOutputs
 from nanovllm.text.detokenizer import Detokenizer, StopStrings, TokenDecoder
 from nanovllm.text.harmony import HarmonyScanner, begun_message, num_analysis_tokens
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
@@ -204,6 +204,7 @@ def cases() -> Iterator[tuple[StructuredOutputs, list[str], list[str]]]:
             CALL.replace("Bern", '", "x": "'),
             "x",
             second.replace("2", "3", 1),
+            second.replace("1}", "1" * 129 + "}"),
             "",
         ],
     )
@@ -243,6 +244,12 @@ def test_grammar_of_calls_and_of_the_final_message(compiler: GrammarCompiler, to
             for text in bad:
                 assert not admits(compiler, tokenizer, outputs, thought + text), (outputs, thought, text)
         assert admits(compiler, tokenizer, outputs, BEGIN + good[0], begun="")
+
+
+def test_stop_strings_need_the_tags(tokenizer: Any) -> None:
+    with pytest.raises(RequestError, match="skip_special_tokens=True must be False"):
+        SamplingParams(stop="x", reasoning_tags=HarmonyTags())
+    SamplingParams(stop="x", reasoning_tags=HarmonyTags(), skip_special_tokens=False)
 
 
 def test_grammar_needs_a_known_prompt_known_tokens_and_names_without_space(

@@ -94,12 +94,13 @@ def chat_form(service: Service, call_format: CallFormat | None, token_ids: Token
                 break
     marks = [begin, end] if tags is not None else []
     marks += [call_format.opening, call_format.closing] if call_format is not None else []
-    shows_special_tokens = any(tag in text.special_tokens for mark in marks for tag in _TAG.findall(mark))
+    is_shown = any(tag in text.special_tokens for mark in marks for tag in _TAG.findall(mark))
     reasoning_ids = None
     if tags is not None:
         begin_ids, end_ids = (service.llm.tokenizer.encode(each, add_special_tokens=False) for each in (begin, end))
         reasoning_ids = ReasoningIds(tuple(begin_ids), end_ids[0]) if len(end_ids) == 1 else None
-    return ChatForm(call_format, tags, reasoning_ids, shows_special_tokens=shows_special_tokens)
+    is_shown |= isinstance(tags, HarmonyTags)
+    return ChatForm(call_format, tags, reasoning_ids, shows_special_tokens=is_shown)
 
 
 def blame_tool(service: Service, params: SamplingParams, constraint: TaggedJson, body: ChatRequest) -> None:

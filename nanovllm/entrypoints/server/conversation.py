@@ -3,7 +3,8 @@
 Templates differ in what they refuse: a second system message, several calls in one message, arguments that are not a
 JSON object. Some templates leave system messages out without an error. The messages are first rendered as they were
 sent. Only if the template refuses the messages or leaves one out, the messages are changed, by the fewest `CHANGES`
-that the template needs. A template that prints only the first call of a message gets one call in each message.
+that the template needs. What some templates print wrongly without an error is seen in their sources, and is changed at
+once: calls after the first one of a message, and the place of the text of a message with calls.
 """
 
 import json
@@ -23,6 +24,7 @@ REASONING_NAMES = ("reasoning_content", "thinking")  # gpt-oss has the second na
 CALL_OF_GEMMA = "<|tool_call>"
 RAW_ARGUMENTS = "arguments"  # the name of the only argument of a call whose arguments are not an object
 SYSTEM_ROLES = ("system", "developer")
+_ONE_TEXT = re.compile(r"\bcontent and message\.thinking\b")  # a template that refuses both in a message with calls
 _FIRST_CALL, _ALL_CALLS = re.compile(r"tool_calls\s*\[\s*0\s*\]"), re.compile(r"\bin\s+\S*tool_calls")
 
 
@@ -38,6 +40,8 @@ def render_messages(messages: Sequence[Message], template: str, render: Render) 
     sent = [_for_template(each, i, template) for i, each in enumerate(messages)]
     if CALL_OF_GEMMA in template:
         sent = _with_text_before_calls(sent)
+    if _ONE_TEXT.search(template):
+        sent = _with_one_text_before_calls(sent)
     if _FIRST_CALL.search(template) and not _ALL_CALLS.search(template):
         sent = _with_single_calls(sent)
     for conversation in _forms(sent):
@@ -234,7 +238,6 @@ def _joined(*texts: str | None) -> str:
 
 
 CHANGES = (
-    _with_one_text_before_calls,
     _with_one_leading_system_message,
     _with_late_system_text_of_the_user,
     _with_object_arguments,

@@ -6,6 +6,7 @@ The servers' model copies what follows its newest tokens earlier in the prompt, 
 import json
 from array import array
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,10 @@ from typing import Any
 import httpx
 import pytest
 from http_server import http_server, web_client
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from model_files import copy_with_template
+from tiers import examples
 from tokenizer_kinds import add_tokens
 
 from nanovllm import AsyncLLM
@@ -22,6 +26,7 @@ from nanovllm.entrypoints.server.call_parser import CallParser, ReasoningDelta, 
 from nanovllm.entrypoints.server.chat_answers import ChatForm, chat_form
 from nanovllm.entrypoints.server.harmony_parser import HarmonyParser
 from nanovllm.sampling_params import HarmonyTags, ReasoningTags
+from nanovllm.text.harmony import HarmonyScanner
 
 TEMPLATES = Path(__file__).parents[2] / "support" / "templates"
 BEGIN, NEXT = "<|start|>assistant", "<|end|><|start|>assistant"
@@ -160,6 +165,29 @@ def test_gemma_calls_are_found_and_the_rest_is_content() -> None:
 def test_formats_come_from_the_templates() -> None:
     for name, call_format in (("gpt-oss", HARMONY), ("gemma4", GEMMA)):
         assert call_format_of((TEMPLATES / f"{name}.jinja").read_text()) is call_format
+
+
+FRAGMENTS = (
+    *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>", "assistant"),
+    *("analysis", "final", "commentary", " to=functions.news", " to=news", "json", "{}", "text é", "\n", "<", "<|"),
+    *("<|tool_call>", "<tool_call|>", '<|"|>', "call:", "now", "{", "}", "[", "]", ":", ",", "1", '"', "null", "|>"),
+    *(ANALYSIS, FINAL, CALL, NEXT, GEMMA_CALL, "<|tool_call>call:now{a:", "}<tool_call|>", " "),
+)
+
+
+@settings(max_examples=examples(200))
+@given(
+    text=st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join),
+    cuts=st.lists(st.integers(0, 300), max_size=6),
+)
+def test_any_split_gives_the_same_result(text: str, cuts: list[int]) -> None:
+    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    pieces = [text[start:end] for start, end in pairwise(edges)]
+    for parse in (harmony, gemma):
+        assert parse(pieces) == parse(list(text)) == parse([text])
+    scanner = HarmonyScanner(BEGIN)
+    parts = [part for piece in pieces for part in scanner.feed(piece)] + scanner.feed("", is_last=True)
+    assert "".join(part.text for part in parts) == text
 
 
 def test_form_of_an_answer_depends_on_the_template_and_the_end_of_the_prompt() -> None:
