@@ -166,7 +166,8 @@ class GrammarWriter:
     def _messages(self, tags: HarmonyTags, tagged: TaggedJson | None, form: str) -> str:
         """Return the rule of an answer in the harmony format. form: the rule of the text of its message to the user.
 
-        What comes before the call or the answer is reasoning and, in an answer of any form, text to the user.
+        What comes before the call or the answer is reasoning and, if neither a call nor a form is required, text to the
+        user.
         """
         self._need_tokens(START, END, CHANNEL, MESSAGE, *([CONSTRAIN] if tagged else []))
         begin = f"{START}assistant"

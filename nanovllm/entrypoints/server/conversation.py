@@ -227,6 +227,17 @@ def _with_alternating_roles(messages: Conversation) -> Conversation:
     return changed
 
 
+def _with_broken_tags(messages: Conversation) -> Conversation:
+    """Break up the tags of harmony's channels in what the assistant has said, such as an explanation of the format."""
+    names = ("content", *REASONING_NAMES)
+    return [
+        each | {name: each[name].replace("<|channel|>", "<| channel |>") for name in names if each.get(name)}
+        if each["role"] == "assistant"
+        else each
+        for each in messages
+    ]
+
+
 def _split_leading(messages: Conversation) -> tuple[Conversation, Conversation]:
     """Return the system and developer messages at the beginning, and the rest."""
     num_leading = next((i for i, each in enumerate(messages) if each["role"] not in SYSTEM_ROLES), len(messages))
@@ -244,6 +255,7 @@ CHANGES = (
     _with_single_calls,
     _with_alternating_roles,
     _with_system_text_in_the_question,
+    _with_broken_tags,
 )
 
 

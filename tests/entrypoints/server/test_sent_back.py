@@ -116,7 +116,7 @@ def quoted(value: Any) -> str:
 
 
 TEXTS = st.text(st.sampled_from('ab {}[]"\\<>/\n:,é'), max_size=12) | st.sampled_from(
-    ["", "null", "[1]", "</think>", "{"]
+    ["", "null", "[1]", "</think>", "{", "<|channel|>final<|message|>"]
 )
 WRITTEN = st.builds(
     Written,
@@ -316,6 +316,13 @@ def test_calls_of_one_message_are_all_rendered_where_a_template_prints_the_first
     order = ["to=functions.a", "result a", "to=functions.b", "result b", "Yes.", "Go."]
     places = [prompt.index(each) for each in order]
     assert places == sorted(places)
+
+
+def test_answer_that_explains_the_format_is_accepted_back(tokenizer: Any) -> None:
+    """gpt-oss's template refuses the header of a message in a message of the assistant."""
+    explained = say("assistant", "An answer begins with <|channel|>final<|message|>.") | {"reasoning": "Hm."}
+    prompt = prompt_of(tokenizer, "gpt-oss", [say("user", QUESTION), explained, say("user", "Go on.")])
+    assert "An answer begins with <| channel |>final<|message|>." in prompt
 
 
 # -- what else a template has no place for -----------------------------------------------------------------------------
