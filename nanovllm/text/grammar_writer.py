@@ -7,6 +7,7 @@ of the text, and the depth of nested references in a schema.
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -122,12 +123,9 @@ class GrammarWriter:
 
     def _any_text(self, text: str, without: tuple[str, ...]) -> str:
         """Return a rule for texts between added tokens, such as </think>, up to the next text."""
-        others = [
-            str(token_id)
-            for token, token_id in self._added_tokens.items()
-            if token not in without and token_id not in self._special_ids
-        ]
-        return f"({text} <[{','.join(others)}]>)*" if others else '""'
+        named = {self._added_tokens.get(token) for token in without}
+        others = sorted({*self._added_tokens.values()} - {*named, *self._special_ids})
+        return f"({text} <[{_ranges(others)}]>)*" if others else '""'
 
     def _tagged(self, tagged: TaggedJson, form: str, reasoning: ReasoningTags | None) -> str:
         """Return the rule of an answer with tags, with one rule for each tag. form: the rule of an answer without tags.
@@ -298,6 +296,15 @@ def shown_faults(faults: list[Fault]) -> str:
     """Return a description of the first faults of a schema, for a message."""
     first = "; ".join(shortened(str(fault)) for fault in faults[:MAX_FAULTS])
     return f"{first}; and {len(faults) - MAX_FAULTS} more" if len(faults) > MAX_FAULTS else first
+
+
+def _ranges(token_ids: list[int]) -> str:
+    """Return ascending ids as ranges. Gemma's tokenizers have thousands of unused tokens, one after the other."""
+    runs = [
+        [token_id for _, token_id in group]
+        for _, group in groupby(enumerate(token_ids), key=lambda each: each[1] - each[0])
+    ]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _first_tag(text: str) -> str:
