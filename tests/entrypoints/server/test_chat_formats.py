@@ -303,14 +303,18 @@ def chat(web: httpx.Client, content: str, **fields: Any) -> dict[str, Any]:
 TOOLS = [{"type": "function", "function": TOOL}]
 
 
-def test_answer_has_reasoning_content_and_calls_in_every_api(web: httpx.Client, model: str) -> None:
+def test_answer_has_reasoning_and_calls_whole_or_streamed(web: httpx.Client, model: str) -> None:
+    found = chat(web, SAID[model]["call"], tools=TOOLS)
+    assert (found["reasoning"], found["content"], found["reason"]) == ("I ask.", "", "tool_calls")
+    assert found["calls"] == [("rain", '{"city": "Uri"}')]
+    assert found["reasoning_tokens"] >= len("I ask.")
+
+
+@pytest.mark.slow
+def test_answer_has_its_parts_in_every_api(web: httpx.Client, model: str) -> None:
     text, call = SAID[model]["text"], SAID[model]["call"]
     found = chat(web, text)
     assert (found["reasoning"], found["content"], found["reason"]) == ("I think 1.", "It rains.", "stop")
-    assert found["reasoning_tokens"] >= len("I think 1.")
-    found = chat(web, call, tools=TOOLS)
-    assert (found["reasoning"], found["content"], found["reason"]) == ("I ask.", "", "tool_calls")
-    assert found["calls"] == [("rain", '{"city": "Uri"}')]
     user = {"role": "user", "content": call}
     given = {"name": "rain", "input_schema": CITY}
     anthropic = {"messages": [user], "tools": [given], "max_tokens": 200, "temperature": 0}
