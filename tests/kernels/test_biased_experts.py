@@ -17,6 +17,7 @@ from nanovllm.checkpoint.model_config import ExpertsConfig
 from nanovllm.checkpoint.quantization import BLOCK_TYPES
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers import moe
+from nanovllm.layers.linear import act_and_mul
 from nanovllm.layers.moe import Experts
 from nanovllm.layers.packed_weight import PackedRows, PackedWeight, store_blocks
 from nanovllm.models.gguf_values import dequantize

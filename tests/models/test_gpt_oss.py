@@ -146,7 +146,7 @@ def test_settings_that_change_answers_are_refused(tmp_path: Path, plain: Path) -
     for changed, message in (
         ({"swiglu_limit": 5.0}, r"swiglu_limit=5.0 is not supported .* use a checkpoint with swiglu_limit=7.0"),
         ({"sliding_window": None}, "sliding_window=None must be an integer from 1 to"),
-        ({"sliding_window": True}, "sliding_window=True must be a number"),
+        ({"sliding_window": True}, "sliding_window=True must be an integer"),
         ({"layer_types": ["full_attention"] * 2}, "at least one layer of each type: full_attention, sliding_attention"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than num_experts=8"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
