@@ -124,7 +124,6 @@ class MergedAttention(PagedAttention):
         """Attend to all keys. A result is merged before the next is computed, because it may take 64 MiB. Hot: per
         layer.
         """
-        assert sinks_H is None, "backends have no sinks"
         offload, is_last = self.offload, layer == self.last_layer
         groups, cpu_steps = (self.last_groups, self.last_cpu_steps) if is_last else (self.groups, self.cpu_steps)
         offload.stored(layer)
