@@ -64,6 +64,23 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> "Reference":
     return Reference(write_tiny_model(directory, "qwen3_5", num_layers=4, max_position_embeddings=8192))
 
 
+@pytest.fixture(scope="session")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> "Reference":
+    """The same for a tiny model with a layer that attends to a window, which divides neither blocks nor pages."""
+    from checked_engine import Reference
+    from tiny_models import write_tiny_model
+
+    sizes = {"num_layers": 3, "max_position_embeddings": 8192, "gemma": {"sliding_window": 100}}
+    return Reference(write_tiny_model(tmp_path_factory.mktemp("windowed"), "gemma3", **sizes))
+
+
+@pytest.fixture(scope="session", params=["hybrid", pytest.param("windowed", marks=pytest.mark.slow)])
+def stateful(request: pytest.FixtureRequest) -> "Reference":
+    """Each of the two models whose sequences have states."""
+    reference: Reference = request.getfixturevalue(request.param)
+    return reference
+
+
 @pytest.fixture
 def patient_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give up no load from disk because a thread of it was delayed."""

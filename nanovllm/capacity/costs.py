@@ -23,7 +23,7 @@ from nanovllm.checkpoint.model_layout import Linear, model_layout
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
 from nanovllm.plan.expert_formats import STAGED_PIECE_BYTES, LayerFormat, layer_bytes, layer_format, num_link_slots
-from nanovllm.plan.kv_spec import KVCacheSpec, dtype_name, kv_cache_spec, uses_draft_head, value_bytes
+from nanovllm.plan.kv_spec import KVCacheSpec, StateSpec, dtype_name, kv_cache_spec, uses_draft_head, value_bytes
 from nanovllm.plan.step_limits import (
     MAX_CPU_EXPERT_ROWS,
     MAX_GRAPH_CHUNKS,
@@ -71,6 +71,7 @@ class _Size(NamedTuple):
     split: str | None  # the features that ranks share, as in Linear
     num_experts: int  # number of experts with this weight, or 0 if every token uses the weight
     formats: tuple[Quantization | None, ...]  # of each layer
+    has_bias: bool
 
     @property
     def num_params(self) -> int:
@@ -85,8 +86,9 @@ class _Size(NamedTuple):
         """Return the size of the weight on the GPUs of all ranks.
 
         A quantized layer has packed codes, and 4 bytes for each block that shares a scale: an fp32 scale (e4m3), or a
-        scale and a zero of 16 bits each (integers). GGUF's blocks have several such words. Ranks that share columns
-        have smaller blocks where whole ones do not fit, and each has its own scales.
+        scale and a zero of 16 bits each (integers). GGUF's blocks have several such words, and rows are padded to
+        whole blocks. In other formats, ranks that share columns have smaller blocks where whole ones do not fit, and
+        each has its own scales.
         """
         total, (num_columns, num_sharing) = 0.0, self.shared_columns(num_ranks)
         for rows, format in zip(self.rows, self.formats, strict=True):
@@ -94,8 +96,12 @@ class _Size(NamedTuple):
                 total += rows * self.columns * itemsize
                 continue
             block_rows, block_columns = format.block
-            num_blocks = ceil_div(rows, block_rows or rows) * self.columns // gcd(block_columns, num_columns)
-            total += rows * self.columns * format.bits / 8 + 4 * num_blocks * max(1, format.scale_words)
+            columns, block_columns = self.columns, gcd(block_columns, num_columns)
+            if format.block_type is not None:  # rows are padded
+                block_columns = format.block[1]
+                columns = num_sharing * ceil_div(num_columns, block_columns) * block_columns
+            num_blocks = ceil_div(rows, block_rows or rows) * columns // block_columns
+            total += rows * columns * format.bits / 8 + 4 * num_blocks * max(1, format.scale_words)
         return total
 
     def shared_columns(self, num_ranks: int) -> tuple[int, int]:
@@ -112,8 +118,9 @@ class _ExpertSizes(NamedTuple):
 
     def layer_format(self, dtype: str, num_ranks: int) -> LayerFormat:
         """Return how the experts are stored in CPU memory. Raises ConfigError if they cannot be."""
-        sizes = {"hidden_size": self.gate_up.columns, "size": self.down.columns}
-        return layer_format((*self.gate_up.formats, *self.down.formats), dtype, **sizes, num_ranks=num_ranks)
+        formats = *self.gate_up.formats, *self.down.formats
+        sizes = {"hidden_size": self.gate_up.columns, "size": self.down.columns, "num_ranks": num_ranks}
+        return layer_format(formats, dtype, **sizes, has_bias=self.down.has_bias)
 
 
 class _Weights(NamedTuple):
@@ -144,7 +151,7 @@ def _weights(model: ModelConfig, part: str) -> _Weights:
                 on_cpu.append(_size_of(weight, model))
             else:
                 sizes[_size_of(weight, model)] += 1
-            num_others += sum(weight.rows) * weight.bias
+            num_others += sum(weight.rows) * weight.bias * max(1, weight.num_experts)
         else:
             num_others += prod(weight.shape)
     return _Weights(sizes, num_others, Counter(map(_ExpertSizes, on_cpu[::2], on_cpu[1::2])))
@@ -152,7 +159,7 @@ def _weights(model: ModelConfig, part: str) -> _Weights:
 
 def _size_of(weight: Linear, model: ModelConfig) -> _Size:
     formats = weight.first_expert_formats(model)
-    return _Size(weight.rows, weight.columns, weight.split, weight.num_experts, formats)
+    return _Size(weight.rows, weight.columns, weight.split, weight.num_experts, formats, weight.bias)
 
 
 def packing_problem(config: Config, model: ModelConfig) -> str | None:
@@ -343,7 +350,8 @@ def weight_bytes(config: Config, model: ModelConfig, *, is_packed: bool) -> int:
 def layer_activation_bytes(config: Config, model: ModelConfig, num_tokens: int) -> int:
     """Return the size of the activations of a step of `num_tokens` tokens at the peak of a layer.
 
-    - In attention: q, two parts and a piece of a third, and in fp32 the merged result and three log-sum-exps.
+    - In attention: q, two parts and a piece of a third, and in fp32 the merged result and three log-sum-exps. With
+      windows also K and V of a layer, twice.
     - In a recurrent layer: input and output of the convolution, the output in fp32, too, the gate and the result.
     - In the MLP of MAX_MLP_TOKENS tokens at a time: gate, up and their product. With experts also the output of each
       expert, and in Gemma the inputs of the dense MLP and of the experts; on a CPU, where one expert may have all
@@ -353,7 +361,12 @@ def layer_activation_bytes(config: Config, model: ModelConfig, num_tokens: int) 
     """
     tp, size = config.tensor_parallel_size, itemsize(config, model)
     num_in_mlp = min(num_tokens, MAX_MLP_TOKENS)
-    attention = ((4 * size + max(4, size)) * model.head_dim + 3 * 4) * model.num_heads // tp
+    head_dims = model.head_dim, *([model.window.head_dim] if model.window is not None else [])
+    attention = ((4 * size + max(4, size)) * max(head_dims) + 3 * 4) * model.num_heads // tp
+    if model.window is not None:
+        # A chunk's K and V, and the same with the preceding window (capabilities/windows)
+        kv_heads = model.window.num_kv_heads
+        attention += 2 * 2 * size * kv_heads * model.window.head_dim // tp
     mlp = size * 3 * model.intermediate_size // tp
     if model.recurrent is not None:
         r = model.recurrent
@@ -386,7 +399,8 @@ def prefill_flop(
     """Return the floating-point operations of one prompt of T tokens. An operation in fp8 counts as half of one, since
     GPUs do twice as many in a second. Without a `capability`, the GPU has all products in fp8.
 
-    The sum has 2 operations per weight and token, 2 products of T^2 / 2 in causal attention, in each recurrent layer 3
+    The sum has 2 operations per weight and token, 2 products of T^2 / 2 in causal attention, of T * W - W^2 / 2 in
+    attention with a window W, in each recurrent layer 3
     products of a token with the matrix of each head, which is read, updated and read again, and one row of the head.
     The last layer computes K and V for all tokens, but everything else only for the last token, which is not counted.
     With a draft head, the last layer computes everything for all tokens, and the draft head computes only its joined
@@ -398,6 +412,10 @@ def prefill_flop(
     token_params = _token_params(model, fp8_capability) / model.num_layers
     num_attention_layers = model.num_attention_layers - 1 + has_head
     attention = 2.0 * num_tokens**2 * num_attention_layers * model.num_heads * model.head_dim
+    if model.window is not None:
+        seen = min(num_tokens, model.window.num_tokens)
+        keys = num_tokens * seen - seen**2 / 2  # of all tokens together
+        attention += 4.0 * keys * model.num_window_layers * model.num_heads * model.window.head_dim
     if model.recurrent is not None:
         r = model.recurrent
         matrix = r.num_value_heads * r.key_head_dim * r.value_head_dim
@@ -423,14 +441,15 @@ def decode_bytes(
     config: Config, model: ModelConfig, num_sequences: int, num_keys: int, kv_bytes_per_token: int
 ) -> float:
     """Return the bytes that one step reads from GPU memory: every weight that the step uses, except the embedding, and
-    all keys and values, once each. Quantized weights are read packed. States are read and written. A draft head runs
+    all keys and values, once each, but in layers with a window only the keys that the window shows. Quantized weights
+    are read packed. States of recurrent layers are read and written. A draft head runs
     once. Experts in CPU memory are not counted, because the CPU reads them.
 
     num_keys: the number of keys of all sequences together.
     """
     weights = _layers_bytes(config, model, num_sequences, is_packed=True) + head_bytes(config, model)
     states = kv_cache_spec(config, model, config.tensor_parallel_size).states
-    state_bytes = 2 * num_sequences * states.state_bytes
+    state_bytes = num_sequences * states.read_bytes(num_keys // num_sequences)
     return weights / config.tensor_parallel_size + num_keys * kv_bytes_per_token + state_bytes
 
 
@@ -616,7 +635,7 @@ def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows
         mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)
         kinds.append(mixed)
         num_bytes += layer_activation_bytes(config, model, mixed[-1].num_tokens)
-    if spec.is_recurrent:
+    if isinstance(spec.states, StateSpec) and spec.has_states:
         # In a recurrent layer each row has room for its new tokens and for all tokens that may be replayed
         num_verifying = verifying_graph_sizes(num_rows)[-1] if verifies else 0
         num_tokens = num_rows * (1 + config.max_guesses) + num_verifying * (1 + 2 * config.max_guesses)

@@ -421,7 +421,8 @@ def fits(
 ) -> list[Fit]:
     """List everything that runs on `machine`. `models`, `quantization` and `context` limit the list. By default, the
     list has all presets, the checkpoint's format and all of QUANTIZATIONS but int8, and each of CONTEXTS that the model
-    supports, or the model's longest context if that is shorter than all of CONTEXTS.
+    supports, or the model's longest context if that is shorter than all of CONTEXTS. With `quantization`, presets that
+    are quantized already are left out.
 
     Raises ConfigError if one of `models` does not take `context` or `quantization`, and if the GPU does not.
     """
@@ -439,6 +440,8 @@ def each_fit(
         raise ConfigError(problem)
     for name in named or presets():
         stored = ModelConfig.without_weights(name)
+        if quantization is not None and stored.quantization is not None and not named:
+            continue
         wish = _Wish(config=Config(model=name), given=(), machine=machine)
         longest = max(stored.max_model_len_limit, _recommended_context(stored))
         if named and context is not None and context > longest:

@@ -10,6 +10,8 @@ how to change them back:
 - qwen35 and qwen35moe: norms have 1 added, except the norm of the recurrent layers; A_log is stored as -exp(A_log);
   value heads are ordered by their place within a key head first, and then by key head
 
+For gpt-oss, llama.cpp truncates the range of YaRN, about which files say nothing. config.json and nanovllm do not.
+
 Importing this module loads no torch.
 """
 
@@ -32,10 +34,12 @@ _ARCHITECTURES = {  # general.architecture -> architectures[0] and model_type of
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
     "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
 }
 _HYBRIDS = ("qwen35", "qwen35moe")
+_MIXTURES = ("qwen3moe", "qwen35moe", "gpt-oss")
 _GEMMAS = ("gemma3", "gemma4")
 _GEMMA3_27B_LAYERS = 62
 _OPTIONAL = {  # metadata entry, after the architecture's name -> entry of config.json
@@ -48,6 +52,7 @@ _EXPERT_SETTINGS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_GPT_OSS_SETTINGS = {"expert_feed_forward_length": "intermediate_size"}
 _RECURRENT_SETTINGS = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
@@ -81,6 +86,7 @@ _END_TOKENS = {  # texts of tokens that end an answer. Many files name only one 
         "<turn|>",
     ),
 }
+_HARMONY_END_TOKENS = {"<|endoftext|>", "<|return|>", "<|call|>"}  # of gpt-oss, where <|end|> only ends a message
 _SAMPLING = {  # metadata entry -> entry of generation_config.json
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -138,6 +144,7 @@ _OF_LAYERS_WITH_ENDING = {
     "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
     "layer_output_scale.weight": "layer_scalar",
+    "attn_sinks.weight": "self_attn.sinks",
 }
 _OF_EXPERTS = {
     "ffn_gate_exps": ("gate_proj",),
@@ -231,12 +238,12 @@ def settings(model: GGUFModel) -> dict[str, Any]:
     for name, neutral in _NEUTRAL.items():
         if given.get(name, neutral) != neutral:
             raise given.refusal(name, "use another model")
-    has_experts, is_hybrid = given.architecture.endswith("moe"), given.architecture in _HYBRIDS
+    has_experts, is_hybrid = given.architecture in _MIXTURES, given.architecture in _HYBRIDS
     is_gemma = given.architecture in _GEMMAS
     if given.get("final_logit_softcapping") and not is_gemma:
         raise given.refusal("final_logit_softcapping", "use another model")
     if given.get("expert_count") and not has_experts and given.architecture != "gemma4":
-        raise given.refusal("expert_count", "use a mixture of experts with the architecture qwen3moe or qwen35moe")
+        raise given.refusal("expert_count", f"use a mixture of experts with the architecture {' or '.join(_MIXTURES)}")
     num_heads, num_draft_layers = given.count("attention.head_count"), given.count("nextn_predict_layers", 0)
     num_layers = given.count("block_count") - num_draft_layers
     if num_layers > len(names):
@@ -259,7 +266,7 @@ def settings(model: GGUFModel) -> dict[str, Any]:
         "rms_norm_eps": given.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(model, given, head_dim),
         "tie_word_embeddings": "output.weight" not in names,
-        "eos_token_id": _end_tokens(model.metadata),
+        "eos_token_id": _end_tokens(model.metadata, given.architecture),
     }
     found |= {entry: given.count(name) for name, entry in _OPTIONAL.items() if given.get(name)}
     if is_gemma:
@@ -267,7 +274,10 @@ def settings(model: GGUFModel) -> dict[str, Any]:
     if given.architecture != "qwen2":  # whose q, k and v always have biases
         found["attention_bias"] = "blk.0.attn_q.bias" in names
     if has_experts:
-        found |= {entry: given.count(name) for name, entry in _EXPERT_SETTINGS.items()} | {"norm_topk_prob": True}
+        names_of = _EXPERT_SETTINGS | (_GPT_OSS_SETTINGS if given.architecture == "gpt-oss" else {})
+        found |= {entry: given.count(name) for name, entry in names_of.items()} | {"norm_topk_prob": True}
+    if given.architecture == "gpt-oss" and found["rope_parameters"]["rope_type"] == "yarn":
+        found["rope_parameters"]["truncate"] = False
     if is_hybrid:
         found |= {entry: given.count(name) for name, entry in _RECURRENT_SETTINGS.items()}
         found["linear_value_head_dim"] = given.count("ssm.inner_size") // found["linear_num_value_heads"]
@@ -340,14 +350,16 @@ def quantized_types(model: GGUFModel) -> tuple[str, ...]:
     return tuple(name for name, _ in types.most_common())
 
 
-def _end_tokens(metadata: Mapping[str, Any]) -> list[int]:
+def _end_tokens(metadata: Mapping[str, Any], architecture: str) -> list[int]:
     """Return the tokens that end an answer: the tokens that the file names for it, and known end tokens."""
-    named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    is_harmony = architecture == "gpt-oss"
+    kinds, texts = ["eos"] if is_harmony else ["eos", "eot", "eom"], _HARMONY_END_TOKENS if is_harmony else _END_TOKENS
+    named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in kinds]
     tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     known: list[int] = []
     if isinstance(tokens, list) and isinstance(types, np.ndarray):
         marked = zip(tokens, types.tolist(), strict=False)
-        known = [i for i, (text, kind) in enumerate(marked) if kind != NORMAL_TOKEN and text in _END_TOKENS]
+        known = [i for i, (text, kind) in enumerate(marked) if kind != NORMAL_TOKEN and text in texts]
     return list(dict.fromkeys([each for each in named if isinstance(each, int)] + known))
 
 
@@ -445,6 +457,10 @@ def weights(model: GGUFModel) -> Iterator[tuple[str, Weight]]:
         stem, _, ending = last.rpartition(".")
         if stem in _OF_EXPERTS and len(tensor.shape) == 3:
             yield from _experts(tensor, f"{parent}.experts" if is_gemma else f"{parent}.mlp.experts", _OF_EXPERTS[stem])
+        elif ending == "bias" and len(tensor.shape) == 2 and len(_OF_EXPERTS.get(stem, ())) == 1:
+            for expert in range(tensor.shape[0]):
+                name = f"{parent}.mlp.experts.{expert}.{_OF_EXPERTS[stem][0]}.bias"
+                yield name, Weight(tensor, tensor.shape[1:], expert)
         elif last in _OF_DRAFT_HEAD:
             yield _OF_DRAFT_HEAD[last], changed(last, Weight(tensor, tensor.shape))
         elif last in _OF_LAYERS_WITH_ENDING:
@@ -544,7 +560,7 @@ def _hybrid(given: _Metadata) -> _Change:
 
 _CHANGES: dict[str, Callable[[_Metadata], _Change]] = {
     "llama": _llama,
-    **dict.fromkeys(("qwen2", "qwen3", "qwen3moe", "gemma4"), _unchanged),
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3moe", "gpt-oss", "gemma4"), _unchanged),
     "gemma3": _norms_minus_one,
     **dict.fromkeys(_HYBRIDS, _hybrid),
 }

@@ -37,7 +37,7 @@ from nanovllm.checkpoint.settings import (
     text_settings,
 )
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.utils.arithmetic import ceil_div
+from nanovllm.utils.arithmetic import SWIGLU_LIMIT, ceil_div
 
 DTYPES = ("float32", "bfloat16", "float16")
 RECURRENT_HEAD_DIMS = (16, 32, 64, 128)  # powers of two that fill a tile
@@ -61,6 +61,9 @@ class Architecture:
     would import most of transformers and torch's compiler, which takes up to 9 s in the first process on a machine.
 
     qkv_bias, o_bias, mlp_bias: whether these layers have biases, or the name of the entry of config.json that tells.
+    expert_bias: the same for the router and the experts. expert_size: the name of the entry with an expert's features.
+    has_sinks: see ModelConfig. interleaves_experts: a tensor of all experts has rows of gate and up in turns, and
+    one that is not quantized has [input, output] features (models/expert_tensors.py).
 
     recommended_yarn: max_position_embeddings -> the length from which YaRN extends, and the longest context for which
     the model's authors recommend it, from the model cards.
@@ -81,8 +84,12 @@ class Architecture:
     norms_add_one: bool = False
     has_windows: bool = False  # some layers attend only to the tokens of a window
     ends_with_attention: bool = False  # the last layer attends to all keys, as transformers ensures
+    has_sinks: bool = False
+    expert_bias: bool = False
+    expert_size: str = "moe_intermediate_size"
+    interleaves_experts: bool = False
     gemma: "GemmaConfig | None" = None  # the settings of Gemma's layers that are not in config.json
-    activation: str = "silu"  # of gated MLPs
+    activation: str = "silu"  # as in ModelConfig
     image_tensors: tuple[str, ...] = ()  # prefixes of the names of tensors that only images or sounds need
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     recommended_yarn: Mapping[int, tuple[int, int]] = field(default_factory=dict)
@@ -108,6 +115,13 @@ _SEED_OSS |= {"attention_bias": True, "eos_token_id": 2}
 _QWEN_MOE = _QWEN | {"hidden_size": 2048, "num_hidden_layers": 24, "num_key_value_heads": 4, "intermediate_size": 6144}
 _QWEN_MOE |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False}
 _QWEN_MOE |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_GPT_OSS = _COMMON | {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "num_experts": 128}
+_GPT_OSS |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088}
+_GPT_OSS |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True, "sliding_window": 128}
+_GPT_OSS |= {"num_experts_per_tok": 4, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_GPT_OSS |= {"rope_theta": 150000.0, "torch_dtype": "bfloat16"}  # the authors' files have no entry for the type
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+_GPT_OSS |= {"rope_scaling": _GPT_OSS_ROPE, "sliding_window_pattern": 2}
 _HYBRID = _COMMON | {"intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
 _HYBRID |= {"vocab_size": 248320, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25}
 _HYBRID |= {"full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128}
@@ -215,6 +229,18 @@ ARCHITECTURES = {
     "SeedOssForCausalLM": Architecture(
         model_type="seed_oss", defaults=_SEED_OSS, o_bias="attention_out_bias", mlp_bias="mlp_bias"
     ),
+    "GptOssForCausalLM": Architecture(
+        model_type="gpt_oss",
+        defaults=_GPT_OSS,
+        has_windows=True,
+        has_sinks=True,
+        has_experts=True,
+        expert_bias=True,
+        expert_size="intermediate_size",
+        activation="clamped_swiglu",
+        interleaves_experts=True,
+        fixed={"swiglu_limit": (SWIGLU_LIMIT,)},  # transformers ignores it
+    ),
     "Qwen3_5ForCausalLM": _hybrid("qwen3_5_text"),
     "Qwen3_5ForConditionalGeneration": _hybrid("qwen3_5"),
     "Qwen3_5MoeForCausalLM": _hybrid("qwen3_5_moe_text", has_experts=True),
@@ -274,6 +300,7 @@ class ExpertsConfig:
     layers: tuple[int, ...]  # the layers with a sparse MLP; all other layers have a dense MLP
     activation: str = "silu"  # as in ModelConfig
     shared_size: int = 0  # features of the expert that every token uses, scaled by a gate; 0 without such an expert
+    has_bias: bool = False  # the router and the experts have biases
     # The layers whose experts are in CPU memory. KV on disk does not depend on them, so `repr` leaves them out
     cpu_layers: tuple[int, ...] = field(default=(), repr=False)
 
@@ -365,9 +392,12 @@ class ModelConfig:
     recurrent: RecurrentConfig | None = None  # None if no layer is recurrent
     window: WindowConfig | None = None  # None if no layer has a window
     attention_scale: float | None = None  # of the layers that attend to all keys; None for head_dim ** -0.5
+    has_sinks: bool = False  # each head has a logit that joins the softmax without a value, in all attention layers
     attention_gate: bool = False  # sigmoid gates multiply the output of attention
     norms_add_one: bool = False  # norms multiply by 1 + weight
-    activation: str = "silu"  # of gated MLPs: "silu" or "gelu_tanh", GELU with the tanh approximation
+    # Of gated MLPs: "silu", "gelu_tanh" (GELU with the tanh approximation), or "clamped_swiglu" (act_and_mul in
+    # layers/linear.py)
+    activation: str = "silu"
     gemma: GemmaConfig | None = None  # None if the layers are not Gemma's
     logit_softcap: float | None = None  # logits are softcap * tanh(logits / softcap); None for no bound
     has_mtp: bool = False  # the checkpoint has a draft head (MTPHead)
@@ -561,7 +591,7 @@ def _read_config(
     layer_kinds = _layer_kinds(settings, architecture, given.get(_interval_entry(architecture)))
     num_kv_heads, head_dim = _global_heads(settings, layer_kinds)
     rope, scale = _rope(settings, architecture), _attention_scale(settings, architecture)
-    gemma, experts = architecture.gemma, _experts(settings) if architecture.has_experts else None
+    gemma, experts = architecture.gemma, _experts(settings, architecture) if architecture.has_experts else None
     if gemma is not None:
         gemma = replace(gemma, v_from_k=bool(settings.get("attention_k_eq_v")))
         experts = _gemma_experts(settings) if settings.get("enable_moe_block") else None
@@ -587,6 +617,7 @@ def _read_config(
         quantization=parse_quantization(settings.get("quantization_config") or settings.get("compression_config")),
         experts=experts,
         layer_kinds=layer_kinds,
+        has_sinks=architecture.has_sinks,
         recurrent=_recurrent(settings) if architecture.is_hybrid else None,
         window=_window(settings, rope, scale) if architecture.has_windows else None,
         attention_scale=scale,
@@ -843,8 +874,8 @@ def _mlp_size(settings: Mapping[str, Any]) -> int:
     return int(settings.get("shared_expert_intermediate_size") or settings["intermediate_size"])
 
 
-def _experts(settings: Mapping[str, Any]) -> ExpertsConfig:
-    _require_integers(settings, "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
+def _experts(settings: Mapping[str, Any], architecture: Architecture) -> ExpertsConfig:
+    _require_integers(settings, "num_experts_per_tok", architecture.expert_size, "decoder_sparse_step")
     # transformers 5 writes num_local_experts
     count = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
     _require_integers(settings, count)
@@ -862,7 +893,9 @@ def _experts(settings: Mapping[str, Any]) -> ExpertsConfig:
         shared_size=settings.get("shared_expert_intermediate_size") or 0,
         num_experts=num_experts,
         num_experts_per_token=num_chosen,
-        intermediate_size=settings["moe_intermediate_size"],
+        intermediate_size=settings[architecture.expert_size],
+        has_bias=architecture.expert_bias,
+        activation=architecture.activation,
         norm_topk_prob=bool(settings["norm_topk_prob"]),
         layers=tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0),
     )

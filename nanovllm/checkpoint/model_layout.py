@@ -73,7 +73,7 @@ class Linear:
         num_layers = len(self.layers)
         if config.quantization is None or not self.may_be_quantized:
             return (self.own_format,) * num_layers
-        if config.quantization.is_gguf or config.quantization.block_types:  # the experts are like the first expert
+        if config.quantization.has_equal_experts:
             num_columns = self.columns // (config.quantization.num_ranks if self.split == "columns" else 1)
             formats = (config.quantization.format_of(name) for name in names[:num_layers])
             return tuple(each and each.for_columns(num_columns) for each in formats)
@@ -179,6 +179,8 @@ def _attention(c: ModelConfig, name: str, kind: str) -> Iterator[LayoutEntry]:
     qkv |= {} if c.v_from_k(kind) else {"v_proj": kv}
     yield Linear(f"{name}.qkv_proj", qkv, c.hidden_size, split="rows", bias=c.qkv_bias)
     yield Linear(f"{name}.o_proj", {"o_proj": c.hidden_size}, q, split="columns", bias=c.o_bias)
+    if c.has_sinks:
+        yield Tensor(f"{name}.sinks", (c.num_heads,))
     if c.qk_norm:
         yield Tensor(f"{name}.q_norm.weight", (heads.head_dim,))
         yield Tensor(f"{name}.k_norm.weight", (heads.head_dim,))
@@ -210,7 +212,8 @@ def _experts(c: ModelConfig, name: str, on_cpu: bool) -> Iterator[LayoutEntry]:
     """Yield a sparse MLP: the router, the experts, and the expert that every token uses if there is one."""
     assert c.experts is not None, "the layer has experts"
     gates = {"gate": c.experts.num_experts} | ({"shared_expert_gate": 1} if c.experts.shared_size else {})
-    yield Linear(f"{name}.gate", gates, c.hidden_size, split=None, may_be_quantized=False)
+    bias = c.experts.has_bias
+    yield Linear(f"{name}.gate", gates, c.hidden_size, split=None, bias=bias, may_be_quantized=False)
     yield from _routed_experts(c, name, on_cpu)
     if c.experts.shared_size:
         yield from _mlp(c, f"{name}.shared_expert")
@@ -220,7 +223,7 @@ def _routed_experts(c: ModelConfig, name: str, on_cpu: bool) -> Iterator[LayoutE
     """Yield the experts from which the router of the sparse MLP `name` chooses."""
     assert c.experts is not None, "the layer has experts"
     size = c.experts.intermediate_size
-    of_experts: dict[str, Any] = {"num_experts": c.experts.num_experts, "on_cpu": on_cpu}
+    of_experts: dict[str, Any] = {"num_experts": c.experts.num_experts, "on_cpu": on_cpu, "bias": c.experts.has_bias}
     gate_up, down = {"gate_proj": size, "up_proj": size}, {"down_proj": c.hidden_size}
     yield Linear(f"{name}.experts.gate_up", gate_up, c.hidden_size, split="rows", **of_experts)
     yield Linear(f"{name}.experts.down", down, size, split="columns", **of_experts)

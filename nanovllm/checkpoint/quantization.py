@@ -12,6 +12,7 @@ codes in e4m3 have no zero. A format that is not in this list is refused by name
   `dynamic` has other settings for some layers, in awq too
 - auto-round: packed as gptq or awq. `extra_config` has other settings for some layers
 - modelopt: NVFP4, e2m1
+- mxfp4: the experts of gpt-oss, e2m1. Loading arranges them as GGUF's blocks of this type (models/expert_tensors.py)
 
 - gguf: the types of GGUF's blocks. The file has a type for each tensor
 
@@ -36,7 +37,7 @@ from typing import Any, NamedTuple
 from nanovllm.errors import CheckpointError
 
 WORD_BITS = 32
-_ONLINE, _GGUF = "online", "gguf"
+_ONLINE, _GGUF, _MXFP4 = "online", "gguf", "mxfp4"
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 _NESTED, _TEXT_ALONE = "model.language_model.", "model."  # beginnings of the names of layers
 
@@ -85,14 +86,21 @@ class Quantization:
         """True for the format of a GGUF file, and of its layers."""
         return self.method == _GGUF
 
+    @property
+    def has_equal_experts(self) -> bool:
+        """True if all experts of a layer have the formats of the first one."""
+        return self.method in (_GGUF, _MXFP4) or bool(self.block_types)
+
     def stays_packed(self, num_columns: int, num_ranks: int = 1) -> bool:
         """Return True if a GPU keeps a weight packed whose columns `num_ranks` share: `num_columns` on each rank.
 
-        A GPU keeps whole blocks of GGUF's types. Other formats that cannot be packed are refused (`packing_problem`).
+        A GPU keeps whole blocks of GGUF's types, and pads rows of blocks with 32 columns. Other formats that cannot be
+        packed are refused (`packing_problem`).
         """
         if self.block_type is None:
             return not self.is_fp4
-        return num_columns % self.block[1] == 0 and (num_ranks == 1 or not self.has_order)
+        least = min(self.block[1], 256 if self.block[1] == 256 else 32)
+        return num_columns % least == 0 and (num_ranks == 1 or not self.has_order)
 
     def format_of(self, layer: str) -> "Quantization | None":
         """Return the format of the linear layer of this name according to config.json, or None if it is not quantized.
@@ -225,7 +233,7 @@ QUANTIZATIONS = {  # formats to which a checkpoint in a float type can be quanti
     "fp8_dynamic": replace(_FP8, has_fp8_activations=True),  # llm-compressor's FP8_DYNAMIC
 }
 CHECKPOINT_FORMATS = {  # vLLM's names for the formats of checkpoints -> Quantization.method
-    **{name: name for name in ("awq", "gptq", "compressed-tensors", "modelopt", _GGUF)},
+    **{name: name for name in ("awq", "gptq", "compressed-tensors", "modelopt", _MXFP4, _GGUF)},
     "awq_marlin": "awq",
     "gptq_marlin": "gptq",
     "modelopt_fp4": "modelopt",
@@ -513,6 +521,14 @@ def _auto_round_format(given: Mapping[str, Any]) -> Quantization:
     return _awq_format({**given, "zero_point": True})
 
 
+def _mxfp4(given: Mapping[str, Any]) -> Quantization:
+    """Parse the settings of files whose experts are MXFP4, unless `modules_to_not_convert` has them."""
+    names = _names(given, "modules_to_not_convert")
+    ignored = tuple(f"re:{translate(name + '*')}" if "*" in name else name for name in names)
+    experts = (r"re:.*\.experts\.", BLOCK_TYPES["MXFP4"])
+    return Quantization(method=_MXFP4, bits=4, ignored=ignored, exceptions=(experts,), is_for_others=False)
+
+
 def _modelopt(given: Mapping[str, Any]) -> Quantization:
     _choose(given, "quant_algo", ("NVFP4", "W4A16_NVFP4"))
     names = (*_names(given, "ignore"), *_names(given, "exclude_modules"))
@@ -527,4 +543,5 @@ _PARSERS = {
     "gptq": _gptq,
     "auto-round": _auto_round,
     "modelopt": _modelopt,
+    _MXFP4: _mxfp4,
 }

@@ -63,6 +63,7 @@ ENTRIES: dict[str, Any] = {  # the entries that model_config.py reads
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "full_attention_interval"), (1, 2**12)),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (1, 2**10)),
     "linear_conv_kernel_dim": (2, 2**4),
+    "swiglu_limit": (1e-6, 1e6),
     "mtp_num_hidden_layers": (0, 2**12),
     # Gemma
     "hidden_activation": str,

@@ -1,6 +1,7 @@
 """Pack rows of GGUF's blocks, as a file has them: one kernel writes the words of their codes and scales.
 
 models/gguf_values.py says where the parts of a block are, packed_values.py and gguf_words.py how words are arranged.
+Rows may be padded: a block of the words begins in a file's row and ends after it, where codes and scales are 0.
 Most words need no single codes: two neighbouring bytes of the file, in the halves of a word ("a pair"), have nibbles or
 bits that belong to the same halves of packed words. The bits of some pairs only have to be moved.
 """
@@ -63,6 +64,14 @@ def _half(at, mask, KIND: tl.constexpr):
 
 
 @triton.jit
+def _before(mask, block, num_blocks):
+    """Restrict a mask to blocks of 32 columns that the file's row has. num_blocks: None if the words are not padded."""
+    if num_blocks is not None:
+        mask = mask & (block < num_blocks)
+    return mask
+
+
+@triton.jit
 def _pair(at, mask, KIND: tl.constexpr):
     """Two neighbouring bytes, in the halves of a word."""
     half = _half(at, mask, KIND)
@@ -78,14 +87,15 @@ def _word(at, mask, KIND: tl.constexpr):
 
 
 @triton.jit
-def _code_words(rows, word, mask, KIND: tl.constexpr):
+def _code_words(rows, word, mask, num_blocks, KIND: tl.constexpr):
     """The words `word` of rows, whose bytes begin at `rows`: lower 4 bits of the codes, or 8 bits in Q8_0."""
     BYTES: tl.constexpr = _BLOCK_BYTES[KIND]
     rows += _FIRST_CODE[KIND]
     block, place = word // BLOCK_WORDS, word % BLOCK_WORDS  # `block` is half of a unit, in Q8_0 a quarter
     if KIND == Q8_0:
         at = rows + block * (2 * BYTES) + place * 2
-        words = (_pair(at, mask, KIND) | (_pair(at + BYTES, mask, KIND) << 8)) ^ -0x7F7F7F80
+        second = _pair(at + BYTES, _before(mask, block * 2 + 1, num_blocks), KIND)
+        words = (_pair(at, mask, KIND) | (second << 8)) ^ -0x7F7F7F80
     elif HAS_UNITS[KIND] and HAS_LEAST[KIND]:
         at = rows + block // 2 * BYTES + block % 2 * 64 + place * 2
         words = _pair(at, mask, KIND) | (_pair(at + 32, mask, KIND) << 8)
@@ -102,12 +112,13 @@ def _code_words(rows, word, mask, KIND: tl.constexpr):
         at, shift = at + place % 8 * 2, place // 8 * 4
         words = (_pair(at, mask, KIND) >> shift) & 0x000F000F
         for i in tl.static_range(1, 4):
-            words |= ((_pair(at + i * SLICE_BYTES, mask, KIND) >> shift) & 0x000F000F) << 4 * i
+            is_there = _before(mask, block * 4 + i, num_blocks)
+            words |= ((_pair(at + i * SLICE_BYTES, is_there, KIND) >> shift) & 0x000F000F) << 4 * i
     return words
 
 
 @triton.jit
-def _upper_words(rows, word, mask, KIND: tl.constexpr):
+def _upper_words(rows, word, mask, num_blocks, KIND: tl.constexpr):
     """The words `word` of rows with the upper bits of their codes."""
     BYTES: tl.constexpr = _BLOCK_BYTES[KIND]
     rows += _FIRST_UPPER[KIND]
@@ -122,7 +133,7 @@ def _upper_words(rows, word, mask, KIND: tl.constexpr):
             words |= ((_pair(at + 2 * i, mask, KIND) >> shift) & 0x000F000F) << 4 * i
     else:
         for part in tl.static_range(4):
-            bits = _byte(rows + (block * 4 + part) * BYTES + place, mask)
+            bits = _byte(rows + (block * 4 + part) * BYTES + place, _before(mask, block * 4 + part, num_blocks))
             bits |= bits << 15  # neighbouring bits in the halves of a word
             for i in tl.static_range(4):
                 words |= ((bits >> 2 * i) & 0x00010001) << (4 * i + part)
@@ -130,8 +141,10 @@ def _upper_words(rows, word, mask, KIND: tl.constexpr):
 
 
 @triton.jit
-def _scale_words(blocks, number, mask, KIND: tl.constexpr):
-    """The words `number` of the scales of a unit, whose bytes begin at `blocks`. Threads of a warp read neighbours."""
+def _scale_words(blocks, number, mask, num_blocks, KIND: tl.constexpr):
+    """The words `number` of the scales of a unit, whose bytes begin at `blocks`. Threads of a warp read neighbours.
+    num_blocks: see `_before`, from this unit on.
+    """
     BYTES: tl.constexpr = _BLOCK_BYTES[KIND]
     if HAS_UNITS[KIND]:
         is_head, is_group = mask & (number == 0), mask & (number > 0)
@@ -153,21 +166,24 @@ def _scale_words(blocks, number, mask, KIND: tl.constexpr):
             head = head.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
             words = tl.where(number == 0, head, words)
     elif HAS_LEAST[KIND]:
-        words = _word(blocks + number * BYTES, mask, KIND)
+        words = _word(blocks + number * BYTES, _before(mask, number, num_blocks), KIND)
     elif KIND == MXFP4:
         words = _byte(blocks + number * (4 * BYTES), mask)
         for i in tl.static_range(1, 4):
-            words |= _byte(blocks + number * (4 * BYTES) + i * BYTES, mask) << 8 * i
+            is_there = _before(mask, number * 4 + i, num_blocks)
+            words |= _byte(blocks + number * (4 * BYTES) + i * BYTES, is_there) << 8 * i
     else:
         at = blocks + number * (2 * BYTES)
-        words = _half(at, mask, KIND) | (_half(at + BYTES, mask, KIND) << 16)
+        words = _half(at, _before(mask, number * 2, num_blocks), KIND)
+        words |= _half(at + BYTES, _before(mask, number * 2 + 1, num_blocks), KIND) << 16
     return words
 
 
 # Triton knows which numbers of words are multiples of 16, so that a thread stores words together
 @triton.jit(
     do_not_specialize=[
-        *("block_stride", "num_rows", "start", "first_row", "part_size", "part_stride", "num_scales", "tile_stride")
+        *("block_stride", "num_rows", "start", "first_row", "part_size", "part_stride", "num_scales", "tile_stride"),
+        "num_blocks",
     ]
 )
 def _pack_blocks_kernel(
@@ -186,6 +202,7 @@ def _pack_blocks_kernel(
     tile_stride,
     row_stride,
     group_stride,
+    num_blocks,  # of a row in the file if the words are padded, else None
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -199,18 +216,20 @@ def _pack_blocks_kernel(
     UNIT_WORDS: tl.constexpr = UNIT // CODES_OF_WORD[KIND]
     word = unit * UNIT_WORDS + tl.arange(0, UNIT_WORDS)[None, :]
     is_there = is_row & (word < num_codes)
-    tl.store(codes + word, _code_words(rows, word, is_there, KIND), mask=is_there)
+    tl.store(codes + word, _code_words(rows, word, is_there, num_blocks, KIND), mask=is_there)
     if UPPER_BITS[KIND] > 0:
         NUM_UPPER: tl.constexpr = UNIT // 32 * UPPER_BITS[KIND]
         word = unit * NUM_UPPER + tl.arange(0, NUM_UPPER)[None, :]
         is_there = is_row & (word < row_words - num_codes)
-        tl.store(codes + num_codes + word, _upper_words(rows, word, is_there, KIND), mask=is_there)
+        tl.store(codes + num_codes + word, _upper_words(rows, word, is_there, num_blocks, KIND), mask=is_there)
     NUM_SCALES: tl.constexpr = UNIT_WORDS // BLOCK_WORDS * SCALE_WORDS[KIND] + HAS_UNITS[KIND]
     number = tl.arange(0, triton.next_power_of_2(NUM_SCALES))[None, :]
     is_there = is_row & (number < NUM_SCALES) & (unit * NUM_SCALES + number < num_scales)
     scales = scale_row(scales_ptr, target, tile_stride, row_stride, 1) + (unit * NUM_SCALES + number) * group_stride
     unit_blocks = rows + unit * (_BLOCK_BYTES[KIND] if HAS_UNITS[KIND] else 8 * _BLOCK_BYTES[KIND])
-    tl.store(scales, _scale_words(unit_blocks, number, is_there, KIND), mask=is_there)
+    if num_blocks is not None:
+        num_blocks -= unit * 8
+    tl.store(scales, _scale_words(unit_blocks, number, is_there, num_blocks, KIND), mask=is_there)
 
 
 def pack_blocks(blocks: torch.Tensor, weight: Packed, rows: PartRows, start: int = 0) -> None:
@@ -239,6 +258,7 @@ def pack_blocks(blocks: torch.Tensor, weight: Packed, rows: PartRows, start: int
         weight.num_columns // CODES_OF_WORD.value[weight.kind],
         weight.scales.shape[2],
         *weight.scales.stride(),
+        (weight.num_columns - weight.padding) // 32 if weight.padding else None,
         KIND=weight.kind,
         ROWS=block_rows,
         num_warps=1,

@@ -114,13 +114,17 @@ def weight_operand(numbers):
 
 
 @triton.jit
-def load_x(x_row, column, KIND: tl.constexpr):
-    """Load words with x [lanes, 4] for a slice. `x_row` points to the lane's first words, in Q6_K to 2 of them."""
+def load_x(x_row, column, KIND: tl.constexpr, END: tl.constexpr = None):
+    """Load words with x [lanes, 4] for a slice. `x_row` points to the lane's first words, in Q6_K to 2 of them. END:
+    the number of columns of x if the weight is padded with others, else None.
+    """
     if KIND == Q6_K:  # words alternate between the groups of 16 columns
         x = tl.load(x_row + column // 2)
         x = tl.join(x, tl.load(x_row + (column // 2 + SLICE // 4))).reshape(x.shape[0], 4)
-    else:
+    elif END is None:
         x = tl.load(x_row + column // 2)
+    else:
+        x = tl.load(x_row + column // 2, mask=column < END, other=0)
     return x
 
 
@@ -189,7 +193,7 @@ def few_products_kernel(
     x_ptr,
     codes_ptr,
     scales_ptr,
-    bias_ptr,
+    bias_ptr,  # a number for each row of the weight, of all experts, or None
     factors_ptr,  # fp32 [pairs], factors of the results, or None for 1
     pairs_ptr,  # int32 [blocks * BLOCK_M]: the pairs of each block, sorted by expert, or None for all pairs in order
     experts_ptr,  # of each block, or each pair; num_experts for a block without pairs. None if there is one weight
@@ -202,6 +206,7 @@ def few_products_kernel(
     CHOSEN: tl.constexpr,  # pairs of a row of x
     SUMMED: tl.constexpr,  # pairs that are summed for a row of the result, one warp each, or 0 if nothing is summed
     K: tl.constexpr,
+    X_COLUMNS: tl.constexpr,  # columns of x, if the weight is padded with others (Packed), else None
     COLUMNS: tl.constexpr,  # columns of a block
     SHARED: tl.constexpr,  # columns of a block that share a scale
     GROUP: tl.constexpr,
@@ -337,9 +342,9 @@ def few_products_kernel(
             code_sums = sums if AT_END or KIND == DENSE else tl.zeros_like(sums)
             x_sums = tl.zeros_like(sums)
             for i in tl.static_range(start // SLICE, (start + SHARED) // SLICE):
-                x = load_x(x_row[0], column + i * SLICE, KIND)[:, :, None]
+                x = load_x(x_row[0], column + i * SLICE, KIND, X_COLUMNS)[:, :, None]
                 if BLOCK_M == 16:
-                    x = tl.join(x.reshape(x.shape[0], 4), load_x(x_row[1], column + i * SLICE, KIND))
+                    x = tl.join(x.reshape(x.shape[0], 4), load_x(x_row[1], column + i * SLICE, KIND, X_COLUMNS))
                 x = x_operand(x, KIND, dtype)
                 if KIND >= FIRST_BLOCK_TYPE:
                     upper = uppers[0] if BITS > 0 else None
@@ -364,23 +369,16 @@ def few_products_kernel(
                 sums += code_sums * scale_of(scale_bits, SCALE_DTYPE, KIND, dtype)
     if AT_END:
         sums *= scale_of(tl.load(scales_of_row), SCALE_DTYPE, KIND, dtype)
+    bias, factors = bias_ptr, factors_ptr
     if SUMMED:
+        if bias_ptr is not None:
+            sums += tl.load(bias_ptr + warp_expert * N + row[None, :, None]).to(tl.float32)
         sums *= tl.load(factors_ptr + block * SUMMED + warp, mask=warp < SUMMED, other=0.0)
+        bias, factors = None, None
+    elif experts_ptr is not None and bias_ptr is not None:
+        bias += expert * (ROWS * N)
     sums = tl.sum(sums, 0)
-    finish(
-        sums,
-        row,
-        feature,
-        pair,
-        bias_ptr,
-        None if SUMMED else factors_ptr,
-        out_ptr,
-        out_stride,
-        num_pairs,
-        N,
-        GATED,
-        ACTIVATION,
-    )
+    finish(sums, row, feature, pair, bias, factors, out_ptr, out_stride, num_pairs, N, GATED, ACTIVATION)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -400,6 +398,7 @@ def products_kernel(
     out_stride,
     CHOSEN: tl.constexpr,
     K: tl.constexpr,
+    X_COLUMNS: tl.constexpr,
     COLUMNS: tl.constexpr,  # columns that are loaded at once
     SHARED: tl.constexpr,  # loaded columns that share a scale
     GROUP: tl.constexpr,
@@ -435,12 +434,14 @@ def products_kernel(
     feature = tl.program_id(1) * FEATURES
     row = tl.minimum(feature + in_tile % FEATURES, N - 1) + in_tile // FEATURES * N
     pair = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    weight_row = row.to(tl.int64)
+    weight_row, bias = row.to(tl.int64), bias_ptr
     if experts_ptr is not None:
         expert = tl.load(experts_ptr + block).to(tl.int64)
         if expert >= num_experts:
             return
         weight_row += expert * (ROWS * N)
+        if bias_ptr is not None:
+            bias += expert * (ROWS * N)
         if pairs_ptr is not None:
             pair = tl.load(pairs_ptr + pair)
         else:  # one block per pair
@@ -472,7 +473,12 @@ def products_kernel(
                     scale_ptr = scales_of_row + (step * COLUMNS + start) // GROUP * SCALE_STRIDES[2]
                     scales = scales + (0 if AT_END else tl.load(scale_ptr),)  # noqa: RUF005
             for part in tl.static_range(PRODUCTS):
-                x = tl.load(x_column + (step * COLUMNS + part * (COLUMNS // PRODUCTS)))
+                column = step * COLUMNS + part * (COLUMNS // PRODUCTS)
+                if X_COLUMNS is None:
+                    x = tl.load(x_column + column)
+                else:
+                    is_x = column + tl.arange(0, COLUMNS // PRODUCTS)[:, None] < X_COLUMNS
+                    x = tl.load(x_column + column, mask=is_x, other=0.0)
                 values = block_values(
                     words, uppers, scales, part, PRODUCTS, SHARED, KIND, SCALE_DTYPE, dtype, not AT_END
                 )
@@ -486,7 +492,7 @@ def products_kernel(
         is_there = (pair < num_pairs)[None, :] & (feature + in_tile % FEATURES < N)[:, None]
         tl.store(out_ptr + part[None, :] + row[:, None], sums, mask=is_there)
     else:
-        finish(sums, row, feature, pair, bias_ptr, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED, ACTIVATION)
+        finish(sums, row, feature, pair, bias, factors_ptr, out_ptr, out_stride, num_pairs, N, GATED, ACTIVATION)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

@@ -183,7 +183,8 @@ def products(
     """Multiply x [M, K] by the weight -> [M, N], or with `gated` activation(first half) * second half. Hot: per
     layer.
 
-    The results are in `out` if it is given, whose rows may be apart, else in a new tensor.
+    activation: as in ModelConfig. bias: a number for each row of the weight. The
+    results are in `out` if it is given, whose rows may be apart, else in a new tensor.
 
     `experts`, int64 [M, C]: multiply each pair by its expert's rows instead -> [M * C, N]; every pair reads the weight
     anew. `routing`: the same for pairs that are sorted by expert and share the reads. x has a row for each token, or a
@@ -221,16 +222,21 @@ def can_sum_experts(x: torch.Tensor, weight: Packed, experts: torch.Tensor) -> b
 
 
 def sum_of_experts(
-    x: torch.Tensor, weight: Packed, experts: torch.Tensor, num_experts: int, factors: torch.Tensor
+    x: torch.Tensor,
+    weight: Packed,
+    experts: torch.Tensor,
+    num_experts: int,
+    factors: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply x [T * C, K] by the rows of `experts` [T, C], weight by `factors`, fp32 [T, C], and sum for each token:
-    [T, N]. Every pair reads its expert. Hot: once per layer.
+    """Multiply x [T * C, K] by the rows of `experts` [T, C], add the rows' `bias`, weight by `factors`, fp32 [T, C],
+    and sum for each token: [T, N]. Every pair reads its expert. Hot: once per layer.
 
     x must be what `products` has returned for the same `experts`: the kernel loads weights while `products` still runs.
     """
     num_tokens, num_chosen = experts.shape
     out = x.new_empty(num_tokens, len(weight.codes) // num_experts)
-    product = _Product(x, weight, None, factors, None, experts, num_experts, False, "silu", out)
+    product = _Product(x, weight, bias, factors, None, experts, num_experts, False, "silu", out)
     return _few_products(product, FewRowsTile(8, triton.next_power_of_2(num_chosen), 3), num_chosen)
 
 
@@ -240,10 +246,11 @@ def _suits_few_rows(x: torch.Tensor, weight: Packed) -> bool:
 
 
 def _suits_one_row(x: torch.Tensor, weight: Packed) -> bool:
-    """Return True if the kernel for one row fits: it is for GGUF's blocks, and its tensor cores would round fp32. The
-    kernel was slower for Q8_0, whose scales take the smallest part of the work.
+    """Return True if the kernel for one row fits: it is for GGUF's blocks without padding, and its tensor cores would
+    round fp32. The kernel was slower for Q8_0, whose scales take the smallest part of the work.
     """
-    return x.dtype != torch.float32 and weight.kind >= FIRST_BLOCK_TYPE.value and weight.kind != Q8_0.value
+    is_of_blocks = weight.kind >= FIRST_BLOCK_TYPE.value and weight.kind != Q8_0.value
+    return x.dtype != torch.float32 and is_of_blocks and not weight.padding
 
 
 class _Product(NamedTuple):
@@ -276,6 +283,7 @@ class _Product(NamedTuple):
         """Launch one of the kernels with its own `constants`; it writes to `out`."""
         x, weight, experts, (num_pairs, num_features) = self.x, self.weight, self.experts, self.out.shape
         assert x.stride(1) == 1 and (experts is None or experts.is_contiguous()), "the kernels read both in order"
+        assert x.shape[1] == weight.num_columns - weight.padding, "x has as many columns as the weight"
         tensors = x, weight.codes, weight.scales, self.bias, self.factors, self.pairs, experts, out
         on_grid(kernel, grid)(
             *tensors,
@@ -286,6 +294,7 @@ class _Product(NamedTuple):
             self.out.stride(0),
             CHOSEN=max(1, num_pairs // len(x)),  # 1 for sums, which have fewer rows than x
             K=weight.num_columns,
+            X_COLUMNS=weight.num_columns - weight.padding if weight.padding else None,
             COLUMNS=columns,
             SHARED=math.gcd(weight.group_size, columns),
             GROUP=weight.group_size,
@@ -364,6 +373,7 @@ def _products(product: _Product, tile: ManyRowsTile) -> torch.Tensor:
     elif weight.group_size % 128 == 0 and tile.num_per_sm == 1:  # several products divide a single block
         columns = math.gcd(weight.num_columns, 128)
     assert columns >= 16, "a row must consist of whole steps"
+    assert num_splits == 1 or product.experts is None or product.bias is None, "sums of parts have no expert's bias"
     sums = out if num_splits == 1 else x.new_empty(num_splits, num_pairs, num_rows, dtype=torch.float32)
     product.launch(
         products_kernel,

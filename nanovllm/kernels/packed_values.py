@@ -61,6 +61,7 @@ class Packed(NamedTuple):
     scale_dtype: torch.dtype | None = None  # bf16 or fp16 within words, or None for fp32
     scale_rows: int = 1
     group_size: int = 128
+    padding: int = 0  # columns after the last one of x, so that rows consist of whole blocks. Their codes are finite
 
     @property
     def scale_type(self) -> tl.dtype:
@@ -68,6 +69,7 @@ class Packed(NamedTuple):
 
     @property
     def num_columns(self) -> int:
+        """Columns with padding."""
         if self.kind == DENSE.value:
             return self.codes.shape[1]
         return self.codes.shape[1] * 32 // (32 // CODES_OF_WORD.value[self.kind] + UPPER_BITS.value[self.kind])
@@ -280,6 +282,7 @@ def _unpack_kernel(
     row_stride,
     GROUP_STRIDE: tl.constexpr,
     K: tl.constexpr,
+    PADDING: tl.constexpr,  # columns that `out` does not have
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_DTYPE: tl.constexpr,
@@ -313,8 +316,8 @@ def _unpack_kernel(
             values = _values(words, scale_bits, part, KIND, SCALE_DTYPE, dtype)
         if rows_ptr is not None:
             values = tl.where(is_there, values, 0.0)
-        at = out_row.to(tl.int64) * K + column + tl.arange(0, SLICE)[None, :]
-        tl.store(out_ptr + at, values, mask=is_row)
+        at = out_row.to(tl.int64) * (K - PADDING) + column + tl.arange(0, SLICE)[None, :]
+        tl.store(out_ptr + at, values, mask=is_row & (column < K - PADDING) if PADDING else is_row)
 
 
 def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
@@ -333,6 +336,7 @@ def unpack_rows(weight: Packed, rows: torch.Tensor, first_row: int, out: torch.T
 
 def _unpack(weight: Packed, rows: torch.Tensor | None, first_row: int, out: torch.Tensor) -> torch.Tensor:
     assert weight.scales is not None and out.is_contiguous(), "a dense weight needs no unpacking"
+    assert out.shape[1] == weight.num_columns - weight.padding, "the values have as many columns as the weight"
     block_n = 128 if INTERPRETED.value else 32  # the interpreter takes its time for each program
     num_blocks = weight.num_columns // weight.block_columns
     on_grid(_unpack_kernel, (triton.cdiv(len(out), block_n), num_blocks))(
@@ -345,6 +349,7 @@ def _unpack(weight: Packed, rows: torch.Tensor | None, first_row: int, out: torc
         len(weight.codes),
         *weight.scales.stride(),
         K=weight.num_columns,
+        PADDING=weight.padding,
         GROUP=weight.group_size,
         SCALE_ROWS=weight.scale_rows,
         SCALE_DTYPE=weight.scale_type,

@@ -30,6 +30,7 @@ from nanovllm.layers.packed_weight import (
     new_parameter,
     rounded_to_fp8,
 )
+from nanovllm.utils.arithmetic import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 Weight: TypeAlias = "nn.Parameter | PackedWeight | StackedWeight"
 _ONLY_PACKED = "only packed weights take codes"
@@ -174,12 +175,19 @@ def divide(size: int, parts: int, name: str) -> int:
 
 
 def act_and_mul(x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """activation(first half) * second half of the last dimension: [T, 2 * size] -> [T, size]. Hot: once per layer."""
+    """activation(first half) * second half of the last dimension: [T, 2 * size] -> [T, size]. Hot: once per layer.
+
+    "clamped_swiglu" is the form in gpt-oss: with gate at most SWIGLU_LIMIT, and up from -SWIGLU_LIMIT to SWIGLU_LIMIT,
+    gate * sigmoid(SWIGLU_ALPHA * gate) * (up + 1).
+    """
     if x.is_cuda:
         from nanovllm.kernels import fused as kernels
 
         return kernels.act_and_mul(x, activation)
     gate, up = x.chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        gate, up = gate.float().clamp(max=SWIGLU_LIMIT), up.float().clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (gate * (SWIGLU_ALPHA * gate).sigmoid() * (up + 1)).to(x.dtype)
     return (F.gelu(gate, approximate="tanh") if activation == "gelu_tanh" else F.silu(gate)) * up
 
 

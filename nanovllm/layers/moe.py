@@ -6,7 +6,7 @@ ranks. Legend: T tokens, E experts, C experts chosen for each token.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,9 @@ class Router(nn.Module):
         self.num_experts = config.num_experts
         self.num_chosen, self.norms = config.num_experts_per_token, config.norm_topk_prob
         num_features = config.num_experts + bool(config.shared_size)
+        assert not (config.has_bias and config.shared_size), "no gate of a shared expert has a bias"
         self.weight = new_parameter(num_features, hidden_size, dtype=dtype)
+        self.bias = new_parameter(num_features, dtype=dtype) if config.has_bias else None
 
     def forward(
         self, x: torch.Tensor, logit_factor: float = 1.0, expert_factors: torch.Tensor | None = None
@@ -74,19 +76,22 @@ class Router(nn.Module):
         if x.is_cuda and x.dtype != torch.float32 and is_few:
             from nanovllm.kernels.small_linear import small_linear
 
-            return small_linear(x, self.weight, None, dtype=torch.float32)
+            return small_linear(x, self.weight, self.bias, dtype=torch.float32)
         return self.product_of_many(x)
 
     def product_of_many(self, x: torch.Tensor) -> torch.Tensor:
         """Compute `_linear` for many tokens without our kernels. Start-up calls it to make cuBLAS load its kernels."""
         if not x.is_cuda or x.dtype == torch.float32:
-            return F.linear(x.float(), self.weight.float())
-        return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+            return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        product = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        return product if self.bias is None else product.add_(self.bias)
 
     def weight_shards(self) -> Iterator[NamedShard]:
         for layer, part in enumerate(self.weight.tensor_split((self.num_experts,))):
             if len(part):
                 yield NamedShard(layer, "weight", WeightShard(part, tuple(part.shape), (slice(None), slice(None))))
+        if self.bias is not None:
+            yield NamedShard(0, "bias", WeightShard(self.bias, (self.num_experts,), (slice(None),)))
 
 
 class ExpertSum(Protocol):
@@ -122,6 +127,20 @@ class CpuExpertLayers(Protocol):
 
     def close(self) -> None:
         """End the threads and release the memory."""
+
+
+class ExpertBiases(NamedTuple):
+    """The biases of experts, of this rank's features. Only rank 0 has biases of down, so that the sum over ranks counts
+    them once.
+    """
+
+    gate_up: torch.Tensor  # [E, 2, features]
+    down: torch.Tensor | None  # [E, hidden_size]
+
+    def select(self, experts: torch.Tensor) -> "ExpertBiases":
+        """Return the biases of some experts, int [S]. Hot: once per layer."""
+        down = None if self.down is None else self.down.index_select(0, experts)
+        return ExpertBiases(self.gate_up.index_select(0, experts), down)
 
 
 class Experts(nn.Module):
@@ -168,17 +187,27 @@ class Experts(nn.Module):
             num_ranks=tp.size,
             sorts_columns=False,
         )
+        self.has_bias = config.has_bias
+        if config.has_bias:
+            self.gate_up_bias = new_parameter(self.num_experts, 2, self.local_size, dtype=dtype)
+            self.down_bias = new_parameter(self.num_experts, hidden_size, dtype=dtype) if tp.rank == 0 else None
 
     def begin(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> Callable[[], torch.Tensor]:
         return lambda: self(x, experts, weights)
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`experts` and `weights` [T, C] come from the router. Only the chosen experts are read."""
-        return sum_over_ranks(self.sums(x, experts, weights), self.tp)
+        return sum_over_ranks(self.sums(x, experts, weights, self.biases), self.tp)
 
-    def sums(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the sums."""
-        return (self._sum_of_products if x.is_cuda else self._sum_by_expert)(x, experts, weights)
+    @property
+    def biases(self) -> ExpertBiases | None:
+        return ExpertBiases(self.gate_up_bias, self.down_bias) if self.has_bias else None
+
+    def sums(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, biases: ExpertBiases | None = None
+    ) -> torch.Tensor:
+        """Return this rank's part of the sums. biases: the module's own, or for streamed experts the layer's."""
+        return (self._sum_of_products if x.is_cuda else self._sum_by_expert)(x, experts, weights, biases)
 
     @property
     def weights(self) -> list[nn.Parameter | PackedWeight]:
@@ -187,35 +216,45 @@ class Experts(nn.Module):
         assert not isinstance(self.down, StackedWeight), "downs have one format"
         return [*gate_up, self.down]
 
-    def _sum_by_expert(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _sum_by_expert(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, biases: ExpertBiases | None = None
+    ) -> torch.Tensor:
         """Compute the chosen experts one after the other, on a CPU."""
         assert isinstance(self.gate_up, nn.Parameter) and isinstance(self.down, nn.Parameter), "not on a CPU"
         gate_up, down = (each.unflatten(0, (self.num_experts, -1)) for each in (self.gate_up, self.down))
+        gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up.flatten(1), biases.down)
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in experts.unique().tolist():
             token, choice = (experts == expert).nonzero(as_tuple=True)
-            hidden = F.linear(act_and_mul(F.linear(x[token], gate_up[expert]), self.activation), down[expert])
+            both = F.linear(x[token], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+            hidden = act_and_mul(both, self.activation)
+            hidden = F.linear(hidden, down[expert], None if down_bias is None else down_bias[expert])
             out.index_add_(0, token, hidden.float() * weights[token, choice, None])
         return out.to(x.dtype)
 
-    def _sum_of_products(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _sum_of_products(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, biases: ExpertBiases | None = None
+    ) -> torch.Tensor:
         """Multiply on a GPU. Few pairs each read their expert; with many, the pairs of an expert share the read."""
         from nanovllm.kernels import packed_linear as kernels
 
         chosen: dict[str, Any] = {"experts": experts, "num_experts": self.num_experts}
         if experts.numel() > MAX_SINGLE_PAIRS:
             chosen = {"routing": kernels.route(experts, self.num_experts)}
+        gate_up_bias, down_bias = (None, None) if biases is None else biases
         if isinstance(self.gate_up, StackedWeight):
             gates_and_ups = x.new_empty(experts.numel(), 2 * self.local_size)
-            for weight, out in zip(self.gate_up.weights, gates_and_ups.chunk(2, dim=-1), strict=True):
-                kernels.products(x, packed(weight), out=out, **chosen)
+            for i, (weight, out) in enumerate(zip(self.gate_up.weights, gates_and_ups.chunk(2, dim=-1), strict=True)):
+                bias = None if gate_up_bias is None else gate_up_bias[:, i].contiguous()
+                kernels.products(x, packed(weight), bias, out=out, **chosen)
             hidden = act_and_mul(gates_and_ups, self.activation)
         else:
-            hidden = kernels.products(x, packed(self.gate_up), gated=True, activation=self.activation, **chosen)
+            gated: dict[str, Any] = {"gated": True, "activation": self.activation}
+            hidden = kernels.products(x, packed(self.gate_up), gate_up_bias, **gated, **chosen)
         down = packed(self.down)
         if experts.numel() <= MAX_SINGLE_PAIRS and kernels.can_sum_experts(hidden, down, experts):
-            return kernels.sum_of_experts(hidden, down, experts, self.num_experts, weights)
-        out = kernels.products(hidden, down, factors=weights.flatten(), **chosen)
+            return kernels.sum_of_experts(hidden, down, experts, self.num_experts, weights, down_bias)
+        out = kernels.products(hidden, down, down_bias, factors=weights.flatten(), **chosen)
         return out.view(*experts.shape, self.hidden_size).sum(1)  # torch sums in fp32
 
     def weight_shards(self) -> Iterator[NamedShard]:
@@ -228,9 +267,16 @@ class Experts(nn.Module):
                 target = weight_rows(self.gate_up, start, start + local)
                 shard = WeightShard(target, (self.size, hidden_size), (own, all_of), self.formats[part])
                 yield NamedShard(0, f"{expert}.{name}.weight", shard)
+                if self.has_bias:
+                    bias = self.gate_up_bias[expert, part]
+                    yield NamedShard(0, f"{expert}.{name}.bias", WeightShard(bias, (self.size,), (own,)))
             target = weight_rows(self.down, expert * hidden_size, (expert + 1) * hidden_size)
             shard = WeightShard(target, (hidden_size, self.size), (all_of, own), self.formats[2])
             yield NamedShard(0, f"{expert}.down_proj.weight", shard)
+            if self.has_bias:  # the other ranks list the tensor but read nothing from it
+                bias = torch.empty(0) if self.down_bias is None else self.down_bias[expert]
+                shard = WeightShard(bias, (hidden_size,), (slice(0, len(bias)),))
+                yield NamedShard(0, f"{expert}.down_proj.bias", shard)
 
 
 class SparseMLP(nn.Module):

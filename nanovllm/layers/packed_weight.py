@@ -146,9 +146,11 @@ class PackedWeight(nn.Module):
     columns of x at each product. Raises ConfigError if groups or blocks do not fit.
 
     The columns of some weights in GGUF's blocks stay in the order of the file, and the columns of x are permuted, too.
+    Rows of such blocks are padded to whole blocks of the kernels (`padding` columns).
     """
 
     column_order: torch.Tensor | None
+    padding = 0
 
     def __init__(
         self,
@@ -196,7 +198,9 @@ class PackedWeight(nn.Module):
         from nanovllm.kernels import gguf_words, packed_values
 
         (num_rows, num_columns), block_columns = self.shape, quantization.block[1]
-        assert quantization.block_type is not None and num_columns % block_columns == 0, "blocks must be whole"
+        assert quantization.block_type is not None and quantization.stays_packed(num_columns), "blocks must be whole"
+        self.padding = -num_columns % block_columns
+        num_columns += self.padding
         self.kind = gguf_words.kind_of(quantization.block_type)
         self.scale_rows, self.group_size, self.scale_dtype = 1, gguf_words.GROUP.value, None
         self.multiplies_codes, self.max_packed_rows = False, MAX_BLOCK_ROWS[self.bits]
@@ -394,7 +398,7 @@ def packed(weight: nn.Parameter | PackedWeight) -> "Packed":
     from nanovllm.kernels.packed_values import Packed
 
     if isinstance(weight, PackedWeight):
-        sizes = weight.scale_rows, weight.group_size
+        sizes = weight.scale_rows, weight.group_size, weight.padding
         return Packed(weight.codes, weight.scales, weight.kind, weight.scale_dtype, *sizes)
     return Packed(weight)
 
@@ -418,7 +422,7 @@ def unpacked_linear(
     from nanovllm.kernels import packed_values
 
     num_rows = len(weight.codes)
-    values = new_values(num_rows, weight.num_columns, x, max_bytes)
+    values = new_values(num_rows, x.shape[1], x, max_bytes)
     if len(values) == num_rows and out is None:
         return F.linear(x, packed_values.unpack(weight, 0, values), bias)
     out = x.new_empty(len(x), num_rows) if out is None else out

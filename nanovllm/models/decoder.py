@@ -22,9 +22,11 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     GateUpParallelLinear,
     HasWeightShards,
+    NamedShard,
     QKVParallelLinear,
     RowParallelLinear,
     WeightShard,
+    divide,
     gate_heads,
     takes_codes,
 )
@@ -100,6 +102,9 @@ class Attention(nn.Module):
             **build.settings(f"{name}.qkv_proj"),
         )
         self.o_proj = build.row_parallel(f"{name}.o_proj")
+        self.tp, self.num_heads = build.tp, config.num_heads
+        num_local = divide(config.num_heads, build.tp.size, "num_attention_heads")
+        self.sinks = new_parameter(num_local, dtype=torch.float32) if config.has_sinks else None
         self.eps = config.rms_norm_eps
         self.qk_norm, self.is_gated = config.qk_norm, config.attention_gate
         self.norms_v = config.gemma is not None and config.gemma.norms_v
@@ -126,9 +131,9 @@ class Attention(nn.Module):
             del gates
         del k, v  # without gates, this frees the memory of the qkv product during attention
         if window is None:
-            out = attn.attend(self.layer, q).flatten(1)
+            out = attn.attend(self.layer, q, self.sinks).flatten(1)
         else:
-            out = window.attend(q).flatten(1)
+            out = window.attend(q, self.sinks).flatten(1)
             out = out if rows is None else out[rows]
         return self.o_proj(gate_heads(out, gates.flatten(1)) if self.is_gated else out)
 
@@ -137,6 +142,11 @@ class Attention(nn.Module):
         if not self.has_window:
             attn.cells(self.layer)
             attn.attend(self.layer, hidden.new_empty(0, 1, 1))
+
+    def weight_shards(self) -> Iterator[NamedShard]:
+        if self.sinks is not None:
+            own = slice(self.tp.rank * len(self.sinks), (self.tp.rank + 1) * len(self.sinks))
+            yield NamedShard(0, "sinks", WeightShard(self.sinks, (self.num_heads,), (own,)))
 
 
 class MLP(nn.Module):
@@ -426,6 +436,12 @@ class CausalLM(nn.Module):
             yield
         finally:
             self.cpu_experts.cells = None
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """The sinks of a layer on this rank, fp32 [H], or None if the model has none."""
+        found = (module.sinks for module in self.modules() if isinstance(module, Attention))
+        return next(found, None)
 
     @property
     def needs_rope_lens(self) -> bool:

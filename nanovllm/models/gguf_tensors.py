@@ -1,12 +1,13 @@
 """The weights of a GGUF file as tensors of a checkpoint. Values are computed when they are read."""
 
+from abc import abstractmethod
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from nanovllm.checkpoint.gguf import GGUFTensor, read_model
+from nanovllm.checkpoint.gguf import BlockType, GGUFTensor, read_model
 from nanovllm.checkpoint.gguf_config import Weight, weights
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.packed_weight import PackedRows, store_blocks
@@ -42,20 +43,20 @@ def _blocks(tensor: GGUFTensor, maps: dict[Path, torch.Tensor]) -> torch.Tensor:
     return data.view(-1, tensor.row_bytes)
 
 
-class GGUFWeight(StoredTensor):
-    """A weight whose rows are rows of blocks in a file. Its values are fp32."""
+class BlockWeight(StoredTensor):
+    """A weight whose rows are rows of GGUF's blocks. Its values are fp32."""
 
-    def __init__(self, weight: Weight, blocks: torch.Tensor) -> None:
-        self.name, self.where, self.shape = weight.tensor.name, weight.tensor.where, weight.shape
-        self.dtype, self.type = "F32", weight.tensor.type
-        self.column_order = weight.column_order
-        self._weight, self._blocks = weight, blocks
+    type: BlockType
+    column_order: np.ndarray | None = None  # see Weight
+
+    def __init__(self, name: str, where: str, shape: tuple[int, ...], block_type: BlockType) -> None:
+        self.name, self.where, self.shape, self.dtype, self.type = name, where, shape, "F32", block_type
 
     def read(self, *index: slice, device: torch.device | None = None) -> torch.Tensor:
         """Return the values of some rows and columns, or all, computed on `device`, by default on the CPU."""
         rows = index[0] if index else slice(None)
         if len(self.shape) == 1:
-            return self._values(self._blocks, device)[0, rows]
+            return self._values(self._rows(0, 1), device)[0, rows]
         start, end, _ = rows.indices(self.shape[0])
         values = self._values(self._rows(start, end), device)
         inner = slice(None), *index[1:]
@@ -84,25 +85,41 @@ class GGUFWeight(StoredTensor):
         start, end, _ = rows.indices(self.shape[0])
         return select_columns(self._rows(start, end), self.type.name, columns)
 
+    @abstractmethod
     def _rows(self, start: int, end: int) -> torch.Tensor:
-        """Return the blocks of rows of the weight."""
+        """Return the blocks of rows of the weight, uint8 [rows, bytes]."""
+
+    def _values(self, blocks: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+        """Return the values of rows of the tensor, fp32 [rows, columns]."""
+        values = self._changed(dequantize(blocks.to(device or "cpu"), self.type))
+        _check_finite(self.where, bool(values.isfinite().all()))
+        return values
+
+    def _changed(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+
+class GGUFWeight(BlockWeight):
+    """A weight in a GGUF file."""
+
+    def __init__(self, weight: Weight, blocks: torch.Tensor) -> None:
+        super().__init__(weight.tensor.name, weight.tensor.where, weight.shape, weight.tensor.type)
+        self.column_order = weight.column_order
+        self._weight, self._blocks = weight, blocks
+
+    def _rows(self, start: int, end: int) -> torch.Tensor:
         weight = self._weight
         if weight.row_order is None:
             return self._blocks[weight.first_row + start : weight.first_row + end]
         return self._blocks[torch.from_numpy(weight.row_order[start:end])]
 
-    def _values(self, blocks: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-        """Return the values of rows of the tensor, fp32 [rows, columns]."""
+    def _changed(self, values: torch.Tensor) -> torch.Tensor:
         weight = self._weight
-        values = dequantize(blocks.to(device or "cpu"), self.type)
         if self.column_order is not None:
             values = values[:, torch.from_numpy(self.column_order).to(values.device)]
         if weight.change == "minus one":
-            values = values - 1
-        elif weight.change == "log of minus":
-            values = (-values).log()
-        _check_finite(self.where, bool(values.isfinite().all()))
-        return values
+            return values - 1
+        return (-values).log() if weight.change == "log of minus" else values
 
 
 class BlockWriter:
@@ -115,7 +132,7 @@ class BlockWriter:
         # By weight and tensor: blocks or values, and the rows that they fill
         self._waiting: dict[tuple[int, str], list[tuple[torch.Tensor, PackedRows]]] = {}
 
-    def add(self, source: GGUFWeight, target: PackedRows, rows: slice, columns: slice) -> None:
+    def add(self, source: BlockWeight, target: PackedRows, rows: slice, columns: slice) -> None:
         """Pack some rows and columns in `target`, now or later. Raises CheckpointError for values that are not finite,
         of these rows or of others.
         """

@@ -23,7 +23,8 @@ from nanovllm.layers.moe import CpuExpertLayers
 from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight, WeightRows, store_blocks
 from nanovllm.models.block_quantizing import quantize_to_blocks
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.gguf_tensors import BlockWriter, GGUFWeight, open_gguf
+from nanovllm.models.expert_tensors import with_single_experts
+from nanovllm.models.gguf_tensors import BlockWeight, BlockWriter, open_gguf
 from nanovllm.models.gguf_values import part_values, random_blocks, read_parts, select_columns
 from nanovllm.models.quantized_weights import QuantizedReader, head_format, quantize, stored_parts
 from nanovllm.models.stored_tensors import FLOAT_DTYPES, StoredTensor, open_tensors
@@ -93,7 +94,8 @@ def _open(directory: Path | None, files: ExitStack, config: ModelConfig) -> dict
     if directory is not None and is_gguf(directory):
         stored = open_gguf(directory)
     else:
-        stored = open_tensors(directory, files)
+        are_interleaved = ARCHITECTURES[config.architecture].interleaves_experts
+        stored = with_single_experts(open_tensors(directory, files), are_interleaved=are_interleaved)
     if config.tie_word_embeddings and _EMBEDDING not in stored and _HEAD in stored:
         stored[_EMBEDDING] = stored.pop(_HEAD)
     if config.tie_word_embeddings and config.has_own_head and _EMBEDDING in stored:
@@ -213,7 +215,8 @@ def _find(
     source = stored[name]
     if source.shape != shape:
         raise CheckpointError(f"{source.where} has shape {list(source.shape)}, but config.json asks for {list(shape)}")
-    if source.dtype not in FLOAT_DTYPES:
+    has_blocks = isinstance(source, BlockWeight) and quantization and quantization.block_type == source.type.name
+    if source.dtype not in FLOAT_DTYPES and not has_blocks:
         given = f"quant_method={quantization.method!r}" if quantization else "no quantization_config"
         raise CheckpointError(
             f"{source.where} has dtype {source.dtype}, but config.json has {given}; check that both belong together"
@@ -230,7 +233,7 @@ def _fill(
         assert not isinstance(source, QuantizedReader), "a quantized checkpoint is not quantized again"
         _fill_quantized(shard, source, quantization, blocks, device)
     elif (
-        isinstance(source, GGUFWeight) and isinstance(shard.target, PackedRows) and shard.target.block_type is not None
+        isinstance(source, BlockWeight) and isinstance(shard.target, PackedRows) and shard.target.block_type is not None
     ):
         blocks.add(source, shard.target, *shard.index)
     elif isinstance(source, QuantizedReader):
@@ -294,9 +297,9 @@ def _may_be_ignored(name: str, stored: Mapping[str, StoredTensor], config: Model
 
 
 def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Fill parameters with random values: norms are 1, biases and logarithms of decays 0, and matrices are normal with
-    variance 1 / input features, so that activations keep their scale. Matrices of quantized layers are rounded to the
-    codes of their format, or are random blocks of a GGUF type.
+    """Fill parameters with random values: norms are 1, biases, sinks and logarithms of decays 0, and matrices are
+    normal with variance 1 / input features, so that activations keep their scale. Matrices of quantized layers are
+    rounded to the codes of their format, or are random blocks of a GGUF type.
 
     Every rank draws the whole checkpoint tensor on the model's device, some rows at a time, and keeps the rank's
     slices, so that the model depends neither on the number of ranks nor on the place of its embedding table.
@@ -305,7 +308,7 @@ def _fill_dummy(name: str, shards: Sequence[WeightShard], seed: int, dtype: torc
     if not others:
         for shard in shards:
             assert isinstance(shard.target, torch.Tensor), "only matrices consist of codes"
-            shard.target.fill_(0.0 if name.endswith(("bias", "A_log")) else 1.0)
+            shard.target.fill_(0.0 if name.endswith(("bias", "sinks", "A_log")) else 1.0)
         return
     target, quantization = shards[0].target, shards[0].quantization
     if quantization is not None and quantization.is_fp4:

@@ -1,6 +1,5 @@
-"""The tensors of a checkpoint's safetensors files, by the model's names. Parts of a tensor are read on demand."""
+"""The tensors of a checkpoint's safetensors files. Parts of a tensor are read on demand."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from nanovllm.checkpoint.files import weight_files
 from nanovllm.errors import CheckpointError
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
-_OLD_PREFIXES = ("language_model.", "vision_tower.", "multi_modal_projector.")  # before transformers 4.52
 _COMPARED_ROWS = 8192  # rows that are compared at a time
 
 
@@ -58,42 +56,4 @@ def open_tensors(directory: Path | None, files: ExitStack) -> dict[str, StoredTe
                 f"{found[twice[0]].where} is also in {stored[twice[0]].where}; keep the files of one download"
             )
         stored |= found
-    return {name: tensor for each in stored.values() for name, tensor in _as_named_here(each)}
-
-
-def _as_named_here(tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the tensor under its name in a checkpoint of text alone, or each expert of a tensor of all experts."""
-    name = tensor.name.replace("model.language_model.", "model.", 1)
-    if name.startswith(_OLD_PREFIXES):
-        name = name.removeprefix("language_model.")
-        name = name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
-    parent, _, last = name.rpartition(".")
-    kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
-    # Rows that cannot be divided stay as they are, so the experts are missing
-    if kinds is None or not parent.endswith(".experts") or len(tensor.shape) != 3 or tensor.shape[1] % len(kinds):
-        yield name, tensor
-        return
-    if tensor.dtype not in FLOAT_DTYPES:
-        raise CheckpointError(
-            f"{tensor.where} has dtype {tensor.dtype}, and quantized experts in one tensor are not supported; use a "
-            "checkpoint with tensors for each expert"
-        )
-    size = tensor.shape[1] // len(kinds)
-    for expert in range(tensor.shape[0]):
-        for i, kind in enumerate(kinds):
-            yield f"{parent}.{expert}.{kind}.weight", _OfExpert(tensor, expert, slice(i * size, (i + 1) * size))
-
-
-class _OfExpert(StoredTensor):
-    """Some rows of one expert in a tensor of all experts."""
-
-    def __init__(self, experts: StoredTensor, expert: int, rows: slice) -> None:
-        self.name, self.where, self.dtype = experts.name, experts.where, experts.dtype
-        self._experts, self._expert, self._rows = experts, slice(expert, expert + 1), rows
-        self.shape = (rows.stop - rows.start, experts.shape[2])
-
-    def read(self, *index: slice) -> torch.Tensor:
-        rows, columns = index or (slice(None), slice(None))
-        start, end, _ = rows.indices(self.shape[0])
-        first = self._rows.start
-        return self._experts.read(self._expert, slice(first + start, first + end), columns)[0]
+    return stored

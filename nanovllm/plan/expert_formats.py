@@ -7,7 +7,7 @@ Legend: N output features, K input features, P experts of a layer that are in CP
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from nanovllm.checkpoint.gguf import TYPES, BlockType
@@ -48,6 +48,7 @@ class MatrixFormat:
     num_columns: int
     group_size: int = 0  # columns that share a scale, see `stored_group`; 0 if the scales are in the blocks
     has_zeros: bool = False  # False if all zeros are the middle of the codes
+    has_bias: bool = False
 
     def __post_init__(self) -> None:
         if problem := self._problem():
@@ -92,9 +93,14 @@ class MatrixFormat:
         codes, zeros = self.num_rows * self.row_bytes, 2 * num_groups * self.has_zeros
         return codes, 4 * num_groups, zeros
 
+    @property
+    def bias_bytes(self) -> int:
+        """Bytes of an expert's biases."""
+        return 4 * self.num_rows * self.has_bias
+
     def num_bytes(self, num_places: int) -> int:
         """Bytes of the memory for `num_places` experts."""
-        return sum(aligned(num_places * part) for part in self.part_bytes)
+        return sum(aligned(num_places * part) for part in (*self.part_bytes, self.bias_bytes))
 
 
 def stored_group(block_type: BlockType, num_columns: int, group_size: int) -> int:
@@ -129,7 +135,13 @@ def num_link_slots(layer_sizes: Iterable[int], num_experts: int) -> int:
 
 
 def layer_format(
-    formats: Sequence[Quantization | None], dtype: str, *, hidden_size: int, size: int, num_ranks: int
+    formats: Sequence[Quantization | None],
+    dtype: str,
+    *,
+    hidden_size: int,
+    size: int,
+    num_ranks: int,
+    has_bias: bool = False,
 ) -> LayerFormat:
     """Return how the experts of a layer are stored on one of `num_ranks` ranks, which share the features of each
     expert. Raises ConfigError for what the kernels cannot read.
@@ -139,11 +151,12 @@ def layer_format(
     """
     local_size = size // num_ranks
     gate, up, down = formats
-    return LayerFormat(
+    of_layer = LayerFormat(
         _matrix_format(gate, dtype, local_size, hidden_size),
         _matrix_format(up, dtype, local_size, hidden_size),
         _matrix_format(down, dtype, hidden_size, local_size, num_ranks),
     )
+    return LayerFormat(*(replace(each, has_bias=has_bias) for each in of_layer))
 
 
 def _matrix_format(

@@ -205,12 +205,12 @@ class _MixedAttention:
     def layer_memory(self, layer: int) -> LayerStates:
         return self._chunks.layer_memory(layer)
 
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
         if len(q_THD) == 0:
             return q_THD
-        out_THD = self._chunks.attend(layer, q_THD)
+        out_THD = self._chunks.attend(layer, q_THD, sinks_H)
         first = slice(0, len(self._is_row_R11))
-        rows_RHD = self._rows.attend(layer, q_THD[first])
+        rows_RHD = self._rows.attend(layer, q_THD[first], sinks_H)
         out_THD[first] = torch.where(self._is_row_R11, rows_RHD, out_THD[first])
         return out_THD
 

@@ -22,11 +22,13 @@ _RULES = {  # tokenizer.ggml.pre -> the pattern of split_patterns.py
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "Qwen2"),
     "qwen35": "Qwen3.5",
     "tekken": "Tekken",
+    "gpt-4o": "o200k",
     **dict.fromkeys(("smollm", "gpt-2"), "GPT-2"),
 }
 _COMPOSED = ("Qwen2", "Qwen3.5")  # patterns of tokenizers that compose characters (NFC) first
 _BEGIN_WITH_BOS = ("Llama 3", "Tekken")  # patterns of tokenizers that add bos if a file lacks add_bos_token
-_WHOLE_WORDS = ("Llama 3", "Tekken")  # patterns of tokenizers that do not merge a word that is a token (ignore_merges)
+# Patterns of tokenizers that do not merge a word that is a token (ignore_merges)
+_WHOLE_WORDS = ("Llama 3", "Tekken", "o200k")
 
 
 def make_tokenizer(model: GGUFModel) -> Any:

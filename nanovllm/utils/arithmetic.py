@@ -1,4 +1,6 @@
-"""Integer division that rounds up, and sizes as text."""
+"""Integer division that rounds up, sizes as text, and constants of an activation."""
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of the activation "clamped_swiglu"; constants in transformers (GptOssExperts)
 
 
 def ceil_div(dividend: int, divisor: int) -> int:

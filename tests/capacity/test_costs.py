@@ -93,6 +93,17 @@ def test_weight_bytes_of_packed_formats_by_hand() -> None:
         assert read == num_bytes + 2 * (others - 151936 * 4096) + 70
 
 
+def test_weight_bytes_of_padded_rows_and_biases_by_hand() -> None:
+    """gpt-oss-20b: 2,880 columns are padded to 2,944, and the 1,440 of the down of two ranks to 1,536."""
+    model = ModelConfig.without_weights("gpt-oss-20b")
+    attention = 2880 * 64 * (64 + 2 * 8 + 64) + 64 * (64 + 2 * 8) + 2880 + 64  # biases and sinks
+    others = 24 * (attention + 32 * (2881 + 3 * 2880) + 2 * 2880) + 2880 + 2 * 201088 * 2880
+    for num_ranks, gate_up, down in ((1, 2944, 2944), (2, 2944, 2 * 1536)):
+        config = Config(model="m", tensor_parallel_size=num_ranks)
+        experts = 24 * 32 * 2880 * (2 * gate_up + down) * 17 // 32
+        assert parts.weight_bytes(config, model, is_packed=True) == (experts + 2 * others) // num_ranks
+
+
 def test_operations_in_fp8_count_as_half_of_one_but_not_those_of_experts() -> None:
     """So no prompt exceeds the plan's bound of prefill, which divides the rate of operations in bf16."""
     for name, share in (("qwen3-8b", 1.0), ("qwen3-30b-a3b", 48 * (2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128))):

@@ -78,6 +78,15 @@ def test_fits_of_a_quantized_gguf_file_quantizes_no_further(tmp_path: Path) -> N
         fits(machine(), [str(path)], "int4")
 
 
+@pytest.mark.slow
+def test_fits_with_a_quantization_leaves_out_presets_that_are_quantized_already() -> None:
+    found = fits(machine(), (), "int4", 32768)
+    assert found and not any(fit.model.startswith("gpt-oss") for fit in found)
+    assert {fit.format for fit in fits(machine(), ["gpt-oss-20b"], None, 32768)} == {"mxfp4"}
+    with pytest.raises(ConfigError, match="quant_method='mxfp4'; leave it out"):
+        fits(machine(), ["gpt-oss-20b"], "int4", 32768)
+
+
 def test_fits_names_the_reason_if_the_gpu_does_not_take_the_format() -> None:
     """Regression: the answer was "nothing; use a smaller model or context, or more memory"."""
     with pytest.raises(ConfigError, match=r"fp8_dynamic needs a GPU .* RTX 3090 has 8\.6; use another GPU, or use"):

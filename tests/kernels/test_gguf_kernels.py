@@ -138,6 +138,35 @@ def test_products_with_any_number_of_rows(device: str, name: str) -> None:
 
 
 @on_device
+@pytest.mark.parametrize("name", [name for name in NAMES if TYPE_OF[name].num_values == 32])
+def test_rows_that_are_padded_to_whole_blocks(device: str, name: str) -> None:
+    """The columns of gpt-oss, 90 blocks of the file, and in the interpreter 5. NaN follows each row of x, and each row
+    of blocks is followed by scales that are NaN.
+    """
+    from nanovllm.kernels import packed_linear as kernels
+    from nanovllm.kernels import packed_values
+    from nanovllm.kernels.packed_linear import FewRowsTile, ManyRowsTile
+
+    num_rows, size = (22, 160) if INTERPRETED else (2880, 2880)
+    rows = random_rows(name, num_rows, size)
+    weight, values = block_weight(name, rows, device)
+    around = torch.full((num_rows, rows.shape[1] + 200), 0xFF, dtype=torch.uint8, device=device)
+    around[:, : rows.shape[1]] = rows.to(device)
+    store_blocks(around[:, : rows.shape[1]], [weight.rows(0, num_rows)])
+    assert packed(weight).padding in (32, 64, 96) and weight.shape == (num_rows, size)
+    got = packed_values.unpack(packed(weight), 3, torch.empty(num_rows - 3, size, device=device))
+    assert torch.equal(got, values[3:].float())
+    chosen = [(1, None), (3, FewRowsTile(8, 2, 2)), (19, ManyRowsTile(16, 16, 4, 2))]
+    for num_inputs, tile in chosen if INTERPRETED else [*chosen, (16, None), (64, None), (300, None)]:
+        x = torch.full((num_inputs, size + 256), torch.nan, device=device, dtype=DTYPE)[:, :size]
+        x.normal_()
+        exact = F.linear(x.double(), values)
+        assert_close(kernels.products(x, packed(weight), tile=tile), x, values, exact)
+        assert_close(unpacked_linear(x, packed(weight), None), x, values, exact)
+    assert_close(weight.linear(x, None), x, values, exact)
+
+
+@on_device
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q5_0", "IQ4_XS"])
 def test_one_row_with_any_number_of_steps(device: str, name: str) -> None:
     """Fewer blocks than warps, one turn of the loop, several, and a last step in which only some warps have a block."""

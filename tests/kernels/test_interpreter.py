@@ -14,9 +14,12 @@ from tiers import RUNS_ALL
 FILES = [
     "kernels/test_triton_kernels.py",
     "kernels/test_decode_queries.py",
+    "kernels/test_windows.py",
+    "kernels/test_window_rows.py",
     "kernels/test_small_linear.py",
     "kernels/test_packed_linear.py",
     "kernels/test_gguf_kernels.py",
+    "kernels/test_biased_experts.py",
     "kernels/test_vocabulary_kernels.py",
     "kernels/test_shadow_kernels.py",
     "kernels/test_delta_net.py",

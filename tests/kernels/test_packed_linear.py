@@ -558,7 +558,9 @@ def test_loader_quantizes_packed_weights(tmp_path: Path, device: str, name: str,
         ]
         layer: Any = SimpleNamespace(
             weight_shards=lambda shards=shards: [("layer.weight", shard) for shard in shards],
-            config=SimpleNamespace(quantization=quantization, tie_word_embeddings=False),
+            config=SimpleNamespace(
+                architecture="Qwen3ForCausalLM", quantization=quantization, tie_word_embeddings=False
+            ),
             dtype=values.dtype,
             device=values.device,
         )

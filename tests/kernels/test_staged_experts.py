@@ -10,13 +10,14 @@ from checked_engine import CheckedLLM, Reference, cache_options
 from dense_model import random_prompt
 from gguf_files import write_gguf
 from interpreter import INTERPRETED, needs_triton, on_device
+from mxfp4_files import write_mxfp4
 from quantized_models import FORMATS, write_quantized
 from simulated_streams import MODES, Mode, SimulatedStreams
 from staged_experts import load_experts, make_staging, pack_on_cpu, staged_values, stored_values
 from tiny_models import write_tiny_model
 
 from nanovllm.capabilities.cpu_experts import staging as staging_module
-from nanovllm.capabilities.cpu_experts.job import EXCHANGE_SIZE
+from nanovllm.capabilities.cpu_experts.job import EXCHANGE_SIZE, ExpertJob
 from nanovllm.capabilities.cpu_experts.layer import RankExperts
 from nanovllm.capabilities.cpu_experts.link import ExpertLink
 from nanovllm.capabilities.cpu_experts.staging import target_rows
@@ -24,6 +25,7 @@ from nanovllm.checkpoint.quantization import QUANTIZATIONS
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.engine.setup import Internals
 from nanovllm.layers.moe import Experts
+from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.offload.streams import make_streams
 
 pytestmark = needs_triton
@@ -106,6 +108,43 @@ def test_slots_have_the_values_of_the_experts_that_the_gpu_reads(
             for values, matrix in zip(staged_values(own), layer.matrices, strict=True):
                 stored = stored_values(matrix)
                 assert all(torch.equal(values[i], stored[expert]) for i, expert in enumerate(chosen) if expert >= 0)
+
+
+@on_device
+@pytest.mark.parametrize("is_packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gpu_adds_the_biases_of_experts_in_cpu_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, is_packed: bool
+) -> None:
+    """The experts of a layer that is streamed, and the experts that the GPU reads while the CPU computes the others."""
+    if INTERPRETED:
+        pack_on_cpu(monkeypatch)
+        monkeypatch.setattr(Experts, "_sum_by_expert", Experts._sum_of_products)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 32}
+    mixture = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    path = write_tiny_model(tmp_path / "x", "gpt_oss", experts=mixture, **sizes)
+    path = write_mxfp4(tmp_path / "packed", path, tmp_path / "values") if is_packed else path
+    rank, num_tokens = load_experts(path, dtype=DTYPE, device=device), 2
+    staging = make_staging(rank)
+    link = ExpertLink(rank.store.layers, rank._gpu_experts, make_streams(rank.device), share=128)
+    job = ExpertJob.of_rows(rank.store, num_tokens, 2, DTYPE, is_pinned=False)
+    job.x.normal_()
+    job.weights.uniform_()
+    chosen = torch.tensor([[0, 2], [1, 0]])
+    x, experts, weights = job.x.to(device), chosen.to(device), job.weights.to(device)
+    for number in range(len(rank.store.layers)):
+        job.experts.copy_(chosen)
+        job.run_in_torch(number)
+        expected = job.out.float().clone()
+        staged = staging.experts(number)
+        assert isinstance(staged.down, PackedWeight) == is_packed
+        got = staged.sums(x, experts, weights, rank.biases[number])
+        staging.multiplied(number)
+        tolerance = 30 * torch.finfo(DTYPE).eps * float(expected.abs().max())
+        assert (got.cpu().float() - expected).abs().max() <= tolerance
+        own = link.begin(number, x, experts, weights, None, job.experts.copy_, rank.biases[number])
+        assert 0 < (job.experts < 0).sum() < job.experts.numel(), "both compute some"
+        job.run_in_torch(number)
+        assert (own.cpu().float() + job.out.float() - expected).abs().max() <= tolerance
 
 
 @on_device

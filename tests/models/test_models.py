@@ -88,6 +88,8 @@ def test_presets_have_the_published_number_of_parameters() -> None:
         ("qwen2.5-7b-1m", 7.616, 0.001),
         ("llama-3.1-8b", 8.030, 0.001),
         ("qwen3-30b-a3b", 30.532, 0.001),
+        ("gpt-oss-20b", 20.91, 0.01),
+        ("gpt-oss-120b", 116.83, 0.01),
         ("qwen3.5-9b", 8.95, 0.09),
         ("qwen3.5-27b", 26.9, 0.27),
         ("qwen3.5-35b-a3b", 34.66, 0.35),

@@ -34,16 +34,18 @@ def matrix_format(
     num_columns: int,
     group_size: int = 64,  # in the checkpoint
     has_zeros: bool = False,
+    has_bias: bool = False,
 ) -> MatrixFormat:
     block_type = WEIGHT_TYPES[name]
     if block_type not in (INT4, INT8, E4M3):
-        return MatrixFormat(type=block_type, num_rows=num_rows, num_columns=num_columns)
+        return MatrixFormat(type=block_type, num_rows=num_rows, num_columns=num_columns, has_bias=has_bias)
     return MatrixFormat(
         type=block_type,
         num_rows=num_rows,
         num_columns=num_columns,
         group_size=stored_group(block_type, num_columns, group_size),
         has_zeros=has_zeros and block_type != E4M3,
+        has_bias=has_bias,
     )
 
 
@@ -79,8 +81,12 @@ def random_blocks(given: MatrixFormat, generator: torch.Generator) -> torch.Tens
 
 
 def fill(matrix: ExpertMatrix, generator: torch.Generator) -> torch.Tensor:
-    """Store random weights in every place. Returns their values, fp64 [P, N, K], by the code that loads models."""
+    """Store random weights in every place, and random biases, some of them beyond the limit of clamped gates. Returns
+    the values of the weights, fp64 [P, N, K], by the code that loads models.
+    """
     given, values = matrix.format, []
+    if matrix.biases is not None:
+        matrix.biases.copy_((torch.randn(matrix.biases.shape, generator=generator) * 5).bfloat16())
     for place in range(matrix.num_places):
         if given.is_grouped:
             quantized = random_quantized(given, generator)
@@ -155,6 +161,7 @@ class Case:
     def expected(self, layer: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """The output in fp64; or as torch computes it in `dtype`."""
         job, places = self.job, self.store.layers[layer].places
+        biases = [each.biases for each in self.store.layers[layer].matrices]
         out = torch.zeros(job.x.shape, dtype=torch.float64)
         gates, ups, downs = (values.to(dtype) for values in self.values[layer])
         for token in range(self.num_tokens):
@@ -162,10 +169,15 @@ class Case:
                 place = int(places[expert]) if 0 <= expert < self.num_experts else -1
                 if place >= 0:
                     x = job.x[token].to(dtype)
-                    gate, up = linear(x, gates[place]), linear(x, ups[place])
-                    is_silu = self.activation == "silu"
-                    hidden = (silu(gate) if is_silu else gelu(gate, approximate="tanh")) * up
-                    out[token] += job.weights[token, choice] * linear(hidden, downs[place]).double()
+                    of_expert = [None if each is None else each[place].to(dtype) for each in biases]
+                    gate, up = linear(x, gates[place], of_expert[0]), linear(x, ups[place], of_expert[1])
+                    if self.activation == "clamped_swiglu":
+                        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+                        hidden = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+                    else:
+                        is_silu = self.activation == "silu"
+                        hidden = (silu(gate) if is_silu else gelu(gate, approximate="tanh")) * up
+                    out[token] += job.weights[token, choice] * linear(hidden, downs[place], of_expert[2]).double()
         return out
 
     def check(self, layer: int = 0) -> None:

@@ -76,21 +76,34 @@ class DenseAttention:
     def cells(self, layer: int) -> KVCells:
         return KVCells(self.k_cache[layer], self.v_cache[layer], self.positions)
 
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        return self.attend_to(self.k_cache[layer], self.v_cache[layer], q_THD, "attention", None)
+    def attend(self, layer: int, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
+        return self.attend_to(self.k_cache[layer], self.v_cache[layer], q_THD, "attention", None, sinks_H)
 
     def attend_to(
-        self, k_cache: torch.Tensor, v_cache: torch.Tensor, q_THD: torch.Tensor, kind: str, window: int | None
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        q_THD: torch.Tensor,
+        kind: str,
+        window: int | None,
+        sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
-        num_new, num_keys = len(q_THD), int(self.positions[-1]) + 1
-        k, v = (cache[0, :num_keys].transpose(0, 1) for cache in (k_cache, v_cache))
+        """Attention of the last T tokens, each to the last `window` tokens up to itself, or to all."""
+        num_new, num_keys, scale = len(q_THD), int(self.positions[-1]) + 1, self.config.attention(kind).scale
+        q, k, v = q_THD.transpose(0, 1), *(cache[0, :num_keys].transpose(0, 1) for cache in (k_cache, v_cache))
         mask = torch.ones(num_new, num_keys, dtype=torch.bool, device=q_THD.device).tril(num_keys - num_new)
         if window is not None:
             mask = mask.triu(num_keys - num_new - window + 1)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q_THD.transpose(0, 1), k, v, attn_mask=mask, enable_gqa=True, scale=self.config.attention(kind).scale
-        )
-        return out.transpose(0, 1)
+        if sinks_H is None:
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, enable_gqa=True, scale=scale
+            )
+            return out.transpose(0, 1)
+        k, v = (each.repeat_interleave(len(q) // len(each), 0).float() for each in (k, v))
+        scores = (q.float() @ k.mT * scale).masked_fill(~mask, float("-inf"))
+        sinks = sinks_H.float()[:, None, None].expand(-1, num_new, 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+        return (weights @ v).transpose(0, 1).to(q_THD.dtype)
 
 
 class DenseWindow:
@@ -103,10 +116,10 @@ class DenseWindow:
     def cells(self) -> KVCells:
         return KVCells(self.k_cache, self.v_cache, self.attn.positions)
 
-    def attend(self, q_THD: torch.Tensor) -> torch.Tensor:
+    def attend(self, q_THD: torch.Tensor, sinks_H: torch.Tensor | None = None) -> torch.Tensor:
         window = self.attn.config.window
         assert window is not None
-        return self.attn.attend_to(self.k_cache, self.v_cache, q_THD, "window", window.num_tokens)
+        return self.attn.attend_to(self.k_cache, self.v_cache, q_THD, "window", window.num_tokens, sinks_H)
 
 
 def load_model(

@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3moe",
     "Qwen3_5ForCausalLM": "qwen35",
     "Qwen3_5MoeForCausalLM": "qwen35moe",
+    "GptOssForCausalLM": "gpt-oss",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma4ForCausalLM": "gemma4",
 }
@@ -48,6 +49,7 @@ _GEMMA_VECTORS = {
     "experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "experts.down_proj": "ffn_down_exps.weight",
 }
+_FFN_NORM = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # where post_attention_layernorm is ffn_norm
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -103,6 +105,8 @@ def write_gguf(
     for file in sorted(directory.glob("*.safetensors")):
         stored |= load_file(file)
     stored = {name: tensor.float() for name, tensor in stored.items()}
+    if config["model_type"] == "gpt_oss":
+        stored = _with_single_experts(stored)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config["architectures"][0]], split_max_tensors=0)
     if num_files > 1:
         writer.split_max_tensors = -(-_num_written(stored, fused_experts) // num_files)
@@ -113,7 +117,7 @@ def write_gguf(
     for name, sources in _stacked(config, stored, fused_experts).items():
         given = torch.stack([stored[source] for source in sources])
         array, kind = _changed(config, name, _arranged(config, name, given)).numpy(), TYPES["F32"]
-        if array.ndim > 1 and not any(part in name for part in ("norm", "conv1d", "ffn_gate_inp")):
+        if array.ndim > 1 and not any(part in name for part in ("norm", "conv1d", "ffn_gate_inp", ".bias")):
             kind, turn = TYPES[types[turn % len(types)]], turn + 1
         blocks = quantized(array, kind, seed=turn)
         writer.add_tensor(name, blocks, raw_dtype=kind)
@@ -129,8 +133,44 @@ def write_gguf(
     if same_values is not None:
         same_values.mkdir(parents=True, exist_ok=True)
         (same_values / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+        values = _with_joined_experts(values) if config["model_type"] == "gpt_oss" else values
         save_file(values, same_values / "model.safetensors", {"format": "pt"})
     return path if num_files == 1 else path.with_name(f"{path.stem}-00001-of-{num_files:05d}.gguf")
+
+
+def _with_single_experts(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Name the weights of gpt-oss as Qwen3's mixture names them, with rows before columns."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in stored.items():
+        parent, _, last = name.rpartition(".experts.")
+        if not parent:
+            found[name.replace("mlp.router", "mlp.gate")] = tensor
+            continue
+        ending = "bias" if last.endswith("_bias") else "weight"
+        parts = ("gate", "up") if last.startswith("gate_up") else ("down",)
+        for expert, each in enumerate(tensor):
+            rows = each if ending == "bias" else each.T
+            for i, part in enumerate(parts):
+                found[f"{parent}.experts.{expert}.{part}_proj.{ending}"] = rows[i :: len(parts)]
+    return found
+
+
+def _with_joined_experts(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of `_with_single_experts`."""
+    found = {name.replace("mlp.gate.", "mlp.router."): each for name, each in values.items() if ".experts." not in name}
+    for parent in {name.partition(".experts.")[0] for name in values if ".experts." in name}:
+        count = sum(name.startswith(f"{parent}.experts.") and "down_proj.bias" in name for name in values)
+        for new, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            for ending in ("weight", "bias"):
+                names = [
+                    [f"{parent}.experts.{expert}.{part}_proj.{ending}" for part in parts] for expert in range(count)
+                ]
+                rows = [torch.stack([values[name] for name in of_expert], 1).flatten(0, 1) for of_expert in names]
+                joined = torch.stack(rows)
+                found[f"{parent}.experts.{new}" + ("_bias" if ending == "bias" else "")] = (
+                    joined if ending == "bias" else joined.mT.contiguous()
+                )
+    return found
 
 
 def quantized(array: np.ndarray, kind: gguf.GGMLQuantizationType, seed: int = 0) -> np.ndarray:
@@ -201,7 +241,9 @@ def _add_metadata(writer: Any, config: dict[str, Any], stored: dict[str, torch.T
     if config.get("num_experts") or config.get("num_local_experts"):
         writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
+    if config["model_type"] == "gpt_oss":
+        writer.add_sliding_window(config["sliding_window"])
     if config.get("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if "linear_conv_kernel_dim" in config:
@@ -277,8 +319,10 @@ def _stacked(config: dict[str, Any], stored: dict[str, torch.Tensor], fused: boo
             new = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}[ending]
         elif ".experts." in base:
             kind = base.rpartition(".")[2].removesuffix("_proj")
-            new = f"ffn_{'gate_up' if fused and kind in ('gate', 'up') else kind}_exps.weight"
-        elif base == "post_attention_layernorm" and "linear_conv_kernel_dim" in config:
+            new = f"ffn_{'gate_up' if fused and kind in ('gate', 'up') else kind}_exps.{ending}"
+        elif ending == "sinks":
+            new = "attn_sinks.weight"
+        elif base == "post_attention_layernorm" and config["model_type"] not in _FFN_NORM:
             new = f"post_attention_norm.{ending}"
         else:
             new = f"{_NAMES[base]}.{ending}"
@@ -288,6 +332,8 @@ def _stacked(config: dict[str, Any], stored: dict[str, torch.Tensor], fused: boo
 
 def _arranged(config: dict[str, Any], name: str, given: torch.Tensor) -> torch.Tensor:
     """Arrange the elements as the file has them. given: the stacked tensors of the experts, or one tensor."""
+    if "_exps.bias" in name:
+        return given
     if "_exps.weight" in name:
         experts = config.get("num_experts") or config["num_local_experts"]
         return given.view(experts, -1, given.shape[-1]).contiguous()

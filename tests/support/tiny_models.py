@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "seed_oss", "qwen3_moe")
+WINDOWED = ("gpt_oss",)  # some layers have a window
 HYBRIDS = ("qwen3_5", "qwen3_5_moe")  # most layers are recurrent
 GEMMAS = ("gemma3", "gemma4", "gemma4_moe")  # every other layer has a window
 GEMMA_WINDOW = 8
@@ -16,6 +17,7 @@ RECURRENT = {  # sizes of the recurrent layers
     "linear_value_head_dim": 16,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
+WINDOW, SWIGLU_EXPERTS = 12, {"num_local_experts": 8, "num_experts_per_tok": 3}
 ROPES: dict[str, dict[str, Any]] = {  # `rope_scaling` for max_position_embeddings=128
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.0},
@@ -142,13 +144,19 @@ def write_tiny_model(
             _add_mtp_head(model, directory, seed)
         return directory
     kinds = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral", "seed_oss": "SeedOss"}
-    kinds["qwen3_moe"] = "Qwen3Moe"
+    kinds |= {"qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss"}
     options: dict[str, Any] = {
         "qwen3": {"attention_bias": bias, "head_dim": head_dim},
         "qwen2": {},
         "llama": {"attention_bias": bias, "mlp_bias": bias, "head_dim": head_dim},
         "mistral": {"sliding_window": None, "head_dim": head_dim},
         "qwen3_moe": {"attention_bias": bias, "head_dim": head_dim, **(experts or EXPERTS)},
+        "gpt_oss": {
+            "attention_bias": True,
+            "head_dim": head_dim,
+            "sliding_window": WINDOW,
+            **(experts or SWIGLU_EXPERTS),
+        },
         "seed_oss": {"attention_out_bias": bias, "mlp_bias": bias, "head_dim": head_dim},
     }[architecture]
     config = getattr(transformers, f"{kinds[architecture]}Config")(
@@ -197,6 +205,7 @@ def _add_mtp_head(model: Any, directory: Path, seed: int) -> None:
 
 def _randomise(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
+    clamps = model.config.model_type == "gpt_oss"  # large enough values for some to be clamped
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -211,6 +220,12 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
                 continue
             if "conv1d" in name:
                 parameter.normal_(0, 0.5, generator=generator)
+                continue
+            if name.endswith("sinks"):
+                parameter.normal_(1, 1, generator=generator)
+                continue
+            if clamps and "experts.gate_up_proj" in name:
+                parameter.normal_(0, 0.4, generator=generator)
                 continue
             is_query_or_key = "q_proj" in name or "k_proj" in name
             std = 0.03 if "embed" in name else 0.2 if is_query_or_key else 0.13

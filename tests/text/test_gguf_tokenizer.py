@@ -45,7 +45,13 @@ def metadata(tokenizer: Tokenizer, **entries: Any) -> GGUFModel:
 
 def of_rule(rule: str) -> tuple[Tokenizer, GGUFModel]:
     """A byte-level tokenizer that works by a rule, and the file made of it."""
-    pattern = {"llama-bpe": "Llama 3", "qwen2": "Qwen2", "qwen35": "Qwen3.5", "tekken": "Tekken"}.get(rule)
+    pattern = {
+        "llama-bpe": "Llama 3",
+        "qwen2": "Qwen2",
+        "qwen35": "Qwen3.5",
+        "tekken": "Tekken",
+        "gpt-4o": "o200k",
+    }.get(rule)
     tokenizer = byte_level(PATTERNS[pattern] if pattern else None)
     if rule == "smollm":
         last = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -56,7 +62,7 @@ def of_rule(rule: str) -> tuple[Tokenizer, GGUFModel]:
     return tokenizer, metadata(tokenizer, model="gpt2", pre=rule, merges=merges)
 
 
-RULES = ("llama-bpe", "qwen2", "qwen35", "tekken", "gpt-2", "smollm")
+RULES = ("llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o", "gpt-2", "smollm")
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -11,12 +11,12 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from nanovllm.capabilities.cpu_experts.store import ExpertStore
+from nanovllm.capabilities.cpu_experts.store import ExpertMatrix, ExpertStore
 from nanovllm.layers.linear import act_and_mul
 
 _SLICE = 32  # SLICE in source/formats.h
 _ALIGNMENT = 64
-_ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}  # Activation in source/experts.h
+_ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}  # Activation in source/experts.h
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype in cpu_attention/source/vectors.h
 
 # Places in the memory that GPU and CPU share, int32 [EXCHANGE_SIZE]: Exchange in source/server.h, and kernels/
@@ -160,9 +160,11 @@ class ExpertJob:
         for place in places[places >= 0].unique().tolist():
             token, choice = (places == place).nonzero(as_tuple=True)
             x = self.x[token].float()
-            gate, up = (F.linear(x, matrix.values(place)) for matrix in (weights_of.gate, weights_of.up))
+            gate, up = (_linear(x, matrix, place) for matrix in (weights_of.gate, weights_of.up))
             hidden = act_and_mul(torch.cat((gate, up), 1).to(dtype), self.activation).float()
-            sums.index_add_(
-                0, token, F.linear(hidden, weights_of.down.values(place)) * self.weights[token, choice, None]
-            )
+            sums.index_add_(0, token, _linear(hidden, weights_of.down, place) * self.weights[token, choice, None])
         self.out[rows] = sums
+
+
+def _linear(x: torch.Tensor, matrix: ExpertMatrix, place: int) -> torch.Tensor:
+    return F.linear(x, matrix.values(place), None if matrix.biases is None else matrix.biases[place])

@@ -14,7 +14,7 @@ No other edge is needed: compute receives the results of a layer (E18) before it
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -28,7 +28,7 @@ from nanovllm.capabilities.cpu_attention.threads import attention_cpus
 from nanovllm.capabilities.cpu_experts.job import ARRIVED, EXCHANGE_SIZE, ExpertJob
 from nanovllm.capabilities.cpu_experts.link import ExpertLink
 from nanovllm.capabilities.cpu_experts.staging import ExpertStaging
-from nanovllm.capabilities.cpu_experts.store import ExpertStore, store_bytes
+from nanovllm.capabilities.cpu_experts.store import ExpertLayer, ExpertStore, store_bytes
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.model_layout import Linear, model_layout
 from nanovllm.checkpoint.quantization import Quantization
@@ -38,7 +38,7 @@ from nanovllm.device.devices import memory_node
 from nanovllm.device.pinned_memory import HostBuffer
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.linear import NamedShard, WeightShard, sum_over_ranks
-from nanovllm.layers.moe import Experts
+from nanovllm.layers.moe import ExpertBiases, Experts
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.offload.streams import make_streams
 from nanovllm.plan.expert_formats import LINK_SHARES as SHARES
@@ -80,7 +80,8 @@ class RankExperts:
             if linear.on_cpu and name.endswith(".gate_up") and (with_mtp or not name.startswith("mtp."))
         ]
         sizes = {"hidden_size": config.hidden_size, "size": self.experts.intermediate_size, "num_ranks": tp.size}
-        stored = [layer_format(self.formats(name), str(dtype).removeprefix("torch."), **sizes) for name in self.names]
+        given: dict[str, Any] = sizes | {"has_bias": self.experts.has_bias}
+        stored = [layer_format(self.formats(name), str(dtype).removeprefix("torch."), **given) for name in self.names]
         places = [torch.arange(self.experts.num_experts, dtype=torch.int32)] * len(stored)
         self._buffer = HostBuffer(store_bytes(stored, places), device if self.is_gpu else None)
         self.store = ExpertStore(stored, places, self._buffer.tensor)
@@ -132,6 +133,7 @@ class RankExperts:
             exchange=pinned_view(exchange, self.device),
             counts=torch.zeros(2, dtype=torch.int32, device=self.device),
         )
+        assert len(self.biases) == len(self.store.layers), "the biases are on the GPU before memory is measured"
         self.staging = ExpertStaging(self.store.layers, self._gpu_experts, make_streams(self.device))
         if self._given_rows is None:
             self.max_rows = self._rows_that_the_cpu_computes_faster()
@@ -146,15 +148,27 @@ class RankExperts:
         self._server = kernel.serve_experts(job, exchange)
 
     def _gpu_experts(self, layer: int, num_experts: int | None = None) -> Experts:
-        """Allocate a layer's weights on the GPU, by default for all experts."""
+        """Allocate a layer's weights on the GPU, by default for all experts, without biases."""
         with self.device:
             formats = self.formats(self.names[layer])
-            sizes = replace(self.experts, num_experts=num_experts or self.experts.num_experts)
+            sizes = replace(self.experts, num_experts=num_experts or self.experts.num_experts, has_bias=False)
             experts = Experts(self.config.hidden_size, sizes, self.tp, self.dtype, formats)
         for weight, matrix in zip(experts.weights, self.store.layers[layer].matrices, strict=True):
             if isinstance(weight, PackedWeight) and weight.scale_dtype is None and matrix.scale_dtype is not None:
                 weight.choose_scales(matrix.scale_dtype, f"{self.names[layer]}.experts")
         return experts
+
+    @cached_property
+    def biases(self) -> list[ExpertBiases | None]:
+        """The biases of each layer, on the model's device. On a GPU they stay there, because they are small."""
+        return [self._biases_of(layer) for layer in self.store.layers]
+
+    def _biases_of(self, layer: ExpertLayer) -> ExpertBiases | None:
+        gate, up, down = (matrix.biases for matrix in layer.matrices)
+        if gate is None or up is None or down is None:
+            return None
+        gate_up = torch.stack((gate, up), dim=1).to(self.device, self.dtype)
+        return ExpertBiases(gate_up, down.to(self.device, self.dtype) if self.tp.rank == 0 else None)
 
     def _rows_that_the_cpu_computes_faster(self) -> int:
         """Return the number of tokens, a power of two, up to which the CPU computes a layer in less time than the GPU
@@ -253,11 +267,11 @@ class RankExperts:
         def send(on_cpu: torch.Tensor) -> None:
             kernels.send(self._rows, layer, x, on_cpu, weights)
 
-        own = self.link.begin(layer, x, experts, weights, self.cells, send)
+        own = self.link.begin(layer, x, experts, weights, self.cells, send, self.biases[layer])
         return lambda: own + kernels.receive(self._rows, x)
 
     def _stream(self, layer: int, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        sums = self.staging.experts(layer).sums(x, experts, weights)
+        sums = self.staging.experts(layer).sums(x, experts, weights, self.biases[layer])
         self.staging.multiplied(layer)
         return sums
 
@@ -301,6 +315,10 @@ class CpuExperts(nn.Module):
             for (name, matrix, shape, index), quantization in zip(parts, self.formats, strict=True):
                 shard = WeightShard(matrix.rows(expert, rank.device), shape, index, quantization)
                 yield NamedShard(0, f"{expert}.{name}.weight", shard)
+                if matrix.biases is not None:
+                    is_counted = matrix is not stored.down or rank.tp.rank == 0
+                    rows, bias = (index[0], matrix.biases[expert]) if is_counted else (slice(0, 0), torch.empty(0))
+                    yield NamedShard(0, f"{expert}.{name}.bias", WeightShard(bias, shape[:1], (rows,)))
 
 
 def _median_s(call: Callable[[], None]) -> float:

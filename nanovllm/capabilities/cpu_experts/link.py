@@ -13,7 +13,7 @@ import torch
 
 from nanovllm.capabilities.cpu_experts.staging import TargetRows, target_rows
 from nanovllm.capabilities.cpu_experts.store import ExpertLayer
-from nanovllm.layers.moe import Experts
+from nanovllm.layers.moe import ExpertBiases, Experts
 from nanovllm.layers.packed_weight import PackedWeight, packed
 from nanovllm.offload.streams import Streams
 from nanovllm.plan.expert_formats import LINK_SHARES, num_link_slots
@@ -71,8 +71,12 @@ class ExpertLink:
         weights: torch.Tensor,
         cells: torch.Tensor | None,
         send: Callable[[torch.Tensor], None],
+        biases: ExpertBiases | None,
     ) -> torch.Tensor:
-        """`send` the experts that the CPU computes, int64 [T, C], and return the sums over the others, [T, H]. Hot."""
+        """`send` the experts that the CPU computes, int64 [T, C], and return the sums over the others, [T, H]. Hot.
+
+        biases: of all experts of the layer.
+        """
         from nanovllm.kernels import read_experts
 
         num_slots = min(self._num_slots, experts.numel() * self.share // LINK_SHARES)
@@ -85,7 +89,9 @@ class ExpertLink:
             self._fill(source, rows, divided.slot_experts)
         # These ordinary kernels start once all slots are written. The kernels that multiply may read weights early
         own_weights, slots = weights.masked_fill(divided.slots < 0, 0.0), divided.slots.clamp(min=0)
-        return own.sums(x, slots, own_weights)
+        if biases is not None:
+            biases = biases.select(divided.slot_experts.clamp(min=0))
+        return own.sums(x, slots, own_weights, biases)
 
     def _fill(self, source: _Source, rows: TargetRows, slot_experts: torch.Tensor) -> None:
         """Enqueue the kernels that fill the slots with a matrix of these experts, int32 [S]."""

@@ -7,6 +7,9 @@ of blocks. The types are:
 - INT4, INT8 and E4M3: codes in the order of the GPU's kernels (kernels/packed_values.py), so that the GPU can use them
   as they are. Groups of columns in a row share a scale in fp32 and, in INT4 and INT8, a zero.
 
+Biases are fp32 [P, N]. Only the first rank has biases of down, the others have zeros, so that the sum over ranks counts
+them once.
+
 Legend: P places, N output features, K input features, G groups of a row.
 """
 
@@ -42,7 +45,7 @@ class CMatrix(ctypes.Structure):
     """Matrix in source/formats.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in "codes scales zeros".split()),
+        *((name, ctypes.c_void_p) for name in "codes scales zeros biases".split()),
         *((name, ctypes.c_int64) for name in "type num_rows num_columns row_bytes group zero".split()),
     ]
 
@@ -56,12 +59,14 @@ class ExpertMatrix:
         assert memory.shape == (matrix_format.num_bytes(num_places),), "the memory is too small or too large"
         self.format, self.num_places = matrix_format, num_places
         self.scale_dtype: torch.dtype | None = None  # of the scales of groups in the checkpoint, once they are stored
-        codes, scales, zeros = memory.split([aligned(num_places * part) for part in matrix_format.part_bytes])
+        part_bytes = *matrix_format.part_bytes, matrix_format.bias_bytes
+        codes, scales, zeros, biases = memory.split([aligned(num_places * part) for part in part_bytes])
         rows = num_places, matrix_format.num_rows
         num_groups = matrix_format.num_groups
         self.codes = _shaped(codes, torch.uint8, *rows, matrix_format.row_bytes)
         self.scales = _shaped(scales, torch.float32, *rows, num_groups) if num_groups else None
         self.zeros = _shaped(zeros, torch.int16, *rows, num_groups) if matrix_format.has_zeros else None
+        self.biases = _shaped(biases, torch.float32, *rows).zero_() if matrix_format.has_bias else None
 
     @property
     def c_matrix(self) -> CMatrix:
@@ -70,6 +75,7 @@ class ExpertMatrix:
             codes=self.codes.data_ptr(),
             scales=None if self.scales is None else self.scales.data_ptr(),
             zeros=None if self.zeros is None else self.zeros.data_ptr(),
+            biases=None if self.biases is None else self.biases.data_ptr(),
             type=TYPE_CODES[given.type],
             num_rows=given.num_rows,
             num_columns=given.num_columns,
@@ -248,7 +254,12 @@ def store_bytes(formats: Sequence[LayerFormat], places: Sequence[torch.Tensor]) 
 class ExpertStore:
     """The experts of all layers that are in CPU memory."""
 
-    def __init__(self, formats: Sequence[LayerFormat], places: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
+    def __init__(
+        self,
+        formats: Sequence[LayerFormat],
+        places: Sequence[torch.Tensor],
+        memory: torch.Tensor,
+    ) -> None:
         """formats, places: of each layer, see ExpertLayer. memory: uint8, as many bytes as `store_bytes` says, aligned
         to 64 bytes; a HostBuffer's if the GPU reads it, too.
         """

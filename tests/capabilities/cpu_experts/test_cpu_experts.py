@@ -16,9 +16,10 @@ import pytest
 import torch
 from checked_engine import CheckedLLM, Reference, cache_options, greedy, small_staging
 from cpu_splits import RandomSplit
-from dense_model import random_prompt, run_logits
+from dense_model import load_model, random_prompt, run_logits
 from disk_engines import DOCUMENT, HIT, wait_until_stored
 from gguf_files import write_gguf
+from mxfp4_files import write_mxfp4
 from offload_workload import BLOCK, prompts_of, serve_everything
 from quantized_models import FORMATS, write_quantized
 from safetensors.torch import load_file, save_file
@@ -280,9 +281,9 @@ def divisible(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(write_tiny_model(directory, "qwen3_5_moe", experts=experts, with_mtp=True, **SIZES))
 
 
-def logits_of_ranks(directory: Path, prompt: list[int]) -> list[torch.Tensor]:
-    """Logits of two ranks with all experts in CPU memory."""
-    config = Config(model=str(directory), device="cpu", tensor_parallel_size=2, **NONE)
+def logits_of_ranks(directory: Path, prompt: list[int], num_ranks: int) -> list[torch.Tensor]:
+    """The logits that each rank computes with all experts in CPU memory."""
+    config = Config(model=str(directory), device="cpu", tensor_parallel_size=num_ranks, **NONE)
     stored, path = ModelConfig.from_pretrained(config.model)
     assert stored.experts is not None
 
@@ -304,12 +305,23 @@ def logits_of_ranks(directory: Path, prompt: list[int]) -> list[torch.Tensor]:
         finally:
             model.cpu_experts.close()
 
-    return run_ranks(2, logits)
+    return run_ranks(num_ranks, logits)
+
+
+def test_biases_and_clamped_gates_have_the_logits_of_experts_that_are_not_in_cpu_memory(tmp_path: Path) -> None:
+    """Packed in MXFP4, and the values; two ranks, one of which has the biases of down."""
+    plain = write_tiny_model(tmp_path / "plain", "gpt_oss", rope="yarn", intermediate_size=64)
+    prompt = random_prompt(70)
+    quantized, values = write_mxfp4(tmp_path / "quantized", plain, tmp_path / "values"), tmp_path / "values"
+    expected = run_logits(load_model(values), prompt)
+    for directory, num_ranks in ((values, 1), (quantized, 1), (quantized, 2)):
+        for logits in logits_of_ranks(directory, prompt, num_ranks):
+            assert (logits - expected).abs().max() < 2e-5
 
 
 def test_ranks_share_each_expert(divisible: Reference) -> None:
     prompt = random_prompt(100)
-    for of_rank in logits_of_ranks(divisible.directory, prompt):
+    for of_rank in logits_of_ranks(divisible.directory, prompt, 2):
         assert (of_rank - divisible.logits(prompt, len(prompt))).abs().max() < 1e-4
 
 
@@ -319,7 +331,7 @@ def test_experts_of_gemma_are_added_to_a_dense_mlp(tmp_path: Path) -> None:
     prompt = random_prompt(30)
     with torch.no_grad():
         expected = reference_model(tmp_path)(torch.tensor([prompt])).logits[0]
-    for of_rank in logits_of_ranks(tmp_path, prompt):
+    for of_rank in logits_of_ranks(tmp_path, prompt, 2):
         assert (of_rank - expected).abs().max() < 1e-4
 
 

@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from nanovllm.capabilities.cpu_experts.job import CExpertJob, scratch_bytes
 from nanovllm.capabilities.cpu_experts.store import CExpertLayer, CMatrix
 from nanovllm.plan import expert_formats as formats_module
 from nanovllm.plan.expert_formats import TYPE_CODES, WEIGHT_TYPES
+from nanovllm.utils.arithmetic import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,6 +36,21 @@ def test_each_type_and_dtype_is_as_exact_as_torch(kernel: CpuKernel) -> None:
         case = Case(name, dtype=dtype, seed=i, num_tokens=1 + i % 6, activation=activation)
         kernel.compute_experts(case.job, 0)
         case.check()
+
+
+def test_biases_and_clamped_gates_of_each_type(kernel: CpuKernel) -> None:
+    """Also with several tokens of an expert, which AMX multiplies together, and with columns as of gpt-oss: an odd
+    number of blocks of 32.
+    """
+    for i, (name, block_type) in enumerate(WEIGHT_TYPES.items()):
+        columns = 256 if block_type.num_values == 256 else 384 if block_type.num_values > 32 else 288
+        shape = {"hidden_size": columns, "size": columns, "num_experts": 3}
+        for dtype in DTYPES if RUNS_ALL else (DTYPES[i % 2],):
+            given = {"seed": i, "num_tokens": 1 + 5 * (i % 2), "grouped": {"has_bias": True}}
+            case = Case(name, dtype=dtype, activation="clamped_swiglu", **shape, **given)
+            kernel.compute_experts(case.job, 0)
+            case.check()
+            assert (case.expected(0) - replace(case, activation="silu").expected(0)).abs().max() > 0.1
 
 
 def test_sums_in_fp32_of_bf16_activations_are_close_to_the_reference(kernel: CpuKernel) -> None:
@@ -253,6 +270,8 @@ def test_constants_are_those_of_the_sources() -> None:
         (formats, "SLICE", job_module._SLICE),
         (formats, "MAX_INT4_ZERO", store_module._MAX_INT4_ZERO),
         (experts, "HIDDEN_ROWS", formats_module.ROW_MULTIPLE),
+        (experts, "SWIGLU_ALPHA", f"{SWIGLU_ALPHA}f"),
+        (experts, "SWIGLU_LIMIT", f"{SWIGLU_LIMIT}f"),
     ):
         assert re.search(rf"\b{name} = {value}[,;]", text), name
 

@@ -24,6 +24,7 @@
 namespace {
 
 constexpr int HIDDEN_ROWS = 32, OUTPUT_ROWS = 16;
+constexpr float SWIGLU_ALPHA = 1.702f, SWIGLU_LIMIT = 7.0f;
 
 #if defined(__AMX_BF16__)
 constexpr bool HAS_MATRIX_UNIT = true;
@@ -88,15 +89,26 @@ inline Floats load_as(const void* from, int64_t i, int64_t dtype) {
   }
 }
 
-enum Activation : int64_t { SILU, GELU_TANH };
+enum Activation : int64_t { SILU, GELU_TANH, CLAMPED_SWIGLU };
 
-// x / (1 + e^-z), where z is x for SiLU. For GELU z is 2 sqrt(2 / pi) (x + 0.044715 x^3).
+// x / (1 + e^-z), where z is x for SiLU. For GELU z is 2 sqrt(2 / pi) (x + 0.044715 x^3), for the clamped SwiGLU it is
+// SWIGLU_ALPHA x.
 inline Floats activate(Floats x, int64_t activation) {
-  const Floats z = activation == GELU_TANH ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
+  const Floats z = activation == GELU_TANH        ? 1.5957691216057308f * (x + 0.044715f * x * x * x)
+                   : activation == CLAMPED_SWIGLU ? SWIGLU_ALPHA * x
+                                                  : x;
   const Floats magnitude = max(z, -z);
   const Floats small = exp2_of(magnitude * -LOG2_E);  // e^-|z|
   const Floats one = broadcast(1.0f);
   return x * (z < 0 ? small : one) / (one + small);
+}
+
+inline Floats min(Floats a, Floats b) { return -max(-a, -b); }
+
+// The products of `count` values with their biases, if there are any.
+inline Floats with_bias(const float* products, const float* biases, int v) {
+  const Floats values = load(products + v);
+  return biases ? values + load(biases + v) : values;
 }
 
 inline bool has_least(const Matrix& matrix) {
@@ -302,12 +314,24 @@ struct Mixture : Work {
       multiply_x<HIDDEN_ROWS>(matrix_unit, gate, up, first, count, gates);
       multiply_x<HIDDEN_ROWS>(matrix_unit, up, next, first, count, ups);
       for (int64_t i = 0; i < count; ++i)
-        store_hidden(gates + i * HIDDEN_ROWS, ups + i * HIDDEN_ROWS, first, i, count, feature);
+        store_hidden(gates + i * HIDDEN_ROWS, ups + i * HIDDEN_ROWS, gate.biases(), up.biases(), first, i, count,
+                     feature);
     });
   }
 
+  // act_and_mul in layers/linear.py
+  Floats gated(Floats gate, Floats up) const {
+    gate = round_to(gate, job.dtype), up = round_to(up, job.dtype);
+    if (job.activation != CLAMPED_SWIGLU)
+      return round_to(round_to(activate(gate, job.activation), job.dtype) * up, job.dtype);
+    const Floats limit = broadcast(SWIGLU_LIMIT);
+    gate = min(gate, limit), up = max(min(up, limit), -limit);
+    return round_to(activate(gate, CLAMPED_SWIGLU) * (up + broadcast(1.0f)), job.dtype);
+  }
+
   // Of pair first + i, where `count` pairs share tiles.
-  void store_hidden(const float* gate, const float* up, int64_t first, int64_t i, int64_t count, int64_t feature) {
+  void store_hidden(const float* gate, const float* up, const float* gate_biases, const float* up_biases,
+                    int64_t first, int64_t i, int64_t count, int64_t feature) {
     const int64_t row = (first + i) * job.size + feature;
     const bool in_tiles = uses_tiles(layer.down, count);
     uint32_t* pairs = reinterpret_cast<uint32_t*>(hidden_pairs);
@@ -315,8 +339,7 @@ struct Mixture : Work {
     const int64_t pair_stride = in_tiles ? count : 1;
     Floats total{};
     for (int v = 0; v < HIDDEN_ROWS; v += W) {
-      const Floats activated = round_to(activate(round_to(load(gate + v), job.dtype), job.activation), job.dtype);
-      const Floats hidden = round_to(activated * round_to(load(up + v), job.dtype), job.dtype);
+      const Floats hidden = gated(with_bias(gate, gate_biases, v), with_bias(up, up_biases, v));
       total += hidden;
       if (!uses_pairs(layer.down)) {
         store_vector(hidden_floats + row + v, hidden);
@@ -346,7 +369,7 @@ struct Mixture : Work {
           float* to = sums + tokens[first + i] * h + column;
           const float weight = job.weights[choices[first + i]];
           for (int v = 0; v < OUTPUT_ROWS; v += W)
-            store_vector(to + v, load(to + v) + load(products + i * OUTPUT_ROWS + v) * weight);
+            store_vector(to + v, load(to + v) + with_bias(products + i * OUTPUT_ROWS, down.biases(), v) * weight);
         }
       });
     }

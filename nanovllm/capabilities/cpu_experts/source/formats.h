@@ -39,6 +39,7 @@ struct Matrix {          // of all experts of a layer, [experts, N, K]; mirrored
   const uint8_t* codes;  // row_bytes for each row
   const float* scales;   // [experts, N, K / group], of INT4, INT8 and E4M3
   const int16_t* zeros;  // the same shape, or nullptr: every zero is `zero`
+  const float* biases;   // [experts, N], or nullptr: no biases
   int64_t type, num_rows, num_columns, row_bytes, group, zero;
 
   int64_t groups_of_row() const { return group ? num_columns / group : 0; }

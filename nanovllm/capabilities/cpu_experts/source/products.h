@@ -33,6 +33,7 @@ struct Piece {
 
   const uint8_t* start() const { return matrix->codes + first_row * matrix->row_bytes; }
   int64_t num_bytes() const { return num_rows * matrix->row_bytes; }
+  const float* biases() const { return matrix->biases ? matrix->biases + first_row : nullptr; }
 };
 
 // Fetches memory some KiB before the products read it: the rest of a piece, and the beginning of the next one. Without
