@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
 from tiny_models import GEMMA_WINDOW, GEMMAS, reference_model, write_tiny_model
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.gguf import read_model
 from nanovllm.checkpoint.model_config import ModelConfig, _gguf_config, rope_overrides
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models import gemma
-from nanovllm.text.gguf_tokenizer import make_tokenizer
 
 TOLERANCE = 1e-4
 
@@ -322,9 +322,12 @@ def test_gpu_with_packed_weights_computes_what_a_cpu_computes(tmp_path: Path, ar
 @pytest.mark.slow
 def test_real_model_has_the_log_probabilities_of_transformers(gemma3: Path) -> None:
     """Of 700 tokens of real text, more than the window, in fp32. The model knows the text."""
-    ids = make_tokenizer(read_model(gemma3)).encode(inspect.getsource(argparse))[:700]
-    logits = run_logits(load_model(gemma3, max_model_len=1024), ids, chunk=300)
-    found = logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    with LLM(str(gemma3), device="cpu", dtype="float32", max_model_len=1024, max_num_batched_tokens=300) as llm:
+        ids = llm.text.tokenizer.encode(inspect.getsource(argparse))[:700]
+        (output,) = llm.generate([ids], params)
+    given = zip(ids[1:], output["prompt_logprobs"][1:], strict=True)
+    found = torch.tensor([entry[token_id][0] for token_id, entry in given])
     with torch.inference_mode():
         logprobs = reference(gemma3)(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     expected = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]

@@ -28,7 +28,10 @@ def answer(model: Path, **options: object) -> list[int]:
         return llm.generate([PROMPT], GREEDY)[0]["token_ids"]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_moe"],
+)
 def test_gguf_of_an_architecture_gives_the_tokens_of_transformers(architecture: str, tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "model", architecture, num_layers=4, tied=architecture == "qwen3")
     file = write_gguf(tmp_path / "model.gguf", directory)
