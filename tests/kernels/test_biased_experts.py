@@ -141,6 +141,17 @@ def test_sums_in_fp32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_device
+def test_logits_of_the_router_have_its_bias(device: str) -> None:
+    from nanovllm.kernels.small_linear import small_linear
+
+    for num_rows in (1, moe.MAX_ROUTER_ROWS):
+        x, weight = (torch.randn(n, HIDDEN, device=device).to(DTYPE) for n in (num_rows, NUM_EXPERTS))
+        bias = torch.randn(NUM_EXPERTS, device=device).to(DTYPE)
+        got = small_linear(x, weight, bias, dtype=torch.float32)
+        torch.testing.assert_close(got.double(), F.linear(x.double(), weight.double(), bias.double()))
+
+
+@on_device
 def test_clamped_gate_alone(device: str) -> None:
     from nanovllm.kernels import fused
 
