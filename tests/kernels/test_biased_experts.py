@@ -148,7 +148,8 @@ def test_logits_of_the_router_have_its_bias(device: str) -> None:
         x, weight = (torch.randn(n, HIDDEN, device=device).to(DTYPE) for n in (num_rows, NUM_EXPERTS))
         bias = torch.randn(NUM_EXPERTS, device=device).to(DTYPE)
         got = small_linear(x, weight, bias, dtype=torch.float32)
-        torch.testing.assert_close(got.double(), F.linear(x.double(), weight.double(), bias.double()))
+        exact = F.linear(x.double(), weight.double(), bias.double())
+        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4)
 
 
 @on_device
@@ -171,7 +172,7 @@ def test_model_in_mxfp4_has_the_logits_of_its_values(
     if device == "cuda":
         pytest.skip("tests/gpu runs whole engines")
     plain = write_tiny_model(tmp_path / "plain", "gpt_oss", rope="yarn", intermediate_size=64, num_layers=2)
-    quantized, prompt = write_mxfp4(tmp_path / "quantized", plain, tmp_path / "values"), random_prompt(3)
+    quantized, prompt = write_mxfp4(tmp_path / "quantized", plain, tmp_path / "values"), random_prompt(1)
     second = replace(TPGroup(), rank=1, size=2)
     expected = [load_model(tmp_path / "values", tp) for tp in (TPGroup(), second)]
     logits = run_logits(expected[0], prompt)
